@@ -25,13 +25,12 @@ from narrowgauge import __version__
 from narrowgauge.cli import flags, planning
 from narrowgauge.cli.exit_status import CommandGroup, help_without_command
 from narrowgauge.errors import ChipError, RankError, RecordError
-from narrowgauge.runs.finding import told
 from narrowgauge.runs.foreign_logs import is_log
-from narrowgauge.runs.record import Run, read_run
+from narrowgauge.runs.record import read_run
 from narrowgauge.spec import show, tables
 from narrowgauge.spec.recipes import Recipe
 
-_path = click.Path(path_type=Path)
+_path = flags.PATH
 _count = click.IntRange(min=1)
 _run_folder = click.argument("folder", metavar="DIR", type=_path)
 
@@ -422,7 +421,7 @@ def diagnose(run: Path, other: Path | None, as_json: bool) -> None:
         return _print_result(as_json, read_trace(run, other))
     from narrowgauge.analysis import diagnose as diagnosing
 
-    runs = [_record(path) for path in (run, other) if path is not None]
+    runs = [read_run(path) for path in (run, other) if path is not None]
     diagnosis: Any = diagnosing.diagnose(*runs)
     for record in runs:
         for note in record.notes:
@@ -444,21 +443,6 @@ def moved(base: Path, checkpoint: Path, as_json: bool) -> None:
     from narrowgauge.checks.moved import moved as compare_weights
 
     _print_result(as_json, compare_weights(base, checkpoint))
-
-
-def _record(path: Path) -> Run:
-    """Read the run at a path, or the only run in a folder."""
-    from narrowgauge.report.publishing import run_folders
-
-    places = run_folders([path])
-    if len(places) > 1:
-        names = told((place.name for place in places), 6)
-        raise RecordError(
-            f"One run was asked about, and {path} holds {len(places)}: {names}.",
-            f"Name one: narrowgauge diagnose {places[0]}; narrowgauge report {path} has the "
-            "readings of all.",
-        )
-    return read_run(places[0])
 
 
 main.add_command(planning.plan_group)

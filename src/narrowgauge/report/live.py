@@ -23,10 +23,10 @@ from typing import Any
 
 from narrowgauge.analysis.comparison.comparison import compare_runs
 from narrowgauge.errors import NarrowgaugeError
-from narrowgauge.report.publishing import read_runs, run_folders
+from narrowgauge.report.publishing import read_runs
 from narrowgauge.report.runs_page import render
 from narrowgauge.runs.foreign_logs import log_files
-from narrowgauge.runs.record import ROW_FILES
+from narrowgauge.runs.places import ROW_FILES, run_folders
 
 HERE = "127.0.0.1"
 HOSTS = frozenset({HERE, "localhost"})

@@ -47,7 +47,8 @@ from narrowgauge.matmul.linear import Linear
 from narrowgauge.optim.audit import unwrapped
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.events import Event
-from narrowgauge.runs.record import is_run, read_run
+from narrowgauge.runs.places import is_run
+from narrowgauge.runs.record import read_run
 from narrowgauge.runs.schema import Row, number
 from narrowgauge.runs.writer import RunWriter
 from narrowgauge.spec.computes import COMPUTES
