@@ -141,9 +141,18 @@ class RunWriter:
         """Append a row to ``KIND.jsonl``: ``"steps"``, ``"evals"``, ``"gauges"`` or
         ``"fingerprints"``. Cost: about 20 µs.
         """
-        line = json.dumps(
-            self._checked(kind, row), allow_nan=False, ensure_ascii=False, separators=(",", ":")
-        )
+        if kind not in self._descriptors:
+            raise RecordError(
+                f"Cannot write to {self.path} because its record is closed.",
+                "Open it again: ng.RunRecorder(…, resume=True).",
+            )
+        content = self._checked(kind, row)
+        try:
+            line = json.dumps(content, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+        except TypeError as error:
+            raise RecordError(
+                f"Cannot write this row of {kind}: {error}.", "Give numbers and text."
+            ) from error
         unwritten = f"{line}\n".encode()
         descriptor = self._descriptors[kind]
         length = os.fstat(descriptor).st_size
