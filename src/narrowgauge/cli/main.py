@@ -12,8 +12,6 @@ import ctypes
 import os
 import platform
 import sys
-import threading
-import time
 import warnings
 from functools import partial
 from pathlib import Path
@@ -24,7 +22,7 @@ import click
 from narrowgauge import __version__
 from narrowgauge.cli import flags, planning
 from narrowgauge.cli.exit_status import CommandGroup, help_without_command
-from narrowgauge.errors import ChipError, RankError, RecordError
+from narrowgauge.errors import ChipError, RankError
 from narrowgauge.runs.foreign_logs import is_log
 from narrowgauge.runs.record import read_run
 from narrowgauge.spec import show, tables
@@ -32,6 +30,7 @@ from narrowgauge.spec.recipes import Recipe
 
 _path = flags.PATH
 _count = click.IntRange(min=1)
+FOLLOW_SECONDS = 30
 _run_folder = click.argument("folder", metavar="DIR", type=_path)
 
 
@@ -303,7 +302,12 @@ def compare(
 @click.option(
     "--table", is_flag=True, help="Print the table of costs as markdown instead of writing a page."
 )
-def report(runs: tuple[Path, ...], out: Path | None, table: bool) -> None:
+@click.option(
+    "--follow",
+    is_flag=True,
+    help="Write the page again while the runs grow; the browser reloads it.",
+)
+def report(runs: tuple[Path, ...], out: Path | None, table: bool, follow: bool) -> None:
     """Write one HTML page about runs.
 
     Each RUN is a run folder, the folder of a comparison, or the log of another framework: a Hugging
@@ -315,7 +319,14 @@ def report(runs: tuple[Path, ...], out: Path | None, table: bool) -> None:
     say = partial(click.echo, err=True)
     if table:
         click.echo(compare_runs(publishing.read_runs(runs, say)).table().markdown(), nl=False)
-    if not table or out is not None:
+    if follow:
+        with contextlib.suppress(AttributeError, OSError):
+            os.nice(19)  # training goes first
+        with contextlib.suppress(KeyboardInterrupt):
+            for number, page in enumerate(publishing.follow(runs, out, FOLLOW_SECONDS)):
+                if number == 0:
+                    click.echo(page)
+    elif not table or out is not None:
         click.echo(publishing.report(runs, out, say))
 
 
@@ -354,47 +365,6 @@ def profile(model: str, recipes: list[Recipe], as_json: bool, **options: Any) ->
         model, recipes, **options, say=lambda line: click.echo(f"{line} …", err=True)
     )
     _print(as_json, rows, profiling.tables_of(rows))
-
-
-@main.command("watch", short_help="A live page on runs that are being written.")
-@click.argument("runs", metavar="RUN…", nargs=-1, required=True, type=_path)
-@click.option(
-    "--port",
-    type=click.IntRange(0, 65535),
-    default=0,
-    metavar="N",
-    help="Port on 127.0.0.1.  [default: a free one]",
-)
-def watch(runs: tuple[Path, ...], port: int) -> None:
-    """Show the report of runs that are being written, rendered again as they grow.
-
-    Each RUN is a run folder, or a folder of runs such as that of a comparison. The page is served
-    on 127.0.0.1 alone, at the printed address with a secret token; nothing is written into the run
-    folders. On another machine, forward its port:
-
-    ssh -L 8400:127.0.0.1:8400 HOST narrowgauge watch RUN --port 8400
-    """
-    from narrowgauge.report.live import POLL_SECONDS, LivePage, PageServer, stamp_of
-
-    for path in runs:
-        if not path.is_dir():
-            raise RecordError(
-                f"No run in {path}: there is no such folder.",
-                "Name a run folder, or a folder of runs.",
-            )
-    if not stamp_of(runs):
-        click.echo("note: no run is here yet; the address follows when one begins.", err=True)
-    with contextlib.suppress(AttributeError, OSError):
-        os.nice(19)
-    page = LivePage(runs)
-    with PageServer(page, port) as server, contextlib.suppress(KeyboardInterrupt):
-        while not page.poll():
-            time.sleep(POLL_SECONDS)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        click.echo(server.address)
-        while True:
-            time.sleep(POLL_SECONDS)
-            page.poll()
 
 
 @main.command(
