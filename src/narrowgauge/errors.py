@@ -9,7 +9,12 @@ from __future__ import annotations
 import contextlib
 import difflib
 import importlib.util
+import re
 from collections.abc import Iterable
+
+
+def _one_stop(stops: re.Match[str]) -> str:
+    return stops[0][1:]
 
 
 class NarrowgaugeError(Exception):
@@ -20,6 +25,8 @@ class NarrowgaugeError(Exception):
     status = 2
 
     def __init__(self, message: str, advice: str = "", *, status: int | None = None) -> None:
+        # A reason that is quoted may end with a stop of its own.
+        message = re.sub(r"(?<=\w)\.\.(?=\s|$)|(?<=[?!])\.(?=\s|$)", _one_stop, message)
         super().__init__(message)
         self.message = message
         self.advice = advice

@@ -7,8 +7,6 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
-import urllib.error
-import urllib.request
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,6 +17,7 @@ import torch
 import narrowgauge.trainer
 from narrowgauge.distributed import job
 from narrowgauge.errors import Terminated
+from narrowgauge.report import publishing
 from narrowgauge.runs.writer import RunWriter
 from narrowgauge.trainer import door
 from narrowgauge.trainer.data.tokens import Document, load_tokenizer, write_tokens
@@ -183,25 +182,15 @@ def test_output_that_cannot_be_written_costs_one_line_and_status_1(tmp_path: Pat
     assert result.stderr.startswith("OSError: Cannot write to standard output: File too large.")
 
 
-def test_a_watched_page_is_served_at_its_address_alone(tmp_path: Path) -> None:
-    with RunWriter.create(
-        tmp_path / "run", {"config": {"recipe": "bfloat16/word", "model": "llama-1m"}}
-    ) as writer:
+def test_a_followed_page_is_written_until_its_runs_are_finished(tmp_path: Path) -> None:
+    config = {"config": {"recipe": "bfloat16/word", "model": "llama-1m"}}
+    with RunWriter.create(tmp_path / "run", config) as writer:
         writer.append("steps", {"step": 1, "loss": 5.0})
-    files = sorted(tmp_path.rglob("*"))
-    command = [sys.executable, "-m", "narrowgauge", "watch", str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT) as process:
-        try:
-            address = process.stdout.readline().strip()
-            with urllib.request.urlopen(address, timeout=30) as answer:
-                assert "llama-1m in bfloat16/word" in answer.read().decode()
-            parent = address[: address.rindex("/", 0, -1)] + "/"
-            wrong_addresses = (
-                (wrong, {}) for wrong in (parent, f"{parent}{'x' * 32}/", address + "file")
-            )
-            for wrong, host in (*wrong_addresses, (address, {"Host": "evil.example"})):
-                with pytest.raises(urllib.error.HTTPError, match="403"):
-                    urllib.request.urlopen(urllib.request.Request(wrong, headers=host), timeout=30)
-        finally:
-            process.kill()
-    assert sorted(tmp_path.rglob("*")) == files
+        pages = publishing.follow([tmp_path / "run"], None, 0)
+        assert b'http-equiv="refresh"' not in next(pages).read_bytes()  # 0 seconds: never
+        page = publishing.report([tmp_path / "run"], refresh=30)
+        assert b'<meta http-equiv="refresh" content="30">' in page.read_bytes()
+        writer.summary({"steps": 1, "val_loss": 4.0})
+    assert list(pages) == [page]
+    assert b'http-equiv="refresh"' not in page.read_bytes()
+    assert call("report", str(tmp_path / "run"), "--follow").stdout == f"{page}\n"

@@ -116,7 +116,10 @@ def test_every_figure_is_drawn_in_the_dark_without_a_word_in_the_console(
     assert "&lt;script&gt;document." in dom
     # The slider stands at the last of three samples, and what a figure draws is a table too.
     assert re.search(r'type="range"[^>]*max="2"[^>]*aria-valuetext="60"', dom)
-    for name, first in (("training-loss", "bfloat16/word"), ("heat", "layers.0.up.weight")):
+    for name, first in (
+        ("training-loss", "bfloat16/word · seed 0"),
+        ("heat", "layers.0.up.weight"),
+    ):
         assert re.search(
             rf'data-values="{name}".*?<tbody><tr><td>{first}</td><td>\d+</td><td>[\d.]+</td>',
             dom,

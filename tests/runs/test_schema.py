@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from narrowgauge.errors import RecordError
-from narrowgauge.runs.record import ROW_FILES
+from narrowgauge.runs.places import ROW_FILES
 from narrowgauge.runs.schema import REQUIRED, STEPWISE, TABLES, Column, Row, wrong_value
 from narrowgauge.runs.writer import RunWriter
 from tables import exhaustive, text_of

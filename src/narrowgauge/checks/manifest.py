@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, of_all
@@ -173,6 +174,7 @@ def parameter_readings(set_up: SetUp) -> Iterator[Reading]:
         if angle and not turns:
             turns = f" {name} is {angle} then."
     yield from KINDS["rounded-buffers"].of(buffers, turns=turns)
+    yield from KINDS["batch-norm-formats"].of(_unlike_their_statistics(set_up.model))
     bad = []
     for name, p in set_up.parameters.items():
         if p.dtype in NAIVE and not p.is_meta:
@@ -199,6 +201,18 @@ def parameter_readings(set_up: SetUp) -> Iterator[Reading]:
     if len(lost) < count:
         words = "; the others have one"
         yield from KINDS["no-gradient"].of(lost, count=count, words=words)
+
+
+def _unlike_their_statistics(model: nn.Module) -> list[str]:
+    """Return batch norms with a 16-bit weight and float32 statistics, whose forward pass fails."""
+    names = []
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and module.running_mean is not None:
+            dtypes = {p.dtype for p in module.parameters(recurse=False)}
+            is_wider = module.running_mean.dtype is torch.float32
+            if is_wider and dtypes & {torch.bfloat16, torch.float16}:
+                names.append(name)
+    return names
 
 
 def _missing(set_up: SetUp) -> Iterator[Reading]:

@@ -12,8 +12,6 @@ import ctypes
 import os
 import platform
 import sys
-import threading
-import time
 import warnings
 from functools import partial
 from pathlib import Path
@@ -24,15 +22,15 @@ import click
 from narrowgauge import __version__
 from narrowgauge.cli import flags, planning
 from narrowgauge.cli.exit_status import CommandGroup, help_without_command
-from narrowgauge.errors import ChipError, RankError, RecordError
-from narrowgauge.runs.finding import told
+from narrowgauge.errors import ChipError, RankError
 from narrowgauge.runs.foreign_logs import is_log
-from narrowgauge.runs.record import Run, read_run
+from narrowgauge.runs.record import read_run
 from narrowgauge.spec import show, tables
 from narrowgauge.spec.recipes import Recipe
 
-_path = click.Path(path_type=Path)
+_path = flags.PATH
 _count = click.IntRange(min=1)
+FOLLOW_SECONDS = 30
 _run_folder = click.argument("folder", metavar="DIR", type=_path)
 
 
@@ -308,7 +306,12 @@ def compare(
 @click.option(
     "--table", is_flag=True, help="Print the table of costs as markdown instead of writing a page."
 )
-def report(runs: tuple[Path, ...], out: Path | None, table: bool) -> None:
+@click.option(
+    "--follow",
+    is_flag=True,
+    help="Write the page again while the runs grow; the browser reloads it.",
+)
+def report(runs: tuple[Path, ...], out: Path | None, table: bool, follow: bool) -> None:
     """Write one HTML page about runs.
 
     Each RUN is a run folder, the folder of a comparison, or the log of another framework: a Hugging
@@ -320,7 +323,14 @@ def report(runs: tuple[Path, ...], out: Path | None, table: bool) -> None:
     say = partial(click.echo, err=True)
     if table:
         click.echo(compare_runs(publishing.read_runs(runs, say)).table().markdown(), nl=False)
-    if not table or out is not None:
+    if follow:
+        with contextlib.suppress(AttributeError, OSError):
+            os.nice(19)  # training goes first
+        with contextlib.suppress(KeyboardInterrupt):
+            for number, page in enumerate(publishing.follow(runs, out, FOLLOW_SECONDS)):
+                if number == 0:
+                    click.echo(page)
+    elif not table or out is not None:
         click.echo(publishing.report(runs, out, say))
 
 
@@ -361,47 +371,6 @@ def profile(model: str, recipes: list[Recipe], as_json: bool, **options: Any) ->
     _print(as_json, rows, profiling.tables_of(rows))
 
 
-@main.command("watch", short_help="A live page on runs that are being written.")
-@click.argument("runs", metavar="RUN…", nargs=-1, required=True, type=_path)
-@click.option(
-    "--port",
-    type=click.IntRange(0, 65535),
-    default=0,
-    metavar="N",
-    help="Port on 127.0.0.1.  [default: a free one]",
-)
-def watch(runs: tuple[Path, ...], port: int) -> None:
-    """Show the report of runs that are being written, rendered again as they grow.
-
-    Each RUN is a run folder, or a folder of runs such as that of a comparison. The page is served
-    on 127.0.0.1 alone, at the printed address with a secret token; nothing is written into the run
-    folders. On another machine, forward its port:
-
-    ssh -L 8400:127.0.0.1:8400 HOST narrowgauge watch RUN --port 8400
-    """
-    from narrowgauge.report.live import POLL_SECONDS, LivePage, PageServer, stamp_of
-
-    for path in runs:
-        if not path.is_dir():
-            raise RecordError(
-                f"No run in {path}: there is no such folder.",
-                "Name a run folder, or a folder of runs.",
-            )
-    if not stamp_of(runs):
-        click.echo("note: no run is here yet; the address follows when one begins.", err=True)
-    with contextlib.suppress(AttributeError, OSError):
-        os.nice(19)
-    page = LivePage(runs)
-    with PageServer(page, port) as server, contextlib.suppress(KeyboardInterrupt):
-        while not page.poll():
-            time.sleep(POLL_SECONDS)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        click.echo(server.address)
-        while True:
-            time.sleep(POLL_SECONDS)
-            page.poll()
-
-
 @main.command(
     "diagnose", short_help="What a run shows beyond its bounds, or where two runs first differ."
 )
@@ -426,7 +395,7 @@ def diagnose(run: Path, other: Path | None, as_json: bool) -> None:
         return _print_result(as_json, read_trace(run, other))
     from narrowgauge.analysis import diagnose as diagnosing
 
-    runs = [_record(path) for path in (run, other) if path is not None]
+    runs = [read_run(path) for path in (run, other) if path is not None]
     diagnosis: Any = diagnosing.diagnose(*runs)
     for record in runs:
         for note in record.notes:
@@ -448,21 +417,6 @@ def moved(base: Path, checkpoint: Path, as_json: bool) -> None:
     from narrowgauge.checks.moved import moved as compare_weights
 
     _print_result(as_json, compare_weights(base, checkpoint))
-
-
-def _record(path: Path) -> Run:
-    """Read the run at a path, or the only run in a folder."""
-    from narrowgauge.report.publishing import run_folders
-
-    places = run_folders([path])
-    if len(places) > 1:
-        names = told((place.name for place in places), 6)
-        raise RecordError(
-            f"One run was asked about, and {path} holds {len(places)}: {names}.",
-            f"Name one: narrowgauge diagnose {places[0]}; narrowgauge report {path} has the "
-            "readings of all.",
-        )
-    return read_run(places[0])
 
 
 main.add_command(planning.plan_group)

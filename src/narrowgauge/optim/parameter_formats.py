@@ -119,7 +119,8 @@ def rounding_note(
     note = (
         f"Rounded {total:,} float32 weights in place: {', '.join(kept_bits)}. To keep some in float32, "
         "pass keep_float32=, or a param "
-        "group with storage='float32'. Train under autocast. For averages take ng.AveragedModel; "
+        "group with storage='float32'. Batch norms under autocast need "
+        "keep_float32=lambda name, p: p.ndim < 2. Train under autocast. For averages take ng.AveragedModel; "
         "round reference models too, by "
         "ng.cast_parameters."
     )

@@ -62,28 +62,23 @@ def _encoded(content: bytes) -> str:
 # ── pages from templates ──────────────────────────────────────────────────────────────────────────
 
 
-def document(data: Row, live: bool = False, **words: Any) -> str:
+def document(data: Row, refresh: int = 0, **words: Any) -> str:
     """Return a page as one HTML document.
 
-    It fetches nothing. If live, it fetches only new data from its own address.
+    It fetches nothing.
 
     Args:
         data: the figures, as the page's script reads them.
-        live: reload the page when its runs have grown.
+        refresh: seconds after which a browser loads the file again; 0 is never.
         words: values for the template.
     """
     script = asset("page.js")
-    live_script = ""
     plotly, digest = plotly_script()
     policy = f"script-src '{digest_of(script)}' '{digest}'"
-    if live:
-        live_script = asset("live.js")
-        policy += f" '{digest_of(live_script)}'; connect-src 'self'"
     template = environment().get_template("page.html.j2")
     page = template.render(
         **words,
-        live=live,
-        live_script=markupsafe.Markup(live_script),
+        refresh=refresh,
         policy=markupsafe.Markup(policy),
         style=markupsafe.Markup(asset("page.css")),
         script=markupsafe.Markup(script),

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import gc
+import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from narrowgauge.analysis.comparison.comparison import Comparison, compare_runs
 from narrowgauge.errors import NarrowgaugeError, RecordError
-from narrowgauge.runs.atomic_io import disk_errors, write_whole
-from narrowgauge.runs.foreign_logs import LOGS, is_log
-from narrowgauge.runs.record import Run, is_run, latest_runs, read_run
+from narrowgauge.runs.atomic_io import write_whole
+from narrowgauge.runs.places import is_page, run_folders
+from narrowgauge.runs.record import Run, read_run
 
 
 def read_runs(
@@ -42,78 +43,65 @@ def read_runs(
     return runs
 
 
-def run_folders(paths: Sequence[str | Path]) -> list[Path]:
-    """Return the run folders below ``paths``; see :func:`read_runs`."""
-    places: list[Path] = []
-    for path in map(Path, paths):
-        inside = [path] if is_run(path) or is_log(path) else runs_inside(path)
-        if not inside:
-            problem = "neither it nor a folder in it has a run.toml, or a log of another framework"
-            if not path.exists():
-                problem = "there is no such folder or file"
-            elif path.is_file():
-                problem = "it is a file, and no log that can be read. Unpack a zip first"
-            advice = (
-                f"Name a run folder, the folder of a comparison, or a {LOGS}.{latest_runs(path)}"
-            )
-            raise RecordError(f"No run in {path}: {problem}.", advice)
-        places += inside
-    return list(dict.fromkeys(places))
-
-
-def runs_inside(path: Path) -> list[Path]:
-    """Return the run folders in a folder, by name; empty if the folder does not exist."""
-    with disk_errors(path):
-        if not path.is_dir():
-            return []
-        folders = sorted(filter(Path.is_dir, path.iterdir()))
-    return [place for place in folders if is_run(place) or is_log(place)]
-
-
 def report(
     paths: Sequence[str | Path],
     out: str | Path | None = None,
     say: Callable[[str], object] = warnings.warn,
+    *,
+    refresh: int = 0,
 ) -> Path:
     """Write one page about existing runs, named as for :func:`read_runs`. Return its path.
 
-    If ``out`` is None, write ``report.html`` into the only folder in ``paths``.
+    If ``out`` is None, write ``report.html`` into the only folder in ``paths``. With ``refresh``,
+    the page of unfinished runs loads itself again after so many seconds.
     """
     if out is None and len(paths) != 1:
         raise NarrowgaugeError(
             f"{len(paths)} folders were named and no page to write.", "Give --out page.html."
         )
-    runs = read_runs(paths, say)
-    gc.freeze()  # else Python repeatedly collects garbage among a million rows
     first = Path(paths[0])
     if out is not None:
         page = Path(out)
     else:
         page = (first.parent if first.is_file() else first) / "report.html"
-    if page.is_dir():
+    require_page(page)
+    runs = read_runs(paths, say)
+    gc.freeze()  # else Python repeatedly collects garbage among a million rows
+    if all(run.summary is not None for run in runs):
+        refresh = 0
+    return write_report(compare_runs(runs), page, refresh)
+
+
+def follow(paths: Sequence[Path], out: Path | None, seconds: int) -> Iterator[Path]:
+    """Write the page of runs again and again until all are finished; yield its path each time.
+
+    A rendering rests ten times as long as it took.
+    """
+    is_finished = False
+    while not is_finished:
+        began = time.monotonic()
+        is_finished = all(run.summary is not None for run in read_runs(paths))
+        yield report(paths, out, refresh=seconds)
+        if not is_finished:
+            time.sleep(max(seconds, 10 * (time.monotonic() - began)))
+
+
+def require_page(page: Path) -> None:
+    """Refuse to replace a file that is not a page of ours."""
+    if page.exists() and not is_page(page):
         raise RecordError(
-            f"Cannot write {page}: it is a folder.", "Name a file, for instance --out page.html."
+            f"Cannot write {page}: what is there is no page of Narrowgauge's.",
+            "Name a file, for instance --out page.html.",
         )
-    if page.is_file() and not _is_page(page):
-        raise RecordError(
-            f"Cannot write {page}: the file there is no HTML page.",
-            "Name another, or remove it first.",
-        )
-    return write_report(compare_runs(runs), page)
 
 
-def _is_page(file: Path) -> bool:
-    with disk_errors(file), file.open("rb") as stream:
-        begins = stream.read(256).lstrip().lower()
-    return not begins or begins.startswith((b"<!doctype html", b"<html"))
-
-
-def write_report(comparison: Comparison, page: Path) -> Path:
-    """Write the page of a comparison, or replace it. Return its path."""
+def write_report(comparison: Comparison, page: Path, refresh: int = 0) -> Path:
+    """Write the page of a comparison, or replace one of ours. Return its path."""
+    require_page(page)
     # Imported late: the page dominates the loading time.
     from narrowgauge.report.runs_page import render
 
-    write_whole(page, render(comparison).encode())
+    write_whole(page, render(comparison, refresh).encode())
     return page
 
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from narrowgauge.analysis.columns import Series, column, rows_of
+from narrowgauge.analysis.columns import rows_of
 from narrowgauge.analysis.comparison.classification import RunStats
 from narrowgauge.analysis.comparison.comparison import Comparison
 from narrowgauge.analysis.diagnose import Diagnosis, diagnose
@@ -70,10 +70,6 @@ class Group:
         if len(self.stats) == 1:
             return [(self.stats[0].run, self.label)]
         return [(stats.run, f"{self.label} · seed {stats.seed}") for stats in self.stats]
-
-    def lines(self, table: str, name: str) -> list[Series]:
-        """Return one column of ``steps`` or ``evals`` of every run."""
-        return [column(run, table, name) for run in self.runs]
 
     def seeds(self) -> dict[int, Run]:
         return {stats.seed: stats.run for stats in self.stats}

@@ -19,10 +19,10 @@ from markupsafe import Markup
 from narrowgauge.analysis.comparison.comparison import Comparison
 from narrowgauge.analysis.reading import Reading, reading_table
 from narrowgauge.report.figures.curves import comparison_figures
+from narrowgauge.report.figures.figure import Figure
 from narrowgauge.report.figures.heat_maps import HEAT_MAPS
 from narrowgauge.report.figures.histograms import SHOWN_FORMATS, format_ranges
 from narrowgauge.report.figures.palette import colour, plain
-from narrowgauge.report.figures.traces import Figure
 from narrowgauge.report.figures.verdict_figure import differences
 from narrowgauge.report.page import document, environment
 from narrowgauge.report.recipe_groups import Group, RunDetails, groups_of
@@ -39,10 +39,11 @@ SECTIONS: dict[str, str] = {
 """Headings of the page's sections in order, by id. A section with nothing to show is left out."""
 
 
-def render(comparison: Comparison, live: bool = False) -> str:
+def render(comparison: Comparison, refresh: int = 0) -> str:
     """Return the report on a comparison as one HTML document.
 
-    Runs may be unfinished or without gauges.
+    Runs may be unfinished or without gauges. The browser loads the page again after ``refresh``
+    seconds; 0 is never.
 
     Invariant: the document fetches nothing and shows every name and message as text. The same runs
     give the same document.
@@ -76,6 +77,7 @@ def render(comparison: Comparison, live: bool = False) -> str:
     words: dict[str, Any] = {
         "title": title_of(runs, list(indices)),
         "subtitle": _subtitle(runs),
+        "verdict": verdict_of(comparison, groups, readings), "cost_table": without_empty(comparison.table()),
         "groups": groups, "indices": indices, "comparison": comparison,
         "readings": readings, "figures": figures, "details": details,
         # The run whose worst tensor lost most at the end. For healthy runs, the first.
@@ -90,7 +92,34 @@ def render(comparison: Comparison, live: bool = False) -> str:
         html = getattr(macros, f"{name}_section")().strip()
         if html:
             sections[name] = Markup(html)
-    return document(data, live, **words, sections=sections, headings=SECTIONS)
+    return document(data, refresh, **words, sections=sections, headings=SECTIONS)
+
+
+def verdict_of(comparison: Comparison, groups: Sequence[Group], readings: RunReadings) -> list[str]:
+    """Return the sentences of the verdict: of one recipe, its loss and what its record shows."""
+    if len(groups) != 1:
+        return list(comparison.verdict)
+    row = comparison.rows[0]
+    words = [f"{groups[0].label} is unfinished."]
+    if row["val_loss"] is not None:
+        words = [f"{groups[0].label} has a validation loss of {row['val_loss']:.4f}."]
+    unigram_loss = groups[0].runs[0].run.get("data", {}).get("unigram_loss")
+    if unigram_loss is not None:
+        words.append(f"Token frequencies alone have a loss of {unigram_loss:.4f}.")
+    if readings.table.rows:
+        words.append(
+            f"{counted(len(readings.table.rows), 'kind')} of readings beyond their bound: below."
+        )
+    return [*words, *readings.lines]
+
+
+def without_empty(table: Table) -> Table:
+    """Return a table without the columns in which no row has a value."""
+    kept = []
+    for column in table.columns:
+        if any(column.cell(row) not in ("", "–") for row in table.rows):
+            kept.append(column)
+    return dataclasses.replace(table, columns=tuple(kept))
 
 
 def title_of(runs: Sequence[Run], labels: Sequence[str]) -> str:

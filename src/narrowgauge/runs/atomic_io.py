@@ -105,41 +105,6 @@ def write_whole(path: Path, data: bytes) -> None:
             temporary.unlink(missing_ok=True)
 
 
-@contextlib.contextmanager
-def whole_folder(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder, renamed to ``path`` if the block succeeds.
-
-    ``path`` may be empty, but not the current folder.
-    """
-    path = path.absolute()
-    temporary = path.with_name(f"{TEMPORARY}{path.name}-{os.getpid()}")
-    with disk_errors(path):
-        reason = ""
-        if path == Path.cwd():
-            reason = "the current folder"
-        elif path.is_dir() and any(path.iterdir()):
-            reason = "not empty"
-        elif path.exists() and not path.is_dir():
-            reason = "a file"
-        if reason:
-            raise RecordError(
-                f"Cannot write {path}: it exists and is {reason}.", "Name a new folder."
-            )
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir()
-            yield temporary
-            for file in (*temporary.iterdir(), temporary):
-                sync(file)
-            if path.exists():
-                path.rmdir()
-            os.rename(temporary, path)
-            sync(path.parent)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-
-
 def read_bytes(path: Path) -> bytes | None:
     with disk_errors(path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
         return path.read_bytes()

@@ -12,7 +12,10 @@ def sentences(message: str, advice: str = "") -> str:
         >>> sentences("the loss is not finite", "Go back to a checkpoint."), sentences("the run began.")
         ('the loss is not finite. Go back to a checkpoint.', 'the run began.')
     """
-    return " ".join(f"{part.rstrip('.')}." for part in (message, advice) if part)
+    words = []
+    for part in filter(None, (message, advice)):
+        words.append(part if part.endswith(("?", "!")) else f"{part.rstrip('.')}.")
+    return " ".join(words)
 
 
 def counted(number: int, thing: str) -> str:

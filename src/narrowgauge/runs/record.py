@@ -20,8 +20,6 @@ needs to go on is in run.toml and its checkpoint.
 from __future__ import annotations
 
 import math
-import os
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import date, time
 from functools import cached_property
@@ -29,9 +27,10 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import RecordError
-from narrowgauge.runs.atomic_io import disk_errors, load_json, read_bytes
+from narrowgauge.runs.atomic_io import load_json, read_bytes
 from narrowgauge.runs.finding import counted
 from narrowgauge.runs.foreign_logs import SOURCE, read_log
+from narrowgauge.runs.places import is_run, only_run
 from narrowgauge.runs.schema import NOT_FINITE, TEXT, VERSION, Row, is_whole, short, wrong_value
 from narrowgauge.spec.toml import load_toml
 
@@ -108,17 +107,12 @@ def config_of(run: Row) -> Any:
     )
 
 
-def is_run(path: Path) -> bool:
-    with disk_errors(path):
-        return (path / "run.toml").is_file()
-
-
 def read_run(path: str | Path) -> Run:
     """Read a run folder, finished or not, even while it is being written. Drop damaged rows.
 
     Args:
-        path: the run folder. Or a Hugging Face ``trainer_state.json``, a Lightning ``metrics.csv``,
-            or their folder. Or a table (CSV).
+        path: the run folder, or a folder with one run. Or a Hugging Face ``trainer_state.json``, a
+            Lightning ``metrics.csv``, or their folder, without a run of ours. Or a table (CSV).
     Returns:
         Its content. Values that a log lacks are absent.
     Raises:
@@ -132,7 +126,7 @@ def read_run(path: str | Path) -> Run:
         >>> read_run(folder).steps
         [{'step': 1, 'loss': nan}]
     """
-    path = Path(path)
+    path = only_run(path)
     log = None if is_run(path) else read_log(path)
     if log is not None:
         run = Run(**log)
@@ -160,7 +154,7 @@ def read_settings(path: Path) -> Row:
             reason = "the file is no log that can be read"
         raise RecordError(
             f"No run in {path}: {reason}.",
-            f"Name the folder that was given as --out.{latest_runs(path)}",
+            "Name the folder that was given as --out.",
         )
     try:
         run: Row = load_toml(data.decode())
@@ -187,19 +181,6 @@ def wrong_setting(run: Row) -> str:
     for name, value in numbers.items():
         if not is_whole(value):
             return f"its {name} = {short(value)} is not a whole number"
-    return ""
-
-
-def latest_runs(path: Path) -> str:
-    """Return a sentence with the three newest runs in or beside a folder, or else in ``runs/``
-    here; empty without runs.
-    """
-    for place in (path, path.parent, Path("runs")):
-        with suppress(OSError):
-            files = sorted(place.glob("*/run.toml"), key=lambda file: -file.stat().st_mtime)
-            if files:
-                names = ", ".join(map(os.path.dirname, files[:3]))
-                return f" The latest runs there: {names}."
     return ""
 
 
@@ -237,8 +218,6 @@ def read_summary(file: Path, notes: list[str]) -> Row | None:
 # One write appends a row and its newline. So a last line without a newline is torn. JSON lacks NaN
 # and infinities, so they are stored as "nan", "inf" and "-inf".
 
-ROW_FILES = ("steps", "evals", "events", "gauges", "fingerprints")
-"""The kinds of rows. Each has a file: ``steps.jsonl`` and so on."""
 _QUOTED = tuple(f'"{name}"'.encode() for name in sorted(NOT_FINITE))
 
 

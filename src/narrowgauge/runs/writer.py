@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from contextlib import suppress
 from pathlib import Path
 
 import tomli_w
 
 from narrowgauge.errors import RecordError
-from narrowgauge.runs.atomic_io import TEMPORARY, disk_errors, sync, write_whole
+from narrowgauge.runs.atomic_io import disk_errors, sync, write_whole
 from narrowgauge.runs.events import Event, emit
+from narrowgauge.runs.places import ROW_FILES, FolderLock, require_free
 from narrowgauge.runs.record import (
-    ROW_FILES,
     note_of,
     read_lines,
     read_settings,
@@ -27,9 +26,6 @@ from narrowgauge.runs.record import (
 )
 from narrowgauge.runs.schema import STEPWISE, VERSION, Row, wrong_value
 from narrowgauge.spec.tables import json_value
-
-if sys.platform != "win32":
-    import fcntl
 
 _FILES = [f"{name}.jsonl" for name in ROW_FILES]
 
@@ -59,7 +55,7 @@ class RunWriter:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.notes: list[str] = []
-        self._lock: int | None = None
+        self._lock: FolderLock | None = None
         self._descriptors: dict[str, int] = {}
 
     @classmethod
@@ -79,7 +75,7 @@ class RunWriter:
         with disk_errors(writer.path):
             writer.path.mkdir(parents=True, exist_ok=True)
         try:
-            writer._lock_folder()
+            writer._lock = FolderLock(writer.path)
             writer._open_rows()
             require_free(writer.path)  # another writer may have finished since
             writer.amend(run)
@@ -102,7 +98,7 @@ class RunWriter:
         """
         writer = cls(path)
         read_settings(writer.path)
-        writer._lock_folder()
+        writer._lock = FolderLock(writer.path)
         try:
             writer._open_rows()
             for name in ROW_FILES:
@@ -145,9 +141,18 @@ class RunWriter:
         """Append a row to ``KIND.jsonl``: ``"steps"``, ``"evals"``, ``"gauges"`` or
         ``"fingerprints"``. Cost: about 20 µs.
         """
-        line = json.dumps(
-            self._checked(kind, row), allow_nan=False, ensure_ascii=False, separators=(",", ":")
-        )
+        if kind not in self._descriptors:
+            raise RecordError(
+                f"Cannot write to {self.path} because its record is closed.",
+                "Open it again: ng.RunRecorder(…, resume=True).",
+            )
+        content = self._checked(kind, row)
+        try:
+            line = json.dumps(content, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+        except TypeError as error:
+            raise RecordError(
+                f"Cannot write this row of {kind}: {error}.", "Give numbers and text."
+            ) from error
         unwritten = f"{line}\n".encode()
         descriptor = self._descriptors[kind]
         length = os.fstat(descriptor).st_size
@@ -186,10 +191,7 @@ class RunWriter:
         while self._descriptors:
             os.close(self._descriptors.popitem()[1])
         if self._lock is not None:
-            with suppress(OSError):  # a forked process may have the folder open
-                fcntl.flock(self._lock, fcntl.LOCK_UN)
-            os.close(self._lock)
-            self._lock = None
+            self._lock.release()
 
     def __enter__(self) -> RunWriter:
         return self
@@ -199,23 +201,6 @@ class RunWriter:
 
     def _file(self, name: str) -> Path:
         return self.path / f"{name}.jsonl"
-
-    def _lock_folder(self) -> None:
-        if sys.platform == "win32":
-            return
-        with disk_errors(self.path):
-            self._lock = os.open(self.path, os.O_RDONLY)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            self.close()
-            who = "another process, or a recorder of this one that was not closed,"
-            raise RecordError(
-                f"Cannot write the run {self.path}: {who} is writing it.",
-                "Close it, or wait until the process ends.",
-            ) from error
-        except OSError:  # a file system without locks
-            pass
 
     def _open_rows(self) -> None:
         for name in ROW_FILES:
@@ -255,26 +240,3 @@ class RunWriter:
             message = f"Cannot write this row of {kind} to {self.path}: it has {wrong}."
             raise RecordError(message, "docs/reference.md lists the columns.")
         return written
-
-
-def require_free(path: str | Path) -> None:
-    """Refuse to create a run in a file or a non-empty folder.
-
-    Files that a killed process leaves do not count.
-    """
-    path = Path(path)
-    if (path / "run.toml").exists():
-        raise RecordError(
-            f"Cannot create a run in {path}: a run is there already.",
-            f"Choose another folder, or go on with narrowgauge resume {path}",
-        )
-    problem = ""
-    with disk_errors(path):
-        if path.exists() and not path.is_dir():
-            problem = "it is a file"
-        for name in sorted(os.listdir(path), reverse=True) if path.is_dir() else ():
-            is_empty = name in _FILES and not (path / name).stat().st_size
-            if not name.startswith(TEMPORARY) and not is_empty:
-                problem = f"the folder is not empty (it holds {name})"
-    if problem:
-        raise RecordError(f"Cannot create a run in {path}: {problem}.", "Choose another folder.")

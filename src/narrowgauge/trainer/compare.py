@@ -23,8 +23,9 @@ from narrowgauge.analysis.comparison.labels import parsed_recipe, recipe_name, r
 from narrowgauge.errors import NarrowgaugeError, RecipeError, RecordError, require_package
 from narrowgauge.report.publishing import publish
 from narrowgauge.runs.finding import counted, duration
-from narrowgauge.runs.record import Run, is_run, read_run
-from narrowgauge.runs.writer import RunWriter, require_free
+from narrowgauge.runs.places import is_run, require_free
+from narrowgauge.runs.record import Run, read_run
+from narrowgauge.runs.writer import RunWriter
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.trainer import door
 from narrowgauge.trainer.config import OF_A_RUN, TrainConfig, first_free
@@ -117,7 +118,7 @@ def compare(
 
     if out is not None:
         require_package("plotly")  # for the page; not after hours of training
-        all_ranks().of_first(lambda: require_free(out))
+        all_ranks().of_first(lambda: require_free(out, "compare in"))
     with tempfile.TemporaryDirectory(prefix="narrowgauge-") as temporary:
         place = Path(out or temporary)
         runs = [_record(train_function, recipe, seed, place / name) for recipe, seed, name in plan]
@@ -181,7 +182,10 @@ def define(
     """
     require_package("plotly")
     plan = planned(recipes, seeds)
-    present = [] if out is None else runs_in(Path(out))
+    present = []
+    if out is not None:
+        require_free(out, "compare in", continues=True)
+        present = runs_in(Path(out))
     shared = {name: value for name, value in settings.items() if value is not None}
     for run in present[:1]:
         of_first_run = {name: x for name, x in run.config.items() if name not in OF_A_RUN}

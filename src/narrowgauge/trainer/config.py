@@ -165,7 +165,9 @@ class TrainConfig:
     compile: bool | None = setting(None, "Compile the model.  [default: from 5 million parameters or 1000 steps on, if possible]")
     shard: str = setting(
         "full", "On several ranks, shard weights, gradients and states over them: full or none.", Choice(tuple(SHARDINGS)))
-    threads: int | None = count(None, "CPU threads per rank.  [default: 1 with an order-invariant reduction, else cores / ranks]")
+    threads: int | None = setting(
+        None, "CPU threads per rank.  [default: 1 with an order-invariant reduction, else cores / ranks]",
+        Range(1, 1025, is_integer=True))
     # fmt: on
 
     @property

@@ -13,9 +13,9 @@ from typing import Any
 
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.finding import counted
-from narrowgauge.runs.record import Run, is_run, read_run
+from narrowgauge.runs.places import is_run, require_free
+from narrowgauge.runs.record import Run, read_run
 from narrowgauge.runs.schema import short
-from narrowgauge.runs.writer import require_free
 from narrowgauge.spec.models import MODELS
 from narrowgauge.spec.tables import json_value
 from narrowgauge.trainer.config import TrainConfig
@@ -33,6 +33,7 @@ def enter(given: Mapping[str, Any], num_ranks: int = 1) -> tuple[TrainConfig, Ru
     Raises:
         NarrowgaugeError: an invalid setting, or a folder with something else.
     """
+    TrainConfig.from_dict(given)  # an empty path is not the current folder
     out = given.get("out")
     if out is None or not is_run(Path(out)):
         if out is not None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from narrowgauge.runs.atomic_io import whole_folder
+from narrowgauge.runs.places import new_folder
 from narrowgauge.trainer.language_model import without_progress_bars
 from narrowgauge.trainer.session import Session, load
 
@@ -25,7 +25,7 @@ def export(folder: Path, out: Path) -> Path:
     Raises:
         RecordError: the run has no good checkpoint, ``out`` is not empty, or the disk is full.
     """
-    with whole_folder(Path(out)) as temporary:
+    with new_folder(Path(out)) as temporary:
         _write(load(folder), temporary)
     return out
 

@@ -29,7 +29,7 @@ from narrowgauge.checks.set_up import set_up_of
 from narrowgauge.checks.step_check import StepCheck
 from narrowgauge.checks.step_samples import weight_of
 from narrowgauge.distributed.ranks import all_ranks
-from narrowgauge.distributed.sharding import fingerprint_whole
+from narrowgauge.distributed.sharding import fingerprint_whole, fsdp_modules
 from narrowgauge.errors import RecipeError, RecordError
 from narrowgauge.gauges.hub import RunNotice
 from narrowgauge.gauges.recording.certificate import SAVED, Certificate
@@ -47,16 +47,19 @@ from narrowgauge.matmul.linear import Linear
 from narrowgauge.optim.audit import unwrapped
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.events import Event
-from narrowgauge.runs.record import is_run, read_run
+from narrowgauge.runs.places import is_run
+from narrowgauge.runs.record import read_run
 from narrowgauge.runs.schema import Row, number
 from narrowgauge.runs.writer import RunWriter
 from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.storages import STORAGES
+from narrowgauge.spec.update_rules import Range
 from narrowgauge.torch_support.torch_hooks import members_of
 
 _OPEN: weakref.WeakSet[RunRecorder] = weakref.WeakSet()
+_COUNT = Range(0, 1 << 63, is_integer=True)
 atexit.register(lambda: deque(map(RunRecorder.__del__, [*_OPEN]), 0))
 
 
@@ -151,6 +154,11 @@ class RunRecorder(Watch):
         on_row: OnRow | None = None,
         resume: bool = False,
     ) -> None:
+        steps = {
+            "every": every, "gauges_every": gauges_every, "audit_every": audit_every, "fingerprints_every": fingerprints_every,
+        }  # fmt: skip
+        for name, value in steps.items():
+            _COUNT.check(name, value)
         self.model = set_up_of(model, []).model
         self.optimizer = unwrapped(optimizer)
         policy = _recipe_in_use(model, self.optimizer) if recipe is None else parse(recipe)
@@ -245,6 +253,7 @@ class RunRecorder(Watch):
             )
         entries: Row = {"loss": loss, "skipped": self._was_skipped()}
         if tokens is not None:
+            _COUNT.check("tokens", tokens)
             entries["tokens"] = self._record.tokens + tokens
         if batch is not None:
             values = batch.detach().cpu()
@@ -310,9 +319,9 @@ class RunRecorder(Watch):
         Args:
             step: steps that the loaded checkpoint has done.
             objects: the loaded ones, by the names that :meth:`saved` was given.
-        Raises:
-            RecordError: rows up to that step are missing.
+        Missing rows up to that step are a note: a record is a log, and not what a run goes on from.
         """
+        _COUNT.check("step", step)
         began = self.num_steps
         goes_on = self._must_go_back or step > 0
         # The first row may be of a later step, if the loop continued another run's checkpoint.
@@ -486,16 +495,21 @@ class RunRecorder(Watch):
             self.event("note", message, detector="changed-settings")
 
     def _summary(self) -> Row:
+        for module in fsdp_modules(self.model):  # an evaluation leaves the weights gathered
+            module.reshard()
         stepped = {*members_of(self.optimizer)}
         stored = {}
         for name, p in self.model.named_parameters():
             if p in stepped:
                 stored[name] = weight_of(self.optimizer, p)
+        fingerprint = None  # of all weights that the optimizer steps, or of none
+        if len(stored) == len(stepped):
+            fingerprint = fingerprint_whole(stored)
         config = self._record.here.of_first(lambda: read_run(self.folder)).config
         return self._record.summary(
             recipe=config.get("recipe"),
             model=str(config.get("model", self._run["model"]["class"])),
-            weights_fingerprint=fingerprint_whole(stored),
+            weights_fingerprint=fingerprint,
         )
 
     def _description(self, policy: Recipe | None, settings: dict[str, Any]) -> dict[str, Any]:

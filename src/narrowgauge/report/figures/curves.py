@@ -1,5 +1,8 @@
 """Figures over steps that compare recipes: losses, their differences, gradient norms and loss
 scales.
+
+Lines of recipes that train alike lie on each other. So the difference from the baseline is drawn,
+too, of runs with one seed. A figure without a second point is not drawn.
 """
 
 from __future__ import annotations
@@ -8,25 +11,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from narrowgauge.analysis.columns import Array, Series, column
-from narrowgauge.report.figures.traces import (
-    Curve,
-    Figure,
-    curve_of,
-    fit_axis,
-    layout_of,
-    traces_of,
-)
+from narrowgauge.analysis.columns import Series, column
+from narrowgauge.report.figures.figure import Figure, Line, over_steps
 from narrowgauge.report.recipe_groups import Group
 
 SMALLEST_SPAN = 0.001
 """Minimum span of an axis of differences, as a fraction of the loss."""
 _LOSS = "loss (nats per token)"
-_BAND = (
-    " A line is the mean over a recipe's seeds, its band the range from the lowest to the highest. "
-    "In a long run both are over "
-    "the steps of a column, too. A cross marks a value that is not finite."
-)
+_CROSS = " A cross marks a value that is not finite."
 
 
 def comparison_figures(
@@ -36,119 +28,98 @@ def comparison_figures(
 
     ``baseline`` is the label of the group to compare with (None: the first).
     """
-    losses = [training_loss(groups), validation_loss(groups), difference(groups, baseline)]
-    history = [gradient_norm(groups), loss_scale(groups)]
+    losses = [
+        over_steps(
+            "Training loss", f"Lower is better.{_CROSS}", lines_of(groups, "steps", "loss"), _LOSS, fits=True
+        ),
+        difference(groups, "steps", "loss", baseline),
+    ]  # fmt: skip
+    if len(groups) == 1:
+        how = f"The loss on held-out text; lower is better.{_CROSS}"
+        lines = lines_of(groups, "evals", "val_loss")
+        losses.append(over_steps("Validation loss", how, lines, _LOSS, fits=True))
+    losses.append(difference(groups, "evals", "val_loss", baseline))
+    norm = (
+        "Norm of all gradients before clipping. A norm that rises steadily, or jumps tenfold, often "
+        f"precedes a loss spike by a few steps.{_CROSS}"
+    )
+    scale = (
+        "Each halving is an overflow that skipped a step; each doubling follows many steps without "
+        "one. A scale that keeps falling often precedes divergence."
+    )
+    history = [
+        over_decades(groups, "grad_norm", "Gradient norm", norm),
+        over_decades(groups, "loss_scale", "Loss scale", scale),
+    ]
     return {"loss": list(filter(None, losses)), "history": list(filter(None, history))}
 
 
-def _curves(groups: Sequence[Group], table: str, name: str) -> list[Curve]:
-    return [curve_of(group, group.lines(table, name)) for group in groups]
+def lines_of(groups: Sequence[Group], table: str, name: str) -> list[Line]:
+    """Return one column of ``steps`` or ``evals`` of every run."""
+    lines = []
+    for group in groups:
+        for run, label in group.named:
+            lines.append(Line(group.index, label, column(run, table, name)))
+    return lines
 
 
-# ── loss ──────────────────────────────────────────────────────────────────────────────────────────
+def difference(
+    groups: Sequence[Group], table: str, name: str, baseline: str | None = None
+) -> Figure | None:
+    """Draw a loss minus the baseline's loss with the same seed; ``None`` of one recipe.
 
-
-def training_loss(groups: Sequence[Group]) -> Figure | None:
-    """Draw the loss of the training batches over steps."""
-    return _losses("Training loss", _curves(groups, "steps", "loss"), "Lower is better.")
-
-
-def validation_loss(groups: Sequence[Group]) -> Figure | None:
-    """Draw the loss of held-out text over steps."""
-    how = "Lower is better. This is the loss on held-out text, by which recipes are compared."
-    return _losses("Validation loss", _curves(groups, "evals", "val_loss"), how)
-
-
-def _losses(title: str, curves: Sequence[Curve], how: str) -> Figure | None:
-    layout = layout_of("step", _LOSS)
-    data = traces_of(curves, title.lower())
-    how += f"{_BAND}{fit_axis(curves, layout)}"
-    return Figure(title.lower().replace(" ", "-"), title, how, data, layout) if data else None
-
-
-def difference(groups: Sequence[Group], baseline: str | None = None) -> Figure | None:
-    """Draw the validation loss minus the baseline's loss with the same seed."""
+    The training loss is a mean over 2 % of the run: both saw the same batches.
+    """
     if len(groups) < 2:
         return None
-    first = groups[0]
-    for group in groups:
-        if group.label == baseline:
-            first = group
+    first = next((group for group in groups if group.label == baseline), groups[0])
     theirs = first.seeds()
-    curves = []
+    lines = []
     for group in groups:
-        lines = []
-        for seed, run in group.seeds().items():
-            if seed in theirs and group is not first:
-                minuend = column(run, "evals", "val_loss")
-                lines.append(_minus(minuend, column(theirs[seed], "evals", "val_loss")))
-        curves.append(curve_of(group, lines))
-    if not _means_of(curves).size:
-        return None
+        for (run, label), stats in zip(group.named, group.stats, strict=True):
+            if group is first or stats.seed not in theirs:
+                continue
+            points = minus(column(run, table, name), column(theirs[stats.seed], table, name))
+            lines.append(Line(group.index, label, smoothed(points) if table == "steps" else points))
     # Noise in the last digits must look small.
     ends = []
-    for line in first.lines("evals", "val_loss"):
-        ends += line.finite[-1:].tolist()
-    least = SMALLEST_SPAN / 2 * float(np.abs(ends).mean())
-    layout = layout_of(
-        "step",
-        f"loss minus {first.label}",
-        zeroline=True,
-        autorangeoptions={"include": [-least, least]},
-    )
+    for run in first.runs:
+        ends += column(run, table, name).finite[-1:].tolist()
+    least = SMALLEST_SPAN / 2 * float(np.abs(ends).mean()) if ends else 0.0
     how = (
         f"Above zero a recipe is worse than {first.label}, below zero better. Each run is compared "
-        "with the run of the same "
-        "seed, which has the same initial weights and the same batches, so most of the variation "
-        "between seeds cancels. "
-        "A line is the mean of these differences, its band the range from the lowest seed to the "
-        "highest. The band is not "
-        f"a confidence interval; the cost table has one."
+        "with the run of the same seed: the same initial weights and batches, so most of the noise "
+        "cancels."
     )
-    data = traces_of(curves, "difference")
-    return Figure("difference", f"Validation loss against {first.label}", how, data, layout)
+    title = f"{'Training' if table == 'steps' else 'Validation'} loss against {first.label}"
+    include = {"include": [-least, least]}
+    return over_steps(
+        title, how, lines, f"loss minus {first.label}", zeroline=True, autorangeoptions=include
+    )
 
 
-def _minus(line: Series, baseline: Series) -> Series:
+def minus(line: Series, baseline: Series) -> Series:
+    """Return the difference at the steps that both have."""
     x, mine, theirs = np.intersect1d(line.x, baseline.x, return_indices=True)
     return Series(x, line.y[mine] - baseline.y[theirs])
 
 
-# ── gradients ─────────────────────────────────────────────────────────────────────────────────────
+def smoothed(line: Series) -> Series:
+    """Return means of finite values over 2 % of a line, each at its last step."""
+    is_finite = ~np.isnan(line.y)
+    x = line.x[is_finite]
+    width = max(1, len(x) // 50)
+    if len(x) <= width:
+        return Series(x, line.y[is_finite])
+    means = np.convolve(line.y[is_finite], np.full(width, 1 / width), mode="valid")
+    return Series(x[width - 1 :], means)
 
 
-def gradient_norm(groups: Sequence[Group]) -> Figure | None:
-    """Draw the norm of all gradients over steps."""
-    how = (
-        "Norm of all gradients before clipping. A norm that rises steadily, or jumps tenfold, "
-        "often precedes a loss spike by a "
-        f"few steps.{_BAND}"
-    )
-    return _over_decades(groups, "grad_norm", "Gradient norm", how)
-
-
-def loss_scale(groups: Sequence[Group]) -> Figure | None:
-    """Draw the loss scale over steps."""
-    how = (
-        "Each halving is an overflow that skipped a step; each doubling follows many steps without "
-        "one. A scale that keeps "
-        "falling often precedes divergence, long before the loss shows it."
-    )
-    return _over_decades(groups, "loss_scale", "Loss scale", how)
-
-
-def _means_of(curves: Sequence[Curve]) -> Array:
-    """Return the finite values of all lines."""
-    return np.concatenate([np.empty(0), *(curve.means for curve in curves)])
-
-
-def _over_decades(groups: Sequence[Group], name: str, title: str, how: str) -> Figure | None:
+def over_decades(groups: Sequence[Group], name: str, title: str, how: str) -> Figure | None:
     """Draw a column of the steps, over a logarithmic axis if its values are positive and span
     decades.
     """
-    curves = _curves(groups, "steps", name)
-    means = _means_of(curves)
-    is_log = bool(means.size and 0 < 3 * means.min() < means.max())
-    layout = layout_of("step", title.lower(), log_y=is_log)
-    data = traces_of(curves, title.lower())
-    return Figure(name.replace("_", "-"), title, how, data, layout) if data else None
+    lines = lines_of(groups, "steps", name)
+    values = np.concatenate([np.empty(0), *(line.points.finite for line in lines)])
+    is_log = bool(values.size and 0 < 3 * values.min() < values.max())
+    return over_steps(title, how, lines, title.lower(), type="log" if is_log else "linear")

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from narrowgauge.analysis.columns import Array
+from narrowgauge.report.figures.figure import json_list
 from narrowgauge.report.figures.palette import SEQUENTIAL, plain
-from narrowgauge.report.figures.series import json_list
 from narrowgauge.runs.schema import Row, gauge_metrics, step_of
 
 MOST_TENSORS = 64
@@ -160,14 +160,17 @@ def _heat_map(metric: Metric, tensors: Mapping[str, Array], steps: npt.NDArray[n
     low_end, high_end = metric.scaled(np.array([metric.low, metric.high])).tolist()
     places = list(range(len(worst)))
     labels = [plain(names[line]) for line in lines]
+    x = steps[edges[1:] - 1].astype(float)
+    # A cell is centred at its step, half a cell from the edges of the axis.
+    half = (float(steps[-1]) - float(steps[0])) / (2 * max(1, num_columns - 1)) or 0.5
     trace = {
-        "type": "heatmap", "x": json_list(steps[edges[1:] - 1], 9), "y": places,
+        "type": "heatmap", "x": json_list(x, 9), "y": places,
         "z": [json_list(row, 3) for row in metric.scaled(worst)], "zmin": low_end, "zmax": high_end,
         "colorscale": _DIVERGING if metric.good else SEQUENTIAL, "hoverongaps": False,
         "meta": {"names": labels, "log": metric.is_log},
     }  # fmt: skip
     layout = {
-        "xaxis": {"title": {"text": "step"}}, "height": 22 * len(worst) + 110,
+        "xaxis": {"title": {"text": "step"}, "range": [float(x[0]) - half, float(x[-1]) + half]}, "height": 22 * len(worst) + 110,
         "yaxis": {"autorange": "reversed", "tickvals": places, "ticktext": labels},
     }  # fmt: skip
     how = metric.how

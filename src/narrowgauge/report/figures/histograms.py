@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from narrowgauge.report.figures.figure import json_list, rounded
 from narrowgauge.report.figures.palette import colour
-from narrowgauge.report.figures.series import json_list, rounded
 from narrowgauge.runs.schema import FIRST_EXPONENT, Row, finite_number, step_of
 from narrowgauge.spec.formats import FORMATS
 

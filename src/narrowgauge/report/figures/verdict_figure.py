@@ -9,9 +9,8 @@ from collections.abc import Sequence
 
 from narrowgauge.analysis.comparison.comparison import Comparison
 from narrowgauge.analysis.comparison.intervals import PairedDifference, shown_difference
+from narrowgauge.report.figures.figure import Figure, layout_of, rounded
 from narrowgauge.report.figures.palette import colour, plain, symbol_of
-from narrowgauge.report.figures.series import rounded
-from narrowgauge.report.figures.traces import Figure, layout_of
 from narrowgauge.report.recipe_groups import Group
 from narrowgauge.runs.schema import Row
 

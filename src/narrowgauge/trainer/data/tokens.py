@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import numpy as np
 
 from narrowgauge.errors import DataError, require_package
-from narrowgauge.runs.atomic_io import load_json, whole_folder
+from narrowgauge.runs.atomic_io import load_json
+from narrowgauge.runs.places import new_folder
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -204,7 +205,7 @@ def write_tokens(
     vocab_size = tokenizer.get_vocab_size()
     dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
     ends = []
-    with whole_folder(out) as folder:
+    with new_folder(out) as folder:
         tokenizer.save(str(folder / "tokenizer.json"))
         tokenizer.encode_special_tokens = True
         with (folder / "tokens.bin").open("wb") as stream:

@@ -1,0 +1,202 @@
+"""What a path holds: one answer for every command that reads or writes a folder.
+
+``train``, ``resume``, ``compare``, ``report``, ``tokenize`` and ``export`` ask here before they
+write. What is not ours is refused, and so is what another process is writing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from narrowgauge.errors import RecordError
+from narrowgauge.runs.atomic_io import TEMPORARY, disk_errors, read_bytes, sync
+from narrowgauge.runs.finding import told
+from narrowgauge.runs.foreign_logs import LOGS, is_log
+
+if sys.platform != "win32":
+    import fcntl
+
+ROW_FILES = ("steps", "evals", "events", "gauges", "fingerprints")
+"""The kinds of rows. Each has a file in a run folder: ``steps.jsonl`` and so on."""
+PAGE_MARK = b'<meta name="generator" content="Narrowgauge">'
+"""In the first bytes of every page that we write."""
+
+
+def is_run(path: Path) -> bool:
+    with disk_errors(path):
+        return (path / "run.toml").is_file()
+
+
+def is_page(file: Path) -> bool:
+    """Return whether a file is a page of ours, which may be replaced."""
+    with disk_errors(file):
+        if not file.is_file():
+            return False
+        with file.open("rb") as stream:
+            return PAGE_MARK in stream.read(4096)
+
+
+# ── to write ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def in_use(path: Path, *, continues: bool = False) -> str:
+    """Return why a new folder cannot be made at ``path``; empty if it can.
+
+    What a killed process leaves does not count.
+
+    Args:
+        continues: accept a folder with nothing but runs and their comparison.
+    """
+    with disk_errors(path):
+        if is_run(path):
+            return "a run is there already"
+        if path.exists() and not path.is_dir():
+            return "it is a file"
+        names = sorted(os.listdir(path), reverse=True) if path.is_dir() else []
+        has_runs = any(is_run(path / name) for name in names)
+        for name in names:
+            file = path / name
+            is_remains = name.startswith(TEMPORARY)
+            if name.removesuffix(".jsonl") in ROW_FILES and not file.stat().st_size:
+                is_remains = True
+            is_ours = is_run(file) or name == "compare.json" or is_page(file)
+            if not (is_remains or (continues and has_runs and is_ours)):
+                return f"the folder is not empty (it holds {name})"
+    return ""
+
+
+def require_free(
+    path: str | Path, task: str = "create a run in", *, continues: bool = False
+) -> None:
+    """Refuse to write into a file, or into a folder with anything that is not ours.
+
+    ``task`` begins the message. ``continues`` is as for :func:`in_use`.
+    """
+    path = Path(path)
+    problem = in_use(path, continues=continues)
+    if problem:
+        advice = "Choose another folder."
+        if is_run(path):
+            advice = f"Choose another folder, or go on with {continuation(path)}."
+        raise RecordError(f"Cannot {task} {path}: {problem}.", advice)
+
+
+def continuation(path: Path) -> str:
+    """Return what continues the run in a folder: its record says which program wrote it."""
+    if b"\n[recorder]" in (read_bytes(path / "run.toml") or b""):
+        return "RunRecorder(…, resume=True) in its program"
+    return f"narrowgauge resume {path}"
+
+
+@contextlib.contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Yield a temporary folder, renamed to ``path`` if the block succeeds. ``path`` may be empty."""
+    require_free(path, "write")
+    path = path.absolute()
+    if path == Path.cwd():
+        raise RecordError(f"Cannot write {path}: it is the current folder.", "Name a new folder.")
+    temporary = path.with_name(f"{TEMPORARY}{path.name}-{os.getpid()}")
+    with disk_errors(path):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir()
+            yield temporary
+            for file in (*temporary.iterdir(), temporary):
+                sync(file)
+            if path.exists():
+                path.rmdir()
+            os.rename(temporary, path)
+            sync(path.parent)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+class FolderLock:
+    """Lock a folder against other writers, until :meth:`release` or the end of the process.
+
+    Raises:
+        RecordError: another process, or another lock of this one, holds it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.descriptor: int | None = None
+        if sys.platform == "win32":
+            return
+        with disk_errors(path):
+            self.descriptor = os.open(path, os.O_RDONLY)
+        try:
+            fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self.release()
+            who = "another process, or a recorder of this one that was not closed,"
+            raise RecordError(
+                f"Cannot write the run {path}: {who} is writing it.",
+                "Close it, or wait until the process ends.",
+            ) from error
+        except OSError:  # a file system without locks
+            pass
+
+    def release(self) -> None:
+        """Release the folder; twice is no error."""
+        if self.descriptor is not None:
+            with contextlib.suppress(OSError):  # a forked process may have the folder open
+                fcntl.flock(self.descriptor, fcntl.LOCK_UN)
+            os.close(self.descriptor)
+            self.descriptor = None
+
+
+# ── to read ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def run_folders(paths: Sequence[str | Path]) -> list[Path]:
+    """Return the run folders and logs that ``paths`` name, each once.
+
+    A run wins over the runs in its folder. These win over a log of another framework beside them.
+    """
+    places: list[Path] = []
+    for path in map(Path, paths):
+        inside = [path] if is_run(path) else _runs_inside(path)
+        if not inside:
+            problem = "neither it nor a folder in it has a run.toml, or a log of another framework"
+            if not path.exists():
+                problem = "there is no such folder or file"
+            elif path.is_file():
+                problem = "it is a file, and no log that can be read. Unpack a zip first"
+            raise RecordError(
+                f"No run in {path}: {problem}.",
+                f"Name a run folder, the folder of a comparison, or a {LOGS}.",
+            )
+        places += inside
+    return list(dict.fromkeys(places))
+
+
+def _runs_inside(path: Path) -> list[Path]:
+    folders: list[Path] = []
+    with disk_errors(path):
+        if path.is_dir():
+            folders = sorted(filter(Path.is_dir, path.iterdir()))
+    if is_log(path):
+        return list(filter(is_run, folders)) or [path]
+    return [place for place in folders if is_run(place) or is_log(place)]
+
+
+def only_run(path: str | Path) -> Path:
+    """Return the run at a path, or the only one in a folder.
+
+    Raises:
+        RecordError: there is none, or there are several.
+    """
+    places = run_folders([path])
+    if len(places) > 1:
+        names = told((place.name for place in places), 6)
+        raise RecordError(
+            f"One run was asked about, and {path} holds {len(places)}: {names}.",
+            f"Name one, such as {places[0]}; narrowgauge report {path} has the readings of all.",
+        )
+    return places[0]

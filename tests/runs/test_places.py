@@ -1,0 +1,148 @@
+"""What a path holds decides: each command takes what it can use, and changes nothing else."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import narrowgauge as ng
+from narrowgauge.errors import RecordError
+from narrowgauge.runs.places import FolderLock, new_folder, only_run
+from narrowgauge.runs.writer import RunWriter
+from narrowgauge.trainer.data.tokens import Document, load_tokenizer, write_tokens
+from trainer.tiny_runs import call
+
+
+def run_at(folder: Path, **tables: object) -> Path:
+    """A run of one step; of a loop with RunRecorder where ``recorder`` is a table."""
+    with RunWriter.create(folder, {"config": {"recipe": "bfloat16/word"}, **tables}) as writer:
+        writer.append("steps", {"step": 1, "loss": 2.5})
+    return folder
+
+
+def tokens_at(folder: Path) -> Path:
+    return write_tokens([Document("a", "text " * 99)], *load_tokenizer(None), folder)
+
+
+def file_at(path: Path) -> Path:
+    path.write_text("mine")
+    return path
+
+
+def pages_at(folder: Path) -> Path:
+    """Files of a user with the names of ours."""
+    folder.mkdir()
+    (folder / "report.html").write_text("<html>mine")
+    (folder / "compare.json").write_text(json.dumps({"my": 1}))
+    return folder
+
+
+def runs_at(folder: Path) -> Path:
+    """A folder with a run, and a file that is not ours."""
+    folder.mkdir()
+    run_at(folder / "first")
+    file_at(folder / "thesis.tex")
+    return folder
+
+
+def log_at(folder: Path) -> Path:
+    folder.mkdir()
+    rows = [{"step": 1, "loss": 2.0}]
+    (folder / "trainer_state.json").write_text(json.dumps({"log_history": rows}))
+    return folder
+
+
+HOLD: dict[str, Callable[[Path], Path]] = {
+    "a file": file_at, "a run": run_at, "a run of a loop": lambda path: run_at(path, recorder={"program": "a.py"}),
+    "tokens": tokens_at, "pages of another program": pages_at, "runs and a file": runs_at, "a log": log_at,
+}  # fmt: skip
+"""What a user may name by mistake."""
+TRAIN = "--model llama-1m --steps 1 --batch-size 1 --sequence-length 8"
+WRITE = {
+    "train": f"train {TRAIN} --data tokens --out PLACE",
+    "resume": "resume PLACE",
+    "compare": f"compare --recipes bfloat16/word {TRAIN} --data tokens --out PLACE",
+    "report": "report first --out PLACE",
+    "tokenize": "tokenize text.txt PLACE",
+    "export": "export first PLACE",
+}
+
+
+def bytes_of(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("held", HOLD)
+@pytest.mark.parametrize("command", WRITE)
+def test_what_is_not_ours_to_write_is_refused_and_unchanged(
+    command: str, held: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file_at(tmp_path / "text.txt")
+    tokens_at(tmp_path / "tokens")
+    run_at(tmp_path / "first")
+    place = HOLD[held](tmp_path / "place")
+    lock = FolderLock(place) if place.is_dir() else None  # another process writes there
+    before = bytes_of(tmp_path)
+    result = call(*WRITE[command].replace("PLACE", "place").split())
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1), result.output
+    assert bytes_of(tmp_path) == before
+    if lock is not None:
+        lock.release()
+
+
+@pytest.mark.parametrize("command", sorted(WRITE))
+def test_an_empty_path_is_no_path(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = [word if word != "PLACE" else "" for word in WRITE[command].split()]
+    result = call(*words)
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1) and "empty" in result.stderr
+
+
+def test_a_page_of_ours_is_replaced_and_no_other(tmp_path: Path) -> None:
+    run = run_at(tmp_path / "run")
+    assert call("report", str(run)).exit_code == 0
+    first = (run / "report.html").read_bytes()
+    assert call("report", str(run)).exit_code == 0
+    assert (run / "report.html").read_bytes() == first
+    file_at(run / "report.html")
+    assert call("report", str(run)).exit_code == 2
+    assert (run / "report.html").read_text() == "mine"
+
+
+def test_our_record_wins_over_a_log_beside_it(tmp_path: Path) -> None:
+    """As a Trainer leaves them: a log in each checkpoint, a record of the callback."""
+    out = log_at(tmp_path / "out")
+    shutil.copytree(log_at(tmp_path / "log"), out / "checkpoint-8")
+    assert only_run(out) == out and ng.read_run(out).is_foreign
+    record = run_at(out / "narrowgauge")
+    for name in ("trainer_state.json", "nothing"):
+        assert only_run(out) == record and not ng.read_run(out).is_foreign
+        (out / name).unlink(missing_ok=True)
+    with pytest.raises(RecordError, match="holds 3"):
+        ng.read_run(run_at(tmp_path / "first").parent)
+
+
+def test_a_record_says_what_continues_it(tmp_path: Path) -> None:
+    for tables, advice in (
+        ({}, "narrowgauge resume"),
+        ({"recorder": {"program": "a"}}, "resume=True"),
+    ):
+        folder = run_at(tmp_path / advice[:5], **tables)
+        with pytest.raises(RecordError, match="a run is there already") as refusal:
+            RunWriter.create(folder, {})
+        assert advice in refusal.value.advice
+
+
+def test_the_current_folder_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RecordError, match="current folder"), new_folder(Path()):
+        raise AssertionError
