@@ -2,9 +2,9 @@
 learned.
 
 Claim: every row has its cost written down, with an interval and the number of seeds, by runs that
-anybody can repeat. A run is a line of ``benchmarks/board.jsonl``; ``docs/board.md`` holds the
-tables. Seeds fix initial weights, batches and held-out text, so runs of one seed are compared in
-pairs. The learning rate falls to 1e-6: the last updates are small and decide what is lost.
+anybody can repeat. A run is a line of ``benchmarks/board.jsonl``, from which ``docs/evidence.py``
+makes the tables. Seeds fix initial weights, batches and held-out text, so runs of one seed are
+compared in pairs. The learning rate falls to 1e-6: the last updates are small and decide what is lost.
 
 Baseline: ``master`` with the same learning rate, beta2 and seed; ``word`` for a compute over
 ``word``; ``float32/float32`` for 16 bits. A cell (a learning rate and a beta2) is not shown if its
@@ -16,7 +16,6 @@ Run: ``./dev bench board`` with one of
   recipes (``float8-row/word``), peers of ``peers.py`` (``"optimi AdamW Kahan"``) and published states (``published/coat``).
   Several processes may share the file. A stopped run resumes from its last checkpoint, or starts again with a peer. A run takes
   about 65 seconds of a quiet core with AVX512, 4 to 6 minutes with AVX2.
-- ``--page``: write the tables of ``docs/board.md``.
 
 ``--quick`` trains two rows for six steps in a temporary folder. ``--model llama-8m`` trains the
 larger model.
@@ -32,7 +31,6 @@ import json
 import math
 import platform
 import shutil
-import statistics
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
@@ -48,22 +46,18 @@ from _stdlib import stdlib_tokens
 from peers import bytes_held, peer_version
 from timing import exit_by
 
-from narrowgauge.analysis.comparison.intervals import MINUS, interval
 from narrowgauge.checkpoints.saving import latest_checkpoint
 from narrowgauge.distributed.sharding import fingerprint_whole
 from narrowgauge.errors import RecordError
 from narrowgauge.matmul.gemm import EmulationNotice
 from narrowgauge.numerics.metrics import UPDATE_SUMS, update_metrics
 from narrowgauge.spec.notation import parse
-from narrowgauge.spec.significance import student_t
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.data.dataset import Dataset, open_data
 from narrowgauge.trainer.session import build
 from narrowgauge.trainer.step import evaluate, train_step
 
 FILE = Path(__file__).with_name("board.jsonl")
-PAGE = Path(__file__).parents[1] / "docs" / "board.md"
-MARKS = "<!-- tables: begin -->", "<!-- tables: end -->"
 
 MASTER = "master"
 WORD = "word"
@@ -71,8 +65,6 @@ NO_DECAY = "master without decay"
 """Shows what a peer gains whose weight decay rounds to nothing on bfloat16 weights."""
 ONCE = "exact"
 """Has the bits of ``master``: one run proves it."""
-CONTROLS = ("naive", "nearest8", "float8/collage-plus")
-"""Rows that must lose: a board on which one of them does not has no power."""
 STORAGES = (
     MASTER, WORD, "naive", "compact", "states8", "split", "kahan", "collage-light", "collage-plus", "stochastic", "no-master",
     "float32", ONCE, "weight8", "nearest8", "float8/collage-plus",
@@ -93,9 +85,6 @@ OTHERS = (
 ROWS = (*STORAGES, *COMPUTES, FULL, *SIXTEEN_BITS, *OTHERS)
 
 CHECKPOINT_EVERY = 200
-FEW_SEEDS = 3
-MARGIN = 1.0
-"""In nats: how far below the unigram level the baseline of a cell must end."""
 
 Cell = tuple[float, float]
 """A peak learning rate and a beta2."""
@@ -415,198 +404,6 @@ def add(selected: Sequence[Job], out: Path, file: Path = FILE) -> int:
     return failures
 
 
-# ── the page ──────────────────────────────────────────────────────────────────────────────────────
-
-
-def runs_of(records: Sequence[Record], row: str, cell: Cell) -> list[Record]:
-    return [record for record in records if (record.row, record.cell) == (row, cell)]
-
-
-def is_refused(records: Sequence[Record], cell: Cell) -> bool:
-    """Return whether a baseline of this cell did not learn."""
-    baselines = []
-    for row in (MASTER, WORD):
-        baselines.extend(runs_of(records, row, cell))
-    return any(run.val_loss is None or run.val_loss > run.unigram - MARGIN for run in baselines)
-
-
-def paired(
-    records: Sequence[Record], row: str, cell: Cell, baseline: str
-) -> list[tuple[Record, Record]]:
-    """Return a row's runs with the baseline's of the same seed, all of the one machine that has
-    most of these pairs.
-    """
-    baselines = {run.key[1:]: run for run in runs_of(records, baseline, cell)}
-    machines: dict[tuple[str, str], list[tuple[Record, Record]]] = {}
-    for run in runs_of(records, row, cell):
-        if (base := baselines.get(run.key[1:])) is not None and base.val_loss is not None:
-            machines.setdefault(run.key[3:], []).append((run, base))
-    return max(machines.values(), key=len, default=[])
-
-
-def differences(
-    records: Sequence[Record], row: str, cell: Cell, baseline: str = MASTER
-) -> list[float]:
-    """Return a row's losses less its baseline's, one for each seed; infinite where the row
-    diverged.
-    """
-    pairs = paired(records, row, cell, baseline)
-    losses_above = []
-    for run, base in pairs:
-        losses_above.append((math.inf if run.val_loss is None else run.val_loss) - base.val_loss)
-    return losses_above
-
-
-def interval_of_cells(cells: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """Return the mean of the cells' means and the half width of its 95 % interval; infinite if a
-    cell has one seed.
-
-    Cells are fixed, only seeds are random. So the variance is the sum of the cells' variances, Σ
-    s²/n, over the squared number of cells, with Satterthwaite's degrees of freedom, rounded down.
-    """
-    mean = statistics.fmean(statistics.fmean(cell) for cell in cells)
-    if min(len(cell) for cell in cells) < 2 or not math.isfinite(mean):
-        return mean, math.inf
-    shares = [statistics.variance(cell) / len(cell) for cell in cells]
-    if not sum(shares):
-        return mean, 0.0
-    degrees = sum(shares) ** 2 / sum(
-        s**2 / (len(cell) - 1) for s, cell in zip(shares, cells, strict=True)
-    )
-    return mean, student_t(int(degrees + 1e-9)) * math.sqrt(sum(shares)) / len(cells)
-
-
-def shown(cells: Sequence[Sequence[float]]) -> str:
-    """Return the mean difference, half its 95 % interval, and the number of seeds of a single cell
-    where these are few.
-    """
-    seeds = min(map(len, cells), default=0)
-    if not seeds or (len(cells) > 1 and seeds < FEW_SEEDS):
-        return "–"
-    mean, half = interval_of_cells(cells)
-    if not math.isfinite(mean):
-        return "diverged"
-    text = f"{mean:+.4f}".replace("-", MINUS) + (f" ± {half:.4f}" if math.isfinite(half) else "")
-    if seeds >= FEW_SEEDS:
-        return text
-    return f"{text} ({seeds} seed{'s' * (seeds > 1)})"
-
-
-def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    text = [header, ["---", *["---:"] * (len(header) - 1)], *lines]
-    return "\n".join(f"| {' | '.join(line)} |" for line in text)
-
-
-def cell_name(cell: Cell) -> str:
-    return f"lr {cell[0]:g}, beta2 {cell[1]:g}"
-
-
-def cost_table(
-    records: Sequence[Record], rows: Sequence[str], cells: Sequence[Cell], baseline: str
-) -> str:
-    """Return a line for each row with a record: bytes, EDQ, the difference in each cell and over
-    all; empty without one.
-    """
-    lines = []
-    for row in rows:
-        runs = []
-        for cell in cells:
-            for run, _ in paired(records, row, cell, baseline):
-                runs.append(run)
-        if not runs or row in (ONCE, baseline):
-            continue
-        cost = [differences(records, row, cell, baseline) for cell in cells]
-        edqs = [run.late_edq for run in runs if run.late_edq is not None]
-        if row in PEERS:
-            name = f"{row} ({runs[-1].package})"
-        else:
-            name = row if row == NO_DECAY else f"`{row}`"
-        edq = "–"
-        if edqs:
-            edq = f"{statistics.fmean(edqs):.3f}"
-        figures = [shown([cell]) for cell in cost] + ([shown(cost)] if len(cells) > 1 else [])
-        lines.append([name, f"{runs[-1].bytes_per_param:.2f}", edq, *figures])
-    if len(cells) > 1:
-        over_all = ["all cells"]
-    else:
-        over_all = []
-    if lines:
-        return table(["row", "B/param", "late EDQ", *map(cell_name, cells), *over_all], lines)
-    return ""
-
-
-def controls(records: Sequence[Record], cells: Sequence[Cell]) -> str:
-    """Return a line for each control: whether it lost in the cell with most of its seeds."""
-    lines = []
-    for row in CONTROLS:
-        cost = max([[], *(differences(records, row, cell) for cell in cells)], key=len)
-        mean, half = interval(cost) if cost else (0.0, math.inf)
-        if mean > half or mean == math.inf:
-            lost = "lost"
-        else:
-            lost = "undecided" if math.isinf(half) else "**did not lose**"
-        lines.append(f"- `{row}`: {f'{shown([cost])}, {lost}' if cost else 'no run yet'}.")
-    return "\n".join(lines)
-
-
-def section(records: Sequence[Record], setting: Setting) -> str:
-    """Return the tables of one model."""
-    recorded = [cell for cell in setting.cells if runs_of(records, MASTER, cell)]
-    cells = [cell for cell in recorded if not is_refused(records, cell)]
-    versions = []
-    for name in ("torch", "vectors"):
-        versions.append(", ".join(sorted({getattr(run, name) for run in records})))
-    levels_of = []
-    for cell in cells:
-        runs = [run for run, _ in paired(records, MASTER, cell, MASTER)]
-        means = []
-        for name in ("val_loss", "bigram", "unigram"):
-            means.append(statistics.fmean(getattr(run, name) for run in runs))
-        levels_of.append([cell_name(cell), *(f"{mean:.3f}" for mean in means), str(len(runs))])
-    masters = {run.key[1:]: run.weights for run in records if run.row == MASTER}
-    proofs = [(run, masters.get(run.key[1:])) for run in records if run.row == ONCE]
-    parts = [
-        f"## {setting.model}, {setting.steps} steps of {setting.batch_size} × "
-        f"{setting.sequence_length} tokens",
-        f"{len(records)} runs, until {max(run.date for run in records)}. torch {versions[0]}; "
-        f"vectors {versions[1]}.",
-        *(
-            f"Refused: {cell_name(cell)}; the baseline did not learn."
-            for cell in recorded
-            if cell not in cells
-        ),
-        table(["loss of", f"`{MASTER}`", "bigrams", "unigrams", "seeds"], levels_of),
-        f"Controls, which must lose, in the cell with most seeds:\n\n{controls(records, cells)}",
-        *(
-            f"`{ONCE}` {'ends' if run.weights == weights else '**does not end**'} with the stored "
-            f"weights of `{MASTER}`, "
-            f"bit for bit ({cell_name(run.cell)}, seed {run.seed})."
-            for run, weights in proofs
-        ),
-    ]
-    for title, rows, baseline in (
-        ("Storages", STORAGES, MASTER),
-        ("Computes", COMPUTES, WORD),
-        ("Sixteen bits", SIXTEEN_BITS, FULL),
-        ("Others", OTHERS, MASTER),
-    ):
-        if costs := cost_table(records, rows, cells, baseline):
-            parts += [f"### {title}, less `{baseline}`", costs]
-    return "\n\n".join(parts)
-
-
-def filled_page(page: str, file: Path = FILE) -> str:
-    """Return the page with the tables of all records between its marks."""
-    sections = [
-        section(records, setting)
-        for setting in SETTINGS.values()
-        if (records := records_of(setting, file))
-    ]
-    before = page.split(MARKS[0])[0]
-    after = page.split(MARKS[1])[1]
-    return "\n\n".join([before + MARKS[0], *sections, MARKS[1] + after])
-
-
 def cell_of(text: str) -> Cell:
     lr, beta2 = text.split(",")
     return float(lr), float(beta2)
@@ -620,7 +417,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags.add_argument(
         "--add", nargs="+", metavar="ROW", help="train what has no record; all: every row"
     )
-    flags.add_argument("--page", action="store_true", help="write the tables of docs/board.md")
     flags.add_argument("--quick", action="store_true", help="two rows, six steps; nothing is kept")
     flags.add_argument("--model", choices=SETTINGS, default="llama-1m")
     flags.add_argument(
@@ -639,9 +435,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = flags.parse_args(arguments)
     warnings.simplefilter("ignore", EmulationNotice)
     setting = SETTINGS[options.model]
-    if options.page:
-        PAGE.write_text(filled_page(PAGE.read_text()))
-        return 0
     if options.add and not options.quick:
         if options.add == ["all"]:
             rows = ROWS

@@ -30,8 +30,8 @@ implementation is right:
   nothing of a fault, because the loops repeat their bits.
 - ``two records``: ``ng.diagnose(run, other)`` of two recorded runs, 3 steps, with every fingerprint.
 
-Run: ``./dev bench faults [--rows NAME ...] [--page]``. It takes minutes. ``--page`` writes the
-tables of ``docs/faults.md``.
+Run: ``./dev bench faults [--rows NAME ...] [--keep]``. It takes minutes. ``--keep`` writes
+``benchmarks/faults.jsonl``, from which ``docs/evidence.py`` makes the tables of docs/faults.md.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ import contextlib
 import functools
 import io
 import itertools
+import json
 import math
 import statistics
 import sys
@@ -52,7 +53,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from board import table
 from timing import Report, exit_by, parser
 from torch import Tensor
 from torch.utils._debug_mode import DebugMode
@@ -68,8 +68,7 @@ from corpus.answers import LOCATES, answers, verdict
 from corpus.loop import Loop
 from corpus.rows import FAULTS, HEALTHY, Row
 
-PAGE = Path(__file__).parents[1] / "docs" / "faults.md"
-MARKS = "<!-- tables: begin -->", "<!-- tables: end -->"
+FILE = Path(__file__).with_name("faults.jsonl")
 SHORT = 4
 LONG = 52
 CAPTURED = 3
@@ -334,29 +333,24 @@ def confusion(rows: list[Row], places: dict[str, dict[str, str]]) -> Iterator[di
         yield {"tool": tool, **counts, "healthy loops accused": accused}
 
 
-def write_page(matrix: list[dict[str, Any]], places: dict[str, dict[str, str]]) -> None:
-    """Write both tables into the page."""
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(MARKS[0])
-    tools = (*ALONE, *BESIDE)
+def keep(matrix: list[dict[str, Any]], places: dict[str, dict[str, str]]) -> None:
+    """Write the record: a line for each tool, and one for each fault."""
     lines = []
+    for counts in matrix:
+        lines.append({"kind": "tool", "row": counts["tool"], **counts})
     for row in FAULTS:
-        name = f"[{row.name}](https://github.com/{row.fault.partition(': ')[0]})"
-        lines.append([name, row.stage, *(SIGNS[places[row.name][tool]] for tool in tools)])
-    counts = table([*matrix[0]], [[str(x) for x in line.values()] for line in matrix])
-    texts = (
-        before + MARKS[0],
-        counts,
-        table(["fault", "stage", *tools], lines),
-        MARKS[1] + rest.partition(MARKS[1])[2],
-    )
-    PAGE.write_text("\n\n".join(texts), encoding="utf-8")
+        link = f"[{row.name}](https://github.com/{row.fault.partition(': ')[0]})"
+        signs = {tool: SIGNS[places[row.name][tool]] for tool in (*ALONE, *BESIDE)}
+        lines.append({"kind": "fault", "row": link, "stage": row.stage, **signs})
+    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    FILE.write_text(text, encoding="utf-8")
 
 
 def main() -> int:
     """Run the benchmark."""
     flags = parser(__doc__, rounds=1)
     flags.add_argument("--rows", nargs="+", metavar="NAME", help="of the corpus (default: all)")
-    flags.add_argument("--page", action="store_true", help="write the tables of docs/faults.md")
+    flags.add_argument("--keep", action="store_true", help=f"write the answers into {FILE.name}")
     options = flags.parse_args()
     options.threads = 1
     report = Report("faults", options, peers=("transformers",))
@@ -378,8 +372,8 @@ def main() -> int:
                 )
     matrix = list(confusion(rows, places))
     report.add(f"{len(rows)} loops", matrix)
-    if options.page:
-        write_page(matrix, places)
+    if options.keep:
+        keep(matrix, places)
     return report.end()
 
 

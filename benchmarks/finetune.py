@@ -22,7 +22,7 @@ record. Rows:
 - a peer of ``peers.py`` (``"torch AdamW bfloat16"``), or a published method by its formula (``published/flashoptim``).
 
 ``--predict`` asks ``ng.check`` about each recorded row and rate as it stands before its first step,
-without a batch. ``--page`` writes the tables of ``docs/fine-tuning.md`` and ``docs/low-bits.md``;
+without a batch. ``--page`` draws README's picture;
 ``--picture`` measures how much the forward pass sees of equal updates, and draws it. ``--model
 FOLDER`` takes any Hugging Face folder and ``--text`` other files. A step of 2 × 256 tokens of
 SmolLM2 takes 2.5 seconds of a quiet core with AVX512.
@@ -50,20 +50,18 @@ from typing import Any
 
 import torch
 from _others_training import FORMULAS, cut, formula_bytes
-from board import claimed, shown, table, vectors
+from board import claimed, vectors
 from peers import PEERS, bytes_held
 from timing import exit_by
 from torch import Tensor, nn
 
 import narrowgauge as ng
-from narrowgauge.analysis.comparison.intervals import MINUS
 from narrowgauge.errors import MissingPackageError
 from narrowgauge.matmul.gemm import EmulationNotice
 from narrowgauge.numerics.metrics import update_metrics
 
 FILE = Path(__file__).with_name("finetune.jsonl")
 DOCS = Path(__file__).parents[1] / "docs"
-MARKS = "<!-- tables: begin -->", "<!-- tables: end -->"
 SMOLLM2 = "SmolLM2-135M"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 LENGTH = 256
@@ -75,10 +73,7 @@ SHOWN = {
     "float32 master weights": "master",
     "ng.AdamW": "word random",
 }
-LORA = "lora master"
 MASTER = "master"
-RANDOM = "word random"
-STOCHASTIC = "stochastic"
 
 
 @dataclass(frozen=True)
@@ -325,151 +320,7 @@ def append(run: Any, file: Path) -> None:
         stream.write(json.dumps(asdict(run)) + "\n")
 
 
-# ── the pages ─────────────────────────────────────────────────────────────────────────────────────
-
-
-def improvements(
-    records: Records, model: str, row: str, lr: float, total: int, step: int
-) -> dict[int, float]:
-    """Return by seed how far the loss is below the bfloat16 checkpoint's after ``step`` of
-    ``total`` steps, in nats per token.
-
-    A format that rounds the weights or the products of the first forward pass begins above the
-    checkpoint.
-    """
-    start = next(
-        run.losses["0"] for run in records.values() if (run.model, run.row) == (model, MASTER)
-    )
-    chosen = (
-        run
-        for run in records.values()
-        if (run.model, run.row, run.lr, run.steps) == (model, row, lr, total)
-    )
-    return {run.seed: start - run.losses[str(step)] for run in chosen if str(step) in run.losses}
-
-
-def shown_rate(lr: float) -> str:
-    return f"{lr:.0e}".replace("e-0", "e-")
-
-
-def signed(value: float) -> str:
-    return f"{value:+.4f}".replace("-", MINUS)
-
-
-def table_of_starts(records: Records) -> str:
-    """Return how far the loss falls from zero and from random low bits, and how much farther by
-    stochastic rounding.
-    """
-    lines = []
-    for model, lr, total in sorted({(run.model, run.lr, run.steps) for run in records.values()}):
-        for step in (25, total) if total == 100 else (total,):
-            base, ours, drawn = (
-                improvements(records, model, row, lr, total, step)
-                for row in (MASTER, RANDOM, STOCHASTIC)
-            )
-            if not (seeds := sorted(base.keys() & ours.keys())):
-                continue
-            means = []
-            for row in (base, ours):
-                means.append(statistics.fmean(row[seed] for seed in seeds))
-            worst = min(ours[seed] - base[seed] for seed in seeds)
-            redrawn = [drawn[seed] - ours[seed] for seed in seeds if seed in drawn]
-            cells = [
-                f"{means[0]:.4f}",
-                f"{means[1]:.4f}",
-                f"{means[1] / means[0]:.2f} ×",
-                signed(worst),
-            ]
-            cells += [signed(statistics.fmean(redrawn)) if redrawn else "–", str(len(seeds))]
-            lines.append([f"{model}, {lr:g}", f"{step} of {total}", *cells])
-    header = [
-        "model, rate",
-        "steps",
-        f"`{MASTER}`",
-        "`word`, random",
-        "gain",
-        "worst seed",
-        "`stochastic` less random",
-        "seeds",
-    ]
-    return table(header, lines)
-
-
-def table_of_rows(
-    records: Records, model: str, lr: float, steps: int, baseline: str = MASTER
-) -> str:
-    """Return what each row keeps of the baseline's improvement, with the loss less the baseline's
-    of the same seed.
-    """
-    base = improvements(records, model, baseline, lr, steps, steps)
-    lines = []
-    for row in dict.fromkeys(run.row for run in records.values()):
-        if row.startswith("lora ") != baseline.startswith("lora "):
-            continue
-        ours = improvements(records, model, row, lr, steps, steps)
-        if not (seeds := sorted(ours.keys() & base.keys())):
-            continue
-        fraction = statistics.fmean(ours[seed] for seed in seeds) / statistics.fmean(
-            base[seed] for seed in seeds
-        )
-        some = []
-        for run in records.values():
-            if (run.model, run.row, run.lr, run.steps) == (model, row, lr, steps):
-                some.append(run)
-        edq = [run.edq for run in some if run.edq is not None]
-        cells = [
-            f"{some[0].bytes_per_param:.2f}",
-            f"{100 * fraction:.0f} %".replace("-", MINUS),
-            shown([[base[seed] - ours[seed] for seed in seeds]]),
-            f"{statistics.fmean(edq):.3f}" if edq else "–",
-        ]
-        lines.append((fraction, [row, *cells, some[0].predicted or "–"]))
-    ordered = [line for _, line in sorted(lines, key=lambda line: -line[0])]
-    return table(
-        [
-            "row",
-            "B/param",
-            "improvement kept",
-            f"loss less `{baseline}`'s",
-            "late EDQ",
-            "`ng.check` before",
-        ],
-        ordered,
-    )
-
-
-def table_of_rates(records: Records, model: str, steps: int) -> str:
-    """Return what rows keep of the improvement of ``master`` at each rate, for rows with records at
-    three rates.
-    """
-    rates = (5e-6, 2e-5, 1e-4)
-    base = [improvements(records, model, MASTER, lr, steps, steps) for lr in rates]
-    lines = []
-    for row in dict.fromkeys(run.row for run in records.values()):
-        ours = [improvements(records, model, row, lr, steps, steps) for lr in rates]
-        seeds = []
-        for cell, baseline_cell in zip(ours, base, strict=True):
-            seeds.append(sorted(cell.keys() & baseline_cell.keys()))
-        if all(seeds):
-            means = []
-            for x in (ours, base):
-                means.append(
-                    [statistics.fmean(c[s] for s in m) for c, m in zip(x, seeds, strict=True)]
-                )
-            lines.append(
-                [row, *(f"{100 * mean / of:.0f} %" for mean, of in zip(*means, strict=True))]
-            )
-    if lines:
-        lines.append(
-            [f"nats of `{MASTER}`", *(f"{statistics.fmean(cell.values()):.4f}" for cell in base)]
-        )
-    return table(["row", *map(shown_rate, rates)], lines)
-
-
-def write_tables(page: str, text: str) -> None:
-    file = DOCS / page
-    before, _, rest = file.read_text().partition(MARKS[0])
-    file.write_text("\n\n".join([before + MARKS[0], text, MARKS[1] + rest.partition(MARKS[1])[2]]))
+# ── pictures ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def visible_changes(
@@ -574,9 +425,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags.add_argument("--text", default=sysconfig.get_path("stdlib"), help="a folder of .py files")
     flags.add_argument("--file", type=Path, default=FILE)
     flags.add_argument("--threads", type=int, default=1)
-    flags.add_argument(
-        "--page", action="store_true", help="write the tables of both pages and README's picture"
-    )
+    flags.add_argument("--page", action="store_true", help="draw README's picture of the records")
     flags.add_argument(
         "--predict", action="store_true", help="ask ng.check about the recorded rows"
     )
@@ -586,15 +435,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(options.threads)
     if options.page:
         records = runs(options.file)
-        write_tables("low-bits.md", table_of_starts(records))
-        parts = [table_of_rows(records, SMOLLM2, 2e-5, 100)]
-        parts.append(f"Improvement kept at three rates:\n\n{table_of_rates(records, SMOLLM2, 100)}")
-        for lr in (1e-4, 1e-5):
-            parts.append(
-                "Adapters of rank 16, at "
-                f"{shown_rate(lr)}:\n\n{table_of_rows(records, SMOLLM2, lr, 100, LORA)}"
-            )
-        write_tables("fine-tuning.md", "\n\n".join(parts))
         curves = {name: mean_curve(records, row, 2e-5, 100) for name, row in SHOWN.items()}
         (DOCS / "images" / "fine-tune.svg").write_text(drawing(curves, "steps", "validation loss"))
         return 0

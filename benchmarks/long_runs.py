@@ -15,7 +15,7 @@ all rows multiply in bfloat16 there.
 Baseline: ``master``: a float32 copy of each bfloat16 weight with zero low bits, float32 moments.
 
 Run: ``./dev bench long_runs [--row ROW ...] [--lr 1e-5] [--steps 1000] [--seeds 0 1 2] [--falls]
-[--model smollm2]`` trains what has no record. ``--table`` prints the records. Rows:
+[--model smollm2]`` trains what has no record. ``docs/evidence.py`` prints the records. Rows:
 
 - a storage of ours, alone (low bits zero) or with `` random``;
 - ``autocast`` or ``autocast random``: torch AdamW on float32 weights, seen in bfloat16;
@@ -39,7 +39,6 @@ from typing import Any
 
 import torch
 from _others_training import FORMULAS, PEERS, cut, formula_bytes
-from board import table
 from finetune import append, start_of
 from peers import bytes_held
 from torch import Tensor, nn
@@ -339,50 +338,6 @@ def fine_tuned(job: Job, model: nn.Module, blocks: Tensor) -> Run:
     return Run(row, lr, steps, seed, falls, losses, distance, changed, size, name)
 
 
-# ── the table ─────────────────────────────────────────────────────────────────────────────────────
-
-
-def shown(model: str, lr: float, steps: int, falls: bool) -> str:
-    """Return the table of one setting: how far the loss fell less ``master``'s, in 0.001 nats."""
-    runs = []
-    for run in records().values():
-        if (run.model, run.lr, run.steps, run.falls) == (model, lr, steps, falls):
-            runs.append(run)
-    masters = {run.seed: run for run in runs if run.row == MASTER}
-    marks = [str(mark) for mark in (25, 100, 400, 1000, 2000, 3000) if mark <= steps]
-    lines = []
-    for row in ROWS:
-        mine = []
-        for run in runs:
-            if run.row == row and run.seed in masters:
-                mine.append(run)
-        if not mine:
-            continue
-        cells = [f"`{row}`", f"{mine[0].bytes_per_param:.1f}"]
-        for mark in marks:
-            ahead = []
-            for run in mine:
-                ahead.append(1e3 * (masters[run.seed].losses[mark] - run.losses[mark]))
-            cells.append(f"{statistics.fmean(ahead):+.2f}")
-        final = []
-        for r in mine:
-            final.append(1e3 * (masters[r.seed].losses[str(steps)] - r.losses[str(steps)]))
-        cells.append(f"{min(final):+.2f} to {max(final):+.2f}")
-        distances = [run.distance for run in mine if run.distance is not None]
-        cells.append(f"{statistics.fmean(distances):.3f}" if distances else "–")
-        cells.append(f"{100 * statistics.fmean(run.changed for run in mine):.2f} %")
-        cells.append(str(len(mine)))
-        lines.append(cells)
-    fallen = {}
-    for mark in marks:
-        fallen[mark] = statistics.fmean(
-            run.losses["0"] - run.losses[mark] for run in masters.values()
-        )
-    words = ", ".join(f"{value:.4f} after {mark}" for mark, value in fallen.items())
-    header = ["row", "bytes", *marks, "range at the end", "distance", "changed a step", "seeds"]
-    return f"`{MASTER}` fell by {words} steps.\n\n{table(header, lines)}"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--row", nargs="+", default=ROWS)
@@ -391,12 +346,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--model", choices=MODELS, default=SMALL)
     parser.add_argument("--falls", action="store_true", help="let the rate fall to 0")
-    parser.add_argument("--table", action="store_true", help="print the records")
     args = parser.parse_args()
-    if args.table:
-        for lr, steps in itertools.product(args.lr, args.steps):
-            print(shown(args.model, lr, steps, args.falls))
-        return
     torch.set_num_threads(1)
     model, blocks = start(args.model)
     for steps, seed, lr, row in itertools.product(args.steps, args.seeds, args.lr, args.row):

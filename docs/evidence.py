@@ -1,0 +1,235 @@
+"""Fill measured figures and tables into the pages, from ``evidence/`` and the records of benchmarks.
+
+A row of ``evidence/SECTION.jsonl`` is one claim: its figure, and what was measured when, where and
+how. A page cites it by its key; what stands between the two comments is written here::
+
+    at <!-- evidence: naive -->+0.182 ± 0.041<!-- end --> nats
+
+A name of ``evidence/tables.toml`` cites a table instead, of rows × columns × an aggregate of the
+runs in a cell; ``section NAME`` cites a whole section, as RESULTS.md does. ::
+
+    python docs/evidence.py     write README, RESULTS, CLAIMS and the pages of docs/
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import statistics
+import subprocess
+from collections.abc import Iterable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from narrowgauge.spec.significance import student_t
+from narrowgauge.spec.toml import load_toml
+
+ROOT = Path(__file__).parents[1]
+CITATION = re.compile(r"(<!-- evidence: ([^>]+?) -->)(.*?)(<!-- end -->)", re.DOTALL)
+OLDER = ", older code"
+SAME = ("model", "lr", "beta2", "steps", "falls", "seed", "vectors", "torch")
+"""Runs are compared in pairs that have these in common: other processors round differently."""
+
+Row = dict[str, Any]
+
+
+@cache
+def lines_of(place: str) -> list[Row]:
+    """Return the objects of a file of JSON lines."""
+    text = (ROOT / place).read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def section(name: str) -> list[Row]:
+    """Return the rows of a section: those held out from what was tuned stand first."""
+    return sorted(lines_of(f"evidence/{name}.jsonl"), key=lambda row: not row["held_out"])
+
+
+@cache
+def evidence() -> dict[str, Row]:
+    """Return all rows by key."""
+    rows = {}
+    for path in sorted((ROOT / "evidence").glob("*.jsonl")):
+        for row in section(path.stem):
+            rows[row["key"]] = row
+    return rows
+
+
+# ── a cell: the figure of some runs ───────────────────────────────────────────────────────────────
+
+
+def chosen(runs: Iterable[Row], where: Row, step: int | None = None) -> list[Row]:
+    """Return the runs with these fields, with ``loss`` as it was after a step, or at the end."""
+    found = []
+    for run in runs:
+        if any(run.get(name) != value for name, value in where.items()):
+            continue
+        if step is None:
+            found.append({**run, "loss": run.get("val_loss")})
+        elif str(step) in run["losses"]:
+            found.append({**run, "loss": run["losses"][str(step)]})
+    return found
+
+
+def pairs(runs: Iterable[Row], baseline: Iterable[Row]) -> list[tuple[Row, Row]]:
+    """Return runs with the baseline's of the same seed, all of the one machine that has most."""
+    bases = {tuple(map(run.get, SAME)): run for run in baseline if run["loss"] is not None}
+    machines: dict[Any, list[tuple[Row, Row]]] = {}
+    for run in runs:
+        base = bases.get(tuple(map(run.get, SAME)))
+        if base is not None:
+            machines.setdefault((run.get("vectors"), run.get("torch")), []).append((run, base))
+    return max(machines.values(), key=len, default=[])
+
+
+def interval(values: Sequence[float]) -> str:
+    """Return the mean of one value per seed, ± half its 95 % interval, and the seeds if few."""
+    mean = statistics.fmean(values)
+    if not math.isfinite(mean):
+        return "diverged"
+    text = f"{mean:+.4f}"
+    seeds = len(values)
+    if seeds > 1:
+        half = student_t(seeds - 1) * math.sqrt(statistics.variance(values) / seeds)
+        text += f" ± {half:.4f}"
+    return text if seeds > 2 else f"{text} ({seeds} seed{'s' * (seeds > 1)})"
+
+
+def cell(spec: Row) -> str:
+    """Return the figure of a cell.
+
+    Args:
+        spec: ``records``, a file of ``benchmarks/``; ``where``, the fields of the runs; ``step``,
+            after which their losses count; ``baseline``, whose runs of the same seed they are
+            compared with; ``form``; and ``show``: ``text`` or ``mean`` of a ``field``, ``seeds``,
+            ``less`` (the loss less the baseline's), ``ahead`` (in 0.001 nats), ``fall`` of the loss
+            from the checkpoint's, ``kept``, its share of the baseline's, or the row of ``evidence``
+            with this ``key``.
+    """
+    if spec["show"] == "evidence":
+        return figure(evidence()[spec["key"]]) if "key" in spec else "–"
+    records = lines_of(f"benchmarks/{spec['records']}.jsonl")
+    runs = chosen(records, spec["where"], spec.get("step"))
+    if "baseline" in spec:
+        where = {**spec["where"], "row": spec["baseline"]}
+        both = pairs(runs, chosen(records, where, spec.get("step")))
+        runs = [run for run, _ in both]
+    if not runs:
+        return "–"
+    show = spec["show"]
+    form = spec.get("form", "")
+    if show == "seeds":
+        return str(len(runs))
+    if show == "text":
+        return str(runs[0][spec["field"]] or "–")
+    if show == "mean":
+        values = [run[spec["field"]] for run in runs if run.get(spec["field"]) is not None]
+        text = format(statistics.fmean(values), form) if values else "–"
+    elif show in ("less", "ahead"):
+        apart = []
+        for run, base in both:
+            apart.append(math.inf if run["loss"] is None else run["loss"] - base["loss"])
+        text = interval(apart) if show == "less" else f"{-1e3 * statistics.fmean(apart):+.2f}"
+    else:
+        # A format that rounds the weights begins above the checkpoint, where the baseline begins.
+        falls = [statistics.fmean(base["losses"]["0"] - run["loss"] for run, base in both)]
+        falls.append(statistics.fmean(base["losses"]["0"] - base["loss"] for _, base in both))
+        text = format(falls[0] if show == "fall" else falls[0] / falls[1], form)
+    return text.replace("-", "−").replace("%", " %")
+
+
+def figure(row: Row) -> str:
+    """Return a row's figure, which is that of a cell or was written down, with its error."""
+    if "cell" in row:
+        return cell(row["cell"])
+    return row["figure"] + (f" ± {row['plus_minus']}" if row["plus_minus"] else "")
+
+
+# ── tables ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def markdown(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    text = [heads, ["---", *["---:"] * (len(heads) - 1)], *lines]
+    return "\n".join(f"| {' | '.join(line)} |" for line in text)
+
+
+def table(spec: Row) -> str:
+    """Return a table: a cell has what the table, its column and its row say.
+
+    Args:
+        spec: ``columns`` and ``rows`` with a title and parts of a cell. A row may be the name of
+            runs alone, and without ``rows`` every name has one. A column may ``pick`` one of several
+            names in a row.
+    """
+    records = lines_of(f"benchmarks/{spec['records']}.jsonl")
+    names = dict.fromkeys(run["row"] for run in chosen(records, spec["where"]))
+    lines = []
+    for row in spec.get("rows", names):
+        named = {"title": spec.get("title", "{}").format(row), "where": {"row": row}}
+        row = named if isinstance(row, str) else row
+        cells = [row["title"]]
+        for column in spec["columns"]:
+            where = spec["where"] | row.get("where", {}) | column.get("where", {})
+            if "pick" in column:
+                where["row"] = row.get(column["pick"])
+            cells.append(cell({**spec, **row, **column, "where": where}))
+        lines.append(cells)
+    return markdown([spec["head"], *(column["title"] for column in spec["columns"])], lines)
+
+
+@cache
+def is_older(commit: str | None, date: str, paths: tuple[str, ...]) -> bool:
+    """Return whether the measured files changed after a figure was recorded; false without git."""
+    since = [f"{commit}..HEAD"] if commit else [f"--since={date} 23:59", "HEAD"]
+    command = ["git", "-C", str(ROOT), "log", "-1", "--format=%h", *since, "--", *paths]
+    return bool(paths and subprocess.run(command, capture_output=True, check=False).stdout)
+
+
+def section_table(name: str) -> str:
+    """Return a section as RESULTS.md shows it."""
+    lines = []
+    for row in section(name):
+        target = row["target"] or "–"
+        if row["missed"]:
+            target += ": **missed**"
+        measured = f"{row['date']}, {row['machine'] or 'machine not recorded'}"
+        if row["seeds"]:
+            measured += f", {row['seeds']} seed{'s' * (row['seeds'] > 1)}"
+        if is_older(row["commit"], row["date"], tuple(row["measures"])):
+            measured += OLDER
+        claim = ("Held out: " if row["held_out"] else "") + row["claim"]
+        command = f"`{row['command']}`" if row["command"] else "not recorded"
+        lines.append([claim, figure(row), target, measured, command, f"`{row['key']}`"])
+    return markdown(["what", "figure", "target", "measured", "command", "key"], lines)
+
+
+# ── pages ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def written(name: str) -> str:
+    """Return what stands at a citation: a table between empty lines, or the figure of a row."""
+    tables = load_toml((ROOT / "evidence" / "tables.toml").read_text(encoding="utf-8"))
+    if name.startswith("section "):
+        return f"\n\n{section_table(name.removeprefix('section '))}\n\n"
+    return f"\n\n{table(tables[name])}\n\n" if name in tables else figure(evidence()[name])
+
+
+def filled(text: str) -> str:
+    """Return a page with its figures and tables as the evidence has them today."""
+    return CITATION.sub(lambda cited: cited[1] + written(cited[2]) + cited[4], text)
+
+
+def pages() -> list[Path]:
+    return [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def main() -> None:
+    for page in pages():
+        text = page.read_text(encoding="utf-8")
+        page.write_text(filled(text), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""The figures of the pages are those of the evidence, which says how each was measured."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from narrowgauge.spec.toml import load_toml
+from script_modules import ROOT, script_module
+
+evidence = script_module("docs/evidence.py")
+FIELDS = {
+    "key", "claim", "target", "missed", "seeds", "machine", "commit", "date", "command", "held_out", "measures",
+}  # fmt: skip
+MARGIN = 1.0
+"""In nats: how far below the unigram level a baseline must end."""
+
+
+@pytest.mark.parametrize("page", evidence.pages(), ids=lambda page: page.name)
+def test_a_page_holds_the_figures_of_the_evidence(
+    page: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but whether the code has changed since, which the next commit may change."""
+    monkeypatch.setattr(evidence, "is_older", lambda *args: False)
+    text = page.read_text(encoding="utf-8").replace(evidence.OLDER, "")
+    assert evidence.filled(text) == text, "run python docs/evidence.py"
+
+
+def test_every_row_says_how_it_was_measured() -> None:
+    results = (ROOT / "RESULTS.md").read_text(encoding="utf-8")
+    keys = []
+    for path in sorted((ROOT / "evidence").glob("*.jsonl")):
+        assert f"<!-- evidence: section {path.stem} -->" in results
+        for row in evidence.section(path.stem):
+            keys.append(row["key"])
+            figure = {"cell"} if "cell" in row else {"figure", "plus_minus"}
+            assert row.keys() == FIELDS | figure, row["key"]
+            assert row["target"] or not row["missed"], row["key"]
+            assert evidence.figure(row) not in ("", "–"), row["key"]
+    assert len(set(keys)) == len(keys)
+
+
+def test_held_out_rows_stand_first() -> None:
+    held_out = [row["held_out"] for row in evidence.section("planning")]
+    assert any(held_out) and not all(held_out)
+    assert held_out == sorted(held_out, reverse=True)
+
+
+def test_every_baseline_of_the_board_learned() -> None:
+    runs = evidence.lines_of("benchmarks/board.jsonl")
+    tables = load_toml((ROOT / "evidence" / "tables.toml").read_text(encoding="utf-8"))
+    for table in tables.values():
+        for column in table["columns"]:
+            if table["records"] == "board" and column["show"] == "less":
+                where = {**table["where"], **column["where"], "row": table["baseline"]}
+                baselines = evidence.chosen(runs, where)
+                assert baselines
+                for run in baselines:
+                    if table["baseline"] in ("master", "word"):
+                        assert run["loss"] < run["unigram"] - MARGIN, where
+
+
+def run_of(row: str, seed: int, loss: float, **changed: Any) -> dict[str, Any]:
+    return {"row": row, "seed": seed, "loss": loss, "vectors": "AVX2", **changed}
+
+
+def test_only_pairs_of_one_seed_and_machine_count() -> None:
+    masters = [run_of("master", seed, 4.0 + seed) for seed in (0, 1, 2)]
+    naives = [run_of("naive", 0, 4.5), run_of("naive", 1, 5.5), run_of("naive", 3, 9.0)]
+    naives += [run_of("naive", 2, 9.0, vectors="AVX512"), run_of("naive", 2, 9.0, lr=1e-3)]
+    both = evidence.pairs(naives, masters)
+    assert [ours["loss"] - base["loss"] for ours, base in both] == [0.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ([0.5], "+0.5000 (1 seed)"),
+        ([0.5, 0.5], "+0.5000 ± 0.0000 (2 seeds)"),
+        ([1.0, 2.0, 3.0], "+2.0000 ± 2.4841"),
+        ([1.0, float("inf")], "diverged"),
+    ],
+)
+def test_an_interval_is_student_s(values: list[float], text: str) -> None:
+    assert evidence.interval(values) == text
+
+
+def test_a_figure_is_older_once_its_files_have_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b", *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    git("init")
+    for name in ("measured", "other"):
+        (tmp_path / name).write_text(name)
+        git("add", name)
+        git("commit", "-m", name)
+    commit = git("rev-parse", "HEAD~1")
+    monkeypatch.setattr(evidence, "ROOT", tmp_path)
+    assert not evidence.is_older(commit, "2026-11-28", ("measured",))
+    assert evidence.is_older(commit, "2026-11-28", ("other",))
+    assert evidence.is_older(None, "2001-01-01", ("measured",))
+    assert not evidence.is_older(commit, "2026-11-28", ())
