@@ -34,6 +34,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "threads_of": (3, False),
     "reason_for_none": ("area", {}),
     "recorded": ({},),
+    "layers_told": (object(),),
     "put_back": (nn.Linear(2, 2),),
     "_of_the_copy": (nn.Linear(2, 2),),
 }

@@ -134,7 +134,7 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     # models
     "a model of float16": (lambda: ng.prepare(layers().half(), "bfloat16/word"), RecipeError, "bfloat16/word.*float16"),
     "an option of another rule": (
-        lambda: ng.prepare(layers(), "bfloat16/word", betas=(0.9, 0.9), optimizer=ng.SGD), RecipeError, "betas.*SGD"
+        lambda: ng.prepare(layers(), "bfloat16/word", betas=(0.9, 0.9), optimizer=ng.SGD), TypeError, "SGD.*betas"
     ),
     "inference": (lambda: quantize_for_inference(layers(), "int7"), RecipeError, "'int7'"),
     "a model in float16": (lambda: in_float16(autocast=False), RecipeError, "float8-row.*float16.*bfloat16 weights"),
