@@ -123,8 +123,8 @@ def test_what_is_compiled_is_decided_at_each_step() -> None:
     assert optimizer.ran_compiled() == {"sgd/naive": few}
     optimizer.add_param_group({"params": parameters("naive", [(64, 128)])})
     take_steps(optimizer, range(1, 2))
-    missing = "definition: there is no compiler"
-    assert optimizer.ran_compiled() == {"sgd/naive": missing if compiler_missing() else "C++"}
+    (ran,) = optimizer.ran_compiled().values()
+    assert ran.startswith("definition: Cannot compile" if compiler_missing() else "C++")
 
 
 def beside(

@@ -280,7 +280,7 @@ def test_a_damaged_library_is_built_again(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert cpp.build(text).answer() == 42
     with pytest.raises(RuntimeError, match="error"):
         cpp.build("int answer() {")
-    assert {file.suffix for file in tmp_path.iterdir()} == {".so", ".cpp", ".sha256"}
+    assert {file.suffix for file in tmp_path.iterdir()} == {".so", ".cpp", ".sha256", ".lock"}
 
 
 @pytest.mark.parametrize("place", ["a compiler behind a cache", "a folder mounted noexec"])

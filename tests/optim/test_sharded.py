@@ -129,7 +129,32 @@ def steps_on_a_rank(rank: int) -> dict[str, Any]:
         ("columns", (ranks,), [Shard(1)]),
     ):
         results[layout] = muon_in_float32(init_device_mesh("cpu", grid), placements)
+    results["seeds"] = other_seeds(rank, mesh)
     return results
+
+
+def other_seeds(rank: int, mesh: Any) -> dict[str, str]:
+    """Return what a first step says where each rank has a seed of its own, by how ranks share the
+    weight.
+    """
+    weight = torch.ones(4, 4).bfloat16()
+    module = nn.Linear(4, 4, bias=False).bfloat16()
+    wrapped = nn.parallel.DistributedDataParallel(module)
+    says = {}
+    for way, parameter in {
+        "replicated": nn.Parameter(distribute_tensor(weight, mesh, [Replicate()])),
+        "sharded": nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)])),
+        "DDP": wrapped.module.weight,
+        "alone": nn.Parameter(weight.clone()),
+    }.items():
+        optimizer = ng.AdamW([parameter], seed=rank, compile=False)
+        parameter.grad = torch.ones_like(parameter)
+        says[way] = ""
+        try:
+            optimizer.step()
+        except ng.errors.RecipeError as error:
+            says[way] = str(error)
+    return says
 
 
 def directions_here(mesh: Any) -> list[tuple[int, ...]]:
@@ -221,3 +246,12 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(results: Results) -> None
         assert num_skipped == 1
         assert_same_bits(expected(CASES[0]), state)
         assert named == (["even"] if rank == 1 else [])  # the rows of the last one are not here
+
+
+def test_replicas_of_other_seeds_are_refused_at_the_first_step(
+    results: list[dict[str, Any]],
+) -> None:
+    """Ranks that share nothing, or step different rows, may have seeds of their own."""
+    for rank in results:
+        for way, says in rank["seeds"].items():
+            assert ("Pass the same seed=" in says) == (way in ("replicated", "DDP")), way

@@ -64,8 +64,7 @@ def test_an_option_set_later_is_that_of_a_new_optimizer_with_the_same_state(
 
 @pytest.mark.parametrize(
     ("rule", "option", "value", "words"),
-    [("plain sgd", "momentum", 0.9, "momentum_buffer"),
-     ("galore", "rank", 2, "projected_exp_avg")],
+    [("galore", "rank", 2, "projected_exp_avg")],
 )  # fmt: skip
 def test_options_that_need_other_states_are_refused(
     rule: str, option: str, value: object, words: str
@@ -170,13 +169,16 @@ def test_a_group_that_comes_later_has_all_options() -> None:
     assert optimizer.param_groups[1]["betas"] == (0.5, 0.6)
 
 
-def test_plain_sgd_under_one_cycle_is_torchs() -> None:
+@pytest.mark.parametrize("first", [0, 2])
+def test_plain_sgd_under_one_cycle_is_torchs(first: int) -> None:
+    """Also where the schedule comes after some steps."""
     ours = ng.SGD(parameters("float32"), lr=0.1, storage="float32", compile=False)
     theirs = torch.optim.SGD(parameters("float32"), lr=0.1)
     schedules = []
     for optimizer in (ours, theirs):
+        take_steps(optimizer, range(first))
         schedules.append(torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=6))
-    for step in range(5):
+    for step in range(first, first + 5):
         for optimizer, schedule in zip((ours, theirs), schedules, strict=True):
             take_steps(optimizer, range(step, step + 1))
             schedule.step()
@@ -226,3 +228,51 @@ def test_several_devices_in_one_optimizer_are_refused() -> None:
     with pytest.raises(ng.errors.RecipeError, match="on cpu and meta together"):
         check_one_device(tensors)
     assert check_one_device(tensors[:1]) == torch.device("cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float64])
+def test_a_frozen_parameter_of_another_format_is_left_alone(dtype: torch.dtype) -> None:
+    """As the base of a quantized model. It is refused when it has a gradient."""
+    (weight,) = parameters("word", [(4, 4)])
+    frozen = nn.Parameter(torch.ones(4, 4, dtype=dtype), requires_grad=False)
+    optimizer = ng.AdamW([weight, frozen], compile=False)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert frozen.dtype is dtype and frozen not in optimizer.state
+    if dtype is torch.float64:
+        frozen.requires_grad_()
+        frozen.grad = torch.ones_like(frozen)
+        with pytest.raises(ng.errors.RecipeError, match="storage 'word' holds bfloat16"):
+            optimizer.step()
+
+
+def test_notes_of_other_code_stay_beside_a_state() -> None:
+    (weight,) = parameters("word", [(4, 4)])
+    optimizer = ng.AdamW([weight], compile=False)
+    optimizer.state[weight]["old_p"] = weight.detach().clone()
+    take_steps(optimizer, range(1))
+    optimizer.state[weight]["slow"] = torch.zeros(4, 4)
+    saved = optimizer.state_dict()
+    take_steps(optimizer, range(1, 2))
+    optimizer.load_state_dict(saved)
+    state = optimizer.state[weight]
+    assert "fast" not in state and not state["slow"].any() and state["old_p"].shape == (4, 4)
+    with pytest.raises(ng.errors.RecipeError, match="packed"):
+        state["exp_avg"] = torch.zeros(4, 4)
+
+
+@pytest.mark.parametrize("rule", ["adamw", "adam"])
+@pytest.mark.parametrize("storage", ["float32", "exact", "kahan", "word", "states8"])
+def test_a_gradient_whose_square_is_infinite_freezes_its_weight_as_in_torch(
+    rule: str, storage: str
+) -> None:
+    (weight,) = parameters(storage, [(4, 4)])
+    optimizer = build(rule, [weight], storage, lr=1e-3, weight_decay=0.0)
+    for gradient in (1.0, 3e38, 1.0, 1.0):
+        before = weight.detach().clone()
+        weight.grad = torch.full_like(weight, gradient)
+        optimizer.step()
+    assert weight.isfinite().all()
+    if storage in ("float32", "exact", "kahan"):  # others keep moments in a window, which ends
+        assert torch.equal(weight.detach(), before)

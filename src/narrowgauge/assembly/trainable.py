@@ -51,7 +51,8 @@ def require_trainable(model: nn.Module, recipe: Recipe, mesh: Any, shard: str) -
         )
     for owner, parameter in parameters.items():
         check_real(parameter)
-        if parameter.dtype not in (torch.float32, getattr(torch, recipe.storage.visible)):
+        is_known = parameter.dtype in (torch.float32, getattr(torch, recipe.storage.visible))
+        if parameter.requires_grad and not is_known:
             raise RecipeError(
                 f"Cannot train '{owner}' of this {kind} by recipe '{name}' because it is "
                 f"{dtype_name(parameter.dtype)}.",
@@ -82,6 +83,15 @@ def _check_module(name: str, module: nn.Module, recipe: Recipe) -> None:
         raise RecipeError(
             f"Cannot step '{name}', a {kind} with sparse gradients, by recipe '{recipe.name}'.",
             "Build it with sparse=False.",
+        )
+    hooks = [module, *module._forward_pre_hooks.values()]
+    is_spectral = any(type(hook).__name__ in ("SpectralNorm", "_SpectralNorm") for hook in hooks)
+    if is_spectral and recipe.storage.visible != "float32":
+        raise RecipeError(
+            f"Cannot round the weight of '{name}' by recipe '{recipe.name}' because spectral_norm "
+            "multiplies it by float32 vectors.",
+            "Take ng.AdamW(model.named_parameters(), keep_float32=lambda name, p: 'orig' in name), "
+            "under autocast.",
         )
     has_statistics = (
         isinstance(module, _BatchNorm) and module.training and module.track_running_stats

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 Entry = Mapping[str, Any]
 OPTIONS = ("lr", "betas", "eps", "weight_decay")
+NOTES = "notes"
+"""The saved name of what other code keeps beside a state."""
 _ADVICE = "Give the state of torch's SGD, Adam or AdamW, in plain tensors."
 
 
@@ -56,6 +58,8 @@ def make_loaded_states(
             if entry:
                 values[parameter] = entry
         states |= states_of(optimizer, {**saved, "params": group["params"]}, values)
+    for parameter, state in states.items():
+        state.notes.update(entries[parameter].get(NOTES) or {})
     return states
 
 
@@ -89,6 +93,8 @@ def tensors_of(entry: Entry) -> dict[str, Tensor]:
     """
     tensors = {}
     for name, value in entry.items():
+        if name == NOTES:
+            continue
         if isinstance(value, int | float):
             tensors[name] = torch.tensor(value, dtype=torch.float32, device="cpu")
         elif value != {}:
@@ -105,6 +111,8 @@ def show_states(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
     for key, value in entries.items():
         if isinstance(value, ParameterState):
             entries[key] = value.saved()
+            if value.notes:
+                entries[key][NOTES] = dict(value.notes)
     state_dict["state"] = entries
 
 

@@ -95,7 +95,7 @@ class Optimizer(torch.optim.Optimizer):
         max_grad_norm: clip gradients to this L2 norm over all parameters; ``None`` does not clip.
             With it, a step whose norm is not finite changes nothing. ``num_skipped`` counts such
             steps.
-        seed: seed of the stochastic rounding.
+        seed: seed of the stochastic rounding, the same on every rank.
         audit_every: steps between audits; 0 never audits.
         compile: print and compile the steps. ``None`` decides at each step: always on a GPU, on a
             CPU for 2¹⁴ elements or more. :meth:`ran_compiled` tells the outcome. Storages in
@@ -155,6 +155,7 @@ class Optimizer(torch.optim.Optimizer):
         self.scales_loss = False
         self.loss_scale: Tensor | None = None  # that of the last step, if there was one
         self._stepped = False
+        self._has_one_seed = False  # on all ranks that hold the same parameter
         self._uncompiled: Callable[..., Any] | None = None
         self._pending: _Pending | None = None
         self._captured: _Captured | None = None
@@ -226,7 +227,8 @@ class Optimizer(torch.optim.Optimizer):
                 warnings.warn(wide_note(asked, row), stacklevel=4)
                 to_round.clear()
             for parameter in group["params"]:
-                self._pair_of(group, parameter, to_round.get(parameter))
+                if parameter.requires_grad:  # a frozen one is checked when it has a gradient
+                    self._pair_of(group, parameter, to_round.get(parameter))
             refuse_rounding(list(to_round), self._parameters())
         except Exception:
             self.param_groups.pop()
@@ -277,10 +279,10 @@ class Optimizer(torch.optim.Optimizer):
         state = self.state.get(parameter)
         if not isinstance(state, ParameterState):
             # Other code may have put a saved state there, as ZeroRedundancyOptimizer does to load
-            # it.
-            entry = tensors_of(state or {})
-            if not entry:
+            # it, or notes of its own.
+            if state is None or "step" not in state:
                 return None
+            entry = tensors_of(state)
             state = states_of(self, self.group_of(parameter), {parameter: entry})[parameter]
             self.state[parameter] = state
         return state
@@ -322,7 +324,7 @@ class Optimizer(torch.optim.Optimizer):
         rule = self.rule_in(group, parameter)
         storage = self._storage_in(group, parameter, visible)
         if visible is None:
-            validation.check_visible(parameter, storage)
+            validation.check_visible(parameter, storage, group["storage"])
         storage = storage.keeping(rule.kept)
         refuse_pair(
             rule.name, storage, is_matrix=isinstance(rule, MatrixRule), is_adamw=rule == ADAMW
@@ -515,7 +517,9 @@ class Optimizer(torch.optim.Optimizer):
             validation.check_captured(is_possible=not is_captured())
             stepped = {*missing, *self.state}
             refuse_shared_memory([p for p in self._parameters() if p in stepped])
-            self.state.update(self.make_states(group, missing))
+            for parameter, state in self.make_states(group, missing).items():
+                state.notes.update(self.state.get(parameter, {}))
+                self.state[parameter] = state
             self.keep(missing)
             if fills:
                 self._fill(group, missing)
@@ -610,6 +614,9 @@ class Optimizer(torch.optim.Optimizer):
             self.settle()
         for group in self.param_groups:
             validation.check_step(group, self.rule)
+        if not self._has_one_seed:
+            self._has_one_seed = True
+            validation.check_seeds(self.param_groups)
         if not self._stepped:
             validation.check_replaced(self.state, list(self._parameters()))
             validation.check_in_use(self.parameter_names(), self._model(), self._members)
@@ -767,11 +774,24 @@ class Optimizer(torch.optim.Optimizer):
                 if gradient is not None:
                     validation.check_gradient(parameter, gradient)
                     gradients[parameter] = gradient.to(parameter.dtype)
-            self.make_missing(group, [p for p in group["params"] if p in gradients])
+            stepped = [p for p in group["params"] if p in gradients]
+            self.make_missing(group, stepped)
+            if self.rule == PLAIN_SGD and group["momentum"]:
+                self._add_momentum(stepped)
         if any(local_of(p).device != self.state[p].made_for[2] for p in gradients):
             # The model was moved, as Fabric does after the optimizer is made.
             self.load_state_dict(self.state_dict())
         return gradients
+
+    def _add_momentum(self, parameters: Sequence[Tensor]) -> None:
+        """Give states of plain SGD a momentum of zero, which a schedule asks for later."""
+        plain = [p for p in parameters if not self.state[p].shapes_of_states]
+        weights = {p: self.stored(p) for p in plain}
+        states = {p: {"step": self.state[p].step} for p in plain}
+        notes = {p: self.state.pop(p).notes for p in plain}
+        self.adopt(weights, states)
+        for parameter, values in notes.items():
+            self.state[parameter].notes.update(values)
 
     def _with_gradient(
         self, group: Group, gradients: Mapping[Tensor, Tensor]
@@ -784,7 +804,7 @@ class Optimizer(torch.optim.Optimizer):
             state.gradient = local_of(gradients[parameter]).resolve_neg()
             validation.check_fits(state, group["storage"], local_of(parameter))
             state.set_parameter(local_of(parameter))
-            if isinstance(self.rule, MatrixRule) or self.rule == PLAIN_SGD:
+            if isinstance(self.rule, MatrixRule):
                 rule = self.rule_in(group, parameter)
                 validation.check_same_rule(
                     state, rule.name, shapes_of_states(rule, parameter.shape, group)

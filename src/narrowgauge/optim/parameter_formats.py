@@ -255,6 +255,26 @@ def _sharers() -> list[Any]:
     return [x for x in gc.get_objects() if issubclass(type(x), kinds)]
 
 
+def replicas(parameters: Iterable[Tensor]) -> list[tuple[Any, torch.device]]:
+    """Return the process groups whose ranks hold equal copies of parameters, each with a device.
+
+    All ranks have them in the same order.
+    """
+    members = dict.fromkeys(parameters)
+    groups: dict[str, tuple[Any, torch.device]] = {}
+    for sharer in _sharers():
+        alike = [p for p in _parameters_of(sharer) if p in members]
+        if isinstance(sharer, nn.parallel.DistributedDataParallel) and alike:
+            groups[sharer.process_group.group_name] = sharer.process_group, alike[0].device
+    for parameter in members:
+        for axis, placement in enumerate(getattr(parameter, "placements", ())):
+            if placement.is_replicate():
+                mesh: Any = getattr(parameter, "device_mesh", None)
+                group = mesh.get_group(axis)
+                groups[group.group_name] = group, parameter.device
+    return [groups[name] for name in sorted(groups)]
+
+
 def _parameters_of(sharer: Any) -> Iterable[Tensor]:
     if isinstance(sharer, nn.Module):
         return sharer.parameters()

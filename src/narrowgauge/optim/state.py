@@ -63,6 +63,7 @@ class ParameterState:
         change: of a matrix rule, float32 in the parameter's shape: during a step the averaged
             gradient, then the change.
         requested: the storage name in its param group.
+        notes: what other code keeps beside the state, such as slow weights.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class ParameterState:
         self.words: dict[str, Tensor] = {}
         self.bounds: dict[str, Tensor] = {}
         self.step = 0
+        self.notes: dict[str, Any] = {}
         self.gradient = NO_GRADIENT
         self.change: Any = None
         self._extra_codes: dict[str, Code] = {}
@@ -219,7 +221,17 @@ class ParameterState:
     def __len__(self) -> int:
         return len(self.keys())
 
-    def __getitem__(self, name: str) -> Tensor:
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name in self.keys() or name in self.shapes_of_states:
+            raise RecipeError(
+                f"Cannot write '{name}' of a state because it is packed.",
+                "Call optimizer.adopt(weights, states).",
+            )
+        self.notes[name] = value
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self.notes:
+            return self.notes[name]
         saved = self.saved()
         if name not in saved and name in self.shapes_of_states:
             return self.stored(name)

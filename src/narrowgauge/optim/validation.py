@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.errors import RecipeError, suggestion
-from narrowgauge.numerics.dtensor import is_sharded, local_of
+from narrowgauge.numerics.dtensor import is_sharded, largest_over_ranks, local_of
+from narrowgauge.numerics.hashing import step_seed
 from narrowgauge.optim.low_bits import LOW_BITS
+from narrowgauge.optim.parameter_formats import replicas
 from narrowgauge.optim.rules.elementwise import ADAMW
 from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule
 from narrowgauge.spec.formats import dtype_name
@@ -147,7 +149,7 @@ def check_bounded(rule: AnyRule, storage: Storage) -> None:
         )
 
 
-def check_visible(parameter: Tensor, storage: Storage) -> None:
+def check_visible(parameter: Tensor, storage: Storage, requested: str) -> None:
     """Refuse a parameter that is not in the storage's visible format."""
     if parameter.dtype is not getattr(torch, storage.visible):
         advice = "Leave it to an optimizer of torch.optim: no storage holds it."
@@ -158,10 +160,30 @@ def check_visible(parameter: Tensor, storage: Storage) -> None:
         elif parameter.dtype in (torch.bfloat16, torch.float16):
             advice = "'word', 'exact' and others take it, in a param group of its own if other weights differ."
         raise RecipeError(
-            f"storage '{storage.name}' holds {storage.visible} weights, and a parameter of shape "
+            f"storage '{requested}' holds {storage.visible} weights, and a parameter of shape "
             f"{tuple(parameter.shape)} is {dtype_name(parameter.dtype)}.",
             advice,
         )
+
+
+def check_seeds(groups: Iterable[Mapping[str, Any]]) -> None:
+    """Refuse seeds that differ among the ranks that hold the same parameter."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return
+    for group in groups:
+        seed = step_seed(group["seed"], 0)
+        values = []
+        sharers = []
+        for ranks, device in replicas(group["params"]):
+            values.append(torch.tensor([seed, ~seed], dtype=torch.int32, device=device))
+            sharers.append([ranks])
+        for largest, inverse in map(Tensor.tolist, largest_over_ranks(values, sharers)):
+            if largest != ~inverse:
+                raise RecipeError(
+                    f"Cannot step with seed = {group['seed']} because another rank, which holds "
+                    "the same parameters, has another seed: they would drift apart.",
+                    "Pass the same seed= on every rank.",
+                )
 
 
 def check_real(parameter: Tensor) -> None:

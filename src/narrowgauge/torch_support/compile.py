@@ -188,10 +188,11 @@ def can_compile(place: Literal["cpu", "gpu", "printed"]) -> bool:
 
     Warn once if not.
     """
+    missing = ""  # a printed library may be built already
     if place == "gpu":
         missing = gpu_compiler_missing()
-    else:
-        missing = compiler_missing(by_pytorch=place == "cpu")
+    elif place == "cpu":
+        missing = compiler_missing()
     missing = switched_off() or missing
     if missing:
         _warn_once(missing)

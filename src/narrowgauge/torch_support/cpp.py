@@ -4,8 +4,8 @@ built from a text.
 The vector types are those of g++ and clang (``vector_size``), on every processor. ``+``, ``&``,
 ``<<`` and ``==`` are operators of the language, so that no loop depends on what a compiler
 recognizes. No function is taken from PyTorch's headers: a file is built in a second. A library is
-named by a hash of its text, flags, compiler and processor. It is written beside and renamed, so
-that processes and threads may build it at once.
+named by a hash of its text, flags and processor, whatever compiler built it: what it computes is
+proved in each process. One process builds it, and others wait for its lock.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from narrowgauge.torch_support.machine import compiler_name, instruction_sets, processor_name
-from narrowgauge.torch_support.printer import Language
+from narrowgauge.torch_support.machine import (
+    compiler_missing,
+    compiler_name,
+    instruction_sets,
+    processor_name,
+)
+from narrowgauge.torch_support.printer import CompilerError, Language
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 _OPERATIONS = {
     "add": "{0} + {1}",
@@ -231,13 +242,6 @@ def _accepts(command: list[str]) -> bool:
         return False
 
 
-@lru_cache
-def _version(compiler: str) -> str:
-    return subprocess.run(
-        [*shlex.split(compiler), "--version"], capture_output=True, check=False, text=True
-    ).stdout
-
-
 def cache_folder() -> Path:
     """Return the folder of built libraries: ``NARROWGAUGE_CACHE``, or ``narrowgauge`` in the user's
     folder of caches.
@@ -279,8 +283,8 @@ def build(text: str) -> ctypes.CDLL:
     """Return the library of a text. Build it, unless this machine has done so before.
 
     Raises:
-        RuntimeError: the compiler refuses the text.
-        OSError: there is no compiler, no room, or no folder from which a library may run.
+        CompilerError: there is no compiler, or it refuses the text.
+        OSError: there is no room, or no folder from which a library may run.
     """
     folder = cache_folder()
     if not _allows_programs(folder):
@@ -288,14 +292,15 @@ def build(text: str) -> ctypes.CDLL:
             f"no library may run from {folder}, which is mounted noexec: set NARROWGAUGE_CACHE to "
             "another folder"
         )
-    command = _command(compiler_name())
-    machine = [processor_name(), *sorted(instruction_sets()), _version(compiler_name())]
-    name = hashlib.sha256("\0".join([*command, *machine, text]).encode()).hexdigest()[:32]
+    machine = [processor_name(), *sorted(instruction_sets())]
+    flags = [word for word in shlex.split(compiler_name()) if word.startswith("-")]
+    flags += [*_FLAGS, torch.backends.cpu.get_cpu_capability()]
+    name = hashlib.sha256("\0".join([*flags, *machine, text]).encode()).hexdigest()[:32]
     with _locks_lock:
         lock = _locks.setdefault(name, threading.Lock())
     with lock:
         if name not in _libraries:
-            _libraries[name] = _load(folder / f"{name}.so", command, text)
+            _libraries[name] = _load(folder / f"{name}.so", text)
         return _libraries[name]
 
 
@@ -314,30 +319,65 @@ def _write(file: Path, text: str) -> None:
     os.replace(part, file)
 
 
-def _load(file: Path, command: tuple[str, ...], text: str) -> ctypes.CDLL:
+@contextlib.contextmanager
+def _alone(file: Path) -> Iterator[None]:
+    """Wait until no other process builds a library. A process that ends gives its lock back."""
+    with file.with_suffix(".lock").open("w") as lock:
+        if fcntl is not None:
+            with contextlib.suppress(OSError):  # a file system without locks: both build
+                fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _load(file: Path, text: str) -> ctypes.CDLL:
     """Load a library, or build it: one that is damaged, or half written by a process that was
     killed, is built again.
     """
-    checksum = file.with_suffix(".sha256")
+    library = _loaded(file)
+    if library is None:
+        with _alone(file):
+            library = _loaded(file)
+            if library is None:
+                _remove_leftovers(file)
+                _compile(file, text)
+                library = ctypes.CDLL(str(file))
+    return library
+
+
+def _loaded(file: Path) -> ctypes.CDLL | None:
+    """Return a library that an earlier process has built, if it is whole."""
     with contextlib.suppress(OSError):
-        if hashlib.sha256(file.read_bytes()).hexdigest() == checksum.read_text():
+        checksum = file.with_suffix(".sha256").read_text()
+        if hashlib.sha256(file.read_bytes()).hexdigest() == checksum:
             return ctypes.CDLL(str(file))
+    return None
+
+
+def _remove_leftovers(file: Path) -> None:
+    """Remove what builds of this library have left that were killed."""
+    for leftover in file.parent.glob(f"{file.stem}.*.*"):
+        leftover.unlink(missing_ok=True)
+
+
+def _compile(file: Path, text: str) -> None:
+    missing = compiler_missing(by_pytorch=False)
+    if missing:
+        raise CompilerError(missing)
     part = file.with_suffix(f".{_token()}.cpp")
     library = part.with_suffix(".so")
     try:
         part.write_text(text)
-        tried = [*command, "-o", str(library), str(part)]
+        tried = [*_command(compiler_name()), "-o", str(library), str(part)]
         result = subprocess.run(tried, capture_output=True, check=False, text=True)
         if result.returncode:
             line = next(
                 (x for x in result.stderr.splitlines() if "error" in x), result.stderr[:200]
             )
-            raise RuntimeError(f"{shlex.join(tried[:1])} fails: {line}")
+            raise CompilerError(f"{shlex.join(tried[:1])} fails: {line}")
         digest = hashlib.sha256(library.read_bytes()).hexdigest()
         os.replace(library, file)
-        _write(checksum, digest)
+        _write(file.with_suffix(".sha256"), digest)
         os.replace(part, file.with_suffix(".cpp"))
     finally:
         for leftover in (part, library):
             leftover.unlink(missing_ok=True)
-    return ctypes.CDLL(str(file))

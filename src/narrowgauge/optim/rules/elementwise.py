@@ -8,6 +8,7 @@ moments.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -110,7 +111,8 @@ def _adam_l2_scalars(group: Mapping[str, Any], step: int) -> tuple[float, ...]:
 
 def _without_decay(g: Any, m: Any, v: Any, s: Scalars) -> tuple[Any, ...]:
     m = moving_average(m, g, s["one_minus_beta1"])
-    v = moving_average(v, g * g, s["one_minus_beta2"])
+    # The square of a finite gradient may be infinite. Such a weight is frozen, as torch's.
+    v = torch.where(v < math.inf, moving_average(v, g * g, s["one_minus_beta2"]), v)
     return m / (sqrt(v) * s["inverse_root_correction2"] + s["eps"]) * s["negative_step_size"], m, v
 
 
