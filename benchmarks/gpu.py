@@ -406,7 +406,9 @@ def layer_contenders(
         )  # as torchao's rowwise
         yield (
             name,
-            lambda compute=compute: passes(lambda model: ng.swap_linears(model, compute, keep=())),
+            lambda compute=compute: passes(
+                lambda model: ng.swap_linears(model, compute, keep_roles=False)
+            ),
         )
     for recipe in ("tensorwise", "rowwise"):
         yield f"torchao float8 {recipe}", lambda recipe=recipe: passes(torchao(recipe))

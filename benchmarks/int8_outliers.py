@@ -110,7 +110,7 @@ FORMS: dict[str, Callable[[nn.Module], object]] = {
     "bfloat16": lambda model: None,
     "int8-row": lambda model: ng.quantize_for_inference(model, "int8-row"),
     "int8-outlier-codes": lambda model: ng.quantize_for_inference(model, "int8-outlier-codes"),
-    "int8-outlier": lambda model: ng.quantize_for_inference(model, "int8-outlier"),
+    "int8-outlier": partial(swapped, compute="int8-outlier"),
     "float8-row": lambda model: ng.quantize_for_inference(model, "float8-row"),
     **{name: partial(swapped, compute=name) for name in SWAPPED},
     "weights in nvfp4": weights_in_nvfp4,

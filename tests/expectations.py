@@ -155,7 +155,7 @@ COMPUTES: dict[str, Compute] = {
     "float8-block-float32": Compute(2, ("weight",)),
     "float8-tensor-e5m2": Compute(1, _ALL, has=("served",)),
     "int8-row": Compute(1, ("input", "weight"), has=("stochastic", "served")),
-    "int8-outlier": Compute(2, ("gradient",), has=("served",)),
+    "int8-outlier": Compute(2, ("gradient",)),
     "int8-outlier-codes": Compute(2, ("gradient",), has=("served",)),
     "mxfp8": Compute(2),
     "mxfp8-ocp": Compute(2),

@@ -230,7 +230,5 @@ def test_each_class_of_transformers_that_stacks_weights_is_narrow(name: str) -> 
 
 
 def test_experts_are_not_stored_as_codes() -> None:
-    with pytest.raises(
-        RecipeError, match=r"keep = \(\"lm_head\", \"model.layers.0.mlp.experts\"\)"
-    ):
+    with pytest.raises(RecipeError, match=r"keep=\(\"model.layers.0.mlp.experts"):
         quantize_for_inference(mixtral())

@@ -288,7 +288,7 @@ class Model(nn.Module):
 
 def test_the_head_is_kept_and_so_is_what_patterns_name() -> None:
     assert swap_linears(Model(), "float8-row").layers.keys() == {"q_proj", "k_proj", "v_proj"}
-    assert swap_linears(Model(), "float8-row", keep=()).layers.keys() == {
+    assert swap_linears(Model(), "float8-row", keep_roles=False).layers.keys() == {
         "q_proj",
         "k_proj",
         "v_proj",

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import narrowgauge as ng
+from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.roles import roles_of
 from narrowgauge.matmul.swapping import swap_linears
 from narrowgauge.spec.notation import parse
@@ -127,9 +128,17 @@ def test_swapping_leaves_them_and_says_why(compute: str) -> None:
 
 def test_names_override_roles_and_a_narrow_head_is_told() -> None:
     with pytest.warns(UserWarning, match="'to_vocabulary' is the model's head, and is narrow"):
-        linears = swap_linears(Model().bfloat16(), "float8-row", keep=("*.up",))
+        linears = swap_linears(Model().bfloat16(), "float8-row", keep=("*.up",), keep_roles=False)
     assert {"to_vocabulary", "blocks.1.scores"} <= set(linears.layers)
     assert not {"blocks.0.up", "blocks.3.up"} & set(linears.layers)
+
+
+def test_a_pattern_adds_to_the_roles_and_one_that_matches_nothing_is_refused() -> None:
+    linears = swap_linears(Model().bfloat16(), "float8-row", keep=("*.up",))
+    assert not {"to_vocabulary", "blocks.1.scores", "blocks.0.up"} & set(linears.layers)
+    assert "blocks.0.gate" in linears.layers
+    with pytest.raises(RecipeError, match=r"Cannot keep 'lm_haed'.*'blocks\.0\.gate'"):
+        swap_linears(Model(), "float8-row", keep=("lm_haed",))
 
 
 def test_a_recipe_keeps_them_too_unless_an_override_says_otherwise() -> None:

@@ -29,7 +29,7 @@ def test_two_threads_get_the_products_of_their_own_inputs(
     kind: str, frequent_switches: None, one_thread: None
 ) -> None:
     model = nn.Sequential(nn.Linear(64, 64, bias=False)).bfloat16()
-    LAYERS[kind](model, "int8-row", keep=())
+    LAYERS[kind](model, "int8-row")
     inputs = [gaussian(4, 64, seed=1).bfloat16(), 10 * gaussian(4, 64, seed=2).bfloat16()]
     wrong = [0, 0]
 

@@ -78,7 +78,7 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def _require_plain(name: str, layer: Any) -> None:
     """Refuse a layer that is not LoRA over a whole matrix of numbers, or that is merged already."""
-    weight = getattr(layer.get_base_layer(), "weight", None)
+    weight = layer.get_base_layer()._parameters.get("weight")  # not the copy of stored codes
     if weight is None or weight.ndim != 2 or not weight.is_floating_point() or is_sharded(weight):
         raise RecipeError(
             f"Cannot merge {name} because its base has no whole matrix of numbers.",

@@ -18,122 +18,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.errors import FormatError, RecipeError
+from narrowgauge.errors import RecipeError
 from narrowgauge.matmul import inference
 from narrowgauge.matmul.gemm import warn_if_emulated
-from narrowgauge.matmul.linear import is_linear, is_transposed, refuse_replaced_forward
+from narrowgauge.matmul.linear import is_linear, refuse_replaced_forward
 from narrowgauge.matmul.roles import roles_of
-from narrowgauge.numerics.quantization import (
-    four_bit_codes,
-    four_bit_values,
-    packed_pairs,
-    padded,
-    quantize,
-    spread,
-    unpacked_pairs,
-)
-from narrowgauge.numerics.widening import linear, matmul
-from narrowgauge.spec.computes import Cast, Compute
+from narrowgauge.spec.computes import Compute
 from narrowgauge.spec.notation import get_compute
-
-_ADVICE = (
-    "To merge adapters, call dequantize_base(model) first; add adapters before quantize_base; "
-    "DoRA, LoHa, LoKr and others need whole weights in each step."
-)
-
-
-class NoWeightError(RecipeError, AttributeError):
-    """Says that a frozen layer has no weight.
-
-    It is an ``AttributeError``, so ``hasattr`` is false.
-    """
-
-
-class _Product(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, layer: FrozenLinear) -> Tensor:
-        ctx.layer = layer
-        # PEFT adds to the output in place, which a view from here forbids.
-        return layer.multiply(rows).clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return matmul(grads[0], ctx.layer.dequantize().to(grads[0].dtype)), None
-
-
-class FrozenLinear(inference.QuantizedLinear, nn.Linear):  # type: ignore[misc]
-    """A frozen linear layer with codes and scales instead of a weight, through which gradients flow
-    to its input.
-    """
-
-    plain_class: type[nn.Module]  # with a weight: nn.Linear, or transformers' Conv1D
-
-    def product(self, rows: Tensor) -> Tensor:
-        y = cast(Tensor, _Product.apply(rows, self))  # type: ignore[no-untyped-call]
-        if self.bias is not None and self.bias.requires_grad:
-            y = y + self.bias.to(y.dtype)
-        return y
-
-    @property
-    def frozen_bias(self) -> Tensor | None:
-        """Return the bias that the product adds. A trained bias is added after it."""
-        if self.bias is None or self.bias.requires_grad:
-            return None
-        return self.bias
-
-    def multiply(self, rows: Tensor) -> Tensor:
-        codes = self.weight_codes
-        scales = self.weight_scales
-        name = self.registered_name
-        return cast(
-            Tensor, inference.multiply_codes(rows.detach(), codes, scales, self.frozen_bias, name)
-        )
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "weight":
-            raise NoWeightError(
-                f"Cannot use the weight of a layer quantized as '{self.compute.name}' because it "
-                "has codes and scales.",
-                _ADVICE,
-            )
-        return super().__getattr__(name)
-
-
-class PackedLinear(FrozenLinear):
-    """A :class:`FrozenLinear` with two codes in a byte.
-
-    Attributes:
-        weight_codes: uint8 ``[out, in / 2]``, padded to whole blocks. The lower half is the even
-            column.
-        tensor_scale: float32 ``[1, 1]``, multiplies all values. It is 1 if the format has no tensor
-            scale.
-    """
-
-    exact = (*FrozenLinear.exact, "tensor_scale")
-    tensor_scale: Tensor
-
-    @classmethod
-    def codes_of(cls, weight: Tensor, right: Cast) -> tuple[Tensor, ...]:
-        """Return packed codes, the scales of blocks, and the tensor's scale of a weight ``[out,
-        in]``.
-        """
-        cast_weight = quantize(padded(weight, right, 1), right)
-        if cast_weight.inner is None:
-            raise FormatError(f"{right} has no scales of blocks.")
-        scales = cast_weight.inner.to(getattr(torch, right.scale))  # exact: computed in that format
-        outer = cast_weight.outer
-        if outer is None:
-            outer = cast_weight.codes.new_ones(1, 1)
-        return packed_pairs(four_bit_codes(cast_weight.codes), 1), scales, outer
-
-    def multiply(self, rows: Tensor) -> Tensor:
-        return linear(rows, self.dequantize().to(rows.dtype), self.frozen_bias)
-
-    def dequantize(self) -> Tensor:
-        """Return the weight that codes and scales represent: float32 ``[out, in]``."""
-        values = four_bit_values(unpacked_pairs(self.weight_codes, 1))
-        values = values * spread(self.weight_scales.float(), values.shape) * self.tensor_scale
-        return values[: self.out_features, : self.in_features]
 
 
 def quantize_base(
@@ -164,14 +55,12 @@ def quantize_base(
         torch.Size([64, 32])
     """
     chosen = get_compute(compute)
-    right = chosen.output.right
     patterns = keep
     if patterns is None:
         patterns = chosen.keep
         if patterns:
             patterns = (*patterns, *map(_base_name, roles_of(model)))
-    is_packed = right.format == "float4_e2m1fn" and right.block is not None
-    kind = PackedLinear if is_packed else FrozenLinear
+    is_packed = inference.is_packed(chosen.output.right)
     if not is_packed:
         inference.with_codes(chosen)
     layers = []
@@ -185,11 +74,9 @@ def quantize_base(
             "Give the model that get_peft_model returns, or freeze its base with "
             "requires_grad_(False).",
         )
-    shared: dict[Tensor, tuple[Tensor, ...]] = {}
+    shared: dict[Tensor, inference.Codes] = {}
     for layer in layers:
-        # PEFT adds a transposed update to a Conv1D, even after its weight has come back.
-        layer.plain_class = type(layer) if type(layer).__name__ == "Conv1D" else nn.Linear
-        inference.quantize_layer(layer, chosen, shared, kind)
+        inference.quantize_layer(layer, chosen, shared)
     if not is_packed:
         warn_if_emulated(chosen, layers[0].weight_codes.device)
     return model
@@ -199,14 +86,17 @@ def dequantize_base(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> nn
     """Turn the codes of :func:`quantize_base` back into weights of a dtype, in place, so that
     adapters can be merged.
     """
-    for layer in [module for module in model.modules() if isinstance(module, FrozenLinear)]:
+    for layer in [
+        module for module in model.modules() if isinstance(module, inference.QuantizedLinear)
+    ]:
         matrix = layer.dequantize().to(dtype)
         bias = layer._parameters["bias"]
         layer._parameters.clear()
         layer._buffers.clear()
         layer._load_state_dict_pre_hooks.clear()
+        transposed = layer.is_transposed
         layer.__class__ = layer.plain_class  # type: ignore[assignment]
-        weight = matrix.t().contiguous() if is_transposed(layer) else matrix
+        weight = matrix.t().contiguous() if transposed else matrix
         layer.register_parameter("weight", nn.Parameter(weight, requires_grad=False))
         layer.register_parameter("bias", bias)
     return model

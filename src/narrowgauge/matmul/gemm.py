@@ -17,21 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from narrowgauge.matmul import native
-from narrowgauge.matmul.operand import CODES, PAIRS, Operand, block_dtype, block_values
-from narrowgauge.numerics.widening import (
-    INT32_TERMS,
-    SCRATCH,
-    float32_tiles,
-    is_widened,
-    sum_integers,
-)
+from narrowgauge.matmul.operand import CODES, PAIRS, Operand, block_values
+from narrowgauge.numerics.widening import INT32_TERMS, is_widened, multiply_plain, sum_integers
 from narrowgauge.spec.computes import Cast, Compute, Product
 from narrowgauge.spec.kernels import Kernel, needs_kernel
 from narrowgauge.torch_support.compile import fused
 from narrowgauge.torch_support.machine import multiplies
-
-# Size of one panel of sums: 4 MiB. Sums, values and result then fit a last-level cache.
-_PANEL_ELEMENTS = 1 << 20
 
 
 def multiply(
@@ -84,9 +75,10 @@ def multiply(
     by_row = lhs.by_row()
     by_column = rhs.by_column()
     if a.dtype == torch.int8:
-        return _multiply_integers(a, b, by_row, by_column, bias, dtype)
+        return _scaled(_multiply_integers(a, b), by_row, by_column, bias, dtype)
     if is_widened(a.dtype, a.device.type):
-        return _multiply_widened(a, b, by_row, by_column, bias, dtype)
+        values = multiply_plain(a, b, None, torch.float32)
+        return _scaled(values, by_row, by_column, bias, dtype)
     if bias is not None and by_row is by_column is None and a.dtype == dtype:
         return torch.addmm(bias.to(dtype), a, b)
     return _scaled(torch.mm(a, b), by_row, by_column, bias, dtype)
@@ -100,15 +92,6 @@ def _kernel(lhs: Operand, rhs: Operand, product: Product) -> Kernel | None:
     if are_codes:
         return native.kernel_here(product, lhs.data.device)
     return None
-
-
-def is_opaque(lhs: Operand, rhs: Operand, product: Product) -> bool:
-    """Return whether the product is opaque to compilers: the CPU's products by tiles."""
-    if _kernel(lhs, rhs, product) is not None:
-        return False
-    return lhs.data.is_cpu and (
-        lhs.data.dtype == torch.int8 or is_widened(_widened_dtype(lhs), "cpu")
-    )
 
 
 def is_native(product: Product, device: torch.device) -> bool:
@@ -184,12 +167,6 @@ def describe_matmuls(compute: Compute, device: torch.device) -> str:
 # ── the products ──────────────────────────────────────────────────────────────────────────────────
 
 
-def _widened_dtype(operand: Operand) -> torch.dtype:
-    if operand.inner is not None:
-        return block_dtype(operand.inner)
-    return torch.bfloat16 if operand.data.dtype in CODES else operand.data.dtype
-
-
 def _widened(operand: Operand, dim: int) -> Tensor:
     """Return the operand's data in a dtype that other kernels multiply."""
     if operand.inner is not None:
@@ -204,82 +181,36 @@ def _to_bfloat16(x: Tensor) -> Tensor:
     return x.to(torch.bfloat16)
 
 
-def _multiply_widened(
-    a: Tensor,
-    b: Tensor,
-    by_row: Tensor | None,
-    by_column: Tensor | None,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Return ``a [rows, contraction] @ b [contraction, columns]`` by float32 matmuls, scaled and
-    rounded once.
-    """
-    result = torch.empty(a.shape[0], b.shape[1], dtype=dtype, device=a.device)
-    for (rows, columns), values in float32_tiles(a, b):
-        scales = _part(by_row, rows, 0), _part(by_column, columns, 1)
-        _scale_into(result[rows, columns], values, *scales, _part(bias, columns, 0))
-    return result
-
-
-def _part(scale: Tensor | None, span: slice, dim: int) -> Tensor | None:
-    """Return the scales of some rows or columns. A single scale applies to all."""
-    if scale is None or scale.shape[dim] == 1:
-        return scale
-    return scale.narrow(dim, span.start, span.stop - span.start)
-
-
-def _multiply_integers(
-    a: Tensor,
-    b: Tensor,
-    by_row: Tensor | None,
-    by_column: Tensor | None,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Return the exact integer product, scaled.
-
-    On a CPU, work in panels of rows and scale their sums in the cache.
+def _multiply_integers(a: Tensor, b: Tensor) -> Tensor:
+    """Return the exact product of int8 codes ``[rows, contraction]`` and ``[contraction,
+    columns]``, rounded to float32.
     """
     if a.is_cuda:
-        return _scaled(native.sum_integers(a, b), by_row, by_column, bias, dtype)
-    result = out = torch.empty(a.shape[0], b.shape[1], dtype=dtype, device=a.device)
-    is_turned = a.stride(0) == 1 and a.shape[0] > b.shape[1] and bias is None
-    if is_turned:
-        # The kernel is slower with a long transposed left side: compute the transposed product.
-        a, b, out = b.t(), a.t(), result.t()
-        by_row, by_column = (None if scale is None else scale.t() for scale in (by_column, by_row))
-    height = max(_PANEL_ELEMENTS // max(b.shape[1], 1), 1)
-    for first in range(0, a.shape[0], height):
-        part = out[first : first + height]
-        scale = _part(by_row, slice(first, first + len(part)), 0)
-        # Scale by row first, then by column, also if the product is transposed.
-        if is_turned:
-            scales = (by_column, scale)
-        else:
-            scales = (scale, by_column)
-        _scale_into(part, _sum_integers(a[first : first + height], b), *scales, bias)
-    return result
-
-
-def _sum_integers(a: Tensor, b: Tensor) -> Tensor:
-    """Return the exact product, rounded to float32, in memory that the next call overwrites."""
+        return native.sum_integers(a, b)
     if is_widened(torch.int8, "cpu"):
-        return sum_integers(a, b)
-    sums = SCRATCH.take("sums", torch.int32, a.shape[0], b.shape[1])
-    values = SCRATCH.take("values", torch.float32, *sums.shape)
-    a = _row_major(a)
+        widened: Tensor = _multiply_widened_integers(a, b)
+        return widened
+    # A long transposed left side is slow.
+    a = _row_major(a.contiguous())
     b = _row_major(b)
-    if a.shape[1] <= INT32_TERMS:
-        torch._int_mm(a, b, out=sums)
-        # In a loop with bfloat16 stores, a compiled kernel converts integers one by one. PyTorch's
-        # copy is four times faster.
-        return values.copy_(sums)
-    parts = zip(a.split(INT32_TERMS, 1), b.split(INT32_TERMS, 0), strict=True)
-    total = torch.zeros((), dtype=torch.float64, device="cpu")
-    for lhs, rhs in parts:
-        total = total + torch._int_mm(lhs, rhs)
-    return values.copy_(total)
+    total = torch.zeros((), dtype=torch.int32, device="cpu")
+    for lhs, rhs in zip(a.split(INT32_TERMS, 1), b.split(INT32_TERMS, 0), strict=True):
+        part = torch._int_mm(lhs, rhs)
+        if a.shape[1] <= INT32_TERMS:
+            return part.float()
+        total = total.double() + part
+    return total.float()
+
+
+# Opaque to a compiler: it works in reused memory.
+@torch.library.custom_op("narrowgauge::multiply_widened_integers", mutates_args=())
+def _multiply_widened_integers(a: Tensor, b: Tensor) -> Tensor:
+    return sum_integers(a, b).clone()
+
+
+@_multiply_widened_integers.register_fake
+def _(a: Tensor, b: Tensor) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[1], dtype=torch.float32)
 
 
 def _row_major(x: Tensor) -> Tensor:

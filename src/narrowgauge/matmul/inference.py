@@ -1,17 +1,16 @@
-"""Inference from one-byte weights: the layer stores codes and scales instead of the weight.
+"""Stored codes: linear layers that hold codes and scales instead of a weight, for inference and
+under adapters.
 
-The layer multiplies its input by the stored codes as a compute's ``output`` does.
-
-``int8-outlier-codes`` is LLM.int8() as bitsandbytes does it: input features with a magnitude of 6
-or more multiply the widened codes in 16 bits, all others multiply in int8. ``int8-outlier`` is the
-paper's form: those features multiply the 16-bit weight. Which features they are depends on the
-input. So the layer keeps the whole weight beside the codes: three bytes a parameter.
+A layer with a scale per row or tensor multiplies its input by the stored codes as a compute's
+``output`` does. ``int8-outlier-codes`` is LLM.int8() as bitsandbytes does it: input features with a
+magnitude of 6 or more multiply the widened codes in 16 bits, all others multiply in int8. A layer
+of four-bit codes is widened to its input's format (QLoRA).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,19 +27,75 @@ from narrowgauge.matmul.layer_matmuls import (
 )
 from narrowgauge.matmul.linear import (
     is_linear,
+    is_transposed,
     keep_from_fused_kernels,
     matrix_of,
     refuse_replaced_forward,
 )
 from narrowgauge.matmul.operand import Operand
 from narrowgauge.matmul.roles import roles_of
-from narrowgauge.matmul.swapping import chooser
-from narrowgauge.numerics.quantization import quantize
-from narrowgauge.numerics.widening import bias_gradient, matmul
-from narrowgauge.spec.computes import COMPUTES, Cast, Compute, keeps_outlier_weights, stores_codes
+from narrowgauge.matmul.swapping import chooser, refuse_unmatched
+from narrowgauge.numerics.quantization import (
+    four_bit_codes,
+    four_bit_values,
+    packed_pairs,
+    padded,
+    quantize,
+    spread,
+    unpacked_pairs,
+)
+from narrowgauge.numerics.widening import bias_gradient, linear, matmul
+from narrowgauge.spec.computes import COMPUTES, Cast, Compute, stores_codes
 from narrowgauge.spec.notation import get_compute
 from narrowgauge.torch_support.anatomy import parts
 from narrowgauge.torch_support.machine import require_float64
+
+
+class Codes(NamedTuple):
+    """A stored weight ``[out, in]``.
+
+    Attributes:
+        weight_codes: ``[out, in]`` of one byte, or uint8 ``[out, in / 2]`` of two codes each,
+            padded to whole blocks; the lower half is the even column.
+        weight_scales: float32 ``[out, 1]`` or ``[1, 1]``; of two codes a byte, those of blocks in
+            their own format.
+        tensor_scale: float32 ``[1, 1]``, beside scales of blocks: multiplies all values.
+    """
+
+    weight_codes: Tensor
+    weight_scales: Tensor
+    tensor_scale: Tensor | None = None
+
+    def values(self, shape: tuple[int, int]) -> Tensor:
+        """Return the weight that codes and scales represent: float32 ``[out, in]``."""
+        if self.tensor_scale is None:
+            return self.weight_codes.float() * self.weight_scales
+        values = four_bit_values(unpacked_pairs(self.weight_codes, 1))
+        values = values * spread(self.weight_scales.float(), values.shape) * self.tensor_scale
+        return values[: shape[0], : shape[1]]
+
+
+def codes_of(weight: Tensor, right: Cast) -> Codes:
+    """Return the codes of a weight ``[out, in]`` in a cast."""
+    if not is_packed(right):
+        quantized = quantize(weight, right)
+        assert quantized.outer is not None
+        return Codes(quantized.codes.to(getattr(torch, right.format)).contiguous(), quantized.outer)
+    quantized = quantize(padded(weight, right, 1), right)
+    if quantized.inner is None:
+        raise FormatError(f"{right} has no scales of blocks.")
+    outer = quantized.outer
+    if outer is None:
+        outer = quantized.codes.new_ones(1, 1)
+    packed = packed_pairs(four_bit_codes(quantized.codes), 1)
+    # Exact: the scales were computed in that format.
+    return Codes(packed, quantized.inner.to(getattr(torch, right.scale)), outer)
+
+
+def is_packed(right: Cast) -> bool:
+    """Return whether a weight's codes have four bits and scales of blocks."""
+    return right.format == "float4_e2m1fn" and right.block is not None
+
 
 # ── the product ───────────────────────────────────────────────────────────────────────────────────
 
@@ -48,26 +103,29 @@ from narrowgauge.torch_support.machine import require_float64
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, compute: str, weight: Tensor | None = None
-    ) -> Tensor:  # fmt: skip
-        ctx.save_for_backward(codes, scales, weight)
-        registered = REGISTERED[compute]
-        lhs = cast_to_slot(x, Call(compute), "output.left")
-        rhs = Operand(codes, scales)
-        y = multiply_slots(lhs, rhs, compute, "output", (x.shape[0], codes.shape[0]), x.dtype, bias)
-        if registered.output.left.outliers:
-            return add_outliers(y, x, registered, weight, rhs)
+        ctx: Any, x: Tensor, bias: Tensor | None, rows: int, name: str, *stored: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(*stored)
+        ctx.shape = shape = rows, x.shape[1]
+        codes = Codes(*stored)
+        if codes.tensor_scale is not None:
+            # A copy: adapters add to the output in place, which a view from here forbids.
+            return linear(x, codes.values(shape).to(x.dtype), bias).clone()
+        lhs = cast_to_slot(x, Call(name), "output.left")
+        rhs = Operand(codes.weight_codes, codes.weight_scales)
+        y = multiply_slots(lhs, rhs, name, "output", (len(x), rows), x.dtype, bias)
+        if REGISTERED[name].output.left.outliers:
+            return add_outliers(y, x, REGISTERED[name], None, rhs)
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        codes, scales, weight = ctx.saved_tensors
-        if weight is None:
-            weight = codes.float() * scales
+        weight = Codes(*ctx.saved_tensors).values(ctx.shape)
         by_bias = None
-        if ctx.needs_input_grad[3]:
+        if ctx.needs_input_grad[1]:
             by_bias = bias_gradient(grads[0])
-        return matmul(grads[0], weight.to(grads[0].dtype)), None, None, by_bias, None, None
+        by_x = matmul(grads[0], weight.to(grads[0].dtype))
+        return by_x, by_bias, None, None, *[None] * len(ctx.saved_tensors)
 
 
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
@@ -75,8 +133,7 @@ def multiply_codes(*arguments: Any) -> Tensor:
     """Multiply rows ``[tokens, in]`` by stored codes, with the arguments of ``_Product.forward``:
     ``[tokens, out]``.
 
-    The gradient of ``x`` is the output's gradient times the weight, or the widened codes, as of a
-    frozen weight.
+    The gradient of ``x`` is the output's gradient times the widened codes, as of a frozen weight.
     """
     return cast(Callable[..., Tensor], _Product.apply)(*arguments)
 
@@ -84,26 +141,53 @@ def multiply_codes(*arguments: Any) -> Tensor:
 # ── the layer ─────────────────────────────────────────────────────────────────────────────────────
 
 
-class QuantizedLinear(nn.Module):
-    """A linear layer with codes and scales instead of a weight; made by
-    :func:`quantize_for_inference`.
+class _Copy(Tensor):
+    """A copy of a stored weight. To change it would change nothing, so that is refused."""
 
-    A change of the model's dtype changes only ``bias``.
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        changes = name.endswith("_") and not name.endswith("__")
+        data = func == Tensor.data.__get__  # type: ignore[attr-defined]
+        if (changes or data or name in ("__set__", "__setitem__")) and isinstance(args[0], cls):
+            raise RecipeError(
+                "Cannot change the weight of a layer that stores codes and scales.",
+                "To merge adapters, call dequantize_base(model) first; add adapters before "
+                "quantize_base.",
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+class QuantizedLinear(nn.Linear):
+    """A linear layer with codes and scales instead of a weight.
 
     Attributes:
         compute: the layer computes its ``output``.
-        weight_codes: ``[out, in]`` in the compute's format.
-        weight_scales: float32 ``[out, 1]`` or ``[1, 1]``.
+        plain_class: its class with a weight: ``nn.Linear``, or transformers' ``Conv1D``.
+        dtype: of :attr:`weight`; a change of the model's dtype changes it and ``bias``.
     """
 
-    exact: tuple[str, ...] = ("weight_codes", "weight_scales")
     compute: Compute
     registered_name: str  # the compute's name in graphs
-    weight_codes: Tensor
-    weight_scales: Tensor
-    in_features: int
-    out_features: int
-    bias: Tensor | None
+    plain_class: type[nn.Module]
+    dtype: torch.dtype
+    is_transposed: bool
+
+    def stored(self) -> list[Tensor]:
+        """Return the parts of :class:`Codes`."""
+        names = [name for name in Codes._fields if name in self._buffers]
+        return [cast(Tensor, self._buffers[name]) for name in names]
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """Return a copy of the weight, for code that reads it."""
+        matrix = self.dequantize().to(self.dtype)
+        return (matrix.t() if self.is_transposed else matrix).as_subclass(_Copy)
+
+    def dequantize(self) -> Tensor:
+        """Return the stored weight, float32 ``[out, in]``."""
+        return Codes(*self.stored()).values((self.out_features, self.in_features))
 
     def forward(self, input: Tensor) -> Tensor:
         """Multiply ``[..., in]`` to ``[..., out]``, in the input's dtype, or autocast's."""
@@ -114,65 +198,29 @@ class QuantizedLinear(nn.Module):
             x = input
         if not x.numel():  # no tokens, as of an expert that gets none
             return x.new_zeros(*x.shape[:-1], self.out_features) + x.sum()
-        y = self.product(x.reshape(-1, self.in_features))
+        rows = x.reshape(-1, self.in_features)
+        y: Tensor = multiply_codes(
+            rows, self.bias, self.out_features, self.registered_name, *self.stored()
+        )
         return y.view(*x.shape[:-1], self.out_features)
 
-    def product(self, rows: Tensor) -> Tensor:
-        """Multiply ``[tokens, in]`` by the codes, and add the bias: ``[tokens, out]``."""
-        weight = getattr(self, "weight", None)
-        y: Tensor = multiply_codes(
-            rows, self.weight_codes, self.weight_scales, self.bias, self.registered_name, weight
-        )
-        return y
-
-    @classmethod
-    def codes_of(cls, weight: Tensor, right: Cast) -> tuple[Tensor, ...]:
-        """Return the buffers that store a weight ``[out, in]`` in a cast, in the order of
-        ``exact``.
-        """
-        quantized = quantize(weight, right)
-        assert quantized.outer is not None
-        return quantized.codes.to(getattr(torch, right.format)).contiguous(), quantized.outer
-
-    def dequantize(self) -> Tensor:
-        """Return the stored weight, float32 ``[out, in]``."""
-        return self.weight_codes.float() * self.weight_scales
-
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        before = {name: cast(Tensor, self._buffers[name]) for name in self.exact}
+        before = dict(self._buffers)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, buffer in before.items():
             after = cast(Tensor, self._buffers[name])
-            if after.dtype != buffer.dtype:
+            if buffer is not None and after.dtype != buffer.dtype:
                 self._buffers[name] = buffer.to(after.device)
+        self.dtype = fn(torch.empty(0, dtype=self.dtype, device="cpu")).dtype
         require_float64(self._buffers.values())
         return self
 
     def extra_repr(self) -> str:
-        sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
-        return f"{sizes}, compute={self.compute.name!r}"
+        return f"{super().extra_repr()}, compute={self.compute.name!r}"
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.registered_name = register(self.compute)  # another process does not know it yet
-
-
-class OutlierLinear(QuantizedLinear):
-    """A :class:`QuantizedLinear` that keeps its weight ``[out, in]``, too, for input features with
-    outliers.
-    """
-
-    exact = (*QuantizedLinear.exact, "weight")
-    weight: Tensor
-
-    @classmethod
-    def codes_of(cls, weight: Tensor, right: Cast) -> tuple[Tensor, ...]:
-        """Return codes, scales and the weight."""
-        return *super().codes_of(weight, right), weight.contiguous()
-
-    def dequantize(self) -> Tensor:
-        """Return the weight in float32."""
-        return self.weight.float()
 
 
 def _check_formats(
@@ -181,10 +229,9 @@ def _check_formats(
     """Refuse codes of another format: PyTorch would load them as numbers and round them to the
     layer's format.
     """
-    for name in module.exact:
+    for name, buffer in module._buffers.items():
         saved = state_dict.get(prefix + name)
-        buffer = cast(Tensor, module._buffers[name])
-        if saved is not None and saved.dtype != buffer.dtype:
+        if saved is not None and buffer is not None and saved.dtype != buffer.dtype:
             raise FormatError(
                 f"'{prefix}{name}' was saved in {saved.dtype}, and a layer quantized as "
                 f"'{module.compute.name}' stores "
@@ -199,10 +246,10 @@ def _check_formats(
 def quantize_for_inference(
     model: nn.Module,
     compute: str | Compute = "int8-outlier-codes",
-    keep: tuple[str, ...] | None = None,
+    keep: tuple[str, ...] = (),
 ) -> nn.Module:
     """Replace the weights of a model's linear layers by one-byte codes, in place: 1 byte a
-    parameter (3 in ``int8-outlier``).
+    parameter.
 
     Invariant: a layer's output is the compute's matmul of the cast input and the codes. Eager and
     compiled bits are equal. Loading the ``state_dict`` into a model quantized in the same way gives
@@ -214,9 +261,8 @@ def quantize_for_inference(
             are empty: load them with ``load_state_dict(…, assign=True)``.
         compute: a compute, or its name, whose weights are 8-bit codes with their own scales:
             ``int8-outlier-codes``, ``int8-row``, ``float8-row``, ``float8-tensor``.
-            ``int8-outlier`` keeps the weights beside the codes.
-        keep: name patterns (shell wildcards) of layers to leave alone. ``None``: the compute's own
-            (the language model's head).
+        keep: name patterns (shell wildcards) of layers to leave alone, beside heads, routers and
+            adapters.
     Returns:
         The model, in evaluation mode. It computes in the dtype of its input. Its weights are
             frozen.
@@ -231,15 +277,16 @@ def quantize_for_inference(
         (262144, 2048)
     """
     require_float64(model.parameters())
-    compute = with_codes(compute, with_weight=True)
-    choose = chooser(compute, keep, roles_of(model) if keep is None else {})
+    compute = with_codes(compute)
+    refuse_unmatched(model, keep)
+    choose = chooser(compute, (*keep, *compute.keep), roles_of(model))
     stacks = parts(model).stacks()
     for name, module in model.named_modules():
         if module in stacks and choose(name) is not None:
             raise RecipeError(
                 f"Cannot quantize '{name}', a {type(module).__name__}, because only linear layers "
                 "are stored as codes.",
-                f'Leave the experts as they are with keep = ("lm_head", "{name}").',
+                f'Leave the experts as they are with keep=("{name}.*", "{name}").',
             )
     layers = []
     for name, module in model.named_modules():
@@ -258,28 +305,22 @@ def quantize_for_inference(
             "Remove its weight norm or parametrization first.",
         )
     keep_from_fused_kernels(model)
-    shared: dict[Tensor, tuple[Tensor, ...]] = {}
+    shared: dict[Tensor, Codes] = {}
     for layer in layers:
-        quantize_layer(
-            layer,
-            compute,
-            shared,
-            OutlierLinear if keeps_outlier_weights(compute) else QuantizedLinear,
-        )
-    warn_if_emulated(compute, cast(QuantizedLinear, layers[0]).weight_codes.device)
+        quantize_layer(layer, compute, shared)
+    warn_if_emulated(compute, next(layers[0].buffers()).device)
     return model.eval()
 
 
-def with_codes(compute: str | Compute, with_weight: bool = False) -> Compute:
-    """Return the compute of that name, if its weights can be stored as one-byte codes, with the
-    weights beside them or not.
+def with_codes(compute: str | Compute) -> Compute:
+    """Return the compute of that name, if its weights can be stored as one-byte codes.
 
     Raises:
         RecipeError: an unknown compute, or its weights are not such codes.
     """
     compute = get_compute(compute)
-    if not stores_codes(compute, with_weight):
-        names = ", ".join(name for name, row in COMPUTES.items() if stores_codes(row, with_weight))
+    if not stores_codes(compute):
+        names = ", ".join(name for name, row in COMPUTES.items() if stores_codes(row))
         raise RecipeError(
             f"Cannot store weights as codes of compute '{compute.name}' because its output takes "
             "more than 8-bit codes with "
@@ -290,30 +331,31 @@ def with_codes(compute: str | Compute, with_weight: bool = False) -> Compute:
     return compute
 
 
-def quantize_layer(
-    module: Any,
-    compute: Compute,
-    shared: dict[Tensor, tuple[Tensor, ...]],
-    kind: type[QuantizedLinear] = QuantizedLinear,
-) -> None:
+def quantize_layer(module: Any, compute: Compute, shared: dict[Tensor, Codes]) -> None:
     """Make a linear layer a :class:`QuantizedLinear`.
 
-    It stays the same object, so hooks and references stay valid.
-
-    ``module`` is ``nn.Linear`` or transformers' ``Conv1D``, ``kind`` its new class. Tied layers
-    share one entry of ``shared``.
+    It stays the same object, so hooks and references stay valid. Tied layers share one entry of
+    ``shared``.
     """
     weight = module._parameters["weight"]
     bias = module._parameters["bias"]
     matrix = matrix_of(module)
     if weight not in shared:
-        shared[weight] = kind.codes_of(matrix.detach(), compute.output.right)
+        shared[weight] = codes_of(matrix.detach(), compute.output.right)
+    if hasattr(module, "swap"):
+        module.swap.layers.discard(module)
     for entries in (module._parameters, module._buffers, module._non_persistent_buffers_set):
         entries.clear()
-    module.__class__ = kind
+    module.is_transposed = is_transposed(module)
+    # PEFT adds a transposed update to a Conv1D, even after its weight has come back.
+    is_conv1d = type(module).__name__ == "Conv1D"
+    module.plain_class = type(module) if is_conv1d else nn.Linear
+    module.__class__ = QuantizedLinear
+    module.dtype = weight.dtype
     module.out_features, module.in_features = matrix.shape
     module.compute, module.registered_name = compute, register(compute)
-    for name, tensor in zip(kind.exact, shared[weight], strict=True):
-        module.register_buffer(name, tensor)
+    for name, tensor in zip(Codes._fields, shared[weight], strict=True):
+        if tensor is not None:
+            module.register_buffer(name, tensor)
     module.register_load_state_dict_pre_hook(_check_formats)
     module.register_parameter("bias", bias)

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul import cast_cache
-from narrowgauge.matmul.gemm import is_opaque, multiply, operand_dtype
+from narrowgauge.matmul.gemm import multiply, operand_dtype
 from narrowgauge.matmul.operand import Keys, Operand, cast_matrix, draw
 from narrowgauge.numerics.widening import add_product, bias_gradient
 from narrowgauge.spec.computes import COMPUTES, SLOTS, Compute, keeps_outlier_weights
@@ -141,30 +141,12 @@ def multiply_slots(
     product = REGISTERED[name].products[matmul]
     if product.right.granularity == "column":
         rhs = rhs._replace(outer=None)  # the left operand includes its scales, see scales_to_fold
-    if is_traced() and is_opaque(lhs, rhs, product):
-        return cast(Tensor, _multiply_opaque(*lhs, *rhs, name, matmul, list(shape), dtype, bias))
     dims = SLOTS[f"{matmul}.left"].dim, SLOTS[f"{matmul}.right"].dim
     y = multiply(lhs, rhs, dims, product, dtype, bias)
     if (*y.shape,) == shape and not y._is_view():
         return y
     # A view could not be changed in place by the model.
     return y[: shape[0], : shape[1]].clone(memory_format=torch.contiguous_format)
-
-
-@torch.library.custom_op("narrowgauge::multiply_opaque", mutates_args=())
-def _multiply_opaque(
-    lhs: Tensor, lhs_outer: Tensor | None, lhs_inner: Tensor | None,
-    rhs: Tensor, rhs_outer: Tensor | None, rhs_inner: Tensor | None,
-    name: str, matmul: str, shape: list[int], dtype: torch.dtype, bias: Tensor | None,
-) -> Tensor:  # fmt: skip
-    operands = Operand(lhs, lhs_outer, lhs_inner), Operand(rhs, rhs_outer, rhs_inner)
-    return multiply_slots(*operands, name, matmul, (shape[0], shape[1]), dtype, bias)
-
-
-@_multiply_opaque.register_fake
-def _(lhs: Tensor, *rest: Any) -> Tensor:
-    *_, shape, dtype, _ = rest
-    return lhs.new_empty(shape, dtype=dtype)
 
 
 # ── weights ───────────────────────────────────────────────────────────────────────────────────────

@@ -144,12 +144,9 @@ def block_values(operand: Operand, dim: int) -> Tensor:
     else:
         codes = operand.data.float()
     values = codes * spread(operand.inner.float(), codes.shape)
-    return values.to(block_dtype(operand.inner))
-
-
-def block_dtype(inner: Tensor) -> torch.dtype:
-    """Return the dtype of :func:`block_values`."""
-    return torch.float32 if inner.dtype == torch.float32 else torch.bfloat16
+    if operand.inner.dtype == torch.float32:
+        return values
+    return values.to(torch.bfloat16)
 
 
 # Functions that casts are compiled from. Their first arguments are bound.

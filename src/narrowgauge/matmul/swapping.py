@@ -166,7 +166,12 @@ class NarrowLayers:
 
 
 def swap_linears(
-    model: nn.Module, compute: Choice, *, keep: tuple[str, ...] | None = None, seed: int = 0
+    model: nn.Module,
+    compute: Choice,
+    *,
+    keep: tuple[str, ...] = (),
+    keep_roles: bool = True,
+    seed: int = 0,
 ) -> NarrowLayers:
     """Make a model's linear layers and experts multiply in the formats of a compute, in place.
 
@@ -178,9 +183,9 @@ def swap_linears(
         model: any module with ``nn.Linear``, transformers' ``Conv1D`` or its mixtures' experts.
         compute: a compute, its name, or a function from a layer's name to either (``None`` leaves
             it alone). A projection of experts is called ``….experts.down_proj``.
-        keep: name patterns (shell wildcards) of layers to leave alone, and no others. ``None``:
-            heads, routers, adapters and what else the compute keeps (see
-            :mod:`narrowgauge.matmul.roles`), and nothing if ``compute`` is a function.
+        keep: name patterns (shell wildcards) of layers to leave alone.
+        keep_roles: also leave heads, routers, adapters and last blocks alone, as the compute says
+            (see :mod:`narrowgauge.matmul.roles`); not if ``compute`` is a function.
         seed: of stochastic casts, unless an optimizer of Narrowgauge steps the model: then its seed
             is used.
     Returns:
@@ -202,8 +207,12 @@ def swap_linears(
         compute = get_compute(compute)
         _refuse_transform(compute)
     roles = roles_of(model, 0.0 if callable(compute) else compute.keep_last)
-    is_by_role = keep is None and not callable(compute) and bool(compute.keep)
-    choose = chooser(compute, keep, roles if is_by_role else {})
+    is_by_role = keep_roles and not callable(compute) and bool(compute.keep)
+    refuse_unmatched(model, keep)
+    if is_by_role and not callable(compute):
+        choose = chooser(compute, (*keep, *compute.keep), roles)
+    else:
+        choose = chooser(compute, keep, {})
     layers: dict[str, Layer] = {}
     for name, module in list(model.named_modules()):
         chosen = None
@@ -300,26 +309,39 @@ def linear_names(model: nn.Module) -> list[str]:
     ]
 
 
-def chooser(
-    compute: Choice, keep: tuple[str, ...] | None, roles: Mapping[str, str]
-) -> Callable[[str], Compute | None]:
-    """Return a function from a layer's name to its compute; ``None`` if ``keep``, the compute or
-    its role leaves it alone.
-    """
-    if not callable(compute):
-        compute = get_compute(compute)
-        keep = compute.keep if keep is None else keep
+def _matches(name: str, pattern: str) -> bool:
+    names = {name, plain_name(name).removesuffix(".base_layer")}  # of PEFT
+    return any(fnmatch.fnmatchcase(one_name, pattern) for one_name in names)
+
+
+def refuse_unmatched(model: nn.Module, keep: tuple[str, ...]) -> None:
+    """Refuse patterns of layers to leave alone that match none."""
     if isinstance(keep, str):
         raise RecipeError(
             f"Cannot use keep = {keep!r} because it is not a tuple.", f'Give keep=("{keep}",).'
         )
+    if not keep:
+        return
+    names = linear_names(model)
+    owners = [name.rpartition(".")[0] for name in names]
+    for pattern in keep:
+        if not any(_matches(name, pattern) for name in (*names, *owners)):
+            raise RecipeError(
+                f"Cannot keep '{pattern}' because it matches no linear layer of "
+                f"{type(model).__name__}.",
+                f"Its names look like '{names[0]}' and '{names[-1]}'." if names else "",
+            )
+
+
+def chooser(
+    compute: Choice, keep: tuple[str, ...], roles: Mapping[str, str]
+) -> Callable[[str], Compute | None]:
+    """Return a function from a layer's name to its compute; ``None`` if ``keep`` or its role leaves
+    it alone.
+    """
 
     def choose(name: str) -> Compute | None:
-        names = {name, plain_name(name).removesuffix(".base_layer")}  # of PEFT
-        is_kept = False
-        for pattern in keep or ():
-            is_kept |= any(fnmatch.fnmatchcase(one_name, pattern) for one_name in names)
-        if is_kept or role_of(name, roles):
+        if role_of(name, roles) or any(_matches(name, pattern) for pattern in keep):
             return None
         if callable(compute):
             layer_compute = compute(name)

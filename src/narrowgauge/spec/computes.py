@@ -731,9 +731,8 @@ def first_of_input(layer: str) -> str:
 # ── weights without training: codes and scales ────────────────────────────────────────────────────
 
 
-def stores_codes(compute: Compute, with_weight: bool = False) -> bool:
-    """Return whether a weight can be stored as codes of one byte with a scale per row or tensor,
-    and the weight beside them.
+def stores_codes(compute: Compute) -> bool:
+    """Return whether a weight can be stored as codes of one byte with a scale per row or tensor.
 
     Example:
         >>> [name for name in ("int8-outlier-codes", "int8-outlier", "mxfp8") if stores_codes(COMPUTES[name])]
@@ -741,7 +740,7 @@ def stores_codes(compute: Compute, with_weight: bool = False) -> bool:
     """
     lhs = compute.output.left
     rhs = compute.output.right
-    if keeps_outlier_weights(compute) and not with_weight:
+    if keeps_outlier_weights(compute):
         return False
     is_plain = rhs.block is None and rhs.rotation == "none"
     return rhs.element.bits == 8 and is_plain and rhs.scaling == lhs.scaling == "current"
