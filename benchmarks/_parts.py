@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from timing import Report
+from _timing import Report
 
 from narrowgauge.runs.finding import duration
 

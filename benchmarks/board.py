@@ -43,8 +43,8 @@ import numpy as np
 import torch
 from _others_training import FORMULAS, PEERS, cut, formula_bytes, peer_optimizer, peer_step
 from _stdlib import stdlib_tokens
+from _timing import exit_by
 from peers import bytes_held, peer_version
-from timing import exit_by
 
 from narrowgauge.checkpoints.saving import latest_checkpoint
 from narrowgauge.distributed.sharding import fingerprint_whole

@@ -53,7 +53,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timing import Report, exit_by, parser
+from _timing import Report, exit_by, parser
 from torch import Tensor
 from torch.utils._debug_mode import DebugMode
 from transformers.debug_utils import DebugUnderflowOverflow

@@ -50,9 +50,9 @@ from typing import Any
 
 import torch
 from _others_training import FORMULAS, cut, formula_bytes
+from _timing import exit_by
 from board import claimed, vectors
 from peers import PEERS, bytes_held
-from timing import exit_by
 from torch import Tensor, nn
 
 import narrowgauge as ng

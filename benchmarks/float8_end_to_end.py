@@ -31,8 +31,8 @@ from unittest.mock import patch
 import torch
 from _parts import Part, add_out, complete, out_folder
 from _stdlib import stdlib_tokens
+from _timing import Report, Row, exit_by, parser
 from board import SETTINGS
-from timing import Report, Row, exit_by, parser
 from torch import Tensor
 
 from narrowgauge.analysis.comparison.intervals import interval

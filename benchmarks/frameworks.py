@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from _forked import group, in_processes
-from timing import NOT_INSTALLED, Report, exit_by, parser, peer_version
+from _timing import NOT_INSTALLED, Report, exit_by, parser, peer_version
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

@@ -38,8 +38,8 @@ from typing import Any
 
 import finetune
 import torch
+from _timing import Contender, Report, Row, measure, nothing, parser
 from peers import PEERS
-from timing import Contender, Report, Row, measure, nothing, parser
 from torch import Tensor, nn
 
 import narrowgauge as ng
@@ -444,9 +444,9 @@ def time_table(
     for name, make in contenders:
         try:
             pair = [Contender(baseline[0], baseline[1]()), Contender(name, make())]
-            rows.append(
-                measure(pair, baseline=baseline[0], rounds=rounds, warmup=3, wait=wait)[1].row()
-            )
+            settings: dict[str, Any] = {"rounds": rounds, "warmup": 3, "wait": wait}
+            timed = measure(pair, baseline=baseline[0], clock=time.perf_counter, **settings)
+            rows.append(timed[1])
         except (
             Exception
         ) as error:  # a peer that is not installed, or a kernel that is not for this device

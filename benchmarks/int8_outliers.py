@@ -30,8 +30,8 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from _timing import Report, Row, exit_by, parser, peer_version
 from finetune import loss_of, pretrained, source_of, text_blocks
-from timing import Report, Row, exit_by, parser, peer_version
 from torch import Tensor, nn
 
 import narrowgauge as ng

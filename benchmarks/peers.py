@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from timing import NOT_INSTALLED, Row, peer_version, plain_table
+from _timing import NOT_INSTALLED, Row, peer_version, plain_table
 from torch import Tensor, nn
 
 Make = Callable[..., torch.optim.Optimizer]

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from _forked import group, in_processes
-from timing import Contender, Report, Row, measure, parser
+from _timing import Contender, Report, Row, measure, parser
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -166,10 +166,17 @@ def timed(case: Case, rounds: int) -> list[Row]:
     contenders = []
     for name, loop in loop_of.items():
         contenders.append(Contender(name, loop.step, before=dist.barrier))
-    timings = measure(contenders, baseline=BASELINE, rounds=rounds, warmup=1, wait=dist.barrier)
+    timed_rows = measure(
+        contenders,
+        baseline=BASELINE,
+        rounds=rounds,
+        warmup=1,
+        wait=dist.barrier,
+        clock=time.perf_counter,
+    )
     rows = []
-    for timing, loop in zip(timings, loop_of.values(), strict=True):
-        rows.append({**timing.row(), **loop.row()})
+    for row, loop in zip(timed_rows, loop_of.values(), strict=True):
+        rows.append({**row, **loop.row()})
     baseline = loop_of[BASELINE].cpu_seconds[1:]  # the first was the warm-up
     for row, loop in zip(rows, loop_of.values(), strict=True):
         ratios = []

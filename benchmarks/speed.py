@@ -1,234 +1,363 @@
-"""What the arithmetic costs in time: steps, host time of layers and of many small tensors, first
-steps.
+"""Measure what the arithmetic costs in time and memory, each row beside a named baseline.
 
 Claim: a step in 6 to 14 bytes a parameter takes no longer than torch's fused float32 AdamW, and the
-host keeps up with it. Baselines, in the same rounds: ``torch.optim.AdamW(fused=True)`` over
-float32; ``nn.Linear`` in bfloat16. Peers that are not installed are left out with a line. Steps
-have their gradients and clip nothing. A round is ten steps, of which one is audited. Kernels are
-compiled before the first round. First steps are whole processes, without the import of Narrowgauge;
-the plain and the audited step are built and proved.
+host keeps up with it. All is run as the pages recommend: gradients are clipped to a norm of 1, one
+of ten steps is audited, kernels are compiled.
 
-Run: ``./dev bench speed [--quick]``; ``ATEN_CPU_CAPABILITY=avx2`` measures code for AVX2.
+- ``steps``: over ``torch.optim.AdamW(fused=True)`` and ``clip_grad_norm_`` on float32 weights. A
+  round is ten steps. Peers that are not installed are left out with a line.
+- ``layers``: forward and backward of a small layer, over ``nn.Linear`` in bfloat16.
+- ``host``: the host's time of a step on a GPU, of tensors of one element: launches are left out.
+- ``first``: the first step of a process, from an empty and from a warm cache, without the import.
+- ``watch``: steps of a loop under ``ng.watch``, over the same steps unwatched.
+- ``training``: our trainer, over a plain float32 loop, and over compiled autocast with the fused AdamW.
+- ``memory``: the highest memory of a step, beside the plan of the same model and batch. The model
+  has the shape of Collage's (2405.03637) at an eighth of its width; on Linux, with transformers.
+
+Run: ``./dev bench speed [--only NAME ...] [--quick]``; ``ATEN_CPU_CAPABILITY=avx2`` measures code
+for AVX2.
 """
 
 from __future__ import annotations
 
+import argparse
+import multiprocessing
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
+import time
 import timeit
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-from timing import Contender, Report, Row, measure, parser
+from _stdlib import stdlib_tokens
+from _timing import Contender, Report, Row, exit_by, measure, parser
+from peers import PACKAGES, PEERS, reason
 from torch import Tensor, nn
 
 import narrowgauge as ng
 from narrowgauge.optim import multi_tensor
+from narrowgauge.spec.notation import parse
 from narrowgauge.torch_support import triton
+from narrowgauge.trainer import language_model
+from narrowgauge.trainer.config import TrainConfig
+from narrowgauge.trainer.data.dataset import open_data
+from narrowgauge.trainer.session import build
+from narrowgauge.trainer.step import train_step
 
 STORAGES = ("word", "exact", "compact", "states8", "kahan")
+OPTIONS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 STEPS = 10
 """Steps of a round: by default one of ten is audited."""
-OPTIONS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+EVERY = 50
+"""Steps of which a watch samples one, by default."""
 FUSED = "torch fused"
 LINEAR = "nn.Linear"
+VOCABULARY = 4096
+
+Shapes = Sequence[tuple[int, ...]]
 
 
-def torchao_adamw8(params: Sequence[Tensor]) -> torch.optim.Optimizer:
-    from torchao.optim import AdamW8bit
-
-    return AdamW8bit(params, bf16_stochastic_round=True, **OPTIONS)
-
-
-def optimi_kahan(params: Sequence[Tensor]) -> torch.optim.Optimizer:
-    from optimi import AdamW
-
-    return AdamW(params, kahan_sum=True, **OPTIONS)
-
-
-def heavyball_ecc(params: Sequence[Tensor]) -> torch.optim.Optimizer:
-    import heavyball
-
-    # By default a step takes the gradients away, and the next one does nothing.
-    return heavyball.AdamW(params, ecc="bf16+8", param_ecc="bf16+8", consume_grad=False, **OPTIONS)
-
-
-def bitsandbytes_adamw8(params: Sequence[Tensor]) -> torch.optim.Optimizer:
-    from bitsandbytes.optim import AdamW8bit
-
-    return AdamW8bit(params, **OPTIONS)
-
-
-PEERS = {
-    "torchao AdamW8bit": torchao_adamw8,
-    "optimi Kahan": optimi_kahan,
-    "HeavyBall ecc": heavyball_ecc,
-    "bitsandbytes AdamW8bit": bitsandbytes_adamw8,
-}
-
-
-def parameters(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[Tensor]:
-    """Parameters with gradients."""
-    params: list[Tensor] = [nn.Parameter(torch.randn(shape).to(dtype)) for shape in shapes]
+def parameters(shapes: Shapes, dtype: torch.dtype) -> list[nn.Parameter]:
+    """Return parameters with gradients."""
+    params = [nn.Parameter(torch.randn(shape).to(dtype)) for shape in shapes]
     for p in params:
         p.grad = torch.randn(p.shape).to(dtype)
     return params
 
 
-def ten(step: Callable[[], Any]) -> Callable[[], None]:
-    """Return a function that takes the steps of a round."""
+# ── steps, layers, the host ───────────────────────────────────────────────────────────────────────
+
+
+def clipped_steps(name: str, optimizer: torch.optim.Optimizer, **few: int) -> Contender:
+    """Return the steps of a round: clipped by torch, unless by the optimizer."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
 
     def run() -> None:
         for _ in range(STEPS):
-            step()
+            if not isinstance(optimizer, ng.AdamW):
+                nn.utils.clip_grad_norm_(params, 1.0)
+            optimizer.step()
 
-    return run
+    return Contender(name, run, per_call=STEPS, **few)
 
 
-def steps(
-    shapes: Sequence[tuple[int, ...]], report: Report, peers: bool = False
-) -> Iterator[Contender]:
-    """The step of each storage, and of each peer that works here."""
+def steps(shapes: Shapes, report: Report) -> list[Contender]:
+    """Return the step of each storage, and of each peer that works here."""
     fused = torch.optim.AdamW(parameters(shapes, torch.float32), fused=True, **OPTIONS)
-    yield Contender(FUSED, ten(fused.step), per_call=STEPS)
+    contenders = [clipped_steps(FUSED, fused)]
+    ours: dict[str, Any] = {"compile": True, "max_grad_norm": 1.0, **OPTIONS}
     for storage in STORAGES:
         params = parameters(shapes, torch.bfloat16)
-        ours = ng.AdamW(params, storage=storage, compile=True, **OPTIONS)
-        yield Contender(storage, ten(ours.step), per_call=STEPS)
-    params = parameters(shapes, torch.bfloat16)
-    unaudited = ng.AdamW(params, storage="word", compile=True, audit_every=0, **OPTIONS)
-    yield Contender("word, no audit", ten(unaudited.step), per_call=STEPS)
-    for name, make in PEERS.items() if peers else ():
+        contenders.append(clipped_steps(storage, ng.AdamW(params, storage=storage, **ours)))
+    unaudited = ng.AdamW(parameters(shapes, torch.bfloat16), audit_every=0, **ours)
+    contenders.append(clipped_steps("word, no audit", unaudited))
+    for peer in PEERS:
         try:
-            step = make(parameters(shapes, torch.bfloat16)).step
-            step()
+            optimizer = peer.make(parameters(shapes, torch.bfloat16), **OPTIONS)
+            optimizer.step()
         except Exception as error:  # not installed, or not for this device
-            report.note(
-                f"{name}: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:90]}"
-            )
+            report.note(f"{peer.name}: {reason(error)}")
         else:
-            yield Contender(name, ten(step), per_call=STEPS, rounds=2)
+            if not peer.spoils_gradients:
+                contenders.append(clipped_steps(peer.name, optimizer, rounds=2))
+    return contenders
 
 
-def passes(layer: nn.Module) -> Callable[[], None]:
-    """A forward and a backward pass, so small that the host is what takes time."""
-    x = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
-
-    def run() -> None:
-        layer(x).sum().backward()
-
-    return run
-
-
-def layers(*, compiled: bool) -> Iterator[Contender]:
-    """Linear layers of 64 × 64 in some computes."""
+def layers(compiled: bool) -> list[Contender]:
+    """Return passes of linear layers, so small that the host is what takes time."""
+    contenders = []
     for name in (LINEAR, "float8-row", "int8-row", "mxfp8"):
         layer: nn.Module = nn.Sequential(nn.Linear(64, 64, bias=False).bfloat16())
         if name != LINEAR:
             ng.swap_linears(layer, name)
-        yield Contender(name, passes(torch.compile(layer) if compiled else layer))  # type: ignore[arg-type]
+        called: Callable[[Tensor], Tensor] = torch.compile(layer) if compiled else layer
+        x = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
+
+        def run(called: Callable[[Tensor], Tensor] = called, x: Tensor = x) -> None:
+            called(x).sum().backward()
+
+        contenders.append(Contender(name, run))
+    return contenders
 
 
-def host_times(counts: Sequence[int]) -> Iterator[Row]:
-    """The host's time of a step on a GPU, of tensors of one element: launches are left out, as are
-    torch's kernels in effect.
-    """
-
-    def microseconds(optimizer: torch.optim.Optimizer, count: int) -> float:
-        optimizer.step()
-        times = [timeit.timeit(optimizer.step, number=1) for _ in range(20)]
-        return 1e6 * statistics.median(times) / count
-
+def host_times(count: int) -> list[Row]:
+    """Return the microseconds that a host takes for a tensor in a step on a GPU."""
+    makers: dict[str, Callable[[], torch.optim.Optimizer]] = {}
+    for way in ("foreach", "fused"):
+        makers[f"torch {way}"] = lambda way=way: torch.optim.AdamW(
+            parameters([(1, 1)] * count, torch.float32), **{way: True}, **OPTIONS
+        )
+    for storage in ("word", "compact"):
+        makers[storage] = lambda storage=storage: ng.AdamW(
+            parameters([(1, 1)] * count, torch.bfloat16), storage=storage, compile=True, **OPTIONS
+        )
+    rows = []
     with (
         mock.patch.object(triton, "INTERPRET", True),
         mock.patch.object(multi_tensor, "why_not_printed", lambda *args: ""),
         mock.patch.object(multi_tensor.Table, "launch", lambda *args, **options: None),
     ):
-        for count in counts:
-            shapes = [(1, 1)] * count
-            row = {"": f"{count} tensors"}
-            for way in ("foreach", "fused"):
-                theirs = torch.optim.AdamW(
-                    parameters(shapes, torch.float32), **{way: True}, **OPTIONS
-                )
-                row[f"torch {way} µs a tensor"] = microseconds(theirs, count)
-            for storage in ("word", "compact"):
-                params = parameters(shapes, torch.bfloat16)
-                ours = ng.AdamW(params, storage=storage, compile=True, audit_every=0, **OPTIONS)
-                row[f"{storage} µs a tensor"] = microseconds(ours, count)
-            yield row
+        for name, make in makers.items():
+            optimizer = make()
+            optimizer.step()
+            seconds = [timeit.timeit(optimizer.step, number=1) for _ in range(20)]
+            rows.append({"": name, "µs a tensor": 1e6 * statistics.median(seconds) / count})
+    return rows
 
 
-FIRST_STEP = """
-import torch, narrowgauge as ng, time
-p = torch.nn.Parameter(torch.randn(1024, 1024).bfloat16()); p.grad = torch.randn_like(p)
-optimizer = ng.AdamW([p], storage={storage!r}, compile=True, audit_every=0)
-began = time.perf_counter(); optimizer.step(); print(time.perf_counter() - began)
-"""
+# ── in a process of their own ─────────────────────────────────────────────────────────────────────
 
 
-def first_steps(storages: Sequence[str]) -> Iterator[Row]:
-    """The seconds of the first step of a process, from an empty and from a warm cache."""
+def fresh(function: Callable[[str], float], storage: str, **environment: str) -> float:
+    """Return what a function returns in a new process."""
+    spawn = multiprocessing.get_context("spawn")
+    with mock.patch.dict(os.environ, environment), ProcessPoolExecutor(1, spawn) as pool:
+        return pool.submit(function, storage).result()
+
+
+def first_step(storage: str) -> float:
+    """Return the seconds of a first step of a million parameters."""
+    params = parameters([(1024, 1024)], torch.bfloat16)
+    optimizer = ng.AdamW(params, storage=storage, compile=True, max_grad_norm=1.0)
+    began = time.perf_counter()
+    optimizer.step()
+    return time.perf_counter() - began
+
+
+def first_steps(storages: Iterable[str]) -> list[Row]:
+    rows = []
     for storage in storages:
         with tempfile.TemporaryDirectory() as folder:
-            environment = {**os.environ, "NARROWGAUGE_CACHE": folder}
-            command = [sys.executable, "-c", FIRST_STEP.format(storage=storage)]
-            empty, warm = (
-                float(
-                    subprocess.run(
-                        command, env=environment, capture_output=True, text=True, check=True
-                    ).stdout
-                )
-                for _ in range(2)
-            )
-        yield {"": storage, "empty cache s": empty, "warm cache s": warm}
+            row: Row = {"": storage}
+            # Clipping compiles the norm with Inductor, which has a cache of its own.
+            caches = {"NARROWGAUGE_CACHE": folder, "TORCHINDUCTOR_CACHE_DIR": folder}
+            for cache in ("empty", "warm"):
+                row[f"{cache} cache s"] = fresh(first_step, storage, **caches)
+        rows.append(row)
+    return rows
+
+
+def model_and_batch() -> tuple[nn.Module, dict[str, Tensor]]:
+    from transformers import OPTConfig, OPTForCausalLM
+
+    torch.manual_seed(0)
+    config = OPTConfig(
+        hidden_size=512, word_embed_proj_dim=512, num_attention_heads=4, num_hidden_layers=16, ffn_dim=2048,
+        max_position_embeddings=256, vocab_size=6284, dropout=0.0, attn_implementation="sdpa",
+    )  # fmt: skip
+    tokens = torch.randint(config.vocab_size, (4, 256))
+    return OPTForCausalLM(config), {"input_ids": tokens, "labels": tokens}
+
+
+def resident(key: str) -> int:
+    """Return a field of this process's memory in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(key):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"/proc/self/status has no {key}")
+
+
+def memory_of_a_step(storage: str) -> float:
+    """Return the bytes of a parameter that the second step takes at its highest."""
+    torch.set_num_threads(1)
+    before = resident("VmRSS")
+    model, batch = model_and_batch()
+    model, optimizer = ng.prepare(model, f"bfloat16/{storage}", lr=1e-3)
+    for _ in range(2):
+        Path("/proc/self/clear_refs").write_text("5")  # the highest value begins anew
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return (resident("VmHWM") - before) / sum(p.numel() for p in model.parameters())
+
+
+def memory() -> list[Row]:
+    """Return the memory of a step in each storage, and the plan's without what a GPU adds."""
+    rows: list[Row] = []
+    for storage in ("master", "collage-plus", "collage-light", "word"):
+        # Free memory goes back to the system at once.
+        settings = {"MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_MMAP_THRESHOLD_": "65536"}
+        measured = fresh(memory_of_a_step, storage, **settings)
+        model, batch = model_and_batch()
+        recipe = f"bfloat16/{storage}"
+        plan = ng.plan(
+            model.bfloat16(), batch=batch, recipes=recipe, chip="A100-SXM4-80GB", chips=1
+        )
+        planned = plan.options[0].memory.without("overhead").total
+        planned /= sum(p.numel() for p in model.parameters())
+        row = {"": storage, "measured B/param": measured, "planned B/param": planned}
+        for name in ("measured", "planned"):
+            first = (rows or [row])[0][f"{name} B/param"]
+            row[f"{name} less"] = f"{row[f'{name} B/param'] / first - 1:+.1%}"
+        rows.append(row)
+    return rows
+
+
+# ── whole loops ───────────────────────────────────────────────────────────────────────────────────
+
+
+class Loop:
+    """A loop that people write, over random tokens."""
+
+    def __init__(self, name: str, shape: tuple[int, int], compiled: bool) -> None:
+        self.model = language_model.build(name, vocab_size=VOCABULARY, seed=0)
+        # Who writes a plain loop takes the default; who compiles also asks for the fused step.
+        fused = {"fused": True} if compiled else {}
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, **fused)
+        self.called = torch.compile(self.model) if compiled else self.model
+        self.autocast = compiled
+        self.tokens = torch.randint(VOCABULARY, shape, generator=torch.Generator().manual_seed(0))
+
+    def step(self) -> None:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+            loss = self.called(input_ids=self.tokens, labels=self.tokens).loss
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        loss.item()
+
+
+def watched(name: str, shape: tuple[int, int], rounds: int, report: Report) -> None:
+    """Report what a watch costs, and whether it changes a weight."""
+    loop = Loop(name, shape, compiled=False)
+    plain = Loop(name, shape, compiled=False)
+    watch = ng.watch(loop.model, loop.optimizer, every=1 << 40)
+    contenders = [
+        Contender("unwatched", plain.step),
+        Contender("watched", loop.step, lambda: setattr(watch, "every", 1 << 40)),
+        Contender("sampled", loop.step, lambda: setattr(watch, "every", 1)),
+    ]
+    rows = measure(contenders, baseline="unwatched", rounds=rounds)
+    report.add(f"a watch of {name}, {shape[0]} × {shape[1]} tokens", rows)
+    share = rows[1]["ratio"] - 1 + (rows[2]["ratio"] - rows[1]["ratio"]) / EVERY
+    report.note(f"with its defaults a watch costs {share:.2%} of a step")
+    for _ in range(rounds + 2):  # the watched loop took two steps a round
+        plain.step()
+    pairs = zip(plain.model.parameters(), loop.model.parameters(), strict=True)
+    same = all(torch.equal(p, q) for p, q in pairs)
+    report.note(f"weights with and without the watch: {'the same bits' if same else 'DIFFER'}")
+
+
+def training(name: str, shape: tuple[int, int], rounds: int) -> list[Row]:
+    """Return the time of our trainer's step beside others' loops."""
+    config = TrainConfig(
+        model=name,
+        recipe=parse("bfloat16/word"),
+        batch_size=shape[0],
+        sequence_length=shape[1],
+        steps=100_000,
+        schedule="constant",
+        warmup_steps=0,
+        compile=True,
+    )
+    plain = Loop(name, shape, compiled=False)
+    compiled = Loop(name, shape, compiled=True)
+    with tempfile.TemporaryDirectory() as folder:
+        data = open_data(stdlib_tokens(name), config.held_out, config.seed)
+        session = build(config, Path(folder), data)
+        contenders = [
+            Contender("ours, bfloat16/word", lambda: train_step(session)),
+            Contender("plain float32", plain.step),
+            Contender("autocast, compiled, fused", compiled.step),
+        ]
+        return measure(contenders, baseline="ours, bfloat16/word", rounds=rounds)
+
+
+PARTS = ("steps", "layers", "host", "first", "watch", "training", "memory")
+
+
+def report_part(part: str, options: argparse.Namespace, report: Report) -> None:
+    """Measure and print one part."""
+    quick = options.quick
+    rounds = 2 if quick else options.rounds
+    name, shape = ("llama-1m", (2, 64)) if quick else ("llama-8m", (8, 256))
+    if part == "steps":
+        sizes: dict[str, Shapes] = {"20 tensors of 8,192": [(128, 64)] * 20}
+        if not quick:
+            sizes = {
+                "33.5 M parameters": [(8192, 4096)],
+                "64 tensors of 1,048,576": [(1024, 1024)] * 64,
+                "one tensor of 8,388,608": [(4096, 2048)],
+                "300 tensors of 8,192": [(128, 64)] * 300,
+            }
+        for title, shapes in sizes.items():
+            rows = measure(steps(shapes, report), baseline=FUSED, rounds=rounds)
+            report.add(f"one step of {title}", rows)
+    elif part == "layers":
+        for compiled in (False, True):
+            rows = measure(layers(compiled), baseline=LINEAR, rounds=20 * rounds)
+            how = "compiled" if compiled else "eager"
+            report.add(f"forward and backward of a 64 × 64 layer, {how}", rows)
+    elif part == "host":
+        report.add("the host in a step of 300 tensors on a GPU", host_times(300))
+    elif part == "first":
+        report.add("first step", first_steps(("word",) if quick else (*STORAGES, "collage-light")))
+    elif part == "watch":
+        watched(name, shape, rounds, report)
+    elif part == "training":
+        report.add(f"a step of {name}", training(name, shape, rounds))
+    elif not quick:
+        report.add("memory of a step", memory())
 
 
 def main() -> int:
     """Measure and print."""
-    options = parser(__doc__, rounds=9).parse_args()
-    report = Report(
-        "speed", options, peers=("torchao", "torch-optimi", "heavyball", "bitsandbytes")
-    )
-    side, count = (256, 20) if options.quick else (4096, 300)
-    rounds = 2 if options.quick else options.rounds
-
-    def table(title: str, contenders: Iterator[Contender], baseline: str, rounds: int) -> None:
-        report.add(
-            title, [t.row() for t in measure(list(contenders), baseline=baseline, rounds=rounds)]
-        )
-
-    table(
-        f"one step of {2 * side * side:,} parameters",
-        steps([(2 * side, side)], report, peers=True),
-        FUSED,
-        rounds,
-    )
-    shapes: dict[str, list[tuple[int, ...]]] = {
-        "64 tensors of 1,048,576": [(1024, 1024)] * 64,
-        "one tensor of 8,388,608": [(4096, 2048)],
-        f"{count} tensors of 8,192": [(128, 64)] * count,
-    }
-    for name, several in shapes.items():
-        if not options.quick or "8,192" in name:
-            table(f"one step of {name}", steps(several, report), FUSED, rounds)
-    table("forward and backward of a layer, eager", layers(compiled=False), LINEAR, 20 * rounds)
-    table("forward and backward of a layer, compiled", layers(compiled=True), LINEAR, 20 * rounds)
-    report.add(
-        "the host in a step on a GPU", list(host_times((300,) if options.quick else (300, 3000)))
-    )
-    if options.quick:
-        storages = ("word",)
-    else:
-        storages = (*STORAGES, "collage-plus", "float8/collage-plus")
-    report.add("first step", list(first_steps(storages)))
+    flags = parser(__doc__, rounds=9)
+    flags.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="default: all")
+    options = flags.parse_args()
+    warnings.simplefilter("ignore")
+    report = Report("speed", options, peers=PACKAGES)
+    for part in options.only:
+        report_part(part, options, report)
     return report.end()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_by(main)

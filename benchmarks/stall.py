@@ -33,8 +33,8 @@ from typing import Any
 import torch
 from _parts import Part, add_out, complete, out_folder
 from _published_states import PUBLISHED, CodedAdamW, PublishedStates
+from _timing import NOT_INSTALLED, Report, Row, exit_by, parser
 from peers import PACKAGES, PEERS, Peer, reason
-from timing import NOT_INSTALLED, Report, Row, exit_by, parser
 from torch import Tensor, nn
 
 import narrowgauge as ng

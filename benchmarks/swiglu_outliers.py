@@ -35,9 +35,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _timing import Report, Row, exit_by, parser
 from finetune import pretrained, source_of, text_blocks
 from int8_outliers import column_magnitudes
-from timing import Report, Row, exit_by, parser
 from torch import Tensor, nn
 
 import narrowgauge as ng

@@ -18,7 +18,8 @@ import math
 import re
 import statistics
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from datetime import date
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ SAME = ("model", "lr", "beta2", "steps", "falls", "seed", "vectors", "torch")
 """Runs are compared in pairs that have these in common: other processors round differently."""
 
 Row = dict[str, Any]
+Pairs = list[tuple[Row, Row]]
 
 
 @cache
@@ -73,10 +75,10 @@ def chosen(runs: Iterable[Row], where: Row, step: int | None = None) -> list[Row
     return found
 
 
-def pairs(runs: Iterable[Row], baseline: Iterable[Row]) -> list[tuple[Row, Row]]:
+def pairs(runs: Iterable[Row], baseline: Iterable[Row]) -> Pairs:
     """Return runs with the baseline's of the same seed, all of the one machine that has most."""
     bases = {tuple(map(run.get, SAME)): run for run in baseline if run["loss"] is not None}
-    machines: dict[Any, list[tuple[Row, Row]]] = {}
+    machines: dict[Any, Pairs] = {}
     for run in runs:
         base = bases.get(tuple(map(run.get, SAME)))
         if base is not None:
@@ -94,7 +96,43 @@ def interval(values: Sequence[float]) -> str:
     if seeds > 1:
         half = student_t(seeds - 1) * math.sqrt(statistics.variance(values) / seeds)
         text += f" ± {half:.4f}"
-    return text if seeds > 2 else f"{text} ({seeds} seed{'s' * (seeds > 1)})"
+    if seeds < 3:
+        text += f" ({seeds} seed{'s' * (seeds > 1)})"
+    return text
+
+
+def apart(both: Pairs) -> list[float]:
+    """Return the losses less the baseline's; infinite where a run diverged."""
+    losses = []
+    for run, base in both:
+        losses.append(math.inf if run["loss"] is None else run["loss"] - base["loss"])
+    return losses
+
+
+def fallen(both: Pairs, place: int) -> float:
+    """Return how far the losses of the runs, or of the baseline's, fell from the checkpoint's."""
+    # A format that rounds the weights begins above the checkpoint, where the baseline begins.
+    return statistics.fmean(pair[1]["losses"]["0"] - pair[place]["loss"] for pair in both)
+
+
+def mean(runs: list[Row], spec: Row) -> str:
+    values = [run[spec["field"]] for run in runs if run.get(spec["field"]) is not None]
+    return format(statistics.fmean(values), spec["form"]) if values else "–"
+
+
+SHOWN: dict[str, Callable[[list[Row], Pairs, Row], str]] = {
+    "text": lambda runs, both, spec: str(runs[0][spec["field"]] or "–"),
+    "seeds": lambda runs, both, spec: str(len(runs)),
+    "mean": lambda runs, both, spec: mean(runs, spec),
+    "less": lambda runs, both, spec: interval(apart(both)),
+    "ahead": lambda runs, both, spec: f"{-1e3 * statistics.fmean(apart(both)):+.2f}",
+    "fall": lambda runs, both, spec: format(fallen(both, 0), spec["form"]),
+    "kept": lambda runs, both, spec: format(fallen(both, 0) / fallen(both, 1), spec["form"]),
+}
+"""What a cell shows of its runs: the ``text`` or the ``mean`` of a field, the ``seeds``, the loss
+``less`` the baseline's, how far it is ``ahead`` in 0.001 nats, its ``fall`` from the checkpoint's,
+and which share of the baseline's fall is ``kept``.
+"""
 
 
 def cell(spec: Row) -> str:
@@ -103,41 +141,22 @@ def cell(spec: Row) -> str:
     Args:
         spec: ``records``, a file of ``benchmarks/``; ``where``, the fields of the runs; ``step``,
             after which their losses count; ``baseline``, whose runs of the same seed they are
-            compared with; ``form``; and ``show``: ``text`` or ``mean`` of a ``field``, ``seeds``,
-            ``less`` (the loss less the baseline's), ``ahead`` (in 0.001 nats), ``fall`` of the loss
-            from the checkpoint's, ``kept``, its share of the baseline's, or the row of ``evidence``
-            with this ``key``.
+            compared with; what they ``show``, of which ``field``, in which ``form``. Or a ``key``.
     """
     if spec["show"] == "evidence":
         return figure(evidence()[spec["key"]]) if "key" in spec else "–"
     records = lines_of(f"benchmarks/{spec['records']}.jsonl")
     runs = chosen(records, spec["where"], spec.get("step"))
+    both: Pairs = []
     if "baseline" in spec:
         where = {**spec["where"], "row": spec["baseline"]}
         both = pairs(runs, chosen(records, where, spec.get("step")))
         runs = [run for run, _ in both]
     if not runs:
         return "–"
-    show = spec["show"]
-    form = spec.get("form", "")
-    if show == "seeds":
-        return str(len(runs))
-    if show == "text":
-        return str(runs[0][spec["field"]] or "–")
-    if show == "mean":
-        values = [run[spec["field"]] for run in runs if run.get(spec["field"]) is not None]
-        text = format(statistics.fmean(values), form) if values else "–"
-    elif show in ("less", "ahead"):
-        apart = []
-        for run, base in both:
-            apart.append(math.inf if run["loss"] is None else run["loss"] - base["loss"])
-        text = interval(apart) if show == "less" else f"{-1e3 * statistics.fmean(apart):+.2f}"
-    else:
-        # A format that rounds the weights begins above the checkpoint, where the baseline begins.
-        falls = [statistics.fmean(base["losses"]["0"] - run["loss"] for run, base in both)]
-        falls.append(statistics.fmean(base["losses"]["0"] - base["loss"] for _, base in both))
-        text = format(falls[0] if show == "fall" else falls[0] / falls[1], form)
-    return text.replace("-", "−").replace("%", " %")
+    text = SHOWN[spec["show"]](runs, both, spec)
+    # Words and links keep their hyphens.
+    return text if spec["show"] == "text" else text.replace("-", "−").replace("%", " %")
 
 
 def figure(row: Row) -> str:
@@ -180,9 +199,9 @@ def table(spec: Row) -> str:
 
 
 @cache
-def is_older(commit: str | None, date: str, paths: tuple[str, ...]) -> bool:
+def is_older(commit: str | None, day: str, paths: tuple[str, ...]) -> bool:
     """Return whether the measured files changed after a figure was recorded; false without git."""
-    since = [f"{commit}..HEAD"] if commit else [f"--since={date} 23:59", "HEAD"]
+    since = [f"{commit}..HEAD"] if commit else [f"--since={day} 23:59", "HEAD"]
     command = ["git", "-C", str(ROOT), "log", "-1", "--format=%h", *since, "--", *paths]
     return bool(paths and subprocess.run(command, capture_output=True, check=False).stdout)
 
@@ -194,7 +213,8 @@ def section_table(name: str) -> str:
         target = row["target"] or "–"
         if row["missed"]:
             target += ": **missed**"
-        measured = f"{row['date']}, {row['machine'] or 'machine not recorded'}"
+        day = date.fromisoformat(row["date"])
+        measured = f"{day.day} {day:%B}, {row['machine'] or 'machine not recorded'}"
         if row["seeds"]:
             measured += f", {row['seeds']} seed{'s' * (row['seeds'] > 1)}"
         if is_older(row["commit"], row["date"], tuple(row["measures"])):

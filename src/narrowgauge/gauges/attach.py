@@ -322,8 +322,7 @@ def attach_gauges(
     Raises:
         NarrowgaugeError: nothing can be watched, or a module already has gauges.
 
-    Cost: 32 KiB of memory per watched tensor on sampled steps; for the time see RESULTS.md and
-    ``benchmarks/gauges.py``.
+    Cost: 32 KiB of memory per watched tensor on sampled steps.
 
     Example:
         >>> import torch, narrowgauge as ng

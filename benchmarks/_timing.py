@@ -1,13 +1,10 @@
-"""How every benchmark here measures: in rounds, beside a named baseline, in one process.
+"""Measure time as every benchmark here does: in rounds, beside a named baseline, in one process.
 
 A machine's speed drifts by tens of percent within minutes, so a time alone says little. In each
-*round* every contender runs once, in an order that moves on by one place from round to round; a
+*round* every contender runs once, in an order that moves on by one place from round to round. A
 contender's *ratio* is the median, over the rounds, of its time divided by the baseline's in that
-same round. The ratio of the two shortest times stands beside it: noise only ever adds time, so the
-two agree on a quiet machine, and where they do not, the machine was not quiet.
-
-Claim: none of its own; it holds no result. Baseline: named by each benchmark.
-Run: ``python benchmarks/timing.py`` prints the machine as the benchmarks report it.
+same round. Time is the processor's, of all threads of the process, which other programs do not
+add to; where a device or other processes work too, it is the clock's.
 """
 
 from __future__ import annotations
@@ -36,7 +33,7 @@ NOT_INSTALLED = "not installed"
 
 
 def nothing() -> None:
-    """What is done where nothing must be."""
+    """Do nothing, where nothing must be done."""
 
 
 @dataclass(frozen=True)
@@ -58,42 +55,6 @@ class Contender:
     rounds: int | None = None
 
 
-@dataclass(frozen=True)
-class Timing:
-    """One contender's times in seconds per step, and its ratios to the baseline.
-
-    Args:
-        name: the contender's.
-        seconds: one time per round.
-        ratio: median over rounds of its time divided by the baseline's of the same round.
-        quartiles: of those ratios.
-        ratio_of_best: its shortest time divided by the baseline's shortest.
-    """
-
-    name: str
-    seconds: tuple[float, ...]
-    ratio: float
-    quartiles: tuple[float, float]
-    ratio_of_best: float
-
-    @property
-    def median(self) -> float:
-        """Median seconds per step."""
-        return statistics.median(self.seconds)
-
-    def row(self) -> Row:
-        """The table's row."""
-        return {
-            "": self.name,
-            "median ms": 1e3 * self.median,
-            "best ms": 1e3 * min(self.seconds),
-            "ratio": self.ratio,
-            "quartiles": f"{self.quartiles[0]:.3f}–{self.quartiles[1]:.3f}",
-            "ratio of best": self.ratio_of_best,
-            "rounds": len(self.seconds),
-        }
-
-
 def measure(
     contenders: Sequence[Contender],
     *,
@@ -101,7 +62,8 @@ def measure(
     rounds: int,
     warmup: int = 2,
     wait: Callable[[], object] = nothing,
-) -> list[Timing]:
+    clock: Callable[[], float] = time.process_time,
+) -> list[Row]:
     """Time contenders in rounds.
 
     Args:
@@ -110,8 +72,9 @@ def measure(
         rounds: how many rounds are timed.
         warmup: calls of each before the first round; one for those with few rounds.
         wait: waits for a device's work to end.
+        clock: returns seconds.
     Returns:
-        A timing per contender, in the order given.
+        A row per contender, in the order given.
     """
     for contender in contenders:
         for _ in range(warmup if contender.rounds is None else 1):
@@ -124,32 +87,38 @@ def measure(
         for contender in (*contenders[first:], *contenders[:first]):
             if contender.rounds is None or number < contender.rounds:
                 contender.before()
-                began = time.perf_counter()
+                began = clock()
                 contender.run()
                 wait()
-                seconds[contender.name].append((time.perf_counter() - began) / contender.per_call)
-    return [_timing(c.name, seconds[c.name], seconds[baseline]) for c in contenders]
+                seconds[contender.name].append((clock() - began) / contender.per_call)
+    return [row_of(name, times, seconds[baseline]) for name, times in seconds.items()]
 
 
-def _timing(name: str, seconds: list[float], baseline: list[float]) -> Timing:
-    ratios = [
-        a / b for a, b in zip(seconds, baseline, strict=False)
-    ]  # one with few rounds was in the first ones
-    low, middle, high = (
-        statistics.quantiles(ratios, n=4, method="inclusive")
-        if len(ratios) > 1
-        else [ratios[0]] * 3
-    )
-    return Timing(name, tuple(seconds), middle, (low, high), min(seconds) / min(baseline))
+def row_of(name: str, seconds: list[float], baseline: list[float]) -> Row:
+    # One with few rounds was in the first ones.
+    ratios = [ours / theirs for ours, theirs in zip(seconds, baseline, strict=False)]
+    low, middle, high = ratios[0], ratios[0], ratios[0]
+    if len(ratios) > 1:
+        low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    return {
+        "": name,
+        "median ms": 1e3 * statistics.median(seconds),
+        "ratio": middle,
+        "quartiles": f"{low:.3f}–{high:.3f}",
+        "rounds": len(seconds),
+    }
 
 
 def machine() -> Row:
-    """What a reader must know beside the figures: versions, processor, threads, load."""
+    """Return what a reader must know beside the figures: versions, processor, threads, load."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return {
         "narrowgauge": peer_version("narrowgauge"),
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "processor": _processor(),
+        "processor": names[0] if names else platform.machine(),
         "capability": torch.backends.cpu.get_cpu_capability(),
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
@@ -159,36 +128,24 @@ def machine() -> Row:
 
 
 def load() -> str:
-    """Load averages over 1, 5 and 15 minutes, where the system has them."""
+    """Return load averages over 1, 5 and 15 minutes, where the system has them."""
     if hasattr(os, "getloadavg"):
         return " ".join(f"{x:.2f}" for x in os.getloadavg())
     return "unknown"
 
 
 def peer_version(package: str) -> str:
-    """A peer's version, or that it is not installed."""
+    """Return a peer's version, or that it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
         return NOT_INSTALLED
 
 
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        lines = (line.partition(":") for line in info.read_text().splitlines())
-        return next(
-            (value.strip() for name, _, value in lines if name.strip() == "model name"),
-            platform.machine(),
-        )
-    return platform.processor() or platform.machine()
-
-
 def parser(doc: str | None, *, rounds: int) -> argparse.ArgumentParser:
-    """The flags that every benchmark has."""
-    lines = (doc or "").strip()
+    """Return the flags that every benchmark has."""
     flags = argparse.ArgumentParser(
-        description=lines, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     flags.add_argument(
         "--quick", action="store_true", help="small sizes: shows that it runs, measures nothing"
@@ -238,14 +195,14 @@ class Report:
         print(f"note: {line}", flush=True)
 
     def end(self) -> int:
-        """Write the JSON file that was asked for; the exit status."""
+        """Write the JSON file that was asked for, and return the exit status."""
         print(f"\nload at the end: {load()}")
         if self.options.json is not None:
-            quick = {"quick": self.options.quick, "load_at_the_end": load()}
             content = {
                 "benchmark": self.title,
                 "machine": self.machine,
-                **quick,
+                "quick": self.options.quick,
+                "load_at_the_end": load(),
                 "tables": self.tables,
                 "notes": self.notes,
             }
@@ -276,20 +233,9 @@ def plain_table(rows: Sequence[Row]) -> str:
 
 
 def _value(name: str, row: Row) -> str:
-    return _cell(row.get(name, ""))
-
-
-def _cell(value: object) -> str:
+    value = row.get(name, "")
     if isinstance(value, float):
         if 1e3 <= abs(value) < 1e9:
             return f"{value:,.0f}"
-        if 1e-2 <= abs(value) < 1e3 or value == 0:
-            return f"{value:.3f}"
-        return f"{value:.3g}"
-    if isinstance(value, int):
-        return f"{value:,}"
-    return str(value)
-
-
-if __name__ == "__main__":
-    print(plain_table([{"": name, "value": str(value)} for name, value in machine().items()]))
+        return f"{value:.3f}" if 1e-2 <= abs(value) < 1e3 or value == 0 else f"{value:.3g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
