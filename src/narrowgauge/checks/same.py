@@ -137,6 +137,10 @@ def _outputs(
         if isinstance(side, nn.Module):
             names |= names_of(side)
     first, result = _run(trainer, batch, names)
+    again, _ = _run(trainer, batch, names, draws_on=True)
+    if any(distance(paired(first, again, name)).any() for name in first):
+        unseen["outputs and log probabilities"] = "the trainer draws random numbers in evaluation"
+        return [], ["outputs: no two passes of the trainer are alike"]
     second, served = _run(server, batch, names, draws_on=True)
     unit = _unit(first)
     other_unit = _unit(second)
@@ -167,11 +171,6 @@ def _outputs(
     if missing:
         unseen[f"outputs of {of_all(missing)}"] = "not in the server"
     lines = [f"outputs: {len(differ)} of {counted(len(first), 'place')} of modules differ"]
-    again, _ = _run(trainer, batch, names, draws_on=True)
-    if any(distance(paired(first, again, name)).any() for name in first):
-        lines.append(
-            "The trainer draws random numbers in evaluation mode: no two passes are alike."
-        )
     readings = list[Reading]()
     is_equal = not differ
     ours = _log_probs(result, batch)
