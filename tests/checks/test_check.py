@@ -4,17 +4,20 @@ that is right.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 import narrowgauge as ng
 from narrowgauge.analysis.detectors import DETECTORS
 from narrowgauge.analysis.kinds import KINDS, kind_rows
+from narrowgauge.analysis.reading import Reading
 from narrowgauge.checks.set_up import set_up_of
 from narrowgauge.checks.step_samples import spread
 from narrowgauge.checks.updates import change_of
@@ -299,7 +302,7 @@ class Unheard(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None: ...
 
 
-def test_a_class_without_a_row_is_unseen_and_one_of_the_users_own_until_its_first_step() -> None:
+def test_a_class_without_a_row_is_unseen_and_one_of_the_users_own_too() -> None:
     model, _ = torch_adamw()
     result = ng.check(model, Unheard(model.parameters(), {"lr": 1e-5}))
     assert (
@@ -309,11 +312,11 @@ def test_a_class_without_a_row_is_unseen_and_one_of_the_users_own_until_its_firs
     )
     optimizer = MyAdamW(model.parameters(), lr=1e-5)
     result = ng.check(model, optimizer)
-    assert "stands-still" not in whats(result) and "MyAdamW may keep a copy" in str(result)
+    assert "stands-still" not in whats(result) and "MyAdamW is no library's" in str(result)
     loss_of(model).backward()
     optimizer.step()
-    result = ng.check(model, optimizer)
-    assert "stands-still" in whats(result) and "updates of 7 tensors by MyAdamW" in result.looked_at
+    result = ng.check(model, optimizer)  # its own code may round stochastically
+    assert "stands-still" not in whats(result) and "updates" not in result.looked_at
 
 
 @pytest.mark.parametrize(("fused", "keeps"), [(True, True), (False, False)])
@@ -411,7 +414,8 @@ def test_the_manifest_lists_kinds_adapters_and_what_is_in_no_optimizer() -> None
         "optimizer",
     ]
     assert rows["norm"][:2] == ["2", "32"] and rows["adapter"][3] == "yes"
-    assert "adapters: 6% of the elements that train" in lines
+    (trains,) = [line for line in lines if line.startswith("trains: ")]
+    assert trains.endswith(", 6% of them in adapters"), trains
 
 
 # ── numbers ───────────────────────────────────────────────────────────────────────────────────────
@@ -602,3 +606,51 @@ def test_a_loss_in_16_bits_is_told_by_the_check_and_at_the_first_recorded_step(
         )
         for lines in (notes, readings.lines):
             assert sum("loss in bfloat16" in line for line in lines) == (not is_wide)
+
+
+def test_what_was_looked_at_is_what_was_judged() -> None:
+    """A step of SGD is as large as the gradient: without a batch it is unknown, with one it is judged."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8)).bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    before = ng.check(model, optimizer)
+    assert "updates" not in before.looked_at and "pass batch=" in str(before), before
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).float().square().mean()
+
+    judged = ng.check(model, optimizer, batch=torch.randn(16, 32).bfloat16(), loss=loss)
+    (reading,) = [r for r in judged if r.what == "lost-updates"]
+    assert reading.value < 0.7 and not judged.unseen, judged
+    wide = model.float()
+    optimizer = torch.optim.SGD(wide.parameters(), lr=0.01)
+    judged = ng.check(wide, optimizer, batch=torch.randn(16, 32), loss=loss)
+    assert judged.ok and "updates of 4 tensors by SGD" in judged.looked_at, judged
+
+
+def test_a_declared_tie_of_two_tensors_is_named_with_its_distance() -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    assert "untied" not in whats(ng.check(model, optimizer))
+    model.lm_head.weight = nn.Parameter(1.5 * model.lm_head.weight.detach())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    (reading,) = [r for r in ng.check(model, optimizer) if r.what == "untied"]
+    assert "declared as tied" in reading.advice and "0.5 of their length apart" in reading.advice
+
+
+def test_no_reading_is_inside_its_bound_and_nothing_is_below_a_lower_limit() -> None:
+    """Kinds know the side of their limit: a value of 0 at a lower limit is the worst."""
+    share = KINDS["effective-rate"]
+    words = {"rate": 1.0, "format": "bfloat16", "share": 0.0, "worst": "a", "least": 0.0}
+    values = (0.95, 0.5, 0.0)
+    readings = ng.analysis.Readings([share.reading("", value, None, **words) for value in values])
+    assert [(r.value, r.excess) for r in readings] == [(0.0, math.inf), (0.5, 1.8)]
+    for kind in KINDS.values():
+        inside = Reading(
+            0, "start", "", kind.name, 1.0 + kind.bound / 2, 1.0, kind.bound or 1.0, side=kind.side
+        )
+        assert len(ng.analysis.Readings([inside])) == (kind.side == "within"), kind.name

@@ -54,10 +54,10 @@ CASES: dict[str, tuple[Weights, str, str, bool]] = {
     "one frozen": (changed(proj_weight=weights()["layers.1.proj.weight"]), "equal-tensors", "layers.1.proj.weight", True),
     "a norm at one": (changed(norm_weight=torch.ones(4)), "exactly-one", "layers.1.norm.weight", False),
     "a matrix of ones": (changed(proj_weight=torch.ones(4, 4)), "", "", True),
-    "a NaN": (changed(proj_bias=torch.tensor([0.0, math.nan, 1, 1])), "nonfinite-values", "layers.1.proj.bias", False),
-    "a tensor less": (changed(proj_bias=None), "other-tensors", "layers.1.proj.bias", False),
-    "a tensor more": (changed(lora_A=torch.ones(4)), "other-tensors", "layers.1.lora.A", False),
-    "another shape": (changed(proj_weight=torch.randn(2, 8)), "other-shapes", "layers.1.proj.weight", False),
+    "a NaN": (changed(proj_bias=torch.tensor([0.0, math.nan, 1, 1])), "nonfinite-weights", "layers.1.proj.bias", False),
+    "a tensor less": (changed(proj_bias=None), "one-sided-tensors", "layers.1.proj.bias", False),
+    "a tensor more": (changed(lora_A=torch.ones(4)), "one-sided-tensors", "layers.1.lora.A", False),
+    "another shape": (changed(proj_weight=torch.randn(2, 8)), "one-sided-tensors", "layers.1.proj.weight", False),
 }  # fmt: skip
 
 

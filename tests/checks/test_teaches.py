@@ -338,6 +338,15 @@ def test_what_one_sequence_repeats_at_its_start_is_no_padding() -> None:
     assert lesson.taught["padding"] is None and lesson.ok
 
 
+def test_a_run_of_equal_tokens_is_no_padding_until_it_is_said_to_be() -> None:
+    tokens, real, labels = data()
+    told = ng.teaches(Model(ahead=LENGTH), (tokens, real, labels), pads_seen)
+    assert [reading.what for reading in told] == ["padding-seen"]
+    ends = labels.where(labels != IGNORED, tokens)  # as a text that ends so
+    readings = ng.teaches(Model(), (tokens, torch.ones_like(tokens), ends), usual)
+    assert readings.taught["padding"] is None and readings.ok, readings
+
+
 class Classifier(Model):
     """A classifier of sequences, with a hidden layer as wide as the table of tokens."""
 

@@ -35,7 +35,7 @@ LOCATES: dict[str, set[str]] = {
     },
     "gradient": {
         "slope", "gradient", "gradient-factor", "no-gradient", "nonfinite-gradient", "first-nonfinite", "skipped-steps",
-        "replaced-parameters", "gradients-kept", "zero-gradients", "rounding", "many-roundings",
+        "replaced-parameters", "gradients-kept", "zero-gradients", "rounding",
     },
     "clip": {"clip-norm", "gradient", "gradient-factor", "zero-gradients"},
     "state": {

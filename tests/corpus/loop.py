@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -171,6 +172,7 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(Block(dropout) for _ in range(2))
         self.norm, self.head = Norm(), nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.frequencies = 1e4 ** (-torch.arange(8) / 8)
+        self.config = SimpleNamespace(pad_token_id=PADDING)
         if is_tied:
             self.head.weight = self.embedding.weight
             nn.init.normal_(self.embedding.weight, std=0.1)

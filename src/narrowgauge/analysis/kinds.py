@@ -29,6 +29,7 @@ class Kind:
         bound: of the value, or of its distance to the expected value.
         advice: a template for the measured values.
         source: source of the bound.
+        side: where the limit is left, as of :class:`~narrowgauge.analysis.reading.Reading`.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Kind:
     advice: str
     source: str
     severity: str = "error"
+    side: str = "above"
 
     def reading(
         self,
@@ -53,8 +55,9 @@ class Kind:
         bound = self.bound if bound is None else bound
         advice = self.advice.format(value=value, expected=expected, bound=bound, **values)
         return Reading(
-            step, self.stage, tensor, self.name, value, expected, bound, advice, self.severity
-        )
+            step, self.stage, tensor, self.name, value, expected, bound, advice, self.severity,
+            self.side,
+        )  # fmt: skip
 
     def of(self, names: Collection[str], step: int = 0, **values: Any) -> Iterator[Reading]:
         """Yield a reading of the number of tensors, where none is expected; nothing without any."""

@@ -52,6 +52,9 @@ class Reading:
         value: measured number; ``None`` if only bits are known to differ.
         expected: expected number, if any.
         bound: largest allowed ``|value - expected|``. Without ``expected``, the limit of ``value``.
+        side: where a limit is left, ``above`` or ``below`` it; ``within`` for a value that must not be
+            near the expected one, or counts to its bound. Empty if it is not known: nothing is then
+            taken for inside its bound.
         advice: meaning and next action, in sentences.
         severity: one of :data:`SEVERITIES`.
 
@@ -69,19 +72,28 @@ class Reading:
     bound: float | None = None
     advice: str = ""
     severity: str = "error"
+    side: str = ""
 
     @property
     def excess(self) -> float:
-        """Return the value as a multiple of its bound; infinite if unknown."""
+        """Return the value as a multiple of its bound; infinite if unknown.
+
+        Below a lower limit return the limit over the value: infinite at 0, the worst.
+        """
         if self.value is None or self.bound is None:
             return math.inf
         over = abs(self.value)
         under = abs(self.bound)
         if self.expected is not None:
             over = abs(self.value - self.expected)
-        elif 0 < over < under:  # a lower limit
+        elif self.side == "below":
             over, under = under, over
         return over / under if math.isfinite(over) and under > 0 else math.inf
+
+    @property
+    def is_inside(self) -> bool:
+        """Return whether the value is within its bound: then it is no reading."""
+        return self.side in ("above", "below") and self.excess < 1
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as values for JSON."""
@@ -153,7 +165,7 @@ class Readings(Sequence[Reading]):
     checks.
 
     Args:
-        readings: readings beyond their bound.
+        readings: readings beyond their bound; those inside it are left out.
         lines: printed above the table.
         looked_at: printed if no reading is beyond its bound.
         unseen: skipped checks, each with the reason or the flag that enables it; empty text if none
@@ -174,7 +186,7 @@ class Readings(Sequence[Reading]):
         unseen: Mapping[str, str] | None = None,
         taught: Mapping[str, Any] | None = None,
     ) -> None:
-        self.readings = in_order(readings)
+        self.readings = in_order(reading for reading in readings if not reading.is_inside)
         self.lines = list(lines)
         self.looked_at = looked_at
         self.unseen = dict(unseen or {})

@@ -17,7 +17,7 @@ from narrowgauge.checks.manifest import manifest, parameter_readings
 from narrowgauge.checks.passes import Backward, Loss
 from narrowgauge.checks.set_up import SetUp, set_up_of
 from narrowgauge.checks.teaches import checked_lesson, loss_readings
-from narrowgauge.checks.updates import grid_lines, update_readings
+from narrowgauge.checks.updates import grid_lines, updates_of
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.swapping import linears_of
 from narrowgauge.runs.events import Event
@@ -76,14 +76,16 @@ def check(
             "Pass both.",
         )
     set_up = set_up_of(model, optimizer)
-    readings = static_readings(set_up)
-    unseen = set_up.unseen
+    readings = [*parameter_readings(set_up)]
+    unseen = set_up.other_formats
+    gradients = None
     done = list[str]()
     lines = manifest(set_up) + grid_lines(set_up)
     taught = Readings()
     if loss is not None:
         measured = gradient_readings(set_up, batch, loss, backward, unseen)
         done = measured.judged
+        gradients = measured.gradients
         if all(reading.what != "step-in-backward" for reading in measured.readings):
             taught = checked_lesson(set_up, batch, loss, backward, unseen)
         at_start, beside = loss_readings(measured.value, taught.taught)
@@ -94,10 +96,12 @@ def check(
     linears = linears_of(model)
     if linears is not None and "narrow" in linears.matrices().values():
         lines.append(str(linears))
-    predicted = set_up.predicted
-    if predicted:
-        kinds = sorted({type(p.optimizer).__name__ for p in predicted})
-        done = [f"updates of {counted(len(predicted), 'tensor')} by {', '.join(kinds)}", *done]
+    updates = updates_of(set_up, gradients)
+    readings += updates.readings
+    unseen |= updates.unjudged
+    if updates.judged:
+        kinds = sorted({type(p.optimizer).__name__ for p in updates.judged})
+        done = [f"updates of {counted(len(updates.judged), 'tensor')} by {', '.join(kinds)}", *done]
     done = [f"settings of {counted(len(set_up.trained), 'tensor')}", *done]
     return Readings(readings, lines, "; ".join(done), unseen, taught.taught)
 
@@ -115,7 +119,7 @@ def products_line(products: Mapping[str, int]) -> str:
 
 def static_readings(set_up: SetUp) -> list[Reading]:
     """Return the readings that need no step."""
-    return [*parameter_readings(set_up), *update_readings(set_up)]
+    return [*parameter_readings(set_up), *updates_of(set_up).readings]
 
 
 def event_of(reading: Reading, step: int) -> Event:

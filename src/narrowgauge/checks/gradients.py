@@ -83,6 +83,7 @@ class Measured(NamedTuple):
     Args:
         judged: what was compared.
         value: the loss in float64; NaN if it was not read.
+        gradients: of the configured step, by name.
         products: number of products by the format of their operands.
     """
 
@@ -90,6 +91,7 @@ class Measured(NamedTuple):
     lines: list[str]
     judged: list[str]
     value: float = math.nan
+    gradients: Mapping[str, Tensor] = {}
     products: Mapping[str, int] = {}
 
 
@@ -161,7 +163,8 @@ def gradient_readings(
     readings, lines, judged, reasons, value, products = ranks.of_first(compare)
     unseen |= reasons
     readings += KINDS["missing-parameters"].of(first.unstepped)
-    return Measured(readings, lines + coarse_loss(first.loss), judged, value, products)
+    lines += coarse_loss(first.loss)
+    return Measured(readings, lines, judged, value, first.gradients, products)
 
 
 def _stepped(leaves: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
@@ -310,7 +313,8 @@ class _Compared:
         for name in reversed(list(self.alone.leaves)):  # in the order of backward
             g = self.step.gradients.get(name)
             r = self.exact.get(name)
-            is_zero = r is None or not bool(r.any())
+            # Such as a bias that cancels, up to roundings.
+            is_zero = r is None or float(r.norm()) <= KINDS["gradient"].bound * self.scales[name]
             has_slope = has_slope or not is_zero
             if name in self.differing:
                 readings.append(KINDS["not-reduced"].reading(name, self.differing[name], 0))

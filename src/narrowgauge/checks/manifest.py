@@ -147,16 +147,14 @@ def _lines(set_up: SetUp, kinds: dict[int, str]) -> Iterator[str]:
     pairs = [f"{inner_name(a)} and {inner_name(b)}" for a, b in equal_pairs(model)]
     if pairs:
         yield f"equal bits in two tensors: {of_all(pairs)}"
-    total = 0
-    adapters = 0
-    for stepped in set_up.stepped:
-        p = stepped.parameter
-        if p.requires_grad:
-            total += p.numel()
-            if kinds.get(id(p)) == "adapter":
-                adapters += p.numel()
+    trained = {id(p.parameter): p.parameter.numel() for p in set_up.trained}
+    total = sum({id(p): p.numel() for p in model.parameters()}.values())
+    inside = sum(count for key, count in trained.items() if key in kinds)
+    line = f"trains: {inside:,} of {total:,} values of the model ({inside / max(total, 1):.3g})"
+    adapters = sum(count for key, count in trained.items() if kinds.get(key) == "adapter")
     if adapters:
-        yield f"adapters: {adapters / total:.0%} of the elements that train"
+        line += f", {adapters / sum(trained.values()):.0%} of them in adapters"
+    yield line
 
 
 # ── readings ──────────────────────────────────────────────────────────────────────────────────────
@@ -247,15 +245,44 @@ def _is_master(master: Tensor, p: Tensor) -> bool:
 
 
 def _untied(set_up: SetUp) -> Iterator[Reading]:
-    """Yield pairs of an embedding and another trained matrix with equal bits in two tensors."""
+    """Yield pairs of an embedding and another trained matrix that are two tensors with equal bits, or
+    with others where the model declares one.
+    """
     model = set_up.model
     embeddings = _weights(model, nn.Embedding)
-    for a, b in equal_pairs(model):
+    for a, b in {*equal_pairs(model), *declared_ties(model)}:
         first = model.get_parameter(a)
         second = model.get_parameter(b)
         both_train = first.requires_grad and second.requires_grad
-        if both_train and (id(first) in embeddings) != (id(second) in embeddings):
-            yield KINDS["untied"].reading(inner_name(b), 1, 0, a=inner_name(a), b=inner_name(b))
+        if first is second or not both_train:
+            continue
+        if (id(first) in embeddings) == (id(second) in embeddings):
+            continue
+        distance = float((first.detach() - second.detach()).double().norm())
+        distance /= float(first.detach().double().norm()) or 1.0
+        words = "hold equal bits in two tensors"
+        if distance:
+            words = (
+                f"are declared as tied, and are two tensors, {distance:.2g} of their length apart"
+            )
+        yield KINDS["untied"].reading(
+            inner_name(b), 1, 0, a=inner_name(a), b=inner_name(b), words=words
+        )
+
+
+def declared_ties(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield the names of an embedding's and a head's weight that a model of transformers ties."""
+    names = {id(module): name for name, module in model.named_modules()}
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if not getattr(config, "tie_word_embeddings", False):
+            continue
+        embedding = getattr(module, "get_input_embeddings", lambda: None)()
+        head = getattr(module, "get_output_embeddings", lambda: None)()
+        if not (isinstance(embedding, nn.Embedding) and isinstance(head, nn.Linear)):
+            continue
+        if embedding.weight.shape == head.weight.shape and id(head) in names:
+            yield f"{names[id(embedding)]}.weight", f"{names[id(head)]}.weight"
 
 
 def equal_pairs(model: nn.Module) -> Iterator[tuple[str, str]]:

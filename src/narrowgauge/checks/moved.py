@@ -136,9 +136,12 @@ def moved(before: Weights, after: Weights) -> Moved:
     kinds = {"nothing-moved": equal}
     if len(equal) < len(rows):
         kinds = {"equal-tensors": equal, "exactly-one": all_ones}
-    lacking = only_before + only_after
-    kinds |= {"nonfinite-values": nonfinite, "other-shapes": reshaped, "other-tensors": lacking}
-    sides = f"{len(only_before)} only before, {len(only_after)} only after"
+    lacking = only_before + only_after + reshaped
+    kinds |= {"nonfinite-weights": nonfinite, "one-sided-tensors": lacking}
+    sides = (
+        f"{len(only_before)} only before, {len(only_after)} only after, {len(reshaped)} in another "
+        "shape"
+    )
     readings = list[Reading]()
     for kind, names in kinds.items():
         readings += KINDS[kind].of(names, sides=sides)

@@ -195,11 +195,14 @@ class Rounding:
                 bound = kind.bound * place.unit
                 words = f"{place.line(self.size)}. Compute this place in float32"
                 return [kind.reading(self.worst, place.alone, 0.0, bound, place=words)]
-        kind = KINDS["many-roundings"]
+        kind = KINDS["rounding"]
         if self.unit and self.roundings >= kind.bound * self.slack:
-            bound = kind.bound * self.unit
-            words = f"{self.roundings:.3g} roundings of {self.format}"
-            return [kind.reading("", self.all, 0.0, bound, roundings=words)]
+            words = (
+                f"All roundings together give {self.all:.2g} of the gradient, {self.roundings:.3g} "
+                f"roundings of {self.format}, and no single place gives most of it. In float16 look "
+                "at the loss scale"
+            )
+            return [kind.reading("", self.all, 0.0, kind.bound * self.unit, place=words)]
         return []
 
     def __str__(self) -> str:

@@ -8,6 +8,7 @@ The first module that differs is compared with what rounding alone gives there
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
@@ -23,7 +24,9 @@ from narrowgauge.checks.outputs import (
     Outputs,
     Place,
     RandomRounding,
+    distance,
     names_of,
+    paired,
     places,
     recorded,
     shapes_of,
@@ -61,7 +64,7 @@ def same(trainer: nn.Module | Callable[[Any], Any], server: Side, batch: Any = N
         DataError: log probabilities of other numbers of tokens, or a damaged line of a file.
         RecipeError: weights, and a trainer that is not a module; no weights and no batch.
 
-    Cost: seven passes of the trainer, six of them also in float64, two of the server, and memory
+    Cost: eight passes of the trainer, six of them also in float64, two of the server, and memory
     for the outputs of six: pass few sequences.
 
     Example:
@@ -99,9 +102,14 @@ def _run(
     names: dict[nn.Module, str],
     mode: Any = None,
     forced: Outputs | None = None,
+    *,
+    draws_on: bool = False,
 ) -> tuple[Outputs, Any]:
     """Run a side once, a module in evaluation mode, and return the outputs of its modules and its
     result.
+
+    Args:
+        draws_on: begin with other random numbers than the other passes.
     """
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
@@ -111,6 +119,9 @@ def _run(
             side.eval()
         outputs = stack.enter_context(recorded(names, forced))
         stack.enter_context(generators_put_back())
+        if draws_on:
+            torch.rand(1)
+            random.random()
         stack.enter_context(mode or nullcontext())
         is_named = isinstance(side, nn.Module) and isinstance(batch, Mapping)
         result = side(**batch) if is_named else side(batch)
@@ -126,7 +137,11 @@ def _outputs(
         if isinstance(side, nn.Module):
             names |= names_of(side)
     first, result = _run(trainer, batch, names)
-    second, served = _run(server, batch, names)
+    again, _ = _run(trainer, batch, names, draws_on=True)
+    if any(distance(paired(first, again, name)).any() for name in first):
+        unseen["outputs and log probabilities"] = "the trainer draws random numbers in evaluation"
+        return [], ["outputs: no two passes of the trainer are alike"]
+    second, served = _run(server, batch, names, draws_on=True)
     unit = _unit(first)
     other_unit = _unit(second)
     least = other_unit if other_unit > unit else 0.0
@@ -141,12 +156,12 @@ def _outputs(
             results.append(noisy_result)
         return outputs, results
 
-    coarse, random = noisy(True)
+    coarse, noisy_results = noisy(True)
     forced = None
     if shapes_of(first) == shapes_of(second):
         forced = first
         coarse, _ = noisy(True, forced)
-        second, _ = _run(server, batch, names, None, forced)
+        second, _ = _run(server, batch, names, None, forced, draws_on=True)
     fine = coarse
     if unit == other_unit:
         fine, _ = noisy(False, forced)
@@ -163,7 +178,7 @@ def _outputs(
         unseen["log probabilities"] = "the results are not logits of tokens"
     else:
         theirs = _log_probs(served, batch)
-        words, readings = _compared(ours, theirs, [_log_probs(x, batch) for x in random])
+        words, readings = _compared(ours, theirs, [_log_probs(x, batch) for x in noisy_results])
         is_equal = is_equal and theirs is not None and torch.equal(ours, theirs)
         lines += words
     is_wrong = bool(readings)
@@ -223,7 +238,7 @@ def _log_probs(result: Any, batch: Any) -> Tensor | None:
 
 
 def _compared(
-    ours: Tensor, theirs: Tensor | None, random: list[Any]
+    ours: Tensor, theirs: Tensor | None, noisy: list[Any]
 ) -> tuple[list[str], list[Reading]]:
     """Compare log probabilities, beside what random roundings give."""
     if theirs is None or theirs.shape != ours.shape:
@@ -233,7 +248,7 @@ def _compared(
             "Give both the same tokens.",
         )
     off = (theirs.double() - ours.double()).cpu()
-    noise = (torch.stack(random).double() - ours.double()).cpu()
+    noise = (torch.stack(noisy).double() - ours.double()).cpu()
     mean, largest, spread = _sizes(off)
     mean_noise, largest_noise, noise_spread = _sizes(noise)
     lines = [
@@ -279,7 +294,7 @@ def _served(trainer: Any, path: Path) -> tuple[list[str], list[Reading]]:
                     "Give a model that returns logits, and at most one log probability a token.",
                 )
             values.append(result[len(result) - len(served) :])
-    ours, *random = map(torch.cat, passes)
-    lines, readings = _compared(ours, torch.cat(theirs), random)
+    ours, *noisy = map(torch.cat, passes)
+    lines, readings = _compared(ours, torch.cat(theirs), noisy)
     words = "larger" if readings else "no larger"
     return [*lines, f"The difference is {words} than rounding gives."], readings

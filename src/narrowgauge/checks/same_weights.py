@@ -25,6 +25,11 @@ from narrowgauge.numerics.dtensor import whole
 from narrowgauge.runs.finding import counted, told
 from narrowgauge.spec.tables import Row
 
+_CURES = {
+    "Weights": "Send the weights again, and look at their step.",
+    "Buffers": "A cast such as model.bfloat16() rounds them; cast with ng.cast_parameters(model, dtype).",
+}
+
 
 def loaded(trainer: Any, server: Any) -> tuple[list[Reading], nn.Module]:
     """Return a copy of the trainer with a server's weights, and readings of names that one side
@@ -97,25 +102,25 @@ def compare_weights(trainer: nn.Module, server: nn.Module) -> tuple[list[Reading
     if effective:
         lines.append(f"adapters: in {counted(len(effective), 'weight')}, compared with them")
     lines.append(f"weights: {result.lines[0]}")
-    differing = {"other-weights": list[Row](), "other-buffers": list[Row]()}
+    differing = {"Weights": list[Row](), "Buffers": list[Row]()}
     for row in sorted(result.rows, key=lambda row: -row["change"]):
         name = row["name"]
         is_merge_rounding = name in effective and row["change"] <= unit_of(after[name].dtype)
         if row["differ"] and not is_merge_rounding:
-            kind = "other-weights" if isinstance(first[name], nn.Parameter) else "other-buffers"
-            differing[kind].append(row)
-    for kind, rows in differing.items():
+            things = "Weights" if isinstance(first[name], nn.Parameter) else "Buffers"
+            differing[things].append(row)
+    for things, rows in differing.items():
         if rows:
             name = rows[0]["name"]
             readings.append(
-                KINDS[kind].reading(
+                KINDS["other-weights"].reading(
                     of_all(row["name"] for row in rows), rows[0]["change"], 0.0,
                     count=counted(len(rows), "tensor"), share=share_of(rows),
-                    factor=_factor(before[name], after[name]),
+                    factor=_factor(before[name], after[name]), things=things, cure=_CURES[things],
                 )
             )  # fmt: skip
     readings += _one_sided(first.keys() - after.keys(), second.keys() - after.keys())
-    readings += _ties(first, second)
+    lines += _ties(first, second)
     return readings, lines
 
 
@@ -191,10 +196,10 @@ def _with_adapters(layer: Any) -> Tensor:
     return weight
 
 
-def _ties(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> Iterator[Reading]:
-    """Yield a reading if one side alone ties tensors."""
+def _ties(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> Iterator[str]:
+    """Yield a line if one side alone ties tensors."""
     ours = set(tied_names(first.items()))
     only = ours.symmetric_difference(tied_names(second.items()))
     if only:
         side = "trainer" if only & ours else "server"
-        yield KINDS["other-ties"].reading(of_all(sorted(only)), len(only), 0, side=side)
+        yield f"tied in the {side} alone: {of_all(sorted(only))}"

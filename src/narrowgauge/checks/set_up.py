@@ -172,8 +172,8 @@ class SteppedParameter:
             return f"steps of {kind}"
         if self.group.get("lr", 0.0) is None:
             return f"{kind} computes its own learning rate"
-        if dtype in NARROW and self.library not in KNOWN and not self.state and not row.beside:
-            return f"{kind} may keep a copy of the weights from its first step on"
+        if dtype in NARROW and self.library not in KNOWN and not row.beside:
+            return f"{kind} is no library's: it may round by its own code, or keep a copy"
         is_visible = row.weight.mantissa_bits == 23 - VISIBLE[row.visible][1]
         if row.beside or is_visible:
             return ""
@@ -237,17 +237,12 @@ class SetUp:
         return {p.name: p.parameter for p in self.trained if id(p.parameter) not in inside}
 
     @property
-    def predicted(self) -> list[SteppedParameter]:
-        """Return the trained parameters whose updates are predicted."""
-        return [p for p in self.trained if not p.unpredicted]
-
-    @property
-    def unseen(self) -> dict[str, str]:
-        """Return the parameters whose updates are not predicted, and the reasons."""
+    def other_formats(self) -> dict[str, str]:
+        """Return the parameters of formats that no rule judges, and the reasons."""
         names: dict[str, list[str]] = {}
         for p in self.stepped:
-            if p.parameter.requires_grad and p.unpredicted:
-                names.setdefault(p.unpredicted, []).append(p.name)
+            if p.parameter.requires_grad and p.parameter.dtype not in NAIVE:
+                names.setdefault(dtype_name(p.parameter.dtype), []).append(p.name)
         return {f"updates of {of_all(members)}": reason for reason, members in names.items()}
 
 

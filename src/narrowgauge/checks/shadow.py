@@ -247,9 +247,9 @@ class Shadow(Sites, TorchDispatchMode):
         result = call.run()
         results = tensors_in(result)
         targets = call.written or [x for x in results if _has_shadow(x)]
-        codes = []
+        codes = [x for x in results if x.is_complex()]
         if call.known and name in _CONVERTS:
-            codes = list(filter(is_integer, results))
+            codes += filter(is_integer, results)
         if codes:
             self.cuts[name] += 1
             self._lose(codes)

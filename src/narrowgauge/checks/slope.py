@@ -28,7 +28,7 @@ from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, of_all
 from narrowgauge.checks.passes import Pass, Passes, scalar
 from narrowgauge.checks.shadow import Shadow
-from narrowgauge.checks.sites import is_float
+from narrowgauge.checks.sites import is_float, storage_key
 from narrowgauge.torch_support import torch_names
 
 STEPS = (1e-5, 1e-7, 1e-3)
@@ -75,10 +75,13 @@ class Slope:
         attached = self._run(self._unasked)
         self.products = dict[str, float]()
         self.squares = dict[str, float]()
-        for name in passes.leaves:
+        storages = {storage_key(passes.leaves[name]) for name in first.gradients}
+        for name, p in passes.leaves.items():
             gradient = first.shadows.get(name)
             if gradient is None and name in first.gradients:
                 continue  # not followed
+            if gradient is None and storage_key(p) in storages:
+                continue  # another name of the same values, such as a flat partition
             direction = self._direction(name)
             if gradient is None:
                 gradient = torch.zeros_like(direction)
@@ -198,6 +201,8 @@ class _Stops(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._stopped = list[Tensor]()
+        self._scalars = list[Tensor]()
+        """Detached single values, such as a loss to be printed. They count where one is used."""
 
     @property
     def count(self) -> int:
@@ -208,12 +213,19 @@ class _Stops(TorchFunctionMode):
         name = func.__name__
         if name.endswith("_") and not name.endswith("__"):
             self._stopped = [x for x in self._stopped if x is not args[0]]
-        if is_float(result) and result.numel() > 1 and not result.requires_grad:
-            needs = any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(args))
-            is_rounded = name in ("round", "sign") or result.element_size() == 1
-            # A custom autograd function computes its forward pass without gradients.
-            if needs and (is_rounded or not _is_in_apply()):
-                self._stopped.append(result)
+        if not is_float(result):
+            return result
+        operands = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
+        needs = any(x.requires_grad for x in operands)
+        of_scalars = [x for x in operands if any(x is scalar for scalar in self._scalars)]
+        if result.requires_grad:
+            self._stopped += of_scalars
+            return result
+        is_rounded = name in ("round", "sign") or result.element_size() == 1
+        # A custom autograd function computes its forward pass without gradients.
+        if of_scalars or (needs and (is_rounded or not _is_in_apply())):
+            stopped = self._stopped if result.numel() > 1 else self._scalars
+            stopped.append(result)
         return result
 
 

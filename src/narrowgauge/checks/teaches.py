@@ -11,10 +11,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, Readings
@@ -39,6 +41,7 @@ SHIFTS = (1, 0, -1, 2, 3)
 """Distances of a label from its position that are tried; the first of equals counts."""
 MOST = 0.9
 HALF = 0.5
+IGNORED = -100
 """Shares of the labels that settle a shift, and that exclude one."""
 _COLUMNS = (
     (
@@ -182,6 +185,8 @@ def lesson(model: nn.Module, batch: Any, loss: Loss, run: Callable[[], float]) -
         return _unread(passes, other_terms)
     rows = rows_of(passes, terms)
     rows.weight /= scale
+    if rows.first_tokens is None or not is_declared(model, batch, rows.first_tokens, rows.padding):
+        rows.padding = None
     facts: Facts = dict.fromkeys(str(column.key) for columns in _COLUMNS for column in columns)
     facts |= arithmetic_facts(rows, terms) | {"other_terms": ", ".join(other_terms)}
     facts |= look(model, loss, batch, rows, terms)
@@ -325,6 +330,29 @@ def padding_of(tokens: Tensor) -> int | None:
             if int(is_token.sum()) == int(runs.sum()) and is_common and len(runs.unique()) > 1:
                 return int(token)
     return None
+
+
+def is_declared(model: nn.Module, batch: Any, tokens: Tensor, padding: int | None) -> bool:
+    """Return whether a token that looks like padding is said to be: by an embedding, by the model's
+    settings, or by a mask or ignored labels of the batch.
+
+    A run of equal tokens at the end of sequences may be text.
+    """
+    for module in model.modules():
+        settings = getattr(module, "config", None)
+        declared = getattr(module, "padding_idx", None), getattr(settings, "pad_token_id", None)
+        if padding is not None and padding in declared:
+            return True
+    is_padding = tokens == padding
+    for x in tree_leaves(batch):
+        if not isinstance(x, Tensor) or x.shape != tokens.shape:
+            continue
+        is_left_out = x == IGNORED
+        if x.max() <= 1:  # a mask
+            is_left_out = x == 0
+        if bool((is_left_out | ~is_padding).all()):
+            return True
+    return False
 
 
 def main_terms(passes: Sequence[Pass]) -> tuple[list[Term], list[str]]:
@@ -575,6 +603,7 @@ def loss_readings(value: float, facts: Facts) -> tuple[list[Reading], list[str]]
     words = ""
     bound = kind.bound * uniform
     if 0 <= value < 1e-3 * uniform:
+        kind = replace(kind, side="below")
         words = "nearly zero: do the inputs hold the labels, or are all labels ignored?"
         bound = 1e-3 * uniform
     elif value > bound:

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,23 +40,50 @@ Each moves a weight by about the learning rate, in one direction.
 """
 
 
-def update_readings(set_up: SetUp) -> Iterator[Reading]:
-    """Yield losses by rounding: frozen tensors, lost updates, lost decay, frozen moments, truncated
+class Updates(NamedTuple):
+    """What the next updates lose by rounding.
+
+    Args:
+        judged: the parameters whose updates were predicted.
+        unjudged: the others by name, with the reason.
+    """
+
+    readings: list[Reading]
+    judged: list[SteppedParameter]
+    unjudged: dict[str, str]
+
+
+def updates_of(set_up: SetUp, gradients: Mapping[str, Tensor] | None = None) -> Updates:
+    """Judge losses by rounding: frozen tensors, lost updates, lost decay, frozen moments, truncated
     settings.
+
+    Args:
+        gradients: of a step, by name, for rules whose step is as large as the gradient.
     """
     still = []
-    short = []
-    for p in set_up.predicted:
+    changes = list[tuple[SteppedParameter, Tensor]]()
+    judged = []
+    reasons = dict[str, list[str]]()
+    for p in set_up.trained:
+        reason = p.unpredicted
+        change = None
+        if not reason:
+            change = change_of(p, spread(p.parameter), (gradients or {}).get(p.name))
+            if change is None and p.keeps_nothing:
+                reason = f"{type(p.optimizer).__name__} steps as far as the gradient; pass batch="
+        if reason:
+            reasons.setdefault(reason, []).append(p.name)
+            continue
+        judged.append(p)
         if _stands_still(p):
             still.append(p)
-        elif p.is_short:
-            short.append(p)
-    yield from _standing_still(still)
-    yield from _lost_updates(short)
-    yield from _swallowed_decay(set_up)
-    yield from _frozen_second_moment(set_up)
-    yield from _truncated(set_up)
-    yield from _no_matrix(set_up)
+        elif p.is_short and change is not None:
+            changes.append((p, change))
+    readings = [*_standing_still(still), *_lost_updates(changes)]
+    for rule in (_swallowed_decay, _frozen_second_moment, _truncated, _no_matrix):
+        readings += rule(set_up)
+    unjudged = {f"updates of {of_all(names)}": reason for reason, names in reasons.items()}
+    return Updates(readings, judged, unjudged)
 
 
 def _all(members: Iterable[SteppedParameter]) -> str:
@@ -67,7 +94,9 @@ def _all(members: Iterable[SteppedParameter]) -> str:
 # ── updates ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def change_of(stepped: SteppedParameter, weight: Tensor) -> Tensor | None:
+def change_of(
+    stepped: SteppedParameter, weight: Tensor, gradient: Tensor | None = None
+) -> Tensor | None:
     """Return the next step's change of sampled weights, float32.
 
     Return ``None`` if its size is unknown yet.
@@ -88,7 +117,9 @@ def change_of(stepped: SteppedParameter, weight: Tensor) -> Tensor | None:
         return -rate * step
     size = stepped.size
     if size is None:
-        direction = state.get("momentum_buffer", gradient_of(stepped.parameter))
+        direction = state.get("momentum_buffer")
+        if direction is None:
+            direction = gradient_of(stepped.parameter) if gradient is None else gradient
         if direction is None:
             return None
         return -rate * spread(direction).float()
@@ -151,16 +182,12 @@ def _standing_still(still: Sequence[SteppedParameter]) -> Iterator[Reading]:
         )  # fmt: skip
 
 
-def _lost_updates(short: Sequence[SteppedParameter]) -> Iterator[Reading]:
-    """Check 16-bit weights without low bits, master copy or compensation.
-
-    Skip SGD before its first gradient.
-    """
+def _lost_updates(changes: Sequence[tuple[SteppedParameter, Tensor]]) -> Iterator[Reading]:
+    """Check 16-bit weights without low bits, master copy or compensation."""
     groups = dict[tuple[float, Storage], dict[str, Tensor]]()
-    for p in short:
+    for p, change in changes:
         weight = spread(p.parameter)
-        change = change_of(p, weight)
-        if p.rate <= 0 or change is None or not weight.numel():
+        if p.rate <= 0 or not weight.numel() or not change.any():
             continue
         sums = predicted(p, change, weight) * (p.parameter.numel() / len(weight))
         if _stored(sums) < MIN_EDQ:
@@ -303,8 +330,9 @@ def _frozen_second_moment(set_up: SetUp) -> Iterator[Reading]:
             )
             more = " and all of its group" if len(p.group["params"]) > 1 else ""
             yield Reading(
-                0, "storage", p.name + more, "frozen-moments", 1 - beta2, None, least, advice
-            )
+                0, "storage", p.name + more, "frozen-moments", 1 - beta2, None, least, advice,
+                side="below",
+            )  # fmt: skip
             return
 
 
