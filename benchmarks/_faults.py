@@ -84,7 +84,7 @@ class Fault:
     def matches(self, event: Mapping[str, Any]) -> bool:
         """Whether an event is of an expected kind and names the right tensor."""
         names_it = not self.names or fnmatch.fnmatchcase(event.get("tensor") or "", self.names)
-        return event["kind"] in self.kinds and names_it
+        return event["what"] in self.kinds and names_it
 
 
 @contextmanager
@@ -259,44 +259,45 @@ def growing_weight(session: Session, since: int) -> None:
 
 _ROWS = (
     Fault(
-        "a batch of NaN", once(nan_batch), ("nonfinite",),
+        "a batch of NaN", once(nan_batch), ("nonfinite-step", "nonfinite"),
     ),
     Fault(
-        "a batch of noise", once(random_batch), ("loss_spike",),
+        "a batch of noise", once(random_batch), ("loss-spike",),
     ),
     Fault(
-        "a layer × 2^12", once(scaled_layer), ("outliers",), f"weight:{WEIGHT}", samples=1,
+        "a layer × 2^12", once(scaled_layer), ("growing-outliers",), f"weight:{WEIGHT}", samples=1,
     ),
     Fault(
-        "a flipped exponent bit, × 2^128", once(flipped_bit), ("outliers",), f"weight:{WEIGHT}", samples=1,
+        "a flipped exponent bit, × 2^128", once(flipped_bit), ("growing-outliers",), f"weight:{WEIGHT}", samples=1,
     ),
     Fault(
-        "a flipped exponent bit, × 2^4", once(flipped_lower_bit), ("outliers",), f"weight:{WEIGHT}", samples=1,
+        "a flipped exponent bit, × 2^4", once(flipped_lower_bit), ("growing-outliers",), f"weight:{WEIGHT}", samples=1,
     ),
     Fault(
-        "learning rate × 100", once(large_rate), ("loss_spike", "gradient_spike"), steps=10,
+        "learning rate × 100", once(large_rate), ("loss-spike", "gradient-spike"), steps=10,
     ),
     Fault(
         "a format too small for gradients", once(go_on_in(UNSCALED)), ("underflow",), "output_grad:model.layers.*", samples=2,
         settings={"recipe": "float8-row/word"},
     ),
     Fault(
-        "lost updates", nothing, ("lost_updates",), "model.*", steps=60,
+        "lost updates", nothing, ("lost-updates",), "model.*", steps=60,
         settings={"recipe": "bfloat16/naive", "lr": 1e-5}, from_start=True,
     ),
     Fault(
-        "lost weight decay", once(rows_without_gradient), ("lost_decay",), WEIGHT, samples=4,
+        "lost weight decay", once(rows_without_gradient), ("lost-decay",), WEIGHT, samples=4,
         settings={"recipe": "bfloat16/naive", "lr": 1e-3, "weight_decay": 1.0}, from_start=True,
     ),
     Fault(
         "gradients that overflow at any loss scale", once(lambda session: scale_gradients(session, 2.0**120)),
-        ("loss_scale",), steps=6, settings={"recipe": "float16/split"}, earliest=111,
+        ("scale-halvings", "scale-floor"), steps=6, settings={"recipe": "float16/split"}, earliest=111,
     ),
     Fault(
-        "a loss scale too small", once(set_loss_scale(2.0**-20)), ("loss_scale",), settings={"recipe": "float16/split"},
+        "a loss scale too small", once(set_loss_scale(2.0**-20)), ("scale-halvings", "scale-floor"),
+        settings={"recipe": "float16/split"},
     ),
     Fault(
-        "attention logits that grow", growing_attention, ("attention",), f"{LAYER}.self_attn", samples=10,
+        "attention logits that grow", growing_attention, ("attention-logits",), f"{LAYER}.self_attn", samples=10,
     ),
     Fault(
         "a weight that grows", growing_weight, ("growth",), f"weight:{WEIGHT}", samples=20, earliest=105,

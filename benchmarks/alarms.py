@@ -54,10 +54,11 @@ HEALTHY: dict[str, Mapping[str, Any]] = {
     "bfloat16/naive": {"lr": 1e-2, "schedule": "constant"},
 }
 """Recipes of healthy runs, and settings that differ from the trainer's own."""
-ALARMS = {row.kind for row in DETECTORS.values()} | {"warning", "divergence"}
+ALARMS = {*DETECTORS, "lost-updates", "divergence"}
 """Kinds of event that are a word of warning."""
 SERIOUS = frozenset({
-    "lost_updates", "underflow", "overflow", "attention", "loss_scale", "loss_spike", "nonfinite",
+    "lost-updates", "underflow", "overflow", "attention-logits", "scale-halvings", "scale-floor",
+    "loss-spike", "nonfinite", "nonfinite-step",
 })  # fmt: skip
 """Kinds of event that no healthy run may raise.
 
@@ -90,9 +91,9 @@ def run_of(
 
 def counted(events: Sequence[Mapping[str, Any]]) -> str:
     """Alarms by kind: how many, and the first one's step."""
-    alarms = [event for event in events if event["kind"] in ALARMS]
-    first = {event["kind"]: event["step"] for event in reversed(alarms)}
-    numbers = Counter(event["kind"] for event in alarms)
+    alarms = [event for event in events if event["what"] in ALARMS]
+    first = {event["what"]: event["step"] for event in reversed(alarms)}
+    numbers = Counter(event["what"] for event in alarms)
     raised = []
     for kind, n in numbers.items():
         raised.append(f"{kind}{f' ×{n}' if n > 1 else ''} @{first[kind]}")
@@ -134,8 +135,8 @@ def healthy_row(recipe: str, folder: Path, options: argparse.Namespace) -> Row:
         **HEALTHY.get(recipe, {}),
     }
     run = run_of(folder, options, nullcontext(), **settings)
-    serious = [event for event in run.events if event["kind"] in SERIOUS]
-    light = [event for event in run.events if event["kind"] not in SERIOUS]
+    serious = [event for event in run.events if event["what"] in SERIOUS]
+    light = [event for event in run.events if event["what"] not in SERIOUS]
     return {
         "": recipe,
         "lr": f"{run.config['lr']:g}",

@@ -423,7 +423,7 @@ def damaged(place: Place, draw: random.Random, at: Path) -> str:
     if any(statuses):
         require_refusal(ranks[0], statuses[0])
         return "one line"
-    if any(event.get("detector") == "changed-settings" for event in read_run(run).events):
+    if any(event["what"] == "changed-settings" for event in read_run(run).events):
         return "another setting, told"
     require_same(place, run, num_lost=2)
     return "same run"
@@ -450,7 +450,7 @@ def lost(place: Place, draw: random.Random, at: Path) -> str:
     if len(read_run(run).steps) != num_rows:
         raise Broken(f"{run} has lost its record")
     require(Child(at / "restarted.txt", ["resume", str(run), "--restart"]))
-    if not any(e.get("detector") == "changed-settings" for e in read_run(run).events):
+    if not any(e["what"] == "changed-settings" for e in read_run(run).events):
         require_same(place, run)
     return "refused, and begun again when asked"
 
@@ -472,8 +472,8 @@ def changed(place: Place, draw: random.Random, at: Path) -> str:
     require(Child(at / "resumed.txt", words))
     messages = []
     for e in read_run(run).events:
-        if e.get("detector") == "changed-settings":
-            messages.append(e["message"])
+        if e["what"] == "changed-settings":
+            messages.append(e["advice"])
     if "0.01" not in words:
         require_same(place, run)
         if messages:

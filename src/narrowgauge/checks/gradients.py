@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from narrowgauge.analysis.kinds import KINDS
-from narrowgauge.analysis.reading import Reading, of_all, words_of
+from narrowgauge.analysis.reading import Reading, joined, of_all, words_of
 from narrowgauge.analysis.thresholds import LEAST
 from narrowgauge.checks.float32_copy import (
     Gradients,
@@ -59,7 +59,6 @@ from narrowgauge.checks.resume import generators
 from narrowgauge.checks.set_up import NARROW, SetUp, inner_name
 from narrowgauge.checks.shadow import Key, Shadow, eager, is_finite, tensors_in
 from narrowgauge.checks.slope import slope_readings
-from narrowgauge.checks.step_check import joined
 from narrowgauge.checks.step_samples import evenly_spread
 from narrowgauge.distributed.ranks import Ranks, all_ranks
 from narrowgauge.distributed.replica_verification import possible_parts
