@@ -169,8 +169,8 @@ def trained(case: Case, seed: int, steps: int) -> dict[str, Any]:
         run = read_run(config.out)
         alarms = []
         for event in run.events:
-            if event.get("detector"):
-                alarms.append([int(event["step"]), str(event["detector"])])
+            if event["severity"] != "note":
+                alarms.append([int(event["step"]), str(event["what"])])
         assert run.summary is not None
         return {"loss": float(run.summary["val_loss"]), "alarms": alarms}
 

@@ -27,7 +27,10 @@ LAYERS = {
     "spec": {"errors", "spec", "analysis.thresholds"},
     "monitor": {
         "analysis",
-        *(f"analysis.{name}" for name in ("detectors", "alarms", "spikes", "reading", "kinds")),
+        *(
+            f"analysis.{name}"
+            for name in ("detectors", "alarms", "spikes", "reading", "log", "kinds")
+        ),
     },
     "record": {"analysis.columns", "analysis.settings"},
     "comparison": {"analysis.comparison"},

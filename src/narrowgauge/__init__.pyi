@@ -12,6 +12,8 @@ from .analysis.comparison.comparison import Comparison as Comparison
 from .analysis.comparison.comparison import compare_runs as compare_runs
 from .analysis.diagnose import Diagnosis as Diagnosis
 from .analysis.diagnose import diagnose as diagnose
+from .analysis.log import on_event as on_event
+from .analysis.reading import Reading as Reading
 from .assembly.preparation import prepare as prepare
 from .checks.checking import check as check
 from .checks.deltas import apply_delta as apply_delta
@@ -25,7 +27,7 @@ from .distributed.reduction import reduce_gradients_with as reduce_gradients_wit
 from .errors import NarrowgaugeError as NarrowgaugeError
 from .gauges.attach import attach_gauges as attach_gauges
 from .gauges.recording.run_recorder import RunRecorder as RunRecorder
-from .gauges.recording.watch import watch as watch
+from .gauges.recording.run_recorder import watch as watch
 from .integrations.merging import merge as merge
 from .integrations.merging import unmerge as unmerge
 from .matmul.inference import quantize_for_inference as quantize_for_inference
@@ -48,8 +50,6 @@ from .optim.optimizers import Muon as Muon
 from .optim.parameter_formats import cast_parameters as cast_parameters
 from .planner.plan import plan as plan
 from .planner.plan_tables import Plan as Plan
-from .runs.events import Event as Event
-from .runs.events import on_event as on_event
 from .runs.record import Run as Run
 from .runs.record import read_run as read_run
 from .spec.notation import parse as parse

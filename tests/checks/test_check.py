@@ -593,9 +593,9 @@ def test_a_loss_in_16_bits_is_told_by_the_check_and_at_the_first_recorded_step(
                 optimizer.step()
                 recorder.step(loss)
         notes = [
-            event["message"]
+            event["advice"]
             for event in ng.read_run(tmp_path / str(is_wide)).events
-            if event["kind"] == "note"
+            if event["what"] == "note"
         ]
         dtype = torch.float32 if is_wide else torch.bfloat16
         readings = ng.check(

@@ -1,4 +1,4 @@
-"""Who watches an optimizer's step: one pair of hooks, and ``ng.RunRecorder(audit_every=…)``."""
+"""Who watches an optimizer's step: one pair of hooks, and ``ng.RunRecorder``."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import narrowgauge as ng
-from checks.audited_loop import Loop
-from narrowgauge.checks.step_check import StepCheck
+from gauges.recording.plain_loop import Loop
 from narrowgauge.torch_support.torch_hooks import Follower
 
 
@@ -102,8 +101,8 @@ def test_an_error_of_the_comparison_ends_no_run(monkeypatch: pytest.MonkeyPatch)
     def fails(*_: Any) -> None:
         raise MemoryError("no room\nat line 2")
 
-    monkeypatch.setattr("narrowgauge.checks.step_check.complete", fails)
-    assert Loop().run(3).rows[2]["unseen"] == {"the step": "MemoryError: no room"}
+    monkeypatch.setattr("narrowgauge.gauges.recording.twin.Twin.readings", fails)
+    assert Loop().run(3).watcher.unseen["the optimizer's step"] == "MemoryError: no room"
 
 
 @pytest.mark.parametrize("limit", [None, 0.25])
@@ -115,19 +114,16 @@ def test_sharded_parameters_are_compared_part_by_part(tmp_path: Path, limit: flo
         "gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
     )
     try:
-        loop = Loop(every=0)
+        loop = Loop(watch=None)
         fully_shard(loop.model, mesh=dist.device_mesh.init_device_mesh("cpu", (1,)))
         loop.optimizer = ng.AdamW(
             loop.model.parameters(), storage="float32", max_grad_norm=limit, compile=False
         )
-        loop.watcher = StepCheck(loop.model, loop.optimizer, 2, loop.take, max_grad_norm=limit)
+        loop.begin_watch(max_grad_norm=limit)
         loop.run(3)
     finally:
         dist.destroy_process_group()
-    assert not loop.readings and loop.rows[2]["compared"] > 5
-    assert loop.rows[2]["unseen"] == (
-        {"the clip": "gradients are sharded over ranks"} if limit else {}
-    )
+    assert not loop.readings
 
 
 def test_a_watched_model_is_neither_switched_nor_called() -> None:
@@ -142,27 +138,26 @@ def test_a_watched_model_is_neither_switched_nor_called() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     passes = list[int]()
     model.register_forward_hook(lambda *_: passes.append(1))
-    rows = []
-    watcher = StepCheck(model, optimizer, 1, lambda *row: rows.append(row))
+    watcher = ng.watch(model, optimizer)
     for _ in range(2):
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
     watcher.remove()
-    assert len(rows) == 1 and not rows[0][1] and passes == [1, 1]
+    assert watcher.num_compared == 4 and passes == [1, 1]
     weights = [p.clone() for p in model.parameters()]
     ng.check(model, optimizer, batch=torch.ones(2, 4), loss=lambda model, batch: model(batch).sum())
     assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
     assert all(module.training for module in model.modules())
 
 
-# ── ng.RunRecorder(audit_every=…) ─────────────────────────────────────────────────────────────────
+# ── ng.RunRecorder ────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("overflows", [(1,), (0, 2)])
 def test_a_loop_that_skips_steps_as_a_grad_scaler_does_is_healthy(
     overflows: tuple[int, ...], tmp_path: Path
 ) -> None:
-    loop = Loop(every=0)
+    loop = Loop(watch=None)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     plain = loop.loss
     number = iter(range(100))
@@ -175,7 +170,7 @@ def test_a_loop_that_skips_steps_as_a_grad_scaler_does_is_healthy(
         scaler.update()
 
     loop.update = update  # type: ignore[method-assign]
-    with ng.RunRecorder(tmp_path / "run", loop.model, loop.optimizer, audit_every=2) as recorder:
+    with ng.RunRecorder(tmp_path / "run", loop.model, loop.optimizer) as recorder:
         for _ in range(8):
             loop.run(1)
             recorder.step(1.0, loss_scale=scaler.get_scale())
@@ -183,28 +178,28 @@ def test_a_loop_that_skips_steps_as_a_grad_scaler_does_is_healthy(
     assert [row["step"] for row in run.steps if row.get("skipped")] == [
         step + 1 for step in overflows
     ]
-    assert sum("recomputed" in row for row in run.steps) == 3 and ng.diagnose(run).ok
+    assert sum("compared" in row for row in run.steps) == 3 and ng.diagnose(run).ok
 
 
 def test_a_recorder_writes_readings_as_events_once_and_a_diagnosis_reads_them(
     tmp_path: Path,
 ) -> None:
-    loop = Loop(every=0)
+    loop = Loop(watch=None)
     with (
-        pytest.warns(ng.gauges.RunNotice, match="The step is 5 times the rule's"),
-        ng.RunRecorder(tmp_path / "run", loop.model, loop.optimizer, audit_every=2) as recorder,
+        pytest.warns(ng.gauges.RunNotice, match="The step is 5 times that"),
+        ng.RunRecorder(tmp_path / "run", loop.model, loop.optimizer) as recorder,
     ):
         for number in range(6):
-            loop.optimizer.__class__ = FiveTimes if number >= 3 else torch.optim.AdamW
+            loop.optimizer.__class__ = FiveTimes if number >= 2 else torch.optim.AdamW
             loop.run(1)
             recorder.step(1.0 / (number + 1))
     assert not loop.optimizer._optimizer_step_post_hooks
     run = ng.read_run(tmp_path / "run")
-    assert [event["step"] for event in run.events if event.get("detector") == "step-factor"] == [4]
+    assert [event["step"] for event in run.events if event["what"] == "step-factor"] == [3]
     (reading,) = ng.diagnose(run).readings
     assert (reading.what, reading.step, reading.stage, reading.expected) == (
         "step-factor",
-        4,
+        3,
         "optimizer step",
         1.0,
     )

@@ -122,7 +122,7 @@ def _recorded(row: Row, folder: Path) -> list[Reading]:
     loop = row.loop(STEPS)
     limit = loop.settings.clip or None
     with ng.RunRecorder(
-        folder, loop.model, loop.optimizer, audit_every=1, max_grad_norm=limit, fingerprints_every=0
+        folder, loop.model, loop.optimizer, max_grad_norm=limit, fingerprints_every=0
     ) as recorder:
         one_step = loop.one_step
 

@@ -42,7 +42,6 @@ def recorded(loop: Loop, folder: Path) -> list[Reading]:
         folder,
         loop.model,
         loop.optimizer,
-        audit_every=EVERY,
         fingerprints_every=EVERY,
         max_grad_norm=loop.clip,
     ) as recorder:

@@ -84,18 +84,18 @@ def test_a_long_run_keeps_its_spikes(make_run: MakeRun) -> None:
 
 def test_events_of_one_kind_share_a_row_and_alarms_come_first(make_run: MakeRun) -> None:
     happened = (
-        {"kind": "start", "step": 0, "message": "begun"},
-        {"kind": "warning", "step": 7, "message": "<b>lost</b>"},
-        {"kind": "warning", "step": 9, "message": "again"},
-        {"kind": "note"},
+        {"what": "start", "step": 0, "advice": "begun"},
+        {"what": "lost", "step": 7, "advice": "<b>lost</b>"},
+        {"what": "lost", "step": 9, "advice": "again"},
+        {"what": "note"},
     )
     table = event_table(group_runs([make_run(events=happened)])[0].named)
-    assert [(row["kind"], row["step"]) for row in table.rows] == [
-        ("warning", "7–9"),
+    assert [(row["what"], row["step"]) for row in table.rows] == [
+        ("lost", "7–9"),
         ("start", "0"),
         ("note", ""),
     ]
-    assert table.rows[0]["message"] == "<b>lost</b> (1 more event: see events.jsonl)"
+    assert table.rows[0]["advice"] == "<b>lost</b> (1 more event: see events.jsonl)"
 
 
 def test_every_figure_is_valid_json(make_run: MakeRun) -> None:

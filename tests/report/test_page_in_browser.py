@@ -77,9 +77,7 @@ def report(make_run: MakeRun) -> str:
                 "histograms": {"weight": counts, "grad": counts[10:] + [0] * 10},
             }
         )
-    events = (
-        {"kind": "warning", "step": 50, "message": EVIL, "tensor": EVIL, "advice": "read it"},
-    )
+    events = ({"what": EVIL, "step": 50, "tensor": EVIL, "advice": EVIL},)
     runs = []
     for seed in (0, 1):
         runs.append(make_run("bfloat16/word", seed, steps=60, gauges=gauges, events=events))

@@ -20,7 +20,6 @@ import narrowgauge.runs.writer as writer_module
 from narrowgauge.errors import RecordError
 from narrowgauge.report.publishing import read_runs
 from narrowgauge.runs.atomic_io import write_whole
-from narrowgauge.runs.events import KINDS, Event
 from narrowgauge.runs.record import read_run
 from narrowgauge.runs.schema import VERSION
 from narrowgauge.runs.writer import RunWriter
@@ -34,6 +33,9 @@ RUN = {
 }
 
 
+START = {"what": "start", "step": 0, "advice": "begun", "severity": "note"}
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A run with four steps, two evaluations, one event and a summary."""
@@ -43,7 +45,7 @@ def folder(tmp_path: Path) -> Path:
             writer.append("steps", {"step": step, "loss": 1 / step})
         for step in (2, 4):
             writer.append("evals", {"step": step, "val_loss": 3.0})
-        writer.event(Event("start", 0, "begun"))
+        writer.append("events", START)
         writer.summary({"steps": 4, "val_loss": float("inf")})
     return path
 
@@ -57,7 +59,7 @@ def test_everything_comes_back(folder: Path) -> None:
     )  # without a table [config] the settings stand alone
     assert run.steps == [{"step": step, "loss": 1 / step} for step in range(1, 5)]
     assert [row["step"] for row in run.evals] == [2, 4]
-    assert run.events == [Event("start", 0, "begun").row()]
+    assert run.events == [START]
     assert run.summary == {"schema_version": VERSION, "steps": 4, "val_loss": math.inf}
 
 
@@ -70,17 +72,17 @@ def test_values_come_back_exactly_and_the_file_is_valid_json(tmp_path: Path) -> 
         "norm": np.float32("nan"),
         "audit": {"edq": [-math.inf, 0.5]},
     }
-    event = Event("divergence", 1, "inf", tensor="nan", value=math.inf)
+    event = {"what": "divergence", "step": 1, "tensor": "nan", "value": math.inf}
     with RunWriter.create(tmp_path / "run", RUN) as writer:
         writer.append("steps", {**row, "values": values, "lr": np.float32(0.5)})
-        writer.event(event)
+        writer.append("events", event)
     assert json.loads((tmp_path / "run" / "steps.jsonl").read_text())["loss"] == "nan"
     run = read_run(tmp_path / "run")
     [back] = run.steps
     assert math.isnan(back["loss"])
     assert math.isnan(back["norm"])
     assert (back["step"], back["lr"]) == (1, 0.5)
-    assert back["audit"] == row["audit"] and run.events == [event.row()]
+    assert back["audit"] == row["audit"] and run.events == [event]
     assert [value.hex() for value in back["values"]] == [value.hex() for value in values]
 
 
@@ -268,12 +270,6 @@ def test_a_whole_file_survives_a_failed_replacement(
     with pytest.raises(RecordError, match="the disk is full"):
         write_whole(folder / "summary.json", b"half")
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
-
-
-def test_an_unknown_event_kind_is_refused() -> None:
-    assert "warning" in KINDS
-    with pytest.raises(ValueError, match="Did you mean 'warning'"):
-        Event("warnin", 1, "")
 
 
 def test_gauges_that_are_read_late_add_their_note(folder: Path) -> None:

@@ -20,9 +20,9 @@ import narrowgauge as ng
 from analysis.comparison.made_runs import make_run, seeds
 from analysis.diagnosis.records import AT, healthy_run
 from narrowgauge.analysis.comparison.comparison import compare_runs
+from narrowgauge.analysis.reading import Reading
 from narrowgauge.cli.main import main
 from narrowgauge.report.runs_page import render
-from narrowgauge.runs.events import Event
 from narrowgauge.runs.record import Run
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "text"
@@ -90,10 +90,8 @@ def with_validation(recipe: str, losses: tuple[float, ...], step_seconds: float)
 
 def compared() -> list[Run]:
     message = "'norm.weight' loses 70% of its update: storage 'naive' rounds it away"
-    alarm = Event(
-        "lost_updates", 10, message, "norm.weight", 0.3, detector="audit", stage="storage"
-    )
-    lost: dict[str, Any] = {"edq": (1.0, 0.4, 0.3, 0.3), "events": [alarm.row()]}
+    alarm = Reading(10, "storage", "norm.weight", "lost-updates", 0.3, 1.0, 0.1, message)
+    lost: dict[str, Any] = {"edq": (1.0, 0.4, 0.3, 0.3), "events": [alarm.to_dict()]}
     return [
         *with_validation("bfloat16/master", (4.0, 4.1, 4.2), 0.5),
         *with_validation("bfloat16/word", (4.01, 4.09, 4.2), 0.25),

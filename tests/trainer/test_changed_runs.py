@@ -77,8 +77,8 @@ def test_an_edited_setting_holds_from_there_on_and_is_told(stopped: Path) -> Non
     run = read_run(stopped)
     notes = []
     for event in run.events:
-        if event["kind"] == "note" and event["step"] == 4:
-            notes.append(event["message"])
+        if event["what"] == "changed-settings" and event["step"] == 4:
+            notes.append(event["advice"])
     assert notes == [
         "steps was 8 up to step 4 and is 6 from there on",
         "lr was 0.003 up to step 4 and is 0.007 from there on",
@@ -90,7 +90,7 @@ def test_an_edited_setting_holds_from_there_on_and_is_told(stopped: Path) -> Non
 
 def changes_of(run: Run) -> list[str]:
     """What is told about changed settings."""
-    return [e["message"] for e in run.events if e.get("detector") == "changed-settings"]
+    return [e["advice"] for e in run.events if e["what"] == "changed-settings"]
 
 
 DOORS = {
@@ -200,7 +200,7 @@ def test_moved_folders_and_pauses_are_no_changes(place: Path, stopped: Path, fin
     loop.resume(moved, stop_after=8)  # the last step, which is an end
     run = read_run(moved)
     assert_same_run(run, finished)
-    assert not [event for event in run.events if event.get("detector") == "changed-settings"]
+    assert not [event for event in run.events if event["what"] == "changed-settings"]
 
 
 def harm(folder: Path, name: str, change: Any) -> None:
@@ -217,7 +217,7 @@ ROW_FAULTS = {
     "rows that are gone": ("steps", lambda text: b"".join(text.splitlines(keepends=True)[2:]), 2),
     "an evaluation": ("evals", lambda text: text.replace(b'"val_loss"', b'"val_loss', 1), 0),
     "a gauge": ("gauges", lambda text: b"{" + text, 0),
-    "an event": ("events", lambda text: text.replace(b'"kind"', b'"kine"', 1), 0),
+    "an event": ("events", lambda text: text.replace(b'"what"', b'"whit"', 1), 0),
 }
 
 

@@ -228,7 +228,7 @@ def test_an_interrupted_comparison_says_how_to_resume_and_resumes_with_the_same_
             done(base, out, seeds=1)
     assert not (out / "compare.json").exists() and len(read_run(out / NAMES[1]).steps) == 3
     assert done(base, out, seeds=1).count("earlier") == 1
-    assert any(event["kind"] == "resume" for event in read_run(out / NAMES[1]).events)
+    assert any(event["what"] == "resume" for event in read_run(out / NAMES[1]).events)
     assert metrics_of(out, NAMES[:2]) == metrics_of(first[0], NAMES[:2])
 
 

@@ -164,7 +164,7 @@ def test_a_flipped_bit_ends_the_run_with_a_checkpoint_from_before(
     assert tensor.startswith("exp_avg_sq of")
     assert "rank 1" in message
     event = read_run(tmp_path / "run").events[-1]
-    assert (event["kind"], event["rank"], event["tensor"]) == (
+    assert (event["what"], event["rank"], event["tensor"]) == (
         "corruption",
         1,
         tensor,

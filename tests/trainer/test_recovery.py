@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from narrowgauge.runs.events import on_event
+from narrowgauge.analysis.log import on_event
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.trainer import language_model, loop
 from narrowgauge.trainer.session import Session
@@ -56,7 +56,7 @@ def run_with(place: Path, folder: Path, **changes: Any) -> Run:
 
 
 def kinds(run: Run, *names: str) -> list[tuple[str, int]]:
-    return [(e["kind"], e["step"]) for e in run.events if e["kind"] in names]
+    return [(e["what"], e["step"]) for e in run.events if e["what"] in names]
 
 
 def test_a_spike_is_reported_at_its_step(
@@ -64,13 +64,13 @@ def test_a_spike_is_reported_at_its_step(
 ) -> None:
     spoil(monkeypatch, {SPIKE_STEP - 1}, lambda loss: loss * 20)
     kinds_seen: list[str] = []
-    stop = on_event(lambda event: kinds_seen.append(event.kind))
+    stop = on_event(lambda event: kinds_seen.append(event.what))
     try:
         reported = run_with(place, tmp_path / "reported")
     finally:
         stop()
-    assert kinds(reported, "loss_spike", "skip") == [("loss_spike", SPIKE_STEP)]
-    assert "loss_spike" in kinds_seen
+    assert kinds(reported, "loss-spike", "skip") == [("loss-spike", SPIKE_STEP)]
+    assert "loss-spike" in kinds_seen
     assert not any(row["skipped"] for row in reported.steps)
     assert "loss spike: " in capsys.readouterr().out
 
@@ -80,9 +80,9 @@ def test_a_nan_is_skipped_and_named(
 ) -> None:
     spoil(monkeypatch, {4}, lambda loss: loss * math.nan)
     run = run_with(place, tmp_path / "run", steps=8)
-    (skip,) = [event for event in run.events if event["kind"] == "skip"]
-    assert skip["step"] == 5 and "gradients are not finite in 'model." in skip["message"]
-    assert kinds(run, "nonfinite") == [("nonfinite", 5)]
+    (skip,) = [event for event in run.events if event["what"] == "skip"]
+    assert skip["step"] == 5 and "gradients are not finite in 'model." in skip["advice"]
+    assert kinds(run, "nonfinite-step") == [("nonfinite-step", 5)]
     assert [r["step"] for r in run.steps if r["skipped"]] == [5]
 
 

@@ -146,8 +146,8 @@ def test_stopped_and_resumed_is_the_same_run(
     left_out = ("note", "warning", "checkpoint")
     kinds = []
     for e in read_run(folder).events:
-        if e["kind"] not in left_out:
-            kinds.append(e["kind"])
+        if e["what"] not in left_out:
+            kinds.append(e["what"])
     assert kinds == ["start", "stop", "resume", "stop", "resume", "finish"]
 
 
@@ -272,9 +272,9 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(
     capsys.readouterr()
     loop.resume(folder)
     output = capsys.readouterr().out
-    assert "checkpoint damaged: step-00000004 is damaged" in output and "checksum" in output
-    events = {e["kind"]: e for e in read_run(folder).events}
-    assert "step-00000004" in events["checkpoint_damaged"]["message"]
+    assert "damaged checkpoint: step-00000004 is damaged" in output and "checksum" in output
+    events = {e["what"]: e for e in read_run(folder).events}
+    assert "step-00000004" in events["damaged-checkpoint"]["advice"]
     assert events["resume"]["step"] == 2
     assert_same_run(read_run(folder), uninterrupted[name])
 
@@ -389,7 +389,7 @@ def test_a_failed_save_ends_the_run_at_the_next_step(
     with pytest.raises(RecordError, match="the disk is full"):
         loop.train(config)
     run = read_run(tmp_path / "run")
-    assert len(run.steps) == 6 and not [e for e in run.events if e["kind"] == "checkpoint"]
+    assert len(run.steps) == 6 and not [e for e in run.events if e["what"] == "checkpoint"]
 
 
 def test_each_checkpoint_is_an_event_once_it_is_there(
@@ -398,7 +398,7 @@ def test_each_checkpoint_is_an_event_once_it_is_there(
     for run in uninterrupted.values():
         steps = []
         for event in run.events:
-            if event["kind"] == "checkpoint":
+            if event["what"] == "checkpoint":
                 steps.append(event["step"])
         assert steps == [2, 4, 6, 8]
     run = uninterrupted["naive"]
@@ -407,7 +407,7 @@ def test_each_checkpoint_is_an_event_once_it_is_there(
     (copy / "events.jsonl").write_text("".join(x for x in lines if '"checkpoint"' not in x))
     (copy / "summary.json").unlink()  # as after a kill between a rename and its event
     loop.resume(copy)
-    events = [(e["kind"], e["step"]) for e in read_run(copy).events]
+    events = [(e["what"], e["step"]) for e in read_run(copy).events]
     assert events[-2:] == [("resume", 8), ("finish", 8)]
     (copy / "summary.json").unlink()
     lose(copy)  # the event of the resume says that there was one
@@ -430,14 +430,14 @@ def test_what_has_changed_since_the_run_began_is_told(
     loop.resume(folder)
     notes = []
     for e in read_run(folder).events:
-        if e["kind"] == "note" and e["step"] == 2:
-            notes.append(e["message"])
+        if e["what"] == "changed-software" and e["step"] == 2:
+            notes.append(e["advice"])
     ends = ": bits may differ from an uninterrupted run"
     assert notes[0] == f"the run started with torch 2.0.1 and resumes with {now}{ends}"
     assert len(notes) == 4 and "started with num_threads 64 and resumes with 1" in notes[2]
     assert "ABACUS" in notes[1] and "NVIDIA H200" in notes[3]
     lines = capsys.readouterr().out.splitlines()
-    assert [line for line in lines if line.startswith("note: ")] == [
-        f"note: {message}." for message in notes
+    assert [line for line in lines if line.startswith("changed software: ")] == [
+        f"changed software: {message}." for message in notes
     ]
     assert_same_run(read_run(folder), uninterrupted["naive"])

@@ -61,7 +61,9 @@ def lasting(row: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if name not in TIMINGS}
 
 
-SITTINGS = {"start", "resume", "stop", "note", "checkpoint", "checkpoint_damaged"}
+SITTINGS = {
+    "start", "resume", "stop", "note", "checkpoint", "damaged-checkpoint", "changed-software", "changed-settings",
+}  # fmt: skip
 """Events of how often a run was stopped and saved, and where."""
 
 
@@ -69,7 +71,7 @@ def lasting_events(run: Run) -> list[str]:
     """What happened in a run, however often it was stopped; a step that was taken again after a
     kill tells it again.
     """
-    return list(dict.fromkeys(repr(event) for event in run.events if event["kind"] not in SITTINGS))
+    return list(dict.fromkeys(repr(event) for event in run.events if event["what"] not in SITTINGS))
 
 
 def read_again(run: Run) -> list[str]:

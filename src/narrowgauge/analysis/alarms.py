@@ -21,11 +21,10 @@ from pathlib import Path
 from statistics import median
 
 from narrowgauge.analysis.detectors import DETECTORS, Detector, Metrics
-from narrowgauge.analysis.reading import STAGE_OF
+from narrowgauge.analysis.reading import STAGE_OF, Reading
 from narrowgauge.analysis.spikes import SpikeJudge
 from narrowgauge.analysis.thresholds import SETTLING_STEPS
-from narrowgauge.runs.events import Event
-from narrowgauge.runs.finding import counted
+from narrowgauge.runs.finding import counted, sentences
 from narrowgauge.runs.schema import METRICS, Row, gauge_metrics, number
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
@@ -75,7 +74,7 @@ class _Trip:
     @property
     def excess(self) -> float:
         """Return how bad it is. One value that is not finite is as bad as many."""
-        if self.detector.kind == "nonfinite":
+        if self.detector.field == "nonfinite":
             return 1.0
         return self.detector.excess(self.value, self.limit)
 
@@ -95,7 +94,7 @@ class Alarms:
         >>> import narrowgauge as ng
         >>> alarms = ng.analysis.Alarms("bfloat16/naive")
         >>> events = alarms.on_gauges({"step": 20, "attention": {"layers.0.attn": [250.0]}})
-        >>> print(events[0].message)
+        >>> print(events[0].advice.partition(". ")[0])
         layers.0.attn has attention logits up to 250 (threshold 100)
     """
 
@@ -106,7 +105,7 @@ class Alarms:
         self._loss_scales: deque[float] = deque(maxlen=DETECTORS["scale-halvings"].window + 1)
         self._states: dict[tuple[str, str | None], _State] = {}
 
-    def read(self, steps: Iterable[Row], gauges: Iterable[Row]) -> list[Event]:
+    def read(self, steps: Iterable[Row], gauges: Iterable[Row]) -> list[Reading]:
         """Read the rows of ``steps.jsonl`` and ``gauges.jsonl``, and return their events."""
         events = []
         for row in steps:
@@ -115,7 +114,7 @@ class Alarms:
             events += self.on_gauges(row)
         return events
 
-    def on_step(self, row: Row) -> list[Event]:
+    def on_step(self, row: Row) -> list[Reading]:
         """Read a row of ``steps.jsonl``, and return the events that it raises.
 
         Pass rows in the order of their steps.
@@ -153,8 +152,8 @@ class Alarms:
                 halvings += math.log2(before / after)
         return metrics | {"loss_scale": scale, "halvings": halvings}
 
-    def on_gauges(self, row: Row) -> list[Event]:
-        """Read a row of ``gauges.jsonl``, and return its events: at most one per kind, for the
+    def on_gauges(self, row: Row) -> list[Reading]:
+        """Read a row of ``gauges.jsonl``, and return its events: at most one per detector, for the
         worst tensor.
 
         Args:
@@ -197,13 +196,13 @@ class Alarms:
             self._states[key] = _State(deque(maxlen=detector.window))
         return self._states[key]
 
-    def _events(self, step: int, trips: list[_Trip]) -> list[Event]:
-        by_kind: dict[str, list[_Trip]] = {}
+    def _events(self, step: int, trips: list[_Trip]) -> list[Reading]:
+        groups: dict[str, list[_Trip]] = {}
         for trip in trips:
-            by_kind.setdefault(trip.detector.kind, []).append(trip)
-        return [self._event(step, group) for group in by_kind.values()]
+            groups.setdefault(trip.detector.name, []).append(trip)
+        return [self._event(step, group) for group in groups.values()]
 
-    def _event(self, step: int, group: list[_Trip]) -> Event:
+    def _event(self, step: int, group: list[_Trip]) -> Reading:
         # Of equally bad tensors a weight comes first: what is computed from it is as bad.
         worst = max(group, key=lambda t: (t.excess, (t.tensor or "").startswith("weight:")))
         detector = worst.detector
@@ -225,17 +224,9 @@ class Alarms:
         num_others = len({trip.tensor for trip in group}) - 1
         if num_others:
             message += f"; the same holds for {counted(num_others, 'more tensor')}"
-        return Event(
-            detector.kind,
-            step,
-            message,
-            worst.tensor or None,
-            worst.value,
-            worst.limit,
-            detector.advice.format(**values),
-            detector=detector.name,
-            stage=STAGE_OF.get(kind, detector.stage),
-        )
+        stage = STAGE_OF.get(kind, detector.stage)
+        advice = sentences(message, detector.advice.format(**values))
+        return Reading(step, stage, name, detector.name, worst.value, None, worst.limit, advice)
 
 
 _BY_TABLE: dict[str, list[Detector]] = {table: [] for table in (*METRICS, "steps")}

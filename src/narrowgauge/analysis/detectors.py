@@ -30,8 +30,6 @@ class Detector:
     """Describe one detector: its metric, its limit, and its advice.
 
     Args:
-        kind: kind of its events, a key of :data:`narrowgauge.runs.events.KINDS`; without one in the
-            table, its name.
         stage: one of :data:`narrowgauge.analysis.reading.STAGES`. A stage of the tensor's kind
             takes precedence.
         metric: ``table.metric`` of a row of ``gauges.jsonl``, or ``steps.metric``. One step metric
@@ -53,7 +51,6 @@ class Detector:
     """
 
     name: str
-    kind: str
     stage: str
     metric: str
     threshold: float
@@ -118,13 +115,9 @@ class Detector:
 
 
 DETECTORS: dict[str, Detector] = {
-    name: Detector(name, **{"kind": name.replace("-", "_"), **row})
-    for name, row in load_data("detectors", "analysis").items()
+    name: Detector(name, **row) for name, row in load_data("detectors", "analysis").items()
 }
 """All detectors by name. :class:`~narrowgauge.analysis.spikes.SpikeJudge` judges spikes.
 
 Their threshold is its z.
 """
-
-KINDS_OF_ALARMS = {"lost_updates", *(detector.kind for detector in DETECTORS.values())}
-"""Kinds of events that the optimizer's audit and detectors raise."""

@@ -21,22 +21,19 @@ from narrowgauge.analysis.alarms import Alarms
 from narrowgauge.analysis.columns import column, loop_of, rows_of
 from narrowgauge.analysis.comparison.classification import divergence, has_zero
 from narrowgauge.analysis.kinds import KINDS
+from narrowgauge.analysis.log import reading_of
 from narrowgauge.analysis.reading import STAGE_OF, STAGES, Reading, Readings, in_order
 from narrowgauge.analysis.settings import recipe_of
 from narrowgauge.analysis.thresholds import FEWEST_BATCHES, FEWEST_STEPS, MAX_SKIPPED
 from narrowgauge.analysis.two_runs import TwoRuns
 from narrowgauge.errors import RecordError
-from narrowgauge.runs.finding import counted, sentences
+from narrowgauge.runs.finding import counted
 from narrowgauge.runs.fingerprint_rows import parted_in
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.runs.schema import METRICS, Row, number, step_of
 from narrowgauge.spec.significance import MIN_EDQ
 from narrowgauge.spec.toml import load_data
 
-NOT_ALARMS = frozenset({"start", "resume", "stop", "finish", "checkpoint", "note", "skip"})
-"""Kinds of events that are not alarms. Skipped steps are counted from their rows."""
-CHANGES = frozenset({"changed-settings", "changed-software"})
-"""Detectors of notes that do become readings: the software or settings changed at a resume."""
 _SKIPPED = 3
 """Skipped steps without a reading beside ``MAX_SKIPPED``, after the search for a loss scale."""
 _ORIGIN = (
@@ -210,18 +207,8 @@ def areas_of(run: Run, skipped: list[int] | None) -> tuple[list[str], dict[str, 
             unseen[name] = area[loop]
     if "lost updates" in unseen and run.steps and len(skipped or ()) == len(run.steps):
         unseen["lost updates"] = "no step was applied"
-    for event in reversed(run.events):
-        if event.get("detector") == "watch":
-            missing = str(event.get("message") or "").partition("; not: ")[2]
-            if missing:
-                unseen[f"by the watch: {missing}"] = ""
-            break
-    for row in reversed(run.steps):
-        compared = row.get("recomputed")
-        if isinstance(compared, dict):
-            for part, reason in (compared.get("unseen") or {}).items():
-                unseen[f"{part} of the compared steps"] = reason
-            break
+    for reading in events_of(run, "unseen"):
+        unseen[reading.tensor] = reading.advice
     return shown, unseen
 
 
@@ -232,10 +219,8 @@ def _is_shown(run: Run, area: Row) -> bool:
             values = [row.get(name)]
             if name.endswith("*"):
                 values = [value for key, value in row.items() if key.startswith(name[:-1])]
-            for value in values:
-                is_compared = not isinstance(value, dict) or value.get("compared", 1)
-                if value is not None and is_compared:
-                    return True
+            if any(value is not None for value in values):
+                return True
     return False
 
 
@@ -251,7 +236,7 @@ def recorded_readings(run: Run, skipped: list[int] | None) -> list[Reading]:
     readings = [*_steps(run, skipped), *_losses(run, out), *_scale(run, out), *_ranks(run)]
     readings += [*_resumes(run), *_audits(run), *_slower(run), *_idle(run)]
     readings += [*_batches(run), *_rates(run, out)]
-    readings += map(_of_event, alarms_of(run))
+    readings += alarms_of(run)
     groups: dict[tuple[str, str], list[Reading]] = {}
     for reading in readings:
         groups.setdefault((reading.what, reading.tensor), []).append(reading)
@@ -281,40 +266,20 @@ def _first(readings: list[Reading]) -> Reading:
     return replace(first, advice=f"{times} times, last at step {last.step}{value}. {first.advice}")
 
 
-def alarms_of(run: Run) -> list[Row]:
+def alarms_of(run: Run) -> list[Reading]:
     """Return the recorded alarms of a run. If no detector ran, compute the alarms from the rows."""
     recorded = []
-    for event in run.events:
-        if event.get("detector") in CHANGES or event.get("kind") not in (*NOT_ALARMS, None):
-            recorded.append(event)
+    for reading in map(reading_of, run.events):
+        if reading.severity != "note" or reading.what in KINDS:
+            recorded.append(reading)
     had_detectors = "recorder" in run.run or isinstance(run.run.get("data"), dict)
     if had_detectors and run.events:
         return recorded
-    kinds = {event.get("kind") for event in recorded}
+    kinds = {reading.what for reading in recorded}
     for alarm in Alarms(recipe_of(run)).read(run.steps, rows_of(run, "gauges")):
-        if alarm.kind not in kinds:
-            recorded.append(alarm.row())
+        if alarm.what not in kinds:
+            recorded.append(alarm)
     return recorded
-
-
-def _of_event(event: Row) -> Reading:
-    detector = str(event.get("detector") or "")
-    step = step_of(event)
-    kind = detector or str(event.get("kind") or "")
-    expected = number(event.get("expected"))
-    bound = number(event.get("threshold"))
-    advice = str(event.get("advice") or "")
-    if detector == "audit":
-        kind = "lost-updates"
-        expected = 1.0
-        bound = 1.0 - MIN_EDQ
-        advice = ""  # the message names the storage
-    advice = sentences(str(event.get("message") or ""), advice)
-    stage = str(event.get("stage"))
-    if stage not in STAGES:
-        stage = "between steps" if step else "start"
-    tensor = str(event.get("tensor") or "")
-    return Reading(step, stage, tensor, kind, number(event.get("value")), expected, bound, advice)
 
 
 # ── counts ────────────────────────────────────────────────────────────────────────────────────────
@@ -342,13 +307,14 @@ def rows_per_step(run: Run, skipped: list[int]) -> int:
         if step_of(row) not in out:
             applied.append(place)
     gaps = {after - before for before, after in pairwise(applied)}
-    if len(gaps) != 1 or len(applied) <= 2 or _events(run, "skip"):
+    if len(gaps) != 1 or len(applied) <= 2 or events_of(run, "skip"):
         return 1
     return gaps.pop()
 
 
-def _events(run: Run, kind: str) -> list[Row]:
-    return [event for event in run.events if event.get("kind") == kind]
+def events_of(run: Run, what: str) -> list[Reading]:
+    """Return the logged readings of a kind."""
+    return [reading for reading in map(reading_of, run.events) if reading.what == what]
 
 
 def _steps(run: Run, skipped: list[int] | None) -> Iterator[Reading]:
@@ -394,15 +360,15 @@ def _skips(run: Run, skipped: set[int]) -> Iterator[Reading]:
         bound = min(leading, int(kind.bound)) + _SKIPPED + int(MAX_SKIPPED * total)
     if len(skipped) > bound:
         reason = "no weight changed in them"
-        for event in _events(run, "skip")[:1]:
-            reason = str(event.get("message"))
+        for reading in events_of(run, "skip")[:1]:
+            reason = reading.advice
         words = {"count": total, "more": f": {reason.rstrip('.')}"}
         yield kind.reading("", len(skipped), 0, bound, min(skipped), **words)
 
 
 def _losses(run: Run, skipped: list[int]) -> Iterator[Reading]:
     """Yield a divergence that no event tells, or a loss that does not fall."""
-    if len(skipped) == len(run.steps) or _events(run, "divergence"):
+    if len(skipped) == len(run.steps) or events_of(run, "divergence"):
         return
     values = column(run, "steps", "loss").finite
     end = max(map(step_of, run.steps))
@@ -471,8 +437,8 @@ def _audits(run: Run) -> Iterator[Reading]:
             continue
         values = list(map(row.get, names))
         for alarm in alarms.on_gauges({"step": step_of(row), "updates": {"the model": values}}):
-            yield replace(_of_event(alarm.row()), tensor="")
-    if not any(event.get("kind") == "lost_updates" for event in run.events):
+            yield replace(alarm, tensor="")
+    if not events_of(run, "lost-updates"):
         yield from _unreported_losses(run)
 
 
@@ -590,7 +556,7 @@ def _batches(run: Run) -> Iterator[Reading]:
             words = {"begun": started, "end": steps[place + length - 1]}
             words |= {"first": steps[start], "last": steps[start + length - 1]}
             reading = KINDS["repeated-batches"].reading("", length, 0, step=started, **words)
-            resumes = [event.get("step") for event in _events(run, "resume")]
+            resumes = [event.step for event in events_of(run, "resume")]
             if started > 1 and started - 1 in resumes:
                 reading = replace(reading, severity="warning")
             yield reading
@@ -598,11 +564,13 @@ def _batches(run: Run) -> Iterator[Reading]:
 
 
 def _rates(run: Run, skipped: list[int]) -> Iterator[Reading]:
-    """Yield the rows at a rate of zero after others."""
+    """Yield the rows at a rate of zero after others, and a rate that a whole run never reached."""
     still: list[int] = []
     has_moved = False
+    highest = 0.0
     for row in run.steps:
         rate = number(row.get("lr"))
+        highest = max(highest, rate or 0.0)
         if rate:
             has_moved = True
             still = []
@@ -610,6 +578,23 @@ def _rates(run: Run, skipped: list[int]) -> Iterator[Reading]:
             still.append(step_of(row))
     if len(still) >= FEWEST_BATCHES:
         yield KINDS["zero-rate"].reading("", len(still), 0, step=still[0])
+    asked = _asked_rate(run)
+    kind = KINDS["rate-not-reached"]
+    is_long = run.summary is not None and len(run.steps) >= FEWEST_STEPS
+    if asked and is_long and 0 < highest < kind.bound * asked:
+        step = step_of(run.steps[-1])
+        yield kind.reading("", highest, None, kind.bound * asked, step, asked=asked)
+
+
+def _asked_rate(run: Run) -> float:
+    """Return the learning rate of the settings, or that of the optimizer before its schedule."""
+    optimizer = run.run.get("optimizer")
+    settings = run.run.get("config")
+    for table, name in ((settings, "lr"), (run.run, "lr"), (optimizer, "initial_lr")):
+        rate = number(table.get(name)) if isinstance(table, dict) else None
+        if rate:
+            return rate
+    return 0.0
 
 
 def _changes(run: Run, first: int, last: int) -> Iterator[str]:

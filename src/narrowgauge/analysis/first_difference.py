@@ -111,7 +111,7 @@ class Parting(NamedTuple):
     is_hashed: bool
 
 
-def _roundoff(run: Run) -> float:
+def roundoff(run: Run) -> float:
     """Return the unit roundoff between two matmuls, from the recipe or the graph of a forward pass;
     else bfloat16's.
     """
@@ -150,7 +150,7 @@ def find_parting(first_run: Run, second_run: Run) -> Parting:
     hashed = records[0].prints.keys() & records[1].prints.keys()
     steps = set(map(step_of, first_run.steps))
     num_common = len(steps.intersection(map(step_of, second_run.steps)))
-    search = _Search(max(_roundoff(first_run), _roundoff(second_run)))
+    search = _Search(max(roundoff(first_run), roundoff(second_run)))
     for step in sorted(common | hashed):
         differences = []
         if step in common:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from narrowgauge.errors import RecipeError
@@ -57,6 +57,8 @@ class Reading:
             taken for inside its bound.
         advice: meaning and next action, in sentences.
         severity: one of :data:`SEVERITIES`.
+        rank: the process it is about, of a run on several ranks.
+        place: the file or folder it is about, such as a checkpoint.
 
     Example:
         >>> Reading(40, "storage", "lm_head.weight", "lost-updates", 0.5, 1.0, 0.1).excess
@@ -73,6 +75,8 @@ class Reading:
     advice: str = ""
     severity: str = "error"
     side: str = ""
+    rank: int | None = None
+    place: str = ""
 
     @property
     def excess(self) -> float:
@@ -123,6 +127,40 @@ def of_all(names: Iterable[str]) -> str:
         'a and 2 others'
     """
     return told(names, 1)
+
+
+def joined(readings: Iterable[Reading], number: int) -> list[Reading]:
+    """Join readings of one kind and like values.
+
+    The tensor is empty if all ``number`` tensors have the reading.
+    """
+    groups = list[list[Reading]]()
+    for reading in readings:
+        for members in groups:
+            if _are_alike(members[0], reading):
+                members.append(reading)
+                break
+        else:
+            groups.append([reading])
+    results = []
+    for members in sorted(groups, key=len, reverse=True):
+        worst = max(members, key=lambda r: r.excess)
+        names = {r.tensor: None for r in members}
+        is_all = len(names) == number > 1
+        results.append(replace(worst, tensor="" if is_all else of_all(names)))
+    return results
+
+
+def _are_alike(first: Reading, second: Reading) -> bool:
+    """Return whether two readings are of one kind, with values within 2 % or their bound where a
+    value is expected.
+    """
+    if (first.what, first.severity, first.step) != (second.what, second.severity, second.step):
+        return False
+    if not first.expected or first.value is None or second.value is None:
+        return True
+    near = max(0.02 * abs(first.value), first.bound or 0.0)
+    return first.expected == second.expected and abs(second.value - first.value) <= near
 
 
 def words_of(error: Exception) -> str:

@@ -21,7 +21,6 @@ from typing import Literal
 
 from narrowgauge.analysis.thresholds import (
     FEWEST,
-    FEWEST_EARLY,
     LOSS_FLOOR,
     NORM_FACTOR,
     PATIENCE,
@@ -59,9 +58,8 @@ class SpikeJudge:
 
     Invariant: the decision depends only on the sequence of :meth:`add` calls. Asking changes
     nothing. A spike lies more than :data:`Z` robust standard deviations above the median. A
-    non-finite value is never a spike; it has its own kind of event. In the first :data:`FEWEST`
-    steps the loss falls too fast for a median. There a loss is a spike if it exceeds the largest of
-    at least three losses by a fifth and by a nat, and a gradient norm never is.
+    non-finite value is never a spike; it has its own kind of event. Nothing is a spike in the first
+    :data:`FEWEST` steps, where the loss falls too fast for a median.
 
     Cost: about 15 µs per step.
 
@@ -79,7 +77,7 @@ class SpikeJudge:
 
     def loss(self, value: float) -> Spike | None:
         """Judge a step's mean loss, in nats. Return the spike or ``None``; record nothing."""
-        if len(self._losses) < FEWEST_EARLY or not math.isfinite(value):
+        if len(self._losses) < FEWEST or not math.isfinite(value):
             return None
         middle, scale = self._scale("loss", value)
         z = (value - middle) / scale
@@ -125,9 +123,6 @@ class SpikeJudge:
         steps need no other.
         """
         values = list(self._losses if metric == "loss" else self._norms)
-        if len(values) < FEWEST:
-            highest = max(values)
-            return highest, max(1.0, 0.2 * abs(highest)) / Z
         middle = median(values[-RECENT:])
         floor = math.log(NORM_FACTOR) / Z
         if metric == "loss":

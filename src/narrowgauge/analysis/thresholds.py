@@ -7,7 +7,9 @@ The bound of each kind of reading is in ``data/kinds.toml``, and the limit of ea
 
 # ── the watch and the recorder ────────────────────────────────────────────────────────────────────
 SETTLED = 50  # steps: only then is a tensor without a gradient or without a change reported
-UNIFORM_STEPS = 20  # steps in a row: a loss that passes ln V stays near it for fewer
+UNIFORM_STEPS = 20  # steps, and half of all: a loss that passes ln V stays near it for fewer
+LEAST_SHARE_OF_STEPS = 0.05  # fraction: of the steps without a gradient, before they are a reading
+ROUNDINGS = 4  # ulps: largest change of a frozen tensor that rounding explains
 EVALUATIONS_APART = 4  # steps for each evaluation: a loop with passes in training mode in more of its steps means them
 MOST_PROBES = 8  # optimizers: of more, as of one for each tensor, only one is looked at for gradients that were kept
 UNSTEPPED = 20  # backward passes before the first step, while another optimizer steps
@@ -25,7 +27,7 @@ SETTLING_STEPS = (
 
 # ── spikes ────────────────────────────────────────────────────────────────────────────────────────
 WINDOW, RECENT = 100, 30  # steps: for the estimate of the noise, and for the level
-FEWEST, FEWEST_EARLY = 20, 3  # steps: before medians, and before any spike of the loss
+FEWEST = 20  # steps: before any spike
 Z = 8.0  # robust standard deviations above the level; healthy calibration runs reach 5 for the loss
 LOSS_FLOOR = 0.01  # fraction of the median, and nats: least standard deviation of the loss
 NORM_FACTOR = (

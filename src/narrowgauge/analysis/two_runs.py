@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from narrowgauge.analysis.columns import loop_of
-from narrowgauge.analysis.first_difference import ends_of, find_parting
+from narrowgauge.analysis.first_difference import ends_of, find_parting, roundoff
 from narrowgauge.analysis.reading import Readings
 from narrowgauge.analysis.settings import SettingDifference, acting_at, settings_diff
 from narrowgauge.runs.finding import counted
@@ -29,7 +29,7 @@ class TwoRuns(Readings):
         difference: the first beyond its bound, else the first of any size; ``None`` if all common
             records are equal.
         readings: the difference as a reading that expects the first run's value.
-        is_rounding: the runs differ only within rounding.
+        is_rounding: the runs differ only within rounding, and both round alike.
         is_complete: both runs finished with equal hashes of the final weights.
         settings: recorded settings, data and software that differ.
         acting: those that can act at the stage of the difference.
@@ -42,7 +42,8 @@ class TwoRuns(Readings):
         self.difference = at = parting.beyond or parting.first
         super().__init__()
         self.acting: tuple[SettingDifference, ...] = ()
-        self.is_rounding = at is not None and parting.beyond is None
+        rounds_alike = roundoff(first_run) == roundoff(second_run)
+        self.is_rounding = at is not None and parting.beyond is None and rounds_alike
         ends = ends_of(*runs)
         self.is_complete = None not in ends and ends[0] == ends[1]
         self.names = first_run.path.name, second_run.path.name
@@ -69,6 +70,8 @@ class TwoRuns(Readings):
         size = ""
         if self.is_rounding:
             size = " by rounding"
+        elif self.parting.beyond is None:
+            size = ", each within its own rounding,"
         elif at is not self.parting.first:
             size = " beyond rounding"
         ranks = ""

@@ -20,7 +20,6 @@ from narrowgauge.checks.teaches import checked_lesson, loss_readings
 from narrowgauge.checks.updates import grid_lines, updates_of
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.swapping import linears_of
-from narrowgauge.runs.events import Event
 from narrowgauge.runs.finding import counted
 
 
@@ -39,8 +38,8 @@ def check(
     gradient with the slope of the loss, and one configured step with its shadow and with the plain loss in one process, tensor
     by tensor. All ranks make the call. Where ranks hold parts of layers that are no DTensors, one
     process has no whole model, and the gradient is not compared. Gradients, buffers, states,
-    generators and attributes of modules are as before at the end. ``ng.RunRecorder(...,
-    audit_every=100)`` compares steps of the run with the optimizer's rule.
+    generators and attributes of modules are as before at the end. ``ng.watch`` and
+    ``ng.RunRecorder`` compare steps of the run with those of the optimizer's class.
 
     Args:
         model: as the loop calls it, possibly wrapped or compiled.
@@ -120,12 +119,3 @@ def products_line(products: Mapping[str, int]) -> str:
 def static_readings(set_up: SetUp) -> list[Reading]:
     """Return the readings that need no step."""
     return [*parameter_readings(set_up), *updates_of(set_up).readings]
-
-
-def event_of(reading: Reading, step: int) -> Event:
-    """Return the event of a reading."""
-    kind = "note" if reading.severity == "note" else "warning"
-    return Event(
-        kind, step, reading.advice, reading.tensor or None, reading.value, reading.bound, detector=reading.what,
-        expected=reading.expected, stage=reading.stage,
-    )  # fmt: skip

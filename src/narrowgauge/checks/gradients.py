@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.analysis.kinds import KINDS
-from narrowgauge.analysis.reading import Reading, of_all, words_of
+from narrowgauge.analysis.reading import Reading, joined, of_all, words_of
 from narrowgauge.checks.float32_copy import gathered_copy
 from narrowgauge.checks.passes import (
     Backward,
@@ -51,7 +51,6 @@ from narrowgauge.checks.set_up import NARROW, SetUp, inner_name
 from narrowgauge.checks.shadow import Shadow
 from narrowgauge.checks.sites import is_finite, tensors_in
 from narrowgauge.checks.slope import Slope
-from narrowgauge.checks.step_check import joined
 from narrowgauge.checks.step_samples import evenly_spread
 from narrowgauge.distributed.ranks import Ranks, all_ranks
 from narrowgauge.distributed.replica_verification import possible_parts

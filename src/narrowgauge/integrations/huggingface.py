@@ -118,8 +118,6 @@ class NarrowgaugeCallback(RecordedCallback, TrainerCallback):
     Args:
         folder: the run folder; ``None`` takes ``narrowgauge`` in ``output_dir``.
         gauges_every: steps between samples of the gauges; 0 for none.
-        audit_every: steps between audits, which compare the update with the optimizer's rule; 0 for
-            none.
     Example:
         >>> callback = NarrowgaugeCallback(gauges_every=100)
         >>> trainer = Trainer(model, args, callbacks=[callback])  # doctest: +SKIP

@@ -41,8 +41,6 @@ class NarrowgaugeMonitor(RecordedCallback, Callback):
         folder: the run folder; ``None`` takes ``narrowgauge`` in the Trainer's
             ``default_root_dir``.
         gauges_every: steps between samples of the gauges; 0 for none.
-        audit_every: steps between audits, which compare the update with the optimizer's rule; 0 for
-            none.
         loss, val_loss: the names of the losses that the module logs. A loss that ``training_step``
             returns takes precedence.
         tokens: counts a batch's tokens; ``None`` records none.
@@ -59,12 +57,11 @@ class NarrowgaugeMonitor(RecordedCallback, Callback):
         folder: str | Path | None = None,
         *,
         gauges_every: int = 0,
-        audit_every: int = 0,
         loss: str = "loss",
         val_loss: str = "val_loss",
         tokens: Callable[[Any], int] | None = None,
     ) -> None:
-        super().__init__(folder, gauges_every=gauges_every, audit_every=audit_every)
+        super().__init__(folder, gauges_every=gauges_every)
         self._loss_name = loss
         self._val_loss_name = val_loss
         self._count = tokens

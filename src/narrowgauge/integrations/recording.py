@@ -17,13 +17,11 @@ class RecordedCallback:
         recorder: the recorder, while a training runs.
     """
 
-    def __init__(
-        self, folder: str | Path | None = None, *, gauges_every: int = 0, audit_every: int = 0
-    ) -> None:
+    def __init__(self, folder: str | Path | None = None, *, gauges_every: int = 0) -> None:
         self.folder = Path(folder) if folder else None
         self.recorder: RunRecorder | None = None
         self._rate = 0.0
-        self._options: dict[str, Any] = {"gauges_every": gauges_every, "audit_every": audit_every}
+        self._options: dict[str, Any] = {"gauges_every": gauges_every}
 
     def _open(self, home: Any, model: nn.Module, optimizer: Any, step: int, **options: Any) -> None:
         """Record a training from ``step`` on, in the callback's folder or ``narrowgauge`` in

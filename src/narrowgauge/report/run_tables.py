@@ -6,42 +6,37 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any
 
-from narrowgauge.analysis.diagnose import NOT_ALARMS
 from narrowgauge.runs.finding import counted
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import Row
 from narrowgauge.spec.tables import Column, Table, text_columns
 
-ROUTINE = NOT_ALARMS - {"skip"}
-"""Kinds of events of every healthy run. All others need attention, unknown kinds too."""
-_COLUMNS = text_columns(
-    step="step", run="run", kind="kind", what_happened="message", what_to_do="advice"
-)
+ROUTINE = frozenset({"start", "resume", "stop", "finish", "checkpoint", "note", "unseen"})
+"""What happens in every healthy run. All other events need attention, unknown ones too."""
+_COLUMNS = text_columns(step="step", run="run", what="what", advice="advice")
 
 
 def event_table(named: Iterable[tuple[Run, str]]) -> Table:
-    """Return a row per run, kind and advice: its steps, its first message, and the number of
+    """Return a row per run and kind of event: its steps, its first advice, and the number of
     others. Each note has its own.
     """
-    groups: dict[tuple[str, Any, Any, Any], list[Row]] = {}
+    groups: dict[tuple[str, Any, Any], list[Row]] = {}
     for run, name in named:
         for event in run.events:
-            kind = event.get("kind", "")
-            text = event.get("message", "") if kind == "note" else ""
-            group = (name, kind, event.get("advice", ""), text)
-            groups.setdefault(group, []).append(event)
+            what = event.get("what", "")
+            text = event.get("advice", "") if what == "note" else ""
+            groups.setdefault((name, what, text), []).append(event)
     rows = []
-    for (label, kind, advice, _), events in groups.items():
+    for (label, what, _), events in groups.items():
         first = str(events[0].get("step", ""))
         last = str(events[-1].get("step", ""))
-        message = events[0].get("message", "")
+        advice = events[0].get("advice", "")
         more = len(events) - 1
         if more:
-            message = f"{message} ({counted(more, 'more event')}: see events.jsonl)"
+            advice = f"{advice} ({counted(more, 'more event')}: see events.jsonl)"
         steps = first if first == last else f"{first}–{last}"
-        words = {"message": message, "advice": advice}
-        rows.append({"step": steps, "run": label, "kind": kind, **words})
-    return Table(_COLUMNS, sorted(rows, key=lambda row: row["kind"] in ROUTINE))
+        rows.append({"step": steps, "run": label, "what": what, "advice": advice})
+    return Table(_COLUMNS, sorted(rows, key=lambda row: row["what"] in ROUTINE))
 
 
 _NOT_SHOWN = "config.out"

@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, Literal
 
 from narrowgauge.spec.toml import load_data
@@ -67,8 +66,6 @@ class Column:
 _DATA = load_data("columns", "runs")
 TENSOR_KINDS: dict[str, str] = _DATA.pop("tensor_kinds")
 """Every kind of tensor that gauges watch, and its meaning."""
-EVENT_KINDS = frozenset(chain.from_iterable(_DATA.pop("event_kinds").values()))
-"""Every kind of event."""
 FIRST_EXPONENT = -64
 NUM_EXPONENTS = 112
 """Bin ``k`` of a histogram counts magnitudes from ``2**(FIRST_EXPONENT + k)`` to just below twice
@@ -141,7 +138,7 @@ TEXT = frozenset(column.name for column in EVENT.values() if column.type == "tex
 """Columns in which ``"nan"`` is text and not a number."""
 STEPWISE = ("steps", "evals", "gauges", "fingerprints")
 """The kinds of rows that have a step each. A resume rewrites them from its checkpoint on."""
-REQUIRED = {**dict.fromkeys(STEPWISE, ("step",)), "events": ("kind", "step", "message")}
+REQUIRED = {**dict.fromkeys(STEPWISE, ("step",)), "events": ("what", "step")}
 """Columns that each row of a kind has."""
 _TOTALS = ("tokens", "seconds", "peak_memory_bytes")
 """Numbers of a step that no curve needs."""
@@ -235,7 +232,7 @@ def numbers_of(kind: str, row: Row) -> dict[str, float]:
     numbers: dict[str, float | None] = {}
     if kind == "events":
         value = row.get("value")
-        numbers[f"events/{row['kind']}"] = 1.0 if value is None else value
+        numbers[f"events/{row['what']}"] = 1.0 if value is None else value
     elif kind == "evals":
         numbers["validation/loss"] = row.get("val_loss")
     elif kind == "gauges":

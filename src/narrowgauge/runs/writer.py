@@ -15,7 +15,6 @@ import tomli_w
 
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.atomic_io import disk_errors, sync, write_whole
-from narrowgauge.runs.events import Event, emit
 from narrowgauge.runs.places import ROW_FILES, FolderLock, require_free
 from narrowgauge.runs.record import (
     note_of,
@@ -47,7 +46,7 @@ class RunWriter:
         >>> folder = Path(tempfile.mkdtemp(), "own")
         >>> with ng.runs.RunWriter.create(folder, {"config": {"recipe": "bfloat16/word", "seed": 0}}) as writer:
         ...     writer.append("steps", {"step": 1, "loss": 2.5})
-        ...     writer.event(ng.Event("note", 1, "half of the data are seen"))
+        ...     writer.append("events", {"step": 1, "what": "note", "advice": "half of the data are seen"})
         >>> ng.read_run(folder).steps
         [{'step': 1, 'loss': 2.5}]
     """
@@ -163,11 +162,6 @@ class RunWriter:
             except OSError:
                 os.ftruncate(descriptor, length)
                 raise
-
-    def event(self, event: Event) -> None:
-        """Append an event to ``events.jsonl``, then call the callbacks of ``ng.on_event``."""
-        self.append("events", event.row())
-        emit(event)
 
     def summary(self, row: Row) -> None:
         """Write ``summary.json``, replacing an earlier one."""

@@ -41,9 +41,10 @@ class Console:
     def event(self, kind: str, sentence: str) -> None:
         """Print an event.
 
-        Notes say how a run differs from what was asked for: print them always.
+        Notes and changes say how a run differs from what was asked for: print them always.
         """
-        self.say(f"{kind}: {sentence}.", always=kind == "note")
+        is_asked = kind.startswith(("note", "changed"))
+        self.say(f"{kind}: {sentence.rstrip('.')}.", always=is_asked)
 
     def row(self, kind: str, row: Row) -> None:
         """Print a written row of an evaluation, and every ``log_every`` steps one of a step."""

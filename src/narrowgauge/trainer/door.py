@@ -118,7 +118,7 @@ def require_no_checkpoint(run: Run, damaged: Sequence[str]) -> None:
 
     ``damaged`` says what is wrong with those that are there.
     """
-    saved = [event for event in run.events if event["kind"] in ("checkpoint", "resume")]
+    saved = [event for event in run.events if event["what"] in ("checkpoint", "resume")]
     if damaged or any(event["step"] for event in saved):
         raise RecordError(
             f"Cannot resume {run.path} because {no_good_checkpoint(damaged)}. Its record has "

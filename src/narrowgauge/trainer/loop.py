@@ -19,6 +19,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from narrowgauge.analysis.log import happened
 from narrowgauge.checkpoints.saving import latest_checkpoint
 from narrowgauge.distributed.job import require_same, threads_of
 from narrowgauge.distributed.ranks import all_ranks
@@ -26,7 +27,7 @@ from narrowgauge.errors import CorruptionError, Terminated
 from narrowgauge.gauges.recording.provenance import describe_process, differences
 from narrowgauge.gauges.recording.record import Record
 from narrowgauge.runs.atomic_io import disk_errors
-from narrowgauge.runs.events import Event
+from narrowgauge.runs.finding import sentences
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import Row
 from narrowgauge.runs.writer import RunWriter
@@ -109,9 +110,9 @@ def _begin(config: TrainConfig, console: Console) -> None:
             with disk_errors(folder):
                 shutil.copyfile(tokenizer, folder / "tokenizer.json")
         for note in [*session.data.notes, *session.notes]:
-            record.event(Event("note", 0, note), shown=True)
+            record.event(happened("note", 0, note), shown=True)
         title = f"{Path(config.model).name} in {config.recipe.title}"
-        record.event(Event("start", 0, title))
+        record.event(happened("start", 0, title))
         _watch(session, record, console)
         _run(session, record, console)
 
@@ -145,14 +146,14 @@ def _go_on(run: Run, config: TrainConfig, console: Console, restart: bool) -> No
         record.go_back(step)
         for damage in damaged:
             message = f"{damage} and was not loaded"
-            record.event(Event("checkpoint_damaged", 0, message), shown=True)
+            record.event(happened("damaged-checkpoint", 0, message, severity="warning"), shown=True)
         for name, old, new in door.changed_settings(before, present["config"]):
             note = f"{name} was {old} up to step {step} and is {new} from there on"
-            record.event(Event("note", step, note, detector="changed-settings"), shown=True)
+            record.event(happened("changed-settings", step, note, severity="warning"), shown=True)
         for note in differences(run.run, present):
-            record.event(Event("note", step, note, detector="changed-software"), shown=True)
+            record.event(happened("changed-software", step, note, severity="warning"), shown=True)
         where = f" on {record.here.size} ranks" if record.here.size > 1 else ""
-        record.event(Event("resume", step, f"from step {step}{where}"))
+        record.event(happened("resume", step, f"from step {step}{where}"))
         _run(session, record, console)
 
 
@@ -249,7 +250,7 @@ def _settle_save(session: Session, record: Record) -> None:
     """Wait for the checkpoint in flight, and record it. A failed one ends the run here."""
     step = session.saver.wait()
     if step is not None:
-        record.event(Event("checkpoint", step, f"step-{step:08d} is complete"))
+        record.event(happened("checkpoint", step, f"step-{step:08d} is complete"))
 
 
 @contextmanager
@@ -258,16 +259,16 @@ def _ended(session: Session, record: Record, console: Console) -> Iterator[None]
     try:
         yield
     except CorruptionError as error:
-        where: Row = {"tensor": error.tensor, "rank": error.rank, "detector": "replicas"}
-        message = error.message.rstrip(".")
-        record.event(Event("corruption", session.step, message, advice=error.advice, **where))
+        words = sentences(error.message, error.advice)
+        where: Row = {"tensor": error.tensor or "", "rank": error.rank}
+        record.event(happened("corruption", session.step, words, severity="error", **where))
         raise
     finally:
         session.saver.leave()
         if session.reduction is not None:
             session.reduction.close()  # its hooks on parameters would keep the process group
         if record.alarm_kinds:
-            kinds = ", ".join(kind.replace("_", " ") for kind in record.alarm_kinds)
+            kinds = ", ".join(kind.replace("-", " ") for kind in record.alarm_kinds)
             console.say(f"{kinds}: narrowgauge diagnose {session.folder} shows where")
 
 

@@ -71,7 +71,7 @@ def test_differences_are_paired_by_seed_and_only_by_seed() -> None:
     [
         lambda run: run.summary.update(val_loss=math.nan),
         lambda run: run.events.append(
-            {"kind": "divergence", "step": 3, "message": "the loss is inf"}
+            {"what": "divergence", "step": 3, "advice": "the loss is inf"}
         ),
         lambda run: [row.update(loss=11.0) for row in run.steps[5:]],
     ],

@@ -207,6 +207,16 @@ def test_rounding_may_grow_with_each_step_between_two_rows() -> None:
     assert not TwoRuns(first, second).is_rounding
 
 
+def test_runs_that_round_unlike_differ_by_more_than_rounding_explains() -> None:
+    runs = []
+    for name, recipe in (("a", "float32/float32"), ("b", "bfloat16/word")):
+        changed = {(1, "grad:layers.1"): ROUNDED} if runs else {}
+        runs.append(make_run(name, changed, config={"recipe": recipe}))
+    text = str(TwoRuns(*runs))
+    assert not TwoRuns(*runs).is_rounding and "each within its own rounding" in text
+    assert "float32/float32 and bfloat16/word" in text
+
+
 def test_how_far_rounding_of_a_tensor_grows_is_unknown_after_steps_without_fingerprints() -> None:
     runs = make_run("a"), make_run("b", {(1, "grad:layers.1"): ROUNDED, (3, "grad:layers.1"): 1.01})
     for run in runs:

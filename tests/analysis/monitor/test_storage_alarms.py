@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import narrowgauge as ng
-from narrowgauge.runs.events import Event
+from narrowgauge.analysis.reading import Reading
 from narrowgauge.runs.schema import Row
 from tensors import metric_of
 
@@ -19,7 +19,7 @@ MET = 24
 """Rows of an embedding, their length, and how many of them the batches hold."""
 
 
-def run(storage: str, weight_decay: float = 0.1) -> tuple[list[Event], list[Row]]:
+def run(storage: str, weight_decay: float = 0.1) -> tuple[list[Reading], list[Row]]:
     """Train an embedding of whose rows most are never met; the events of the detectors, and the
     rows of the gauges.
     """
@@ -53,7 +53,7 @@ def run(storage: str, weight_decay: float = 0.1) -> tuple[list[Event], list[Row]
 
 def test_lost_decay_is_told_though_the_edq_is_good() -> None:
     (event,), rows = run("naive")
-    assert (event.kind, event.tensor, event.threshold) == ("lost_decay", "weight", 0.5)
+    assert (event.what, event.tensor, event.bound) == ("lost-decay", "weight", 0.5)
     assert (event.value or 0) > 0.6
     assert "'word'" in event.advice
     assert (metric_of(rows[-1], "updates", "weight", "edq") or 0.0) > 0.95
@@ -63,7 +63,7 @@ def test_lost_decay_is_told_though_the_edq_is_good() -> None:
 @pytest.mark.parametrize("storage", ["word", "kahan", "stochastic", "float32"])
 def test_what_is_kept_beside_the_weight_is_no_alarm(storage: str) -> None:
     events, rows = run(storage)
-    assert [event.kind for event in events] == []
+    assert [event.what for event in events] == []
     # The number itself is as high: it counts what the model sees.
     share, lost = (
         metric_of(rows[-1], "updates", "weight", name)

@@ -99,7 +99,9 @@ def resumed(folder: Path, fault: Fault, storage: str = "") -> list[str]:
     ]
     notices = [str(w.message).rstrip(".") for w in caught if w.category is RunNotice]
     sentences = [
-        notice.removeprefix("warning: ") for notice in notices if notice.startswith("warning: ")
+        notice.removeprefix("not restored: ")
+        for notice in notices
+        if notice.startswith("not restored: ")
     ]
     assert readings == sentences
     return sentences

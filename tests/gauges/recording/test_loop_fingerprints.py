@@ -86,9 +86,7 @@ def test_a_step_with_a_closure_has_the_same_fingerprints(tmp_path: Path) -> None
     plain = recorded(tmp_path / "plain")
     model = model_of()
     optimizer = adamw(model)
-    with ng.RunRecorder(
-        tmp_path / "a", model, optimizer, fingerprints_every=1, audit_every=1
-    ) as recorder:
+    with ng.RunRecorder(tmp_path / "a", model, optimizer, fingerprints_every=1) as recorder:
         for step in range(1, STEPS + 1):
 
             def closure(step: int = step) -> Tensor:
@@ -149,7 +147,7 @@ def test_an_error_while_hashing_ends_no_run(
 
     run = recorded(tmp_path, after_step=break_hashes)
     assert len(run.steps) == STEPS and [row["step"] for row in run.fingerprints] == [0, 1]
-    notes = [event["message"] for event in run.events if event["kind"] == "note"]
+    notes = [event["advice"] for event in run.events if event["what"] == "note"]
     assert notes.count("the record of fingerprints ended: ValueError: no bits") == 1
 
 

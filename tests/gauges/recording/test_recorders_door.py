@@ -27,9 +27,7 @@ def recorder_in(folder: Path, **options: Any) -> ng.RunRecorder:
 
 NO_COUNTS = (-1, 1.5, "5", True, float("nan"))
 COUNTS: dict[str, Callable[[Path, Any], Any]] = {
-    "every": lambda folder, n: recorder_in(folder, every=n),
     "gauges_every": lambda folder, n: recorder_in(folder, gauges_every=n),
-    "audit_every": lambda folder, n: recorder_in(folder, audit_every=n),
     "fingerprints_every": lambda folder, n: recorder_in(folder, fingerprints_every=n),
     "tokens": lambda folder, n: recorder_in(folder).step(2.5, tokens=n),
     "step": lambda folder, n: recorder_in(folder).go_back(n),
@@ -78,7 +76,7 @@ def loops(rank: int, place: Path) -> list[str]:
         optimizer = ng.AdamW(model.parameters(), lr=1e-3)
         folder = place / f"run-{has_evaluation}"
         batch = torch.ones(4, 8).bfloat16()
-        with ng.RunRecorder(folder, model, optimizer, every=0) as recorder:
+        with ng.RunRecorder(folder, model, optimizer) as recorder:
             for _ in range(2):
                 loss = model(batch).float().square().mean()
                 loss.backward()

@@ -88,7 +88,7 @@ def test_a_recorded_loop_has_the_rows_and_the_bits_of_the_trainer(tmp_path: Path
         torch.equal(loop.model.state_dict()[name], tensor) for name, tensor in run.state.items()
     )
     assert [row["step"] for row in record.gauges] == [2, 4, 6] and "updates" in record.gauges[0]
-    assert [event["kind"] for event in record.events] == ["start", "note", "finish"]
+    assert [event["what"] for event in record.events] == ["start", "finish"]
     assert record.config["recipe"] == "bfloat16/word" and record.config["steps"] == 6
     assert record.summary is not None and 8 <= record.summary["bytes_per_param"] < 8.2
     assert record.summary["edq"] > 0.99 and record.summary["tokens"] == 6 * 128
@@ -132,7 +132,7 @@ def test_a_killed_loop_goes_on_from_its_checkpoint_with_the_same_record(tmp_path
         torch.equal(again.model.state_dict()[n], t)
         for n, t in uninterrupted.model.state_dict().items()
     )
-    kinds = [event["kind"] for event in resumed_run.events if event["kind"] != "note"]
+    kinds = [event["what"] for event in resumed_run.events if event["what"] != "note"]
     assert kinds == ["start", "resume", "finish"]
 
 
@@ -206,7 +206,7 @@ def test_the_recipe_is_known_without_being_named_and_a_wrong_one_is_refused(tmp_
 def test_a_skipped_step_and_a_spike_are_events_and_warnings(tmp_path: Path) -> None:
     model, optimizer = small()
     with ng.RunRecorder(tmp_path / "run", model, optimizer, settings={"steps": 6}) as recorder:
-        train(model, optimizer, recorder, 5)
+        train(model, optimizer, recorder, 25)
         with pytest.warns(ng.gauges.RunNotice, match="nonfinite"):
             train(model, optimizer, recorder, 1, scale=float("inf"))
         with pytest.warns(ng.gauges.RunNotice, match="loss spike: the loss jumped to 1e"):
@@ -214,9 +214,9 @@ def test_a_skipped_step_and_a_spike_are_events_and_warnings(tmp_path: Path) -> N
             recorder.step(1e6)
         recorder.step(1.0)  # a step that torch.amp.GradScaler left out
     record = ng.read_run(tmp_path / "run")
-    assert [row["skipped"] for row in record.steps] == [False] * 5 + [True, False, True]
-    kinds = {event["kind"]: event for event in record.events}
-    assert "no weight changed" in kinds["skip"]["message"] and kinds["skip"]["step"] == 6
+    assert [row["skipped"] for row in record.steps] == [False] * 25 + [True, False, True]
+    kinds = {event["what"]: event for event in record.events}
+    assert "no weight changed" in kinds["skip"]["advice"] and kinds["skip"]["step"] == 26
     assert record.summary is not None and record.summary["num_skipped"] == 2
 
 
@@ -262,3 +262,25 @@ def test_a_damaged_summary_is_said_and_no_lock_is_left(tmp_path: Path) -> None:
     ) as recorder:  # no lock was left
         recorder.go_back(2)
     assert len(ng.read_run(tmp_path / "run").steps) == 2
+
+
+def test_a_watch_with_a_folder_writes_a_row_for_each_step(tmp_path: Path) -> None:
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    watch = ng.watch(model, optimizer, record=tmp_path / "run", recipe="bfloat16/naive")
+    for step in range(4):
+        loss = model(torch.ones(2, 4)).square().mean()
+        loss.backward()
+        optimizer.step()
+        if step == 2:
+            watch.step(loss)
+        schedule.step()
+        optimizer.zero_grad()
+    assert isinstance(watch, ng.RunRecorder)
+    watch.close()
+    run = ng.read_run(tmp_path / "run")
+    assert [row["lr"] for row in run.steps] == [0.5, 0.25, 0.125, 0.0625]
+    assert ["loss" in row for row in run.steps] == [False, False, True, False]
+    (asked,) = [event for event in run.events if event["what"] == "not-as-asked"]
+    assert asked["value"] == 2 and "bfloat16 weights" in asked["advice"]

@@ -90,11 +90,12 @@ def test_two_ranks_make_the_record_of_one_process_and_the_first_writes_it(tmp_pa
             row.pop(name, None)
             expected.pop(name, None)
         assert lasting(row) == pytest.approx(lasting(expected), rel=1e-12, nan_ok=True)
-    # What the watch sees is a note. On ranks it is not all that it sees in one process.
+    # On ranks the watch does not see all that it sees in one process.
     events = [
-        [event for event in run.events if event["kind"] != "note"] for run in (single, ranked)
+        [event for event in run.events if event["what"] not in ("note", "unseen")]
+        for run in (single, ranked)
     ]
-    assert [event["kind"] for event in events[1]] == ["start", "nonfinite", "skip", "finish"]
+    assert [event["what"] for event in events[1]] == ["start", "nonfinite-step", "skip", "finish"]
     assert events[1] == events[0]
     assert single.summary is not None and ranked.summary is not None
     for name in ("weights_fingerprint", "num_skipped", "tokens", "val_loss", "steps"):
@@ -110,10 +111,10 @@ def test_a_loop_that_fails_for_long_has_diverged(tmp_path: Path) -> None:
             recorder.step(loss)
         recorder.evaluate(2.0)
     run = ng.read_run(tmp_path / "run")
-    (event,) = [event for event in run.events if event["kind"] == "divergence"]
+    (event,) = [event for event in run.events if event["what"] == "divergence"]
     assert (
         event["step"] == 2 * FAILURES
-        and "the last 25 steps failed: the loss is nan" in event["message"]
+        and "the last 25 steps failed: the loss is nan" in event["advice"]
     )
     assert ng.compare_runs([run]).rows[0]["diverged"]
 
@@ -133,4 +134,4 @@ def test_overflows_at_the_floor_of_the_loss_scale_are_failures(tmp_path: Path) -
             optimizer.zero_grad()
             recorder.step(1.0)
     events = ng.read_run(tmp_path / "run").events
-    assert [event["step"] for event in events if event["kind"] == "divergence"] == [FAILURES + 1]
+    assert [event["step"] for event in events if event["what"] == "divergence"] == [FAILURES + 1]

@@ -19,9 +19,6 @@ from narrowgauge.checks.resume import Entry, differences, generators, snapshot
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.runs.atomic_io import load_json, read_bytes, write_whole
 
-SAVED = "the loop saved "
-"""Begins the message of the event that names a checkpoint."""
-
 
 class Certificate:
     """Write hashes of a loop's states beside a checkpoint, and compare the loop with them after the

@@ -16,7 +16,7 @@ from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, of_all
 from narrowgauge.analysis.thresholds import SETTLED
 from narrowgauge.checks.step_samples import evenly_spread
-from narrowgauge.gauges.recording.intended_updates import on_host
+from narrowgauge.gauges.recording.twin import on_host
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.torch_support.put_back import objects_of
 

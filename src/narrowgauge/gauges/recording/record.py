@@ -21,7 +21,9 @@ import torch
 from torch import nn
 
 from narrowgauge.analysis.alarms import Alarms
-from narrowgauge.analysis.detectors import KINDS_OF_ALARMS
+from narrowgauge.analysis.detectors import DETECTORS
+from narrowgauge.analysis.log import emit, happened, row_of
+from narrowgauge.analysis.reading import Reading
 from narrowgauge.analysis.thresholds import FAILURES
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.errors import NarrowgaugeError
@@ -31,12 +33,12 @@ from narrowgauge.gauges.recording.step_row import StepReader, is_finite, symptom
 from narrowgauge.numerics.metrics import UPDATE_SUMS
 from narrowgauge.optim.audit import Alarm, figures_of, joined_over_ranks
 from narrowgauge.optim.optimizer import Optimizer
-from narrowgauge.runs.events import Event
-from narrowgauge.runs.finding import counted
+from narrowgauge.runs.finding import counted, sentences
 from narrowgauge.runs.record import read_run
 from narrowgauge.runs.schema import Row
 from narrowgauge.runs.writer import RunWriter
 from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.significance import MIN_EDQ
 
 OnRow = Callable[[str, Row], object]
 """Takes each written row: the kind, named as its file (steps, evals, gauges, events), and the row.
@@ -135,17 +137,13 @@ class Record(AbstractContextManager["Record"]):
         def alarmed(alarms: list[Alarm]) -> None:
             before(alarms)
             for alarm in alarms:
-                event = Event(
-                    "lost_updates",
-                    self.num_steps + 1,
-                    alarm.message,
-                    alarm.tensor,
-                    alarm.reading.edq,
-                    advice=f"storage '{alarm.fallback}'",
-                    detector="audit",
-                    stage="storage",
-                )
-                self.event(event)
+                words = {"value": alarm.reading.edq, "expected": 1.0, "bound": 1.0 - MIN_EDQ}
+                step = self.num_steps + 1
+                reading = happened(
+                    "lost-updates", step, alarm.message, severity="error", stage="storage",
+                    tensor=alarm.tensor, **words,
+                )  # fmt: skip
+                self.event(reading)
 
         optimizer.on_alarm = alarmed
         self.undo.callback(setattr, optimizer, "on_alarm", before)
@@ -176,16 +174,14 @@ class Record(AbstractContextManager["Record"]):
         can_lower_scale = math.isfinite(row.get("loss") or 0.0) and LOWEST_SCALE < scale < math.inf
         failed = not is_finite(row) or (row.get("skipped") and scale <= LOWEST_SCALE)
         if reader.ours is not None and reader.was_skipped:
-            self.event(Event("skip", self.num_steps, why_skipped(reader.ours, self.here)))
+            self.event(happened("skip", self.num_steps, why_skipped(reader.ours, self.here)))
         self._num_failed += 1
         if not failed or can_lower_scale:
             self._num_failed = 0
         if self._num_failed == FAILURES:
-            message = f"the last {FAILURES} steps failed: {symptom(row)}"
-            self.event(
-                Event("divergence", self.num_steps, message, advice=GO_BACK, stage="loss"),
-                shown=True,
-            )
+            words = sentences(f"the last {FAILURES} steps failed: {symptom(row)}", GO_BACK)
+            reading = happened("divergence", self.num_steps, words, severity="error", stage="loss")
+            self.event(reading, shown=True)
         if (
             self.gauges is not None and self.gauges.step != self.num_steps
         ):  # the loop did not call the optimizer
@@ -220,15 +216,18 @@ class Record(AbstractContextManager["Record"]):
         if row is not None and self.writer is not None:
             self.writer.append("fingerprints", row)
 
-    def event(self, event: Event, shown: bool = False) -> None:
-        """Write an event, and show it if ``shown``."""
-        if event.kind in KINDS_OF_ALARMS and event.kind not in self.alarm_kinds:
-            self.alarm_kinds.append(event.kind)
+    def event(self, reading: Reading, shown: bool = False) -> None:
+        """Log a reading, and show it if ``shown``."""
+        is_alarm = reading.what in DETECTORS or reading.what == "lost-updates"
+        if is_alarm and reading.what not in self.alarm_kinds:
+            self.alarm_kinds.append(reading.what)
         if self.writer is not None:
-            self.writer.event(event)
+            row = row_of(reading)
+            self.writer.append("events", row)
+            emit(reading)
             if shown:
-                self.say(event.kind.replace("_", " "), event.sentence)
-            self._on_row("events", event.row())
+                self.say(reading.what.replace("-", " "), reading.advice.removesuffix("."))
+            self._on_row("events", row)
 
     def _append(self, kind: str, row: Row) -> None:
         if self.writer is not None:
@@ -250,7 +249,7 @@ class Record(AbstractContextManager["Record"]):
         self.here.of_first(rewind)
         if self.writer is not None:
             for note in self.writer.notes:
-                self.event(Event("note", step, note), shown=True)
+                self.event(happened("note", step, note), shown=True)
             self.writer.notes.clear()
         run = self.here.of_first(lambda: read_run(self.folder))
         self.alarms = Alarms(self.recipe)
@@ -308,7 +307,7 @@ class Record(AbstractContextManager["Record"]):
         message = f"after {counted(summary['steps'], 'step')}"
         if loss is not None:
             message = f"validation loss {loss:.4f}"
-        self.event(Event("finish", summary["steps"], message))
+        self.event(happened("finish", summary["steps"], message))
         # Write the summary last: it makes the run finished. A finished run is not resumed to add
         # missing parts.
         if self.writer is not None:
@@ -316,7 +315,7 @@ class Record(AbstractContextManager["Record"]):
 
     def stop(self, message: str = "the loop ended before its last step") -> None:
         """Record that the loop stopped early."""
-        self.event(Event("stop", self.num_steps, message))
+        self.event(happened("stop", self.num_steps, message))
 
     def close(self) -> None:
         """Release the folder, and leave the model and the optimizer as they were."""

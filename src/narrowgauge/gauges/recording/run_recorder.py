@@ -15,6 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +23,17 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.analysis.kinds import KINDS
-from narrowgauge.analysis.reading import Reading, in_order, words_of
-from narrowgauge.checks.checking import event_of, static_readings
+from narrowgauge.analysis.log import happened
+from narrowgauge.analysis.reading import Reading, in_order, of_all, words_of
+from narrowgauge.checks.checking import static_readings
 from narrowgauge.checks.gradients import coarse_loss
 from narrowgauge.checks.set_up import set_up_of
-from narrowgauge.checks.step_check import StepCheck
 from narrowgauge.checks.step_samples import weight_of
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.sharding import fingerprint_whole, fsdp_modules
 from narrowgauge.errors import RecipeError, RecordError
 from narrowgauge.gauges.hub import RunNotice
-from narrowgauge.gauges.recording.certificate import SAVED, Certificate
+from narrowgauge.gauges.recording.certificate import Certificate
 from narrowgauge.gauges.recording.fingerprints import Fingerprints
 from narrowgauge.gauges.recording.provenance import (
     describe_model,
@@ -46,12 +47,12 @@ from narrowgauge.gauges.recording.watch import Watch
 from narrowgauge.matmul.linear import Linear
 from narrowgauge.optim.audit import unwrapped
 from narrowgauge.optim.optimizer import Optimizer
-from narrowgauge.runs.events import Event
 from narrowgauge.runs.places import is_run
 from narrowgauge.runs.record import read_run
 from narrowgauge.runs.schema import Row, number
 from narrowgauge.runs.writer import RunWriter
 from narrowgauge.spec.computes import COMPUTES
+from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.storages import STORAGES
@@ -84,15 +85,8 @@ class RunRecorder(Watch):
             the optimizer, if possible.
         settings: of your loop, such as ``{"lr": 1e-3, "steps": 400}``. Comparisons show the
             settings in which runs differ, and pair runs of one ``seed``.
-        every: steps between sampled steps of the watch, as in :func:`narrowgauge.watch`; 0 for
-            none.
         gauges_every: steps between samples of the gauges; 0 for none.
-        audit_every: steps between comparisons of an update with the optimizer's rule. The second
-            step is compared too. 0 for none. Differences become events, and the step's row says
-            which tensors were compared.
-        max_grad_norm: the limit to which the loop clips gradients, for these comparisons.
-        ignore: kinds of intended readings of a step, such as ``"weights-written"`` if the loop
-            averages weights.
+        max_grad_norm, ignore: as in :func:`narrowgauge.watch`.
         fingerprints_every: steps between fingerprints of every tensor. With them ``narrowgauge
             diagnose RUN OTHER`` finds the first different tensor. The start and the first step have
             fingerprints too. 0 for none.
@@ -105,6 +99,8 @@ class RunRecorder(Watch):
             row).items()]``. Its exceptions end the loop.
         resume: continue the run in the folder, if there is one; then call :meth:`go_back` before
             the first step.
+        steps_itself: write a row for each step of the optimizer, also without a call of
+            :meth:`step`, as ``ng.watch(record=)`` does.
 
     Attributes:
         gauges: the gauges, if there are any.
@@ -116,8 +112,7 @@ class RunRecorder(Watch):
 
     Cost: about 0.1 ms per step, reading the loss from the device, and with a reduction one gather over its ranks. Fingerprints
         take 3 ns an element on one CPU thread, for weights, gradients, states and the outputs of
-        modules. An audited step copies 4,096 elements of each tensor to the host and recomputes
-        their update there.
+        modules. A sampled step repeats the step on 4,096 elements of each tensor.
 
     Example:
         >>> import tempfile, torch, narrowgauge as ng
@@ -144,25 +139,22 @@ class RunRecorder(Watch):
         *,
         recipe: str | Path | Recipe | None = None,
         settings: Mapping[str, Any] | None = None,
-        every: int = 50,
         gauges_every: int = 0,
-        audit_every: int = 0,
         fingerprints_every: int = 1000,
         max_grad_norm: float | None = None,
         ignore: Collection[str] = (),
         called: nn.Module | None = None,
         on_row: OnRow | None = None,
         resume: bool = False,
+        steps_itself: bool = False,
     ) -> None:
-        steps = {
-            "every": every, "gauges_every": gauges_every, "audit_every": audit_every, "fingerprints_every": fingerprints_every,
-        }  # fmt: skip
-        for name, value in steps.items():
-            _COUNT.check(name, value)
+        _COUNT.check("gauges_every", gauges_every)
+        _COUNT.check("fingerprints_every", fingerprints_every)
         self.model = set_up_of(model, []).model
         self.optimizer = unwrapped(optimizer)
         policy = _recipe_in_use(model, self.optimizer) if recipe is None else parse(recipe)
         _require_fit(policy, self.optimizer)
+        self._asked = None if recipe is None else policy
         content = self._description(policy, dict(settings or {}))
         here = all_ranks()
         goes_on = here.of_first(lambda: resume and is_run(Path(folder)))
@@ -179,7 +171,11 @@ class RunRecorder(Watch):
             undo.callback(self._record.close)
             earlier = here.of_first(lambda: read_run(folder)) if goes_on else None
             self._has_formats = False
-            super().__init__(model, self.optimizer, every=every, called=called)
+            self._steps_itself = steps_itself
+            self._has_unwritten = False
+            super().__init__(
+                model, self.optimizer, called=called, max_grad_norm=max_grad_norm, ignore=ignore
+            )
             self._record.undo.callback(self.remove)
             self.hub.say = self._note
             self._prints = Fingerprints(self.hub, fingerprints_every)
@@ -187,20 +183,6 @@ class RunRecorder(Watch):
             self._columns = Row()
             self._num_taken = 0
             self.gauges = self._record.watch(model, optimizer, every=gauges_every)
-            self._limit = max_grad_norm
-            self._audited: StepCheck | None = None
-            self._reported: set[tuple[str, str]] = set()
-            self._recomputed: Row = {}
-            if audit_every:
-                self._audited = StepCheck(
-                    model,
-                    self.optimizer,
-                    audit_every,
-                    self._audited_step,
-                    max_grad_norm=max_grad_norm,
-                    ignore=ignore,
-                )
-                self._record.undo.callback(self._audited.remove)
             self._certificate = Certificate(model, self.optimizer)
             self._must_go_back = earlier is not None and bool(earlier.steps)
             self._is_open = True
@@ -211,7 +193,7 @@ class RunRecorder(Watch):
             if not self._must_go_back:
                 self._begin_at(0)
             for change in differences(self._run, content):
-                self.event("note", change, detector="changed-software")
+                self.event("changed-software", change, severity="warning")
             undo.pop_all()
         _OPEN.add(self)
 
@@ -251,6 +233,7 @@ class RunRecorder(Watch):
                 "Call recorder.go_back(step) with the step of the checkpoint that was loaded, or "
                 "0.",
             )
+        self._has_unwritten = False
         entries: Row = {"loss": loss, "skipped": self._was_skipped()}
         if tokens is not None:
             _COUNT.check("tokens", tokens)
@@ -260,11 +243,11 @@ class RunRecorder(Watch):
             if values.is_floating_point():
                 values = values.float().view(torch.int32)  # the bits
             entries["batch_crc"] = batch_checksum(values.numpy())
-        entries["recomputed"] = self._recomputed or None
+        entries["compared"] = self.num_compared or None
         entries |= self._columns
         entries |= columns
         self._check_clip(entries)
-        self._recomputed = {}
+        self.num_compared = 0
         self._columns = {}
         present = {name: value for name, value in entries.items() if value is not None}
         row = self._record.step(present)
@@ -284,15 +267,16 @@ class RunRecorder(Watch):
         """
         self._record.eval({"val_loss": loss, **columns})
 
-    def event(self, kind: str, message: str, **fields: Any) -> None:
-        """Record an event of the loop at the current step.
+    def event(self, what: str, words: str, **fields: Any) -> None:
+        """Log something that happened in the loop at the current step.
 
         Args:
-            kind: a kind of :class:`narrowgauge.Event`, such as ``"note"``.
-            message: one sentence.
-            fields: ``tensor``, ``value``, ``threshold``, ``advice``, ``detector``.
+            what: its kind, such as ``"note"``.
+            words: what happened and what to do, in sentences.
+            fields: of :class:`narrowgauge.Reading`, such as ``tensor`` and ``value``. The
+                ``severity`` is ``"note"`` if not given.
         """
-        self._record.event(Event(kind, self.num_steps, message, **fields))
+        self._record.event(happened(what, self.num_steps, words, **fields))
 
     def saved(self, path: str | Path, **objects: Any) -> None:
         """Certify a checkpoint that the loop has saved: write hashes of every state beside it.
@@ -308,7 +292,7 @@ class RunRecorder(Watch):
         Cost: one read of every state, and a second for its norm.
         """
         self._certificate.write(path, objects)
-        self.event("checkpoint", f"{SAVED}{Path(path).absolute()}")
+        self.event("checkpoint", "the loop saved a checkpoint", place=str(Path(path).absolute()))
 
     def go_back(self, step: int, **objects: Any) -> None:
         """Continue after ``step``. Delete rows of later steps, since the loop repeats these steps.
@@ -328,19 +312,18 @@ class RunRecorder(Watch):
         run = self._record.here.of_first(lambda: read_run(self.folder))
         path = ""
         for event in run.events:
-            if event["kind"] == "checkpoint" and event["step"] == step:
-                path = event["message"].removeprefix(SAVED)
+            if event["what"] == "checkpoint" and event["step"] == step:
+                path = event.get("place", "")
         self._record.go_back(step, first=run.steps[0]["step"] if run.steps else step + 1)
         if not began:
             # A rollback keeps the samples of the start, which a new process does not know.
             self._start_samples()
         self._step = step
-        if self._audited is not None:
-            self._audited.go_on_from_checkpoint()
+        self.go_on_from_checkpoint()
         self._must_go_back = False
         if path:
             for reading in self._certificate.differences(path, objects):
-                self._record.event(event_of(reading, step), shown=True)
+                self._record.event(replace(reading, step=step), shown=True)
         self._begin_at(step)
         if goes_on or began:
             done = f", after {began} were done" if began else ""
@@ -358,6 +341,8 @@ class RunRecorder(Watch):
         """
         if not self._is_open:
             return
+        if self._has_unwritten:
+            self.step()
         self._is_open = False
         try:
             if finished and not self._must_go_back:
@@ -404,50 +389,56 @@ class RunRecorder(Watch):
             self.event("note", f"the set-up was not checked: {words_of(error)}")
             return
         silent = {"missing-parameters", "no-gradient"}
-        first: dict[str, Reading] = {}
+        if step == 0:
+            readings = [*readings, *self._asked_readings()]
         for reading in in_order(readings):
-            if reading.severity != "note" and reading.what not in silent:
-                first.setdefault(reading.what, reading)
-        self._record_new(list(first.values()), step, static=True)
+            place = reading.what, reading.tensor
+            is_new = place not in self._logged and reading.what not in self._ignored
+            if is_new and reading.severity != "note" and reading.what not in silent:
+                self._logged[place] = reading.excess
+                self._log(replace(reading, step=step))
+
+    def _asked_readings(self) -> Iterator[Reading]:
+        """Compare the format of the trained weights with that of the recipe that was asked for."""
+        if self._asked is None:
+            return
+        asked = self._asked.storage.visible
+        total = 0
+        elements = 0
+        other = {}
+        for name, p in self._trained.items():
+            total += p.numel()
+            if dtype_name(p.dtype) != asked:
+                elements += p.numel()
+                other[name] = dtype_name(p.dtype)
+        if 2 * elements > total:
+            formats = of_all(dict.fromkeys(other.values()))
+            kind = KINDS["not-as-asked"]
+            yield from kind.of(list(other), recipe=self._asked.title, asked=asked, formats=formats)
 
     def _check_clip(self, entries: Row) -> None:
-        """Compare the norm that reached an audited step with the loop's own norm before clipping."""
-        norm = self._recomputed.get("norm")
+        """Compare the norm that reached the step with the loop's own norm before clipping."""
         before = number(entries.get("grad_norm"))
+        self._read()
+        norm = self._arrived
         if norm is None or before is None or not math.isfinite(before):
             return
+        self._arrived = None
         expected = before if self._limit is None else min(self._limit, before)
         kind = KINDS["clip-norm"]
         bound = (kind.bound + 2.0**-7) * expected
         if abs(norm - expected) > bound:
             cause = f", of {before:.4g} before the clip"
-            reading = kind.reading("", norm, expected, bound, cause=cause)
-            self._record_new([reading], self.num_steps + 1)
-
-    def _audited_step(self, _: int, readings: list[Reading], row: Row) -> None:
-        """Report a compared step, and save the compared names for its row."""
-        self._recomputed = row or self._recomputed
-        # Writes between two steps belong to the step before.
-        self._record_new(readings, self.num_steps + bool(row))
-
-    def _record_new(self, readings: list[Reading], step: int, *, static: bool = False) -> None:
-        for reading in readings:
-            place = reading.what, "" if static else reading.tensor
-            if place not in self._reported:
-                self._reported.add(place)
-                self._record.event(
-                    event_of(reading, step), shown=not static and reading.severity != "note"
-                )
+            step = self.num_steps + 1
+            self._report([kind.reading("", norm, expected, bound, step=step, cause=cause)])
 
     def _print_what_is_seen(self) -> None:
         super()._print_what_is_seen()
-        self.event("note", self.seen(), detector="watch")
+        for area, reason in self.unseen.items():
+            self.event("unseen", reason, tensor=area)
 
-    def _say(self, readings: list[Reading]) -> None:
-        """Write an event for each reading, and show them in a sentence."""
-        for reading in readings:
-            self._record.event(event_of(reading, reading.step))
-        super()._say(readings)
+    def _log(self, reading: Reading) -> None:
+        self._record.event(reading)
 
     def _sampled_readings(self, optimizer: torch.optim.Optimizer, step: int) -> Iterator[Reading]:
         yield from super()._sampled_readings(optimizer, step)
@@ -464,7 +455,7 @@ class RunRecorder(Watch):
         self._record.fingerprint(self._prints)
 
     def _note(self, message: str) -> None:
-        self._record.event(Event("note", self.num_steps, message), shown=True)
+        self._record.event(happened("note", self.num_steps, message), shown=True)
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Count a step that was taken, too."""
@@ -472,6 +463,16 @@ class RunRecorder(Watch):
         if found_inf is None or not bool(found_inf):
             self._num_taken += 1
         super().after_step(optimizer)
+        self._has_unwritten = self._steps_itself
+        rate = optimizer.param_groups[0]["lr"]
+        if self._has_unwritten and rate is not None:
+            self._columns["lr"] = float(rate)  # a schedule may step before the row is written
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Write the row of the last step, if nobody did."""
+        if self._has_unwritten:
+            self.step()
+        super().before_step(optimizer)
 
     def after_pass(self, output: Any) -> None:
         """Record the formats of the first forward pass too.
@@ -492,18 +493,19 @@ class RunRecorder(Watch):
         elif before != now:
             began = f"the model computed in {before} when the run began"
             message = f"{began}, and now computes in {now}"
-            self.event("note", message, detector="changed-settings")
+            self.event("changed-settings", message, severity="warning")
 
     def _summary(self) -> Row:
         for module in fsdp_modules(self.model):  # an evaluation leaves the weights gathered
             module.reshard()
         stepped = {*members_of(self.optimizer)}
         stored = {}
+        found = 0
         for name, p in self.model.named_parameters():
-            if p in stepped:
-                stored[name] = weight_of(self.optimizer, p)
-        fingerprint = None  # of all weights that the optimizer steps, or of none
-        if len(stored) == len(stepped):
+            stored[name] = weight_of(self.optimizer, p) if p in stepped else p
+            found += p in stepped
+        fingerprint = None  # of all weights, or of none
+        if found == len(stepped):
             fingerprint = fingerprint_whole(stored)
         config = self._record.here.of_first(lambda: read_run(self.folder)).config
         return self._record.summary(
@@ -607,3 +609,77 @@ def folder_for(folder: Path, *, goes_on: bool) -> Path:
         return used if goes_on else free
 
     return all_ranks().of_first(first_free)
+
+
+def watch(
+    model: nn.Module,
+    optimizer: Any,
+    *,
+    record: str | Path | None = None,
+    called: nn.Module | None = None,
+    max_grad_norm: float | None = None,
+    ignore: Collection[str] = (),
+    **options: Any,
+) -> Watch:
+    """Watch a training loop.
+
+    Print at the third step what is watched and what is not, and a sentence at a step that is not
+    well.
+
+    Each kind of fault is told once, and again when it is twice as large:
+
+    * the learning rate at which the weights really train, for any optimizer;
+    * after 50 steps, tensors that never moved or never had a gradient;
+    * at the third step, and later after sampled ones, tensors with a gradient and no optimizer, or with two;
+    * on sampled steps, frozen tensors that the optimizer changes, and a step, a decay, a state or a count unlike its class's;
+    * weights and states that are written after a sampled step; gradients beyond the limit of the clip;
+    * gradients that were not cleared, that are zero everywhere, or that are not finite; a step that is repeated;
+    * training in evaluation mode, evaluation in training mode, weights that an evaluation did not restore;
+    * the first module whose output is not finite;
+    * a copy of the model that the loop writes, such as an average of its weights, which cannot move in its format or runs away;
+    * on several ranks, equal batches and equal dropout masks; on sampled steps, weights that differ;
+    * on sampled steps, a rank whose loss is far from the others';
+
+    A watched loop computes the same bits. On several ranks, all of them make the call.
+
+    Args:
+        model: the trained model, before ``torch.compile`` or not.
+        optimizer: any ``torch.optim.Optimizer``, possibly wrapped; or a list of several, the last
+            to step at the end.
+        record: a folder in which the run is recorded: the watch is a
+            :class:`narrowgauge.RunRecorder`, and writes a row for each step
+            of the optimizer, with the loss where :meth:`step` tells it.
+        called: the module whose forward pass the loop calls, if not the model itself.
+        max_grad_norm: the limit to which the loop clips gradients.
+        options: of :class:`narrowgauge.RunRecorder`, with ``record``.
+        ignore: kinds of readings that are intended, such as ``"weights-written"`` if the loop
+            averages weights. ``narrowgauge show checks`` lists them.
+    Returns:
+        The watch. ``numbers()`` is a flat dict of floats for a logger; ``step(loss)`` watches the
+            loss too; ``remove()`` ends it.
+    Raises:
+        RecipeError: ``model`` is not a module, ``optimizer`` not an optimizer, or ``ignore`` has an
+            unknown kind.
+        RecordError: the folder is in use.
+
+    Cost: one read of the gradients and of the blocks' outputs in each step. A sampled step repeats
+        the optimizer's step on at most 4,096 elements of each tensor, in float64: for rules that
+        need matrices, on at most 65,536.
+
+    Example:
+        >>> import torch, narrowgauge as ng
+        >>> model = torch.nn.Linear(64, 64).bfloat16()
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+        >>> watch = ng.watch(model, optimizer)
+        >>> with warnings.catch_warnings(record=True) as caught:
+        ...     for _ in range(2):
+        ...         model(torch.ones(4, 64, dtype=torch.bfloat16)).float().square().mean().backward()
+        ...         optimizer.step()
+        ...         optimizer.zero_grad()
+        >>> str(caught[0].message).split(":")[0], watch.numbers()["lr/group0"]
+        ('step 2', 1e-05)
+    """
+    options |= {"called": called, "max_grad_norm": max_grad_norm, "ignore": ignore}
+    if record is None:
+        return Watch(model, optimizer, **options)
+    return RunRecorder(record, model, optimizer, steps_itself=True, **options)

@@ -2,8 +2,8 @@
 
 Hooks on the model and on the optimizer's step only read. The numbers of a step go to the host in
 one vector: the norm of each gradient, the sum of each block's outputs, and some flags. A GPU's
-vector is read one step later, so that nothing waits for it. On some *sampled* steps the intended
-update is computed too (:mod:`narrowgauge.gauges.recording.intended_updates`).
+vector is read one step later, so that nothing waits for it. On *sampled* steps, 1, 2, 3, 5, 8, 13 …
+and every hundredth, the step is repeated too (:mod:`narrowgauge.gauges.recording.twin`).
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import statistics
 import sys
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,11 +28,13 @@ from torch.optim import swa_utils
 from torch.utils._pytree import tree_leaves
 
 from narrowgauge.analysis.kinds import KINDS
-from narrowgauge.analysis.reading import Reading, in_order, of_all
+from narrowgauge.analysis.reading import Reading, in_order, joined, of_all, words_of
 from narrowgauge.analysis.thresholds import (
     EVALUATIONS_APART,
+    LEAST_SHARE_OF_STEPS,
     LOSS_APART,
     MOST_PROBES,
+    ROUNDINGS,
     SETTLED,
     TWICE,
     UNIFORM_STEPS,
@@ -40,9 +45,10 @@ from narrowgauge.checks.gradients import has_own_batches, vocabulary_of, weights
 from narrowgauge.checks.set_up import SetUp, set_up_of
 from narrowgauge.checks.step_samples import evenly_spread, weight_of
 from narrowgauge.distributed.replica_verification import unlike
+from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.gauges.hub import Hub, Listener, RunNotice
-from narrowgauge.gauges.recording.intended_updates import IntendedStep, on_host
 from narrowgauge.gauges.recording.leaves import Averages, copies_of, names_of
+from narrowgauge.gauges.recording.twin import Twin, on_host
 from narrowgauge.numerics.dtensor import gradient_of, is_sharded, local_of
 from narrowgauge.numerics.hashing import fingerprint_all
 from narrowgauge.optim.optimizer import Optimizer
@@ -63,6 +69,9 @@ parts.
 """
 _LEAST_SHARE = 1e-6
 """Of the largest gradient's norm. A smaller gradient may be rounding alone, as that of a bias before a batch norm."""
+_SAMPLED = frozenset({1, 2, 3, 5, 8, 13, 21, 34, 55, 89})
+_EVERY = 100
+"""Sampled steps at first, and steps between later ones."""
 _CLOCK = itertools.count()
 _LAST_STEPS: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 """When each optimizer of this process stepped last, since the first watch: a reading of the clock."""
@@ -97,6 +106,7 @@ class Watch(Listener):
     Attributes:
         hub: the hooks on the loop.
         unseen: what is not watched, and why.
+        num_compared: tensors whose step was compared with that of the optimizer's class, so far.
         is_ended: the hooks are removed.
     """
 
@@ -104,12 +114,25 @@ class Watch(Listener):
     is_ended = False
 
     def __init__(
-        self, model: nn.Module, optimizer: Any, *, every: int = 50, called: nn.Module | None = None
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        *,
+        called: nn.Module | None = None,
+        max_grad_norm: float | None = None,
+        ignore: Collection[str] = (),
     ) -> None:
+        for name in ignore:
+            if name not in KINDS:
+                raise RecipeError(
+                    f"Cannot ignore '{name}' because no kind of reading has this name.",
+                    suggestion(name, KINDS) or "Try narrowgauge show checks, which lists them.",
+                )
         self.optimizers = set_up_of(model, optimizer).optimizers
         inner = unwrapped_model(model)
         self.watched_model = inner
-        self.every = every
+        self._ignored = frozenset(ignore)
+        self._limit = max_grad_norm
         if called is None:
             # A compiler skips hooks inside the model that it compiles.
             called = model if is_compiled_model(model) else inner
@@ -133,14 +156,24 @@ class Watch(Listener):
         self._step = 0
         self._numbers: dict[str, float] = {}
         self._told: dict[str, float] = {}
+        self._logged: dict[tuple[str, str], float] = {}
         self._has_moved: set[str] = set()
         self._had_gradient: set[str] = set()
         self._had_more: set[str] = set()  # than rounding of the others' gradients
         self._is_bad = False
+        self._goes_on = False  # from a checkpoint, in the next step
+        self._arrived: float | None = None  # the norm of the gradients in the last step
         self._num_zero = 0
         self._num_uniform = 0
+        self._num_losses = 0
+        self._zeros: dict[str, list[int]] = {}  # by tensor: its first step, and steps at zero since
+        self._jumps: dict[int, tuple[float, str]] = {}  # by sampled step
+        self._drifts: Counter[str] = Counter()  # of frozen tensors, over the sampled steps
+        self._num_sampled = 0
         self._num_overflows = 0
         self._take_up()
+        sums = self._sums_of_ranks()
+        self._split = {name for name, x in sums.items() if len({*map(repr, x)}) > 1}
         # Of the current step:
         self._num_passes = 0
         self._num_backward = 0
@@ -152,14 +185,18 @@ class Watch(Listener):
         self._num_dropping = 0
         self._evaluations: set[bool] = set()
         self._was_cleared: dict[Tensor, bool | Tensor] = {}
-        self._intended: IntendedStep | None = None
-        self._frozen: dict[Tensor, Tensor] = {}
+        self._twins: dict[torch.optim.Optimizer, Twin] = {}
+        self._strays: dict[str, tuple[Tensor, Tensor]] = {}
+        self._frozen: dict[str, tuple[Tensor, Tensor]] = {}
         # Between steps:
         self._unread: list[tuple[int, list[str], HostCopy]] = []
         self._num_calls = 0  # of step()
         self._is_evaluated = False
         self._was_evaluated = False
         self._has_own_writes = False
+        self._first_writes: dict[str, Reading] = {}  # after the first step, until the second
+        self._projected: set[str] = set()
+        self.num_compared = 0
         self._num_evaluated = 0
         self._num_dropped = 0
         self._after: Tensor | None = None
@@ -230,6 +267,12 @@ class Watch(Listener):
         self._vocabulary = vocabulary_of(model)
         self.hub.listeners.append(self)
 
+    def go_on_from_checkpoint(self) -> None:
+        """Compare the next step, and nothing with the last one: weights and states were loaded."""
+        self._twins = {}
+        self._strays = {}
+        self._goes_on = True
+
     def end(self) -> None:
         """End the watch; other listeners go on."""
         self.is_ended = True
@@ -271,16 +314,27 @@ class Watch(Listener):
     # ── reports ───────────────────────────────────────────────────────────────────────────────────
 
     def _report(self, readings: Iterable[Reading]) -> None:
-        """Say what is new: each kind once, and again when it is twice as far beyond its bound."""
+        """Log what is new of a tensor, and say what is new of a kind: once, and again when it is
+        twice as far beyond its bound.
+        """
         fresh = []
         for reading in readings:
-            reported = self._told.get(reading.what)
-            if reported is None or reading.excess > TWICE * reported:
+            place = reading.what, reading.tensor
+            if reading.what in self._ignored:
+                continue
+            if reading.excess > TWICE * self._logged.get(place, -1.0):
+                self._logged[place] = reading.excess
+                self._log(reading)
+            is_note = reading.severity == "note"
+            if not is_note and reading.excess > TWICE * self._told.get(reading.what, -1.0):
                 fresh.append(reading)
         for reading in fresh:
             self._told[reading.what] = reading.excess
         if fresh:
             self._say(in_order(fresh))
+
+    def _log(self, reading: Reading) -> None:
+        """Write a reading. A watch without a folder writes nothing."""
 
     def _say(self, readings: list[Reading]) -> None:
         """Show the readings of one step in a sentence."""
@@ -343,9 +397,7 @@ class Watch(Listener):
         """Return the steps since the last one in which walks to the leaves began: the first one,
         and later ones, since parameters may be thawed while the loop runs.
         """
-        if self.every == 0 or self._step < SETTLED:
-            return self._step
-        return self._step % max(self.every, SETTLED)
+        return self._step if self._step < SETTLED else self._step % SETTLED
 
     def _add_sum(self, name: str, x: Tensor) -> None:
         if torch.is_grad_enabled() and x.element_size() > 1:
@@ -370,7 +422,7 @@ class Watch(Listener):
                 names = of_all(type(optimizer).__name__ for optimizer in unwatched)
                 words = f", and another one has ({names}): watch the one that steps"
                 self._report([KINDS["never-steps"].reading("", UNSTEPPED, words=words)])
-        if self._here.size > 1 and self._is_sampled(self._step + 1):
+        if self._here.size > 1 and is_sampled(self._step + 1):
             # The ranks' gradients are not summed yet.
             step, square = self._square
             if step != self._step:
@@ -383,8 +435,9 @@ class Watch(Listener):
         """Take the flags of a step that has its gradients."""
         self._read()
         step = self._step + 1
-        is_sampled = self._is_sampled(step)
-        if is_sampled or len(members_of(*self.optimizers)) != self._num_members:
+        sampled = is_sampled(step) or self._goes_on
+        self._report(self._written_readings(optimizer))
+        if sampled or len(members_of(*self.optimizers)) != self._num_members:
             self._take_up()
         if optimizer is self.optimizers[0]:
             self._report(self._pass_readings(step))
@@ -414,9 +467,20 @@ class Watch(Listener):
         if probe is self._probe and self._after is not None:
             is_written = ((probe != self._after) & (self._after == self._after)).any()
             self._flags["swapped" if self._was_evaluated else "written"] = is_written
-        if is_sampled:
-            self._frozen = {p: evenly_spread(p).clone() for p in self._names if not p.requires_grad}
-            self._intended = None if isinstance(optimizer, Optimizer) else IntendedStep(optimizer)
+        if sampled:
+            self._report(self._drift_readings(step))
+            frozen = {plain_name(n): p for n, p in self.watched_model.named_parameters()}
+            frozen |= {name: p for p, name in self._names.items()}
+            self._frozen = {}
+            for name, p in frozen.items():
+                if not p.requires_grad:
+                    self._frozen[name] = p, evenly_spread(p).clone()
+            self._twins[optimizer] = Twin(optimizer, self._names)
+            members = {*members_of(*self.optimizers)}
+            for name, p in self.watched_model.named_parameters():
+                is_stray = p.grad is not None and p not in members and not self._is_sharded
+                if is_stray and step > 2:
+                    self._strays[plain_name(name)] = p, evenly_spread(p).clone()
 
     def _gradients(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         """Return this rank's gradients by name, in the order of a backward pass; of sparse ones the
@@ -442,6 +506,7 @@ class Watch(Listener):
         step = self._step + 1
         skipped = getattr(optimizer, "found_inf", None)
         if isinstance(optimizer, Optimizer) and optimizer.last_control is not None:
+            self._flags["clip"] = optimizer.last_control[0]
             skipped = optimizer.last_control[1]
         if skipped is not None:
             self._flags["skipped"] = skipped.reshape(())
@@ -458,12 +523,16 @@ class Watch(Listener):
             self._was_cleared.pop(probe, None)
             if probe is self._probe:
                 self._after = probe.detach().clone()
-        if self._is_sampled(step):
+        if optimizer in self._twins:
+            self._twins[optimizer].complete()
             self._report(self._sampled_readings(optimizer, step))
         if device.type == "cpu":
             self._read()
         if optimizer is self.optimizers[-1]:
             self._step = step
+            self._goes_on = False
+            if is_sampled(step):
+                self._report(self._replica_readings(step))
             if step == 2 and self._here.size > 1:
                 self._report(self._rank_readings(step))
             if step == 3:
@@ -486,9 +555,6 @@ class Watch(Listener):
             missing = [f"{area} ({why})" for area, why in self.unseen.items()]
             line += f"; not: {', '.join(missing)}"
         return line
-
-    def _is_sampled(self, step: int) -> bool:
-        return self.every > 0 and (step == 2 or step % self.every == 0)
 
     def _pass_readings(self, step: int) -> Iterator[Reading]:
         """Read the modes of the passes since the last step, and after two steps with walks the
@@ -564,6 +630,7 @@ class Watch(Listener):
         if values.pop("swapped", 0.0) and not self._has_own_writes:
             yield KINDS["weights-not-restored"].reading("", 1, 0, step=step - 1)
         is_skipped = bool(values.pop("skipped", 0.0))
+        factor = values.pop("clip", 1.0)
         norms = {}
         outputs = []
         gradients = []
@@ -586,13 +653,37 @@ class Watch(Listener):
                     self._had_gradient.add(name)
                 if norm > least:
                     self._had_more.add(name)
-        self._num_zero += 1
-        if any(norms.values()):
-            self._num_zero = 0
+        self._num_zero += not any(norms.values())
         zero = KINDS["zero-gradients"]
-        if self._num_zero == zero.bound:
-            yield zero.reading("", self._num_zero, step=step)
-        self._numbers["grad_norm"] = math.hypot(*norms.values())
+        if self._num_zero >= max(zero.bound, LEAST_SHARE_OF_STEPS * step):
+            yield zero.reading("", self._num_zero, step=step, count=step)
+        if any(norms.values()):
+            yield from self._one_zero_readings(step, norms)
+        norm = math.hypot(*norms.values())
+        self._numbers["grad_norm"] = norm
+        if not is_skipped and not self._is_sharded:
+            self._arrived = norm * factor
+            yield from self._clip_readings(step, norm * factor)
+
+    def _one_zero_readings(self, step: int, norms: dict[str, float]) -> Iterator[Reading]:
+        """Read a tensor whose gradient is exactly zero or missing in a few of its steps."""
+        for name in self._zeros.keys() | norms.keys():
+            if norms.get(name):
+                self._zeros.setdefault(name, [step, 0])
+            elif name in self._zeros:
+                self._zeros[name][1] += 1
+        if not is_sampled(step) or step < UNSTEPPED or len(self.optimizers) > 1:
+            return
+        few = []
+        for name, (first, count) in self._zeros.items():
+            if 0 < count <= KINDS["zero-gradient"].bound * (step - first):
+                few.append(name)
+        if few:
+            kind = KINDS["zero-gradient"]
+            name = max(few, key=lambda name: self._zeros[name][1])
+            first, count = self._zeros[name]
+            share = count / (step - first)
+            yield kind.reading(of_all([name, *few]), share, step=step, count=count, of=step - first)
 
     def _nonfinite_readings(
         self, step: int, outputs: list[str], gradients: list[str], is_skipped: bool
@@ -601,9 +692,8 @@ class Watch(Listener):
         was_bad = self._is_bad
         self._is_bad |= bool(outputs or (gradients and not is_skipped))
         kind = KINDS["first-nonfinite"]
-        self._num_overflows += 1
-        if not gradients or not is_skipped:
-            self._num_overflows = 0
+        is_overflow = bool(gradients) and is_skipped
+        self._num_overflows += is_overflow
         if was_bad:
             return
         if outputs:
@@ -613,16 +703,124 @@ class Watch(Listener):
                 words = f", at weights that are not finite ({bad_weights})"
             output = KINDS["nonfinite-output"]
             yield output.reading(outputs[0], math.nan, step=step, words=words)
-        if self._num_overflows == kind.bound:
-            words = f", in {self._num_overflows} skipped steps in a row"
+        if is_overflow and self._num_overflows >= max(kind.bound, step / 3):
+            words = f", in {self._num_overflows} skipped steps of {step}"
             yield kind.reading(gradients[0], self._num_overflows, step=step, words=words)
         elif gradients and not is_skipped and not outputs:
             words = f", of {counted(len(gradients), 'tensor')}, and the optimizer took the step"
             yield kind.reading(gradients[0], len(gradients), 0, 0, step, words=words)
 
+    def _clip_readings(self, step: int, norm: float) -> Iterator[Reading]:
+        """Compare the norm of the gradients that reach the step with the declared limit."""
+        limit = self._limit
+        if limit is None or not 0 < norm < math.inf:
+            return
+        kind = KINDS["clip-norm"]
+        epsilon = max(torch.finfo(p.dtype).eps for p in self._names)
+        bound = (kind.bound + 2 * epsilon) * limit
+        # Clipping leaves the limit, to a part in a million. A later division by a loss scale leaves
+        # limit / 2^power.
+        power = round(math.log2(limit / norm))
+        cause = ""
+        if power >= 3 and abs(norm * 2.0**power / limit - 1) < 1e-5:
+            cause = f", 2^{power} times as large: they were clipped before they were unscaled"
+        if cause or norm > limit + bound:
+            yield kind.reading("", norm, limit, bound, step=step, cause=cause)
+
     # ── sampled steps ─────────────────────────────────────────────────────────────────────────────
 
+    def _compared(self, readings: Callable[[], Iterable[Any]]) -> list[Any]:
+        """Return what a comparison yields. Its error is a reason for what is not seen."""
+        try:
+            return list(readings())
+        except Exception as error:
+            self.unseen["the optimizer's step"] = words_of(error)
+            return []
+
+    def _step_readings(self, optimizer: torch.optim.Optimizer, step: int) -> Iterator[Reading]:
+        """Read the differences between a step and its class's. A first step may make masters."""
+        twin = self._twins[optimizer]
+        if step == 1 and not self._goes_on:
+            return
+        found = self._compared(twin.readings)
+        self.num_compared += twin.num_compared
+        for reading in joined(found, len(twin.samples)):
+            yield replace(reading, step=step)
+
+    def _written_readings(self, optimizer: torch.optim.Optimizer) -> Iterator[Reading]:
+        """Read what was written since a sampled step.
+
+        A loop that writes a weight after each of its first two steps does so by its rule, as a
+        projection: this is a note.
+        """
+        twin = self._twins.pop(optimizer, None)
+        if twin is None or not twin.samples or not twin.samples[0].after:
+            return
+        step = self._step
+        readings = []
+        first_writes = self._first_writes if step != 1 else {}
+        for reading, is_plain in self._compared(twin.written):
+            name = reading.tensor
+            now = replace(reading, step=step)
+            if is_plain and step == 1:
+                self._first_writes[name] = now
+            else:
+                if is_plain and first_writes.pop(name, None) is not None:
+                    self._projected.add(name)
+                if name in self._projected and now.what == "weights-written":
+                    now = replace(now, severity="note")
+                readings.append(now)
+        yield from joined([*first_writes.values(), *readings], len(twin.samples))
+        first_writes.clear()
+        still = [name for name, (p, x) in self._strays.items() if torch.equal(evenly_spread(p), x)]
+        self._strays = {}
+        yield from KINDS["missing-parameters"].of(still, step)
+
+    def _drift_readings(self, step: int) -> Iterator[Reading]:
+        """Read frozen tensors that change by a few roundings between sampled steps, as a base does
+        into which adapters are merged and out of which they are taken.
+        """
+        names = []
+        flags = []
+        for name, (p, before) in self._frozen.items():
+            now = evenly_spread(p)
+            if p.requires_grad or not p.is_floating_point() or now.shape != before.shape:
+                continue
+            ulps = (now - before).abs() / (before.abs() * torch.finfo(p.dtype).eps).clamp_min(1e-30)
+            names.append(name)
+            flags.append((ulps <= ROUNDINGS).all() & (ulps > 0).any())
+        self._num_sampled += 1
+        self._drifts.update(itertools.compress(names, on_host(flags)))
+        often = [n for n, count in self._drifts.items() if count >= max(3, self._num_sampled / 4)]
+        yield from KINDS["frozen-drifts"].of(often, step, steps=self._num_sampled)
+
+    def _jump_readings(self, twin: Twin, step: int) -> Iterator[Reading]:
+        """Read a step that is far larger than the others in units of the learning rate, for rules
+        whose steps are about one.
+        """
+        if "adam" not in type(twin.optimizer).__name__.lower():
+            return
+        largest = []
+        for sample in twin.samples:
+            rate = float(sample.group[1].get("lr") or 0.0)
+            if rate and sample.parameter.numel() and sample.parameter.is_floating_point():
+                change = sample.after["weight"].double() - sample.before["weight"].double()
+                largest.append((sample.name, change.abs().max() / rate))
+        if not largest:
+            return
+        sizes = on_host([size for _, size in largest])
+        size, (name, _) = max(zip(sizes, largest, strict=True), key=lambda pair: pair[0])
+        self._jumps[step] = size, name
+        kind = KINDS["weights-jump"]
+        usual = statistics.median(size for size, _ in self._jumps.values())
+        for at, (size, name) in self._jumps.items():
+            if len(self._jumps) > 3 and size > kind.bound * max(1.0, usual):
+                bound = kind.bound * max(1.0, usual)
+                yield kind.reading(name, size, None, bound, step=at, usual=usual)
+
     def _sampled_readings(self, optimizer: torch.optim.Optimizer, step: int) -> Iterator[Reading]:
+        yield from self._step_readings(optimizer, step)
+        yield from self._jump_readings(self._twins[optimizer], step)
         index = 0
         for earlier in self.optimizers[: self.optimizers.index(optimizer)]:
             index += len(earlier.param_groups)
@@ -636,6 +834,8 @@ class Watch(Listener):
             index += 1
         yield from self._moved_readings(optimizer, step)
         if optimizer is self.optimizers[-1]:
+            if step == 1:  # an average may begin as a copy after it
+                return
             if self._averages is None:
                 copies = copies_of(self.watched_model)
                 self._averages = Averages(copies, self._trained, step)
@@ -687,10 +887,12 @@ class Watch(Listener):
             for p, rows in optimizer.auditor.windows.items():
                 sums[p] = [*rows[:, :2].sum(0).tolist(), 0.0]
             return sums
-        assert self._intended is not None
-        sums, unrepeated = self._intended.sums()
-        if self._intended.why_not:
-            self.unseen[area] = self._intended.why_not
+        twin = self._twins[optimizer]
+        if self._step == 0 and not twin.is_torchs:
+            return {}  # its first step may make masters
+        sums, unrepeated = twin.sums()
+        if twin.why_not:
+            self.unseen[area] = twin.why_not
         elif unrepeated:
             names = of_all(map(self._name, unrepeated))
             self.unseen[area] = f"the step of {names} is not repeated by a copy"
@@ -708,9 +910,9 @@ class Watch(Listener):
                 if now.shape == self._start[name].shape:
                     self._moved[name] |= now != self._start[name]
         changes = {}
-        for p, values in self._frozen.items():
+        for name, (p, values) in self._frozen.items():
             if not p.requires_grad:
-                changes[self._names[p]] = evenly_spread(p) != values
+                changes[name] = evenly_spread(p) != values
         tensors = self._moved | changes
         flags = dict(zip(tensors, on_host([x.any() for x in tensors.values()]), strict=True))
         yield from KINDS["frozen-moves"].of([name for name in changes if flags[name]], step)
@@ -766,14 +968,14 @@ class Watch(Listener):
         count = self._vocabulary
         expected = math.log(count) if count > 1 else math.nan
         kind = KINDS["uniform-loss"]
-        self._num_uniform += 1
-        if not abs(loss / expected - 1) < kind.bound:
-            self._num_uniform = 0
-        if self._num_uniform == UNIFORM_STEPS:
+        self._num_losses += 1
+        is_uniform = abs(loss / expected - 1) < kind.bound
+        self._num_uniform += is_uniform
+        if is_uniform and self._num_uniform >= max(UNIFORM_STEPS, self._num_losses / 2):
             bound = kind.bound * expected
-            words = {"vocabulary": count, "steps": UNIFORM_STEPS}
+            words = {"vocabulary": count, "steps": self._num_uniform, "count": self._num_losses}
             yield kind.reading("", loss, expected, bound, step, **words)
-        if self._here.size == 1 or not self._is_sampled(step):
+        if self._here.size == 1 or not is_sampled(step):
             return
         norm = math.nan if self._probe is None else math.sqrt(float(self._square[1]))
         losses, norms = zip(*self._here.gather((loss, norm)), strict=True)
@@ -790,6 +992,31 @@ class Watch(Listener):
         bound = kind.bound * max(middle, 0.0) + LOSS_APART
         if not math.isfinite(worst) or worst > middle + bound:
             yield kind.reading("", worst, middle, bound, step, rank=losses.index(worst))
+
+    def _sums_of_ranks(self) -> dict[str, list[float]]:
+        """Return the sum of each trained weight on each rank, where all of them hold it."""
+        if self._here.size == 1 or self._is_sharded:
+            return {}
+        sums = on_host([p.detach().sum(dtype=torch.float64) for p in self._trained.values()])
+        of_ranks = self._here.gather(dict(zip(self._trained, sums, strict=True)))
+        shared = [name for name in self._trained if all(name in row for row in of_ranks)]
+        return {name: [row[name] for row in of_ranks] for name in shared}
+
+    def _replica_readings(self, step: int) -> Iterator[Reading]:
+        """Compare the weights of the ranks. Those that differed before the first step are parts."""
+        parted = {}
+        for name, sums in self._sums_of_ranks().items():
+            if name not in self._split and len({*map(repr, sums)}) > 1:
+                parted[name] = sums
+        if parted:
+            name = next(iter(parted))
+            sums = parted[name]
+            odd = next(rank for rank, x in enumerate(sums) if repr(x) != repr(sums[0]))
+            values = f"{sums[0]:.9g} on rank 0 and {sums[odd]:.9g} on rank {odd}"
+            message = f"The sum of its elements is {values} after step {step}."
+            yield KINDS["ranks-differ"].reading(
+                of_all(parted), sums[odd], sums[0], 0, step, message=message
+            )
 
     def _rank_readings(self, step: int) -> Iterator[Reading]:
         """Compare the batches and the random generators of the ranks, where each trains on its own
@@ -819,6 +1046,16 @@ class Watch(Listener):
         return is_own
 
 
+def is_sampled(step: int) -> bool:
+    """Return whether a step is repeated: 1, 2, 3, 5, 8, 13 …, and every hundredth.
+
+    Example:
+        >>> [step for step in range(301) if is_sampled(step)]
+        [1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 100, 200, 300]
+    """
+    return step in _SAMPLED or (step > 0 and step % _EVERY == 0)
+
+
 def _trains(modules: Sequence[nn.Module]) -> bool:
     return any(module.training for module in modules)
 
@@ -838,57 +1075,3 @@ def _nonfinite_weights(model: nn.Module, name: str) -> str:
 
 def _remember(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     _LAST_STEPS[optimizer] = next(_CLOCK)
-
-
-def watch(
-    model: nn.Module, optimizer: Any, *, every: int = 50, called: nn.Module | None = None
-) -> Watch:
-    """Watch a training loop.
-
-    Print at the third step what is watched and what is not, and a sentence at a step that is not
-    well.
-
-    Each kind of fault is told once, and again when it is twice as large:
-
-    * the learning rate at which the weights really train, for any optimizer;
-    * after 50 steps, tensors that never moved or never had a gradient;
-    * at the third step, and later after sampled ones, tensors with a gradient and no optimizer, or with two;
-    * on sampled steps, frozen tensors that the optimizer changes;
-    * gradients that were not cleared, that are zero everywhere, or that are not finite; a step that is repeated;
-    * training in evaluation mode, evaluation in training mode, weights that an evaluation did not restore;
-    * the first module whose output is not finite;
-    * a copy of the model that the loop writes, such as an average of its weights, which cannot move in its format or runs away;
-    * on several ranks, equal batches and equal dropout masks; on sampled steps, a rank whose loss is far from the others'.
-
-    A watched loop computes the same bits. On several ranks, all of them make the call.
-
-    Args:
-        model: the trained model, before ``torch.compile`` or not.
-        optimizer: any ``torch.optim.Optimizer``, possibly wrapped; or a list of several, the last
-            to step at the end.
-        every: steps between sampled steps, on which the intended update is computed; the second
-            step is sampled too.
-        called: the module whose forward pass the loop calls, if not the model itself.
-    Returns:
-        The watch. ``numbers()`` is a flat dict of floats for a logger; ``step(loss)`` watches the
-            loss too; ``remove()`` ends it.
-    Raises:
-        RecipeError: ``model`` is not a module, or ``optimizer`` not an optimizer.
-
-    Cost: one read of the gradients and of the blocks' outputs in each step. A sampled step repeats the optimizer's step on at
-        most 65,536 elements of each tensor, in float64.
-
-    Example:
-        >>> import torch, narrowgauge as ng
-        >>> model = torch.nn.Linear(64, 64).bfloat16()
-        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
-        >>> watch = ng.watch(model, optimizer)
-        >>> with warnings.catch_warnings(record=True) as caught:
-        ...     for _ in range(2):
-        ...         model(torch.ones(4, 64, dtype=torch.bfloat16)).float().square().mean().backward()
-        ...         optimizer.step()
-        ...         optimizer.zero_grad()
-        >>> str(caught[0].message).split(":")[0], watch.numbers()["lr/group0"]
-        ('step 2', 1e-05)
-    """
-    return Watch(model, optimizer, every=every, called=called)

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import narrowgauge as ng
-from checks.audited_loop import Loop
-from narrowgauge.analysis.reading import Reading
-from narrowgauge.checks.step_check import StepCheck, joined
+from gauges.recording.plain_loop import Loop
+from narrowgauge.analysis.reading import Reading, joined
 from narrowgauge.spec.storages import STORAGES
 
 
@@ -26,28 +25,33 @@ def ours(kind: Any, storage: str = "float32", **options: Any) -> dict[str, Any]:
     return {"optimizer": kind, "storage": storage, "compile": False, "dtype": dtype, **options}
 
 
-# The corpus of healthy loops has the other optimizers.
+# The corpus of healthy loops has the other optimizers. Ours are judged by their audit.
 HEALTHY: dict[str, dict[str, Any]] = {
     "adamw, bfloat16 weights": {"dtype": torch.bfloat16, "lr": 1e-2},
     "adamw, fused float16 whose eps is zero there": {"fused": True, "dtype": torch.float16},
     "adamw, uphill": {"maximize": True},
-    "sgd, word": ours(ng.SGD, "word", lr=0.1, momentum=0.9, dampening=0.5),
-    "adam, word": ours(ng.Adam, "word"),
-    **{
-        name: ours(ng.AdamW, name)
-        for name in (
-            "split", "compact", "states8", "weight8", "float32-states8", "stochastic", "naive", "float16/naive",
-            "scalify-float16/scaled16",
-        )
-    },
-}  # fmt: skip
+    "amsgrad": {"amsgrad": True},
+    "adam, decay in the gradient": {"optimizer": torch.optim.Adam},
+    "rmsprop": {"optimizer": torch.optim.RMSprop, "momentum": 0.5, "centered": True},
+    "nadam": {"optimizer": torch.optim.NAdam},
+    "sgd": {"optimizer": torch.optim.SGD, "momentum": 0.9, "dampening": 0.5},
+}
 
 
 @pytest.mark.parametrize("name", HEALTHY)
 def test_a_healthy_step_is_within_rounding(name: str) -> None:
     loop = Loop(**HEALTHY[name]).run(5)
     assert not loop.readings, loop.readings
-    assert set(loop.rows) == {2, 4} and loop.rows[4]["compared"] > 5
+    assert loop.watcher.num_compared == 3 * len(list(loop.model.parameters()))
+
+
+@pytest.mark.parametrize("storage", ["word", "naive", "kahan", "states8"])
+def test_gradients_of_any_size_are_healthy_for_our_storages(storage: str) -> None:
+    loop = Loop(**ours(ng.AdamW, storage))
+    loop.optimizer.on_alarm = lambda alarms: None
+    plain = loop.loss
+    loop.loss = lambda: 1e3 * plain()  # type: ignore[method-assign]
+    assert not loop.run(5).readings
 
 
 class Compiled(torch.optim.AdamW):
@@ -64,16 +68,6 @@ class Compiled(torch.optim.AdamW):
 
 def test_bias_corrections_in_float32_are_healthy() -> None:
     assert not Loop(optimizer=Compiled).run(3).readings
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"optimizer": torch.optim.RMSprop}, {"amsgrad": True}, ours(ng.Lion), ours(ng.AdamW, "kahan")],
-    ids=str,
-)
-def test_what_cannot_be_compared_says_why(options: dict[str, Any]) -> None:
-    loop = Loop(**options).run(2)
-    assert "the update" in loop.rows[2]["unseen"] and not loop.readings
 
 
 # ── faults ────────────────────────────────────────────────────────────────────────────────────────
@@ -134,7 +128,7 @@ FAULTS: dict[str, tuple[Callable[[Any], Any], dict[str, float], str]] = {
     "rate of all": (setting(lr=2e-3), {"step-factor": 2.0}, ""),
     "rate of one": (edited(lambda p, w, *_: p.copy_(w + 1.1 * (p - w)), 3), {"step-factor": 1.1}, "blocks.0.up.weight"),
     "decay lost": (setting(weight_decay=0.0), {"weight-decay": 0.0}, ""),
-    "beta1": (setting(betas=(0.8, 0.999)), {"state": 0.2}, ""),
+    "beta1": (setting(betas=(0.8, 0.999)), {"state": 2.0}, ""),
     "frozen": (edited(lambda p, w, *_: p.copy_(w), 5), {"step-factor": 0.0}, "blocks.0.down.weight"),
     "narrow weights": (edited(lambda p, *_: p.copy_(p.bfloat16()), 3), {"weight": None}, "blocks.0.up.weight"),
     "narrow moments": (
@@ -144,7 +138,7 @@ FAULTS: dict[str, tuple[Callable[[Any], Any], dict[str, float], str]] = {
         edited(lambda p, w, s, b: s["exp_avg_sq"].copy_(b["exp_avg_sq"]), 2), {"state": 0.0}, "blocks.0.norm.bias",
     ),
     "squares summed": (
-        edited(lambda p, w, s, b: s["exp_avg_sq"].copy_(0.999 * b["exp_avg_sq"] + p.grad.square())), {"state": 1.0}, "",
+        edited(lambda p, w, s, b: s["exp_avg_sq"].copy_(0.999 * b["exp_avg_sq"] + p.grad.square())), {"state": 1000.0}, "",
     ),
     "half the rate, six times the decay": (
         setting(lr=5e-4, weight_decay=0.6), {"step-factor": 0.5, "weight-decay": 0.3}, "",
@@ -156,10 +150,10 @@ FAULTS: dict[str, tuple[Callable[[Any], Any], dict[str, float], str]] = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_of_the_step_is_read_with_its_tensor_and_number(fault: str) -> None:
     change, numbers, tensor = FAULTS[fault]
-    loop = Loop(every=4).run(2)
+    loop = Loop().run(2)
     assert not loop.readings
     patched(change)(loop)
-    values = loop.run(2).numbers()
+    values = loop.run(1).numbers()
     assert set(values) == set(numbers), loop.readings
     for kind, value in numbers.items():
         assert value is None or math.isclose(values[kind], value, rel_tol=5e-3, abs_tol=1e-4), (
@@ -169,41 +163,11 @@ def test_a_fault_of_the_step_is_read_with_its_tensor_and_number(fault: str) -> N
         assert [reading.tensor for reading in loop.readings] == [tensor]
 
 
-STORED = {
-    "rate": (setting(lr=1.1e-3), "step-factor", 1.1),
-    "decay": (setting(weight_decay=0.3), "weight-decay", 0.3),
-    "beta1": (
-        setting(betas=(0.8, 0.999)),
-        "state",
-        None,
-    ),  # kept less of itself, or took more: one number of two
-    "frozen": (setting(lr=0.0), "step-factor", 0.0),
-}
-# What is seen through the rounding of a storage, of one step of 1e-3.
-SEEN = [*(("word", fault) for fault in STORED)]
-SEEN += [
-    (name, fault)
-    for name in ("weight8", "naive", "stochastic", "float16/naive")
-    for fault in ("rate", "frozen")
-]
-
-
-@pytest.mark.parametrize(("storage", "fault"), SEEN)
-def test_a_fault_is_read_through_the_rounding_of_a_storage(storage: str, fault: str) -> None:
-    change, kind, value = STORED[fault]
-    loop = Loop(**ours(ng.AdamW, storage), every=6).run(3)
-    patched(change)(loop)
-    values = [r.value for r in loop.run(3).readings if r.what == kind]
-    assert any(
-        value is None or math.isclose(v, value, rel_tol=3e-2, abs_tol=2e-2) for v in values
-    ), loop.readings
-
-
 def test_a_count_that_moves_otherwise_than_by_one_or_begins_anew_is_read() -> None:
     for count in (9.0, 0.0):
-        loop = Loop(every=4).run(3)
+        loop = Loop().run(4)
         for state in loop.optimizer.state.values():
-            state["step"].fill_(count if count == 0 else 3.0)
+            state["step"].fill_(count if count == 0 else 4.0)
         if count:
             patched(edited(lambda p, weight, state, before: state["step"].fill_(9.0)))(loop)
         assert loop.run(1).numbers()["step-count"] == (count or 1)
@@ -256,15 +220,10 @@ def test_gradients_that_are_clipped_before_they_are_unscaled_are_read(clips_firs
 
 def test_a_clipped_norm_that_its_format_rounds_up_is_no_reading() -> None:
     model = nn.Linear(1, 1, bias=False).bfloat16()
-    readings = list[Any]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    StepCheck(
-        model,
-        optimizer,
-        1,
-        lambda step, new_readings, row: readings.extend(new_readings),
-        max_grad_norm=0.3,
-    )
+    readings = list[Any]()
+    watch = ng.watch(model, optimizer, max_grad_norm=0.3)
+    watch._log = readings.append  # type: ignore[method-assign]
     for _ in range(3):
         model(torch.ones(1, 1, dtype=torch.bfloat16)).sum().backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.3)  # the nearest bfloat16 is 0.3008
@@ -278,7 +237,7 @@ def test_a_scaled_loss_is_unscaled_again(by: str) -> None:
     master = ours(ng.AdamW, "float16/master", max_grad_norm=0.25)
     loop = Loop(**{"fused": True} if "fused" in by else master, watch={"max_grad_norm": 100.0})
     scale_by_torch(loop)
-    assert not loop.run(4).readings and not loop.rows[4]["unseen"]
+    assert not loop.run(4).readings
 
 
 def scale_by_torch(loop: Loop) -> None:
@@ -298,7 +257,7 @@ def test_a_skipped_step_is_not_compared(options: dict[str, Any]) -> None:
     loop.run(1)
     loop.after_backward = lambda: loop.model.head.weight.grad.fill_(math.inf)
     loop.run(1)
-    assert not loop.readings and "skipped" in loop.rows[2]["unseen"]["the update"]
+    assert not [r for r in loop.readings if r.what != "first-nonfinite"]
 
 
 # ── between two steps ─────────────────────────────────────────────────────────────────────────────
@@ -326,16 +285,16 @@ WRITTEN: dict[str, tuple[Callable[[Loop], object], str, str]] = {
 @pytest.mark.parametrize("name", WRITTEN)
 def test_what_is_written_after_a_compared_step_is_read(name: str) -> None:
     write, kind, words = WRITTEN[name]
-    loop = Loop(every=4).run(4)
+    loop = Loop().run(3)
     with torch.no_grad():
         write(loop)
-    between = [r for r in loop.run(1).readings if r.step == 4]
+    between = [r for r in loop.run(1).readings if r.step == 3]
     assert {r.what for r in between} == ({kind} if kind else set())
     assert all(words in r.advice and r.stage == "between steps" for r in between)
 
 
 def test_a_state_that_no_rule_reads_is_compared_between_two_steps() -> None:
-    loop = Loop(every=4, amsgrad=True).run(4)
+    loop = Loop(amsgrad=True).run(3)
     for state in loop.optimizer.state.values():
         state["max_exp_avg_sq"].mul_(2)
     (reading,) = loop.run(1).readings
@@ -347,7 +306,7 @@ def scaled_rows(loop: Loop, last: int) -> Callable[[], None]:
 
     def after_update() -> None:
         loop.optimizer.zero_grad()
-        if loop.watcher.num_steps <= last:
+        if loop.watcher._step <= last:
             for p in loop.model.parameters():
                 if p.ndim == 2:
                     p.data.div_(p.data.norm(dim=1, keepdim=True))
@@ -356,11 +315,11 @@ def scaled_rows(loop: Loop, last: int) -> Callable[[], None]:
 
 
 def test_what_a_loop_writes_after_each_of_its_first_steps_is_a_note() -> None:
-    loop = Loop(every=1)
+    loop = Loop()
     loop.after_update = scaled_rows(loop, 99)  # type: ignore[method-assign]
     readings = loop.run(5).readings
     assert {(r.what, r.severity) for r in readings} == {("weights-written", "note")}
-    loop = Loop(every=1)
+    loop = Loop()
     loop.after_update = scaled_rows(loop, 1)  # type: ignore[method-assign]
     (reading,) = loop.run(5).readings
     assert (reading.severity, reading.step) == ("warning", 1)
@@ -368,7 +327,7 @@ def test_what_a_loop_writes_after_each_of_its_first_steps_is_a_note() -> None:
 
 @pytest.mark.parametrize("is_stepped", [True, False])
 def test_a_new_parameter_that_no_optimizer_steps_is_read(is_stepped: bool) -> None:
-    loop = Loop(every=1).run(3)
+    loop = Loop().run(4)
     head = nn.Parameter(loop.model.head.weight.detach().clone())
     loop.model.head.weight = head
     second_optimizer = torch.optim.SGD([head], lr=0.1)
@@ -381,21 +340,24 @@ def test_a_new_parameter_that_no_optimizer_steps_is_read(is_stepped: bool) -> No
 
 
 def test_a_step_that_is_taken_back_is_read() -> None:
-    loop = Loop(every=4).run(3)
+    loop = Loop().run(2)
     weights = copy.deepcopy(loop.model.state_dict())
     loop.run(1).model.load_state_dict(weights)
     assert "before the step again" in loop.run(1).readings[0].advice
 
 
 def test_a_checkpoint_that_a_recorder_is_told_of_and_what_is_ignored_are_healthy() -> None:
-    loop = Loop(every=4).run(2)
+    loop = Loop().run(2)
     saved = copy.deepcopy((loop.model.state_dict(), loop.optimizer.state_dict()))
     loop.run(2).model.load_state_dict(saved[0])
     loop.optimizer.load_state_dict(saved[1])
     loop.watcher.go_on_from_checkpoint()
     assert not loop.run(2).readings
     loop = Loop(watch={"ignore": ["weights-written"]})
-    loop.after_update = lambda: [p.data.mul_(0.9) for p in loop.model.parameters()]
+    loop.update = lambda: [
+        loop.optimizer.step(),
+        *(p.data.mul_(0.9) for p in loop.model.parameters()),
+    ]  # type: ignore[method-assign,assign]
     assert not loop.run(5).readings
     with pytest.raises(ng.errors.RecipeError, match="weights-written"):
         Loop(watch={"ignore": ["weights-writen"]})
@@ -403,7 +365,7 @@ def test_a_checkpoint_that_a_recorder_is_told_of_and_what_is_ignored_are_healthy
 
 def test_the_first_step_after_a_checkpoint_is_compared() -> None:
     """microsoft/dion#104: a resume sets the count of steps to zero beside the old moments."""
-    loop = Loop(every=100).run(5)
+    loop = Loop().run(5)
     for state in loop.optimizer.state.values():
         state["step"].zero_()
     loop.watcher.go_on_from_checkpoint()

@@ -5,6 +5,7 @@ lines.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from narrowgauge.analysis.reading import Reading
-from narrowgauge.checks.step_check import StepCheck
+from narrowgauge.gauges.recording.watch import Watch
 
 VOCABULARY = 48
 WIDTH = 32
@@ -57,18 +58,16 @@ class Loop:
     """A training loop. Its methods are the places for a fault: replace one, or wrap it.
 
     Args:
-        every: steps between compared ones; 0 for no watcher.
-        watch: further options of the watcher.
+        watch: options of the watcher; ``None`` for no watcher.
     """
 
     def __init__(
         self,
         *,
-        every: int = 2,
         clip: float = 0.0,
         dtype: torch.dtype = torch.float32,
         optimizer: Callable[..., Any] = torch.optim.AdamW,
-        watch: dict[str, Any] | None = None,
+        watch: dict[str, Any] | None = MappingProxyType({}),  # type: ignore[assignment]
         **settings: Any,
     ) -> None:
         torch.manual_seed(0)
@@ -77,18 +76,14 @@ class Loop:
             self.model.parameters(), **({"lr": 1e-3, "weight_decay": 0.1} | settings)
         )
         self.clip, self.data = clip, iter(batches())
-        self.rows: dict[int, dict[str, Any]] = {}
         self.readings: list[Reading] = []
-        self.watcher = (
-            StepCheck(self.model, self.optimizer, every, self.take, **(watch or {}))
-            if every
-            else None
-        )
+        if watch is not None:
+            self.begin_watch(**watch)
 
-    def take(self, step: int, readings: list[Reading], row: dict[str, Any]) -> None:
-        self.readings += readings
-        if row:
-            self.rows[step] = row
+    def begin_watch(self, **options: Any) -> None:
+        self.watcher = Watch(self.model, self.optimizer, **options)
+        self.watcher._log = self.readings.append  # type: ignore[method-assign]
+        self.watcher._say = lambda readings: None  # type: ignore[method-assign]
 
     def loss(self) -> Tensor:
         tokens = next(self.data)
