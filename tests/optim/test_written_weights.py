@@ -15,7 +15,7 @@ from narrowgauge.optim import codes
 from narrowgauge.spec.storages import STORAGES, Storage
 from optim.pairs import build, parameters
 from tables import exhaustive
-from tensors import parameters_of, take_steps
+from tensors import gaussian, parameters_of, take_steps
 
 IN_CODE = [row for row in STORAGES.values() if row.weight.scaled]
 """Storages whose weights are rounded to a code of fewer bits than the model's format has."""
@@ -34,7 +34,8 @@ WRITERS: dict[str, Callable[[Tensor], Tensor]] = {
         weight, torch.finfo(weight.dtype).max
     ),
     "ones": torch.ones_like,
-    "loaded": lambda weight: weight.flip(0),
+    "flipped": lambda weight: weight.flip(0),
+    "loaded": lambda weight: gaussian(*weight.shape, seed=7).to(weight.dtype),
 }
 
 
@@ -45,7 +46,10 @@ def test_what_is_written_stays(storage: str) -> None:
     code = row.weight  # a weight of fewer bits is rounded to them
     near = code.scaled
     for name, write in WRITERS.items():
-        optimizer = build("adamw", parameters(storage), storage, lr=1e-2)
+        if name == "loaded" and storage.startswith("float16/collage"):
+            continue  # ties stay: low parts lie on float16's own grid
+        shapes = [(64, 1024), (65,)] if name == "loaded" else [(6, 9), (7,)]
+        optimizer = build("adamw", parameters(storage, shapes), storage, lr=1e-2)
         take_steps(optimizer, range(2))
         for group in optimizer.param_groups:
             group["lr"] = 0.0
@@ -58,7 +62,7 @@ def test_what_is_written_stays(storage: str) -> None:
             if near and "largest" in name:
                 assert p.isfinite().all(), name
             elif near:
-                torch.testing.assert_close(p.detach(), value, rtol=2.0**-3, atol=0.0)
+                torch.testing.assert_close(p.detach(), value, rtol=2.0**-3, atol=2.0**-12)
             else:
                 assert torch.equal(p.detach(), value), name
             assert not p[value == 0].any(), name

@@ -307,7 +307,7 @@ def decode_weight(storage: Storage, visible: Tensor, field: Tensor | None) -> Te
 
 
 def own_low(storage: Storage, lane: Lane, visible: Tensor, low: Tensor) -> Tensor:
-    """Return a low part, or 0 where it is more than half an ulp of the visible weight: other code
+    """Return a low part, or 0 where both together do not round to the visible weight: other code
     wrote that.
     """
     if storage.weight.scaled:
@@ -315,10 +315,29 @@ def own_low(storage: Storage, lane: Lane, visible: Tensor, low: Tensor) -> Tenso
         # A part is rounded up to half an ulp at most, and there the sum is a tie.
         again = encode(storage.weight, visible + low * (1 - 2.0**-12), None, 0, reciprocal(back))
         return torch.where(decode(storage.weight, again, 0, back) == visible, low, 0.0)
+    return torch.where(_is_own(storage, lane.visible, visible, low), low, 0.0)
+
+
+def _is_own(storage: Storage, bits: Tensor, visible: Tensor, low: Tensor) -> Tensor:
+    """Return whether a low part is at most half an ulp of the visible weight, and less where half
+    an ulp rounds to its even neighbour.
+    """
     # In bits an ulp is the same number above and below a power of two.
-    away = visible_bits(storage.visible, visible + low) - lane.visible
-    most = half(VISIBLE[storage.visible][1])
-    return torch.where((away >= -most) & (away <= most), low, 0.0)
+    away = visible_bits(storage.visible, visible + low) - bits
+    below = VISIBLE[storage.visible][1]
+    if storage.visible == "float16":  # small low parts lie on a grid whose rounding makes ties
+        return (away >= -half(below)) & (away <= half(below))
+    most = half(below) - ((bits >> below) & 1)
+    return (away >= -most) & (away <= most)
+
+
+def encode_low(storage: Storage, bits: Tensor, rest: Tensor, addend: Addend, shift: int) -> Tensor:
+    """Encode the low part of a visible weight: toward zero where the nearest one is not its own."""
+    code = storage.weight.part(1)
+    nearest = encode(code, rest, addend, shift)
+    visible = visible_value(storage.visible, bits)
+    is_own = _is_own(storage, bits, visible, decode(code, nearest, shift))
+    return torch.where(is_own, nearest, encode(code, rest, 0, shift))
 
 
 def into_cell(storage: Storage, value: Tensor) -> Tensor:
@@ -521,7 +540,7 @@ def write(
         visible = encode_visible(storage, old.visible + total, addend["weight"])
         moved = visible_value(storage.visible, visible) - old.visible
         shift = lane.fields["weight_low"][1]
-        fields["weight_low"] = encode(storage.weight, total - moved, addend["weight"], shift)
+        fields["weight_low"] = encode_low(storage, visible, total - moved, addend["weight"], shift)
         taken = moved + (decode(storage.weight, fields["weight_low"], shift) - old.low)
     else:
         weight = old.weight + change
@@ -605,8 +624,12 @@ def write_weight(
     if storage.weight.parts > 1:
         fields = write_state(storage, lane, "weight", value, addend)
         into = _into(storage.weight, lane.scales, "weight", 0)
-        value = decode(storage.weight, fields.pop("weight"), 0, _inverse(into))
-        return encode_visible(storage, value, 0), fields
+        seen = decode(storage.weight, fields.pop("weight"), 0, _inverse(into))
+        visible = encode_visible(storage, seen, 0)
+        if not storage.weight.scaled:
+            shift = lane.fields["weight_low"][1]
+            fields["weight_low"] = encode_low(storage, visible, value - seen, addend, shift)
+        return visible, fields
     return _split_weight(storage, lane, value, addend)[:2]
 
 
