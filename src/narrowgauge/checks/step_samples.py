@@ -135,7 +135,7 @@ class Sample:
             elif code.mantissa_bits < 23:
                 ends = None
                 if code.scaled:
-                    end = codes.multipliers(state.row_bounds[name])[1].double().log2()
+                    end = codes.multipliers(state.bounds[name])[1].double().log2()
                     shape = self.parameter.shape
                     ends = spread(end.reshape(*shape[:-1], 1).expand(shape))
                 self.roundings[name] = Rounding(code, ends)
