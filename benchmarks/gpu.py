@@ -220,13 +220,9 @@ def correctness(report: Report, device: torch.device, quick: bool) -> bool:
     return all(row["passes"] == "yes" for row in rows)
 
 
-def compiled_row(
-    rule: Any, storage: Storage, is_whole: bool, audited: bool, architecture: int
-) -> Row:
+def compiled_row(rule: Any, storage: Storage, audited: bool, architecture: int) -> Row:
     """Compile the kernel of a step for a GPU, which need not be here."""
-    function = triton_step.functions(rule, storage, is_whole, False)[
-        "step_and_audit" if audited else "step"
-    ]
+    function = triton_step.functions(rule, storage, False)["step_and_audit" if audited else "step"]
     types = {
         "table": "*i64",
         "tiles": "*i32",
@@ -234,12 +230,11 @@ def compiled_row(
         "control": "*fp32",
         "records": "*fp32",
         "sums": "*fp32",
-        "first_program": "i32",
     }
-    name = f"{rule.name}/{storage.name}, {'whole' if is_whole else 'odd'}{', audited' if audited else ''}"
-    row, narrow = assembled(name, function, types, architecture)
-    # Sums and scales of rows are single words.
-    if is_whole and (narrow or not row["128-bit"]):
+    name = f"{rule.name}/{storage.name}{', audited' if audited else ''}"
+    row, _ = assembled(name, function, types, architecture)
+    # What is not aligned is read in single elements.
+    if not row["128-bit"]:
         row["passes"] = "NO: narrow accesses"
     return row
 
@@ -305,10 +300,8 @@ def compile_kernels(report: Report, quick: bool) -> bool:
             row = STORAGES[storage].keeping(rule.kept)
             if rule is MUON and row.scaled:
                 continue  # refused
-            for is_whole, audited in (
-                ((True, False), (False, False), (True, True)) if row.arithmetic != "float64" else ()
-            ):
-                rows += [compiled_row(rule, row, is_whole, audited, sm) for sm in architectures]
+            for audited in (False, True) if row.arithmetic != "float64" else ():
+                rows += [compiled_row(rule, row, audited, sm) for sm in architectures]
                 print(rows[-1], file=sys.stderr, flush=True)
     for name, types in {
         "largest": {"peaks": "*i32"},

@@ -11,7 +11,7 @@ import torch
 import expectations
 import narrowgauge as ng
 from narrowgauge.optim import optimizers
-from narrowgauge.optim.layout import layout_of
+from narrowgauge.optim.planes import planes_of
 from narrowgauge.spec.storages import STORAGES, Storage
 from narrowgauge.spec.update_rules import UPDATE_RULES
 from oracles.adamw import AdamW64
@@ -22,7 +22,7 @@ OPTIMIZERS = {name: getattr(optimizers, row.optimizer) for name, row in UPDATE_R
 REPRESENTATIVES = {
     name: row.stands_for for name, row in expectations.STORAGES.items() if row.stands_for
 }
-"""One storage of each kind, with what it stands for; a test of the layouts holds that none is
+"""One storage of each kind, with what it stands for; a test holds that none is
 missing.
 """
 
@@ -30,15 +30,16 @@ missing.
 def kind(storage: Storage) -> tuple[object, ...]:
     """What decides by which lines of the library a storage is stepped."""
     stands = ("master",) if storage.master else ("tail",) if storage.tail_bits else storage.beside
-    layout = layout_of(storage)
-    how = layout.num_lanes, layout.by_rows, "weight" in storage.scaled, storage.is_stochastic
+    widths = frozenset(plane.bits for plane in planes_of(storage))
+    by_rows = bool(storage.scaled), "weight" in storage.scaled
+    how = len(widths) > 1, 64 in widths, by_rows, storage.is_stochastic
     return storage.visible, storage.arithmetic, stands, *how
 
 
 def shifts(storage: Storage) -> dict[str, int]:
     """Return the lowest bit of every field in an element of its plane."""
     shift_of = {}
-    for plane in layout_of(storage).planes:
+    for plane in planes_of(storage):
         for name, shift, _ in plane.fields:
             shift_of[name] = shift
     return shift_of

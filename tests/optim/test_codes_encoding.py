@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from narrowgauge.numerics.rounding import bits_of, float_of, quiet
-from narrowgauge.optim import codes, layout
+from narrowgauge.optim import codes
 from narrowgauge.spec.storages import STORAGES, Code, Storage
+from optim.scenarios import shifts as shifts_in_planes
 from oracles import codes as oracle
 from tables import exhaustive
 from tensors import unsigned
@@ -237,18 +238,12 @@ def through_a_word(storage: Storage, field: Tensor | None, shift: int) -> Tensor
 
 
 def tail_shifts(storage: Storage) -> list[int]:
-    """Where the row's own tail lies, in each lane, and for short ones every other place."""
+    """Where the row's own tail lies, and for short ones every other place."""
     if not storage.tail_bits:
         return [0]
     if storage.tail_bits == 8:
         return list(range(25))
-    (bits, shift) = next(
-        (p.bits, s)
-        for p in layout.layout_of(storage).planes
-        for name, s, _ in p.fields
-        if name == "tail"
-    )
-    return [shift + bits * k for k in range(32 // bits)]
+    return [shifts_in_planes(storage)["tail"]]
 
 
 @exhaustive("storage", IN_BFLOAT16)
@@ -322,11 +317,11 @@ def test_a_float16_weight_is_seen_as_the_nearest(storage: Storage) -> None:
     x = around_float16()
     for sign in (1.0, -1.0):
         seen, field, encoded = codes.encode_weight(storage, sign * x, 0)
-        words = layout.words_of_weight("float16", [seen, seen])[
-            0
-        ]  # as a model sees a kernel's bits
+        words = codes.weight_word("float16", seen).to(
+            torch.int16
+        )  # as a model sees a kernel's bits
         assert np.array_equal(
-            words.view(torch.float16)[::2].double().numpy(),
+            words.view(torch.float16).double().numpy(),
             sign * nearest_float16(encoded.abs(), tie_goes_up=bool(storage.beside)),
         )
         shown = encoded.abs() < 65520

@@ -53,7 +53,7 @@ def empty_lane(
             codes.multipliers(new)[0],
             codes.multipliers(torch.tensor(bounds[name]))[1],
         )
-    return Lane(nothing, nothing, fields, scales)
+    return Lane(nothing, nothing.float(), fields, scales)
 
 
 def filled(lane: Lane, seen: Tensor, gradient: Tensor, fields: Mapping[str, Tensor]) -> Lane:
@@ -75,7 +75,7 @@ def started(
     seen, fields = write_weight(storage, lane, weight, None)
     for name, value in states.items():
         fields |= write_state(storage, lane, name, value, None)
-    return filled(lane, seen, codes.visible_bits(storage.visible, gradient), fields)
+    return filled(lane, seen, gradient, fields)
 
 
 SCALARS = {
@@ -120,10 +120,7 @@ def test_a_step_is_the_papers_and_only_what_is_kept_is_cut(storage: Storage) -> 
         weight = codes.visible_value(
             storage.visible, before.visible
         )  # Kahan's rule steps what is seen
-    gradient = (
-        codes.visible_value(storage.visible, before.gradient).to(weight.dtype).numpy()
-        * SCALARS["gradient_scale"]
-    )
+    gradient = before.gradient.to(weight.dtype).numpy() * SCALARS["gradient_scale"]
     states = [read_state(storage, before, name).numpy() for name in STATE_NAMES]
     change, *moments = adamw(weight.numpy(), gradient, *states)
     assert np.array_equal(change, done.changes[0].numpy())
@@ -179,9 +176,7 @@ def test_parts_of_float16_end_at_2_to_the_minus_24(storage: Storage) -> None:
         )
     assert Fraction(1, 2) < max(errors) <= 1
     beta = 1 - scalars(storage)["one_minus_beta2"].item()
-    squares = (
-        codes.gradient_value("float16", before.gradient).double() * SCALARS["gradient_scale"]
-    ).square()
+    squares = (before.gradient.double() * SCALARS["gradient_scale"]).square()
     # The second moments end relative to their row.
     spacing = Fraction(float(before.scales["exp_avg_sq"][1])) / 2**40
     end = Fraction(3, 4) * spacing
@@ -225,20 +220,22 @@ def seeds(count: int) -> Tensor:
 
 
 def regime(name: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights, gradients' bits and seeds, to be broadcast: about 2^18 draws, no (key, seed) twice."""
+    """Weights, gradients and seeds, to be broadcast: about 2^18 draws, no (key, seed) twice."""
     unit_weight = torch.ones(1, 1)
     if name == "one weight, one gradient":
-        return unit_weight, bits_of(unit_weight * 0.3), seeds(1 << 18)
+        return unit_weight, unit_weight * 0.3, seeds(1 << 18)
     if name == "zero weight":
-        return unit_weight * 0, bits_of(unit_weight), seeds(1 << 18)
+        return unit_weight * 0, unit_weight, seeds(1 << 18)
     if name == "all weights 1, every gradient":
-        return unit_weight, (torch.arange(128, dtype=torch.int32) << 16)[:, None], seeds(1 << 11)
+        every = torch.arange(128, dtype=torch.int32) << 16
+        return unit_weight, float_of(every)[:, None], seeds(1 << 11)
     if name == "powers of two":
-        return 2.0 ** torch.arange(-64, 64)[:, None].float(), bits_of(unit_weight), seeds(1 << 11)
+        return 2.0 ** torch.arange(-64, 64)[:, None].float(), unit_weight, seeds(1 << 11)
     generator = torch.Generator().manual_seed(11)
     normal = torch.randn(1 << 16, 1, generator=generator)
     weight = float_of(torch.unique(bits_of(normal) & -256))[:, None]
-    return weight, bits_of(torch.randn(weight.shape, generator=generator)) & -65536, seeds(4)
+    gradient = torch.randn(weight.shape, generator=generator).bfloat16().float()
+    return weight, gradient, seeds(4)
 
 
 REGIMES = (
@@ -282,7 +279,9 @@ def test_elements_of_equal_weights_draw_other_random_bits_if_their_gradients_dif
     weights = torch.ones(128)
     storage = STORAGES[row]
     mantissas = torch.arange(128, dtype=torch.int32) << (16 if storage.visible == "bfloat16" else 0)
-    for name, drawn in addends(storage, weights, bits_of(weights) | mantissas, SEED).items():
+    for name, drawn in addends(
+        storage, weights, float_of(bits_of(weights) | mantissas), SEED
+    ).items():
         if (
             storage.code(name).rounding == "stochastic"
             and codes.dropped_bits(storage.code(name)) >= 8

@@ -185,7 +185,7 @@ def test_masters_begin_in_pieces(storage: str) -> None:
     peak = peak_bytes(lambda: optimizer.make_missing(optimizer.param_groups[0], [weight]))
     state = optimizer.state_of(weight)
     assert state is not None
-    assert peak < sum(words.nbytes for words in state.words.values()) + weight.nbytes
+    assert peak < sum(plane.nbytes for plane in state.planes.values()) + weight.nbytes
     assert torch.equal(optimizer.stored(weight), weight.to(optimizer.stored(weight).dtype))
 
 

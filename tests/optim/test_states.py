@@ -279,3 +279,50 @@ def test_moments_saved_in_an_earlier_window_keep_their_values(rule: str) -> None
     for name in moved:
         assert torch.equal(resumed.stored(other, name), optimizer.stored(weight, name))
     assert torch.equal(resumed.stored(other), optimizer.stored(weight))
+
+
+@STORED
+def test_a_state_dict_copies_nothing(storage: str) -> None:
+    optimizer = trained(storage)
+    saved = optimizer.state_dict()["state"]
+    for k, p in enumerate(parameters_of(optimizer)):
+        state = optimizer.state_of(p)
+        assert state is not None
+        for name, plane in state.planes.items():
+            assert saved[k][name].data_ptr() == plane.data_ptr(), name
+
+
+def test_a_float32_moment_may_be_changed_in_place_and_a_packed_one_refuses() -> None:
+    for storage in ("exact", "word"):
+        optimizer = trained(storage)
+        first = parameters_of(optimizer)[0]
+        if storage == "exact":
+            optimizer.state[first]["exp_avg"].zero_()
+            assert not optimizer.stored(first, "exp_avg").any()
+            continue
+        before = everything(optimizer)
+        with pytest.raises(RecipeError, match="packed state"):
+            optimizer.state[first]["packed"].zero_()
+        with pytest.raises(RecipeError, match="packed state"):
+            optimizer.state[first]["packed"][0] = 0
+        assert_same_bits(before, everything(optimizer))
+        assert optimizer.stored(first, "exp_avg").any()
+
+
+@pytest.mark.parametrize("storage", ["float16/split", "float16/master", "word"])
+@pytest.mark.parametrize("size", [1e-9, 1e6])
+def test_a_float32_gradient_of_a_16_bit_weight_is_read_as_it_is(storage: str, size: float) -> None:
+    dtype = getattr(torch, STORAGES[storage].visible)
+    moved = []
+    for visible in (dtype, torch.float32):
+        weight = nn.Parameter(torch.ones(4, 4, dtype=visible))
+        weight.grad_dtype = torch.float32
+        name = storage if visible is dtype else "float32"
+        optimizer = ng.AdamW(
+            [weight], lr=1e-3, eps=0.0, weight_decay=0.0, storage=name, low_bits="zero"
+        )
+        weight.grad = torch.full((4, 4), size)
+        optimizer.step()
+        moved.append(optimizer.stored(weight) - 1)
+    assert moved[0].isfinite().all()
+    torch.testing.assert_close(moved[0].mean(), moved[1].mean(), rtol=0.1, atol=0)

@@ -53,9 +53,9 @@ def pass_states_on(optimizer: torch.optim.Optimizer) -> None:
         target = ours.state[parameter]
         unsharded = source.tensors_of_extras()
         values = {}
-        for name, value in source.in_parameter_order().items():
-            values[name] = value.to(target.parameter.device)
-            if name not in unsharded:
+        for name, saved in source.saved().items():
+            values[name] = local_of(saved).to(target.parameter.device)
+            if name not in (*unsharded, "step", "window"):
                 values[name] = own_part(parameter, values[name])
         target.take(values)
         target.step = source.step

@@ -47,12 +47,12 @@ from narrowgauge.numerics.rounding import (
     random_bits,
     reciprocal,
 )
+from narrowgauge.optim.planes import INTEGER, planes_of
 from narrowgauge.spec.storages import BFLOAT16, FLOAT32, VISIBLE, Code, Storage, low_parts, width_of
 
 SIGN = -(1 << 31)
 MANTISSA = 0x7FFFFF
 QUIET_NAN64 = 0x7FF8 << 48
-INTEGER = {8: torch.int8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
 
 
 def dropped_bits(code: Code) -> int:
@@ -428,7 +428,7 @@ def take_tail(storage: Storage, word: Tensor, shift: int) -> Tensor:
 @dataclass(frozen=True, slots=True)
 class Lane:
     """Hold the inputs of a step for some elements: int32 bits of the visible weight
-    (:func:`visible_value`) and the gradient.
+    (:func:`visible_value`), and the gradient in float32.
 
     ``fields`` maps a field to its word and first bit. ``scales`` maps each row-scaled code to its
     :func:`multipliers`.
@@ -467,19 +467,53 @@ class Written:
     changes: tuple[Tensor, Tensor, Tensor]
 
 
-def gradient_mantissa(visible: str, bits: Tensor) -> Tensor:
+def lane_of(
+    storage: Storage,
+    weight: Tensor,
+    gradient: Tensor,
+    words: Sequence[Tensor],
+    scales: Mapping[str, tuple[Tensor, Tensor]],
+) -> Lane:
+    """Return the lane of words, of which upper bits are anything: of the weight and of each plane."""
+    fields: dict[str, tuple[Tensor, int]] = {}
+    for plane, word in zip(planes_of(storage), words, strict=True):
+        for name, shift, _ in plane.fields:
+            fields[name] = word, shift
+    return Lane(weight_bits(storage.visible, weight), gradient, fields, scales)
+
+
+def weight_bits(visible: str, word: Tensor) -> Tensor:
+    """Return the bits of a visible weight (:func:`visible_value`) from a word of its format."""
+    if visible == "float32":
+        return word
+    half_word = word << 16
+    if visible == "bfloat16":
+        return half_word
+    # A float16 in the upper half of a word becomes a float32 with its sign, exponent and mantissa
+    # fields.
+    return ((half_word & 0x7FFF0000) >> 3) | (half_word & SIGN)
+
+
+def weight_word(visible: str, bits: Tensor) -> Tensor:
+    """Return the word of a visible weight: the inverse of :func:`weight_bits`."""
+    if visible == "float32":
+        return bits
+    if visible == "float16":
+        bits = ((bits << 3) & 0x7FFF0000) | (bits & SIGN)
+    return bits >> 16
+
+
+def gradient_mantissa(visible: str, gradient: Tensor) -> Tensor:
     """Return the mantissa of a gradient, a part of the key of random bits.
 
     A power of two on all gradients does not change it.
     """
     if visible == "bfloat16":
-        return (bits >> 16) & 0x7F
-    return bits & MANTISSA
+        return (bits_of(gradient) >> 16) & 0x7F
+    return visible_bits(visible, gradient) & MANTISSA
 
 
-def addends(
-    storage: Storage, weight: Tensor, gradient_bits: Tensor, seed: Tensor
-) -> dict[str, Addend]:
+def addends(storage: Storage, weight: Tensor, gradient: Tensor, seed: Tensor) -> dict[str, Addend]:
     """Return the addend of each code (weight and states) before the cut, from one hashed word per
     element.
 
@@ -497,7 +531,7 @@ def addends(
             stochastic.append((name, dropped_bits(storage.code(name))))
     if not stochastic:
         return result
-    random = random_bits(bits_of(weight) ^ gradient_mantissa(storage.visible, gradient_bits), seed)
+    random = random_bits(bits_of(weight) ^ gradient_mantissa(storage.visible, gradient), seed)
     start = 0
     for place, (name, dropped) in enumerate(stochastic):
         start += min(dropped, (32 - start) // (len(stochastic) - place))

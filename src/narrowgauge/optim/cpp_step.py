@@ -1,9 +1,9 @@
 """The step of all tensors on a CPU, as C++: one call over a table of addresses.
 
-A *program* steps one tile: ``TILE`` words of a flat storage, or one row of each part where rows
-have scales. It walks over streams (:class:`narrowgauge.optim.step_graph.Stream`) in whole vectors.
-What is left at the end of a row, or missing in a second part, goes through a copy padded with
-zeros. Programs run on all threads, with one barrier at the end of the call.
+A *program* steps one tile: ``TILE`` elements of a row. It walks over the streams
+(:class:`narrowgauge.optim.program.Stream`) in groups of two vectors. What is left at the end of a
+row goes through a copy padded with zeros. Programs run on all threads, with one barrier at the end
+of the call.
 """
 
 from __future__ import annotations
@@ -17,69 +17,37 @@ from typing import Any, ClassVar
 
 from narrowgauge.numerics.metrics import KERNEL_SUMS
 from narrowgauge.optim.kernel import CONTROL
+from narrowgauge.optim.program import SIZES, Program, Stream, num_addresses, scale_names
 from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule
-from narrowgauge.optim.step_graph import (
-    StepText,
-    Stream,
-    lane_names,
-    magnitude_graph,
-    num_addresses,
-    num_values,
-    scale_names,
-)
 from narrowgauge.spec.storages import Storage
 from narrowgauge.torch_support.cpp import CPP, VECTORS, build
-from narrowgauge.torch_support.printer import print_graph
 
-TILE = 4096
-"""Words of a tile: 16 KB of each stream. A longer row is stepped in several tiles."""
-AHEAD = 64
-"""Words between a load and its prefetch.
+TILE = 8192
+"""Elements of a tile: 16 to 32 KB of each stream. A longer row is stepped in several tiles."""
+AHEAD = 512
+"""Bytes between a load and its prefetch.
 
 The hardware's own prefetch leaves a loop of many streams waiting.
-"""
-SIZES = (
-    "columns", "group", "elements", "rows", "first", "count", "pieces", "record", "number", "period", "phase",
-)  # fmt: skip
-"""The table after the addresses.
-
-Each part has ``group`` rows of ``columns`` words. The tensor has ``rows`` rows of ``elements``. Its
-``count`` programs begin at ``first``, with ``pieces`` for each row. Where rows are bounded before
-the step, their records begin at ``record``, else it is -1. ``number`` is the row of its scalars. An
-audit sums every ``period``-th program, from ``phase`` on.
 """
 SUMS = len(KERNEL_SUMS)
 
 _OVER = """
-// Walk over the words of a span. What is no whole vector, or not there at all, goes through a copy padded with zeros.
+// Walk over the elements of a span in groups. The rest goes through a copy padded with zeros.
 template <class Walk>
-INLINE void over(Walk walk, int streams, const int* size, const bool* is_written, char* const* p, const int64_t* bytes,
-                 int64_t span, int64_t whole, const float* u, float* out) {
-  if (whole) walk(p, whole, LANES, u, out);
-  for (int64_t at = whole * LANES; at < span; at += LANES) {
-    alignas(64) char copy[STREAMS][4 * MOST_FLOATS * LANES] = {};
-    char* q[STREAMS];
-    for (int k = 0; k < streams; k++) {
-      const int64_t there = bytes[k] - size[k] * at, most = size[k] * LANES;
-      if (there > 0) memcpy(copy[k], p[k] + size[k] * at, there < most ? there : most);
-      q[k] = copy[k];
-    }
-    walk(q, 1, span - at < LANES ? (int32_t)(span - at) : LANES, u, out);
-    for (int k = 0; k < streams; k++) {
-      const int64_t there = bytes[k] - size[k] * at, most = size[k] * LANES;
-      if (there > 0 && is_written[k]) memcpy(p[k] + size[k] * at, copy[k], there < most ? there : most);
-    }
+INLINE void over(Walk walk, int streams, const int64_t* size, const bool* is_written, char* const* p, int64_t span,
+                 int64_t wide, const float* u, float* out) {
+  const int64_t groups = span / GROUP, at = groups * GROUP, left = span - at;
+  if (groups) walk(p, groups, GROUP, wide, u, out);
+  if (!left) return;
+  alignas(64) char copy[STREAMS][4 * GROUP] = {};
+  char* q[STREAMS];
+  for (int k = 0; k < streams; k++) {
+    memcpy(copy[k], p[k] + size[k] * at, size[k] * left);
+    q[k] = copy[k];
   }
-}
-
-// One float of each of several that belong to a word.
-template <int FLOATS> INLINE Floats take_lane(const char* p, int lane) {
-  Floats x;
-  for (int k = 0; k < LANES; k++) memcpy(&x[k], p + 4 * (FLOATS * k + lane), 4);
-  return x;
-}
-template <int FLOATS> INLINE void put_lane(char* p, int lane, Floats x) {
-  for (int k = 0; k < LANES; k++) memcpy(p + 4 * (FLOATS * k + lane), (char*)&x + 4 * k, 4);
+  walk(q, 1, (int32_t)left, wide, u, out);
+  for (int k = 0; k < streams; k++)
+    if (is_written[k]) memcpy(p[k] + size[k] * at, copy[k], size[k] * left);
 }
 """
 _HEAD = (
@@ -91,20 +59,19 @@ _HEAD = (
 )
 
 
-class _Text(StepText):
+class _Text(Program):
     """Write the C++ of a (rule, storage)."""
 
     language = CPP
     indentation = "  "
     texts: ClassVar = {
-        "bound": "((float*)row[{0}])[{1} * group + line]",
+        "bound": "((float*)row[{0}])[line]",
         "load": "{0}",
         "store": "{0} = {1};",
         "found": "float* found = records + (record + line) * {0};",
         "read": "found[{0}]",
         "new": "float {0} = {1};",
         "set": "{0} = {1};",
-        "sum": "sum{0} += where(counted, {1}, 0.0f);",
         "if": "if ({0}) {{",
         "else": "} else {",
         "end": "}",
@@ -115,83 +82,128 @@ class _Text(StepText):
     ) -> None:
         super().__init__(rule, storage, with_sources=with_sources)
         self.is_audited = audited
-        self.values = [f"v_{k}" for k in range(num_values(rule))]
         self.uniforms = [*self.values, "seed", *scale_names(storage)]
-        for k, word in enumerate(self.words):
-            self.loads[word] = f"load(p{k} + 4 * at)"
-            self.stores[word] = f"store(p{k} + 4 * at, {{}});"
-        for lane, name in enumerate(lane_names(rule, storage)):
-            floats = self.layout.per_word
-            stream = len(self.words) + lane // floats
-            place = f"p{stream} + {4 * floats} * at, {lane % floats}"
-            self.loads[name] = f"take_lane<{floats}>({place})"
-            self.stores[name] = f"put_lane<{floats}>({place}, {{}});"
 
     def whole(self) -> str:
         """Return the text of all functions."""
-        sizes = [4 * max(1, stream.floats) for stream in self.streams]
-        text = VECTORS + "\n// Bytes of a word in each stream.\n"
-        text += f"constexpr int STREAMS = {len(self.streams)}, MOST_FLOATS = {max(sizes) // 4};\n"
-        text += f"constexpr int SIZE[] = {{{', '.join(map(str, sizes))}}};\n{_OVER}"
-        text += self.walk("step_words")
+        text = f"{VECTORS}\nconstexpr int STREAMS = {len(self.streams)};\n{_OVER}"
+        printed = self.value_of_word()
+        lines = [*printed.lines, f"return {printed.results[0]};"]
+        text += "INLINE Floats value_of(Ints w) {\n" + indent("\n".join(lines), "  ") + "\n}\n"
         if self.peaks:
             text += self.walk_of_peaks()
+        text += self.walk("step_elements")
         if self.is_audited:
-            text += self.walk("audit_words", audited=True)
-            return text + self.function("step_and_audit", self.step("step_words", "audit_words"))
+            text += self.walk("audit_elements", audited=True)
+            return text + self.function(
+                "step_and_audit", self.step("step_elements", "audit_elements")
+            )
         if self.peaks:
             text += self.function("find_peaks", self.find_peaks())
-        text += self.function("step", self.step("step_words"))
+        text += self.function("step", self.step("step_elements"))
         if isinstance(self.rule, MatrixRule):
-            text += self.walk("average_words", averages=True)
-            text += self.function("average", self.step("average_words"))
+            text += self.walk("average_elements", averages=True)
+            text += self.function("average", self.step("average_elements"))
         return text
 
-    # ── functions over words ──────────────────────────────────────────────────────────────────────
+    # ── functions over elements ───────────────────────────────────────────────────────────────────
+
+    def loaded(self, stream: Stream) -> tuple[str, str]:
+        """Return the type of a stream's vector, and the text that loads it at ``at``."""
+        pointer = f"p_{stream.name}"
+        narrow = f"load<{stream.size}>({pointer} + {stream.size} * at)"
+        if stream.name == "change":
+            return "Floats", f"float_of({narrow})"
+        if stream.name != "gradient":
+            return "Ints", narrow
+        wide = f"float_of(load<4>({pointer} + 4 * at))"
+        return "Floats", wide if stream.size == 4 else f"wide ? {wide} : value_of({narrow})"
 
     def walk(self, name: str, *, audited: bool = False, averages: bool = False) -> str:
-        """Return a function that steps, audits or averages whole vectors of words."""
+        """Return a function that steps, audits or averages groups of elements.
+
+        Of one group only the first ``inside`` elements count in a sum.
+        """
         printed = self.printed(audited=audited, averages=averages)
-        is_written = [word in dict(printed.writes) for word in self.words]
-        is_written += [averages] * (len(self.streams) - len(self.words))
-        text = (
-            f"constexpr bool WRITTEN_BY_{name}[] = {{{', '.join(map(str, is_written)).lower()}}};\n"
-        )
+        written = self.written(averages=averages)
+        results = printed.results[: len(written)]
+        terms = printed.results[len(written) :]
+        flags = [stream in written for stream in self.streams]
+        lines = self._pointers_and_numbers(self.streams, self.uniforms)
+        kinds = []
+        loads = []
+        names = []
+        for stream in self.read(averages=averages):
+            kind, load = self.loaded(stream)
+            kinds.append(f"{kind} w_{stream.name};")
+            names.append(f"w_{stream.name}")
+            loads.append(load)
+        outputs = []
+        stores = []
+        for k, (stream, value) in enumerate(zip(written, results, strict=True)):
+            outputs.append(f"splat(int_of({value}))" if averages else f"splat({value})")
+            place = f"p_{stream.name} + {stream.size} * at"
+            stores.append(f"store<{stream.size}>({place}, x.y{k}, y.y{k});")
+        done = [f"Ints y{k};" for k in range(len(written))]
+        done += [f"Floats t{k};" for k in range(len(terms))]
+        outputs += [f"splat({term})" for term in terms]
+        lines += [
+            f"struct Loaded {{ {' '.join(kinds)} }};",
+            f"struct Done {{ {' '.join(done)} }};",
+            f"const auto load_at = [=](int64_t at) ALWAYS {{ return Loaded{{{', '.join(loads)}}}; }};",
+            "const auto step = [=](const Loaded& loaded) ALWAYS {",
+            f"  const auto [{', '.join(names)}] = loaded;",
+            *[f"  {line}" for line in printed.lines],
+            f"  return Done{{{', '.join(outputs)}}};",
+            "};",
+            *[f"Floats sum{k}{{}};" for k in range(len(terms))],
+        ]
+        if terms:
+            lines.append(
+                "const auto first = places() < inside, second = places() + LANES < inside;"
+            )
+        lines.append("for (int64_t at = 0; at < GROUP * groups; at += GROUP) {")
+        for stream in self.read(averages=averages):
+            size = stream.size
+            lines.append(f"  prefetch<{size}>(p_{stream.name} + {size} * at + {AHEAD});")
+        lines += [
+            "  const Loaded a = load_at(at), b = load_at(at + LANES);",
+            "  const Done x = step(a), y = step(b);",
+            *[f"  {line}" for line in stores],
+        ]
         ends = []
-        sums = []
-        for k in range(len(printed.results)):
-            sums.append(f"Floats sum{k}{{}};")
+        for k in range(len(terms)):
+            both = f"where(first, x.t{k}, 0.0f) + where(second, y.t{k}, 0.0f)"
+            lines.append(f"  sum{k} += {both};")
             ends.append(f"out[{k}] += sum_of(sum{k});")
-        if sums:
-            sums.append("const auto counted = places() < inside;")
-        return text + self._loop(name, self.streams, self.uniforms, sums, self.body(printed), ends)
+        text = f"constexpr bool WRITTEN_BY_{name}[] = {{{', '.join(map(str, flags)).lower()}}};\n"
+        return text + _function_over_groups(name, [*lines, "}", *ends])
 
     def walk_of_peaks(self) -> str:
-        """Return a function that finds the largest magnitude of a stream, as bits."""
-        printed = print_graph(magnitude_graph(self.storage, CPP), ["w"], "m", CPP)
-        body = ["const auto w = load(p0 + 4 * at);", *printed.lines]
-        body.append(f"most = larger(most, {printed.results[0]});")
-        ends = ["out[0] = float_of(larger(int_of(out[0]), largest_of(most)));"]
-        text = "constexpr bool WRITTEN_BY_peak_of_words[] = {false};\n"
-        return text + self._loop(
-            "peak_of_words", self.streams[:1], [], ["Ints most{};"], body, ends
-        )
+        """Return functions that find the largest magnitude of the gradient, and of the weight."""
+        text = "constexpr bool WRITTEN_BY_peak[] = {false};\n"
+        for stream in self.streams[:2]:
+            if stream.name not in self.peaks:
+                continue
+            load = self.loaded(stream)[1]
+            if stream.name == "weight":
+                load = f"value_of({load})"
+            lines = [
+                f"char* const p_{stream.name} = p[0];",
+                "Ints most{};",
+                "for (int64_t at = 0; at < GROUP * groups; at += LANES) {",
+                f"  const Floats w = {load};",
+                "  most = larger(most, int_of(w) & 0x7FFFFFFF);",
+                "}",
+                "out[0] = float_of(larger(int_of(out[0]), largest_of(most)));",
+            ]
+            text += _function_over_groups(f"peak_of_{stream.name}", lines)
+        return text
 
-    def _loop(
-        self,
-        name: str,
-        streams: Sequence[Stream],
-        uniforms: Sequence[str],
-        begin: Sequence[str],
-        body: Sequence[str],
-        ends: Sequence[str],
-    ) -> str:
-        """Return ``name(p, blocks, inside, u, out)``: walk over vectors of the streams ``p``, with
-        the same numbers ``u``.
-
-        Of one vector only the first ``inside`` words count in a sum.
-        """
-        lines = [f"char* const p{k} = p[{k}];  // {s.name}" for k, s in enumerate(streams)]
+    def _pointers_and_numbers(
+        self, streams: Sequence[Stream], uniforms: Sequence[str]
+    ) -> list[str]:
+        lines = [f"char* const p_{stream.name} = p[{k}];" for k, stream in enumerate(streams)]
         meanings = dict(zip(self.values, (*CONTROL, *self.rule.scalars), strict=True))
         for k, uniform in enumerate(uniforms):
             value = f"int_of(u[{k}])" if uniform == "seed" else f"u[{k}]"
@@ -199,19 +211,7 @@ class _Text(StepText):
             if uniform in meanings:
                 line += f"  // {meanings[uniform]}"
             lines.append(line)
-        lines += begin
-        lines.append("for (int64_t at = 0; at < LANES * blocks; at += LANES) {")
-        for k, stream in enumerate(streams):
-            size = 4 * max(1, stream.floats)
-            lines.append(f"  __builtin_prefetch(p{k} + {size} * (at + {AHEAD}));")
-        lines += [f"  {line}" for line in body]
-        lines += ["}", *ends]
-        head = (
-            f"static __attribute__((noinline)) void {name}(char* const* p, int64_t blocks, int32_t "
-            "inside, const float* u, "
-            "float* out) {\n"
-        )
-        return head + indent("\n".join(lines), "  ") + "\n}\n"
+        return lines
 
     # ── functions over programs ───────────────────────────────────────────────────────────────────
 
@@ -222,42 +222,23 @@ class _Text(StepText):
         )
 
     def place(self) -> list[str]:
-        """Return lines that find the tile of a program: its row of the table, its streams, and its
-        whole vectors.
-        """
+        """Return lines that find the tile of a program: its row of the table, and its streams."""
         width = num_addresses(self.rule, self.storage)
         lines = [f"const int64_t* row = table + tiles[program] * {width + len(SIZES)};"]
         lines += [f"const int64_t {name} = row[{width + k}];" for k, name in enumerate(SIZES)]
+        sizes = [str(stream.size) for stream in self.streams]
+        sizes[1] = f"wide ? 4 : {sizes[1]}"
         lines += [
             "const int64_t place = program - first;",
             "const int64_t line = place / pieces, piece = place % pieces;",
             f"const int64_t origin = piece * {TILE};",
-            f"const int64_t span = pieces == 1 || columns - origin < {TILE} ? columns - origin : "
-            f"{TILE};",
-            f"const int64_t left = elements - {self.layout.per_word} * origin;",
+            f"const int64_t span = columns - origin < {TILE} ? columns - origin : {TILE};",
+            f"const int64_t size[] = {{{', '.join(sizes)}}};",
             "char* p[STREAMS];",
-            "int64_t bytes[STREAMS];",
-            "int64_t whole = span / LANES;",
+            "for (int k = 0; k < STREAMS; k++)",
+            "  p[k] = (char*)row[k] + size[k] * (line * columns + origin);",
         ]
-        for k, stream in enumerate(self.streams):
-            lines += self.place_of(k, stream)
         return lines
-
-    def place_of(self, k: int, stream: Stream) -> list[str]:
-        """Return lines that find a stream's address and the bytes of the tile that are there."""
-        at = f"({stream.part} * group + line)"
-        address = f"p[{k}] = (char*)row[{stream.column}]"
-        if stream.is_plane:
-            return [f"{address} + 4 * ({at} * columns + origin);", f"bytes[{k}] = 4 * span;"]
-        per_word = self.layout.per_word
-        size = 4 if stream.floats else 4 // per_word
-        return [
-            f"{address} + {size} * ({at} * elements + {per_word} * origin);",
-            f"bytes[{k}] = {at} < rows ? {size} * (left < {per_word} * span ? left : {per_word} * "
-            "span) : 0;",
-            f"if (bytes[{k}] < SIZE[{k}] * span && bytes[{k}] / (SIZE[{k}] * LANES) < whole) "
-            f"whole = bytes[{k}] / (SIZE[{k}] * LANES);",
-        ]
 
     def step(self, walk: str, audit: str = "") -> list[str]:
         """Return lines that step a tile, or audit and step it."""
@@ -271,7 +252,7 @@ class _Text(StepText):
         numbers = list(self.uniforms)
         numbers[len(self.values)] = f"scalars[{scalars}]"  # the seed
         lines.append(f"const float u[] = {{{', '.join(numbers)}}};")
-        call = "over({0}, STREAMS, SIZE, WRITTEN_BY_{0}, p, bytes, span, whole, u, {1});"
+        call = "over({0}, STREAMS, size, WRITTEN_BY_{0}, p, span, wide, u, {1});"
         if not audit:
             return [*lines, call.format(walk, "nullptr")]
         lines += [
@@ -285,21 +266,18 @@ class _Text(StepText):
         return lines
 
     def peak_lines(self) -> list[str]:
-        """Return lines that find the largest magnitudes of a tile in ``peak_NAME_PART``, which
-        exist.
-        """
+        """Return lines that find the largest magnitudes of a tile in ``peak_NAME``, which exist."""
         lines = []
-        for name, part in self.peaks:
-            k = self.place_of_peak(name, part)
+        for name in self.peaks:
+            k = 0 if name == "weight" else 1
             lines.append(
-                f"over(peak_of_words, 1, SIZE + {k}, WRITTEN_BY_peak_of_words, p + {k}, bytes + "
-                f"{k}, span, whole, nullptr, "
-                f"&peak_{name}{part});"
+                f"over(peak_of_{name}, 1, size + {k}, WRITTEN_BY_peak, p + {k}, span, wide, "
+                f"nullptr, &peak_{name});"
             )
         return lines
 
     def declared_peaks(self) -> list[str]:
-        return [self.text("new", f"peak_{name}{part}", 0) for name, part in self.peaks]
+        return [self.text("new", f"peak_{name}", 0) for name in self.peaks]
 
     def find_peaks(self) -> list[str]:
         """Return lines that write a row's record: its largest magnitudes, over all its tiles, and
@@ -311,12 +289,12 @@ class _Text(StepText):
             *self.declared_peaks(),
             *self.peak_lines(),
         ]
-        for k, (name, part) in enumerate(self.peaks):
+        for k, name in enumerate(self.peaks):
             lines += [
                 f"int32_t* most{k} = (int32_t*)(found + {k});",
                 f"int32_t now{k} = __atomic_load_n(most{k}, __ATOMIC_RELAXED);",
-                f"while (now{k} < int_of(peak_{name}{part}) &&",
-                f"       !__atomic_compare_exchange_n(most{k}, &now{k}, int_of(peak_{name}{part}), "
+                f"while (now{k} < int_of(peak_{name}) &&",
+                f"       !__atomic_compare_exchange_n(most{k}, &now{k}, int_of(peak_{name}), "
                 "false, __ATOMIC_RELAXED,",
                 "                                    __ATOMIC_RELAXED)) {}",
             ]
@@ -325,6 +303,17 @@ class _Text(StepText):
             lines.append(f"  found[{len(self.peaks) + k}] = {place};")
         lines.append("}")
         return lines
+
+
+def _function_over_groups(name: str, lines: Sequence[str]) -> str:
+    """Return ``name(p, groups, inside, wide, u, out)``: walk over groups of the streams ``p``, with
+    the same numbers ``u``.
+    """
+    head = (
+        f"static __attribute__((noinline)) void {name}(char* const* p, int64_t groups, int32_t "
+        "inside, int64_t wide, const float* u, float* out) {\n"
+    )
+    return head + indent("\n".join(lines), "  ") + "\n}\n"
 
 
 def source(

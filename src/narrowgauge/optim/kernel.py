@@ -1,18 +1,19 @@
-"""The definition of a step: of many elements in 32-bit words.
+"""The definition of a step: of many elements at once.
 
 :func:`make_step` writes ``unpack -> read -> rule -> write -> pack (-> audit)`` once, in tensor
 operations. Eager, this code is the reference. Traced and printed
-(:mod:`narrowgauge.optim.multi_tensor`), it is one loop over 32-bit words. An elementwise rule runs
-between reading and writing. Storages of Collage run AdamW in the published expansions. A matrix
-rule runs outside, on whole matrices: :func:`make_average` averages the gradients before it, and the
-step writes its change.
+(:mod:`narrowgauge.optim.program`), it is one loop over elements. An elementwise rule runs between
+reading and writing. Storages of Collage run AdamW in the published expansions. A matrix rule runs
+outside, on whole matrices: :func:`average` averages the gradients before it, and the step writes
+its change.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import torch
@@ -29,14 +30,13 @@ from narrowgauge.numerics.metrics import (
 from narrowgauge.numerics.rounding import quiet
 from narrowgauge.optim import codes
 from narrowgauge.optim.codes import Lane, Written
-from narrowgauge.optim.layout import lanes_of_weight, layout_of, words_of_weight
+from narrowgauge.optim.planes import planes_of
 from narrowgauge.optim.rules.collage import collage_adamw
 from narrowgauge.optim.rules.elementwise import Rule, Scalars
 from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule
 from narrowgauge.spec.storages import Storage
 
-Step = Callable[..., Tensor]
-Summarize = Callable[[Sequence[Tensor]], Tensor]
+Step = Callable[..., list[Tensor]]
 CONTROL = ("gradient_scale", "skip")
 """The scalars of every step, before the rule's own: the factor of the gradients, and 1 to change
 nothing.
@@ -56,7 +56,9 @@ class Numbers:
     audited: bool
 
 
-# ── the step of one lane ──────────────────────────────────────────────────────────────────────────
+def named(rule: AnyRule, values: Tensor) -> dict[str, Tensor]:
+    """Return the scalars of a step by name."""
+    return {name: values[place] for place, name in enumerate((*CONTROL, *rule.scalars))}
 
 
 def in_floats(rule: Rule, storage: Storage, lane: Lane, scalars: Scalars, seed: Tensor) -> Written:
@@ -65,7 +67,7 @@ def in_floats(rule: Rule, storage: Storage, lane: Lane, scalars: Scalars, seed: 
     ``scalars`` are ``gradient_scale`` and the rule's.
     """
     scale = scalars["gradient_scale"]
-    gradient = codes.gradient_value(storage.visible, lane.gradient).to(scale.dtype) * scale
+    gradient = lane.gradient.to(scale.dtype) * scale
     old = codes.read(storage, lane, rule.states)
     change, *new = rule.update(old.weight, gradient, *old.states, scalars)
     return codes.write(storage, lane, old, change, dict(zip(rule.states, new, strict=True)), seed)
@@ -81,8 +83,7 @@ def in_expansions(
     weight = tuple(map(quiet, codes.read_parts(storage, lane, "weight")))
     exp_avg = codes.read_parts(storage, lane, rule.states[0])
     exp_avg_sq = codes.read_parts(storage, lane, rule.states[1])
-    gradient = codes.gradient_value(storage.visible, lane.gradient) * scalars["gradient_scale"]
-    gradient = quiet(gradient)
+    gradient = quiet(lane.gradient * scalars["gradient_scale"])
     change, *new = collage_adamw(weight, gradient, exp_avg, exp_avg_sq, scalars, rounding)
     parts = dict(zip(("weight", *rule.states), new, strict=True))
     return codes.write_parts(storage, lane, weight, change, parts)
@@ -92,7 +93,7 @@ def average(
     rule: MatrixRule, storage: Storage, lane: Lane, scalars: Scalars
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return a lane's gradient for a matrix rule's direction, and the new states beside the weight."""
-    gradient = codes.gradient_value(storage.visible, lane.gradient) * scalars["gradient_scale"]
+    gradient = lane.gradient * scalars["gradient_scale"]
     if rule.average is None:
         return gradient, {}
     states = {name: codes.read_state(storage, lane, name) for name in rule.beside}
@@ -152,123 +153,76 @@ def weight_decay(
     return intended, written.changes[1] - without.changes[1]
 
 
-# ── the step of a whole tensor ────────────────────────────────────────────────────────────────────
+def audited_terms(
+    rule: AnyRule,
+    storage: Storage,
+    lane: Lane,
+    change: Tensor | None,
+    scalars: Scalars,
+    seed: Tensor,
+    written: Written,
+) -> list[Tensor]:
+    """Return the terms of an audit, one of each element
+    (:data:`narrowgauge.numerics.metrics.KERNEL_SUMS`).
 
-
-def row_sums(terms: Sequence[Tensor]) -> Tensor:
-    """Sum each term of the audit over the last dimension, in float32.
-
-    Return ``[terms, rows]``, of flat words ``[terms]``.
+    Terms of the decay are left out if the rule has none.
     """
-    return torch.stack([term.sum(-1) for term in terms])
+    terms = [*update_terms(*written.changes), codes.num_at_end(storage, written, lane)]
+    if rule.decay:
+        terms += decay_terms(*weight_decay(rule, storage, lane, change, scalars, seed, written))
+    return terms
 
 
-def lanes_of(
-    storage: Storage, words: Sequence[Tensor], multipliers: Sequence[Tensor]
-) -> list[Lane]:
-    """Return the lanes of words: the parts of the weight, then of the gradient, then the tensors of
-    each plane.
+# ── as it is traced ───────────────────────────────────────────────────────────────────────────────
 
-    ``multipliers`` hold, for each scaled code and part, the one into the code's window and the one
-    back.
+
+def make_step(rule: AnyRule, storage: Storage, *, audited: bool = False) -> Step:
+    """Return the step of words: ``step(weight, gradient, *planes, *scales, *changes, values, seed)
+    -> [weight, *planes, *terms]``.
+
+    Weight and planes are words of their formats. The gradient is float32. The scales are float32:
+    for each scaled code, below its row's end and back. A matrix rule has one change, float32. On a
+    CPU the step does not skip: the caller does. An ``audited`` one ends in the terms of the audit.
     """
-    layout = layout_of(storage)
-    parts = layout.num_parts
-    weights = lanes_of_weight(storage.visible, words[:parts])
-    gradients = lanes_of_weight(storage.visible, words[parts : 2 * parts])
-    fields = layout.by_lane(words[2 * parts :])
-    pairs = list(zip(multipliers[::2], multipliers[1::2], strict=True))
-    lanes = []
-    for number, of_lane in enumerate(zip(weights, gradients, fields, strict=True)):
-        part = number // layout.per_word
-        scales = {name: pairs[index * parts + part] for index, name in enumerate(storage.scaled)}
-        lanes.append(Lane(*of_lane, scales))
-    return lanes
+    count = len(planes_of(storage))
 
-
-def make_step(
-    rule: AnyRule, storage: Storage, summarize: Summarize | None = None, *, writes: bool = True
-) -> Step:
-    """Return the step of a whole tensor in words: ``step(*words, *scales, *changes, values, seed)
-    -> Tensor``.
-
-    Args: summarize: sums the audit's terms (:data:`narrowgauge.numerics.metrics.KERNEL_SUMS`) over
-        the words. ``None`` makes a
-            step without an audit. Terms of the decay are left out if the rule has none.
-        writes: ``False`` makes an audit alone: it writes nothing.
-    Returns: The step. Its words are int32 (of a float64 int64), all of one shape
-        (:meth:`narrowgauge.optim.layout.Layout.extent`): the parts of the weight, then of the
-        gradient, then the tensors of each plane. Weight and planes are written in place. The scales
-        are float32 ``[rows, 1]``: for each scaled code and part, into the code's window and back.
-        The changes are a matrix rule's for each lane, float32. On a CPU the step does not skip: the
-        caller does. It returns the audit, empty without one.
-    """
-    layout = layout_of(storage)
-    parts = layout.num_parts
-    names = (*CONTROL, *rule.scalars)
-    num_words = 2 * parts + sum(map(layout.num_tensors, layout.planes))
-    end = num_words + 2 * len(storage.scaled) * parts
-
-    def step(*arguments: Tensor) -> Tensor:
-        words = arguments[:num_words]
-        *changes, values, seed = arguments[end:]
-        numbers = {name: values[index] for index, name in enumerate(names)}
-        done = []
-        decayed = []
-        lanes = lanes_of(storage, words, arguments[num_words:end])
-        for k, lane in enumerate(lanes):
-            change = changes[k] if changes else None
-            done.append(advance(rule, storage, lane, change, numbers, seed))
-            if summarize is not None and rule.decay:
-                decay = weight_decay(rule, storage, lane, change, numbers, seed, done[k])
-                decayed.append(decay_terms(*decay))
-        if writes:
-            new = words_of_weight(storage.visible, [d.visible for d in done])
-            new += layout.join_lanes([d.fields for d in done])
-            skip = numbers["skip"] != 0
-            for old, value in zip((*words[:parts], *words[2 * parts :]), new, strict=True):
-                if not values.is_cpu:
-                    value = torch.where(skip, old, value)
-                old.copy_(value)
-        if summarize is None:
-            return values.new_zeros(0)
-        terms: list[tuple[Tensor, ...]] = []
-        for lane, written in zip(lanes, done, strict=True):
-            at_end = codes.num_at_end(storage, written, lane)
-            terms.append((*update_terms(*written.changes), at_end))
-        for k, shrinking in enumerate(decayed):
-            terms[k] += shrinking
-        return summarize([sum(term[1:], term[0]) for term in zip(*terms, strict=True)])
+    def step(*arguments: Tensor) -> list[Tensor]:
+        weight, gradient, *rest = arguments
+        planes = rest[:count]
+        *rest, values, seed = rest[count:]
+        scales = {}
+        for place, name in enumerate(storage.scaled):
+            scales[name] = rest[2 * place], rest[2 * place + 1]
+        changes = rest[2 * len(storage.scaled) :]
+        change = changes[0] if changes else None
+        scalars = named(rule, values)
+        lane = codes.lane_of(storage, weight, gradient, planes, scales)
+        written = advance(rule, storage, lane, change, scalars, seed)
+        results = [codes.weight_word(storage.visible, written.visible)]
+        for plane in planes_of(storage):
+            results.append(reduce(or_, [written.fields[name] for name, _, _ in plane.fields]))
+        if not values.is_cpu:
+            is_skipped = scalars["skip"] != 0
+            for place, old in enumerate((weight, *planes)):
+                results[place] = torch.where(is_skipped, old, results[place])
+        if audited:
+            results += audited_terms(rule, storage, lane, change, scalars, seed, written)
+        return results
 
     return step
 
 
 def make_average(rule: MatrixRule, storage: Storage) -> Step:
-    """Return the part before a direction.
-
-    It takes the arguments of :func:`make_step`, and writes ``changes`` alone.
+    """Return the part before a direction: ``average(weight, gradient, *planes, values, seed) ->
+    [gradient]``.
     """
-    num_lanes = layout_of(storage).num_lanes
-    names = (*CONTROL, *rule.scalars)
 
-    def step(*arguments: Tensor) -> Tensor:
-        *words, values, _ = arguments
-        numbers = {name: values[index] for index, name in enumerate(names)}
-        lanes = lanes_of(storage, words[:-num_lanes], ())
-        for lane, into in zip(lanes, words[-num_lanes:], strict=True):
-            into.copy_(average(rule, storage, lane, numbers)[0])
-        return values.new_zeros(0)
+    def step(*arguments: Tensor) -> list[Tensor]:
+        weight, gradient, *planes, values, _ = arguments
+        lane = codes.lane_of(storage, weight, gradient, planes, {})
+        return [average(rule, storage, lane, named(rule, values))[0]]
 
     return step
-
-
-@lru_cache(None)
-def steps_of(rule: AnyRule, storage: Storage) -> tuple[Step, Step]:
-    """Return the step and its audit.
-
-    Return the same function objects each time, so that they are compiled once.
-    """
-    return make_step(rule, storage), make_step(rule, storage, row_sums, writes=False)
 
 
 class Kernel:

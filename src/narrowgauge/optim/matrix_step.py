@@ -93,8 +93,7 @@ def _step_batch(
         measure = rule.measure and rule.measure(options)
         if measure is None:
             continue
-        weights = state.read(partial(codes.read_weight, state.storage), state.form)
-        weights = weights.reshape(state.parameter.shape).contiguous()
+        weights = state.in_shape(state.read(partial(codes.read_weight, state.storage)))
         weight = _gather(ranks, place, state.owner, weights)
         del weights
         if weight is not None:

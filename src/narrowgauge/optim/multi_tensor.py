@@ -36,12 +36,11 @@ from narrowgauge.numerics.hashing import step_seed
 from narrowgauge.numerics.metrics import KERNEL_SUMS
 from narrowgauge.optim import cpp_step, triton_step
 from narrowgauge.optim.audit import Auditor
-from narrowgauge.optim.cpp_step import SIZES
 from narrowgauge.optim.kernel import Kernel, Numbers
-from narrowgauge.optim.layout import Layout, layout_of
+from narrowgauge.optim.planes import planes_of
+from narrowgauge.optim.program import SIZES, num_addresses, record_size, streams_of
 from narrowgauge.optim.rules.matrix import AnyRule
 from narrowgauge.optim.state import ParameterState
-from narrowgauge.optim.step_graph import input_names, num_addresses, record_size
 from narrowgauge.spec.storages import Storage
 from narrowgauge.torch_support import triton
 from narrowgauge.torch_support.compile import can_compile
@@ -76,60 +75,50 @@ def language_on(device: torch.device) -> str:
     return CPP.name if device.type == "cpu" else ""
 
 
-def words_of_program(layout: Layout, device: torch.device) -> int:
-    """Return the words of a row that a program steps.
+def elements_of_program(storage: Storage, device: torch.device) -> int:
+    """Return the elements of a row that a program steps.
 
-    A longer row has several programs, on a CPU.
+    A longer row has several programs. On a GPU one program bounds and steps a row.
     """
     if language_on(device) == CPP.name:
         return cpp_step.TILE
-    return 1 << 60 if layout.by_rows else triton_step.BLOCK
+    return 1 << 60 if storage.scaled else triton_step.BLOCK
 
 
 # ── programs ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def num_pieces(state: ParameterState, device: torch.device) -> int:
-    """Return the number of programs that step a row of words."""
-    return -(-state.extent[-1] // words_of_program(state.layout, device))
+    """Return the number of programs that step a row."""
+    return -(-state.form[1] // elements_of_program(state.storage, device))
 
 
 def num_programs(state: ParameterState, device: torch.device) -> int:
     """Return the number of programs that step a state."""
-    num_rows = state.extent[0] if state.layout.by_rows else 1
-    return num_rows * num_pieces(state, device)
+    return state.form[0] * num_pieces(state, device)
 
 
 def audit_of(state: ParameterState, turn: int, device: torch.device) -> tuple[int, int, int]:
     """Return ``period`` and ``phase`` of audit number ``turn``, and the number of elements that it
     reads.
 
-    An audit reads at least 256 words, a 16th of the first 65,536 words, and a 32nd of all, in whole
+    An audit reads at least 512 elements, a 16th of the first 131,072, and a 32nd of all, in whole
     programs. The period, after which each program was read once, is a power of two.
     """
-    words = words_of_program(state.layout, device)
-    return _audit_of(state.layout, state.form, turn % MOST_PERIOD, words)
+    return _audit_of(*state.form, turn % MOST_PERIOD, elements_of_program(state.storage, device))
 
 
 @lru_cache(1 << 14)
-def _audit_of(layout: Layout, form: tuple[int, ...], turn: int, words: int) -> tuple[int, int, int]:
-    group, columns = (1, *layout.extent(form))[-2:]
-    rows, elements = (1, *layout.matrix(form))[-2:]
-    pieces = -(-columns // words)
-    count = pieces * group
-    num_words = layout.num_parts * group * columns
-    period = max(min(num_words // 256, 16), min(num_words // 4096, MOST_PERIOD))
+def _audit_of(rows: int, columns: int, turn: int, most: int) -> tuple[int, int, int]:
+    pieces = -(-columns // most)
+    count = pieces * rows
+    numel = rows * columns
+    period = max(min(numel // 512, 16), min(numel // 8192, MOST_PERIOD))
     period = max(1, min(period, count))
     period = 1 << (period.bit_length() - 1)
-    places = np.arange(turn % period, count, period)
-    line = places // pieces
-    column_block = places % pieces
-    width = layout.per_word * min(columns, words)
-    widths = np.clip(elements - column_block * width, 0, width)
-    num_lines = np.zeros(len(places), np.int64)
-    for part in range(layout.num_parts):
-        num_lines += part * group + line < rows
-    return period, turn % period, int((widths * num_lines).sum())
+    column_block = np.arange(turn % period, count, period) % max(1, pieces)
+    widths = np.clip(columns - column_block * most, 0, most)
+    return period, turn % period, int(widths.sum())
 
 
 # ── the table ─────────────────────────────────────────────────────────────────────────────────────
@@ -137,14 +126,14 @@ def _audit_of(layout: Layout, form: tuple[int, ...], turn: int, words: int) -> t
 
 @dataclass(slots=True)
 class _Selection:
-    """Hold the programs of tensors that step together. The programs of whole tensors come first.
+    """Hold the programs of tensors that step together.
 
     Attributes:
         order: the row of each tensor in the table.
         first: the first program of each tensor.
         tiles: the row of each program, then ``order``: int32 on the device.
         unsent: the same in the host's memory, until it is sent.
-        num_programs, num_whole: of all tensors, and of whole ones.
+        num_programs: of all tensors.
     """
 
     order: Any
@@ -152,7 +141,6 @@ class _Selection:
     tiles: Tensor
     unsent: Tensor | None
     num_programs: int
-    num_whole: int
 
 
 def _forget(
@@ -176,9 +164,8 @@ class Table:
         self.rule = rule
         self.storage = storage
         self.device = device
-        self.layout = layout_of(storage)
         self._is_cpp = language_on(device) == CPP.name
-        self._num_inputs = len(input_names(rule))
+        self._size = streams_of(rule, storage)[0].size
         self._width = num_addresses(rule, storage) + len(SIZES)
         self._places: dict[int, int] = {}  # by the id of a state that is alive
         self._references: dict[int, weakref.ref[ParameterState]] = {}
@@ -211,7 +198,7 @@ class Table:
             self._add_rows(new, len(numbers))
         self._states = list(states)
         order = np.array([self._places[id(state)] for state in states], np.int64)
-        self._rows[order, : self._num_inputs] = self._addresses()
+        self._set_inputs(order)
         self._rows[order, PLACE["number"] :] = choices
         for row, (scalars, seed) in zip(self._numbers, numbers, strict=True):
             row[:-1] = list(map(float, scalars))
@@ -245,75 +232,68 @@ class Table:
         self._buffer = None
 
     def _row(self, state: ParameterState) -> list[int]:
-        group, columns = (1, *state.extent)[-2:]
-        rows, elements = (1, *self.layout.matrix(state.form))[-2:]
-        memory = self.layout.in_order(state.words)
-        memory += [state.bounds[name] for name in self.storage.scaled]
-        sizes = {"columns": columns, "group": group, "elements": elements, "rows": rows}
+        rows, columns = state.form
+        addresses = [0, 0]
+        addresses += [state.planes[plane.name].data_ptr() for plane in planes_of(self.storage)]
+        if state.kernel.is_matrix:
+            addresses.append(0)
+        addresses += [state.bounds[name].data_ptr() for name in self.storage.scaled]
+        sizes = {"columns": columns, "rows": rows, "record": -1}
         sizes["count"] = num_programs(state, self.device)
-        sizes["pieces"] = num_pieces(state, self.device) if self._is_cpp else 1
-        sizes["record"] = -1
-        addresses = [0] * self._num_inputs + [tensor.data_ptr() for tensor in memory]
+        sizes["pieces"] = max(1, num_pieces(state, self.device))
         return addresses + [sizes.get(name, 0) for name in SIZES]
 
-    def _addresses(self) -> list[list[int]]:
-        """Return the addresses of the inputs of each state.
-
-        What is not in the order of its words is copied.
+    def _set_inputs(self, order: Any) -> None:
+        """Write the addresses of the inputs of each state. What is not in the order of its planes
+        is copied.
         """
         self._copies = []
         self._inputs = []
-        addresses = []
+        inputs = []
+        changes = []
         for state in self._states:
             weight = state.parameter
             gradient = state.gradient
-            if not state.is_in_place():
-                weight, gradient = self._copied(state)
-            row = [weight.data_ptr(), gradient.data_ptr()]
+            if not state.is_dense(weight):
+                weight = state.in_rows(weight.detach())
+                self._copies.append((state, weight))
+            if not state.is_dense(gradient):
+                gradient = state.in_rows(gradient)
+                self._inputs.append(gradient)
+            is_wide = gradient.element_size() != self._size or self._size == 4
+            inputs.append((weight.data_ptr(), gradient.data_ptr(), is_wide))
             if state.kernel.is_matrix:
-                row.append(state.change.data_ptr())
-            addresses.append(row)
-        return addresses
-
-    def _copied(self, state: ParameterState) -> tuple[Tensor, Tensor]:
-        """Return weight and gradient in the order of the words.
-
-        Copies live until the launch, which writes the weight back.
-        """
-        weight = state.in_form(state.parameter.detach())
-        gradient = state.in_form(state.gradient)
-        self._inputs += [weight, gradient]
-        if weight.data_ptr() != state.parameter.data_ptr():
-            self._copies.append((state, weight))
-        return weight, gradient
+                changes.append(state.change.data_ptr())
+        table = np.array(inputs, np.int64)
+        self._rows[order, :2] = table[:, :2]
+        self._rows[order, PLACE["wide"]] = table[:, 2]
+        end = self._width - len(SIZES) - len(self.storage.scaled)
+        if changes:
+            self._rows[order, end - 1] = changes
+        if not self._is_cpp:
+            rows = self._rows[order]
+            is_aligned = (rows[:, :end] % 16 == 0).all(1) & (rows[:, PLACE["columns"]] % 16 == 0)
+            self._rows[order, PLACE["aligned"]] = is_aligned
 
     def _select(self, order: Any) -> None:
         """Find the programs of the tensors that step."""
-        rows = self._rows[order]
-        columns, group, elements, num_rows = (rows[:, PLACE[name]] for name in SIZES[:4])
-        # A whole tensor has only vectors of 16 bytes.
-        is_whole = (rows[:, :2] % 16 == 0).all(1) & (columns % 4 == 0)
-        is_whole &= elements == self.layout.per_word * columns
-        is_whole &= num_rows == self.layout.num_parts * group
-        key = order.tobytes() + is_whole.tobytes()
+        key = order.tobytes()
         if key not in self._selections:
             if len(self._selections) == MOST_SELECTIONS:
                 self._selections.clear()
-            self._selections[key] = self._new_selection(order, rows[:, PLACE["count"]], is_whole)
+            counts = self._rows[order, PLACE["count"]]
+            self._selections[key] = self._new_selection(order, counts)
         self._selection = self._selections[key]
         self._rows[order, PLACE["first"]] = self._selection.first
 
-    def _new_selection(self, order: Any, counts: Any, is_whole: Any) -> _Selection:
-        whole_first = np.argsort(~is_whole, kind="stable")
-        first = np.zeros(len(order), np.int64)
-        first[whole_first] = np.cumsum(counts[whole_first]) - counts[whole_first]
-        programs = np.repeat(order[whole_first], counts[whole_first])
+    def _new_selection(self, order: Any, counts: Any) -> _Selection:
+        first = np.cumsum(counts) - counts
+        programs = np.repeat(order, counts)
         on_host = torch.from_numpy(np.concatenate([programs, order]).astype(np.int32))
-        num_whole = int(counts[is_whole].sum())
         if self._is_cpp:
-            return _Selection(order, first, on_host, None, len(programs), num_whole)
+            return _Selection(order, first, on_host, None, len(programs))
         tiles = torch.empty_like(on_host, device=self.device)
-        return _Selection(order, first, tiles, on_host, len(programs), num_whole)
+        return _Selection(order, first, tiles, on_host, len(programs))
 
     def _share_rows(self, order: Any) -> None:
         """Find the states with rows that several programs or ranks step, and give each row a
@@ -326,7 +306,7 @@ class Table:
         for place, state, is_split in zip(order, self._states, has_pieces.tolist(), strict=True):
             if is_split or state.column_groups:
                 self._rows[place, PLACE["record"]] = num_records
-                num_records += state.extent[0]
+                num_records += state.form[0]
                 self._shared.append(state)
         self._num_records = num_records
 
@@ -366,7 +346,7 @@ class Table:
         self._call(name, control, records, sums)
         if not averages:
             for state, weight in self._copies:
-                state.write_back(weight)
+                state.parameter.detach().copy_(state.in_shape(weight))
             # Autograd notices a weight that was written between forward and backward pass.
             torch.autograd.graph.increment_version([state.parameter for state in self._states])
         self._copies = []
@@ -380,13 +360,13 @@ class Table:
         size = record_size(self.rule, self.storage)
         records = torch.zeros(self._num_records, size, dtype=torch.float32, device=self.device)
         self._call("find_peaks", control, records, None)
-        num_peaks = size - len(self.storage.scaled) * self.layout.num_parts
+        num_peaks = size - len(self.storage.scaled)
         parts = []
         bits = []
         groups = []
         start = 0
         for state in self._shared:
-            part = records[start : start + state.extent[0], :num_peaks]
+            part = records[start : start + state.form[0], :num_peaks]
             start += len(part)
             parts.append(part)
             bits.append(part.reshape(-1).view(torch.int32))  # in which a NaN is the largest
@@ -430,16 +410,13 @@ class Table:
         start = len(buffer) - -(-self._numbers.size // 2)
         numbers = buffer[start:].view(torch.float32)
         arguments = buffer, selection.tiles, numbers, control, records, sums
-        num_whole = selection.num_whole
-        rest = selection.num_programs - selection.num_whole
-        with torch.cuda.device_of(control):
-            for is_whole, first, count in ((True, 0, num_whole), (False, num_whole, rest)):
-                if count:
-                    compiled = self._triton_functions(is_whole)[name]
-                    compiled[(count,)](*arguments, first, **triton.LAUNCH)
+        if selection.num_programs:
+            with torch.cuda.device_of(control):
+                compiled = self._triton_functions()[name]
+                compiled[(selection.num_programs,)](*arguments, **triton.LAUNCH)
 
-    def _triton_functions(self, is_whole: bool) -> dict[str, Any]:
-        return triton_step.functions(self.rule, self.storage, is_whole, self.device.type == "cpu")
+    def _triton_functions(self) -> dict[str, Any]:
+        return triton_step.functions(self.rule, self.storage, self.device.type == "cpu")
 
     def _add_up(self, sums: Tensor) -> Tensor:
         """Add the sums of programs by tensor, in order: float64 ``[states, KERNEL_SUMS]``."""
@@ -447,7 +424,7 @@ class Table:
         totals = torch.zeros(len(self._states), SUMS, dtype=torch.float64, device=self.device)
         if not self._is_cpp:
             order = selection.tiles[selection.num_programs :]
-            add_up = self._triton_functions(True)["add_up"]
+            add_up = self._triton_functions()["add_up"]
             with torch.cuda.device_of(sums):
                 arguments = self._on_device(), order, sums, totals, self._width
                 add_up[(len(totals),)](*arguments, **triton.LAUNCH)
@@ -533,7 +510,7 @@ def _has_the_bits(rule: AnyRule, storage: Storage, device: torch.device) -> bool
 
 
 def _tensors_of(state: ParameterState) -> list[Tensor]:
-    return [state.parameter, state.change, *state.in_parameter_order().values()]
+    return [state.parameter, state.change, *state.tensors()]
 
 
 def _cases(
@@ -558,17 +535,23 @@ def _cases(
             last = with_nan(last)
         return torch.cat([ordinary, last])
 
-    for shape, edges in (((3, 67), False), ((3, 67), True), ((rows, 256), True)):
+    for shape, edges, wide in (
+        ((3, 67), False, False),
+        ((3, 67), True, True),
+        ((rows, 256), True, False),
+    ):
         weight = drawn(dtype, shape, 1, edges)
         state = ParameterState(weight.to(device), storage, kernel)
         state.allocate()
         state.begin()
         values = {}
-        for name, like in state.in_parameter_order().items():
-            value = drawn(like.dtype, like.shape, 3, edges)
-            values[name] = value.abs() if value.is_floating_point() else value
+        for name, like in state.saved().items():
+            if like.ndim:
+                value = drawn(like.dtype, like.shape, 3, edges)
+                values[name] = value.abs() if value.is_floating_point() else value
         state.take(values)
-        state.gradient = drawn(dtype, shape, GRADIENT, edges).to(device)
+        gradient = drawn(dtype, shape, GRADIENT, edges)
+        state.gradient = (gradient.float() if wide else gradient).to(device)
         state.change = torch.zeros(shape, dtype=torch.float32, device=device)
         states.append(state)
     return states
@@ -612,7 +595,9 @@ class Launches:
         for (kernel, device, count), members in alike.items():
             # A graph has no place for the products of matrices, nor for copies.
             is_possible = not is_captured() or not any(
-                state.kernel.is_matrix or not state.is_in_place() for state in members
+                state.kernel.is_matrix
+                or not (state.is_dense(state.parameter) and state.is_dense(state.gradient))
+                for state in members
             )
             kernel.how_it_ran = self._how_to_run(kernel, device)
             if kernel.how_it_ran != language_on(device) or not is_possible:

@@ -1,7 +1,7 @@
 """The one optimizer: a rule and a storage, with the interface of ``torch.optim.Optimizer``.
 
 Nothing here depends on a format or a formula. A step makes or looks up the
-:class:`~narrowgauge.optim.state.ParameterState` of every parameter, and passes the words to the
+:class:`~narrowgauge.optim.state.ParameterState` of every parameter, and passes its tensors to the
 kernel of its (rule, storage). The kernel reads two scalars: one clips gradients, one skips a step
 with a non-finite gradient. The host reads the decision after the step.
 """
@@ -773,7 +773,9 @@ class Optimizer(torch.optim.Optimizer):
                 gradient = gradient_of(parameter)
                 if gradient is not None:
                     validation.check_gradient(parameter, gradient)
-                    gradients[parameter] = gradient.to(parameter.dtype)
+                    if gradient.dtype not in (parameter.dtype, torch.float32):
+                        gradient = gradient.float()
+                    gradients[parameter] = gradient
             stepped = [p for p in group["params"] if p in gradients]
             self.make_missing(group, stepped)
             if self.rule == PLAIN_SGD and group["momentum"]:
@@ -847,8 +849,8 @@ class Optimizer(torch.optim.Optimizer):
     # ── saving and loading ────────────────────────────────────────────────────────────────────────
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as in ``torch.optim``, lossless and packed: a copy of each buffer in the
-        parameter's shape.
+        """Return the state as in ``torch.optim``, lossless and packed: the live tensors, in the
+        parameter's shape. Nothing is copied.
 
         A plain state has torch's key (``exp_avg``). Others are ``tail``, ``master`` (float32 or
         float64), ``weight_low`` and ``packed``. ``…_bound`` is the scale of each row. ``step`` is

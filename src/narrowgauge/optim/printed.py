@@ -30,5 +30,5 @@ def printed_step(storage: str, rule: str = "adamw", language: str = "cpp") -> st
             f"Cannot print storage '{storage}' because it steps in float64, uncompiled."
         )
     if language == "triton":
-        return triton_step.source(RULES[rule], row, whole=True, with_sources=True).lstrip()
+        return triton_step.source(RULES[rule], row, with_sources=True).lstrip()
     return cpp_step.source(RULES[rule], row, with_sources=True)

@@ -8,7 +8,7 @@ bounds every new state of the row. So a row's scale depends only on its own grad
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from narrowgauge.optim import codes
 from narrowgauge.optim.kernel import CONTROL
 from narrowgauge.optim.rules.elementwise import Rule
 from narrowgauge.spec.storages import Storage
+
+if TYPE_CHECKING:
+    from narrowgauge.optim.state import ParameterState
 
 SMALLEST_BOUND = 2.0**-8
 """The smallest bound of a row of weights scaled by row, so that a row of zeros can grow."""
@@ -65,7 +68,7 @@ def scales_of_rows(
     return scales
 
 
-def bound_rows(state: Any, values: Tensor) -> list[Tensor]:
+def bound_rows(state: ParameterState, values: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
     """Set the new bounds of a state's rows, which has its gradient. Return the multipliers of this
     step for the definition.
 
@@ -73,33 +76,27 @@ def bound_rows(state: Any, values: Tensor) -> list[Tensor]:
     """
     rule = state.kernel.rule
     storage = state.storage
+    assert isinstance(rule, Rule)
     slopes = _peaks(state, state.gradient)
     weights = torch.zeros_like(slopes)
     if "weight" in bounding(rule, storage):
         weights = _peaks(state, state.parameter.detach())
-    old = {name: bound.view(-1) for name, bound in state.bounds.items()}
-    multipliers: list[Tensor] = []
-    for name, (bound, into, back) in scales_of_rows(
-        rule, storage, slopes, weights, old, values
-    ).items():
-        state.bounds[name].copy_(bound.view_as(state.bounds[name]))
-        shape = state.bounds[name].shape
-        for part in zip(into.view(shape), back.view(shape), strict=True):
-            multipliers += part
+    multipliers = {}
+    scales = scales_of_rows(rule, storage, slopes, weights, state.bounds, values)
+    for name, (bound, into, back) in scales.items():
+        state.bounds[name].copy_(bound)
+        multipliers[name] = into, back
     return multipliers
 
 
-def _peaks(state: Any, values: Tensor) -> Tensor:
-    """Return the largest magnitude of each row, float32, over all ranks that share the row.
-
-    Padding rows have 0.
+def _peaks(state: ParameterState, values: Tensor) -> Tensor:
+    """Return the largest magnitude of each row, float32 ``[rows, 1]``, over all ranks that share
+    the row.
     """
-    rows = largest_of_rows(state.in_form(values))
-    count = state.layout.num_parts * state.extent[0]
-    rows = torch.nn.functional.pad(rows, (0, count - len(rows)))
+    rows = largest_of_rows(state.in_rows(values))
     # As integers, in which a NaN is the largest.
     (joined,) = largest_over_ranks([rows.view(torch.int32)], [state.column_groups])
-    return joined.view(torch.float32)
+    return joined.view(torch.float32).view(-1, 1)
 
 
 def largest_of_rows(matrix: Tensor) -> Tensor:

@@ -1,14 +1,12 @@
-"""The stored state of one parameter.
+"""The stored state of one parameter: its planes, bounds and extras, live.
 
-Kernels read and write its words, in the layout of :mod:`narrowgauge.optim.layout`. All other code
-uses tensors in the parameter's shape: :meth:`ParameterState.saved` returns copies,
-:meth:`ParameterState.take` restores them bit for bit.
+All are tensors in the parameter's shape and order in memory. :meth:`ParameterState.saved` returns
+them, :meth:`ParameterState.take` restores them bit for bit.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -29,10 +27,11 @@ from narrowgauge.numerics.dtensor import (
 from narrowgauge.numerics.rounding import narrowed
 from narrowgauge.optim import codes
 from narrowgauge.optim.codes import Lane
-from narrowgauge.optim.kernel import Kernel, Numbers, lanes_of, make_average, steps_of
-from narrowgauge.optim.layout import layout_of
+from narrowgauge.optim.kernel import Kernel, Numbers, advance, audited_terms, average, named
+from narrowgauge.optim.planes import as_rows, planes_of, row_dims, staggered
 from narrowgauge.optim.row_bounds import bound_rows, largest_of_rows, weight_bound
 from narrowgauge.optim.rules.matrix import MatrixRule, MatrixState
+from narrowgauge.optim.walk import spans
 from narrowgauge.spec.storages import FLOAT32, OLD_WINDOW, WINDOW, Code, Storage
 
 NO_GRADIENT = torch.empty(0, dtype=torch.float32, device="cpu")
@@ -42,19 +41,19 @@ NO_GRADIENT = torch.empty(0, dtype=torch.float32, device="cpu")
 class ParameterState:
     """Hold one parameter and its packed state.
 
-    It reads as a dict of copies, as a ``state_dict()`` holds them. ``state["exp_avg"]`` of a packed
-    state is its float32 value.
+    It reads as a dict of live tensors, as a ``state_dict()`` holds them. ``state["exp_avg"]`` of a
+    packed state is its float32 value, a copy. A packed tensor refuses changes.
 
-    Attributes: owner: the parameter of the model. parameter: the local tensor: the owner, or this
-        rank's shard of a DTensor. made_for: its shape, dtype and device. words: the words of each
-        plane, by plane name. bounds: for each code scaled by row, a bound on the exact values of
-        each row: float32 ``[parts, rows, 1]``, with padding.
-            A rounded value may exceed its bound: the window ends at 1.7 times the power of two
-                above.
-        order: the parameter's dimensions from the slowest in memory to the fastest, where they are
-            dense in another order than its own. The words are in memory order.
-        form: the shape in which the layout sees the parameter: in memory order, with the dimensions
-            of a row joined.
+    Attributes:
+        owner: the parameter of the model.
+        parameter: the local tensor: the owner, or this rank's shard of a DTensor.
+        made_for: its shape, dtype and device.
+        planes: the state tensors by name, each in the parameter's shape and order in memory.
+        bounds: for each code scaled by row, a bound on the exact values of each row: float32
+            ``[rows, 1]``. A rounded value may exceed its bound: the window ends at 1.7 times the
+            power of two above.
+        order: the parameter's dimensions from the slowest in memory to the fastest.
+        form: rows and columns in memory order. Without bounds it is one row.
         row_dims: how many trailing dimensions one bound covers.
         extras: the tensors of a matrix rule's states that are separate from the weight.
         extra_bounds: the largest magnitude of each of their rows, if their code is scaled: float32
@@ -76,14 +75,10 @@ class ParameterState:
         self.storage = storage
         self.kernel = kernel
         self.requested = requested
-        self.layout = layout_of(storage)
-        self.row_dims = self.layout.row_dims(owner.shape) if self.layout.by_rows else 0
+        self.row_dims = row_dims(storage, owner.shape)
         self.order = self.memory_order()
-        self.form = self.form_of(self.order)
-        self.extent = self.layout.extent(self.form)
-        num_tensors = sum(map(self.layout.num_tensors, self.layout.planes))
-        self.num_words = 2 * self.layout.num_parts + num_tensors
-        self.words: dict[str, Tensor] = {}
+        self.form = self._form()
+        self.planes: dict[str, Tensor] = {}
         self.bounds: dict[str, Tensor] = {}
         self.step = 0
         self.notes: dict[str, Any] = {}
@@ -117,100 +112,97 @@ class ParameterState:
 
     # ── the parameter's memory ────────────────────────────────────────────────────────────────────
 
-    def memory_order(self) -> tuple[int, ...] | None:
-        """Return the parameter's dimensions in memory order, or ``None`` if they are in order, or
-        not dense.
+    def memory_order(self) -> tuple[int, ...]:
+        """Return the parameter's dimensions in memory order, or in order if they are not dense.
 
         A matrix rule reads whole matrices in order. Rows must stay rows.
         """
         parameter = self.parameter
+        in_order = tuple(range(parameter.ndim))
         if parameter.is_contiguous() or self.kernel.is_matrix:
-            return None
-        order = tuple(sorted(range(parameter.ndim), key=parameter.stride, reverse=True))
+            return in_order
+        order = tuple(sorted(in_order, key=parameter.stride, reverse=True))
         first = parameter.ndim - self.row_dims
-        if self.layout.by_rows and order[:first] != tuple(range(first)):
-            return None
-        return order if parameter.permute(order).is_contiguous() else None
+        if self.row_dims and order[:first] != in_order[:first]:
+            return in_order
+        return order if parameter.permute(order).is_contiguous() else in_order
 
-    def form_of(self, order: tuple[int, ...] | None) -> tuple[int, ...]:
-        """Return the shape in which the layout sees the parameter."""
-        shape = tuple(self.parameter.shape)
-        if order is not None:
-            shape = tuple([shape[dim] for dim in order])
-        if not self.layout.by_rows or not shape:
-            return shape
-        first = len(shape) - self.row_dims
-        return (*shape[:first], math.prod(shape[first:]))
+    def _form(self) -> tuple[int, int]:
+        shape = [self.parameter.shape[dim] for dim in self.order]
+        return as_rows(shape, self.row_dims)
 
-    def in_form(self, values: Tensor) -> Tensor:
-        """Return a tensor in the parameter's shape as the layout sees it: a matrix or flat, in
-        memory order, contiguous.
+    def in_rows(self, values: Tensor) -> Tensor:
+        """Return a tensor in the parameter's shape as rows and columns in memory order,
+        contiguous: its own memory if it has that order.
         """
-        if self.order is not None:
-            values = values.permute(self.order)
-        return values.reshape(self.layout.matrix(self.form)).contiguous()
+        return values.permute(self.order).contiguous().view(self.form)
 
     def in_shape(self, values: Tensor) -> Tensor:
-        """Return values that the layout sees in the parameter's shape, contiguous: the inverse of
-        :meth:`in_form`.
-        """
-        if self.order is None:
-            return values.reshape(self.parameter.shape).contiguous()
+        """Return rows and columns in the parameter's shape: the inverse of :meth:`in_rows`."""
         shape = [self.parameter.shape[dim] for dim in self.order]
         back = [self.order.index(dim) for dim in range(len(self.order))]
-        return values.reshape(shape).permute(back).contiguous()
+        return values.view(shape).permute(back)
 
     def set_parameter(self, parameter: Tensor) -> None:
         """Take the local tensor of the parameter in this step.
 
-        Reorder the words if its memory order has changed.
+        Reorder the planes if its memory order has changed.
         """
         self.parameter = parameter
-        if parameter.is_contiguous() and self.order is None:
+        if parameter.is_contiguous() and sorted(self.order) == list(self.order):
             return
-        if self.memory_order() != self.order:
-            values = self.in_parameter_order()
-            self.order = self.memory_order()
-            self.form = self.form_of(self.order)
-            self.take(values)  # into the same memory, whose addresses a table holds
+        order = self.memory_order()
+        if order == self.order:
+            return
+        values = {name: plane.clone() for name, plane in self.planes.items()}
+        memory = {name: self.in_rows(plane) for name, plane in self.planes.items()}
+        self.order = order
+        self.form = self._form()
+        for name, flat in memory.items():  # the same memory, whose addresses a table holds
+            self.planes[name] = self.in_shape(flat)
+            self.planes[name].copy_(values[name])
 
-    def is_in_place(self) -> bool:
-        """Return whether weight and gradient are dense, in the order of the words."""
-        if self.order is None:
-            return self.parameter.is_contiguous() and self.gradient.is_contiguous()
-        return self.gradient.stride() == self.parameter.stride()
+    def is_dense(self, values: Tensor) -> bool:
+        """Return whether a tensor in the parameter's shape lies in memory as the planes do."""
+        return values.permute(self.order).is_contiguous()
 
     def allocate(self) -> None:
-        """Allocate zeroed words and bounds."""
+        """Allocate zeroed planes and bounds."""
         device = self.parameter.device
-        self.words = self.layout.allocate(self.extent, device)
-        self.bounds = self.layout.allocate_bounds(self.extent[0], device)
+        # Weight and gradient come first.
+        for place, plane in enumerate(planes_of(self.storage), 2):
+            memory = staggered(self.parameter.numel(), plane.dtype, place, device)
+            self.planes[plane.name] = self.in_shape(memory)
+        for name in self.storage.scaled:
+            self.bounds[name] = torch.zeros(self.form[0], 1, device=device, dtype=torch.float32)
 
     # ── what a checkpoint holds ───────────────────────────────────────────────────────────────────
 
     def saved(self) -> dict[str, Tensor]:
-        """Return ``step`` and copies of all tensors in the parameter's shape.
+        """Return ``step`` and all tensors in the parameter's shape, live.
 
         They are DTensors if the parameter is one.
         """
-        saved = {"step": torch.tensor(float(self.step), dtype=torch.float32, device="cpu")}
+        return {name: self._saved(name) for name in self.keys()}
+
+    def _saved(self, name: str) -> Tensor:
+        if name == "step":
+            return torch.tensor(float(self.step), dtype=torch.float32, device="cpu")
+        if name == "window":
+            return torch.tensor(float(WINDOW), dtype=torch.float32, device="cpu")
+        if name in self.planes:
+            return placed_like(self.owner, self.planes[name])
         extras = self.tensors_of_extras()
-        if self._moved_codes():
-            saved["window"] = torch.tensor(float(WINDOW), dtype=torch.float32, device="cpu")
-        for name, value in self.in_parameter_order().items():
-            if name in extras:
-                saved[name] = sendable(self.owner, value)
-            elif name.removesuffix("_bound") in self.bounds and name not in self.words:
-                saved[name] = placed_like(self.owner, value, row_dims=self.row_dims)
-            else:
-                saved[name] = placed_like(self.owner, value)
-        return saved
+        if name in extras:
+            return sendable(self.owner, extras[name])
+        bound = self.bounds[name.removesuffix("_bound")].view(self._shape_of_bounds())
+        return placed_like(self.owner, bound, row_dims=self.row_dims)
 
     def keys(self) -> list[str]:
         return [
             "step",
             *(["window"] if self._moved_codes() else []),
-            *self.words,
+            *self.planes,
             *(f"{name}_bound" for name in self.bounds),
             *self.tensors_of_extras(),
         ]
@@ -232,10 +224,14 @@ class ParameterState:
     def __getitem__(self, name: str) -> Any:
         if name in self.notes:
             return self.notes[name]
-        saved = self.saved()
-        if name not in saved and name in self.shapes_of_states:
+        planes = {plane.name: plane for plane in planes_of(self.storage)}
+        if name in planes and planes[name].is_packed and not is_sharded(self.owner):
+            return self.planes[name].as_subclass(Packed)
+        if name in self.keys():
+            return self._saved(name)
+        if name in self.shapes_of_states:
             return self.stored(name)
-        return saved[name]
+        raise KeyError(name)
 
     # Not a Mapping to isinstance, since frameworks build those anew.
     __contains__ = Mapping.__contains__
@@ -243,34 +239,19 @@ class ParameterState:
     items = Mapping.items
     values = Mapping.values
 
-    def in_parameter_order(self) -> dict[str, Tensor]:
-        """Return copies of this rank's part: planes in the parameter's shape, bounds as
-        ``…_bound``, and extras.
-        """
-        values = {}
-        for plane in self.layout.planes:
-            in_form = self.layout.to_parameter_order(plane, self.words[plane.name], self.form)
-            values[plane.name] = self.in_shape(in_form)
-        for name, bound in self.row_bounds.items():
-            values[f"{name}_bound"] = bound.reshape(self._shape_of_bounds()).clone()
-        for name, value in self.tensors_of_extras().items():
-            values[name] = value.clone()
-        return values
-
     def _shape_of_bounds(self) -> tuple[int, ...]:
         shape = tuple(self.parameter.shape)
         return (*shape[: len(shape) - self.row_dims], *[1] * max(1, self.row_dims))
 
     def take(self, values: Mapping[str, Tensor]) -> None:
-        """Fill the state from the tensors of :meth:`in_parameter_order`."""
+        """Fill the state from this rank's tensors of :meth:`saved`."""
         shape = tuple(self.parameter.shape)
-        for plane in self.layout.planes:
-            value = self.in_form(self._checked(values, plane.name, plane.dtype, shape))
-            words = self.layout.from_parameter_order(plane, value.view(self.form))
-            self.words[plane.name].copy_(words)
-        for name in self.bounds:
+        for name, plane in self.planes.items():
+            plane.copy_(self._checked(values, name, plane.dtype, shape))
+        for name, bound in self.bounds.items():
             shape = self._shape_of_bounds()
-            self.set_bound(name, self._checked(values, f"{name}_bound", torch.float32, shape))
+            rows = self._checked(values, f"{name}_bound", torch.float32, shape)
+            bound.copy_(rows.reshape(-1, 1))
         for name, tensor in self.tensors_of_extras().items():
             tensor.copy_(self._checked(values, name, tensor.dtype, tuple(tensor.shape)))
 
@@ -321,16 +302,6 @@ class ParameterState:
             )
         return value
 
-    @property
-    def row_bounds(self) -> dict[str, Tensor]:
-        """Return for each code scaled by row the bounds of this rank's rows, float32 ``[rows, 1]``."""
-        num_rows = self.layout.matrix(self.form)[0]
-        return {name: bounds.view(-1, 1)[:num_rows] for name, bounds in self.bounds.items()}
-
-    def set_bound(self, name: str, rows: Tensor) -> None:
-        """Set the bounds of a code, a number for each row."""
-        self.row_bounds[name].copy_(rows.reshape(-1, 1))
-
     def tensors_of_extras(self) -> dict[str, Tensor]:
         """Return the tensors of all extras, by saved name."""
         tensors = {}
@@ -342,21 +313,21 @@ class ParameterState:
 
     def tensors(self) -> list[Tensor]:
         """Return all live tensors."""
-        return [*self.words.values(), *self.bounds.values(), *self.tensors_of_extras().values()]
+        return [*self.planes.values(), *self.bounds.values(), *self.tensors_of_extras().values()]
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield each live tensor with its fields: states, then the weight under ``""``, then its
         tail.
         """
         beside: list[tuple[str, Tensor]] = []
-        for plane in self.layout.planes:
+        for plane in planes_of(self.storage):
             fields = [name for name, _, _ in plane.fields]
-            entry = ", ".join(fields), self.words[plane.name].view(plane.dtype)
+            entry = ", ".join(fields), self.planes[plane.name]
             if set(fields) <= set(self.storage.beside):
                 beside.append(entry)
             else:
                 yield entry
-        for name, bound in self.row_bounds.items():
+        for name, bound in self.bounds.items():
             if name == "weight":
                 beside.append(("weight bound", bound))
             else:
@@ -399,10 +370,10 @@ class ParameterState:
             return weight
 
         if count is None:
-            return self.in_shape(self.read(value, self.form))
-        if self.layout.by_rows or self.order is not None:  # unpacked whole
+            return self.in_shape(self.read(value)).contiguous()
+        if self.row_dims or list(self.order) != sorted(self.order):  # unpacked whole
             return self.stored(name).reshape(-1)[:count]
-        return self.read(value, (min(count, self.parameter.numel()),))
+        return self.read(value, count).view(-1)
 
     def extra(self, name: str, index: tuple[int, ...] = ()) -> Tensor:
         """Return the float32 values of an extra, or of its ``index``.
@@ -439,17 +410,17 @@ class ParameterState:
 
         The parameter becomes its visible part.
         """
-        weights = self._as_matrix("weight", values)
-        seen, lanes = self.layout.lanes(torch.empty_like(weights, dtype=torch.float32))
-
-        def write(lane: Lane, weight: Tensor, into: Tensor) -> dict[str, Tensor]:
+        weights = self._as_values("weight", values)
+        memory = torch.empty(self.form, dtype=torch.float32, device=weights.device)
+        seen = self.in_shape(memory)
+        for span in spans(self, weights, seen):
+            weight, into = span.others
+            lane = span.lane()
             weight = codes.into_cell(self.storage, weight)
             bits, fields = codes.write_weight(self.storage, lane, weight, None)
             into.copy_(codes.visible_value(self.storage.visible, bits))
-            return fields
-
-        self._rewrite(write, *self.layout.lanes(weights)[1], *lanes)
-        visible = narrowed(self.in_shape(seen), getattr(torch, self.storage.visible))
+            span.store(fields)
+        visible = narrowed(seen, getattr(torch, self.storage.visible))
         if self.parameter.dtype is visible.dtype:
             self.parameter.data.copy_(visible)  # in place, since this memory may have views
         else:
@@ -459,8 +430,7 @@ class ParameterState:
         """Fill the weight's low bits of a new state from 32 random bits for each element, int32 in
         the parameter's shape.
         """
-        write = partial(codes.random_low_bits, self.storage)
-        self._rewrite(write, *self.layout.lanes(self.in_form(random))[1])
+        self._rewrite(partial(codes.random_low_bits, self.storage), random)
 
     def put(self, name: str, values: Tensor, seed: Tensor) -> None:
         """Store the values of a state.
@@ -477,20 +447,20 @@ class ParameterState:
             addends = codes.addends(self.storage, weight, lane.gradient, seed)
             return codes.write_state(self.storage, lane, name, value, addends[name])
 
-        self._rewrite(write, *self.layout.lanes(self._as_matrix(name, values))[1])
+        self._rewrite(write, self._as_values(name, values))
 
-    def _as_matrix(self, name: str, values: Tensor) -> Tensor:
-        """Return values as the layout sees them, and set the bounds of their rows."""
+    def _as_values(self, name: str, values: Tensor) -> Tensor:
+        """Return values in the dtype of the rule, and set the bounds of their rows."""
         value = values.detach().to(codes.value_dtype(self.storage))
         if name in self.bounds:
             self._set_bounds(name, value)
-        return self.in_form(value)
+        return value
 
     def _set_bounds(self, name: str, values: Tensor) -> None:
-        rows = largest_of_rows(self.in_form(values)).view(torch.int32)
+        rows = largest_of_rows(self.in_rows(values)).view(torch.int32)
         (joined,) = largest_over_ranks([rows], [self.column_groups])
-        peaks = joined.view(torch.float32)
-        self.set_bound(name, weight_bound(peaks) if name == "weight" else peaks)
+        peaks = joined.view(torch.float32).view(-1, 1)
+        self.bounds[name].copy_(weight_bound(peaks) if name == "weight" else peaks)
 
     @property
     def column_groups(self) -> list[Any]:
@@ -499,113 +469,90 @@ class ParameterState:
             return []
         return split_groups(self.owner, columns=self.row_dims)
 
-    # ── as the definition takes it ────────────────────────────────────────────────────────────────
+    # ── by the definition ─────────────────────────────────────────────────────────────────────────
 
-    def kernel_tensors(self) -> tuple[list[Tensor], Tensor | None]:
-        """Return parameter, gradient and states as words: in place, or else as copies.
+    @property
+    def _at_once(self) -> int:
+        """Return the elements of a span. Beside whole matrices, temporaries are to be few."""
+        most = chunk_size(self.parameter.device)
+        return most // 4 if self.kernel.is_matrix else most
 
-        After a step of a copied weight, pass the second result to :meth:`write_back`.
+    def read(self, value: Callable[[Lane], Tensor], count: int | None = None) -> Tensor:
+        """Return the values of the lanes as rows and columns in memory order, or of the first
+        ``count`` elements.
         """
-        weight = self.parameter.detach().to(getattr(torch, self.storage.visible))
-        matrix, weights = self.layout.words(self.in_form(weight))
-        slopes = [words.new_zeros(()).expand_as(words) for words in weights]
-        if self.gradient is not NO_GRADIENT:
-            _, slopes = self.layout.words(self.in_form(self.gradient))
-        is_in_place = matrix.data_ptr() == self.parameter.data_ptr()
-        tensors = [*weights, *slopes, *self.layout.in_order(self.words)]
-        return tensors, None if is_in_place else matrix
-
-    def pieces(
-        self, *lanes: Tensor, scales: Sequence[Tensor] | None = None, writes: bool = False
-    ) -> Iterator[list[Tensor]]:
-        """Yield some elements at a time, as the arguments of a definition: words, the multipliers
-        of their rows, and ``lanes``, which other tensors have of :meth:`Layout.lanes`.
-
-        The walk is as long as its lanes. ``scales`` replace the multipliers of the bounds. A walk
-        that ``writes`` may change the words of the weight, others only those of the planes.
-        """
-        if not self.parameter.numel():
-            return
-        tensors, weight = self.kernel_tensors()
-        if scales is None:
-            scales = []
-            for bound in self.bounds.values():
-                into, back = codes.multipliers(bound)
-                for part in zip(into, back, strict=True):
-                    scales += part
-        tensors += [*scales, *lanes]
-        words = chunk_size(tensors[0].device)
-        if self.kernel.is_matrix:  # beside whole matrices, temporaries are to be few
-            words //= 2 * self.layout.num_lanes
-        rows = max(1, words // tensors[0][0].numel())
-        length = len(tensors[-1])
-        for start in range(0, length, rows):
-            stop = min(start + rows, length)
-            yield [tensor[start:stop] for tensor in tensors]
-        if writes:
-            self.write_back(weight)
-
-    def _by_lane(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Lane, Sequence[Tensor]]]:
-        """Yield each lane of a piece, with its part of the other tensors."""
-        end = self.num_words + 2 * len(self.bounds) * self.layout.num_parts
-        lanes = lanes_of(self.storage, tensors[: self.num_words], tensors[self.num_words : end])
-        for number, lane in enumerate(lanes):
-            yield lane, tensors[end + number :: self.layout.num_lanes]
-
-    def read(self, value: Callable[[Lane], Tensor], form: Sequence[int]) -> Tensor:
-        """Return the values of the lanes, in the order of the words, of as many as ``form`` has."""
         dtype = codes.value_dtype(self.storage)
-        values = torch.empty(tuple(form), dtype=dtype, device=self.parameter.device)
-        matrix, lanes = self.layout.lanes(values)
-        for tensors in self.pieces(*lanes):
-            for lane, (into,) in self._by_lane(tensors):
-                into.copy_(value(lane))
-        return matrix
+        result = torch.empty(self.form, dtype=dtype, device=self.parameter.device)
+        if count is not None:
+            result = result.new_empty(1, min(count, self.parameter.numel()))
+        left = result.view(-1)
+        for span in spans(self, at_once=self._at_once):
+            part = value(span.lane()).reshape(-1)[: len(left)]
+            left[: len(part)] = part
+            left = left[len(part) :]
+            if not len(left):
+                break
+        return result
 
-    def _rewrite(self, write: Callable[..., dict[str, Tensor]], *lanes: Tensor) -> None:
+    def _rewrite(self, write: Callable[..., dict[str, Tensor]], *others: Tensor) -> None:
         """Replace the fields that ``write(lane, *parts of other tensors)`` returns."""
-        for tensors in self.pieces(*lanes):
-            old = []
-            new = []
-            for lane, parts in self._by_lane(tensors):
-                old.append(lane)
-                new.append(write(lane, *parts))
-            planes = tensors[2 * self.layout.num_parts : self.num_words]
-            torch._foreach_copy_(planes, self.layout.with_fields(old, new))
+        for span in spans(self, *others, at_once=self._at_once):
+            span.store(write(span.lane(), *span.others))
 
     def run(self, numbers: Numbers) -> Tensor | None:
         """Step by the definition, in place. Return the audit's sums, float64, if it is audited.
 
         The state has its gradient. That of a matrix rule has its change.
         """
-        step, audit = steps_of(self.kernel.rule, self.storage)
-        scales = bound_rows(self, numbers.values) if self.bounds else []
+        rule = self.kernel.rule
+        scales = bound_rows(self, numbers.values) if self.bounds else None
+        scalars = named(rule, numbers.values)
         total = numbers.values.new_zeros(self.kernel.num_sums, dtype=torch.float64)
-        lanes: Sequence[Tensor] = ()
-        if self.kernel.is_matrix:
-            _, lanes = self.layout.lanes(self.change.view(self.form))
-        for tensors in self.pieces(*lanes, scales=scales, writes=True):
+        others = [self.gradient, *([self.change] if self.kernel.is_matrix else [])]
+        is_skipped = None if numbers.values.is_cpu else scalars["skip"] != 0
+        for span in spans(self, *others, scales=scales, at_once=self._at_once, writes=True):
+            gradient, *changes = span.others
+            change = changes[0] if changes else None
+            lane = span.lane(gradient)
+            arguments = rule, self.storage, lane, change, scalars, numbers.seed
+            written = advance(*arguments)
             if numbers.audited:
-                sums = audit(*tensors, numbers.values, numbers.seed)
-                total += sums.double().view(len(total), -1).sum(1)
-            step(*tensors, numbers.values, numbers.seed)
+                for place, term in enumerate(audited_terms(*arguments, written)):
+                    total[place] += term.double().sum()
+            span.store(written.fields, written.visible, is_skipped)
         return total if numbers.audited else None
 
     def average(self, numbers: Numbers) -> None:
         """Write a matrix rule's average of the gradients into ``change``, by the definition."""
-        assert isinstance(self.kernel.rule, MatrixRule)
-        definition = make_average(self.kernel.rule, self.storage)
-        matrix, lanes = self.layout.lanes(self.change.view(self.form))
-        for tensors in self.pieces(*lanes):
-            definition(*tensors, numbers.values, numbers.seed)
-        if matrix.data_ptr() != self.change.data_ptr():
-            # The sums of a matmul follow the strides of its operands: only values are padded.
-            self.change.copy_(matrix.reshape(self.change.shape))
+        rule = self.kernel.rule
+        assert isinstance(rule, MatrixRule)
+        scalars = named(rule, numbers.values)
+        for span in spans(self, self.gradient, self.change, at_once=self._at_once):
+            gradient, into = span.others
+            into.copy_(average(rule, self.storage, span.lane(gradient), scalars)[0])
 
-    def write_back(self, weight: Tensor | None) -> None:
-        """Write the copy of the weight that a step has changed."""
-        if weight is not None:
-            self.parameter.detach().copy_(self.in_shape(weight))
+
+class Packed(Tensor):
+    """A packed state as others see it: the live memory, which refuses changes in place."""
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name = function.__name__
+        changes = name in _CHANGING or (name.endswith("_") and not name.endswith("__"))
+        if changes and isinstance(args[0], cls):
+            raise RecipeError(
+                "Cannot change a packed state in place because its bits are codes of several values.",
+                "Set values by optimizer.adopt(weights, states).",
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))
+
+
+_CHANGING = (
+    "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__iand__", "__ior__", "__ixor__",
+)  # fmt: skip
 
 
 def extra_code(storage: Storage, role: str | None) -> Code:

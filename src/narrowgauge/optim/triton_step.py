@@ -1,8 +1,7 @@
 """The step of all tensors on a GPU, as Triton: one launch over a table of addresses.
 
-A *program* steps ``BLOCK`` words of a flat storage, or one row of each part where rows have scales.
-A tensor is *whole* if its rows are multiples of 16 bytes and begin at multiples of 16 bytes. The
-others are read in elements, by a second launch. Where rows have scales, a program reads the row's
+A *program* steps ``BLOCK`` elements, or one row where rows have scales. Tensors whose rows are
+whole vectors of 16 bytes are read in vectors. Where rows have scales, a program reads the row's
 gradient twice: for the new bounds, then for the step.
 """
 
@@ -14,37 +13,37 @@ from textwrap import indent
 from typing import Any, ClassVar
 
 from narrowgauge.numerics.metrics import KERNEL_SUMS
-from narrowgauge.optim.cpp_step import SIZES
 from narrowgauge.optim.kernel import CONTROL
+from narrowgauge.optim.program import SIZES, Program, Stream, num_addresses
 from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule
-from narrowgauge.optim.step_graph import (
-    StepText,
-    Stream,
-    magnitude_graph,
-    num_addresses,
-)
 from narrowgauge.spec.storages import Storage
-from narrowgauge.torch_support.printer import print_graph
 from narrowgauge.torch_support.triton import REDUCERS, TRITON, load
 
-BLOCK = 512
-"""Words that a program steps at a time: 16 bytes for each of 128 threads."""
+BLOCK = 1024
+"""Elements that a program steps at a time: 16 bytes of a 16-bit tensor for each of 128 threads."""
 SUMS = len(KERNEL_SUMS)
 COLUMNS = 1 << (SUMS - 1).bit_length()
 """Lengths of vectors are powers of two."""
+_TYPES = {1: "tl.int8", 2: "tl.int16", 4: "tl.int32"}
 _HELPERS = f"""{REDUCERS}
 
 @triton.jit
-def load_halves(address, at, inside, left):
-    low = tl.load(address + 2 * at, mask=inside & (2 * at < left), other=0).to(tl.int32)
-    high = tl.load(address + 2 * at + 1, mask=inside & (2 * at + 1 < left), other=0).to(tl.int32)
-    return (low & 0xFFFF) | (high << 16)
+def load_words(address, begin, at, left, aligned, TYPE: tl.constexpr):
+    if aligned != 0:
+        pointer = tl.multiple_of(address.to(tl.pointer_type(TYPE)) + begin, 16)
+        x = tl.load(pointer + at, mask=at < tl.multiple_of(left, 16), other=0)
+    else:
+        x = tl.load(address.to(tl.pointer_type(TYPE)) + begin + at, mask=at < left, other=0)
+    return x
 
 
 @triton.jit
-def store_halves(address, at, word, inside, left):
-    tl.store(address + 2 * at, word.to(tl.int16), mask=inside & (2 * at < left))
-    tl.store(address + 2 * at + 1, (word >> 16).to(tl.int16), mask=inside & (2 * at + 1 < left))
+def store_words(address, begin, at, left, aligned, word, TYPE: tl.constexpr):
+    if aligned != 0:
+        pointer = tl.multiple_of(address.to(tl.pointer_type(TYPE)) + begin, 16)
+        tl.store(pointer + at, word.to(TYPE), mask=at < tl.multiple_of(left, 16))
+    else:
+        tl.store(address.to(tl.pointer_type(TYPE)) + begin + at, word.to(TYPE), mask=at < left)
 
 
 @triton.jit
@@ -62,41 +61,30 @@ def add_up(table, order, sums, totals, WIDTH: tl.constexpr):
 """
 
 
-class _Text(StepText):
-    """Write the Triton of a (rule, storage), for whole tensors or for others."""
+class _Text(Program):
+    """Write the Triton of a (rule, storage)."""
 
     language = TRITON
     indentation = "    "
     texts: ClassVar = {
-        "bound": "(tl.load(row + {0}).to(tl.pointer_type(tl.float32)) + ({1} * group + line))",
+        "bound": "(tl.load(row + {0}).to(tl.pointer_type(tl.float32)) + line)",
         "load": "tl.load({0})",
         "store": "tl.store({0}, {1})",
         "found": "found = records + (record + line) * {0}",
         "read": "tl.load(found + {0})",
         "new": "{0} = {1}",
         "set": "{0} = {1}",
-        "sum": "sum{0} += tl.reduce(tl.where(inside, {1}, 0.0), 0, sum_of)",
         "if": "if {0}:",
         "else": "else:",
         "end": "",
     }
-
-    def __init__(self, rule: AnyRule, storage: Storage, *, whole: bool, with_sources: bool) -> None:
-        super().__init__(rule, storage, with_sources=with_sources)
-        self.is_whole = whole
-        self.lines = self.place()
-        for stream in self.streams:
-            if stream.floats:
-                self.add_change(stream.part)
-            else:
-                self.add_words(stream)
 
     def place(self) -> list[str]:
         """Return lines that find the tile of a program."""
         width = num_addresses(self.rule, self.storage)
         scalars = len(self.rule.scalars)
         lines = [
-            "program = first_program + tl.program_id(0)",
+            "program = tl.program_id(0)",
             f"row = table + tl.load(tiles + program).to(tl.int64) * {width + len(SIZES)}",
         ]
         lines += [f"{name} = tl.load(row + {width + k})" for k, name in enumerate(SIZES)]
@@ -108,140 +96,119 @@ class _Text(StepText):
             f"seed = tl.load(scalars + {scalars}).to(tl.int32, bitcast=True)",
             "place = program - first",
         ]
-        if self.layout.by_rows:
-            lines += [
-                "line = place",
-                "origin = 0",
-                "span = columns.to(tl.int32)",
-                "left = elements",
-            ]
+        if self.storage.scaled:
+            lines += ["line = place", "begin = place * columns", "left = columns.to(tl.int32)"]
         else:
             lines += [
                 "line = 0",
-                f"origin = place * {BLOCK}",
-                f"span = tl.minimum(columns - origin, {BLOCK}).to(tl.int32)",
-                f"left = elements - {self.layout.per_word} * origin",
+                f"begin = place * {BLOCK}",
+                f"left = tl.minimum(columns - begin, {BLOCK}).to(tl.int32)",
             ]
-        if self.is_whole:
-            lines += ["columns = tl.multiple_of(columns, 4)", "span = tl.multiple_of(span, 4)"]
+        for k, stream in enumerate(self.streams):
+            lines.append(f"p_{stream.name} = tl.load(row + {k})")
         return lines
 
-    def add_words(self, stream: Stream) -> None:
-        """Add the load and the store of a stream of words."""
-        per_word = self.layout.per_word
-        name = f"{stream.name}_at"
-        word = f"w{len(self.loads)}"
-        is_there = stream.is_plane or self.is_whole
-        by_halves = not is_there and per_word == 2
-        line = f"({stream.part} * group + line)"
-        inside = "inside" if is_there else f"(inside & {self.is_row(line)})"
-        kind = "tl.int16" if by_halves else "tl.int32"
-        address = f"tl.load(row + {stream.column}).to(tl.pointer_type({kind}))"
-        if by_halves:
-            self.lines.append(f"{name} = {address} + ({line} * elements + {per_word} * origin)")
-            self.stores[word] = f"store_halves({name}, at, {{}}, {inside}, left)"
-            self.loads[word] = f"load_halves({name}, at, {inside}, left)"
-            return
-        first = f"tl.multiple_of({address}, 16)" if self.is_whole else address
-        self.lines.append(f"{name} = {first} + ({line} * columns + origin)")
-        self.stores[word] = f"tl.store({name} + at, {{}}, mask={inside})"
-        self.loads[word] = f"tl.load({name} + at, mask={inside}, other=0)"
-
-    def is_row(self, line: str) -> str:
-        """Return whether a line is a row, for each word: a mask of Triton 3.9 takes no scalar."""
-        return f"({line} + 0 * at < rows)"
-
-    def add_change(self, part: int) -> None:
-        """Add the loads and the stores of a matrix rule's change: a float for each weight of a
-        word.
-        """
-        per_word = self.layout.per_word
-        line = f"({part} * group + line)"
-        place = f"{line} * elements + {per_word} * origin"
-        name = f"change_at{part}"
-        self.lines.append(f"{name} = tl.load(row + 2).to(tl.pointer_type(tl.float32)) + ({place})")
-        for lane in range(per_word):
-            at = f"({per_word} * at + {lane})"
-            mask = f"mask=inside & ({at} < left) & {self.is_row(line)}"
-            d = f"d{part * per_word + lane}"
-            self.loads[d] = f"tl.load({name} + {at}, {mask}, other=0.0)"
-            self.stores[d] = f"tl.store({name} + {at}, {{}}, {mask})"
+    def loaded(self, stream: Stream) -> list[str]:
+        """Return lines that load a stream's vector as ``w_NAME``."""
+        name = f"w_{stream.name}"
+        call = f"load_words(p_{stream.name}, begin, at, left, aligned, {{0}})"
+        word = f"{call.format(_TYPES[stream.size])}.to(tl.int32)"
+        floats = f"{call.format('tl.float32')}"
+        if stream.name == "change" or (stream.name == "gradient" and stream.size == 4):
+            return [f"{name} = {floats}"]
+        if stream.name != "gradient":
+            return [f"{name} = {word}"]
+        narrow = [f"{name} = value_of({word})"]
+        return self.choice("wide != 0", [f"{name} = {floats}"], narrow)
 
     # ── functions ─────────────────────────────────────────────────────────────────────────────────
 
     def whole(self) -> str:
         """Return the text of all functions."""
-        bounded = [*self.lines, *self.bounds()]
+        printed = self.value_of_word()
+        lines = [*printed.lines, f"return {printed.results[0]}"]
+        text = f"{_HELPERS}\n\n@triton.jit\ndef value_of(w):\n" + indent("\n".join(lines), "    ")
+        begin = self.place()
+        bounded = [*begin, *self.bounds()]
         step = self.walk()
         audit = self.walk(audited=True)
         choice = self.choice("place % period == phase", [audit], [step])
-        text = _HELPERS
-        text += self.function("step", [*bounded, step])
+        text += "\n" + self.function("step", [*bounded, step])
         text += self.function("step_and_audit", [*bounded, *choice])
         if self.peaks:
             peak_text = indent("\n".join(self.find_peaks()), "    ")
-            text += self.function("find_peaks", [*self.lines, "if record >= 0:", peak_text])
+            text += self.function("find_peaks", [*begin, "if record >= 0:", peak_text])
         if isinstance(self.rule, MatrixRule):
-            text += self.function("average", [*self.lines, self.walk(averages=True)])
+            text += self.function("average", [*begin, self.walk(averages=True)])
         return text
 
     def function(self, name: str, lines: Sequence[str]) -> str:
-        head = f"def {name}(table, tiles, numbers, control, records, sums, first_program):"
-        body = indent("\n".join(lines), "    ")
-        return f"\n\n@triton.jit(do_not_specialize=['first_program'])\n{head}\n{body}\n"
+        head = f"def {name}(table, tiles, numbers, control, records, sums):"
+        return f"\n\n@triton.jit\n{head}\n{indent(chr(10).join(lines), '    ')}\n"
 
     def walk(self, *, audited: bool = False, averages: bool = False) -> str:
-        """Return the loop that steps, audits or averages the words of a program."""
-        body = self.body(self.printed(audited=audited, averages=averages))
+        """Return the loop that steps, audits or averages the elements of a program."""
+        printed = self.printed(audited=audited, averages=averages)
+        written = self.written(averages=averages)
+        body = []
+        for stream in self.read(averages=averages):
+            body += self.loaded(stream)
+        body += printed.lines
+        terms = printed.results[len(written) :]
+        for k, term in enumerate(terms):
+            body.append(f"sum{k} += tl.reduce(tl.where(at < left, {term}, 0.0), 0, sum_of)")
+        for stream, value in zip(written, printed.results, strict=False):
+            kind = "tl.float32" if stream.name == "change" else _TYPES[stream.size]
+            place = f"p_{stream.name}, begin, at, left, aligned"
+            body.append(f"store_words({place}, {value}, {kind})")
         sums = range(SUMS if audited else 0)
         begin = [f"sum{k} = 0.0" for k in sums]
         ends = [f"tl.store(sums + program * {SUMS} + {k}, sum{k})" for k in sums]
-        return "\n".join([*begin, _over_span(body), *ends])
+        return "\n".join([*begin, _over_row(body), *ends])
 
     def peak_lines(self) -> list[str]:
-        """Return lines that find the largest magnitudes of a program's rows, in which a NaN is the
+        """Return lines that find the largest magnitudes of a program's row, in which a NaN is the
         largest.
         """
-        graph = magnitude_graph(self.storage, TRITON)
         begin = []
         body = []
         ends = []
-        for name, part in self.peaks:
-            k = self.place_of_peak(name, part)
-            printed = print_graph(graph, ["w"], f"m_{name}{part}_", TRITON)
-            most = f"most_{name}{part}"
+        for name in self.peaks:
+            stream = next(stream for stream in self.streams if stream.name == name)
+            value = f"w_{name}" if name == "gradient" else f"value_of(w_{name})"
+            most = f"most_{name}"
             begin.append(f"{most} = tl.full([{BLOCK}], 0, tl.int32)")
-            body += [f"w = {self.loads[f'w{k}']}", *printed.lines]
-            body.append(f"{most} = tl.maximum({most}, {printed.results[0]})")
-            bits = f"tl.reduce({most}, 0, larger_of)"
-            ends.append(f"peak_{name}{part} = {bits}.to(tl.float32, bitcast=True)")
-        return [*begin, _over_span(body), *ends]
+            body += self.loaded(stream)
+            bits = f"{value}.to(tl.int32, bitcast=True) & 0x7FFFFFFF"
+            body.append(f"{most} = tl.maximum({most}, {bits})")
+            largest = f"tl.reduce({most}, 0, larger_of)"
+            ends.append(f"peak_{name} = {largest}.to(tl.float32, bitcast=True)")
+        return [*begin, _over_row(body), *ends]
 
     def find_peaks(self) -> list[str]:
         """Return lines that write a row's record: its largest magnitudes and its bounds so far."""
         lines = [self.text("found", self.record_size()), *self.peak_lines()]
-        for k, (name, part) in enumerate(self.peaks):
-            lines.append(self.text("store", f"found + {k}", f"peak_{name}{part}"))
+        for k, name in enumerate(self.peaks):
+            lines.append(self.text("store", f"found + {k}", f"peak_{name}"))
         for k, place in enumerate(self.old_bounds()):
             old = f"found + {len(self.peaks) + k}"
             lines.append(self.text("store", old, self.text("load", place)))
         return lines
 
 
-def _over_span(body: Sequence[str]) -> str:
-    begin = [f"at = start + tl.arange(0, {BLOCK})", "inside = at < span"]
-    loop = indent("\n".join([*begin, *body]), "    ")
-    return f"for start in range(0, span, {BLOCK}):\n{loop}"
+def _over_row(body: Sequence[str]) -> str:
+    loop = indent("\n".join([f"at = start + tl.arange(0, {BLOCK})", *body]), "    ")
+    return f"for start in range(0, left, {BLOCK}):\n{loop}"
 
 
-def source(rule: AnyRule, storage: Storage, *, whole: bool, with_sources: bool = False) -> str:
+def source(rule: AnyRule, storage: Storage, *, with_sources: bool = False) -> str:
     """Return the Triton of ``step``, ``step_and_audit``, ``add_up``, ``find_peaks`` of rows with
     scales, and ``average``.
     """
-    return _Text(rule, storage, whole=whole, with_sources=with_sources).whole()
+    return _Text(rule, storage, with_sources=with_sources).whole()
 
 
 @lru_cache(None)
-def functions(rule: AnyRule, storage: Storage, whole: bool, interpret: bool) -> dict[str, Any]:
+def functions(rule: AnyRule, storage: Storage, interpret: bool) -> dict[str, Any]:
     """Return the functions of :func:`source`. The first launch of each compiles it."""
-    return load(source(rule, storage, whole=whole), interpret=interpret)
+    return load(source(rule, storage), interpret=interpret)

@@ -113,13 +113,82 @@ VECTORS = """\
 #define LANES 4
 #endif
 #define INLINE static inline __attribute__((always_inline))
+#define ALWAYS __attribute__((always_inline))
+// Two vectors at a time: while one waits for a division, the other goes on.
+#define GROUP (2 * LANES)
 
-// Vectors of 32-bit integers and floats, and one at any address.
+// Vectors of 32-bit integers and floats.
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 typedef float Floats __attribute__((vector_size(4 * LANES)));
-typedef int32_t Unaligned __attribute__((vector_size(4 * LANES), aligned(1), may_alias));
-INLINE Ints load(const char* p) { return (Ints)*(const Unaligned*)p; }
-INLINE void store(char* p, Ints x) { *(Unaligned*)p = (Unaligned)x; }
+
+// Load elements of 1, 2 or 4 bytes at any address, widened by zeros. Store two vectors, cut to their low bits.
+template <int BYTES> struct Elements;
+template <> struct Elements<1> { typedef uint8_t Vector __attribute__((vector_size(LANES))); };
+template <> struct Elements<2> { typedef uint16_t Vector __attribute__((vector_size(2 * LANES))); };
+template <> struct Elements<4> { typedef int32_t Vector __attribute__((vector_size(4 * LANES))); };
+template <class X> INLINE X at_address(const char* p) {
+  X x;
+  memcpy(&x, p, sizeof x);
+  return x;
+}
+// g++ converts vectors one element after the other.
+#if defined(__clang__) || LANES == 4
+#define TO_INTS(BYTES, p) __builtin_convertvector(at_address<typename Elements<BYTES>::Vector>(p), Ints)
+template <int BYTES> INLINE Ints load(const char* p) { return TO_INTS(BYTES, p); }
+template <int BYTES> INLINE void store(char* p, Ints a, Ints b) {
+  const auto low = __builtin_convertvector(a, typename Elements<BYTES>::Vector);
+  const auto high = __builtin_convertvector(b, typename Elements<BYTES>::Vector);
+  memcpy(p, &low, sizeof low);
+  memcpy(p + sizeof low, &high, sizeof high);
+}
+#else
+typedef char Bytes16 __attribute__((vector_size(16)));
+typedef long long Longs2 __attribute__((vector_size(16)));
+typedef long long Longs4 __attribute__((vector_size(32)));
+typedef short Halves8 __attribute__((vector_size(16)));
+typedef short Halves16 __attribute__((vector_size(32)));
+template <int BYTES> INLINE Ints load(const char* p) {
+#if LANES == 16
+  if constexpr (BYTES == 1) return __builtin_ia32_pmovzxbd512_mask(at_address<Bytes16>(p), Ints{}, -1);
+  if constexpr (BYTES == 2) return __builtin_ia32_pmovzxwd512_mask(at_address<Halves16>(p), Ints{}, -1);
+#else
+  if constexpr (BYTES == 1) return __builtin_ia32_pmovzxbd256((Bytes16)(Longs2){at_address<int64_t>(p), 0});
+  if constexpr (BYTES == 2) return __builtin_ia32_pmovzxwd256(at_address<Halves8>(p));
+#endif
+  return at_address<Ints>(p);
+}
+template <int BYTES> INLINE void store(char* p, Ints a, Ints b) {
+  if constexpr (BYTES == 4) {
+    memcpy(p, &a, sizeof a);
+    memcpy(p + sizeof a, &b, sizeof b);
+    return;
+  }
+#if LANES == 16
+  if constexpr (BYTES == 2) {
+    const auto low = __builtin_ia32_pmovdw512_mask(a, Halves16{}, -1), high = __builtin_ia32_pmovdw512_mask(b, Halves16{}, -1);
+    memcpy(p, &low, sizeof low);
+    memcpy(p + sizeof low, &high, sizeof high);
+  } else {
+    const auto low = __builtin_ia32_pmovdb512_mask(a, Bytes16{}, -1), high = __builtin_ia32_pmovdb512_mask(b, Bytes16{}, -1);
+    memcpy(p, &low, sizeof low);
+    memcpy(p + sizeof low, &high, sizeof high);
+  }
+#else
+  const int mask = BYTES == 2 ? 0xFFFF : 0xFF;
+  const auto halves = __builtin_ia32_permdi256((Longs4)__builtin_ia32_packusdw256(a & mask, b & mask), 0xD8);
+  if constexpr (BYTES == 2) {
+    memcpy(p, &halves, sizeof halves);
+  } else {
+    const auto low = __builtin_ia32_extract128i256(halves, 0), high = __builtin_ia32_extract128i256(halves, 1);
+    const auto bytes = __builtin_ia32_packuswb128((Halves8)low, (Halves8)high);
+    memcpy(p, &bytes, sizeof bytes);
+  }
+#endif
+}
+#endif
+template <int BYTES> INLINE void prefetch(const char* p) {
+  for (int k = 0; k < BYTES * GROUP; k += 64) __builtin_prefetch(p + k);
+}
 
 // One number in all lanes. A sum with +0 would lose the sign of -0.
 INLINE Floats splat(Floats x) { return x; }
@@ -163,7 +232,8 @@ INLINE int32_t smaller(int32_t a, int32_t b) { return a < b ? a : b; }
 INLINE int32_t larger(int32_t a, int32_t b) { return a > b ? a : b; }
 
 template <class A, class B> INLINE auto where(Ints c, A a, B b) { return c ? splat(a) : splat(b); }
-template <class A, class B> INLINE auto where(bool c, A a, B b) { return c ? splat(a) : splat(b); }
+// A branch would keep a compiler from mixing the operations of two vectors.
+template <class A, class B> INLINE auto where(bool c, A a, B b) { return where(splat(-(int32_t)c), a, b); }
 INLINE float where(bool c, float a, float b) { return c ? a : b; }
 INLINE int32_t where(bool c, int32_t a, int32_t b) { return c ? a : b; }
 

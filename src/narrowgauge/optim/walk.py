@@ -1,0 +1,128 @@
+"""The walk: some elements of a state at a time, as the definition takes them.
+
+:func:`spans` is the only reader of states beside the table of printed steps. It yields views of
+memory, and copies of what is not dense.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from operator import or_
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from narrowgauge.numerics.chunks import chunk_size
+from narrowgauge.optim import codes
+from narrowgauge.optim.codes import Lane
+from narrowgauge.optim.planes import INTEGER, planes_of
+from narrowgauge.spec.storages import Storage
+
+if TYPE_CHECKING:
+    from narrowgauge.optim.state import ParameterState
+
+Scales = Mapping[str, tuple[Tensor, Tensor]]
+
+
+def word_of(values: Tensor) -> Tensor:
+    """Return the bits of stored values: int32, of float64 int64. Upper bits may be anything."""
+    integers = values.view(INTEGER[8 * values.dtype.itemsize])
+    return integers if values.dtype.itemsize >= 4 else integers.to(torch.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Hold some elements: views of the weight, the planes by name, the multipliers of their rows,
+    and of ``others``.
+    """
+
+    storage: Storage
+    weight: Tensor
+    planes: Mapping[str, Tensor]
+    scales: Scales
+    others: Sequence[Tensor]
+
+    def lane(self, gradient: Tensor | None = None) -> Lane:
+        """Return the inputs of a step. Without a ``gradient`` it is 0."""
+        words = [word_of(values) for values in self.planes.values()]
+        if gradient is None:
+            gradient = torch.zeros_like(self.weight, dtype=torch.float32)
+        else:
+            gradient = gradient.float()
+        return codes.lane_of(self.storage, word_of(self.weight), gradient, words, self.scales)
+
+    def store(
+        self,
+        fields: Mapping[str, Tensor],
+        visible: Tensor | None = None,
+        skip: Tensor | None = None,
+    ) -> None:
+        """Write fields in place, and the weight if its bits are given, unless ``skip`` (0-d bool).
+
+        Other fields stay.
+        """
+        if visible is not None:
+            _put(self.weight, codes.weight_word(self.storage.visible, visible), skip)
+        for plane in planes_of(self.storage):
+            values = self.planes[plane.name]
+            kept = 0
+            new = []
+            for name, shift, bits in plane.fields:
+                if name in fields:
+                    new.append(fields[name])
+                else:
+                    kept |= ((1 << bits) - 1) << shift
+            if not new:
+                continue
+            if kept:
+                new.append(word_of(values) & ((kept + (1 << 31)) % (1 << 32) - (1 << 31)))
+            _put(values, reduce(or_, new), skip)
+
+
+def _put(values: Tensor, word: Tensor, skip: Tensor | None) -> None:
+    if skip is not None:
+        word = torch.where(skip, word_of(values), word)
+    values.view(INTEGER[8 * values.dtype.itemsize]).copy_(word)
+
+
+def spans(
+    state: ParameterState,
+    *others: Tensor,
+    scales: Scales | None = None,
+    at_once: int | None = None,
+    writes: bool = False,
+) -> Iterator[Span]:
+    """Walk over a state: rows of ``[rows, columns]``, or elements of ``[1, columns]``.
+
+    Args:
+        others: tensors in the parameter's shape.
+        scales: replace the multipliers of the bounds.
+        at_once: elements of a span, about.
+        writes: whether the weight is written. A copy of one that is not dense is then written back.
+    """
+    visible = getattr(torch, state.storage.visible)
+    weight = state.in_rows(state.parameter.detach().to(visible))
+    tensors = [weight]
+    names = [plane.name for plane in planes_of(state.storage)]
+    tensors += [state.in_rows(state.planes[name]) for name in names]
+    tensors += map(state.in_rows, others)
+    if scales is None:
+        scales = {name: codes.multipliers(bound) for name, bound in state.bounds.items()}
+    rows, columns = state.form
+    most = at_once or chunk_size(weight.device)
+    if rows > 1:
+        starts = [(k, 0) for k in range(0, rows if columns else 0, max(1, most // max(1, columns)))]
+    else:
+        starts = [(0, k) for k in range(0, columns if rows else 0, most)]
+    for row, column in starts:
+        lines = slice(row, row + max(1, most // max(1, columns)) if rows > 1 else row + 1)
+        width = slice(None) if rows > 1 else slice(column, column + most)
+        first, *parts = [tensor[lines, width] for tensor in tensors]
+        planes = dict(zip(names, parts, strict=False))
+        local = {name: (into[lines], back[lines]) for name, (into, back) in scales.items()}
+        yield Span(state.storage, first, planes, local, parts[len(names) :])
+    if writes and weight.data_ptr() != state.parameter.data_ptr():
+        state.parameter.detach().copy_(state.in_shape(weight))
