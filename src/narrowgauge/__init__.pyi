@@ -48,7 +48,7 @@ from .optim.optimizers import Lion as Lion
 from .optim.optimizers import Muon as Muon
 from .optim.parameter_formats import cast_parameters as cast_parameters
 from .planner.plan import plan as plan
-from .planner.plan_tables import Plan as Plan
+from .planner.words import Plan as Plan
 from .runs.events import Event as Event
 from .runs.events import on_event as on_event
 from .runs.record import Run as Run

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from narrowgauge.errors import DataError
-from narrowgauge.planner.architecture import (
+from narrowgauge.planner.shapes import (
     Architecture,
     LatentAttention,
     Matmul,
@@ -67,7 +67,7 @@ def of_config(config: Mapping[str, Any], name: str) -> Architecture:
         raise DataError(
             f"Cannot plan {name} (model_type {kind!r}), because transformers does not build it: "
             f"{_reason(error)}.",
-            "Plan its number of parameters: narrowgauge plan run --params.",
+            "Count its state: narrowgauge show storages --params.",
         ) from error
     return _architecture(model, built.get_text_config(), name)
 
@@ -106,7 +106,7 @@ def _architecture(model: Any, config: Any, name: str) -> Architecture:
     if not (layers and heads and embedding is not None and head is not None):
         raise DataError(
             f"Cannot plan {name}, because it is not a decoder of attention layers.",
-            f"Plan its state: narrowgauge plan run --params {total}.",
+            f"Count its state: narrowgauge show storages --params {total}.",
         )
     counts: Counter[Matmul] = Counter()
     vectors = 0
