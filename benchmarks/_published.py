@@ -87,8 +87,7 @@ class Run:
         model: the model's name; config: its Hugging Face config.
         machine, layout, step, measured: the tables of the file.
         held_out: belongs to what is used once.
-        software: the row of ``narrowgauge.planner.efficiency.SOFTWARE`` that the source's words
-            suggest; empty if none.
+        speed: the program of the planner whose speed the source's words suggest; empty if none.
     """
 
     name: str
@@ -101,7 +100,7 @@ class Run:
     measured: dict[str, Any]
     note: str = ""
     held_out: bool = False
-    software: str = ""
+    speed: str = ""
 
     @property
     def tokens_per_step(self) -> int:
@@ -121,26 +120,26 @@ def load(held_out: bool = False, later: bool = False) -> list[Run]:
     runs = []
     for row in table["run"]:
         runs.append(Run(**row, config=table["models"][row["model"]]["config"]))
-    return [replace(run, software=run.software or _software_of(run.name)) for run in runs]
+    return [replace(run, speed=run.speed or _speed_of(run.name)) for run in runs]
 
 
-_SOFTWARE = (
-    ("megatron-2021-zero3", "zero3-2021"),
-    ("megatron-20", "megatron-lm-2022"),
-    ("mt-nlg", "megatron-deepspeed-2022"),
-    ("mcore", "megatron-core-2024"),
-    ("llama3-", "megatron-core-2024"),
-    ("deepseek-v3", "dualpipe-2024"),
-    ("torch", "torch-2025"),
-    ("mosaic", "fsdp-2023"),
-    ("bridge-25", "megatron-core-2025"),
-    ("bridge-26", "megatron-core-2026"),
+_SPEEDS = (
+    ("megatron-2021-zero3", "deepspeed"),
+    ("megatron-20", "megatron-core"),
+    ("mt-nlg", "deepspeed"),
+    ("mcore", "megatron-core"),
+    ("llama3-", "megatron-core"),
+    ("deepseek-v3", "dualpipe"),
+    ("torch", "compiled"),
+    ("mosaic", "compiled"),
+    ("bridge-25", "megatron-core"),
+    ("bridge-26", "megatron-core-deepep"),
 )
 
 
-def _software_of(name: str) -> str:
+def _speed_of(name: str) -> str:
     """Of the first round, by the publication that a run's name begins with; empty for others."""
-    return next((software for start, software in _SOFTWARE if name.startswith(start)), "")
+    return next((speed for start, speed in _SPEEDS if name.startswith(start)), "")
 
 
 def is_held_out(name: str, later: bool = False) -> bool:

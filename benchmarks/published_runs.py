@@ -43,14 +43,16 @@ import questions
 from _published import Run, load, measured_tokens_per_second
 
 from narrowgauge.errors import NarrowgaugeError
-from narrowgauge.planner.architecture import Architecture
 from narrowgauge.planner.built_models import of_config
-from narrowgauge.planner.clusters import Cluster, cluster_of
-from narrowgauge.planner.efficiency import Efficiency, efficiency_of, error_of, median_of
+from narrowgauge.planner.efficiency import Efficiency, efficiency_of
+from narrowgauge.planner.errors import error_of
 from narrowgauge.planner.estimate import Estimate
 from narrowgauge.planner.layouts import Layout
-from narrowgauge.planner.program import Program, read_program
+from narrowgauge.planner.machine import Cluster, cluster_of
+from narrowgauge.planner.program import DEFAULT, Program, read_program
+from narrowgauge.planner.program import PROGRAMS as NAMED
 from narrowgauge.planner.search import search
+from narrowgauge.planner.shapes import Architecture
 from narrowgauge.planner.step_time import UNSTEADY_GROUP, step_terms
 from narrowgauge.planner.terms import Terms
 from narrowgauge.spec.chips import CHIPS, Chip, get_chip
@@ -82,8 +84,6 @@ PROGRAMS = (
 """The program of a publication's runs, by the beginning of their names."""
 FEWEST_VALUES = 4
 """Values of a class from which it has an interval."""
-CENTRED = ("mixture", "long")
-"""Classes whose plans are multiplied by the median of published runs."""
 FACTS = {"speed": "tokens_per_second", "memory": "memory_gb"}
 FEW_VALUES = 12
 """Values of a class below which its interval holds all."""
@@ -103,7 +103,6 @@ class Point(NamedTuple):
     measured: float
     predicted: float
     terms: Terms
-    has_software: bool
     job: Estimate
     run: Run
 
@@ -135,7 +134,7 @@ class Point(NamedTuple):
     @property
     def is_inside(self) -> bool:
         """Tell whether the measured rate lies within the interval."""
-        ends = error_of("named" if self.has_software else "assumed", self.kind)
+        ends = error_of("speed", self.kind, self.job.chip)
         return ends is not None and ends[0] <= self.ratio <= ends[1]
 
 
@@ -181,6 +180,8 @@ def cluster_of_run(run: Run, chip: Chip) -> Cluster:
     network = None
     if per_chip is not None:
         network = per_chip * size
+    if "zero3" in run.name:  # one card of eight: arXiv 2104.04473, table 2
+        network = chip.network_gbit_per_second * size / 8
     chips = -(-machine["chips"] // size) * size
     return cluster_of(chip, chips, size, interconnect_gbit_per_second=network, name=run.name)
 
@@ -190,7 +191,9 @@ def program_of(run: Run) -> Program:
     compiled.
     """
     text = next(program for start, program in PROGRAMS if run.name.startswith(start))
-    return read_program(text + (",kernels=eager" if run.step.get("compiled") is False else ""))
+    program = read_program(text + (",kernels=eager" if run.step.get("compiled") is False else ""))
+    speed = NAMED.get(run.speed, DEFAULT)
+    return replace(program, name=speed.name, factor=speed.factor, speed=speed.speed)
 
 
 def recipe_of(run: Run) -> Recipe:
@@ -213,7 +216,7 @@ def chip_of(run: Run) -> tuple[Chip, Efficiency]:
     """
     chip = get_chip(run.machine["chip"])
     variant = run.machine.get("variant", "")
-    shares = efficiency_of(chip, run.software)
+    shares = efficiency_of(chip, program_of(run))
     if variant == "power limited":
         raise NarrowgaugeError("the limit of its power is not stated.")
     if "HBM2e" in variant:
@@ -241,12 +244,11 @@ def predict(run: Run) -> Point:
     layout = layout_of(run)
     cluster = cluster_of_run(run, chip)
     length = run.step["sequence_length"]
-    program = replace(program_of(run), software=run.software)
-    job = Estimate(architecture, recipe, layout, cluster, length, shares, program)
+    job = Estimate(architecture, recipe, layout, cluster, length, shares, program_of(run))
     steady = step_terms(job).without(UNSTEADY_GROUP)
     tokens = layout.num_sequences * run.step["sequence_length"] / layout.num_ranks
     measured = measured_tokens_per_second(run)
-    return Point(run.name, measured, tokens / steady.total, steady, bool(run.software), job, run)
+    return Point(run.name, measured, tokens / steady.total, steady, job, run)
 
 
 def predict_all(runs: list[Run]) -> tuple[list[Point], list[str]]:
@@ -314,7 +316,6 @@ def report_search(points: list[Point]) -> str:
             machine["chips"],
             size,
             interconnect_gbit_per_second=network,
-            software=run.software,
         )
         best = search(
             job.architecture,
@@ -355,7 +356,7 @@ def report_memory(points: list[Point]) -> str:
     for point in points:
         if point.peak:
             planned = point.job.reserved_bytes
-            ends = error_of("memory", point.kind)
+            ends = error_of("memory", point.kind, point.job.chip)
             errors.append(planned / point.peak - 1)
             inside.append(ends is not None and ends[0] <= point.peak / planned <= ends[1])
             print(
@@ -381,7 +382,7 @@ def points_in_view(*, assumed: bool) -> list[Point]:
     what is assumed.
     """
     runs = [*load(), *load(later=True)]
-    return predict_all([replace(run, software="") for run in runs] if assumed else runs)[0]
+    return predict_all([replace(run, speed="") for run in runs] if assumed else runs)[0]
 
 
 def interval_of(ratios: Sequence[float], wider: float = 1.0) -> tuple[float, float]:
@@ -405,29 +406,30 @@ class Residual(NamedTuple):
 def asked() -> tuple[questions.Answer, ...]:
     """Return the answers to the questions in view."""
     rows = questions.load(held_out=False)
-    return tuple(answer for question in rows for answer in questions.ask(question))
+    answers = []
+    for question in rows:
+        answers += questions.ask(question)
+    return tuple(answers)
 
 
 def residuals(quantity: str) -> list[Residual]:
-    """Return the residuals of runs and questions in view: of seconds (``named``, ``assumed``), or
-    of bytes (``memory``).
+    """Return the residuals of runs and questions in view: of seconds (``speed``) with the program
+    unnamed, or of bytes (``memory``). A program that is named has the same interval.
     """
     rows = []
-    for point in points_in_view(assumed=quantity == "assumed"):
-        if quantity != "memory":
+    if quantity == "memory":
+        for point in points_in_view(assumed=False):
+            if point.peak:
+                ratio = point.peak / point.job.reserved_bytes
+                rows.append(Residual(point.kind, family_of(point), ratio))
+    else:
+        for point in points_in_view(assumed=True):
             rows.append(Residual(point.kind, family_of(point), point.ratio))
-        elif point.peak:
-            ratio = point.peak / point.job.reserved_bytes
-            rows.append(Residual(point.kind, family_of(point), ratio))
     for answer in asked():
-        question = answer.question
-        ratio = answer.planned / answer.measured
-        if quantity == "memory" and answer.what == "memory":
-            rows.append(Residual(answer.job.kind, question["source"], 1 / ratio))
-            continue
-        is_usual = quantity == "named" or "software" not in question["ask"]
-        if quantity != "memory" and answer.what == "speed" and is_usual:
-            rows.append(Residual(answer.job.kind, question["source"], ratio))
+        if answer.what == quantity:
+            ratio = answer.planned / answer.measured
+            ratio = 1 / ratio if quantity == "memory" else ratio
+            rows.append(Residual(answer.job.kind, answer.question["source"], ratio))
     return rows
 
 
@@ -457,33 +459,33 @@ def write_errors() -> None:
     lines = [
         "# Written by benchmarks/published_runs.py --write: 10 and 90 % quantiles of measured over "
         "planned values",
-        "# by class, from runs and questions in view. named, assumed: seconds, with the software "
-        "named and with the",
-        "# usual one. memory: bytes. A class without a row has no published run.",
+        "# by class, from runs and questions in view, with the program unnamed. speed: "
+        "seconds; memory: bytes.",
+        "# A class without a row has no published run.",
     ]
-    for quantity in ("named", "assumed", "memory"):
+    for quantity in ("speed", "memory"):
         rows = residuals(quantity)
         for kind in dict.fromkeys(row.kind for row in rows):
             chosen = [row for row in rows if row.kind == kind]
             if len(chosen) < FEWEST_VALUES:
                 continue
             ratios = [row.ratio for row in chosen]
-            middle = 1.0
             wider = 1.0
             low = min(ratios)
             high = max(ratios)
             if len(chosen) >= FEW_VALUES:
                 wider = widening_of(chosen)
                 low, high = interval_of(ratios, wider)
-            lines += ["", f"[{quantity}.{kind}]"]
-            if quantity != "memory" and kind in CENTRED:  # the plan's seconds become the median
-                middle = statistics.median(ratios)
-                lines.append(f"median = {middle * median_of(quantity, kind):.3f}")
-            lines += [f"low = {low / middle:.3f}", f"high = {high / middle:.3f}"]
+            lines += [
+                "",
+                f"[{quantity}.{kind}]",
+                f"low = {min(low, 1):.3f}",
+                f"high = {max(high, 1):.3f}",
+            ]
             lines.append(f"runs = {len(chosen)}")
             print(
-                f"{quantity:8} {kind:9} {low:.3f} to {high:.3f}, {len(chosen)} values, to the power of "
-                f"{wider:.2f}"
+                f"{quantity:8} {kind:9} {low:.3f} to {high:.3f}, {len(chosen)} values, median "
+                f"{statistics.median(ratios):.3f}, to the power of {wider:.2f}"
             )
     (DATA / "errors.toml").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
@@ -566,7 +568,7 @@ def main() -> int:
         return 0
     runs = load(options.held_out, options.later)
     if options.assumed:
-        runs = [replace(run, software="") for run in runs]
+        runs = [replace(run, speed="") for run in runs]
     points, left_out = predict_all(runs)
     for point in points:
         mark = " " if point.is_inside else "*"

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from narrowgauge.planner.efficiency import SOFTWARE, error_of
+from narrowgauge.planner.errors import error_of
+from narrowgauge.planner.program import PROGRAMS
+from narrowgauge.spec.chips import CHIPS
 from script_modules import benchmark_module
 
 
@@ -42,8 +44,8 @@ def test_names_alone_hold_out_a_third_of_the_first_round_and_half_of_the_second(
         assert shares[0] < len(rounds[1]) / len(rounds[0] + rounds[1]) < shares[1]
 
 
-def test_the_planner_knows_the_software_of_every_run(runs: list[Any]) -> None:
-    assert {run.software for run in runs} - {""} == set(SOFTWARE)
+def test_the_planner_knows_the_program_of_every_run(runs: list[Any]) -> None:
+    assert {run.speed for run in runs} - {""} <= set(PROGRAMS)
 
 
 def test_parallel_sizes_multiply_to_the_chips(runs: list[Any]) -> None:
@@ -89,13 +91,13 @@ def test_shapes_have_the_published_parameter_counts(published: Any) -> None:
 # ── plans beside the runs that are not held out ───────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize(("assumed", "mean"), [(False, 0.11), (True, 0.195)])
+@pytest.mark.parametrize(("assumed", "mean"), [(False, 0.12), (True, 0.17)])
 def test_runs_in_view_are_planned_as_documented(planned: Any, assumed: bool, mean: float) -> None:
     points = planned.points_in_view(assumed=assumed)
     assert len(points) == 145
     errors = [abs(point.error) for point in points]
-    assert statistics.mean(errors) < mean and statistics.median(errors) < 0.12
-    assert 0.8 <= statistics.mean(point.is_inside for point in points) <= 0.92
+    assert statistics.mean(errors) < mean and statistics.median(errors) < 0.13
+    assert statistics.mean(point.is_inside for point in points) >= 0.8
 
 
 def test_the_error_bars_are_those_of_the_residuals(planned: Any) -> None:
@@ -108,9 +110,9 @@ def test_the_error_bars_are_those_of_the_residuals(planned: Any) -> None:
     assert planned.widening_of(rows) >= 1 and planned.held_by_others(rows, 2.0) == 1.0
     low, high = planned.interval_of([row.ratio for row in rows])
     assert low == pytest.approx(0.922) and high == pytest.approx(1.098)
-    for quantity in ("named", "assumed", "memory"):
+    for quantity in ("speed", "memory"):
         for kind in ("dense", "long", "adapters"):
-            ends = error_of(quantity, kind)
+            ends = error_of(quantity, kind, CHIPS["A100-SXM4-80GB"])
             assert ends is not None and ends[0] < ends[1], "run published_runs.py --write"
 
 

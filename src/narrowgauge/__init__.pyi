@@ -49,7 +49,7 @@ from .optim.optimizers import Lion as Lion
 from .optim.optimizers import Muon as Muon
 from .optim.parameter_formats import cast_parameters as cast_parameters
 from .planner.plan import plan as plan
-from .planner.plan_tables import Plan as Plan
+from .planner.words import Plan as Plan
 from .runs.record import Run as Run
 from .runs.record import read_run as read_run
 from .spec.notation import parse as parse

@@ -20,10 +20,10 @@ from narrowgauge.assembly.preparation import narrow_linears
 from narrowgauge.matmul.scopes import compute_scope
 from narrowgauge.planner.activations import layer_bytes
 from narrowgauge.planner.built_models import of_config
-from narrowgauge.planner.clusters import cluster_of
 from narrowgauge.planner.estimate import Estimate as Job
 from narrowgauge.planner.layouts import Layout
-from narrowgauge.planner.memory import _Rank, stages_of
+from narrowgauge.planner.machine import cluster_of
+from narrowgauge.planner.memory import Stage, loss_terms, stages_of, worst_moment
 from narrowgauge.planner.model import read_model
 from narrowgauge.planner.program import read_program
 from narrowgauge.planner.step_time import stage_layers
@@ -153,18 +153,18 @@ def test_codes_count_one_byte() -> None:
 def test_a_stage_holds_no_more_micro_batches_than_there_are_and_only_the_last_has_logits() -> None:
     llama = read_model("llama-8b")
     layout = Layout(pipeline=4, zero=0, micro_batches=2)
-    assert stages_of(llama, layout) == {0: (8, 16), 3: (8, 8)}
+    assert stages_of(llama, layout) == [(0, 8, 16), (3, 8, 8)]
     job = Job(llama, parse("bfloat16/word"), layout, cluster_of("H100-SXM", 4), 4096)
-    assert [bool(_Rank(job, stage, 8, 8).loss_terms()) for stage in (0, 3)] == [False, True]
+    assert [bool(loss_terms(job, Stage(stage, 8, 8))) for stage in (0, 3)] == [False, True]
     # 31 layers, embedding and head are 33 groups: nine in the largest stage, in memory and in time.
     stages = stages_of(replace(llama, num_layers=31), layout)
-    assert {number: layers for number, (layers, _) in stages.items()} == {0: 8, 1: 9, 3: 8}
+    assert [stage[:2] for stage in stages] == [(0, 8), (1, 9), (3, 8)]
     assert stage_layers(31, 4) == (9, False)
     for zero in (1, 2, 3):  # a layer's gradients are among the stage's, where weights are sharded
         job = replace(
             job, layout=Layout(shard=2, pipeline=2, zero=zero, micro_batches=2), sequence_length=64
         )
-        names = {term.name for term in _Rank(job, 0, 16, 1).worst_moment()}
+        names = {term.name for term in worst_moment(job, Stage(0, 16, 1))}
         assert ("gradients of a layer" in names) == (zero < 3)
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from narrowgauge.errors import ChipError, NarrowgaugeError
-from narrowgauge.planner.clusters import cluster_of, read_cluster
 from narrowgauge.planner.layouts import NAMED_LAYOUTS, Layout, read_layout
+from narrowgauge.planner.machine import cluster_of, read_cluster
 from narrowgauge.planner.plan import plan
 from narrowgauge.spec.chips import get_chip
 
@@ -16,17 +16,16 @@ from narrowgauge.spec.chips import get_chip
 def test_a_file_describes_a_cluster(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     text = 'chip = "V100"\nchips = 16\nchips_per_node = 4\ninterconnect_gbit_per_second = 1600\n'
-    file.write_text(text + 'software = "fsdp-2023"\n')
+    file.write_text(text)
     cluster = read_cluster(file)
-    assert (cluster.name, cluster.chips, cluster.chips_per_node, cluster.software) == (
+    assert (cluster.name, cluster.chips, cluster.chips_per_node) == (
         "mine",
         16,
         4,
-        "fsdp-2023",
     )
     assert (cluster.network_bytes_per_second, cluster.chip.memory_bytes) == (50e9, 32 * 2**30)
-    for value, says in (("3", "is not str"), ('"fsdp-2032"', "Did you mean 'fsdp-2023'")):
-        file.write_text(f"{text}software = {value}\n")
+    for value, says in (("'3'", "is not float"),):
+        file.write_text(f"{text}host_memory_gb = {value}\n")
         with pytest.raises(NarrowgaugeError) as caught:
             read_cluster(file)
         assert says in f"{caught.value} {caught.value.advice}"

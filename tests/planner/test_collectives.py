@@ -7,23 +7,20 @@ from functools import partial
 
 import pytest
 
-from narrowgauge.planner.clusters import cluster_of
-from narrowgauge.planner.collectives import (
-    Path,
-    _path,
-    all_gather_seconds,
-    all_reduce_seconds,
-    all_to_all_seconds,
-    hierarchical_seconds,
-    path_of,
-    ring_seconds,
-    send_seconds,
-    tree_seconds,
-)
 from narrowgauge.planner.efficiency import efficiency_of
 from narrowgauge.planner.estimate import Estimate as Job
+from narrowgauge.planner.exchanges import (
+    Path,
+    _path,
+    all_to_all_seconds,
+    gather_seconds,
+    path_of,
+    send_seconds,
+)
 from narrowgauge.planner.layouts import Layout
+from narrowgauge.planner.machine import cluster_of
 from narrowgauge.planner.model import read_model
+from narrowgauge.planner.program import DEFAULT
 from narrowgauge.spec.notation import parse
 
 near = partial(pytest.approx, rel=2e-3)  # latencies
@@ -32,28 +29,14 @@ FOUR = Path(32, 4, 100e9, 10e9)
 
 
 def test_rings_by_hand() -> None:
-    assert all_gather_seconds(8e9, NODE) == near(7 * 1e9 / 100e9)
-    assert ring_seconds(8e9, NODE) == near(14 * 1e9 / 100e9)
+    assert gather_seconds(8e9, NODE) == near(7 * 1e9 / 100e9)
+    assert 2 * gather_seconds(8e9, NODE) == near(14 * 1e9 / 100e9)
     # Eight cards of a node bring in three quarters of the tensor.
-    assert all_gather_seconds(32e9, FOUR) == near(max(24e9 / (8 * 10e9), 31e9 / 100e9))
+    assert gather_seconds(32e9, FOUR) == near(max(24e9 / (8 * 10e9), 31e9 / 100e9))
     assert send_seconds(1e9, FOUR) == near(1e9 / 100e9)
     lonely = Path(4, 4, math.inf, 10e9)
     assert send_seconds(1e9, lonely) == near(1e9 / 10e9)
-    assert all_gather_seconds(4e9, lonely) == near(3e9 / 10e9)
-
-
-def test_a_hierarchy_sends_a_part_between_nodes() -> None:
-    within = 2 * 7 / 8 * 32e9 / 100e9
-    between = 2 * 3 / 4 * 4e9 / 10e9
-    assert hierarchical_seconds(32e9, FOUR) == near(within + between)
-    assert ring_seconds(32e9, FOUR) == near(max(2 * 31 / 32 * 32e9 / 100e9, between))
-
-
-def test_small_messages_on_many_nodes_take_a_tree() -> None:
-    many = Path(1024, 128, 450e9, 50e9)
-    assert all_reduce_seconds(1e4, many) == tree_seconds(1e4, many) < ring_seconds(1e4, many)
-    few = Path(16, 2, 450e9, 50e9)
-    assert all_reduce_seconds(1e10, few) == ring_seconds(1e10, few) < tree_seconds(1e10, few)
+    assert gather_seconds(4e9, lonely) == near(3e9 / 10e9)
 
 
 def test_all_to_all_leaves_the_node_with_what_others_need() -> None:
@@ -88,23 +71,11 @@ def test_measured_all_reduces_are_met_within_a_third(
     chip: str, ranks: int, table: dict[int, float]
 ) -> None:
     cluster = cluster_of(chip, ranks)
-    shares = efficiency_of(cluster.chip)
+    shares = efficiency_of(cluster.chip, DEFAULT)
     path = path_of(ranks, 1, cluster, link=shares["link"], network=shares["network"])
     for mib, rate in table.items():
         measured = mib * 2**20 / (rate * 1e9)
-        assert all_reduce_seconds(mib * 2**20, path) == pytest.approx(measured, rel=1 / 3), mib
-
-
-def test_a_switch_that_adds_halves_what_large_sums_take() -> None:
-    h200, a100, card = (cluster_of(name, 8) for name in ("H200", "A100-SXM4-80GB", "H100-PCIe"))
-    ways = []
-    for cluster in (h200, a100, card):
-        ways.append(path_of(8, 1, cluster).has_adding_switch)
-    assert ways == [True, False, False]
-    plain = Path(8, 1, 100e9, 10e9)
-    adding = Path(8, 1, 100e9, 10e9, has_adding_switch=True)
-    assert all_reduce_seconds(1e10, adding) == pytest.approx(1e10 * 9 / 8 / 100e9, rel=1e-2)
-    assert all_reduce_seconds(1e10, adding) < all_reduce_seconds(1e10, plain)
+        assert 2 * gather_seconds(mib * 2**20, path) == pytest.approx(measured, rel=1 / 3), mib
 
 
 @pytest.mark.parametrize(
@@ -128,7 +99,7 @@ def test_few_or_unbridged_peers_have_slower_links(
     assert path.link_bytes_per_second == pytest.approx(rate * 1e9)
     # A gigabyte summed over two MI300X takes 16 ms: 2 × 1/2 × 1e9 / 64e9.
     if (chip, ranks) == ("MI300X", 2):
-        assert all_reduce_seconds(1e9, path) == pytest.approx(15.6e-3, rel=0.01)
+        assert 2 * gather_seconds(1e9, path) == pytest.approx(15.6e-3, rel=0.01)
 
 
 def test_a_path_through_the_host_has_one_share_on_all_chips() -> None:

@@ -135,7 +135,7 @@ def test_a_folder_is_not_taken_for_a_llama(tmp_path: Path) -> None:
     assert read_model(str(tmp_path)).num_parameters == 46_702_792_704
 
 
-@pytest.mark.parametrize("kind", ["mamba", "recurrent_gemma", "minimax", "jetmoe"])
+@pytest.mark.parametrize("kind", ["mamba", "jetmoe"])
 def test_models_of_other_layers_are_refused_with_the_size_of_their_state(kind: str) -> None:
     """Recurrent layers, linear attention, and attention of experts: no formula here is theirs."""
     keys = {"model_type": kind, "num_hidden_layers": 2, "hidden_size": 64}
@@ -167,3 +167,14 @@ def test_causal_attention_is_half_and_windows_are_counted() -> None:
     gemma = of_config(config("gemma2"), "half")
     assert (gemma.window, gemma.window_share) == (16, 0.5)
     assert gemma.mean_keys(64) == pytest.approx((near.mean_keys(64) + 32) / 2)
+
+
+def test_hybrids_are_counted_by_their_matmuls() -> None:
+    """Qwen3-Next: three of four layers are linear attention. They once were refused."""
+    keys = {**config("llama"), "model_type": "qwen3_next", "head_dim": 32, "num_experts": 6, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48, "shared_expert_intermediate_size": 48}  # fmt: skip
+    shape = of_config(dict(keys), "hybrid")
+    assert shape.num_parameters == sum(value.numel() for value in built(keys).parameters())
+    assert shape.num_attention_layers == 1 and shape.num_kv_heads == 2 and shape.mixer_width > 0
+    per_key = 3 * 2 * shape.num_heads * (shape.query_dim + shape.value_dim)
+    assert shape.attention_flops(64) == per_key * 32

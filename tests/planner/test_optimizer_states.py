@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from narrowgauge.optim.optimizer import Optimizer
-from narrowgauge.planner.clusters import cluster_of
 from narrowgauge.planner.estimate import Estimate as Job
 from narrowgauge.planner.layouts import Layout
+from narrowgauge.planner.machine import cluster_of
 from narrowgauge.planner.model import decoder, read_model
-from narrowgauge.planner.model_state import on_stage, state_of
+from narrowgauge.planner.state import on_stage, state_of
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.storages import STORAGES
 from optim.scenarios import OPTIMIZERS

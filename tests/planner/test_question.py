@@ -6,32 +6,15 @@ from typing import Any
 
 import pytest
 
-from narrowgauge.errors import ChipError, NarrowgaugeError
+from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.planner.layouts import NAMED_LAYOUTS
-from narrowgauge.planner.plan import plan, plan_within
-from narrowgauge.planner.state import plan_state
+from narrowgauge.planner.plan import plan
 from narrowgauge.spec.chips import get_chip
-from narrowgauge.spec.notation import parse
 
 BYTES = {"master": 16, "split": 12, "word": 8, "compact": 7, "states8": 6}
 RECIPES = [f"bfloat16/{storage}" for storage in BYTES]
 DAYS = 10e9
 """Tokens for which days are asked."""
-
-
-@pytest.mark.parametrize(
-    ("billions", "chips", "sizes"),
-    [
-        (10, 1, [160, 120, 80, 70, 60]),
-        (30, 8, [60, 45, 30, 26.25, 22.5]),
-        (30, 32, [15, 11.25, 7.5, 6.5625, 5.625]),
-    ],
-)
-def test_the_state_of_billions_of_parameters(billions: int, chips: int, sizes: list[float]) -> None:
-    assert [parse(recipe).bytes_per_param for recipe in RECIPES] == list(BYTES.values())
-    rows = plan_state(1e9 * billions, recipes=RECIPES, chips=[chips])
-    states = {row["recipe"].partition("/")[2]: row["total"] / 1e9 for row in rows}
-    assert states == pytest.approx(dict(zip(BYTES, sizes, strict=True)))
 
 
 def test_thirty_billion_on_eight_times_eighty_gigabytes() -> None:
@@ -84,14 +67,6 @@ def test_days_of_ten_billion_tokens(chip: str, days: float) -> None:
     assert planned / 1.1 * best.mfu == pytest.approx(by_hand * 0.4, rel=0.03)
 
 
-def test_one_configuration_for_all_chips_fits_on_all() -> None:
-    for storage, is_shared in (("word", True), ("master", False)):
-        chips = ["H100-SXM", "A100-SXM4-40GB"]
-        answer = plan("llama-33b", recipes=[f"bfloat16/{storage}"], chip=chips, chips=8)
-        assert answer.best.fits and [job.fits for job in answer.shared] == [True, True] * is_shared
-        assert len({job.tokens_per_step for job in answer.shared}) <= 1
-
-
 def test_seventy_billion_on_a_node() -> None:
     answer = plan("llama-70b", recipes=["bfloat16/word"], chip="H100-SXM", chips=8)
     assert answer.best.architecture.num_parameters == 70_553_706_496
@@ -127,42 +102,9 @@ def test_slow_links_are_named_where_stages_avoid_them() -> None:
     assert share > 0.2 and ours.step.total > many.step.total
 
 
-def test_the_fewest_chips_within_days() -> None:
-    """No fewer whole nodes meet the days at the slow end of the interval."""
-    question: dict[str, Any] = {"recipes": "bfloat16/word", "chip": "H100-SXM", "tokens": 300e9}
-    answer = plan_within(14, model="llama-8b", **question)
-    number = answer.best.num_chips
-    fewer = plan("llama-8b", chips=number - 8, **question).best
-    assert answer.best.days_interval(300e9)[1] <= 14 < fewer.days_interval(300e9)[1]
-    assert f"{number} × H100-SXM5-80GB are the fewest" in answer.sentences()[0]
-    with pytest.raises(ChipError, match="Name days"):
-        plan_within(14, model="llama-8b", recipes="bfloat16/word", chip="H100-SXM")
-    assert plan_within(30, model="llama-70b", layout="tensor=8", **question).best.layout.tensor == 8
-    batch = plan_within(
-        14, model="llama-8b", tokens_per_step=2**18, **question
-    ).best.tokens_per_step
-    assert batch == pytest.approx(2**18, rel=0.02)
-
-
-def test_a_program_has_its_own_speed() -> None:
-    with pytest.raises(NarrowgaugeError, match="another program's"):
-        plan(
-            "llama-8b",
-            chip="H100-SXM",
-            chips=8,
-            program="hf-trainer",
-            software="megatron-core-2026",
-        )
-
-
 def test_a_step_holds_a_sequence() -> None:
     with pytest.raises(NarrowgaugeError, match="100 tokens because a sequence has 4,096"):
         plan("llama-8b", recipes="bfloat16/word", chip="H100-SXM", chips=8, tokens_per_step=100)
-
-
-def test_a_job_that_no_program_runs_is_not_offered_in_silence() -> None:
-    on_tpus = plan("llama-8b", recipes="bfloat16/word", chip="TPU-v5p", chips=8)
-    assert any("No known program runs bfloat16/word" in line for line in on_tpus.sentences())
 
 
 def test_what_is_known_to_be_far_off_is_said() -> None:

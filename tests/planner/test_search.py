@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.planner.clusters import cluster_of
 from narrowgauge.planner.estimate import Estimate as Job
 from narrowgauge.planner.layouts import Layout
+from narrowgauge.planner.machine import cluster_of
 from narrowgauge.planner.model import read_model
 from narrowgauge.planner.plan import plan
 from narrowgauge.planner.roofline import multiplies
-from narrowgauge.planner.search import LEAST_TOKENS_PER_STEP, _fastest, _shapes, search
-from narrowgauge.planner.state import plan_state
+from narrowgauge.planner.search import LEAST_TOKENS_PER_STEP, _shapes, search
 from narrowgauge.spec.chips import get_chip
 from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.spec.notation import parse
@@ -120,11 +116,6 @@ def test_tokens_and_micro_batches_are_not_both_taken() -> None:
         search(SMALL, WORD, H100, 4096, 1 << 22, fixed={"micro_batches": 3})
 
 
-def test_the_state_of_replicas_is_whole_on_every_chip() -> None:
-    (row,) = plan_state(10e9, recipes=["bfloat16/word"], chips=[8], layout="ddp")
-    assert row["total"] == 80e9
-
-
 def test_a_narrower_storage_does_not_fit_worse() -> None:
     """It once fitted barely in steps of half a million tokens where a wider one, which did not, got
     smaller steps for certain.
@@ -167,16 +158,3 @@ def test_chips_of_amd_multiply_float8() -> None:
     for chip in ("MI300X", "MI325X"):
         assert multiplies(COMPUTES["float8-row"], get_chip(chip))
     assert plan("llama-8b", chip="MI300X", chips=8).best.recipe.compute.name == "float8-row"
-
-
-@pytest.mark.parametrize(("slower", "is_ours"), [(1.04, True), (1.06, False)])
-def test_of_layouts_that_are_as_fast_within_the_noise_the_trainers_wins(
-    slower: float, is_ours: bool
-) -> None:
-    def job(seconds: float, is_fsdp: bool) -> Any:
-        layout = SimpleNamespace(num_sequences=1, is_fsdp=is_fsdp)
-        return SimpleNamespace(
-            step=SimpleNamespace(total=seconds), memory=SimpleNamespace(total=1.0), layout=layout
-        )
-
-    assert _fastest([job(1.0, False), job(slower, True)]).layout.is_fsdp is is_ours

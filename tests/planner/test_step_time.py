@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from narrowgauge.planner.clusters import cluster_of
-from narrowgauge.planner.collectives import parameters_of
 from narrowgauge.planner.efficiency import Efficiency, efficiency_of
 from narrowgauge.planner.estimate import Estimate as Job
+from narrowgauge.planner.exchanges import parameters_of
 from narrowgauge.planner.layouts import Layout, unsuited
+from narrowgauge.planner.machine import cluster_of
 from narrowgauge.planner.model import read_model
+from narrowgauge.planner.program import DEFAULT
 from narrowgauge.planner.roofline import operation_seconds
 from narrowgauge.planner.step_time import step_terms
 from narrowgauge.planner.terms import Term, Terms
@@ -26,13 +27,13 @@ SHARED = Layout(shard=8)
 
 def exact(chip: str, **rows: float) -> Efficiency:
     """Shares that reach every printed rate, start kernels in no time and hide nothing."""
-    names = efficiency_of(get_chip(chip)).values
+    names = efficiency_of(get_chip(chip), DEFAULT).values
     values = {}
     for name in names:
         values[name] = (
             0.0 if name.endswith("seconds") or name.startswith(("overlap", "slowed")) else 1.0
         )
-    return Efficiency({**values, "spread": 0.0, **rows}, "by hand")
+    return Efficiency({**values, "spread": 0.0, **rows})
 
 
 def terms_of(

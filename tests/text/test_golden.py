@@ -34,15 +34,13 @@ COMMANDS = {
     "show-reductions": "show reductions",
     "show-recipe-word": "show recipe float8-row/word",
     "show-recipe-compact": "show recipe mxfp8/compact/reproducible",
-    "plan-state": "plan run --params 10e9 --recipe bfloat16/master,bfloat16/word,bfloat16/compact",
+    "plan-state": "show storages --params 10e9",
     "plan-run": f"plan run --model llama-8b {WORD} --chips 8 --tokens 1e12",
     "plan-run-explain": f"plan run --model llama-8b {WORD} --chips 8 --explain",
     "plan-run-too-large": f"plan run --model llama-70b {WORD} --chips 8",
     "plan-scaling": "plan scaling 128:10d,256:7d --at 512",
     # The worked questions of docs/planning.md.
     "plan-one-node": "plan run --model llama-33b --chip A100-SXM4-40GB --chips 8 --recipe bfloat16/master,bfloat16/word",
-    "plan-refresh": "plan run --params 30B --chip RTX-4090 --chips 32 --layout pipeline=4,tensor=2,shard=4,zero=1 "
-    "--recipe bfloat16/master,bfloat16/word",
     "plan-two-clusters": "plan run --model llama-33b --chip A100-SXM4-80GB,A100-SXM4-40GB --chips 32 "
     "--recipe bfloat16/master,bfloat16/word",
     "plan-slow-links": f"plan run --model llama-8b {WORD} --chips 8,32 --interconnect 25",

@@ -33,7 +33,6 @@ from narrowgauge.matmul.inference import quantize_for_inference
 from narrowgauge.numerics.rounding import round_to
 from narrowgauge.planner.layouts import read_layout
 from narrowgauge.planner.plan import plan
-from narrowgauge.planner.state import plan_state
 from narrowgauge.runs.record import read_run
 from narrowgauge.spec.notation import get_compute, parse
 
@@ -55,16 +54,12 @@ COMMANDS = [
     ("compare --recipes bfloat16/word,bfloat16/wrd", "RecipeError", "mean 'word'"),
     ("plan longst", "UsageError", "mean 'longest'"),
     ("plan run", "UsageError", "--model"),
-    ("plan run --params 1e9 --model llama-8b", "UsageError", "--model"),
-    ("plan run --params 1e9 --lora 8", "UsageError", "--lora needs a model"),
-    ("plan run --params 1e9 --explain", "UsageError", "--explain needs a model"),
-    ("plan run --params 1e9 --days 3", "UsageError", "--days needs a model"),
     (f"{CHIP} --part head", "UsageError", "'head' has no format"),
     (f"{CHIP} --part head=nf4,head=int8", "UsageError", "'head' is named twice"),
     (f"{CHIP} --price 2.5", "NarrowgaugeError", "without its tokens"),
     (f"{CHIP} --lora 99999999", "RecipeError", "rank 99,999,999"),
-    ("plan run --params 0", "UsageError", "'0'"),
-    ("plan run --params 1e9 --chips eight", "UsageError", "'eight'"),
+    ("show storages --params 0", "UsageError", "'0'"),
+    (f"{CHIP} --chips eight", "UsageError", "'eight'"),
     ("plan run --model llama-9b --chip H100-SXM", "RecipeError", "mean 'llama-8b'"),
     ("plan run --model llama-8b --cluster no.toml", "DataError", r"no\.toml"),
     (f"{CHIP} --layout tensr=2", "RecipeError", "mean 'tensor'"),
@@ -181,7 +176,6 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no tokens": (lambda: plan("llama-8b", chip="H100-SXM", tokens_per_step=math.nan), NarrowgaugeError, "step = nan"),
     "no model": (lambda: plan("", chip="H100-SXM"), RecipeError, "no model"),
     "an unknown rule": (lambda: plan("llama-8b", chip="H100-SXM", optimizer="moun"), RecipeError, "mean 'muon'"),
-    "the state of an unknown rule": (lambda: plan_state(1e9, optimizer="moun"), RecipeError, "mean 'muon'"),
     "a cluster and chips": (lambda: plan("llama-8b", cluster="it.toml", chips=8), ChipError, "its own chips"),
     # runs
     "no run": (lambda: read_run(Path("nowhere")), RecordError, "nowhere"),

@@ -132,7 +132,21 @@ def _print_table(name: str, as_json: bool) -> None:
 
 
 for _name, (_help, *_) in show.TABLES.items():
-    show_group.command(_name, help=_help)(flags.json_list(partial(_print_table, _name)))
+    if _name != "storages":
+        show_group.command(_name, help=_help)(flags.json_list(partial(_print_table, _name)))
+
+
+@show_group.command("storages", help=show.TABLES["storages"][0])
+@click.option(
+    "--params",
+    type=planning.amount(1),
+    metavar="X",
+    help="Parameters (10e9): bytes of their state.",
+)
+@flags.json_list
+def show_storages(params: float | None, as_json: bool) -> None:
+    table = show.state_table(params) if params else show.table("storages")
+    _print(as_json, table.rows, table)
 
 
 @show_group.command("checks")

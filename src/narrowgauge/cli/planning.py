@@ -15,7 +15,6 @@ import click
 
 from narrowgauge.cli import flags
 from narrowgauge.cli.exit_status import help_without_command
-from narrowgauge.planner.efficiency import SOFTWARE
 from narrowgauge.planner.layouts import read_layout
 from narrowgauge.planner.model import PRESET_NAMES
 from narrowgauge.planner.program import BASES, PARTS, PROGRAMS, read_part, read_program
@@ -27,7 +26,7 @@ WIDTH = 120
 _SUFFIXES = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
 
-def _amount(least: float) -> flags.Parsed:
+def amount(least: float) -> flags.Parsed:
     """Return a parser of a number such as ``10e9`` or ``10B``."""
 
     def read(text: str) -> float:
@@ -83,7 +82,6 @@ def plan_group(context: click.Context) -> None:
 
     \b
     narrowgauge plan run --model llama-8b --chip H100-SXM --chips 8
-    narrowgauge plan run --params 10e9 --recipe bfloat16/states8
     narrowgauge plan longest --model llama-8b --chip RTX-4090 --lora 16 --base nf4
     narrowgauge plan scaling 128:10d,256:7d --at 512,1024
     """
@@ -93,7 +91,7 @@ def plan_group(context: click.Context) -> None:
 # Parameters have the names of the arguments of planner.plan.plan.
 _recipe = click.option(
     "--recipe", "recipes", metavar="A,B,…|all", type=flags.RECIPES_OR_ALL,
-    help="Recipes or .toml files; all: every one that the chips multiply natively.  [default: the usual six]",
+    help="Recipes or .toml files; all: every one that the chips multiply natively.  [default: master and our own]",
 )  # fmt: skip
 _chip = click.option(
     "--chip",
@@ -123,7 +121,7 @@ _QUESTION = (
     _chip,
     _chips,
     click.option(
-        "--interconnect", "interconnect_gbit_per_second", type=_amount(1e-3), metavar="X",
+        "--interconnect", "interconnect_gbit_per_second", type=amount(1e-3), metavar="X",
         help="Rate of a node's network, Gbit/s in one direction.  [default: as usual for the chip]",
     ),
     click.option(
@@ -131,11 +129,7 @@ _QUESTION = (
         help="A TOML file of chips, nodes and links, instead of --chip; several are compared.",
     ),
     click.option(
-        "--tokens-per-step", type=_amount(1), metavar="X", help="Tokens per step.  [default: by chips]"
-    ),
-    click.option(
-        "--software", type=click.Choice(list(SOFTWARE)),
-        help="The libraries and years whose speed is planned.  [default: those usual on the chip]",
+        "--tokens-per-step", type=amount(1), metavar="X", help="Tokens per step.  [default: by chips]"
     ),
     click.option(
         "--program", metavar="NAME,FIELD=X,…", type=flags.Parsed(read_program),
@@ -154,10 +148,10 @@ _QUESTION = (
     ),
     click.option(
         "--part", "parts", metavar="PART=FORMAT,…", type=flags.Parsed(_parts),
-        help=f"How parts are stored: {', '.join(PARTS)}; formats, frozen, trained, host, loraR, joined by +.",
+        help=f"How parts are stored: {', '.join(PARTS)}; formats, frozen, trained, loraR, joined by +.",
     ),
     click.option(
-        "--like", metavar="RUN|X", help="A measured run of the first row: its folder, log or tokens/s."
+        "--like", metavar="X", type=amount(1e-3), help="Measured tokens/s of all chips of the first row."
     ),
     _optimizer,
     _layout,
@@ -178,10 +172,7 @@ def _question(command: Callable[..., Any]) -> Callable[..., Any]:
     "run", short_help="What fits, how fast, on which machines.",
     epilog=f"Presets besides those of narrowgauge show models: {', '.join(PRESET_NAMES)}.",
 )  # fmt: skip
-@click.option("--model", metavar="TEXT", help=_MODEL)
-@click.option(
-    "--params", type=_amount(1), metavar="X", help="A number of parameters (10e9): its state alone."
-)
+@click.option("--model", metavar="TEXT", required=True, help=_MODEL)
 @_question
 @click.option(
     "--sequence-length",
@@ -190,55 +181,26 @@ def _question(command: Callable[..., Any]) -> Callable[..., Any]:
     help="Tokens per sequence.  [default: 4096 at most]",
 )
 @click.option(
-    "--tokens", type=_amount(1), metavar="X", help="Tokens of the whole run (300e9), for days."
+    "--tokens", type=amount(1), metavar="X", help="Tokens of the whole run (300e9), for days."
 )
-@click.option(
-    "--days",
-    type=_amount(1e-3),
-    metavar="X",
-    help="Days of the whole run, instead of --chips: the fewest chips.",
-)
-@click.option("--price", type=_amount(1e-6), metavar="X", help="Price of a chip-hour.")
+@click.option("--price", type=amount(1e-6), metavar="X", help="Price of a chip-hour.")
 @click.option("--explain", is_flag=True, help="Print every term of the best option.")
 @flags.json_object
-def run_command(
-    as_json: bool, explain: bool, days: float | None, params: float | None, **asked: Any
-) -> None:
+def run_command(as_json: bool, explain: bool, **asked: Any) -> None:
     """Say whether a model fits, how fast it trains, on which machines, and why.
 
     \b
     narrowgauge plan run --model llama-8b --chip H100-SXM --chips 8
     narrowgauge plan run --model config.json --cluster cluster.toml --tokens 300e9
-    narrowgauge plan run --model llama-8b --chip H100-SXM --tokens 300e9 --days 14
-    narrowgauge plan run --params 10e9 --chips 8
+    narrowgauge plan run --model llama-8b --chip H100-SXM --chips 32,48 --tokens 300e9
     """
-    question = flags.given(asked)
-    if (params is None) == ("model" not in question):
-        raise click.UsageError("Name --model, or the number of parameters (--params 10e9).")
-    if params is not None:
-        for name, value in (("explain", explain), ("days", days)):
-            if value:
-                raise click.UsageError(f"--{name} needs a model: name --model.")
-        return _show_state(params, question, as_json)
-    from narrowgauge.planner.plan import plan, plan_within
+    from narrowgauge.planner.plan import plan
 
-    answer = plan_within(days, **question) if days else plan(**question)
-    sentences = list(answer.sentences())
+    answer = plan(**flags.given(asked))
+    sentences = answer.sentences()
     if explain:
         sentences += answer.explanation()
-    return _show(answer.row(), answer.tables(), sentences, as_json)
-
-
-def _show_state(params: float, question: dict[str, Any], as_json: bool) -> None:
-    """Print the state of a number of parameters."""
-    from narrowgauge.planner.state import SENTENCES, plan_state, state_table
-
-    accepted = ("recipes", "chip", "chips", "layout", "optimizer")
-    for name, value in question.items():
-        if value and name not in accepted:
-            raise click.UsageError(f"--{name.replace('_', '-')} needs a model: name --model.")
-    rows = plan_state(params, **{name: question[name] for name in accepted if name in question})
-    _show(rows, [state_table(rows, params)], SENTENCES, as_json)
+    _show(answer.row(), answer.tables(), sentences, as_json)
 
 
 @plan_group.command("longest", short_help="The longest sequence that fits.")
@@ -294,7 +256,7 @@ def scaling_command(measured: str, at: list[int] | None, as_json: bool) -> None:
 
     narrowgauge plan scaling 128:10d,256:7d --at 512,1024
     """
-    from narrowgauge.planner.scaling_laws import fit, read_points, tables_of
+    from narrowgauge.planner.scaling import read_points, scaling_row, tables_of
 
-    row = fit(read_points(measured)).row(at or ())
+    row = scaling_row(read_points(measured), at or ())
     _show(row, tables_of(row), (), as_json, first=row["sentences"])

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from narrowgauge.planner.architecture import Architecture
 from narrowgauge.planner.program import DEFAULT, Program, adapters_of
+from narrowgauge.planner.shapes import Architecture
 from narrowgauge.spec.computes import BLOCKS, Compute
 from narrowgauge.spec.formats import bytes_per_number
 from narrowgauge.spec.recipes import Recipe
@@ -156,10 +156,15 @@ class _Layer:
             yield from self.every_second_matmul(is_mixture=is_mixture)
             return
         yield from self.norms()
-        yield from self.attention()
+        share = self.architecture.attention_share
+        for tensor in self.attention():
+            yield tensor._replace(bytes_per_token=share * tensor.bytes_per_token)
+        # Layers of another kind: the inputs and outputs of their matmuls.
+        mixer = self.widths.matmul * self.architecture.mixer_width
+        yield SavedTensor("matmuls of other mixers", mixer)
         yield from self.mixture() if is_mixture else self.mlp()
         if self.program.attention == "eager" and not repeated:
-            scores = SCORE_BYTES * self.architecture.num_heads * sequence_length
+            scores = share * SCORE_BYTES * self.architecture.num_heads * sequence_length
             yield SavedTensor("scores", scores)
 
     def norm_bytes(self, size: int, groups: int = 1, stream: float | None = None) -> float:

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from narrowgauge.errors import DataError
-from narrowgauge.planner.architecture import (
+from narrowgauge.errors import DataError, NarrowgaugeError
+from narrowgauge.planner.shapes import (
     Architecture,
     LatentAttention,
     Matmul,
@@ -67,9 +67,17 @@ def of_config(config: Mapping[str, Any], name: str) -> Architecture:
         raise DataError(
             f"Cannot plan {name} (model_type {kind!r}), because transformers does not build it: "
             f"{_reason(error)}.",
-            "Plan its number of parameters: narrowgauge plan run --params.",
+            "Count its state: narrowgauge show storages --params.",
         ) from error
-    return _architecture(model, built.get_text_config(), name)
+    try:
+        return _architecture(model, built.get_text_config(), name)
+    except NarrowgaugeError:
+        raise
+    except Exception as error:  # attributes that differ by layer raise errors of their own
+        raise DataError(
+            f"Cannot plan {name} (model_type {kind!r}), because its layers differ: {_reason(error)}.",
+            "Count its state: narrowgauge show storages --params.",
+        ) from error
 
 
 def _reason(error: Exception) -> str:
@@ -99,19 +107,22 @@ def _architecture(model: Any, config: Any, name: str) -> Architecture:
     head = model.get_output_embeddings()
     heads = _size(config, "num_attention_heads", "n_head", "num_heads")
     hidden = _size(config, "hidden_size", "n_embd")
-    layers = _layers(model, _size(config, "num_hidden_layers", "n_layer", "num_layers"))
     kinds = _layer_types(config)
-    if not _ATTENTION.issuperset(kinds):
-        layers = []
+    depth = _size(config, "num_hidden_layers", "n_layer", "num_layers")
+    is_other = [kind not in _ATTENTION for kind in kinds] or [False] * depth
+    layers = _layers(model, depth, is_hybrid=any(is_other) and not all(is_other))
     if not (layers and heads and embedding is not None and head is not None):
         raise DataError(
             f"Cannot plan {name}, because it is not a decoder of attention layers.",
-            f"Plan its state: narrowgauge plan run --params {total}.",
+            f"Count its state: narrowgauge show storages --params {total}.",
         )
     counts: Counter[Matmul] = Counter()
     vectors = 0
-    for layer in layers:
-        counts.update(_matmuls_of(layer, hidden))
+    for layer, other in zip(layers, is_other, strict=True):
+        for matmul in _matmuls_of(layer, hidden):
+            if other and matmul.part == "attention":
+                matmul = replace(matmul, name=f"mixer.{matmul.name}", split="none")
+            counts[matmul] += 1
         vectors += _total(layer.parameters())
     mixture = _mixture(config, counts)
     matmuls = []
@@ -139,6 +150,8 @@ def _architecture(model: Any, config: Any, name: str) -> Architecture:
     downs = []
     for matmul in matmuls:
         is_column = matmul.split == "column"
+        if matmul.name.startswith("mixer."):
+            continue
         if matmul.part == "attention":
             if is_column and matmul.in_features == hidden:
                 inputs.add(matmul.name)
@@ -148,8 +161,8 @@ def _architecture(model: Any, config: Any, name: str) -> Architecture:
         elif matmul.split == "row":
             inner += matmul.in_features * matmul.count
             downs.append(matmul)
-    kv_heads = (outputs / len(layers) / head_dim - heads) / 2
-    if latent or kv_heads < 1:
+    kv_heads = (outputs / is_other.count(False) / head_dim - heads) / 2
+    if latent or kv_heads < 1 or any(is_other):
         kv_heads = _size(config, "num_key_value_heads", default=heads)
     # A dense MLP's size comes before that of experts.
     downs.sort(key=lambda matmul: "." in matmul.name)
@@ -167,7 +180,7 @@ def _architecture(model: Any, config: Any, name: str) -> Architecture:
             rows, columns = module.weight.shape
             if columns == hidden:
                 positions += rows
-    norm, norms_per_layer, head_norms = _norms(layers[0], hidden, head_dim)
+    norm, norms_per_layer, head_norms = _norms(layers[is_other.index(False)], hidden, head_dim)
     window, window_share = _window(config, kinds)
     has_bias = getattr(head, "bias", None) is not None
     vocab = head.weight.shape[0]
@@ -198,6 +211,7 @@ def _architecture(model: Any, config: Any, name: str) -> Architecture:
         mixture=mixture,
         latent=latent,
         left_out="parts beside the text decoder" if is_beside else "",
+        num_attention_layers=is_other.count(False) if any(is_other) else None,
     )
     return with_all(result, total)
 
@@ -210,14 +224,15 @@ def with_all(result: Architecture, total: int) -> Architecture:
     return replace(result, outer_vectors=result.outer_vectors + total - result.num_parameters)
 
 
-def _layers(model: Any, depth: int) -> list[Any]:
-    """Return the decoder's layers; empty if a layer is no layer of attention."""
+def _layers(model: Any, depth: int, *, is_hybrid: bool) -> list[Any]:
+    """Return the decoder's layers; empty if no layer is one of attention."""
     import torch.nn as nn
 
     for path, module in model.named_modules():
         is_list = isinstance(module, nn.ModuleList) and len(module) == depth
         if is_list and not _OUTSIDE.search(path):
-            if not any(map(_OTHER.search, dict(module.named_parameters()))):
+            names = dict(module.named_parameters())
+            if is_hybrid or not any(map(_OTHER.search, names)):
                 return list(module)
             break
     return []

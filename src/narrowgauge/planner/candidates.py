@@ -1,13 +1,14 @@
-"""Candidates: the recipes that a question compares, and which of them are safe to recommend."""
+"""Recipes that are compared: those of a question, or one default list."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from narrowgauge.errors import RecipeError, suggestion
-from narrowgauge.planner.job import OPTIMIZER_STATES
+from narrowgauge.planner.ask import OPTIMIZER_STATES
+from narrowgauge.planner.program import Program
 from narrowgauge.planner.roofline import multiplies
 from narrowgauge.spec.chips import Chip
 from narrowgauge.spec.computes import COMPUTES
@@ -16,21 +17,9 @@ from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.storages import STORAGES, Storage
 from narrowgauge.spec.update_rules import UPDATE_RULES, refuse_pair
 
-USUAL_RECIPES = ("bfloat16/word", "bfloat16/exact", "bfloat16/compact", "bfloat16/states8", "float8-row/word",
-                 "bfloat16/word/reproducible")  # fmt: skip
-"""Recipes of the README, which are the default comparison."""
-XLA_RECIPES = ("bfloat16/float32", "bfloat16/master")
-"""The default comparison on TPUs, which this project's optimizers do not run on."""
-ADAPTER_RECIPES = ("bfloat16/master", "bfloat16/word")
-"""The default comparison of adapters, whose states are small."""
-FLOAT16_RECIPES = ("float16/split", "float16/master")
-"""The default comparison on chips that multiply float16 but not bfloat16."""
-STORAGE_RECIPES = [
-    f"bfloat16/{row.name}"
-    for row in sorted(STORAGES.values(), key=lambda row: -row.bytes_per_param)
-    if not row.owner
-]
-"""A recipe for each storage of bfloat16 weights."""
+DEFAULT_RECIPES = ("bfloat16/master", "bfloat16/word", "bfloat16/compact", "bfloat16/states8", "float8-row/word",
+                   "float16/split", "float16/master")  # fmt: skip
+"""Recipes that are compared by default, of those that chip and program run."""
 _TUNING = ("int8-outlier", "int8-outlier-codes")
 _USUAL_GRADIENT = -20
 """Power of two of a usual gradient: a norm of 1 over billions of values is 1e-5 each, late in
@@ -50,42 +39,34 @@ def keeps_rate(storage: Storage) -> bool:
     return storage.keeps_updates and (second.scaled or floor <= 2 * _USUAL_GRADIENT)
 
 
-def compared_recipes(recipes: Sequence[Recipe], asked: str | Recipe | Sequence[str | Recipe], chip: Chip, optimizer: str, *,
-                     has_adapters: bool) -> list[Recipe]:  # fmt: skip
-    """Return the recipes of a question on a chip: those that it names, or the usual ones that the
-    chip multiplies.
+def compared_recipes(
+    asked: str | Recipe | Sequence[str | Recipe], chip: Chip, optimizer: str, program: Program
+) -> list[Recipe]:
+    """Return the recipes of a question on a chip: those that it names, all that the chip
+    multiplies natively, or the default ones.
     """
-    if recipes:
-        return list(recipes)
+    if asked and asked != "all":
+        return read_recipes(asked, optimizer)
     if asked == "all":
-        return _native_recipes(chip, optimizer)
-    names: tuple[str, ...]
-    if has_adapters:
-        names = ADAPTER_RECIPES
-    elif chip.vendor == "Google":
-        names = XLA_RECIPES
-    elif "bfloat16" in chip.peak_tflops:
-        names = USUAL_RECIPES
-    else:
-        names = FLOAT16_RECIPES
-    return suited_recipes(names, chip, optimizer) or _native_recipes(chip, optimizer)
+        return list(suited_recipes(_all_names(chip), chip, optimizer))
+    suited = []
+    for recipe in suited_recipes(DEFAULT_RECIPES, chip, optimizer):
+        is_short = recipe.dtype == "float16" and "bfloat16" in chip.peak_tflops
+        is_ours = recipe.storage.short_name != "master"
+        is_narrow = not recipe.compute.is_wide and program.has_adapters
+        if not (is_short or is_narrow or (is_ours and not program.ours)):
+            suited.append(recipe)
+    return suited or [parse("bfloat16/master")]
 
 
-def read_recipes(recipes: str | Recipe | Sequence[str | Recipe], optimizer: str) -> list[Recipe]:
-    """Return the recipes of a question. A text is one recipe, ``"all"`` is none.
+def read_recipes(asked: str | Recipe | Sequence[str | Recipe], optimizer: str) -> list[Recipe]:
+    """Return the recipes that a question names. A text is one recipe.
 
     Raises:
         RecipeError: the optimizer cannot be planned, or does not support a storage; or layers of a
             recipe differ.
     """
-    if optimizer not in OPTIMIZER_STATES:
-        raise RecipeError(
-            f"Cannot plan optimizer {optimizer!r} because its states are unknown.",
-            suggestion(optimizer, OPTIMIZER_STATES) or f"Known: {', '.join(OPTIMIZER_STATES)}.",
-        )
-    if recipes == "all":
-        return []
-    names = [recipes] if isinstance(recipes, str | Recipe) else recipes
+    names = [asked] if isinstance(asked, str | Recipe) else asked
     parsed = list(map(parse, names))
     for recipe in parsed:
         if recipe.overrides:
@@ -98,34 +79,40 @@ def read_recipes(recipes: str | Recipe | Sequence[str | Recipe], optimizer: str)
     return parsed
 
 
+def refuse_optimizer(optimizer: str) -> None:
+    """Raise for an optimizer whose states are not known without shapes."""
+    if optimizer not in OPTIMIZER_STATES:
+        raise RecipeError(
+            f"Cannot plan optimizer {optimizer!r} because its states are unknown.",
+            suggestion(optimizer, OPTIMIZER_STATES) or f"Known: {', '.join(OPTIMIZER_STATES)}.",
+        )
+
+
 def _refuse_storage(storage: Storage, optimizer: str) -> None:
     rule = UPDATE_RULES[optimizer]
     kept_storage = storage.keeping(rule.moments or ())
     refuse_pair(optimizer, kept_storage, is_matrix=rule.is_matrix, is_adamw=optimizer == "adamw")
 
 
-def _native_recipes(chip: Chip, optimizer: str) -> list[Recipe]:
-    """Return every storage of 16-bit weights, and every other compute with its storage, that a chip
-    multiplies natively.
-    """
-    names = [name for name in STORAGES if name.startswith("float16/")]
-    if "bfloat16" in chip.peak_tflops:
-        names = list(STORAGE_RECIPES)
+def _all_names(chip: Chip) -> list[str]:
+    """Return every storage of 16-bit weights, and every other compute with its storage."""
+    names = []
+    for storage in STORAGES.values():
+        if storage.name.startswith("float16/"):
+            names.append(storage.name)
+        elif "bfloat16" in chip.peak_tflops and not storage.owner:
+            names.append(f"bfloat16/{storage.name}")
     for compute in COMPUTES.values():
         # Users must request computes that change the whole model or are for fine-tuning.
         if not compute.transform and compute.name not in _TUNING:
             names.append(f"{compute.name}/{compute.default_storage}")
-    return suited_recipes(dict.fromkeys(names), chip, optimizer)
+    return list(dict.fromkeys(names))
 
 
-def suited_recipes(names: Iterable[str], chip: Chip | None, optimizer: str) -> list[Recipe]:
-    """Return the recipes that a chip (None for any) multiplies natively and that an optimizer
-    steps.
-    """
-    suited = []
+def suited_recipes(names: Iterable[str], chip: Chip, optimizer: str) -> Iterator[Recipe]:
+    """Yield the recipes that a chip multiplies natively and that an optimizer steps."""
     for recipe in map(parse, names):
-        if chip is None or multiplies(recipe.compute, chip):
-            with contextlib.suppress(RecipeError):
+        if multiplies(recipe.compute, chip):
+            with suppress(RecipeError):
                 _refuse_storage(recipe.storage, optimizer)
-                suited.append(recipe)
-    return suited
+                yield recipe

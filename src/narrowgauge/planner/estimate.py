@@ -1,4 +1,4 @@
-"""Estimates: the memory and the time of a job, with the intervals of published runs."""
+"""Estimates: the memory and the time of an ask, with the intervals of published runs."""
 
 from __future__ import annotations
 
@@ -6,14 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
 
-from narrowgauge.planner.efficiency import (
-    MOST_RESTARTS,
-    RESTARTS,
-    Ends,
-    error_of,
-    has_share,
-)
-from narrowgauge.planner.job import Job
+from narrowgauge.planner.ask import Ask
+from narrowgauge.planner.errors import Ends, error_of
 from narrowgauge.planner.memory import OUTSIDE, host_bytes, memory_terms
 from narrowgauge.planner.program import adapters_of
 from narrowgauge.planner.step_time import step_terms
@@ -21,24 +15,26 @@ from narrowgauge.planner.terms import Terms
 from narrowgauge.spec.tables import Row
 
 SECONDS_PER_DAY = 86_400
-_ROW = ("num_chips", "fits", "headroom_bytes", "host_bytes", "resuming_bytes", "sequence_length", "tokens_per_step",
-        "tokens_per_second", "rate_interval", "memory_interval", "mfu", "limited_by")  # fmt: skip
+RESTARTS = 0.10
+MOST_RESTARTS = 0.25
+"""Extra time of a whole run over its steps, and at the high end of its interval: failures,
+restarts, repeated work, evaluations. BLOOM took 11 % more GPU-hours than its steps (arXiv
+2211.05100 and the project's log). Llama 3's 405B took 8 % more than its steps at the printed 400
+TFLOP/s (arXiv 2407.21783, table 4; 30.84 million GPU-hours). MegaScale lost less than 10 %
+(2402.15627). Llama 2's 7B and 13B took about a third more than the steps of such models (arXiv
+2307.09288, table 2).
+"""
+UNCHECKED = 1.15
+"""Factor on the memory of a kind that no published peak checks, above which a layout is not
+preferred.
+"""
+_ROW = ("num_chips", "fits", "headroom_bytes", "allocated_bytes", "host_bytes", "resuming_bytes", "sequence_length",
+        "tokens_per_step", "tokens_per_second", "rate_interval", "memory_interval", "mfu", "limited_by")  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Estimate(Job):
-    """Compute the memory and the time of a job.
-
-    Args:
-        faster: a much faster layout that may run out of memory; None if there is none.
-    """
-
-    faster: Estimate | None = None
-
-    def corrected(self, correction: float) -> Estimate:
-        """Return the estimate at the speed of a measured run."""
-        faster = self.faster.corrected(correction) if self.faster else None
-        return dataclasses.replace(self, correction=correction, faster=faster)
+class Estimate(Ask):
+    """Compute the memory and the time of an ask."""
 
     # memory
 
@@ -68,13 +64,13 @@ class Estimate(Job):
 
     @property
     def allocated_bytes(self) -> float:
-        """Return the bytes of the tensors."""
+        """Return the bytes of the tensors: what ``torch.cuda.max_memory_allocated`` prints."""
         return self.reserved_bytes - self.memory.of("fragmentation")
 
     @property
     def memory_interval(self) -> Ends | None:
         """Return the 80 % interval of the memory; None if no run of this kind printed its peak."""
-        error = error_of("memory", self.kind)
+        error = error_of("memory", self.kind, self.chip)
         if error is None:
             return None
         reserved = self.reserved_bytes
@@ -130,46 +126,30 @@ class Estimate(Job):
             return self.step.largest_group
         return f"memory: {self.memory.largest_group}"
 
+    @property
+    def rate_interval(self) -> Ends | None:
+        """Return the 80 % interval of the tokens per second; None if no run of this kind was
+        published.
+        """
+        error = error_of("speed", self.kind, self.chip)
+        if error is None:
+            return None
+        return self.tokens_per_second / error[1], self.tokens_per_second / error[0]
+
     def days(self, num_tokens: float) -> float:
         """Return the days of a whole run over ``num_tokens`` tokens: its steps, and the usual
         restarts.
         """
         return num_tokens / self.tokens_per_second / SECONDS_PER_DAY * (1 + RESTARTS)
 
-    @property
-    def is_named(self) -> bool:
-        """Tell whether the software is known, on a chip whose step was published."""
-        return bool(self.software) and has_share(self.chip)
-
-    @property
-    def error_table(self) -> str:
-        """Return the table of errors of its speed."""
-        return "named" if self.is_named else "assumed"
-
-    @property
-    def _error(self) -> Ends | None:
-        """Return the ends of measured over planned seconds; None if no run of this kind was
-        published.
-        """
-        return error_of(self.error_table, self.kind)
-
-    @property
-    def rate_interval(self) -> Ends | None:
-        """Return the 80 % interval of the tokens per second."""
-        if self._error is None:
-            return None
-        low, high = self._error
-        return self.tokens_per_second / high, self.tokens_per_second / low
-
     def days_interval(self, num_tokens: float) -> Ends | None:
         """Return the 80 % interval of the days: without restarts at its low end, with most at its
         high end.
         """
-        if self._error is None:
+        if self.rate_interval is None:
             return None
-        steps = self.days(num_tokens) / (1 + RESTARTS)
-        low, high = self._error
-        return steps * low, steps * high * (1 + MOST_RESTARTS)
+        slow, fast = (rate * SECONDS_PER_DAY for rate in self.rate_interval)
+        return num_tokens / fast, num_tokens / slow * (1 + MOST_RESTARTS)
 
     def row(self, num_tokens: float | None = None) -> Row:
         """Return JSON values in bytes, seconds and fractions.
@@ -180,6 +160,7 @@ class Estimate(Job):
         row["recipe"] = self.recipe.title
         row["bytes_per_param"] = self.bytes_per_param
         row["cluster"] = self.cluster.name
+        row["program"] = self.program.name
         row["layout"] = dataclasses.asdict(self.layout)
         for name, terms in (("memory_bytes", self.memory), ("step_seconds", self.step)):
             row[name] = {**terms.groups, "total": terms.total}
@@ -187,9 +168,3 @@ class Estimate(Job):
             row["days"] = self.days(num_tokens)
             row["days_interval"] = self.days_interval(num_tokens)
         return row
-
-
-UNCHECKED = 1.15
-"""Factor on the memory of a kind that no published peak checks, above which a layout is not
-preferred.
-"""

@@ -13,11 +13,11 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from narrowgauge.planner.activations import widths_of
-from narrowgauge.planner.architecture import Architecture
+from narrowgauge.planner.ask import Ask
 from narrowgauge.planner.efficiency import Efficiency
-from narrowgauge.planner.job import Job
 from narrowgauge.planner.program import Program, adapters_of
 from narrowgauge.planner.roofline import bytes_seconds, operation_seconds
+from narrowgauge.planner.shapes import Architecture
 from narrowgauge.spec.chips import Chip
 from narrowgauge.spec.computes import COMPUTES, SLOTS, first_of_input
 from narrowgauge.spec.formats import bytes_per_number
@@ -141,52 +141,52 @@ def linear_seconds(
     return Seconds(*matmuls), Seconds(*casts)
 
 
-def moving_seconds(job: Job, num_bytes: float) -> float:
+def moving_seconds(ask: Ask, num_bytes: float) -> float:
     """Return the seconds to read or write ``num_bytes`` of the chip's memory."""
-    return bytes_seconds(num_bytes, job.chip, job.efficiency)
+    return bytes_seconds(num_bytes, ask.chip, ask.efficiency)
 
 
-def attention_seconds(job: Job) -> Seconds:
+def attention_seconds(ask: Ask) -> Seconds:
     """Return the seconds of scores, softmax and values in all layers.
 
     Flash kernels skip masked scores.
     """
-    shape = job.architecture
-    chip = job.chip
-    shares = job.efficiency
-    is_flash = job.program.attention == "flash"
-    per_token = shape.attention_flops(job.sequence_length, is_causal=is_flash) / 3
-    flops = job.tokens * per_token / job.layout.tensor
-    peak = chip.peak_tflops[job.recipe.dtype] * 1e12
+    shape = ask.architecture
+    chip = ask.chip
+    shares = ask.efficiency
+    is_flash = ask.program.attention == "flash"
+    per_token = shape.attention_flops(ask.sequence_length, is_causal=is_flash) / 3
+    flops = ask.tokens * per_token / ask.layout.tensor
+    peak = chip.peak_tflops[ask.recipe.dtype] * 1e12
     start = shares["kernel_seconds"] * shape.num_layers
     if is_flash:
-        forward = flops / (peak * shares["attention"])
+        forward = flops / (peak * shares.attention(ask.sequence_length / ask.layout.context))
         return Seconds(forward + start, (ATTENTION_PASSES - 1) * forward + start)
-    forward = flops / (peak * shares[f"matmul.{job.recipe.dtype}"])
-    heads = shape.num_heads / job.layout.tensor * shape.num_layers
-    scores = job.tokens * job.sequence_length * heads
-    read = moving_seconds(job, scores * _SCORE_BYTES[0])
-    written = moving_seconds(job, scores * _SCORE_BYTES[1])
+    forward = flops / (peak * shares[f"matmul.{ask.recipe.dtype}"])
+    heads = shape.num_heads / ask.layout.tensor * shape.num_layers
+    scores = ask.tokens * ask.sequence_length * heads
+    read = moving_seconds(ask, scores * _SCORE_BYTES[0])
+    written = moving_seconds(ask, scores * _SCORE_BYTES[1])
     return Seconds(forward + read + 4 * start, 2 * forward + written + 8 * start)
 
 
-def mixture_seconds(job: Job) -> Seconds:
+def mixture_seconds(ask: Ask) -> Seconds:
     """Return the waiting time of mixtures in addition to matmuls: routers, sorting, and host
     launches.
     """
-    mixture = job.architecture.mixture
-    shares = job.efficiency
+    mixture = ask.architecture.mixture
+    shares = ask.efficiency
     if mixture is None:
         return Seconds()
-    launches = shares["expert_seconds"] * mixture.num_experts / job.layout.expert
+    launches = shares["expert_seconds"] * mixture.num_experts / ask.layout.expert
     return _by_thirds((shares["mixture_seconds"] + launches) * mixture.num_layers)
 
 
-def elementwise_seconds(job: Job) -> Seconds:
+def elementwise_seconds(ask: Ask) -> Seconds:
     """Return the seconds of norms, residuals, rotary positions, gates, and expert sorting in all
     layers.
     """
-    a = job.architecture
+    a = ask.architecture
     streams = a.num_layers * _STREAMS
     if not a.positions:
         streams += a.num_layers * _ROTARY_STREAMS
@@ -196,17 +196,17 @@ def elementwise_seconds(job: Job) -> Seconds:
         streams += a.mixture.num_layers * _DISPATCHED * visited
         inner += a.mixture.num_layers * (visited * a.mixture.expert_size + a.mixture.shared_size)
     inner *= _GATED if a.is_gated else _UNGATED
-    widths = widths_of(job.recipe, job.gathered, job.program)
-    moved = streams * a.hidden_size * widths.stream / job.layout.stream_ranks
-    moved += inner * widths.matmul / job.layout.tensor
-    if job.program.kernels == "eager":
+    widths = widths_of(ask.recipe, ask.gathered, ask.program)
+    moved = streams * a.hidden_size * widths.stream / ask.layout.stream_ranks
+    moved += inner * widths.matmul / ask.layout.tensor
+    if ask.program.kernels == "eager":
         moved *= EAGER_FACTOR
-    return _by_thirds(moving_seconds(job, job.tokens * moved / job.efficiency["elementwise"]))
+    return _by_thirds(moving_seconds(ask, ask.tokens * moved / ask.efficiency["elementwise"]))
 
 
-def loss_seconds(job: Job) -> Seconds:
-    logits = job.tokens * job.architecture.vocab_size / job.layout.tensor
-    return _by_thirds(moving_seconds(job, logits * LOGIT_BYTES[job.program.loss]))
+def loss_seconds(ask: Ask) -> Seconds:
+    logits = ask.tokens * ask.architecture.vocab_size / ask.layout.tensor
+    return _by_thirds(moving_seconds(ask, logits * LOGIT_BYTES[ask.program.loss]))
 
 
 def _by_thirds(seconds: float) -> Seconds:
@@ -214,7 +214,7 @@ def _by_thirds(seconds: float) -> Seconds:
     return Seconds(seconds / 3, seconds * 2 / 3)
 
 
-def optimizer_seconds(job: Job, num_parameters: float) -> float:
+def optimizer_seconds(ask: Ask, num_parameters: float) -> float:
     """Return the seconds to read and write all stored tensors of a rank's parameters once.
 
     Gradients are only read.
@@ -222,10 +222,10 @@ def optimizer_seconds(job: Job, num_parameters: float) -> float:
     If the host updates them, the gradients of each micro-batch go there, for the most part during
     backward, and weights come back.
     """
-    gradient = bytes_per_number(job.recipe.storage.visible)
-    if job.program.offload:
-        rate = 1e9 * job.chip.host_gb_per_second * job.efficiency["host"]
-        updates = job.efficiency["host_updates"] / min(job.num_chips, job.cluster.chips_per_node)
-        transfers = 1 + job.layout.micro_batches * (1 - job.efficiency["overlap.shard"])
+    gradient = bytes_per_number(ask.recipe.storage.visible)
+    if ask.program.offload:
+        rate = 1e9 * ask.chip.host_gb_per_second * ask.efficiency["host"]
+        updates = ask.efficiency["host_updates"] / min(ask.num_chips, ask.cluster.chips_per_node)
+        transfers = 1 + ask.layout.micro_batches * (1 - ask.efficiency["overlap.shard"])
         return num_parameters * (transfers * gradient / rate + 1 / updates)
-    return moving_seconds(job, num_parameters * (2 * job.bytes_per_param - gradient))
+    return moving_seconds(ask, num_parameters * (2 * ask.bytes_per_param - gradient))

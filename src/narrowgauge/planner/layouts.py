@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from narrowgauge.errors import RecipeError, suggestion
-from narrowgauge.planner.architecture import Architecture
+from narrowgauge.planner.shapes import Architecture
 from narrowgauge.runs.finding import counted
 from narrowgauge.spec.sums import ACCUMULATION_DTYPES
 

@@ -9,62 +9,63 @@ moment, so their sum is a peak, not a sum of peaks.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from functools import lru_cache
 from operator import attrgetter
+from typing import NamedTuple
 
 from narrowgauge.planner.activations import layer_bytes, widths_of
-from narrowgauge.planner.architecture import Architecture
-from narrowgauge.planner.host import in_use_bytes
-from narrowgauge.planner.job import OPTIMIZER_STATES, Job
+from narrowgauge.planner.ask import OPTIMIZER_STATES, Ask
 from narrowgauge.planner.layouts import Layout
-from narrowgauge.planner.model_state import (
+from narrowgauge.planner.shapes import Architecture
+from narrowgauge.planner.state import (
+    Bytes,
     bytes_per_parameter,
     on_stage,
     shared,
-    state_of,
+    state_of_ask,
 )
 from narrowgauge.planner.terms import Term, Terms
 from narrowgauge.spec.formats import bytes_per_number
+from narrowgauge.spec.storages import Storage
 
-GROUPS = {
-    "weights": ("weights",),
-    "gradients": ("gradients", "gradients of a layer", "gradient of the head", "sums of micro-batches"),
-    "optimizer": ("states beside the weights",),
-    "activations": ("kept by the layers", "inputs of the layers", "casts of the weights", "the layer in backward",
-                    "gradients on their way", "at the peak of a step"),
-    "logits": ("input of the head", "logits"),
-    "buffers": ("two layers, gathered", "gradients of two layers", "outer weights, gathered",
-                "weights of the stage, gathered", "gradients of the stage, before they are shared",
-                "a matrix, dequantized", "a layer from the host", "a layer's input and its gradient, gathered"),
-    "overhead": ("context", "communication buffers", "workspaces", "fragmentation"),
-}  # fmt: skip
-"""Every term of a memory, by group."""
-_GROUP_OF = {name: group for group, names in GROUPS.items() for name in names}
 _KORTHIKANTI = "Korthikanti et al., arXiv 2205.05198, section 4; as in layers that run (planner/activations.py)"
 _ZERO = "Rajbhandari et al., ZeRO, arXiv 1910.02054, section 5"
 _FSDP = "torch FSDP2: the layer in use, and the one that is gathered meanwhile"
 _STAGES = "torchtitan and torch.distributed.pipelining: stages gather weights once a step, and reduce gradients after the last"
-_SOURCES = {
-    "weights": _ZERO,
-    "gradients": _ZERO,
-    "states beside the weights": _ZERO,
-    "sums of micro-batches": "Micikevicius et al. 2018; Megatron-LM's buffers, DeepSpeed's where grad_accum_dtype is fp32",
-    "kept by the layers": _KORTHIKANTI,
-    "inputs of the layers": _KORTHIKANTI,
-    "the layer in backward": _KORTHIKANTI,
-    "logits": "compiled: logits and their gradient; eager: 16-bit and float32 logits, log-softmax and its gradient",
-    "two layers, gathered": _FSDP,
-    "gradients of two layers": _FSDP,
-    "outer weights, gathered": _FSDP,
-    "weights of the stage, gathered": _STAGES,
-    "gradients of the stage, before they are shared": _STAGES,
-    "a matrix, dequantized": "bitsandbytes: the largest matrix in bfloat16",
-    "a layer from the host": "definition",
-    "a layer's input and its gradient, gathered": "Korthikanti et al., arXiv 2205.05198, section 4.2.2",
-    **dict.fromkeys(GROUPS["overhead"], "commonly observed: CUDA contexts, NCCL's channels, cuBLAS's workspace; no publication"),
-}  # fmt: skip
-"""Publications behind a term; without one it follows from a definition."""
-
+_OBSERVED = "commonly observed: CUDA contexts, NCCL's channels, cuBLAS's workspace; no publication"
+_SUMS = (
+    "Micikevicius et al. 2018; Megatron-LM's buffers, DeepSpeed's where grad_accum_dtype is fp32"
+)
+_LOSS = "compiled: logits and their gradient; eager: 16-bit and float32 logits, log-softmax and its gradient"
+TERMS = {
+    "weights": ("weights", _ZERO),
+    "gradients": ("gradients", _ZERO),
+    "gradients of a layer": ("gradients", "definition"),
+    "gradient of the head": ("gradients", "definition"),
+    "sums of micro-batches": ("gradients", _SUMS),
+    "states beside the weights": ("optimizer", _ZERO),
+    "kept by the layers": ("activations", _KORTHIKANTI),
+    "inputs of the layers": ("activations", _KORTHIKANTI),
+    "casts of the weights": ("activations", "definition"),
+    "the layer in backward": ("activations", _KORTHIKANTI),
+    "gradients on their way": ("activations", "definition"),
+    "at the peak of a step": ("activations", "definition"),
+    "input of the head": ("logits", "definition"),
+    "logits": ("logits", _LOSS),
+    "two layers, gathered": ("buffers", _FSDP),
+    "gradients of two layers": ("buffers", _FSDP),
+    "outer weights, gathered": ("buffers", _FSDP),
+    "weights of the stage, gathered": ("buffers", _STAGES),
+    "gradients of the stage, before they are shared": ("buffers", _STAGES),
+    "a matrix, dequantized": ("buffers", "bitsandbytes: the largest matrix in bfloat16"),
+    "a layer's input and its gradient, gathered": ("buffers", f"{_KORTHIKANTI[:44]}.2.2"),
+    "context": ("overhead", _OBSERVED),
+    "communication buffers": ("overhead", _OBSERVED),
+    "workspaces": ("overhead", _OBSERVED),
+    "fragmentation": ("overhead", _OBSERVED),
+}
+"""Group and publication of every term of a memory."""
 OVERHEAD = {"context": 0.7e9, "communication buffers": 1.0e9, "workspaces": 0.1e9}
 """Memory without a formula, in bytes: driver, collectives (with several ranks), libraries."""
 FRAGMENTATION = 0.08
@@ -78,23 +79,25 @@ _EXACT_SUM_BYTES = 16  # of two float64 words that sum them exactly
 
 
 def _term(name: str, value: float, formula: str) -> Term:
-    return Term(_GROUP_OF[name], name, value, formula, _SOURCES.get(name, "definition"))
+    group, source = TERMS[name]
+    return Term(group, name, value, formula, source)
 
 
-def _of(count: float, noun: str, width: float) -> tuple[float, str]:
-    """Return the bytes of ``count`` things of ``width`` bytes, and their formula."""
-    return count * width, f"{count:,.10g} {noun} × {width:,.6g} B"
+def _product(name: str, count: float, noun: str, width: float, note: str = "") -> Term:
+    """Return the term of ``count`` things of ``width`` bytes."""
+    return _term(name, count * width, f"{count:,.10g} {noun} × {width:,.6g} B{note}")
 
 
-def _largest(moments: Sequence[Sequence[Term]]) -> Terms:
-    sums = [Terms(tuple(terms)) for terms in moments]
-    return max(sums, key=attrgetter("total"))
+class Stage(NamedTuple):
+    """Hold a stage that can be the worst: its number, its layers, and its layers in flight."""
+
+    number: int
+    layers: float
+    in_flight: float
 
 
-def stages_of(architecture: Architecture, layout: Layout) -> dict[int, tuple[float, float]]:
+def stages_of(architecture: Architecture, layout: Layout) -> list[Stage]:
     """Return the stages that can be the worst: the first, the second and the last.
-
-    Each has its layers, and layers in flight.
 
     The first holds activations of as many micro-batches as there are stages, ``L (1 + (p - 1) / (p
     v))`` layers. The second can have a layer more. The last has the head and the logits.
@@ -106,8 +109,8 @@ def stages_of(architecture: Architecture, layout: Layout) -> dict[int, tuple[flo
     v = layout.interleave
     total = architecture.num_layers
     even = total % (p * v) == 0 or p == 1
-    stages = {}
-    for number in {0, p - 1} if even else {0, 1, p - 1}:
+    stages = []
+    for number in sorted({0, p - 1} if even else {0, 1, p - 1}):
         # Uneven stages omit a layer where the embedding or head is.
         layers = total / p
         if not even:
@@ -115,283 +118,298 @@ def stages_of(architecture: Architecture, layout: Layout) -> dict[int, tuple[flo
         batches_in_flight = float(p - number)
         if v > 1:
             batches_in_flight = (2 * (p - number - 1) + (v - 1) * p + 1) / v
-        stages[number] = layers, layers * min(batches_in_flight, layout.micro_batches)
+        in_flight = layers * min(batches_in_flight, layout.micro_batches)
+        stages.append(Stage(number, layers, in_flight))
     return stages
 
 
-def memory_terms(job: Job) -> Terms:
+def memory_terms(ask: Ask) -> Terms:
     """Return the memory of the worst rank at its worst moment: bytes by group."""
     peaks = []
-    for rank in _ranks(job):
-        terms = rank.worst_moment()
-        peaks.append(Terms((*terms, *_overhead_terms(terms, job.layout))))
+    for stage in stages_of(ask.architecture, ask.layout):
+        terms = worst_moment(ask, stage)
+        peaks.append(Terms((*terms, *_overhead_terms(terms, ask.layout))))
     return max(peaks, key=attrgetter("total"))
 
 
-def host_bytes(job: Job) -> float:
-    """Return the memory that the ranks of a node need on their host: parts, states and inputs of
-    layers that lie there.
+def host_bytes(ask: Ask) -> float:
+    """Return the memory that the ranks of a node need on their host: gradients and states, and
+    inputs of recomputed layers, if the program keeps them there.
     """
-    most = max(rank.on_host for rank in _ranks(job))
-    return most * min(job.layout.num_ranks, job.cluster.chips_per_node)
+    most = 0.0
+    for stage in stages_of(ask.architecture, ask.layout):
+        on_host = 0.0
+        if ask.program.offload:
+            state = _state(ask, stage)
+            on_host += state.gradients + state.optimizer
+        if ask.program.saved == "host" and ask.layout.recompute == "full":
+            on_host += stage.in_flight * ask.tokens * _stream_bytes(ask)
+        most = max(most, on_host)
+    return most * min(ask.layout.num_ranks, ask.cluster.chips_per_node)
 
 
-def _ranks(job: Job) -> Iterator[_Rank]:
-    for stage, (layers, in_flight) in stages_of(job.architecture, job.layout).items():
-        yield _Rank(job, stage, layers, in_flight)
+def worst_moment(ask: Ask, stage: Stage) -> Terms:
+    """Return the terms of a stage's largest moment."""
+    a = ask.architecture
+    layout = ask.layout
+    weights, gradients, optimizer = _state_terms(ask, stage)
+    buffers = list(_buffer_terms(ask, stage))
+    sums = _sum_terms(ask, gradients)
+    # Accumulation buffers live for the whole step.
+    always = [weights, optimizer, *sums]
+    if a.counts:
+        width = a.counts.activations / a.counts.tokens
+        formula = f"{ask.tokens:g} tokens × {width:,.0f} B, counted on fake tensors"
+        peak = _term("at the peak of a step", width * ask.tokens, formula)
+        least = min(gradients.value, a.counts.gradients)
+        at_peak = gradients._replace(value=least, formula="at this moment, counted")
+        return _largest([*always, at_peak, peak, *buffers], [*always, gradients])
+    # Autograd adds to earlier gradients. Megatron-LM has buffers for them. Both exist during
+    # forward.
+    late = early = gradients
+    if sums and not layout.is_fsdp:
+        formula = "each is added to the sum as soon as it is made"
+        late = early = gradients._replace(value=0.0, formula=formula)
+    elif layout.is_fsdp and (layout.micro_batches == 1 or sums):
+        formula = f"none at this moment; {gradients.formula} later"
+        early = gradients._replace(value=0.0, formula=formula)
+    # Temporary gradients: of the head, the first in backward, and of the current layer.
+    at_start = []
+    if not early.value and _is_last(ask, stage) and ask.program.part("head").trains:
+        value = a.vocab_size * a.hidden_size * _visible_bytes(ask) / layout.tensor
+        at_start.append(_term("gradient of the head", value, "the first that backward makes"))
+    at_end = []
+    if not late.value and layout.zero < 3:
+        size = _largest_layer(ask)
+        at_end.append(_product("gradients of a layer", size, "parameters", _gradient_bytes(ask)))
+    saved, layer = _activation_terms(ask, stage)
+    passing = _passing_term(ask)
+    # Before the first layer's backward, no gradient is in transit.
+    gathered = [term for term in buffers if term.name != "gradients of two layers"]
+    # With full recomputation one layer's activations coexist with every layer's saved input.
+    again = [] if layout.recompute == "none" else [layer]
+    return _largest(
+        [early, *always, *saved, *loss_terms(ask, stage), *gathered],
+        [early, *always, *saved, *again, passing, *buffers, *at_start],
+        [late, *always, layer, passing, *buffers, *at_end],
+    )
 
 
-class _Rank:
-    """The memory of a rank of one stage, from its number of layers and of layers in flight.
+def _largest(*moments: list[Term]) -> Terms:
+    sums = [Terms(tuple(terms)) for terms in moments]
+    return max(sums, key=attrgetter("total"))
 
-    Attributes:
-        on_host: bytes that lie in the host's memory.
-    """
 
-    def __init__(self, job: Job, stage: int, layers: float, layers_in_flight: float) -> None:
-        self.job = job
-        self.a = a = job.architecture
-        self.layout = layout = job.layout
-        self.program = job.program
-        self.layers = layers
-        self.layers_in_flight = layers_in_flight
-        self.is_last = stage == layout.pipeline - 1
-        self.storage = storage = job.recipe.storage
-        self.is_sharded = layout.zero == 3 and layout.num_sharing > 1
-        is_exact = job.recipe.reduction.order_invariant
-        self.sum_bytes = 0.0
-        if layout.micro_batches > 1:
-            width = bytes_per_number(layout.accumulation_dtype)
-            if is_exact:
-                self.sum_bytes = _EXACT_SUM_BYTES
-            elif width > bytes_per_number(storage.visible):
-                self.sum_bytes = width
-        self.widths = widths_of(job.recipe, job.gathered, job.program)
-        self.experts, self.rest = on_stage(job, layers, stage)  # state of the stage before ZeRO
-        self.per = bytes_per_parameter(storage.keeping(OPTIMIZER_STATES[job.optimizer]))
-        # Bytes of a gathered weight, and of the gradient of a layer's mean parameter before it is
-        # sharded.
-        self.visible = bytes_per_number(job.gathered or storage.visible)
-        self.gathered = job.weight_bytes
-        self.gradient = self.visible * job.trained_parameters / a.num_parameters
-        # Parameters of the largest layer on one of the ranks that shard it.
-        self.largest_layer = a.largest_layer / layout.tensor
-        if a.mixture:
-            of_layer = a.expert_parameters / a.mixture.num_layers
-            self.largest_layer += of_layer / layout.expert / layout.expert_tensor_ranks
-        self.on_host = 0.0
-        self.weights, self.gradients, self.optimizer = self.state_terms()
-        self.saved, self.layer = self.activation_terms()
+def _is_last(ask: Ask, stage: Stage) -> bool:
+    return stage.number == ask.layout.pipeline - 1
 
-    def worst_moment(self) -> Terms:
-        a = self.a
-        layout = self.layout
-        gradients = self.gradients
-        buffers = list(self.buffer_terms())
-        sums = self.sum_terms()
-        # Accumulation buffers live for the whole step.
-        always = [self.weights, self.optimizer, *sums]
-        if a.counts:
-            width = a.counts.activations / a.counts.tokens
-            formula = f"{self.job.tokens:g} tokens × {width:,.0f} B, counted on fake tensors"
-            peak = _term("at the peak of a step", width * self.job.tokens, formula)
-            least = min(gradients.value, a.counts.gradients)
-            at_peak = gradients._replace(value=least, formula="at this moment, counted")
-            moments = [[*always, at_peak, peak, *buffers], [*always, gradients]]
-            return _largest(moments)
-        # Autograd adds to earlier gradients. Megatron-LM has buffers for them. Both exist during
-        # forward.
-        late = early = gradients
-        if sums and not layout.is_fsdp:
-            formula = "each is added to the sum as soon as it is made"
-            late = early = gradients._replace(value=0.0, formula=formula)
-        elif layout.is_fsdp and (layout.micro_batches == 1 or sums):
-            formula = f"none at this moment; {gradients.formula} later"
-            early = gradients._replace(value=0.0, formula=formula)
-        # Temporary gradients: of the head, the first in backward, and of the current layer.
-        at_start = []
-        if not early.value and self.is_last and self.program.part("head").trains:
-            value = a.vocab_size * a.hidden_size * self.visible / layout.tensor
-            at_start.append(_term("gradient of the head", value, "the first that backward makes"))
-        at_end = []
-        if not late.value and layout.zero < 3:
-            value, formula = _of(self.largest_layer, "parameters", self.gradient)
-            at_end.append(_term("gradients of a layer", value, formula))
-        passing = self.passing_term()
-        # Before the first layer's backward, no gradient is in transit.
-        gathered = [term for term in buffers if term.name != "gradients of two layers"]
-        # With full recomputation one layer's activations coexist with every layer's saved input.
-        again = [self.layer]
-        if layout.recompute == "none":
-            again.clear()
-        moments = [
-            [early, *always, *self.saved, *self.loss_terms(), *gathered],
-            [early, *always, *self.saved, *again, passing, *buffers, *at_start],
-            [late, *always, self.layer, passing, *buffers, *at_end],
-        ]
-        return _largest(moments)
 
-    def passing_term(self) -> Term:
-        """Return the gradients of activations that a layer's backward holds: of the stream, and of
-        the MLP's inner tensors.
-        """
-        a = self.a
-        size = a.intermediate_size
-        if a.mixture:
-            size = a.mixture.experts_per_token * a.mixture.expert_size
-        if a.is_gated:
-            size *= 2
-        stream = self.widths.stream * a.hidden_size / self.layout.stream_ranks
-        inner = self.widths.matmul * size / self.layout.tensor
-        return _term("gradients on their way", *_of(self.job.tokens, "tokens", stream + inner))
+def _visible_bytes(ask: Ask) -> float:
+    """Return the bytes of a gathered weight."""
+    return bytes_per_number(ask.gathered or ask.recipe.storage.visible)
 
-    def state_terms(self) -> tuple[Term, Term, Term]:
-        layout = self.layout
-        per = self.per
-        state = shared(self.experts, layout, layout.sharing_experts(layout.num_sharing))
-        state += shared(self.rest, layout, layout.num_sharing)
-        weights = self.state_term("weights", state.weights, per.weights, 3)
-        gradients = self.state_term("gradients", state.gradients, per.gradients, 2)
-        name = "states beside the weights"
-        optimizer = self.state_term(name, state.optimizer, per.optimizer, 1)
-        if self.a.counts:
-            share = self.job.trained_parameters / self.a.num_parameters
-            gradients = gradients._replace(value=gradients.value * share)
-            optimizer = optimizer._replace(value=optimizer.value * share)
-        self.on_host = state.host
-        is_away = self.program.offload
-        if is_away:
-            self.on_host += gradients.value + optimizer.value
-            optimizer = optimizer._replace(value=0.0, formula="on the host")
-        if self.program.release or is_away:
-            size = min(gradients.value, self.largest_layer * self.gradient)
-            formula = "of one layer: each is updated and freed, or sent away"
-            gradients = gradients._replace(value=size, formula=formula)
-        return weights, gradients, optimizer
 
-    def state_term(self, name: str, value: float, width: float, level: int) -> Term:
-        layout = self.layout
+def _gradient_bytes(ask: Ask) -> float:
+    """Return the bytes of the gradient of a layer's mean parameter before it is sharded."""
+    return _visible_bytes(ask) * ask.trained_parameters / ask.architecture.num_parameters
+
+
+def _stream_bytes(ask: Ask) -> float:
+    """Return the bytes of a token in the residual stream on a rank."""
+    widths = widths_of(ask.recipe, ask.gathered, ask.program)
+    return widths.stream * ask.architecture.hidden_size / ask.layout.stream_ranks
+
+
+def _largest_layer(ask: Ask) -> float:
+    """Count the parameters of the largest layer on one of the ranks that shard it."""
+    a = ask.architecture
+    layout = ask.layout
+    largest = a.largest_layer / layout.tensor
+    if a.mixture:
+        of_layer = a.expert_parameters / a.mixture.num_layers
+        largest += of_layer / layout.expert / layout.expert_tensor_ranks
+    return largest
+
+
+@lru_cache(maxsize=64)
+def _bytes_of(storage: Storage, optimizer: str) -> Bytes:
+    return bytes_per_parameter(storage.keeping(OPTIMIZER_STATES[optimizer]))
+
+
+def _per_parameter(ask: Ask) -> Bytes:
+    return _bytes_of(ask.recipe.storage, ask.optimizer)
+
+
+def _state(ask: Ask, stage: Stage) -> Bytes:
+    """Return the state of a rank between steps, wherever it lies."""
+    layout = ask.layout
+    experts, rest = on_stage(ask, stage.layers, stage.number)
+    state = shared(experts, layout, layout.sharing_experts(layout.num_sharing))
+    state = state.plus(shared(rest, layout, layout.num_sharing))
+    share = 1.0
+    if ask.architecture.counts:
+        share = ask.trained_parameters / ask.architecture.num_parameters
+    return state._replace(gradients=state.gradients * share, optimizer=state.optimizer * share)
+
+
+def _state_terms(ask: Ask, stage: Stage) -> tuple[Term, Term, Term]:
+    layout = ask.layout
+    state = _state(ask, stage)
+    terms = []
+    names = (("weights", 3), ("gradients", 2), ("states beside the weights", 1))
+    for (name, level), value, width in zip(names, state[:3], _per_parameter(ask)[:3], strict=True):
         ranks = layout.tensor * layout.pipeline * layout.sharing(level)
         formula = (
-            f"{self.a.num_parameters:,} parameters × {width:g} B / {ranks} ranks, vectors and what "
-            "is not shared as they are"
+            f"{ask.architecture.num_parameters:,} parameters × {width:g} B / {ranks} ranks, "
+            "vectors and what is not shared as they are"
         )
-        if not self.program.trains_all:
+        if not ask.program.trains_all:
             formula = "parts as the program stores them"
-        return _term(name, value, formula)
+        terms.append(_term(name, value, formula))
+    weights, gradients, optimizer = terms
+    is_away = ask.program.offload
+    if is_away:
+        optimizer = optimizer._replace(value=0.0, formula="on the host")
+    if ask.program.release or is_away:
+        size = min(gradients.value, _largest_layer(ask) * _gradient_bytes(ask))
+        formula = "of one layer: each is updated and freed, or sent away"
+        gradients = gradients._replace(value=size, formula=formula)
+    return weights, gradients, optimizer
 
-    def sum_terms(self) -> list[Term]:
-        """Return the accumulation buffers of micro-batch gradients.
 
-        Megatron-LM adds each parameter's gradient to its buffer within backward, so only the buffer
-        exists. This project's trainer adds a micro-batch's gradients after all of them exist.
+def _sum_bytes(ask: Ask) -> float:
+    """Return the bytes of a parameter's accumulation buffer; 0 without one."""
+    if ask.layout.micro_batches == 1:
+        return 0.0
+    if ask.recipe.reduction.order_invariant:
+        return _EXACT_SUM_BYTES
+    width = bytes_per_number(ask.layout.accumulation_dtype)
+    return width if width > bytes_per_number(ask.recipe.storage.visible) else 0.0
 
-        Source: Megatron-LM, megatron/core/distributed/distributed_data_parallel.py,
-        ``_make_backward_post_hook``.
-        """
-        if not self.sum_bytes:
-            return []
-        count = self.gradients.value / self.per.gradients
-        value, formula = _of(count, "parameters", self.sum_bytes)
-        return [_term("sums of micro-batches", value, formula)]
 
-    def layer_bytes(self, repeated: str) -> tuple[float, float]:
-        """Return a rank's bytes of a layer's saved tensors per token, and of its casts of weights."""
-        layout = self.layout
-        job = self.job
-        length = job.sequence_length if self.program.attention == "eager" else 0
-        saved, stream, casts = layer_bytes(
-            self.a, job.recipe, self.program, job.gathered, repeated, length
-        )
-        per_token = stream / layout.stream_ranks + (saved - stream) / layout.tensor
-        return per_token, casts / layout.tensor
+def _sum_terms(ask: Ask, gradients: Term) -> list[Term]:
+    """Return the accumulation buffers of micro-batch gradients.
 
-    def activation_terms(self) -> tuple[list[Term], Term]:
-        """Return the tensors saved by all layers in flight at the end of forward, and the memory of
-        the layer in backward.
-        """
-        layout = self.layout
-        tokens = self.job.tokens
-        in_flight = self.layers_in_flight
-        per_layer, casts = self.layer_bytes("")
-        value, formula = _of(tokens, "tokens", per_layer)
-        layer = _term("the layer in backward", value + casts, formula)
-        if layout.recompute == "full":
-            width = self.widths.stream * self.a.hidden_size / layout.stream_ranks
-            value, formula = _of(in_flight * tokens, "tokens × layers in flight", width)
-            if self.program.saved == "host":
-                self.on_host += value
-                value *= min(1.0, 2 / in_flight)
-                formula = "of the two layers in use, the others on the host"
-            return [_term("inputs of the layers", value, formula)], layer
-        if layout.recompute == "selective":
-            per_layer, casts = self.layer_bytes(self.program.selective)
-        value, formula = _of(in_flight * tokens, "tokens × layers in flight", per_layer)
-        formula += f" ({self.program.kernels} kernels, {self.program.attention} attention)"
-        terms = [_term("kept by the layers", value, formula)]
-        if casts:
-            value, formula = _of(self.layers, "layers", casts)
-            terms.append(_term("casts of the weights", value, f"{formula} for autocast's backward"))
-        return terms, layer
+    Megatron-LM adds each parameter's gradient to its buffer within backward, so only the buffer
+    exists. This project's trainer adds a micro-batch's gradients after all of them exist.
 
-    def buffer_terms(self) -> Iterator[Term]:
-        """Yield unsharded layers of ZeRO-3, gradients in transit, and gathered inputs of tensor
-        ranks.
-        """
-        layout = self.layout
-        if self.is_sharded and layout.pipeline > 1:
-            # Gathering weights for every micro-batch would cost more than the bubble saves.
-            width = self.gathered
-            if self.program.trains_all:
-                width = self.per.weights
-            count = (self.experts + self.rest).weights / width
-            reduced = 0.0
-            if self.job.gathered:
-                reduced = bytes_per_number(self.program.reduced)
-            yield _term("weights of the stage, gathered", *_of(count, "parameters", self.gathered))
-            width = max(self.gradient, self.sum_bytes, reduced)
-            yield _term(
-                "gradients of the stage, before they are shared", *_of(count, "parameters", width)
-            )
-        elif self.is_sharded:
-            count = 2 * self.largest_layer
-            yield _term("two layers, gathered", *_of(count, "parameters", self.gathered))
-            yield _term("gradients of two layers", *_of(count, "parameters", self.gradient))
-            state = state_of(
-                self.a, self.storage, self.job.optimizer, layout.tensor, program=self.program
-            )
-            outer = state.embedding.weights + state.head.weights
-            if self.job.gathered:
-                outer *= self.gathered / self.per.weights
-            formula = "embedding, head and last norm stay gathered from forward to backward"
-            yield _term("outer weights, gathered", outer, formula)
-        narrow = 0.0
-        for matmul in self.a.layer_matmuls:
-            if self.program.part_of(matmul).is_narrow:
+    Source: Megatron-LM, megatron/core/distributed/distributed_data_parallel.py,
+    ``_make_backward_post_hook``.
+    """
+    width = _sum_bytes(ask)
+    if not width:
+        return []
+    count = gradients.value / _per_parameter(ask).gradients
+    return [_product("sums of micro-batches", count, "parameters", width)]
+
+
+def _passing_term(ask: Ask) -> Term:
+    """Return the gradients of activations that a layer's backward holds: of the stream, and of the
+    MLP's inner tensors.
+    """
+    a = ask.architecture
+    size = a.intermediate_size
+    if a.mixture:
+        size = a.mixture.experts_per_token * a.mixture.expert_size
+    if a.is_gated:
+        size *= 2
+    widths = widths_of(ask.recipe, ask.gathered, ask.program)
+    inner = widths.matmul * size / ask.layout.tensor
+    return _product("gradients on their way", ask.tokens, "tokens", _stream_bytes(ask) + inner)
+
+
+def _layer_bytes(ask: Ask, repeated: str) -> tuple[float, float]:
+    """Return a rank's bytes of a layer's saved tensors per token, and of its casts of weights."""
+    layout = ask.layout
+    length = ask.sequence_length if ask.program.attention == "eager" else 0
+    saved, stream, casts = layer_bytes(
+        ask.architecture, ask.recipe, ask.program, ask.gathered, repeated, length
+    )
+    per_token = stream / layout.stream_ranks + (saved - stream) / layout.tensor
+    return per_token, casts / layout.tensor
+
+
+def _activation_terms(ask: Ask, stage: Stage) -> tuple[list[Term], Term]:
+    """Return the tensors saved by all layers in flight at the end of forward, and the memory of the
+    layer in backward.
+    """
+    layout = ask.layout
+    program = ask.program
+    per_layer, casts = _layer_bytes(ask, "")
+    layer = _product("the layer in backward", ask.tokens, "tokens", per_layer)
+    layer = layer._replace(value=layer.value + casts)
+    count = stage.in_flight * ask.tokens
+    noun = "tokens × layers in flight"
+    if layout.recompute == "full":
+        inputs = _product("inputs of the layers", count, noun, _stream_bytes(ask))
+        if program.saved == "host":
+            value = inputs.value * min(1.0, 2 / stage.in_flight)
+            formula = "of the two layers in use, the others on the host"
+            inputs = inputs._replace(value=value, formula=formula)
+        return [inputs], layer
+    if layout.recompute == "selective":
+        per_layer, casts = _layer_bytes(ask, program.selective)
+    note = f" ({program.kernels} kernels, {program.attention} attention)"
+    terms = [_product("kept by the layers", count, noun, per_layer, note)]
+    if casts:
+        note = " for autocast's backward"
+        terms.append(_product("casts of the weights", stage.layers, "layers", casts, note))
+    return terms, layer
+
+
+def _buffer_terms(ask: Ask, stage: Stage) -> Iterator[Term]:
+    """Yield unsharded layers of ZeRO-3, gradients in transit, and gathered inputs of tensor ranks."""
+    layout = ask.layout
+    program = ask.program
+    is_sharded = layout.zero == 3 and layout.num_sharing > 1
+    stored = _per_parameter(ask).weights
+    gradient = _gradient_bytes(ask)
+    if is_sharded and layout.pipeline > 1:
+        # Gathering weights for every micro-batch would cost more than the bubble saves.
+        experts, rest = on_stage(ask, stage.layers, stage.number)
+        width = stored if program.trains_all else ask.weight_bytes
+        count = (experts.weights + rest.weights) / width
+        reduced = bytes_per_number(program.reduced) if ask.gathered else 0.0
+        yield _product("weights of the stage, gathered", count, "parameters", ask.weight_bytes)
+        width = max(gradient, _sum_bytes(ask), reduced)
+        name = "gradients of the stage, before they are shared"
+        yield _product(name, count, "parameters", width)
+    elif is_sharded:
+        count = 2 * _largest_layer(ask)
+        yield _product("two layers, gathered", count, "parameters", ask.weight_bytes)
+        yield _product("gradients of two layers", count, "parameters", gradient)
+        state = state_of_ask(ask)
+        outer = state.embedding.weights + state.head.weights
+        if ask.gathered:
+            outer *= ask.weight_bytes / stored
+        formula = "embedding, head and last norm stay gathered from forward to backward"
+        yield _term("outer weights, gathered", outer, formula)
+    narrow = 0.0
+    if program.parts:
+        for matmul in ask.architecture.layer_matmuls:
+            if program.part_of(matmul).is_narrow:
                 narrow = max(narrow, matmul.num_elements / matmul.count)
-        if narrow:
-            yield _term("a matrix, dequantized", *_of(narrow / layout.tensor, "parameters", 2.0))
-        in_use = in_use_bytes(self.job)
-        if in_use:
-            yield _term("a layer from the host", in_use, "weights in use")
-        if layout.stream_ranks > 1:  # else every rank holds it whole, and it is counted there
-            row = self.a.hidden_size * self.widths.matmul
-            name = "a layer's input and its gradient, gathered"
-            yield _term(name, *_of(2 * self.job.tokens, "tokens", row))
+    if narrow:
+        yield _product("a matrix, dequantized", narrow / layout.tensor, "parameters", 2.0)
+    if layout.stream_ranks > 1:  # else every rank holds it whole, and it is counted there
+        row = ask.architecture.hidden_size * widths_of(ask.recipe, ask.gathered, program).matmul
+        name = "a layer's input and its gradient, gathered"
+        yield _product(name, 2 * ask.tokens, "tokens", row)
 
-    def loss_terms(self) -> list[Term]:
-        """Return the memory of head and loss at the start of backward."""
-        if not self.is_last:
-            return []
-        layout = self.layout
-        tokens = self.job.tokens
-        row = (4 + 2 * self.widths.stream) * self.a.hidden_size / layout.stream_ranks
-        width = self.program.logit_bytes(self.widths.matmul) / layout.tensor
-        value, formula = _of(tokens * self.a.vocab_size, "logits", width)
-        return [
-            _term("input of the head", *_of(tokens, "tokens", row)),
-            _term("logits", value, f"{formula} ({self.program.loss} loss)"),
-        ]
+
+def loss_terms(ask: Ask, stage: Stage) -> list[Term]:
+    """Return the memory of head and loss at the start of backward."""
+    if not _is_last(ask, stage):
+        return []
+    a = ask.architecture
+    widths = widths_of(ask.recipe, ask.gathered, ask.program)
+    row = (4 + 2 * widths.stream) * a.hidden_size / ask.layout.stream_ranks
+    width = ask.program.logit_bytes(widths.matmul) / ask.layout.tensor
+    note = f" ({ask.program.loss} loss)"
+    return [
+        _product("input of the head", ask.tokens, "tokens", row),
+        _product("logits", ask.tokens * a.vocab_size, "logits", width, note),
+    ]
 
 
 def _overhead_terms(terms: Terms, layout: Layout) -> Iterator[Term]:

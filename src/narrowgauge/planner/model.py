@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import DataError, RecipeError, suggestion
-from narrowgauge.planner.architecture import (
+from narrowgauge.planner.built_models import of_config
+from narrowgauge.planner.shapes import (
     Architecture,
     LatentAttention,
     Matmul,
@@ -22,7 +23,6 @@ from narrowgauge.planner.architecture import (
     Part,
     Split,
 )
-from narrowgauge.planner.built_models import of_config
 from narrowgauge.spec.models import MODELS, Model, refuse_own_code
 from narrowgauge.spec.toml import load_data
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from functools import cache
 from typing import Any
 
+from narrowgauge.planner.errors import published_runs
 from narrowgauge.planner.estimate import Estimate
 from narrowgauge.planner.units import count_text
 from narrowgauge.spec.chips import CHIPS
-from narrowgauge.spec.toml import load_data
 
 _FAR = 3.0
 """Distance from which no run is near."""
@@ -17,12 +16,6 @@ _OTHER_KIND = 2.0
 _OTHER_ARCHITECTURE = 1.0
 _OTHER_CHIP = 0.3
 _OTHER_PRECISION = 0.5
-
-
-@cache
-def published_runs() -> tuple[dict[str, Any], ...]:
-    """Return the published runs that ship with the planner, each with its source."""
-    return tuple(load_data("runs", "planner")["run"])
 
 
 def nearest_run(job: Estimate) -> str:
@@ -40,7 +33,7 @@ def nearest_run(job: Estimate) -> str:
         figures.append(f"{nearest['tokens_per_second']:,.0f} tokens/s a chip")
     if "memory_gb" in nearest:
         figures.append(f"{nearest['memory_gb']:g} GB")
-    ours = f"{job.tokens_per_second / job.num_chips:,.0f} and {job.memory.total / 1e9:.3g} GB here"
+    ours = f"{job.tokens_per_second / job.num_chips:,.0f} and {job.allocated_bytes / 1e9:.3g} GB of tensors here"
     return (
         f"Nearest measured run: {nearest['model']} ({count_text(nearest['parameters'])}), "
         f"{nearest['kind']}, "

@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from narrowgauge.errors import DataError
-from narrowgauge.planner.architecture import Architecture, Counts, Matmul
 from narrowgauge.planner.built_models import with_all
+from narrowgauge.planner.shapes import Architecture, Counts, Matmul
 from narrowgauge.spec.update_rules import UPDATE_RULES
 
 _FLASH = "_scaled_dot_product_flash_attention"
@@ -108,7 +108,7 @@ def of_module(
             raise DataError(
                 f"Cannot count a step of {type(model).__name__} on fake tensors: "
                 f"{str(error).splitlines()[0]}.",
-                "Plan its config.json, or its number of parameters: narrowgauge plan run --params.",
+                "Plan its config.json, or count its state: narrowgauge show storages --params.",
             ) from error
     first = tensors[0]
     length = num_sequences = 1

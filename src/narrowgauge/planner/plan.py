@@ -1,30 +1,27 @@
-"""Plans: try recipes on clusters, each in its best layout, and sort them."""
+"""Plans: try recipes on machines, each in its best layout, and sort them."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import ChipError, DataError, NarrowgaugeError, RecipeError, suggestion
-from narrowgauge.planner.advice import alternatives, measured_correction
-from narrowgauge.planner.architecture import Architecture
-from narrowgauge.planner.candidates import compared_recipes, keeps_rate, read_recipes
-from narrowgauge.planner.clusters import Cluster, cluster_of, read_cluster
+from narrowgauge.planner.candidates import compared_recipes, keeps_rate, refuse_optimizer
 from narrowgauge.planner.estimate import Estimate
 from narrowgauge.planner.layouts import read_layout
+from narrowgauge.planner.machine import Cluster, cluster_of, read_cluster
 from narrowgauge.planner.model import read_model
-from narrowgauge.planner.plan_tables import Plan
 from narrowgauge.planner.program import (
     BASES,
     Program,
     adapters,
-    program_of,
+    program_on,
     read_program,
     with_parts,
 )
@@ -34,62 +31,38 @@ from narrowgauge.planner.search import (
     search,
     usual_tokens_per_step,
 )
-from narrowgauge.planner.units import duration_text
+from narrowgauge.planner.shapes import Architecture
+from narrowgauge.planner.words import Plan
 from narrowgauge.spec.chips import Chip, read_chip
 from narrowgauge.spec.models import MODELS
 from narrowgauge.spec.recipes import Recipe
 
-# Equal in one configuration for several clusters. Replicas and micro-batches follow from the number
-# of chips.
-_PINNED = (
-    "shard",
-    "zero",
-    "tensor",
-    "pipeline",
-    "context",
-    "expert",
-    "micro_batch",
-    "recompute",
-    "accumulation_dtype",
-)
 _SEQUENCE_LENGTH = 4096
-_DOUBLED = [1 << power for power in range(18)]
+_SHORTEST = 512
 _LONGEST = 1 << 24
 _STEP_OF_LENGTH = 128
-_RATES = ("interconnect_gbit_per_second", "software", "host_memory_gb", "chips_per_node")
+_RATES = ("interconnect_gbit_per_second", "host_memory_gb", "chips_per_node")
+_NUMBERS: dict[str, tuple[float, bool]] = {
+    "sequence_length": (1, True), "tokens_per_step": (1, False), "tokens": (1, False), "price": (1e-6, False),
+    "lora": (0, True), "chips": (1, True), "interconnect_gbit_per_second": (1e-3, False), "host_memory_gb": (1e-3, False),
+}  # fmt: skip
+"""The least value of a number in a question, and whether it is whole."""
 EQUAL_RATES = 0.02
-"""Rates of rows within this fraction count as equal.
-
-The order then follows the risk of the storages.
-"""
+"""Rates of rows within this fraction count as equal. The order then follows the risk."""
 FINE_MOMENT = 5
-"""Mantissa bits of a second moment from which rows of equal speed are ordered by speed alone: those
-of ``word``.
-"""
+"""Mantissa bits of a second moment from which a storage is no risk: those of ``word``."""
+MOST_CHANGES = 4
+_RANK = 16
 
 
 def plan(
     model: Any,
     *,
-    batch: Any = None,
-    loss: Any = None,
-    recipes: str | Recipe | Sequence[str | Recipe] = (),
-    chip: str | Path | Chip | Sequence[str | Path | Chip] = (),
-    chips: int | Sequence[int] = (),
-    cluster: Cluster | str | Path | Sequence[Cluster | str | Path] = (),
-    sequence_length: int | None = None,
-    tokens_per_step: float | None = None,
     tokens: float | None = None,
-    optimizer: Any = "adamw",
-    layout: str | Mapping[str, Any] = "",
-    program: str | Program = "",
-    lora: int = 0,
-    base: str = "",
-    parts: Mapping[str, str] | None = None,
-    like: Any = None,
+    like: float | None = None,
     price: float | None = None,
     advise: bool = True,
-    **rates: Any,
+    **asked: Any,
 ) -> Plan:
     """Plan what fits, how fast, in which layout, and why.
 
@@ -99,35 +72,23 @@ def plan(
         model: a preset's name, a Hugging Face ``config.json``, its folder or a cached ``org/name``,
             an architecture, or a module. A step of a module is counted on fake tensors, and planned
             over data and shard ranks.
-        batch, loss: of a module's step on each chip: arguments, and ``loss(model, batch)``; None
-            for the output's ``loss`` or its sum. The batch is the step, unless the layout fixes
-            ``micro_batch`` or ``micro_batches``.
-        recipes: names, files or recipes. By default the usual ones that the chips multiply
-            natively; ``"all"`` for every recipe that they multiply natively.
-        chip, chips: names (``narrowgauge show chips``) or files, and numbers, 1 by default. Several
-            are compared.
-        cluster: files or values, instead of ``chip`` and ``chips``.
-        sequence_length: in tokens; None for 4096, or for the positions of a preset or of learned
-            positions if they are fewer.
-        tokens_per_step: tokens of an optimizer step; chosen if None.
         tokens: of the whole run, for its days.
-        optimizer: a rule of ``narrowgauge show rules`` but ``"sgd"``, for its states; or an
-            optimizer, for its rule and storage.
-        layout: fields of the layout with fixed values: ``{"tensor": 2}``,
-            ``"fsdp2,recompute=none"``.
-        program: the training loop: a name, fields with values, or both, as
-            ``"hf-trainer,loss=chunked"``. See :class:`~narrowgauge.planner.program.Program`. By
-            default that of ``software``, or a loop of compiled layers that any program may run.
-        lora, base: rank of adapters, and the format of the frozen weights of layers: ``bfloat16``,
-            ``int8``, ``nf4``, ``nvfp4``.
-        parts: rows of the table of parts (:data:`~narrowgauge.planner.program.PARTS`), as
-            ``{"head": "trained"}``.
-        like: a measured run of the answer's first row: a run folder, a log, or its tokens per
-            second of all chips.
+        like: measured tokens per second of all chips of the answer's first row.
         price: of a chip-hour, for the price of the run.
-        advise: whether to look for what would fit, and for what a program's limits removed.
-        rates: further fields of :class:`~narrowgauge.planner.clusters.Cluster` for ``chip``:
-            ``interconnect_gbit_per_second``, ``software``.
+        advise: whether to look for what would fit.
+        asked: the question. ``batch`` and ``loss`` of a module's step on each chip: arguments, and
+            ``loss(model, batch)``; None for the output's ``loss`` or its sum. ``recipes``: names,
+            files or recipes; ``"all"`` for every recipe that the chips multiply natively.
+            ``chip``, ``chips``: names (``narrowgauge show chips``) or files, and numbers, 1 by
+            default. ``cluster``: files or values instead. ``sequence_length`` in tokens; None for
+            4096, or for fewer positions. ``tokens_per_step``; chosen if None. ``optimizer``: a rule
+            of ``narrowgauge show rules`` but ``"sgd"``, or an optimizer. ``layout``: fields with
+            fixed values, ``{"tensor": 2}`` or ``"fsdp2,recompute=none"``. ``program``: a name,
+            fields with values, or both, as ``"hf-trainer,loss=chunked"``: see
+            :class:`~narrowgauge.planner.program.Program`. ``lora``, ``base``: rank of adapters, and
+            the format of the frozen weights. ``parts``: rows of the table of parts
+            (:data:`~narrowgauge.planner.program.PARTS`). Further fields of
+            :class:`~narrowgauge.planner.machine.Cluster` for ``chip``.
     Returns:
         The jobs, the best first.
     Raises:
@@ -139,23 +100,231 @@ def plan(
         >>> best.fits, best.layout.shard
         (True, 8)
     """
-    _refuse_number("sequence_length", sequence_length, 1, is_whole=True)
-    _refuse_number("tokens_per_step", tokens_per_step, 1)
-    _refuse_number("tokens", tokens, 1)
-    _refuse_number("price", price, 1e-6)
-    _refuse_number("lora", lora, 0, is_whole=True)
+    refuse_numbers({**asked, "tokens": tokens, "price": price})
     if price is not None and tokens is None:
         raise NarrowgaugeError("Cannot price a run without its tokens.", "Name tokens (--tokens).")
+    question = read_question(model, **asked)
+    jobs, left_out = question.answer()
+    if like is not None:
+        question = replace(question, correction=_correction(jobs[0], like))
+        jobs = [replace(job, correction=question.correction) for job in jobs]
+    changes: list[tuple[str, Estimate]] = []
+    if advise and not jobs[0].fits:
+        changes = question.instead()
+    return Plan(tuple(jobs), question.name, tokens, left_out, price, tuple(changes))
+
+
+def plan_longest(model: Any, *, like: float | None = None, **asked: Any) -> Plan:
+    """Plan the longest sequence that fits, to 128 tokens.
+
+    Arguments are those of :func:`plan` but ``sequence_length``.
+
+    Raises:
+        NarrowgaugeError: no length fits, or the question is wrong at every length.
+
+    Example:
+        >>> plan_longest("llama-1b", chip="RTX-4090", recipes="bfloat16/word").best.sequence_length > 10_000
+        True
+    """
+    refuse_numbers(asked)
+    question = read_question(model, **asked, sequence_length=_STEP_OF_LENGTH)
+    positions = question.architecture.positions or _LONGEST
+
+    @cache
+    def jobs(length: int) -> tuple[Estimate, ...]:
+        return tuple(replace(question, length=length).answer()[0])
+
+    def is_too_long(length: int) -> bool:
+        try:
+            return length > positions or not jobs(length)[0].fits
+        except NarrowgaugeError:  # no step of one sequence
+            return True
+
+    jobs(_STEP_OF_LENGTH)  # raises if the question is wrong at every length
+    # Context ranks need a multiple of them, so lengths are doubled first.
+    odd = []
+    for where in question.machines:
+        part = where.chips // (where.chips & -where.chips)
+        if part <= MOST_CONTEXT:
+            odd.append(part)
+    unit = _STEP_OF_LENGTH * math.lcm(*odd)
+    if is_too_long(unit):
+        unit = _STEP_OF_LENGTH
+    low = unit
+    while low < _LONGEST and not is_too_long(2 * low):
+        low *= 2
+    if is_too_long(low):
+        raise NarrowgaugeError(
+            f"No sequence fits, even of {low} tokens.", "Ask narrowgauge plan run what would fit."
+        )
+    sizes = range(low, 2 * low, unit)
+    length = sizes[bisect_left(sizes, True, key=is_too_long) - 1]
+    between = range(length + unit - _STEP_OF_LENGTH, length, -_STEP_OF_LENGTH)
+    length = next((size for size in between if not is_too_long(size)), length)
+    answer = jobs(length)
+    if like is not None:
+        correction = _correction(answer[0], like)
+        answer = tuple(replace(job, correction=correction) for job in answer)
+    return Plan(answer, question.name)
+
+
+@dataclass(frozen=True)
+class Question:
+    """Hold what is asked: a model on machines, and what is fixed. The rest is searched."""
+
+    name: str
+    architecture: Architecture
+    machines: tuple[Cluster, ...]
+    length: int
+    recipes: Any = ()
+    optimizer: str = "adamw"
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    program: str | Program = ""
+    lora: int = 0
+    base: str = ""
+    parts: Mapping[str, Any] = field(default_factory=dict)
+    tokens_per_step: float | None = None
+    correction: float = 1.0
+
+    def program_on(self, chip: Chip) -> Program:
+        """Return the training loop on a chip, with its table of parts."""
+        name = self.program or program_on(chip, has_adapters=self.lora > 0)
+        program = read_program(name)
+        if self.lora:
+            program = with_parts(program, adapters(self.lora, self.base or "bfloat16"))
+        elif self.base and not program.has_adapters:
+            raise RecipeError(
+                f"Cannot store the weights in {self.base} because they train.",
+                f"Train adapters over them (--lora 16 --base {self.base}).",
+            )
+        return with_parts(program, self.parts)
+
+    def search(self, where: Cluster, recipe: Recipe, tokens: float | None) -> Estimate:
+        """Return the best layout of a recipe on a machine."""
+        program = self.program_on(where.chip)
+        most_chips = max(machine.chips for machine in self.machines)
+        usual = usual_tokens_per_step(most_chips, program)
+        return search(
+            self.architecture,
+            recipe,
+            where,
+            self.length,
+            tokens,
+            optimizer=self.optimizer,
+            fixed=self.fixed,
+            program=program,
+            usual_tokens=_shared_tokens(usual, self.length, self.machines),
+            correction=self.correction,
+        )
+
+    def answer(self) -> tuple[list[Estimate], dict[str, str]]:
+        """Return the jobs, the best first, and the rows that cannot be planned with the reason.
+
+        Rows have one number of tokens per step, if it is a usual one.
+        """
+        jobs: list[Estimate] = []
+        left_out: dict[str, str] = {}
+        refusal: NarrowgaugeError | None = None
+        for where in self.machines:
+            program = self.program_on(where.chip)
+            for recipe in compared_recipes(self.recipes, where.chip, self.optimizer, program):
+                try:
+                    jobs.append(self.search(where, recipe, self.tokens_per_step))
+                except (ChipError, RecipeError) as error:
+                    left_out[f"{recipe.title} on {where.chip.name}"] = error.message
+                    refusal = refusal or error
+        is_one = len(self.machines) == 1 and self.recipes not in ((), "all", [])
+        if refusal and (is_one or not jobs):
+            raise refusal
+        fitting = [job.tokens_per_step for job in jobs if job.fits]
+        if self.tokens_per_step is None and "micro_batches" not in self.fixed and fitting:
+            usual = [tokens for tokens in fitting if tokens >= LEAST_TOKENS_PER_STEP]
+            least = min(usual or fitting)
+            for place, job in enumerate(jobs):
+                if job.fits and job.tokens_per_step > least:
+                    with contextlib.suppress(RecipeError):  # its ranks compute more at once
+                        jobs[place] = self.search(job.cluster, job.recipe, least)
+        return sorted(jobs, key=_place), left_out
+
+    def instead(self) -> list[tuple[str, Estimate]]:
+        """Return up to four changes that make the question fit, the nearest first."""
+        changes: list[tuple[str, Estimate]] = []
+        for text, changed in self.changes():
+            with contextlib.suppress(NarrowgaugeError):
+                best = changed.answer()[0][0]
+                if best.fits:
+                    changes.append((text, best))
+            if len(changes) == MOST_CHANGES:
+                break
+        return changes
+
+    def changes(self) -> Iterator[tuple[str, Question]]:
+        """Yield changes by how little they change the training."""
+        program = self.program_on(self.machines[0].chip)
+        chunked = replace(program, loss="chunked")
+        on_host = replace(chunked, saved="host")
+        if program.loss == "whole":
+            yield "--program loss=chunked", replace(self, program=chunked)
+        if program.has_adapters and not program.saved:
+            yield "--program loss=chunked,saved=host", replace(self, program=on_host)
+        if program.has_adapters and not program.part("mlp").is_narrow:
+            yield "--base nf4", replace(self, base="nf4")
+            both = replace(self, base="nf4", program=chunked)
+            yield "--base nf4 --program loss=chunked", both
+        if program.has_adapters and self.architecture.mixture and "experts" not in self.parts:
+            narrow = replace(self, base="nf4", parts={**self.parts, "experts": "nf4"})
+            yield "--base nf4 --part experts=nf4", narrow
+        if self.recipes and not program.has_adapters:
+            for recipe in ("bfloat16/word", "bfloat16/states8"):
+                yield f"--recipe {recipe}", replace(self, recipes=recipe)
+        if set(self.fixed) - {"micro_batch"}:
+            free = {name: self.fixed[name] for name in ("micro_batch",) if name in self.fixed}
+            yield "without --layout", replace(self, fixed=free)
+        if not program.has_adapters and not program.offload:
+            away = replace(chunked, offload=True)
+            yield "--program offload=true,loss=chunked", replace(self, program=away)
+        length = self.length
+        while length > _SHORTEST and self.tokens_per_step is None:
+            length //= 2
+            yield f"--sequence-length {length}", replace(self, length=length)
+        if not program.has_adapters:
+            tuned = replace(self, lora=_RANK, base="nf4", recipes=(), program="")
+            yield f"--lora {_RANK} --base nf4", tuned
+        for factor in (2, 4, 8, 16):
+            larger = tuple(_with_chips(where, factor) for where in self.machines)
+            yield f"--chips {larger[0].chips}", replace(self, machines=larger)
+
+
+def read_question(
+    model: Any,
+    *,
+    batch: Any = None,
+    loss: Any = None,
+    recipes: Any = (),
+    chip: Any = (),
+    chips: Any = (),
+    cluster: Any = (),
+    sequence_length: int | None = None,
+    tokens_per_step: float | None = None,
+    optimizer: Any = "adamw",
+    layout: str | Mapping[str, Any] = "",
+    program: str | Program = "",
+    lora: int = 0,
+    base: str = "",
+    parts: Mapping[str, Any] | None = None,
+    **rates: Any,
+) -> Question:
+    """Return the question of :func:`plan`.
+
+    Raises:
+        NarrowgaugeError: it contradicts itself, or a name is unknown.
+    """
+    parts = parts or {}
     fixed = read_layout(layout)
     is_named = isinstance(model, str | Path | Architecture)
     if is_named and batch is not None:
         raise DataError("Cannot plan a batch of a named model.", "Name sequence_length.")
-    if not is_named and batch is None:
-        raise DataError(
-            f"Cannot plan {type(model).__name__} without a batch.",
-            "Name batch: a step's arguments.",
-        )
-    if batch is not None:
+    if not is_named:
         from narrowgauge.planner.own_module import of_module, question_of, refuse_options
 
         refuse_options(
@@ -172,12 +341,8 @@ def plan(
         if not isinstance(optimizer, str):
             optimizer, storage = question_of(optimizer)
             recipes = recipes or f"bfloat16/{storage}"
-    name = str(model)
-    if isinstance(model, Architecture):
-        architecture = model
-        name = architecture.name
-    else:
-        architecture = read_model(name)
+    architecture = model if isinstance(model, Architecture) else read_model(str(model))
+    name = architecture.name if isinstance(model, Architecture) else str(model)
     length = _sequence_length(architecture, sequence_length)
     if tokens_per_step is not None and tokens_per_step < length:
         raise NarrowgaugeError(
@@ -185,207 +350,66 @@ def plan(
             f"{length:,}.",
             "Use shorter sequences, or more tokens.",
         )
-    machines = _machines(cluster, chip, chips, rates)
-    _refuse_absent(architecture, parts or {})
-    loop = _program(program, lora, base, parts or {}, {where.software for where in machines})
-    most = max([0, *(row.rank for _, row in loop.parts)])
+    machines = tuple(_machines(cluster, chip, chips, rates))
+    _refuse_parts(architecture, parts, base)
+    refuse_optimizer(optimizer)
+    question = Question(
+        name, architecture, machines, length, recipes, optimizer, fixed, program, lora, base, parts,
+        tokens_per_step,
+    )  # fmt: skip
+    ranks = [row.rank for _, row in question.program_on(machines[0].chip).parts]
+    most = max([0, *ranks])
     if most > architecture.hidden_size:
         raise RecipeError(
             f"Cannot plan adapters of rank {most:,} on matrices of {architecture.hidden_size:,} "
             "columns.",
             "Name a smaller rank (--lora 16).",
         )
-    named = rates.get("software")
-    if program and named and loop.softwares and not named.startswith(tuple(loop.softwares)):
-        raise NarrowgaugeError(
-            f"Cannot plan {loop.text} at the speed of {named}, which is another program's.",
-            "Name the program or the software.",
-        )
-    asked = read_recipes(recipes, optimizer)
-    most_chips = max(where.chips for where in machines)
-    usual_tokens = _shared_tokens(usual_tokens_per_step(most_chips, loop), length, machines)
-    correction = 1.0
-
-    def searched(
-        where: Cluster,
-        recipe: Recipe,
-        fixed: Mapping[str, Any] = fixed,
-        tokens: float | None = tokens_per_step,
-    ) -> Estimate:
-        arguments = architecture, recipe, where, length, tokens
-        options: dict[str, Any] = {
-            "optimizer": optimizer,
-            "fixed": fixed,
-            "usual_tokens": usual_tokens,
-            "correction": correction,
-        }
-        try:
-            return search(*arguments, program=loop, **options)
-        except RecipeError:
-            if program or not loop.limits:
-                raise
-            # The software names a program that does not run this job: another loop may be as fast.
-            like_it = replace(loop, limits={}, text=f"a loop like {loop.text}")
-            return search(*arguments, program=like_it, **options)
-
-    def compared(where: Cluster) -> list[Recipe]:
-        has_adapters = loop.has_adapters
-        return compared_recipes(asked, recipes, where.chip, optimizer, has_adapters=has_adapters)
-
-    jobs: list[Estimate] = []
-    left_out: dict[str, str] = {}
-    refusal: NarrowgaugeError | None = None
-    for where in machines:
-        for recipe in compared(where):
-            try:
-                jobs.append(searched(where, recipe))
-            except (ChipError, RecipeError) as error:
-                if asked and len(machines) == 1:
-                    raise
-                left_out[f"{recipe.title} on {where.chip.name}"] = error.message
-                refusal = refusal or error
-    if refusal and not jobs:
-        raise refusal
-    # Rows of one table have one number of tokens per step, if it is a usual one.
-    is_free = tokens_per_step is None and "micro_batches" not in fixed
-    fitting = [job.tokens_per_step for job in jobs if job.fits]
-    if is_free and fitting:
-        usual = [tokens for tokens in fitting if tokens >= LEAST_TOKENS_PER_STEP]
-        least = min(usual or fitting)
-        for place, job in enumerate(jobs):
-            if job.fits and job.tokens_per_step > least:
-                with contextlib.suppress(RecipeError):  # its ranks compute more at once
-                    jobs[place] = searched(job.cluster, job.recipe, tokens=least)
-    jobs = _ranked(jobs)
-    if like is not None:
-        correction = measured_correction(jobs[0], like)
-        jobs = [job.corrected(correction) for job in jobs]
-    shared = _shared(jobs, machines, tokens_per_step, is_free, searched)
-    answer = Plan(
-        tuple(jobs), name, tokens, shared=shared, left_out=left_out, price=price, fixed=fixed
-    )
-    if not advise:
-        return answer
-    if answer.best.fits:
-        return answer.with_removed()
-    question = {
-        "recipes": recipes,
-        "sequence_length": length,
-        "tokens_per_step": tokens_per_step,
-        "optimizer": optimizer,
-        "layout": fixed,
-        "lora": lora,
-        "base": base,
-        "parts": parts,
-    }
-    changes = []
-    for text, job in alternatives(plan, architecture, machines, loop, question):
-        changes.append((text, job.corrected(correction)))
-    return replace(answer, instead=tuple(changes))
+    return question
 
 
-def plan_within(
-    days: float, *, tokens: float | None = None, chip: Any = (), chips: Any = (), **question: Any
-) -> Plan:
-    """Plan the fewest chips that train within ``days``, also at the slow end of the interval.
+def _place(job: Estimate) -> tuple[Any, ...]:
+    """Sort jobs by safety, then speed. Jobs that do not fit come last, the closest first.
 
-    Args:
-        days: of the whole run, of ``tokens`` tokens.
-        chip, question: one kind of chip, and further arguments of :func:`plan`. Numbers are 1, 2, 4
-            or multiples of 8.
-    Raises:
-        ChipError: 131,072 chips are too few.
-
-    Example:
-        >>> plan_within(9, model="llama-1b", tokens=1e9, chip="RTX-4090", recipes="bfloat16/word").best.num_chips
-        1
+    Recipes that do not train at the rate come last, however fast. Jobs that may run out of memory
+    come after roomy ones. Among rows of equal speed, moments of few bits are the larger risk.
     """
-    kinds = _listed(chip)
-    if tokens is None or len(kinds) != 1 or chips or not days > 0:
-        raise ChipError(
-            "Cannot plan for days without tokens, days above 0 and one kind of chip, or with a "
-            "number of chips.",
-            "Name days above 0, tokens and one kind of chip; the number of chips is the answer.",
+    if not job.fits:
+        return True, -job.headroom_bytes
+    storage = job.recipe.storage
+    rate = -round(math.log(job.tokens_per_second) / EQUAL_RATES)
+    risk = storage.exp_avg_sq.mantissa_bits < FINE_MOMENT
+    return (
+        False, not keeps_rate(storage), not job.has_room, rate, risk, -job.tokens_per_second,
+        job.memory.total,
+    )  # fmt: skip
+
+
+def _correction(planned: Estimate, measured: float) -> float:
+    """Return planned over measured rate of a run like this one."""
+    if not (isinstance(measured, int | float) and 0 < measured < math.inf):
+        raise DataError(f"Cannot plan like a run of {measured} tokens/s.", "Name a rate above 0.")
+    peak = planned.chip.peak_flops
+    if not planned.recipe.compute.is_wide:
+        peak = 1e12 * max(planned.chip.peak_tflops.values())
+    share = planned.mfu * measured / planned.tokens_per_second * planned.chip.peak_flops / peak
+    if share > 1:
+        raise DataError(
+            f"Cannot plan like a run of {measured:,.0f} tokens/s because that is {share:.0%} of the "
+            f"peak of {planned.cluster.name}.",
+            "Name the tokens per second of all chips of the first row.",
         )
-    asked = question.get("tokens_per_step")
-    refused: list[RecipeError] = []
-
-    @cache
-    def answer(number: int) -> Plan:
-        planned = plan(**{**question, "advise": False}, tokens=tokens, chip=kinds, chips=number)
-        return replace(planned, days=days)
-
-    def is_enough(number: int) -> bool:
-        try:
-            best = answer(number).best
-        except RecipeError as error:  # a fixed layout needs more chips
-            refused.append(error)
-            return False
-        # Ranks may not divide the tokens of a step.
-        is_asked = asked is None or abs(best.tokens_per_step / asked - 1) < 0.02
-        ends = best.days_interval(tokens) or (0.0, best.days(tokens))
-        return is_asked and best.fits and ends[1] <= days
-
-    for number in _DOUBLED:
-        if is_enough(number):
-            sizes = range(number // 2, number + 1, 8) if number > 8 else [number]
-            return answer(sizes[bisect_left(sizes, True, key=is_enough)])
-    if len(refused) == len(_DOUBLED):
-        raise refused[-1]
-    raise ChipError(
-        f"Cannot train within {duration_text(86400 * days)} on {_DOUBLED[-1]:,} chips or fewer.",
-        "Allow more days, more tokens a step, or faster chips.",
-    )
+    return planned.tokens_per_second / measured
 
 
-def plan_longest(**question: Any) -> Plan:
-    """Plan the longest sequence that fits, to 128 tokens.
-
-    Arguments are those of :func:`plan` but ``sequence_length``.
-
-    Raises:
-        NarrowgaugeError: no length fits, or the question is wrong at every length.
-
-    Example:
-        >>> plan_longest(model="llama-1b", chip="RTX-4090", recipes="bfloat16/word").best.sequence_length > 10_000
-        True
-    """
-
-    @cache
-    def answer(length: int) -> Plan:
-        return plan(**question, advise=False, sequence_length=length)
-
-    def is_too_long(length: int) -> bool:
-        try:
-            return not answer(length).best.fits
-        except NarrowgaugeError:  # beyond learned positions, or no step of one sequence
-            return True
-
-    # A wrong question raises here.
-    # Context ranks need a multiple of them, so lengths are doubled first.
-    odd = [_odd_part(job.cluster.chips) for job in answer(_STEP_OF_LENGTH).options]
-    unit = _STEP_OF_LENGTH * math.lcm(*(part for part in odd if part <= MOST_CONTEXT))
-    if is_too_long(unit):
-        unit = _STEP_OF_LENGTH
-    low = unit
-    while low < _LONGEST and not is_too_long(2 * low):
-        low *= 2
-    if is_too_long(low):
-        raise NarrowgaugeError(
-            f"No sequence fits, even of {low} tokens.", "Ask narrowgauge plan run what would fit."
-        )
-    sizes = range(low, 2 * low, unit)
-    length = sizes[bisect_left(sizes, True, key=is_too_long) - 1]
-    between = range(length + unit - _STEP_OF_LENGTH, length, -_STEP_OF_LENGTH)
-    return answer(next((size for size in between if not is_too_long(size)), length))
+def _with_chips(where: Cluster, factor: int) -> Cluster:
+    chips = where.chips * factor
+    size = min(chips, max(where.chips_per_node, where.chip.chips_per_node))
+    return replace(where, chips=chips, chips_per_node=size, name=f"{chips} × {where.chip.name}")
 
 
-def _odd_part(number: int) -> int:
-    return number // (number & -number)
-
-
-def _machines(cluster: Any, chip: Any, chips: Any, rates: Mapping[str, Any]) -> list[Cluster]:
-    """Return the clusters of a question."""
+def _machines(cluster: Any, chip: Any, chips: Any, rates: Mapping[str, Any]) -> Iterator[Cluster]:
+    """Yield the clusters of a question."""
     clusters = _listed(cluster)
     kinds = _listed(chip)
     counts = _listed(chips)
@@ -399,99 +423,49 @@ def _machines(cluster: Any, chip: Any, chips: Any, rates: Mapping[str, Any]) -> 
         if name not in _RATES:
             advice = suggestion(name, _RATES) or f"There are {', '.join(_RATES)}."
             raise NarrowgaugeError(f"Cannot plan with {name!r}, which is no argument.", advice)
-    for count in counts:
-        _refuse_number("chips", count, 1, is_whole=True)
-    for name in ("interconnect_gbit_per_second", "host_memory_gb"):
-        _refuse_number(name, rates.get(name), 1e-3)
-    machines = []
     for where in clusters:
-        machines.append(where if isinstance(where, Cluster) else read_cluster(where))
+        yield where if isinstance(where, Cluster) else read_cluster(where)
     for kind in kinds:
         chip_row = kind if isinstance(kind, Chip) else read_chip(kind)
         for count in counts or [1]:
-            machines.append(cluster_of(chip_row, count, **rates))
-    return machines
+            yield cluster_of(chip_row, count, **rates)
 
 
-def _refuse_number(name: str, value: Any, least: float, *, is_whole: bool = False) -> None:
-    """Raise for a number below ``least``, or for what is no number."""
-    kinds = int if is_whole else int | float
-    is_number = isinstance(value, kinds) and not isinstance(value, bool)
-    if value is None or (is_number and least <= value < math.inf):
-        return
-    kind = "a whole number" if is_whole else "a number"
-    raise NarrowgaugeError(
-        f"Cannot plan with {name} = {value!r}.", f"Use {kind} from {least:g} on."
-    )
+def refuse_numbers(asked: Mapping[str, Any]) -> None:
+    """Raise for a number of a question below its least, or for what is no number."""
+    for name, (least, is_whole) in _NUMBERS.items():
+        kinds = int if is_whole else int | float
+        for value in _listed(asked.get(name)):
+            is_number = isinstance(value, kinds) and not isinstance(value, bool)
+            if not (is_number and least <= value < math.inf):
+                kind = "a whole number" if is_whole else "a number"
+                raise NarrowgaugeError(
+                    f"Cannot plan with {name} = {value!r}.", f"Use {kind} from {least:g} on."
+                )
 
 
 def _listed(value: Any) -> list[Any]:
     """Return one value, or several, as a list."""
+    if value is None:
+        return []
     is_one = isinstance(value, str | float | int | Path | Chip | Cluster)
     return [value] if is_one else list(value)
 
 
-def _program(
-    program: str | Program, lora: int, base: str, parts: Mapping[str, str], software: set[str]
-) -> Program:
-    """Return the training loop of a question, with its table of parts."""
+def _refuse_parts(architecture: Architecture, parts: Mapping[str, str], base: str) -> None:
+    """Raise for a format that is none, or a part that the model does not have."""
     if base and base not in BASES:
         raise RecipeError(
             f"Cannot store frozen weights in {base!r}.",
             suggestion(base, BASES) or f"There are {', '.join(BASES)}.",
         )
-    if program or lora:
-        loop = read_program(program or "hf-trainer")
-    else:
-        loop = program_of(software)
-    if lora:
-        loop = with_parts(loop, adapters(lora, base or "bfloat16"))
-    elif base and not loop.has_adapters:
+    present = {"experts"} if architecture.expert_parameters else set()
+    present |= {matmul.part for matmul in architecture.matmuls if matmul.part == "mlp"}
+    for name in {"experts", "mlp"} & set(parts) - present:
         raise RecipeError(
-            f"Cannot store the weights in {base} because they train.",
-            f"Train adapters over them (--lora 16 --base {base}).",
+            f"Cannot store the part {name!r} because {architecture.name} has none.",
+            f"Leave {name} out.",
         )
-    return with_parts(loop, parts)
-
-
-def _refuse_absent(architecture: Architecture, parts: Mapping[str, str]) -> None:
-    """Raise for a part that the model does not have."""
-    absent = []
-    if not architecture.expert_parameters:
-        absent.append("experts")
-    if not any(matmul.part == "mlp" for matmul in architecture.matmuls):
-        absent.append("mlp")
-    for name in absent:
-        if name in parts:
-            raise RecipeError(
-                f"Cannot store the part {name!r} because {architecture.name} has none.",
-                f"Leave {name} out.",
-            )
-
-
-def _shared(
-    jobs: Sequence[Estimate],
-    machines: Sequence[Cluster],
-    tokens_per_step: float | None,
-    is_free: bool,
-    searched: Callable[..., Estimate],
-) -> tuple[Estimate, ...]:
-    """Return the first configuration that fits on every cluster: same recipe, model sharding and
-    micro-batch.
-    """
-    if len({where.chip.name for where in machines}) == 1:
-        return ()
-    for job in jobs:
-        if not job.fits:
-            continue
-        pinned = {name: getattr(job.layout, name) for name in _PINNED}
-        # The chips may not divide like that, or lack a format.
-        with contextlib.suppress(RecipeError, ChipError):
-            tokens_of_all = job.tokens_per_step if is_free else tokens_per_step
-            on_each = [searched(where, job.recipe, pinned, tokens_of_all) for where in machines]
-            if all(job.fits for job in on_each):
-                return tuple(on_each)
-    return ()
 
 
 def _shared_tokens(tokens: int, length: int, machines: Sequence[Cluster]) -> int:
@@ -520,42 +494,3 @@ def _sequence_length(architecture: Architecture, length: int | None) -> int:
             "Use shorter sequences.",
         )
     return length
-
-
-def _ranked(jobs: Sequence[Estimate]) -> list[Estimate]:
-    """Sort jobs by safety, then speed. Jobs that do not fit come last, the closest first."""
-
-    def safety(job: Estimate) -> tuple[bool, ...]:
-        # Recipes that do not train at the rate come last, however fast. Jobs that may run out of
-        # memory come after roomy ones.
-        if not job.fits:
-            return (True,)
-        return False, not keeps_rate(job.recipe.storage), not job.has_room
-
-    def pace(job: Estimate) -> float:
-        return -job.tokens_per_second if job.fits else -job.headroom_bytes
-
-    def risk(job: Estimate) -> bool:
-        # Among rows of equal speed, moments of few bits are the larger risk.
-        return job.recipe.storage.exp_avg_sq.mantissa_bits < FINE_MOMENT
-
-    def place(job: Estimate) -> tuple[bool | float, ...]:
-        return *safety(job), pace(job)
-
-    rest = sorted(jobs, key=place)
-    ranked: list[Estimate] = []
-    while rest:
-        first = rest[0]
-        equal = []
-        different = []
-        for job in rest:
-            is_alike = first.fits and safety(job) == safety(first)
-            ratio = job.tokens_per_second / first.tokens_per_second
-            is_equal = job is first or (is_alike and ratio >= 1 - EQUAL_RATES)
-            if is_equal:
-                equal.append(job)
-            else:
-                different.append(job)
-        ranked += sorted(equal, key=risk)
-        rest = different
-    return ranked

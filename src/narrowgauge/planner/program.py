@@ -1,20 +1,21 @@
 """Programs: the training loop that a plan describes. Memory and time read the same description.
 
-A named program is a row of ``data/programs.toml`` with its source, and the limits of what it runs.
-``compiled`` has no limits. A program has a table of the model's parts: how each is stored, where,
-and whether it trains. Adapters, quantized bases, trained heads and reference models are rows of
-this table.
+A named program is a row of ``data/programs.toml`` with its source: how fast its step is, and what
+it keeps in memory. It never decides what can run: other programs change within a year. A program
+has a table of the model's parts: how each is stored, and whether it trains. Adapters, quantized
+bases, trained heads and reference models are rows of this table.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from narrowgauge.errors import RecipeError, suggestion
-from narrowgauge.planner.architecture import Architecture, Matmul
 from narrowgauge.planner.layouts import read_fields, refuse_others
+from narrowgauge.planner.shapes import Architecture, Matmul
+from narrowgauge.spec.chips import Chip
 from narrowgauge.spec.sums import ACCUMULATION_DTYPES
 from narrowgauge.spec.toml import load_data
 
@@ -31,6 +32,8 @@ BASES = ("bfloat16", *_NARROW)
 PARTS = ("attention", "mlp", "experts", "embeddings", "head", "norms", "reference")
 """Parts of a model. ``reference`` is a frozen copy of all others, as DPO and GRPO keep it."""
 _REST = "rest"
+CHUNKS = 8
+"""Chunks of the tokens in a chunked loss: torchtitan's default."""
 
 
 class Part(NamedTuple):
@@ -39,13 +42,11 @@ class Part(NamedTuple):
     Args:
         dtype: of a frozen weight; empty for that of the storage.
         trains: has gradients and optimizer states.
-        host: lies in the host's memory, and comes to the chip when it is used.
         rank: of the adapters on its matrices; 0 without adapters.
     """
 
     dtype: str = ""
     trains: bool = True
-    host: bool = False
     rank: int = 0
 
     @property
@@ -62,42 +63,39 @@ class Part(NamedTuple):
         words = "trained" if self.trains else f"frozen in {self.dtype}"
         if self.rank:
             words += f" under adapters of rank {self.rank}"
-        if self.host:
-            words += " on the host"
         return words
 
 
+_TRAINED = Part()
+
+
 def read_part(text: str) -> Part:
-    """Read ``DTYPE``, ``frozen``, ``trained``, ``host`` and ``loraR``, joined by ``+``.
+    """Read ``DTYPE``, ``frozen``, ``trained`` and ``loraR``, joined by ``+``.
 
     A dtype is that of a frozen weight. ``lora16`` puts adapters of rank 16 on its matrices.
     """
-    dtypes = []
-    words = text.split("+")
+    problem = f"Cannot store a part of a model as {text!r}"
+    accepted = (*FROZEN_BITS, "frozen", "trained")
+    dtype = ""
     rank = 0
+    words = text.split("+")
     for word in words:
-        accepted = (*FROZEN_BITS, "frozen", "trained", "host")
         digits = word.removeprefix("lora")
-        if word in FROZEN_BITS:
-            dtypes.append(word)
-        elif digits != word and digits.isdecimal() and int(digits):
+        if digits != word and digits.isdecimal() and int(digits):
             rank = int(digits)
         elif word not in accepted:
-            raise RecipeError(
-                f"Cannot store a part of a model as {text!r} because {word!r} is unknown.",
-                suggestion(word, accepted)
-                or f"There are {', '.join(accepted)}, loraR, joined by +.",
-            )
-    is_trained = "trained" in words
-    if len(dtypes) > 1 or (dtypes and is_trained):
-        raise RecipeError(
-            f"Cannot store a part of a model as {text!r}: what trains is stored as its recipe "
-            "says.",
-            "Name one format of a frozen part, or 'trained'.",
-        )
-    if not (dtypes or rank or "frozen" in words):
-        return Part(host="host" in words)
-    return Part([*dtypes, "bfloat16"][0], False, "host" in words, rank)
+            advice = suggestion(word, accepted) or f"There are {', '.join(accepted)} and loraR."
+            raise RecipeError(f"{problem} because {word!r} is unknown.", advice)
+        elif word in FROZEN_BITS:
+            if dtype or "trained" in words:
+                raise RecipeError(
+                    f"{problem}: what trains is stored as its recipe says.",
+                    "Name one format of a frozen part, or 'trained'.",
+                )
+            dtype = word
+    if not (dtype or rank or "frozen" in words):
+        return Part()
+    return Part(dtype or "bfloat16", False, rank)
 
 
 def adapters(rank: int, base: str) -> dict[str, Part]:
@@ -109,14 +107,8 @@ def adapters(rank: int, base: str) -> dict[str, Part]:
     """
     outside = Part(_REST if base in _NARROW else "bfloat16", False)
     layers = Part(base, False, rank=rank)
-    return {
-        "attention": layers,
-        "mlp": layers,
-        "experts": Part("bfloat16", False),
-        "embeddings": outside,
-        "head": outside,
-        "norms": outside,
-    }
+    parts = {"attention": layers, "mlp": layers, "experts": Part("bfloat16", False)}
+    return {**parts, **dict.fromkeys(("embeddings", "head", "norms"), outside)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,9 +133,9 @@ class Program:
         saved: place of the inputs that recomputed layers keep: the chip, or ``"host"``.
         rest: dtype of frozen embeddings, head and norms beside a narrow base.
         parts: the table of the model's parts, by name; what is not in it trains.
-        text, source, limits: its name in sentences, where the fields are from, and what it runs.
-        software, softwares: its row of measured speed, and beginnings of the rows that are planned
-            as this program.
+        text, source: its name in sentences, and where the fields are from.
+        ours: whether it takes this project's optimizers; else ``master`` is planned by default.
+        factor, speed: the speed over a compiled loop's, and further efficiencies that differ.
     """
 
     name: str
@@ -160,11 +152,11 @@ class Program:
     saved: str = ""
     rest: str = "bfloat16"
     parts: tuple[tuple[str, Part], ...] = ()
+    ours: bool = True
+    factor: float = 1.0
+    speed: Mapping[str, float] = field(default_factory=dict, hash=False)
     text: str = field(default="", compare=False)
-    software: str = field(default="", compare=False)
-    softwares: Sequence[str] = field(default=(), compare=False)
     source: str = field(default="", compare=False)
-    limits: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
         refuse_others("program", self, _VALUES)
@@ -174,7 +166,7 @@ class Program:
         for part, row in self.parts:
             if part == name:
                 return row._replace(dtype=self.rest) if row.dtype == _REST else row
-        return Part()
+        return _TRAINED
 
     def part_of(self, matmul: Matmul) -> Part:
         """Return the row of a matrix. A router is stored like attention."""
@@ -192,11 +184,6 @@ class Program:
     @property
     def has_adapters(self) -> bool:
         return any(row.rank for _, row in self.parts)
-
-    @property
-    def has_host(self) -> bool:
-        """Tell whether a part lies in the host's memory."""
-        return any(row.host for _, row in self.parts)
 
     @property
     def trains_all(self) -> bool:
@@ -221,9 +208,7 @@ class Program:
         """Write the program as the answer states it."""
         words = [f"{self.kernels} kernels, {self.loss} loss, {self.attention} attention"]
         if self.gathered:
-            words.append(
-                f"float32 shards gathered in {self.gathered} and reduced in {self.reduced}"
-            )
+            words.append(f"shards gathered in {self.gathered} and reduced in {self.reduced}")
         sums = "the dtype of the weights" if self.sums == "weight" else self.sums
         words.append(f"micro-batches summed in {sums}")
         for is_true, text in (
@@ -253,8 +238,6 @@ def adapters_of(a: Architecture, program: Program) -> Iterator[Matmul]:
             yield replace(first, name=f"{m.name}.lora_B", in_features=rank)
 
 
-CHUNKS = 8
-"""Chunks of the tokens in a chunked loss: torchtitan's default."""
 _VALUES: dict[str, tuple[Any, ...]] = {
     "kernels": ("eager", "compiled", "fused"), "loss": ("whole", "compiled", "chunked"), "head": ("", "bfloat16", "float32"),
     "selective": ("attention", "operations", "modules"), "attention": ("flash", "eager"), "gathered": ("", "bfloat16"),
@@ -268,16 +251,11 @@ PROGRAMS: dict[str, Program] = {
 DEFAULT = PROGRAMS["compiled"]
 
 
-def program_of(software: set[str]) -> Program:
-    """Return the program of a row of measured speed, or the default one."""
-    for row in PROGRAMS.values():
-        starts = tuple(row.softwares)
-        if all(name.startswith(starts) for name in software):
-            return row
-    return DEFAULT
-
-
-_FIELDS = tuple(_VALUES)
+def program_on(chip: Chip, *, has_adapters: bool) -> str:
+    """Return the name of the program that is planned where none is named."""
+    if chip.vendor == "Google":
+        return "maxtext"
+    return "hf-trainer" if has_adapters else "compiled"
 
 
 def read_program(text: str | Program) -> Program:
@@ -285,7 +263,7 @@ def read_program(text: str | Program) -> Program:
     if isinstance(text, Program):
         return text
     advice = f"There are {', '.join(PROGRAMS)}."
-    name, fields = read_fields(text, "program", PROGRAMS, _FIELDS, advice)
+    name, fields = read_fields(text, "program", PROGRAMS, tuple(_VALUES), advice)
     for key, value in fields.items():
         fields[key] = {"true": True, "false": False}.get(value, value)
     return replace(PROGRAMS.get(name, DEFAULT), **fields)
@@ -304,21 +282,16 @@ def with_parts(program: Program, parts: Mapping[str, str | Part]) -> Program:
     rows = dict(program.parts)
     for name, row in parts.items():
         if name not in PARTS:
-            raise RecipeError(
-                f"Cannot plan a part named {name!r}.",
-                suggestion(name, PARTS) or f"There are {', '.join(PARTS)}.",
-            )
+            advice = suggestion(name, PARTS) or f"There are {', '.join(PARTS)}."
+            raise RecipeError(f"Cannot plan a part named {name!r}.", advice)
         if not isinstance(row, str | Part):
-            raise RecipeError(
-                f"Cannot store the part {name!r} as {row!r}.", "Name a format, as 'nf4'."
-            )
-        if name == "reference" and "trained" in str(row).split("+"):
-            raise RecipeError(
-                "Cannot train the reference: it is a frozen copy.", "Name its format."
-            )
-        rows[name] = read_part(row) if isinstance(row, str) else row
-        if name == "reference" and rows[name].trains:
-            rows[name] = rows[name]._replace(trains=False, dtype="bfloat16")
+            problem = f"Cannot store the part {name!r} as {row!r}."
+            raise RecipeError(problem, "Name a format, as 'nf4'.")
+        part = read_part(row) if isinstance(row, str) else row
+        if name == "reference" and part.trains:
+            problem = "Cannot train the reference: it is a frozen copy."
+            raise RecipeError(problem, "Name its format, as 'bfloat16'.")
+        rows[name] = part
     result = replace(program, parts=tuple(rows.items()))
     weights = [result.part(name) for name in PARTS if name != "reference"]
     if not any(row.trains or row.rank for row in weights):

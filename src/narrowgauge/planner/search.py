@@ -2,8 +2,8 @@
 
 A layout has a shape (ranks per axis, and the sharded state) and a batch (sequences at once,
 recomputation). Shapes follow the bounds of practice. Tensor ranks share a node. Stages hold at
-least one layer each. Context ranks split long sequences only. Some program must run the shape. The
-search tries every shape with every batch.
+least one layer each. Context ranks split long sequences only. The search tries every shape with
+every batch.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ from itertools import product
 from typing import Any
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.planner.architecture import Architecture
-from narrowgauge.planner.clusters import Cluster
+from narrowgauge.planner.ask import Ask
 from narrowgauge.planner.estimate import Estimate
-from narrowgauge.planner.job import Job
 from narrowgauge.planner.layouts import AXES, Layout, unsuited
-from narrowgauge.planner.program import DEFAULT, PROGRAMS, Program
-from narrowgauge.planner.runs_with import programs_of, why_not
-from narrowgauge.planner.step_time import check_job
+from narrowgauge.planner.machine import Cluster
+from narrowgauge.planner.program import DEFAULT, Program
+from narrowgauge.planner.shapes import Architecture
+from narrowgauge.planner.step_time import check_ask
 from narrowgauge.runs.finding import counted
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.sums import ACCUMULATION_DTYPES
@@ -52,7 +51,7 @@ SIMPLER_STEP_FACTOR = 2
 LEAST_PART = 4096
 """Minimum tokens of a sequence on a context rank."""
 _TENSOR = (1, 2, 4, 8)
-MOST_CONTEXT = 16
+MOST_CONTEXT = 64
 """Maximum context ranks that are tried."""
 _EXPERT = (16, 32, 64)
 _MICRO_BATCHES = (*range(1, 9), 16, 32, 64, 128, 256, 512)
@@ -60,13 +59,9 @@ MOST_TOKENS_AT_ONCE = 1 << 16
 """Maximum tokens of a micro-batch of more than eight sequences: llm.c's 64 of 1,024."""
 _MOST_STAGES = 64
 _MOST_GROUPS = 12  # of layers of a stage: published runs had up to 12
-MUCH_FASTER = 1.1
-"""Ratio of rates from which a layout that may run out of memory is named beside one that does not.
-"""
 NOISE = 0.05
-"""Rates within this fraction count as equal.
-
-Then a layout of this project's trainer wins: the intervals are far wider.
+"""Fraction by which a layout must be faster than FSDP2 or plain data parallelism: they are simpler,
+and the intervals are far wider.
 """
 
 
@@ -85,9 +80,8 @@ def search(
 ) -> Estimate:
     """Return the best layout of a recipe on all chips of a cluster.
 
-    That is the fastest whose memory interval fits, or a layout of this project's trainer within
-    ``NOISE`` of it. Its ``faster`` is a much faster one that may run out of memory. Else it is the
-    fastest that fits, or the closest to fitting.
+    That is the fastest whose memory interval fits. Else it is the fastest that fits, or the closest
+    to fitting.
 
     Args:
         tokens_per_step: None for ``TOKENS_PER_STEP``, or ``TOKENS_PER_CHIP`` on many chips. It is
@@ -96,16 +90,15 @@ def search(
             are skipped.
         fixed: fields of :class:`~narrowgauge.planner.layouts.Layout` with fixed values.
         usual_tokens: replaces the default tokens per step, so that several searches share one.
-        program: the training loop. Without limits, some named program must run the layout, unless
-            none runs the fixed fields.
+        program: the training loop.
         correction: planned over measured rate of a run like this one.
     Raises:
-        RecipeError: no layout has these fixed values on this cluster, the program runs none, or a
-            step has fewer sequences than replicas.
+        RecipeError: no layout has these fixed values on this cluster, or a step has fewer sequences
+            than replicas.
         ChipError: the chip does not multiply the recipe's dtype.
     """
     fixed = dict(fixed or {})
-    job = Estimate(
+    ask = Estimate(
         architecture,
         recipe,
         Layout(),
@@ -115,50 +108,46 @@ def search(
         program=program,
         correction=correction,
     )
-    check_job(job)
+    check_ask(ask)
     if program.release:  # a gradient that is freed cannot be summed
         fixed["micro_batches"] = 1
     if tokens_per_step is not None and "micro_batches" in fixed:
         raise RecipeError(
             f"Cannot take {tokens_per_step:,} tokens per step and micro_batches = "
-            f"{fixed['micro_batches']}: one follows from "
-            "the other.",
+            f"{fixed['micro_batches']}: one follows from the other.",
             "Leave one open.",
         )
     usual_tokens = usual_tokens or usual_tokens_per_step(cluster.chips, program)
     num_sequences = max(1, round((tokens_per_step or usual_tokens) / sequence_length))
-    possible = _possible_shapes(job, fixed)
-    shapes = _shapes_of_step(job, fixed, possible, num_sequences, tokens_per_step)
+    shapes = _shapes_of_step(ask, fixed, num_sequences, tokens_per_step)
     is_batch_free = tokens_per_step is None and "micro_batches" not in fixed
     least = min(LEAST_TOKENS_PER_STEP, usual_tokens) if is_batch_free else 0
-    sums = _sums(job, fixed)
     tried: list[Estimate] = []
     # Gradients are summed in fewer bits where wide sums leave no usual step. Small steps come after
     # those.
-    for dtype in sums:
+    for dtype in _sums(ask, fixed):
         for shape in shapes:
             layout = replace(shape, accumulation_dtype=dtype)
-            for batch in _batches(job, layout, num_sequences, fixed, is_batch_free):
-                tried.append(replace(job, layout=batch))
+            for batch in _batches(ask, layout, num_sequences, fixed, is_batch_free):
+                tried.append(replace(ask, layout=batch))
         best = _best(tried, least)
         if best is not None:
             return best
-    best = _best(tried, 0)
-    return best or min(tried, key=lambda option: option.memory.total)
+    return _best(tried, 0) or min(tried, key=lambda option: option.memory.total)
 
 
-def _sums(job: Job, fixed: Mapping[str, Any]) -> list[str]:
+def _sums(ask: Ask, fixed: Mapping[str, Any]) -> list[str]:
     """Return the dtypes of the gradient sum: the program's, then the weights'.
 
     Gradients are not summed in float16, whose range is too small.
     """
     if "accumulation_dtype" in fixed:
         return [fixed["accumulation_dtype"]]
-    narrow = job.recipe.storage.visible
+    narrow = ask.recipe.storage.visible
     if narrow not in ACCUMULATION_DTYPES:
         narrow = "float32"
-    usual = narrow if job.program.sums == "weight" else job.program.sums
-    if job.recipe.reduction.order_invariant or usual == narrow:
+    usual = narrow if ask.program.sums == "weight" else ask.program.sums
+    if ask.recipe.reduction.order_invariant or usual == narrow:
         return [usual]
     return [usual, narrow]
 
@@ -167,51 +156,35 @@ def _best(tried: Sequence[Estimate], least: float) -> Estimate | None:
     """Return the fastest of at least ``least`` tokens that has room, else that fits; None without
     one.
     """
-    fitting = [option for option in tried if option.fits and option.tokens_per_step >= least]
-    if not fitting:
-        return None
+    fitting = [option for option in tried if option.tokens_per_step >= least and option.fits]
     roomy = [option for option in fitting if option.has_room]
-    best = _fastest(roomy or fitting)
-    rival = _fastest(fitting)
-    if rival.tokens_per_second > MUCH_FASTER * best.tokens_per_second:
-        return replace(best, faster=rival)
-    return best
+    return min(roomy or fitting, key=_pace, default=None)
 
 
-def _possible_shapes(job: Job, fixed: Mapping[str, Any]) -> list[Layout]:
-    """Return the shapes that suit the model and that a program runs."""
-    a = job.architecture
-    length = job.sequence_length
-    program = job.program
-    shapes = [shape for shape in _shapes(job, fixed) if not unsuited(a, shape, length)]
-    if not shapes:
-        asked = ", ".join(f"{name}={value}" for name, value in fixed.items()) or "any"
-        ranks = math.prod(fixed.get(name, 1) for name in AXES)
-        why = unsuited(a, Layout(**fixed), length)
-        why = why or f"{ranks} ranks do not divide {counted(job.cluster.chips, 'chip')}"
-        raise RecipeError(f"no layout with {asked} suits {a.name}: {why}.", "Leave a field open.")
-    possible = [shape for shape in shapes if programs_of(replace(job, layout=shape))]
-    if possible or not program.limits:
-        return possible or shapes
-    reasons = [why_not(program, replace(job, layout=shape)) for shape in shapes]
-    why = min(reasons, key=len)  # that of the simplest shape
-    raise RecipeError(
-        f"{program.text} does not train {job.recipe.name} in this layout: {why}.",
-        "Leave a field open, or name no program.",
-    )
+def _pace(option: Estimate) -> tuple[float, float]:
+    """Return the time of a sequence, and the memory. Layouts other than FSDP count as slower."""
+    seconds = option.step.total / option.layout.num_sequences
+    if not option.layout.is_fsdp:
+        seconds *= 1 + NOISE
+    return seconds, option.memory.total
 
 
 def _shapes_of_step(
-    job: Job,
-    fixed: Mapping[str, Any],
-    shapes: Sequence[Layout],
-    num_sequences: int,
-    tokens_per_step: float | None,
+    ask: Ask, fixed: Mapping[str, Any], num_sequences: int, tokens_per_step: float | None
 ) -> Sequence[Layout]:
-    """Return the shapes that leave each replica a sequence.
+    """Return the shapes that suit the model and leave each replica a sequence.
 
     If none does, return all, unless the tokens were given.
     """
+    a = ask.architecture
+    length = ask.sequence_length
+    shapes = [shape for shape in _shapes(ask, fixed) if not unsuited(a, shape, length)]
+    chips = counted(ask.cluster.chips, "chip")
+    if not shapes:
+        asked = ", ".join(f"{name}={value}" for name, value in fixed.items()) or "any"
+        ranks = math.prod(fixed.get(name, 1) for name in AXES)
+        why = unsuited(a, Layout(**fixed), length) or f"{ranks} ranks do not divide {chips}"
+        raise RecipeError(f"no layout with {asked} suits {a.name}: {why}.", "Leave a field open.")
     micro_batch = fixed.get("micro_batch", 1)
     limit = num_sequences
     if tokens_per_step is None:
@@ -219,59 +192,12 @@ def _shapes_of_step(
     small = [shape for shape in shapes if micro_batch * shape.num_replicas <= limit]
     if tokens_per_step is not None and not small:
         least = micro_batch * min(shape.num_replicas for shape in shapes)
-        length = job.sequence_length
         raise RecipeError(
-            f"Cannot plan a step of {num_sequences * length:,} tokens on "
-            f"{counted(job.cluster.chips, 'chip')} because they "
+            f"Cannot plan a step of {num_sequences * length:,} tokens on {chips} because they "
             f"compute {least * length:,} at once.",
             "Name as many tokens, or fewer chips.",
         )
     return small or shapes
-
-
-def fastest_removed(best: Estimate, fixed: Mapping[str, Any]) -> tuple[Estimate, str] | None:
-    """Return a layout that a program's limits removed although it fits and is much faster, and the
-    reason; else None.
-    """
-    programs = [best.program]
-    if not best.program.limits:
-        programs = [row for row in PROGRAMS.values() if row.limits]
-    rate = best.step.total / best.layout.num_sequences
-    removed: tuple[Estimate, str] | None = None
-    for shape in _shapes(best, fixed):
-        per_replica = best.layout.num_sequences // shape.num_replicas
-        batch = replace(
-            shape,
-            accumulation_dtype=best.layout.accumulation_dtype,
-            recompute=best.layout.recompute,
-            micro_batch=best.layout.micro_batch,
-            micro_batches=max(1, per_replica // best.layout.micro_batch),
-        )
-        if unsuited(best.architecture, batch, best.sequence_length):
-            continue
-        option = replace(best, layout=batch, faster=None)
-        pace = option.step.total / batch.num_sequences
-        if pace * MUCH_FASTER > rate or programs_of(option) or not option.fits:
-            continue
-        # A layout that no program runs even under AdamW is nobody's.
-        usual = replace(option, optimizer="adamw")
-        runs = [row for row in programs if not why_not(row, usual)]
-        if runs or best.program.limits:
-            rate = pace / MUCH_FASTER
-            program = (runs or programs)[0]
-            removed = option, f"{program.text}: {why_not(program, option)}"
-    return removed
-
-
-def _fastest(jobs: Sequence[Estimate]) -> Estimate:
-    """Return the fastest job, or one of this project's trainer within ``NOISE`` of it."""
-
-    def pace(job: Estimate) -> tuple[float, float]:
-        return job.step.total / job.layout.num_sequences, job.memory.total
-
-    limit = min(map(pace, jobs))[0] * (1 + NOISE)
-    ours = [job for job in jobs if job.layout.is_fsdp and pace(job)[0] <= limit]
-    return min(ours or jobs, key=pace)
 
 
 def usual_tokens_per_step(chips: int, program: Program = DEFAULT) -> int:
@@ -289,26 +215,28 @@ def _values(fixed: Mapping[str, Any], name: str, candidates: Iterable[Any]) -> t
     return (fixed[name],) if name in fixed else tuple(dict.fromkeys(candidates))
 
 
-def _shapes(job: Job, fixed: Mapping[str, Any]) -> Iterator[Layout]:
+def _shapes(ask: Ask, fixed: Mapping[str, Any]) -> Iterator[Layout]:
     """Yield divisions of all chips among the axes, with one sequence at a time."""
-    chips = job.cluster.chips
-    node = job.cluster.chips_per_node
+    chips = ask.cluster.chips
+    node = ask.cluster.chips_per_node
     tensors = _values(fixed, "tensor", filter(node.__ge__, _TENSOR))
-    stages = _values(fixed, "pipeline", _stages(job))
-    longest = max(1, job.sequence_length // LEAST_PART)
-    divisors = [ranks for ranks in range(1, MOST_CONTEXT + 1) if chips % ranks == 0]
-    contexts = _values(fixed, "context", filter(longest.__ge__, divisors))
+    stages = _values(fixed, "pipeline", _stages(ask))
+    longest = min(MOST_CONTEXT, max(1, ask.sequence_length // LEAST_PART))
+    divisors = [ranks for ranks in range(1, longest + 1) if chips % ranks == 0]
+    contexts = _values(fixed, "context", divisors)
     for tensor, pipeline, context in product(tensors, stages, contexts):
         ranks, rest = divmod(chips, tensor * pipeline * context)
         is_interleaved_one = pipeline == 1 and fixed.get("interleave", 1) > 1
         if rest or (is_interleaved_one and "pipeline" not in fixed):
             continue
-        experts = _values(fixed, "expert", _expert_ranks(job, chips // (tensor * pipeline)))
-        depths = _values(fixed, "interleave", _depths(job.architecture.num_layers, pipeline))
+        experts = _values(fixed, "expert", _expert_ranks(ask, chips // (tensor * pipeline)))
+        depths = _values(fixed, "interleave", _depths(ask.architecture.num_layers, pipeline))
         for shard in _shards(fixed, ranks, max(1, node // (tensor * context)), pipeline):
             # Context ranks hold the same weights, so they share the state, too.
             zeros: tuple[int, ...] = (0,)
-            if shard > 1:
+            if pipeline > 1 and shard * context > 1:
+                zeros = (2, 1)  # stages keep their weights gathered, so ZeRO-3 frees nothing
+            elif shard > 1:
                 zeros = (3, 2, 1)
             elif context > 1:
                 zeros = (3, 2, 1, 0)
@@ -325,26 +253,26 @@ def _shapes(job: Job, fixed: Mapping[str, Any]) -> Iterator[Layout]:
                 )
 
 
-def _stages(job: Job) -> Iterator[int]:
+def _stages(ask: Ask) -> Iterator[int]:
     """Yield numbers of stages: powers of two, and stages of equally many layers (embedding and head
     may count as a layer each).
     """
     yield 1
-    layers = job.architecture.num_layers
-    if job.cluster.chips <= job.cluster.chips_per_node:
+    layers = ask.architecture.num_layers
+    if ask.cluster.chips <= ask.cluster.chips_per_node:
         return
     for number in range(2, min(_MOST_STAGES, layers) + 1):
         is_even = layers % number == 0 or (layers + 2) % number == 0
-        if job.cluster.chips % number == 0 and (is_even or number.bit_count() == 1):
+        if ask.cluster.chips % number == 0 and (is_even or number.bit_count() == 1):
             yield number
 
 
-def _expert_ranks(job: Job, ranks: int) -> Iterator[int]:
+def _expert_ranks(ask: Ask, ranks: int) -> Iterator[int]:
     """Yield numbers of expert ranks within ``ranks``: one, a node's, usual ones, and all."""
     yield 1
-    if job.architecture.mixture:
-        most = math.gcd(job.architecture.num_experts, ranks)
-        yield math.gcd(most, job.cluster.chips_per_node)
+    if ask.architecture.mixture:
+        most = math.gcd(ask.architecture.num_experts, ranks)
+        yield math.gcd(most, ask.cluster.chips_per_node)
         for number in _EXPERT:
             if most % number == 0:
                 yield number
@@ -380,7 +308,7 @@ def _shards(fixed: Mapping[str, Any], ranks: int, of_node: int, pipeline: int) -
 
 
 def _batches(
-    job: Job,
+    ask: Ask,
     shape: Layout,
     num_sequences: int,
     fixed: Mapping[str, Any],
@@ -390,12 +318,12 @@ def _batches(
     micro-batch if free.
     """
     per_replica = max(1, round(num_sequences / shape.num_replicas))
-    most = max(8, MOST_TOKENS_AT_ONCE // job.sequence_length)
+    most = max(8, MOST_TOKENS_AT_ONCE // ask.sequence_length)
     sizes = [size for size in _MICRO_BATCHES if size <= most and per_replica % size == 0]
     recomputed = ["none", "full"]
-    if job.program.saved:
+    if ask.program.saved:
         recomputed = ["full"]
-    elif job.program.selective != "attention" or job.program.attention == "eager":
+    elif ask.program.selective != "attention" or ask.program.attention == "eager":
         recomputed = ["none", "selective", "full"]
     for micro_batch in _values(fixed, "micro_batch", sizes):
         counts = [fixed.get("micro_batches", max(1, round(per_replica / micro_batch)))]

@@ -1,113 +1,214 @@
-"""The state alone: weights, gradients and optimizer states of a number of parameters, on each chip
-of a layout.
+"""State: bytes of weights, gradients and optimizer states that a rank holds between steps.
+
+The storage's fields (:mod:`narrowgauge.spec.storages`) give the bytes per parameter. We multiply
+them by a rank's number of parameters of each kind.
+
+Source: Rajbhandari et al., ZeRO, arXiv 1910.02054, section 5: stage 1 shards optimizer states, 2
+gradients, 3 weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from itertools import product
-from operator import itemgetter
-from typing import Any
+from functools import lru_cache
+from typing import NamedTuple
 
-from narrowgauge.errors import ChipError, RecipeError
-from narrowgauge.planner.candidates import STORAGE_RECIPES, read_recipes, suited_recipes
-from narrowgauge.planner.job import OPTIMIZER_STATES
-from narrowgauge.planner.layouts import Layout, read_layout
-from narrowgauge.planner.model_state import RANKS, bytes_per_parameter, shared
-from narrowgauge.planner.units import axes_text, bytes_text, count_text
-from narrowgauge.runs.finding import counted
-from narrowgauge.spec.chips import Chip, get_chip
-from narrowgauge.spec.recipes import Recipe
-from narrowgauge.spec.tables import Column, Row, Table
-
-SENTENCES = (
-    "Only the state is counted (weights, gradients and optimizer states). narrowgauge plan run "
-    "adds activations, logits and "
-    "buffers.",
-    "While resuming, optimizer states exist twice: those that were made, and those of the "
-    "checkpoint.",
-)
+from narrowgauge.planner.ask import OPTIMIZER_STATES, Ask
+from narrowgauge.planner.layouts import Layout
+from narrowgauge.planner.program import DEFAULT, Part, Program, adapters_of
+from narrowgauge.planner.shapes import Architecture, Matmul
+from narrowgauge.spec.storages import VISIBLE, Code, Storage, for_vectors, width_of
+from narrowgauge.spec.update_rules import UPDATE_RULES
 
 
-def plan_state(
-    params: float,
-    *,
-    recipes: str | Recipe | Sequence[str | Recipe] = (),
-    chip: Sequence[str] = (),
-    chips: Sequence[int] = (),
-    layout: str | Mapping[str, Any] = "",
-    optimizer: str = "adamw",
-) -> list[Row]:
-    """Return the state of ``params`` parameters on a chip in bytes, the smallest first for each
-    number of chips.
+class Bytes(NamedTuple):
+    """Hold bytes of parameters: weights as the model sees them, gradients, and the remaining
+    optimizer state.
 
-    Args:
-        recipes: by default every storage of bfloat16 weights.
-        chip: names, to compare the state with their memory.
-        chips: numbers of chips. Those that the layout does not use shard the state.
-        layout, optimizer: as in :func:`narrowgauge.planner.plan.plan`.
+    ``whole`` is optimizer state that is never sharded.
+    """
+
+    weights: float = 0.0
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    whole: float = 0.0
+
+    def plus(self, other: Bytes, factor: float = 1.0) -> Bytes:
+        """Return the sum with ``factor`` times other bytes."""
+        return Bytes(
+            self.weights + factor * other.weights,
+            self.gradients + factor * other.gradients,
+            self.optimizer + factor * other.optimizer,
+            self.whole + factor * other.whole,
+        )
+
+    def times(self, factor: float) -> Bytes:
+        """Return ``factor`` times these bytes."""
+        return Bytes().plus(self, factor)
+
+
+_FACTOR_BYTES = 4  # per row and column of a matrix under Adafactor
+RANKS: dict[str, int] = {}
+"""Default rank of the subspace, by low-rank rule."""
+for _row in UPDATE_RULES.values():
+    for _option in _row.options:
+        if _option.name == "rank":
+            RANKS[_row.name] = int(_option.default)
+
+
+@lru_cache(maxsize=256)
+def bytes_per_parameter(storage: Storage) -> Bytes:
+    """Return the bytes of one parameter, without scales by row.
 
     Example:
-        >>> [row["total"] / 1e9 for row in plan_state(10e9, recipes=["bfloat16/master", "bfloat16/word"])]
-        [80.0, 160.0]
+        >>> from narrowgauge.spec.storages import STORAGES
+        >>> bytes_per_parameter(STORAGES["word"])
+        Bytes(weights=2.0, gradients=2.0, optimizer=4.0, whole=0.0)
     """
-    if not 1 <= params < 1e18:
-        raise RecipeError(
-            f"Cannot plan {params:g} parameters.", "Give a number above 1, such as 10e9."
-        )
+    visible = VISIBLE[storage.visible][0] / 8
+    return Bytes(visible, visible, sum(map(width_of, storage.packing)) / 8)
+
+
+class ModelState(NamedTuple):
+    """Hold a model's state by stage: embedding and learned positions on the first, head and last
+    norm on the last.
+
+    A tied head is on both stages if they differ. ``layers`` exclude experts. ``reference`` is a
+    frozen copy of the model.
+    """
+
+    layers: Bytes
+    experts: Bytes
+    embedding: Bytes
+    head: Bytes
+    reference: Bytes
+
+
+@lru_cache(maxsize=256)
+def state_of(
+    a: Architecture, storage: Storage, optimizer: str = "adamw", tensor: int = 1, expert_tensor: int = 1,
+    program: Program = DEFAULT,
+) -> ModelState:  # fmt: skip
+    """Return the state of a model on each of ``tensor`` ranks.
+
+    ``expert_tensor`` ranks shard an expert's matrices.
+
+    A rule for matrices leaves vectors to AdamW, and all but Adafactor leave it embedding and head,
+    too. The program's table of parts says what is frozen, and in which format.
+    """
+    of_vectors = outer = optimizer
+    if UPDATE_RULES[optimizer].is_matrix:
+        of_vectors = "adamw"
+        if optimizer != "adafactor":
+            outer = "adamw"
+    vector_storage = for_vectors(storage).keeping(OPTIMIZER_STATES[of_vectors])
+    vectors = _vector_state(vector_storage, program.part("norms"))
+    embeddings = program.part("embeddings")
+    positions = _vector_state(storage.keeping(OPTIMIZER_STATES[outer]), embeddings)
+
+    def state(matmul: Matmul, rule: str, ranks: int, part: Part) -> Bytes:
+        biases = vectors.times(matmul.count * matmul.out_features * matmul.has_bias)
+        return biases.plus(_matrix_state(storage, rule, matmul, ranks, part))
+
+    layers = vectors.times(a.vectors)
+    experts = Bytes()
+    for matmul in a.layer_matmuls:
+        part = program.part_of(matmul)
+        if matmul.is_expert:
+            experts = experts.plus(state(matmul, optimizer, expert_tensor, part))
+        else:
+            layers = layers.plus(state(matmul, optimizer, tensor, part))
+    for matmul in adapters_of(a, program):
+        layers = layers.plus(state(matmul, optimizer, tensor, Part()))
+    embedding = Matmul("embed_tokens", a.hidden_size, a.vocab_size, 1, "head", "column")
+    first = state(embedding, outer, tensor, embeddings)
+    first = first.plus(positions, a.positions * a.hidden_size)
+    last = vectors.times(a.outer_vectors)
+    if not a.tie_embeddings:
+        last = last.plus(state(a.matmuls[-1], outer, tensor, program.part("head")))
+    copy = Bytes()
+    if program.reference is not None:
+        copy = Bytes(program.reference.bytes * a.num_parameters / tensor)
+    return ModelState(layers, experts, first, last, copy)
+
+
+def _vector_state(storage: Storage, part: Part) -> Bytes:
+    """Return the state of one parameter of a vector."""
+    return bytes_per_parameter(storage) if part.trains else Bytes(part.bytes)
+
+
+def _matrix_state(
+    storage: Storage, optimizer: str, matmul: Matmul, ranks: int, part: Part
+) -> Bytes:
+    """Return the state of a matmul's weights; ``ranks`` shard them if the matmul is split."""
+    share = 1.0 if matmul.split == "none" else 1 / ranks
+    if not part.trains:
+        return Bytes(part.bytes * matmul.num_elements * share)
+    row = storage.keeping(OPTIMIZER_STATES[optimizer])
+    beside = row.bytes_per_row * matmul.count * matmul.out_features
+    if optimizer == "adafactor":
+        beside += _FACTOR_BYTES * matmul.count * (matmul.in_features + matmul.out_features)
+    state = bytes_per_parameter(row).times(matmul.num_elements).plus(Bytes(optimizer=beside))
+    whole = 0.0
     if optimizer in RANKS:
-        raise RecipeError(
-            f"Cannot count the states of {optimizer} without shapes of matrices.",
-            "narrowgauge plan run --model …",
-        )
-    fixed = read_layout(layout)
-    base = Layout(**fixed)
-    places: list[Chip | None] = [*map(get_chip, chip)] or [None]
-    compared = read_recipes(recipes, optimizer) or suited_recipes(STORAGE_RECIPES, None, optimizer)
-    # Chips that the layout does not use shard the state, or replicate it.
-    open_axis = "data" if "shard" in fixed else "shard"
-    rows: list[Row] = []
-    for number, place, recipe in product(chips or [base.num_ranks], places, compared):
-        ranks, rest = divmod(number, base.num_ranks)
-        if rest or ranks < 1 or (ranks > 1 and open_axis in fixed):
-            raise ChipError(
-                f"Cannot place a layout of {counted(base.num_ranks, 'chip')} on {number}.",
-                "Name all its axes, or none.",
-            )
-        axes = replace(base, **{open_axis: getattr(base, open_axis) * ranks})
-        storage = recipe.storage.keeping(OPTIMIZER_STATES[optimizer])
-        on_rank = bytes_per_parameter(storage) * (params / axes.tensor / axes.pipeline)
-        state = shared(on_rank, axes, axes.num_sharing)
-        total = state.weights + state.gradients + state.optimizer
-        row = {
-            "recipe": recipe.title,
-            "bytes_per_param": storage.bytes_per_param,
-            "layout": axes_text(axes),
-            "chips": number,
-            "weights": state.weights,
-            "gradients": state.gradients,
-            "optimizer": state.optimizer,
-            "total": total,
-            "resuming": state.weights + 2 * state.optimizer,
-        }
-        if place is not None:
-            row |= {"chip": place.name, "free": place.memory_bytes - total}
-        rows.append(row)
-    return sorted(rows, key=itemgetter("chips", "total"))
+        whole = float(matmul.count * _subspace_bytes(storage, optimizer, matmul))
+    return state.times(share).plus(Bytes(whole=whole))
 
 
-def state_table(rows: Sequence[Row], params: float) -> Table:
-    """Return a table of the states of ``params`` parameters."""
-    columns = [
-        Column("recipe", "recipe", code=True),
-        Column("B/param", "bytes_per_param", right=True),
-        Column("layout", "layout"),
-        Column("all chips", lambda row: bytes_text(row["total"] * row["chips"]), right=True),
-        Column("a chip", lambda row: bytes_text(row["total"]), right=True),
-        Column("while resuming", lambda row: bytes_text(row["resuming"]), right=True),
-    ]
-    if "chip" in rows[0]:
-        columns.append(Column("chip", "chip"))
-        columns.append(Column("free", lambda row: bytes_text(row["free"]), right=True))
-    return Table(tuple(columns), list(rows), f"{count_text(params)} parameters")
+def _subspace_bytes(storage: Storage, optimizer: str, matmul: Matmul) -> int:
+    """Return the bytes of a matrix's basis and of the moments of its coordinates.
+
+    Every rank holds all of them.
+
+    Source: :mod:`narrowgauge.optim.rules.matrix`, ``rank · (shorter + 2 · longer side)`` values,
+    and scales of their rows.
+    """
+    shorter, longer = sorted((matmul.in_features, matmul.out_features))
+    first = _code_bytes(storage.exp_avg)
+    second = _code_bytes(storage.exp_avg_sq)
+    scale = 4 * storage.exp_avg.scaled
+    scales = scale + 4 * storage.exp_avg_sq.scaled
+    rank = min(RANKS[optimizer], shorter)
+    num_rows = longer
+    if matmul.out_features < matmul.in_features:
+        num_rows = rank
+    total = rank * (shorter * first + longer * (first + second))
+    total += shorter * scale + num_rows * scales
+    if optimizer == "gradnorm_lorp":
+        total += 8 * matmul.in_features  # lengths
+    return total
+
+
+def _code_bytes(code: Code) -> int:
+    return width_of([(code.name, code.bits)]) // 8
+
+
+def state_of_ask(ask: Ask) -> ModelState:
+    """Return the state of an ask's model on one of its tensor ranks."""
+    layout = ask.layout
+    ranks = layout.tensor, layout.expert_tensor_ranks
+    return state_of(ask.architecture, ask.recipe.storage, ask.optimizer, *ranks, ask.program)
+
+
+def on_stage(ask: Ask, layers: float, stage: int) -> tuple[Bytes, Bytes]:
+    """Return a stage's state on a rank before ZeRO: experts, and the rest.
+
+    The first stage has the embedding, the last the head.
+    """
+    state = state_of_ask(ask)
+    share = layers / ask.architecture.num_layers
+    rest = state.layers.plus(state.reference).times(share)
+    is_last = stage == ask.layout.pipeline - 1
+    if stage == 0 or (is_last and ask.architecture.tie_embeddings):
+        rest = rest.plus(state.embedding)
+    if is_last:
+        rest = rest.plus(state.head)
+    return state.experts.times(share / ask.layout.expert), rest
+
+
+def shared(state: Bytes, layout: Layout, ranks: int) -> Bytes:
+    """Return the state on one of ``ranks`` under the layout's ZeRO stage."""
+    return Bytes(
+        state.weights / (ranks if layout.zero >= 3 else 1),
+        state.gradients / (ranks if layout.zero >= 2 else 1),
+        state.optimizer / (ranks if layout.zero >= 1 else 1) + state.whole,
+    )

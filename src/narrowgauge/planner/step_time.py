@@ -15,10 +15,8 @@ import math
 from collections.abc import Iterator
 
 from narrowgauge.errors import ChipError, RecipeError
-from narrowgauge.planner.collectives import layer_exchanges, parameters_of, state_exchanges
-from narrowgauge.planner.efficiency import median_of
-from narrowgauge.planner.host import host_parts, host_terms
-from narrowgauge.planner.job import Job
+from narrowgauge.planner.ask import Ask
+from narrowgauge.planner.exchanges import layer_exchanges, parameters_of, state_exchanges
 from narrowgauge.planner.layer_times import (
     Seconds,
     attention_seconds,
@@ -51,7 +49,7 @@ _GROUPS = {
 }
 
 
-def step_terms(job: Job) -> Terms:
+def step_terms(ask: Ask) -> Terms:
     """Return the seconds of an optimizer step of the whole job, by group.
 
     Raises:
@@ -59,25 +57,23 @@ def step_terms(job: Job) -> Terms:
             the cluster has chips.
         RecipeError: the layout does not suit the model.
     """
-    check_job(job)
-    layers, has_head = stage_layers(job.architecture.num_layers, job.layout.pipeline)
+    check_ask(ask)
+    layers, has_head = stage_layers(ask.architecture.num_layers, ask.layout.pipeline)
     # Expert ranks are among the ranks that shard a replica's state. So fewer ranks shard each
     # expert's state.
-    dense, experts = parameters_of(job, layers)
-    sharing = job.layout.sharing(1)
-    number = dense / sharing + experts / job.layout.sharing_experts(sharing)
-    if not job.program.trains_all:
-        number = job.trained_parameters * layers / job.architecture.num_layers / sharing
-    away = host_parts(job, layers, has_head)
-    near = max(0.0, number - away.trained)
-    seconds = optimizer_seconds(job, near)
-    formula = f"{near:.3g} parameters × {job.bytes_per_param:g} B read and written"
+    dense, experts = parameters_of(ask, layers)
+    sharing = ask.layout.sharing(1)
+    number = dense / sharing + experts / ask.layout.sharing_experts(sharing)
+    if not ask.program.trains_all:
+        number = ask.trained_parameters * layers / ask.architecture.num_layers / sharing
+    seconds = optimizer_seconds(ask, number)
+    formula = f"{number:.3g} parameters × {ask.bytes_per_param:g} B read and written"
     name = "states read and written"
     optimizer = Term("optimizer", name, seconds, formula, "bytes of the storage")
-    terms = [*_stage_terms(job, layers, has_head), optimizer]
-    terms += _waiting_terms(job, number, sum(term.value for term in terms))
-    if job.correction != 1:
-        terms = [_corrected(term, job.correction) for term in terms]
+    terms = [*_stage_terms(ask, layers, has_head), optimizer]
+    terms += _waiting_terms(ask, number, sum(term.value for term in terms))
+    if ask.correction != 1:
+        terms = [_corrected(term, ask.correction) for term in terms]
     return Terms(tuple(terms))
 
 
@@ -87,28 +83,28 @@ def _corrected(term: Term, correction: float) -> Term:
     return term._replace(value=term.value * correction, formula=formula)
 
 
-def check_job(job: Job) -> None:
+def check_ask(ask: Ask) -> None:
     """Raise if a job cannot run."""
-    architecture = job.architecture
-    layout = job.layout
-    chip = job.chip
-    if chip.rate_format(job.recipe.dtype) not in chip.peak_tflops:
+    architecture = ask.architecture
+    layout = ask.layout
+    chip = ask.chip
+    if chip.rate_format(ask.recipe.dtype) not in chip.peak_tflops:
         raise ChipError(
-            f"Cannot run {job.recipe.name} on {chip.name} because it does not multiply "
-            f"{job.recipe.dtype}.",
+            f"Cannot run {ask.recipe.name} on {chip.name} because it does not multiply "
+            f"{ask.recipe.dtype}.",
             f"It multiplies {', '.join(chip.peak_tflops)}.",
         )
-    if layout.num_ranks > job.cluster.chips:
+    if layout.num_ranks > ask.cluster.chips:
         raise ChipError(
-            f"Cannot place a layout of {layout.num_ranks} ranks on {job.cluster.chips} chips.",
+            f"Cannot place a layout of {layout.num_ranks} ranks on {ask.cluster.chips} chips.",
             "Shard less, or add chips.",
         )
-    if not job.trained_parameters:
+    if not ask.trained_parameters:
         raise RecipeError(
             f"Cannot plan {architecture.name} because nothing of it trains.",
             "Leave a part trained, or name --lora.",
         )
-    why = unsuited(architecture, layout, job.sequence_length)
+    why = unsuited(architecture, layout, ask.sequence_length)
     if why:
         raise RecipeError(
             f"{architecture.name} cannot run in this layout: {why}.", "Choose a divisor."
@@ -132,10 +128,10 @@ def stage_layers(num_layers: int, stages: int) -> tuple[int, bool]:
     return math.ceil((num_layers + 2) / stages), False
 
 
-def _micro_batch_seconds(job: Job) -> tuple[dict[str, float], dict[str, float]]:
+def _micro_batch_seconds(ask: Ask) -> tuple[dict[str, float], dict[str, float]]:
     """Return the seconds of a micro-batch by group: for all layers, and for head and loss."""
-    layout = job.layout
-    program = job.program
+    layout = ask.layout
+    program = ask.program
     again = dict.fromkeys(_GROUPS, float(layout.recompute == "full"))
     if layout.recompute == "selective":
         again |= _AGAIN[program.selective]
@@ -150,15 +146,15 @@ def _micro_batch_seconds(job: Job) -> tuple[dict[str, float], dict[str, float]]:
         return seconds.forward * (1 + repeated) + seconds.backward + seconds.once * once_share
 
     ranks = layout.tensor, layout.expert, layout.expert_tensor_ranks
-    question = job.architecture, job.recipe, ranks, job.tokens, job.chip, job.efficiency, program
+    question = ask.architecture, ask.recipe, ranks, ask.tokens, ask.chip, ask.efficiency, program
     matmuls, casts = linear_seconds(*question, is_head=False)
     head, head_casts = linear_seconds(*question, is_head=True)
     of_layers = {
         "matmuls": matmuls,
         "casts": casts,
-        "attention": attention_seconds(job),
-        "elementwise": elementwise_seconds(job),
-        "gaps": mixture_seconds(job),
+        "attention": attention_seconds(ask),
+        "elementwise": elementwise_seconds(ask),
+        "gaps": mixture_seconds(ask),
     }
     has_reference = program.reference is not None  # whose forward pass runs, too
     body = {}
@@ -167,23 +163,23 @@ def _micro_batch_seconds(job: Job) -> tuple[dict[str, float], dict[str, float]]:
     if program.saved == "host" and layout.recompute == "full":
         # Each layer's input leaves in forward and comes back in backward; computing hides it up to
         # the link's rate.
-        stream = job.tokens * job.architecture.hidden_size * job.width * job.architecture.num_layers
-        rate = 1e9 * job.chip.host_gb_per_second * job.efficiency["host"]
+        stream = ask.tokens * ask.architecture.hidden_size * ask.width * ask.architecture.num_layers
+        rate = 1e9 * ask.chip.host_gb_per_second * ask.efficiency["host"]
         body["gaps"] += max(0.0, 2 * stream / rate - sum(body.values()))
     return body, {
         "matmuls": total(head) + has_reference * head.forward,
         "casts": total(head_casts),
-        "loss": total(loss_seconds(job)),
+        "loss": total(loss_seconds(ask)),
     }
 
 
-def _stage_terms(job: Job, layers: int, has_head: bool) -> Iterator[Term]:
+def _stage_terms(ask: Ask, layers: int, has_head: bool) -> Iterator[Term]:
     """Yield a stage's computing and exchanges for all micro-batches, and its wait for other stages."""
-    layout = job.layout
-    library = job.efficiency["library"]
-    batches = job.layout.micro_batches
-    body, tail = _micro_batch_seconds(job)
-    share = layers / job.architecture.num_layers
+    layout = ask.layout
+    library = ask.efficiency["library"]
+    batches = layout.micro_batches
+    body, tail = _micro_batch_seconds(ask)
+    share = layers / ask.architecture.num_layers
     groups = {group: seconds * share for group, seconds in body.items()}
     for group, seconds in tail.items():
         groups[group] = groups.get(group, 0.0) + seconds * has_head
@@ -191,14 +187,13 @@ def _stage_terms(job: Job, layers: int, has_head: bool) -> Iterator[Term]:
     for group, seconds in groups.items():
         if seconds:
             name, source = _GROUPS[group]
-            formula = f"{batches} × {seconds:.3g} s, {layers} layers on {job.chip.name}"
+            formula = f"{batches} × {seconds:.3g} s, {layers} layers on {ask.chip.name}"
             yield Term(group, name, batches * seconds, formula, source)
     formula = f"{batches} × {busy:.3g} s × (1 / {library:.3g} - 1)"
-    source = f"{job.efficiency.engines}: what it reaches of its kernels' sum"
+    source = f"{ask.program.text} on {ask.chip.architecture}: what it reaches of its kernels' sum"
     yield Term("gaps", "between kernels", batches * busy * (1 / library - 1), formula, source)
-    yield from layer_exchanges(job, layers, busy, groups["attention"])
-    yield from state_exchanges(job, layers, busy)
-    yield from host_terms(job, host_parts(job, layers, has_head), busy)
+    yield from layer_exchanges(ask, layers, busy, groups["attention"])
+    yield from state_exchanges(ask, layers, busy)
     if layout.pipeline > 1:
         waiting = max(sum(body.values()) + sum(tail.values()) - busy, 0.0)
         formula = f"{layout.pipeline - 1} other stages, {waiting:.3g} s a micro-batch, / {layout.interleave}"
@@ -207,12 +202,12 @@ def _stage_terms(job: Job, layers: int, has_head: bool) -> Iterator[Term]:
         yield Term("bubble", name, bubble, formula, "arXiv 2104.04473")
 
 
-def _waiting_terms(job: Job, number: float, seconds: float) -> Iterator[Term]:
+def _waiting_terms(ask: Ask, number: float, seconds: float) -> Iterator[Term]:
     """Yield waiting times, in proportion to the ``seconds`` of a step; a rank has the states of
     ``number`` parameters.
     """
-    chips = job.layout.num_ranks
-    shares = job.efficiency
+    chips = ask.layout.num_ranks
+    shares = ask.efficiency
     if chips > 1:
         # The expected excess of the slowest chip over the mean.
         late = shares["spread"] * math.sqrt(2 * math.log(chips))
@@ -220,12 +215,7 @@ def _waiting_terms(job: Job, number: float, seconds: float) -> Iterator[Term]:
         source = "an assumption; Sinha et al., SC 2022"
         yield Term("waiting", "for the slowest chip", seconds * late, formula, source)
         seconds *= 1 + late
-    beyond = median_of("named" if job.software else "assumed", job.kind) - 1
-    if beyond:
-        formula = f"{seconds:.3g} s × {beyond:.3g}, the median of published runs of this kind"
-        source = "benchmarks/published_runs.py"
-        yield Term("waiting", "beyond the terms", seconds * beyond, formula, source)
-    saved = number * job.bytes_per_param / (1e9 * job.chip.host_gb_per_second * shares["host"])
+    saved = number * ask.bytes_per_param / (1e9 * ask.chip.host_gb_per_second * shares["host"])
     formula = f"{saved:.3g} s to the host's memory every {CHECKPOINT_SECONDS:,.0f} s"
     copying = seconds * saved / CHECKPOINT_SECONDS
     yield Term(UNSTEADY_GROUP, "copying states", copying, formula, "an assumption")

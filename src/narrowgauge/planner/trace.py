@@ -1,20 +1,18 @@
-"""A trace of ``torch.profiler``, its time divided into the groups of a plan's step.
+"""A trace of ``torch.profiler``, its time summed by the groups of a plan's step.
 
-Of a GPU the kernels count, of a CPU the innermost operations. Each moment counts once: of work that
-runs at once, the group that stands first in :data:`GROUPS` has it. So communication is what no
-computing hides, as in a plan. Of several GPUs the times are means, from the first kernel of all to
-the last.
+Of a GPU the kernels count, of a CPU the time of each operation without those that it calls. Names
+decide (``data/trace_names.toml``). Kernels that run at once all count.
 """
 
 from __future__ import annotations
 
 import gzip
-import math
 import re
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,36 +23,21 @@ from narrowgauge.spec.tables import Column, Table, number_columns
 from narrowgauge.spec.toml import load_data
 
 UNKNOWN = "unrecognized"
-GROUPS = (
-    *("matmuls", "attention", "loss", "optimizer", "casts", "elementwise"),
-    *(UNKNOWN, "communication", "copies", "loader", "gaps"),
-)
-"""Groups of a trace. All but ``unrecognized``, ``copies`` and ``loader`` are groups of a plan."""
+_PATTERNS = load_data("trace_names", "planner")
+_KERNELS = {"kernel", "gpu_memcpy", "gpu_memset"}
 _WITH_CALLEES = {"optimizer", "loader", "communication", "loss", "attention", "casts"}
 """Groups of operations whose callees belong to them, whatever they are."""
-_NAMED_KERNELS = {"communication", "attention", "loss", "matmuls", "copies"}
-"""Groups that a kernel's name tells better than the operation that launched it."""
-_MARKS = ("ProfilerStep#", "Optimizer.step#", "enumerate(DataLoader)#")
-_LAUNCHES = {"cuda_runtime", "cuda_driver"}
-# Bound of a time in microseconds, some 30,000 years. Beyond it a file is broken.
-_LIMIT = 1e18
 _BROKEN = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-_PATTERNS = load_data("trace_names", "planner")
-# Seconds of each group, by its place in GROUPS and, where not recognized, the name.
-Times = dict[tuple[int, str], float]
 
 
 class Span(NamedTuple):
-    """Work from ``start`` to ``end``, in microseconds; then what the profiler says of it."""
+    """Hold an event in microseconds, and what the profiler says of it."""
 
     start: float
     end: float
-    group: str
     name: str
-    kind: str = ""
-    thread: str = ""
-    device: str = ""
-    correlation: str = ""
+    kind: str
+    place: str
 
 
 @dataclass(frozen=True)
@@ -63,7 +46,7 @@ class StepTimes:
 
     Args:
         steps: number of recorded steps.
-        seconds: of a step, by those of :data:`GROUPS` that have any.
+        seconds: of a step, by group.
         names: seconds of a step by name, of what was not recognized; the longest first.
         planned: seconds of a step by group, of a plan.
         plan: tokens of a step of the plan, and whether it fits, as the title of its column.
@@ -87,15 +70,14 @@ class StepTimes:
         if self.planned:
             columns += number_columns(**{self.plan: "plan"})
         rows = []
-        for group in dict.fromkeys((*GROUPS, *self.planned)):
+        for group in dict.fromkeys((*self.seconds, *self.planned)):
             row = {"group": group}
             for name, seconds in (("trace", self.seconds), ("plan", self.planned)):
                 row[name] = ""
                 if seconds.get(group):
                     share = seconds[group] / sum(seconds.values())
                     row[name] = f"{duration_text(seconds[group])} {share:6.1%}"
-            if row["trace"] or row["plan"]:
-                rows.append(row)
+            rows.append(row)
         return Table(tuple(columns), rows)
 
     def __str__(self) -> str:
@@ -115,7 +97,7 @@ def is_trace(path: Path) -> bool:
 
 
 def read_trace(path: Path, plan: Path | None = None) -> StepTimes:
-    """Divide the time of a trace into groups.
+    """Sum the time of a trace by group.
 
     Args:
         path: written by ``profiler.export_chrome_trace``, plain or compressed.
@@ -130,24 +112,35 @@ def read_trace(path: Path, plan: Path | None = None) -> StepTimes:
             f"No trace in {path}: it has no list 'traceEvents'.",
             "Name a file of profiler.export_chrome_trace, a run folder, or a log.",
         )
-    events = list(_timed(rows))
-    spans, launched_by, steps = _host_spans(events)
-    kernels = _device_spans(events, launched_by)
-    device = {0: "CPU", 1: "GPU"}.get(len(kernels), f"mean of {len(kernels)} GPUs")
-    loads = [span for span in spans if span.group == "loader"]
-    times = _mean_times(kernels or [spans], loads, steps)
-    seconds: dict[str, float] = defaultdict(float)
-    for (place, _), time in sorted(times.items()):
-        seconds[GROUPS[place]] += time
-    if not any(seconds.values()):
+    events = list(_spans(rows))
+    marks = {span.name for span in events if span.name.startswith("ProfilerStep#")}
+    kernels = [span for span in events if span.kind in _KERNELS]
+    places = {span.place for span in kernels}
+    if kernels:
+        times = _kernel_times(kernels)
+    else:
+        times = _operation_times([span for span in events if "Profiler" not in span.name])
+    if not times:
         raise RecordError(
             f"No time in {path}: it has no operation and no kernel.",
             "Record with activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA].",
         )
-    longest = sorted(times, key=times.__getitem__, reverse=True)
-    names = {key[1]: times[key] for key in longest if GROUPS[key[0]] == UNKNOWN}
+    # The profiler opens a mark at the last step(), in which nothing runs.
+    steps = max(1, len(marks) - 1)
+    seconds: dict[str, float] = defaultdict(float)
+    names: dict[str, float] = defaultdict(float)
+    for (group, name), microseconds in times.items():
+        value = 1e-6 * microseconds / steps / max(1, len(places))
+        seconds[group] += value
+        if group == UNKNOWN:
+            names[name] += value
+    device = f"mean of {len(places)} GPUs" if len(places) > 1 else ("GPU" if kernels else "CPU")
     planned = _planned(plan) if plan else ({},)
-    return StepTimes(path.name, device, steps, dict(seconds), names, *planned)
+    return StepTimes(path.name, device, steps, _sorted(seconds), _sorted(names), *planned)
+
+
+def _sorted(seconds: dict[str, float]) -> dict[str, float]:
+    return dict(sorted(seconds.items(), key=itemgetter(1), reverse=True))
 
 
 def _load(path: Path) -> Any:
@@ -167,10 +160,10 @@ def _planned(path: Path) -> tuple[dict[str, float], str]:
     """Return the seconds of a step by group, of the best option of a plan, and its title."""
     try:
         option = _load(path)["options"][0]
-        seconds = {name: _number(value) for name, value in option["step_seconds"].items()}
+        seconds = {name: float(value) for name, value in option["step_seconds"].items()}
         del seconds["total"]
         fits = "" if option["fits"] else ", does not fit"
-        return seconds, f"plan of {count_text(_number(option['tokens_per_step']))} tokens{fits}"
+        return seconds, f"plan of {count_text(float(option['tokens_per_step']))} tokens{fits}"
     except _BROKEN as error:
         raise RecordError(
             f"No plan in {path}: it has no 'step_seconds', 'tokens_per_step' or 'fits'.",
@@ -178,112 +171,53 @@ def _planned(path: Path) -> tuple[dict[str, float], str]:
         ) from error
 
 
-def _number(value: Any) -> float:
-    if not 0 <= (number := float(value)) < _LIMIT:
-        raise ValueError(value)
-    return number
-
-
-def _timed(rows: Iterable[Any]) -> Iterator[Span]:
-    """Return the events that have a start and a duration."""
+def _spans(rows: list[Any]) -> Iterator[Span]:
+    """Yield the operations, kernels and marks that have a start and a duration."""
+    kinds = {"cpu_op", "user_annotation", *_KERNELS}
     for row in rows:
         try:
-            row = {**row.get("args", {}), **row}
-            start, duration = _number(row["ts"]), _number(row["dur"])
+            start = float(row["ts"])
+            end = start + float(row["dur"])
+            if row["ph"] == "X" and row["cat"] in kinds and 0 <= start <= end < 1e18:
+                place = row.get("args", {}).get("device", row["tid"])
+                yield Span(start, end, str(row["name"]), row["cat"], str(place))
         except _BROKEN:
             continue
-        if row.get("ph") == "X":
-            keys = ("name", "cat", "tid", "device", "correlation")
-            yield Span(start, start + duration, UNKNOWN, *(str(row.get(key)) for key in keys))
 
 
-def _group(kind: str, name: str) -> str:
-    for group, pattern in _PATTERNS[kind].items():
+def _group(table: str, name: str) -> str:
+    for group, pattern in _PATTERNS[table].items():
         if re.search(pattern, name, re.IGNORECASE):
             return str(group)
     return UNKNOWN
 
 
-def _host_spans(events: Iterable[Span]) -> tuple[list[Span], dict[str, str], int]:
-    """Return the time of the innermost operations of each thread, the group of the operation that
-    launched each kernel, by correlation, and the number of steps.
-
-    A mark in which nothing starts is no step: the profiler opens one at the last ``step()``.
-    """
-    threads = defaultdict(list)
-    for event in events:
-        is_mark = event.kind == "user_annotation" and event.name.startswith(_MARKS)
-        if is_mark or event.kind in {"cpu_op", *_LAUNCHES}:
-            threads[event.thread].append(event)
-    spans: list[Span] = []
-    launched_by = {}
-    outermost = set()
-    for thread in threads.values():
-        running: list[Span] = []
-        for event in sorted(thread, key=lambda event: (event.start, -event.end)):
-            spans += _leave(running, event.start)
-            outer = running[-1].group if running else "gaps"
-            if running and (event.kind == "cpu_op" or "Launch" in event.name):
-                outermost.add(running[0].name)
-            if event.kind in _LAUNCHES:
-                launched_by[event.correlation] = outer
-                continue
-            if running:
-                spans.append(running[-1]._replace(end=event.start))
-            group = _group("operations", event.name)
-            if outer in _WITH_CALLEES or (group == UNKNOWN and outer != "gaps"):
-                group = outer
-            running.append(event._replace(group=group))
-        spans += _leave(running, math.inf)
-    steps = {name for name in outermost if name.startswith(_MARKS[0])}
-    spans = [s for s in spans if s.name in steps or not s.name.startswith(_MARKS[0])]
-    return spans, launched_by, len(steps) or 1
+def _kernel_times(kernels: list[Span]) -> dict[tuple[str, str], float]:
+    """Return the microseconds of kernels by group and name, and of the gaps between them."""
+    times: dict[tuple[str, str], float] = defaultdict(float)
+    busy: dict[str, float] = {}
+    for span in sorted(kernels):
+        times[_group("kernels", span.name), span.name] += span.end - span.start
+        before = busy.get(span.place, span.start)
+        times["gaps", ""] += max(0.0, span.start - before)
+        busy[span.place] = max(before, span.end)
+    return times
 
 
-def _leave(running: list[Span], time: float) -> Iterator[Span]:
-    """End the operations that end before a time. Yield what was left of each."""
-    while running and running[-1].end <= time:
-        ended = running.pop()
-        yield ended
-        if running:
-            running[-1] = running[-1]._replace(start=ended.end)
-
-
-def _device_spans(events: Iterable[Span], launched_by: Mapping[str, str]) -> list[list[Span]]:
-    """Return the kernels and copies of each GPU."""
-    devices = defaultdict(list)
-    for event in events:
-        if event.kind not in {"kernel", "gpu_memcpy", "gpu_memset"}:
-            continue
-        group = _group("kernels", event.name)
-        outer = launched_by.get(event.correlation, UNKNOWN)
-        kept = {"communication"} if outer == "optimizer" else _NAMED_KERNELS
-        if outer not in ("gaps", UNKNOWN) and group not in kept:
-            group = outer
-        devices[event.device].append(event._replace(group=group))
-    return list(devices.values())
-
-
-def _mean_times(parts: list[list[Span]], loads: list[Span], steps: int) -> Times:
-    """Return the times of a step, as means over the parts.
-
-    Their sum is the time from the first start to the last end.
-    """
-    ends = [time for part in parts for span in part for time in span[:2]] or [0.0]
-    whole = Span(min(ends), max(ends), "gaps", "")
-    times: Times = defaultdict(float)
-    for part in parts:
-        changes = []
-        for span in (*part, *loads, whole):
-            key = (GROUPS.index(span.group), span.name if span.group == UNKNOWN else "")
-            changes += [(span.start, key, 1), (max(span.start, span.end), key, -1)]
-        running: Times = defaultdict(int)
-        before = whole.start
-        for time, key, change in sorted(changes):
-            if before < time <= whole.end:
-                times[min(running)] += 1e-6 * (time - before) / len(parts) / steps
-                before = time
-            running[key] += change
-            if not running[key]:
-                del running[key]
+def _operation_times(events: list[Span]) -> dict[tuple[str, str], float]:
+    """Return the microseconds of operations without those that they call, by group and name."""
+    times: dict[tuple[str, str], float] = defaultdict(float)
+    running: dict[str, list[tuple[Span, str]]] = defaultdict(list)
+    for span in sorted(events, key=lambda span: (span.start, -span.end)):
+        outer = running[span.place]
+        while outer and outer[-1][0].end <= span.start:
+            outer.pop()
+        group = _group("operations", span.name)
+        if outer:
+            caller, of_caller = outer[-1]
+            if of_caller in _WITH_CALLEES or group == UNKNOWN:
+                group = of_caller
+            times[of_caller, caller.name] -= span.end - span.start
+        times[group, span.name] += span.end - span.start
+        outer.append((span, group))
     return times

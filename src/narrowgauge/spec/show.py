@@ -42,6 +42,16 @@ def _table(rows: list[Row], hidden: str = "") -> Table:
     return Table(tuple(columns), rows)
 
 
+def state_table(params: float) -> Table:
+    """Return the bytes of weights, gradients and states of ``params`` parameters, by storage."""
+    rows = []
+    for storage in STORAGES.values():
+        per = storage.bytes_per_param
+        gigabytes = per * params / 1e9
+        rows.append({"name": storage.name, "bytes_per_param": per, "gigabytes": gigabytes})
+    return _table(rows)
+
+
 _NOWHERE = "nowhere: emulated"
 
 # ── rows ──────────────────────────────────────────────────────────────────────────────────────────

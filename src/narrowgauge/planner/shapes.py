@@ -127,6 +127,8 @@ class Architecture:
         has_fused_inputs: queries, keys and values are one matmul.
         window, window_share: attended tokens per layer, None for all; and the fraction of layers
             with that window.
+        num_attention_layers: layers with attention; None for all. The other ones are counted by
+            their matmuls, whose names begin with ``mixer.``.
         counts: of a step of a user's module; None for formulas.
         left_out: parts of the model without planned time and activations; empty if none.
     """
@@ -156,6 +158,7 @@ class Architecture:
     mixture: Mixture | None = None
     latent: LatentAttention | None = None
     left_out: str = ""
+    num_attention_layers: int | None = None
     counts: Counts | None = None
 
     def __hash__(self) -> int:
@@ -170,6 +173,22 @@ class Architecture:
     def num_mixture_layers(self) -> int:
         """Count layers with a mixture."""
         return self.mixture.num_layers if self.mixture else 0
+
+    @property
+    def attention_share(self) -> float:
+        """Return the fraction of layers that have attention."""
+        if self.num_attention_layers is None:
+            return 1.0
+        return self.num_attention_layers / self.num_layers
+
+    @cached_property
+    def mixer_width(self) -> float:
+        """Count the inputs and outputs of the matmuls of other mixers, for a mean layer."""
+        total = 0
+        for matmul in self.matmuls:
+            if matmul.name.startswith("mixer."):
+                total += matmul.count * (matmul.in_features + matmul.out_features)
+        return total / self.num_layers
 
     @property
     def num_experts(self) -> int:
@@ -245,7 +264,8 @@ class Architecture:
         if self.counts:  # all that no linear layer does
             return max(0.0, self.counts.operations - self._matmul_flops)
         per_key = 2 * self.num_heads * (self.query_dim + self.value_dim)
-        return 3 * self.num_layers * per_key * self.mean_keys(sequence_length, is_causal=is_causal)
+        layers = self.num_layers * self.attention_share
+        return 3 * layers * per_key * self.mean_keys(sequence_length, is_causal=is_causal)
 
     def flops_per_token(self, sequence_length: int) -> float:
         """Count a training step's operations per token: ``6`` per multiplied parameter that a token

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import ChipError, DataError, suggestion
-from narrowgauge.planner.efficiency import efficiency_of
 from narrowgauge.spec.chips import Chip, get_chip
 from narrowgauge.spec.toml import load_toml
 
@@ -43,8 +42,6 @@ class Cluster:
         chips: number of all chips.
         interconnect_gbit_per_second: of all network cards of a node; None for the usual rate of
             such nodes.
-        software: a row of :data:`narrowgauge.planner.efficiency.SOFTWARE`; empty for the chip's
-            default assumption.
         host_memory_gb: of a node; None for :data:`HOST_GB_PER_CHIP` for each chip.
         name: for tables and messages.
     """
@@ -53,12 +50,10 @@ class Cluster:
     chips: int
     chips_per_node: int
     interconnect_gbit_per_second: float | None = None
-    software: str = ""
     host_memory_gb: float | None = None
     name: str = ""
 
     def __post_init__(self) -> None:
-        efficiency_of(self.chip, self.software)
         for name, least in _LEAST.items():
             value = getattr(self, name)
             if value is not None and not (least <= value < math.inf):
@@ -132,7 +127,7 @@ def cluster_of(
 
 
 CLUSTER_KEYS: dict[str, str | float] = {
-    "chip": "H100-SXM", "chips": 8, "chips_per_node": 8, "interconnect_gbit_per_second": 3200.0, "software": "torch-2025",
+    "chip": "H100-SXM", "chips": 8, "chips_per_node": 8, "interconnect_gbit_per_second": 3200.0,
     "host_memory_gb": 2048.0,
 }  # fmt: skip
 """Keys of a cluster in a file, with examples of their values."""

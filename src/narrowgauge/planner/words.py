@@ -1,33 +1,26 @@
-"""A plan in tables of at most 120 columns and fixed sentences: options, what fits instead, all
-terms of the best option.
+"""A plan in tables of at most 120 columns and eight fixed sentences: options, what fits instead,
+and all terms of the best option.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
 
 from narrowgauge.planner.candidates import keeps_rate
-from narrowgauge.planner.efficiency import MOST_RESTARTS, RESTARTS, runs_of
-from narrowgauge.planner.estimate import SECONDS_PER_DAY, Estimate
+from narrowgauge.planner.errors import is_checked, runs_of
+from narrowgauge.planner.estimate import MOST_RESTARTS, RESTARTS, SECONDS_PER_DAY, Estimate
 from narrowgauge.planner.nearest import nearest_run
 from narrowgauge.planner.roofline import multiplies
-from narrowgauge.planner.runs_with import programs_of
-from narrowgauge.planner.search import (
-    LEAST_TOKENS_PER_STEP,
-    MOST_TOKENS_PER_STEP,
-    fastest_removed,
-)
+from narrowgauge.planner.search import LEAST_TOKENS_PER_STEP, MOST_TOKENS_PER_STEP
 from narrowgauge.planner.terms import Terms
 from narrowgauge.planner.units import bytes_text, count_text, duration_text, layout_text, unit_of
 from narrowgauge.spec.models import MODELS
 from narrowgauge.spec.tables import Column, Row, Table
 
 _LEAST_SHARE = 0.005
-NOTABLE = 0.03
-"""Fraction of the memory by which another program must differ to be named."""
 _KINDS = {
     "adapters": "adapters",
     "mixture": "mixtures of experts",
@@ -44,35 +37,23 @@ class Plan:
     Args:
         options: best first. Jobs that do not fit come last, the nearest to fitting first.
         model: its name in the question.
-        tokens, days: of the whole run, and its target; None if not asked.
-        shared: with several kinds of chips, one configuration for all: a job on each; empty if none
-            exists.
+        tokens: of the whole run; None if not asked.
         left_out: rows that cannot be planned, and why.
         price: of a chip-hour.
-        fixed: the layout's fixed fields.
         instead: if nothing fits, changes of the question that do, each with its job.
-        removed: a much faster layout of the best row that no program runs, and why.
     """
 
     options: tuple[Estimate, ...]
     model: str
     tokens: float | None = None
-    days: float | None = None
-    shared: tuple[Estimate, ...] = ()
     left_out: dict[str, str] = field(default_factory=dict)
     price: float | None = None
-    fixed: dict[str, Any] = field(default_factory=dict)
     instead: tuple[tuple[str, Estimate], ...] = ()
-    removed: tuple[Estimate, str] | None = None
 
     @property
     def best(self) -> Estimate:
         """Return the best option, or the nearest to fitting."""
         return self.options[0]
-
-    def with_removed(self) -> Plan:
-        """Return the plan with the much faster layout that its programs do not run."""
-        return replace(self, removed=fastest_removed(self.best, self.fixed))
 
     def row(self) -> Row:
         """Return the question, the options and the answer as plain values, for JSON."""
@@ -85,7 +66,6 @@ class Plan:
             "optimizer": best.optimizer,
             "kind": best.kind,
             "options": [job.row(self.tokens) for job in self.options],
-            "shared": [job.row(self.tokens) for job in self.shared],
             "instead": [{"change": text, **job.row(self.tokens)} for text, job in self.instead],
             "left_out": self.left_out,
             "answer": self.sentences(),
@@ -93,73 +73,42 @@ class Plan:
 
     def sentences(self) -> list[str]:
         """Return the conclusions, the most important first."""
-        assumed = "; ".join(dict.fromkeys(_assumptions(self)))
-        return [*self._sentences(), f"Assumed: {assumed}."]
-
-    def _sentences(self) -> Iterator[str]:
         best = self.best
+        lines = []
         if not best.fits:
-            yield _too_large(best)
-        if self.days:
-            yield (
-                f"{best.cluster.name} are the fewest with {self.days:g} d at the slow end of the "
-                "interval."
-            )
-        yield from _layouts(self.options)
-        if best.faster:
-            rival = best.faster
-            yield (
-                f"{rival.tokens_per_second / best.tokens_per_second - 1:.0%} faster if its memory "
-                f"suffices: {layout_text(rival.layout)}; {bytes_text(rival.headroom_bytes)} free."
-            )
-        if self.removed:
-            option, why = self.removed
-            yield (
-                f"{option.tokens_per_second / best.tokens_per_second:.1f} × as fast, and it would "
-                f"fit: {layout_text(option.layout)}. No known program runs it: {why}."
-            )
+            lines.append(_too_large(best))
+        lines += _layouts(self.options)
         if best.host_bytes:
-            host_use = bytes_text(best.host_bytes)
             memory = bytes_text(best.cluster.host_memory_bytes)
-            yield f"The host of a node holds {host_use} of {memory}."
+            lines.append(f"The host of a node holds {bytes_text(best.host_bytes)} of {memory}.")
         if best.resuming_bytes > best.chip.memory_bytes:
-            yield (
+            lines.append(
                 f"While resuming, states exist twice, {bytes_text(best.resuming_bytes)}: load the "
                 "checkpoint on the CPU."
             )
         for row, reason in self.left_out.items():
-            yield f"Left out: {row}: {reason}"
-        if len(_chips(self.options)) > 1 and not self.shared:
-            places = " and ".join(_places(self.options))
-            yield (
-                f"No configuration fits on all of {places}: the chips with the least memory decide."
-            )
-        yield from _doubling(self.options)
-        yield from _program_sentences(best)
-        yield _checked(best)
-        yield nearest_run(best)
+            lines.append(f"Left out: {row}: {reason}")
+        lines += _more_chips(self.options)
+        lines.append(f"{_checked(best)} {nearest_run(best)}")
+        assumed = "; ".join(dict.fromkeys(_assumptions(self)))
+        lines.append(f"Assumed: {assumed}.")
+        return lines
 
     def tables(self) -> list[Table]:
         """Return the options of each cluster, what fits instead, and the time of each group in the
         best option's step.
         """
         best = self.best
-        states = ""
-        if best.optimizer != "adamw":
-            states = f"states of {best.optimizer}; "
-        count = f"{count_text(best.architecture.num_parameters)} parameters"
+        title = f"{self.model}: {count_text(best.architecture.num_parameters)} parameters"
         if best.trained_parameters != best.architecture.num_parameters:
-            count += f", {count_text(best.trained_parameters)} trained"
+            title += f", {count_text(best.trained_parameters)} trained"
+        if best.optimizer != "adamw":
+            title += f"; states of {best.optimizer}"
         tables = []
         for place in _places(self.options):
             rows = [job for job in self.options if job.cluster.name == place]
-            title = (
-                f"{self.model}: {count}; {states}{place}; sequences of "
-                f"{best.sequence_length:,} tokens"
-            )
-            tables.append(_table(_OPTION, rows, title))
-        if self.shared:
-            tables.append(_table(_OPTION, self.shared, "One configuration for all"))
+            length = f"sequences of {best.sequence_length:,} tokens"
+            tables.append(_table(_OPTION, rows, f"{title}; {place}; {length}"))
         if self.instead:
             title = "Nothing fits as asked. With a change it does"
             tables.append(Table(_CHANGE, list(self.instead), title))
@@ -185,11 +134,9 @@ class Plan:
 
 def _table(columns: Sequence[Column], rows: Sequence[Estimate], title: str) -> Table:
     """Return a table without columns of empty cells, and of clusters and steps if all are equal."""
-    left_out = {""}
+    left_out = set()
     if len(_places(rows)) == 1:
         left_out.add("cluster")
-    else:
-        left_out.add("B/param")
     if len({job.tokens_per_step for job in rows}) == 1:
         left_out.add("a step")
     shown = []
@@ -202,10 +149,6 @@ def _table(columns: Sequence[Column], rows: Sequence[Estimate], title: str) -> T
 def _places(jobs: Sequence[Estimate]) -> list[str]:
     """Return the names of the clusters, in order."""
     return list(dict.fromkeys(job.cluster.name for job in jobs))
-
-
-def _chips(jobs: Sequence[Estimate]) -> set[str]:
-    return {job.chip.name for job in jobs}
 
 
 def _fits_text(job: Estimate) -> str:
@@ -233,12 +176,16 @@ def _matmuls_text(job: Estimate) -> str:
     return "" if multiplies(job.recipe.compute, job.chip) else "emulated"
 
 
+def _change_column(title: str, read: Any) -> Column:
+    return Column(title, lambda row: read(row[1]), right=title != "recipe")
+
+
 _OPTION = (
     Column("recipe", lambda job: job.recipe.title, code=True),
-    Column("cluster", lambda job: job.cluster.name),
     Column("B/param", lambda job: f"{job.bytes_per_param:g}", right=True),
     Column("a chip", lambda job: bytes_text(job.memory.total), right=True),
     Column("80 %", _memory_ends, right=True),
+    Column("tensors", lambda job: bytes_text(job.allocated_bytes), right=True),
     Column("free", lambda job: bytes_text(job.headroom_bytes), right=True),
     Column("fits", _fits_text),
     Column("tokens/s", lambda job: f"{job.tokens_per_second:,.0f}", right=True),
@@ -247,13 +194,13 @@ _OPTION = (
     Column("a step", lambda job: count_text(job.tokens_per_step), right=True),
     Column("matmuls", _matmuls_text),
 )
-"""Columns of a row of a plan."""
+"""Columns of a row of a plan. ``tensors`` is what ``torch.cuda.max_memory_allocated`` prints."""
 _CHANGE = (
-    Column("change", lambda row: row[0]),
-    Column("recipe", lambda row: row[1].recipe.title),
-    Column("a chip", lambda row: bytes_text(row[1].memory.total), right=True),
-    Column("free", lambda row: bytes_text(row[1].headroom_bytes), right=True),
-    Column("tokens/s", lambda row: f"{row[1].tokens_per_second:,.0f}", right=True),
+    Column("change", itemgetter(0)),
+    _change_column("recipe", lambda job: job.recipe.title),
+    _change_column("a chip", lambda job: bytes_text(job.memory.total)),
+    _change_column("free", lambda job: bytes_text(job.headroom_bytes)),
+    _change_column("tokens/s", lambda job: f"{job.tokens_per_second:,.0f}"),
 )
 """Columns of a change of the question that fits."""
 
@@ -263,11 +210,8 @@ def _run_table(jobs: Sequence[Estimate], tokens: float, price: float | None) -> 
         return 24 * job.num_chips * job.days(tokens)
 
     def interval(job: Estimate) -> str:
-        ends = job.days_interval(tokens)
-        if ends is None:
-            return ""
-        low, high = ends
-        return f"{duration_text(SECONDS_PER_DAY * low)} to {duration_text(SECONDS_PER_DAY * high)}"
+        ends = job.days_interval(tokens) or ()
+        return " to ".join(duration_text(SECONDS_PER_DAY * days) for days in ends)
 
     columns = [
         Column("recipe", lambda job: job.recipe.title, code=True),
@@ -282,10 +226,7 @@ def _run_table(jobs: Sequence[Estimate], tokens: float, price: float | None) -> 
 
 
 def _groups_table(step: Terms, title: str) -> Table:
-    """Return the groups of a step, the largest first.
-
-    Matmuls and attention are the model's own operations.
-    """
+    """Return the groups of a step, the largest first."""
     groups = sorted(step.groups.items(), key=itemgetter(1), reverse=True)
     columns = (
         Column("group", itemgetter(0)),
@@ -320,86 +261,50 @@ def _too_large(best: Estimate) -> str:
     return f"{line}."
 
 
-def _layouts(jobs: Sequence[Estimate]) -> Iterator[str]:
-    """Yield the layouts and the programs that run them, once for all rows that share them."""
+def _layouts(jobs: Sequence[Estimate]) -> list[str]:
+    """Return the layouts and what limits them, once for all rows that share them."""
     rows: dict[str, list[str]] = {}
     has_places = len(_places(jobs)) > 1
     for job in jobs:
         name = job.recipe.title
         if has_places:
             name += f" on {job.cluster.name}"
-        text = (
-            f"{layout_text(job.layout)}; limited by {job.limited_by}; runs with {_runs_with(job)}"
-        )
+        text = f"{layout_text(job.layout)}; limited by {job.limited_by}"
         rows.setdefault(text, []).append(name)
-    for text, names in rows.items():
-        yield f"{', '.join(names)}: {text}."
-
-
-def _runs_with(job: Estimate) -> str:
-    """Name at most two programs that train this job."""
-    texts = [program.text for program in programs_of(job)]
-    if not texts:
-        return "no known program"
-    text = ", ".join(texts[:2])
-    if len(texts) > 2:
-        text += " and others"
-    return text
-
-
-def _program_sentences(job: Estimate) -> Iterator[str]:
-    """Yield the program that is planned, and the memory of the same layout in the programs that
-    differ.
-    """
-    yield f"Program: {job.program} (--program, --part)."
-    if not programs_of(job):
-        yield f"No known program runs {job.recipe.title} in this layout on {job.chip.name}."
-    totals = []
-    for program in programs_of(replace(job, program=replace(job.program, limits={}))):
-        same = {name: getattr(job.program, name) for name in ("release", "offload", "parts")}
-        same_job = replace(job, program=replace(program, **same))
-        if abs(same_job.memory.total / job.memory.total - 1) > NOTABLE:
-            text = f"{program.name} {bytes_text(same_job.memory.total)}"
-            if not same_job.fits:
-                text += " (too large)"
-            totals.append(text)
-    if totals:
-        yield f"The same layout in other programs: {', '.join(totals)}."
+    return [f"{', '.join(names)}: {text}." for text, names in rows.items()]
 
 
 def _checked(job: Estimate) -> str:
     """Say from which published runs the error bars are."""
     parts = []
-    unchecked = ""
-    for quantity, table in (("speed", job.error_table), ("memory", "memory")):
-        runs = runs_of(table, job.kind)
+    for quantity in ("speed", "memory"):
+        runs = runs_of(quantity, job.kind)
         text = f"{quantity} from {runs} published runs"
         if not runs:
-            text = f"{quantity} from none"
-            unchecked = " What is unchecked has no interval."
+            text = f"{quantity} from none, so without an interval"
         parts.append(text)
-    return f"80 % intervals of {_KINDS[job.kind]}: {', '.join(parts)}.{unchecked}"
+    line = f"80 % intervals of {_KINDS[job.kind]}: {', '.join(parts)}"
+    if runs_of("speed", job.kind) and not is_checked(job.kind, job.chip):
+        line += f"; none on {job.chip.name}, so they are wider"
+    return f"{line}."
 
 
-def _doubling(jobs: Sequence[Estimate]) -> Iterator[str]:
+def _more_chips(jobs: Sequence[Estimate]) -> Iterator[str]:
     """Say what more chips change beside the speed, if several numbers of one chip are compared."""
     counts = sorted({job.num_chips for job in jobs})
-    if len(_chips(jobs)) > 1 or len(counts) < 2:
-        return
-    yield (
-        f"From {counts[0]:,} to {counts[-1]:,} chips: at equal tokens a step the learning rate "
-        "stays; at k times the tokens "
-        "Adam's grows by about √k (arXiv 2205.10287). The bits of a run change with the chips, but "
-        "for /reproducible sums."
-    )
+    if len({job.chip.name for job in jobs}) == 1 and len(counts) > 1:
+        yield (
+            f"From {counts[0]:,} to {counts[-1]:,} chips: at equal tokens a step the learning rate "
+            "stays; at k times the tokens Adam's grows by about √k (arXiv 2205.10287). The bits of "
+            "a run change with the chips, but for /reproducible sums."
+        )
 
 
 def _assumptions(plan: Plan) -> Iterator[str]:
-    """Yield the plan's assumptions: libraries, networks, parts of the model, and losses of recipes."""
+    """Yield the plan's assumptions: programs, networks, parts of the model, and losses of recipes."""
     best = plan.best
-    preset = MODELS.get(plan.best.architecture.name)
     for job in plan.options:
-        yield f"{job.efficiency.engines} on {job.chip.name} (--software)"
+        yield f"{job.program} (--program, --part)"
     for job in plan.options:
         cluster = job.cluster
         if cluster.interconnect_gbit_per_second is None and cluster.chips > cluster.chips_per_node:
@@ -413,6 +318,7 @@ def _assumptions(plan: Plan) -> Iterator[str]:
     lossy = [job.recipe.title for job in plan.options if not keeps_rate(job.recipe.storage)]
     if lossy:
         yield f"{', '.join(dict.fromkeys(lossy))} lose small updates, or hold or freeze second moments, and are listed last"
+    preset = MODELS.get(best.architecture.name)
     if preset is not None and best.sequence_length > preset.max_positions:
         yield f"positions beyond {preset.name}'s {preset.max_positions:,} (a config.json with larger max_position_embeddings)"
     usual = ""

@@ -1,8 +1,6 @@
-"""Jobs: a model trained in one recipe and layout on one cluster.
+"""An ask: a model trained in one recipe, layout and program on one machine.
 
-A job is a description, and computes nothing.
-
-Its memory and time are in :mod:`narrowgauge.planner.estimate`.
+Memory and time are functions of an ask, and so is everything that an answer prints.
 """
 
 from __future__ import annotations
@@ -10,11 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from narrowgauge.planner.architecture import Architecture
-from narrowgauge.planner.clusters import Cluster
-from narrowgauge.planner.efficiency import Efficiency, efficiency_of, kind_of
+from narrowgauge.planner.efficiency import Efficiency, efficiency_of
+from narrowgauge.planner.errors import LONG
 from narrowgauge.planner.layouts import Layout
+from narrowgauge.planner.machine import Cluster
 from narrowgauge.planner.program import DEFAULT, Program, adapters_of
+from narrowgauge.planner.shapes import Architecture
 from narrowgauge.spec.chips import Chip
 from narrowgauge.spec.formats import bytes_per_number
 from narrowgauge.spec.recipes import Recipe
@@ -27,7 +26,7 @@ OPTIMIZER_STATES = {
 
 
 @dataclass(frozen=True)
-class Job:
+class Ask:
     """Describe a training job. Its memory and time are those of its worst rank.
 
     Args:
@@ -54,12 +53,7 @@ class Job:
 
     @property
     def efficiency(self) -> Efficiency:
-        return self.shares or efficiency_of(self.chip, self.software)
-
-    @property
-    def software(self) -> str:
-        """Return the row of measured speed: the cluster's, or the program's."""
-        return self.cluster.software or self.program.software
+        return self.shares or efficiency_of(self.chip, self.program)
 
     @property
     def kind(self) -> str:
@@ -69,11 +63,11 @@ class Job:
         """
         if self.architecture.counts:
             return "module"
-        return kind_of(
-            has_adapters=self.program.has_adapters,
-            has_mixture=self.architecture.mixture is not None,
-            tokens=self.sequence_length,
-        )
+        if self.program.has_adapters:
+            return "adapters"
+        if self.architecture.mixture is not None:
+            return "mixture"
+        return "long" if self.sequence_length >= LONG else "dense"
 
     @cached_property
     def bytes_per_param(self) -> float:
@@ -119,17 +113,13 @@ class Job:
             return a.counts.trained
         if self.program.trains_all:
             return a.num_parameters
-        trained = 0
-        for matmul in adapters_of(a, self.program):
-            trained += matmul.num_elements
-        head_trains = False
+        trained = sum(matmul.num_elements for matmul in adapters_of(a, self.program))
         for matmul in a.matmuls:
             if self.program.part_of(matmul).trains:
                 trained += matmul.num_parameters
-                head_trains = matmul.part == "head"
         if self.program.part("embeddings").trains:
             trained += a.positions * a.hidden_size
-            if not (a.tie_embeddings and head_trains):
+            if not (a.tie_embeddings and self.program.part("head").trains):
                 trained += a.vocab_size * a.hidden_size
         if self.program.part("norms").trains:
             trained += a.vectors + a.outer_vectors
