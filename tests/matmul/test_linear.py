@@ -36,8 +36,9 @@ from narrowgauge.matmul.clock import set_draw
 from narrowgauge.matmul.gemm import EmulationNotice
 from narrowgauge.matmul.swapping import COMPILE_OPTIONS, linears_of, swap_linears
 from narrowgauge.numerics.hashing import step_seed
+from narrowgauge.numerics.quantization import quantize
 from narrowgauge.optim.optimizers import AdamW
-from narrowgauge.spec.computes import BLOCKS, COMPUTES, SLOTS, Cast, Compute, Product
+from narrowgauge.spec.computes import COMPUTES, SLOTS, Cast, Compute, Product
 from narrowgauge.spec.formats import FORMATS
 from narrowgauge.spec.notation import parse
 from oracles import linear as oracle
@@ -105,7 +106,17 @@ def every_cast() -> Iterator[Cast]:
     for format in FORMATS.values():
         if format.kind == "scale" or format.bits > 8:
             continue
-        for granularity in ("tensor", "row", *BLOCKS):
+        for granularity in (
+            "tensor",
+            "row",
+            "1x16",
+            "16x16",
+            "1x32",
+            "1x64",
+            "1x128",
+            "128x128",
+            "1x256",
+        ):
             for scale in ("float32", "power-of-two", "float8_e8m0fnu", "float8_e4m3fn"):
                 for fit in ("largest", "four-or-six"):
                     with suppress(RecipeError):
@@ -174,6 +185,26 @@ def test_a_compute_may_cast_one_tensor_and_leave_the_others_in_float32(
             part[: len(got), : got.shape[1]] for part in (reference.value, reference.magnitude)
         )
         assert ((got.double() - value).abs() <= 2.0**-17 * magnitude).all()
+
+
+@pytest.mark.parametrize(
+    "name", ["float8-row", "float8-tensor", "float8-block", "mxfp8", "nvfp4", "int8-row"]
+)
+def test_a_dequantized_backward_multiplies_the_codes_of_forward(name: str) -> None:
+    base = COMPUTES[name]
+    row = base.with_backward("dequantized")
+    layer, _ = make_layer(row, 256, 128, bias=False)
+    x, grad = gaussian(64, 256).bfloat16(), gaussian(64, 128, seed=5).bfloat16()
+    results = passed(layer, x, grad)
+    expected = passed(make_layer(base, 256, 128, bias=False)[0], x, grad)
+    assert torch.equal(results.output, expected.output)
+    weight = quantize(layer.weight.detach(), row.output.right).values().double()
+    codes = quantize(x, row.output.left).values().double()
+    for result, exact in (
+        (results.grad_input, grad.double() @ weight),
+        (results.grad_weight, grad.double().t() @ codes),
+    ):
+        assert (result.double() - exact).norm() <= 2**-6 * exact.norm()
 
 
 @pytest.mark.parametrize("row", STOCHASTIC, **names)

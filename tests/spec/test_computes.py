@@ -138,3 +138,28 @@ def test_only_narrow_floats_need_a_row_of_the_kernels() -> None:
         "float16",
         "int8-row",
     }
+
+
+def test_a_backward_pass_is_of_the_same_codes_or_of_the_values() -> None:
+    for compute in COMPUTES.values():
+        wide = compute.with_backward("wide")
+        assert (
+            wide.output == compute.output and wide.grad_input.is_wide and wide.grad_weight.is_wide
+        )
+        if compute.output.left.outliers:
+            with pytest.raises(RecipeError, match="outlier"):
+                compute.with_backward("dequantized")
+            continue
+        same = compute.with_backward("dequantized")
+        assert same.output == compute.output
+        for product, cast in (
+            (same.grad_input, compute.output.right), (same.grad_weight, compute.output.left)
+        ):  # fmt: skip
+            assert product.left == Cast(compute.dtype)
+            assert replace(product.right, granularity=cast.granularity) == cast
+
+
+@pytest.mark.parametrize("granularity", ["1x0", "x", "1x", "01x4", "1x2x4", "1x48", "rows"])
+def test_what_is_no_block_is_refused(granularity: str) -> None:
+    with pytest.raises(RecipeError, match="a block such as 1x32"):
+        Cast("int4", granularity)

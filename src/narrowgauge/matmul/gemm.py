@@ -155,12 +155,12 @@ def describe_matmuls(compute: Compute, device: torch.device) -> str:
     if not emulated:
         return f"{compute.name} multiplies on {here} natively."
     names = " and ".join(emulated)
-    is_plain = {"bfloat16", "float16", "int8"}.issuperset(emulated)
-    how = (
-        "by float32 products (same values, float32's speed)"
-        if is_plain
-        else "(exact values, no speed-up)"
-    )
+    if {"bfloat16", "float16", "int8"}.issuperset(emulated):
+        how = "by float32 products (same values, float32's speed)"
+    elif device.type == "cpu" and not is_widened(torch.bfloat16, "cpu"):
+        how = "(exact values, each sum rounded to bfloat16 once; no speed-up)"
+    else:
+        how = "(exact values, no speed-up)"
     return f"{compute.name} multiplies {names}, which {here} cannot; it is emulated here {how}."
 
 

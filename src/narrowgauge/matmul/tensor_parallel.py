@@ -5,12 +5,14 @@ rank has the whole input and its part of the output. Split by inputs (``RowwiseP
 products of the ranks are added up.
 
 A cast is that of one process only if the values that share a scale lie on one rank. That holds for
-wide casts and for blocks that divide the parts. A scale of a row, a column or a tensor belongs to
-values on several ranks, and so do random bits: such computes are refused.
+wide casts and for blocks that divide the parts. Scales of rows, columns and tensors are each rank's
+own, with the same error, and a warning says so. Random bits of one process are refused.
 """
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -38,8 +40,8 @@ def multiply_parts(
         x: ``[..., in]``, a ``DTensor``.
         weight: ``[out, in]``.
     Raises:
-        RecipeError: the compute's scales or random bits belong to values on several ranks, or ``x``
-            is a plain tensor.
+        RecipeError: the compute's random bits belong to values on several ranks, blocks do not
+            divide a part, or ``x`` is a plain tensor.
     """
     mesh = weight.device_mesh
     placement = weight.placements[0]
@@ -84,9 +86,9 @@ def multiply_parts(
 def require_local_scales(
     compute: Compute, name: str, part: tuple[int, ...], dim: int, num_ranks: int
 ) -> None:
-    """Refuse a compute whose casts on several ranks are not those of one process."""
+    """Refuse a compute that cannot be cast on several ranks."""
     advice = (
-        "Take bfloat16, float8-block or mxfp8 for the layers that are split, or shard with FSDP2."
+        "Take bfloat16, float8-row or mxfp8 for the layers that are split, or shard with FSDP2."
     )
     if compute.is_stochastic:
         raise RecipeError(
@@ -98,13 +100,8 @@ def require_local_scales(
         if cast.is_wide:
             continue
         if cast.block is None or cast.scale == "float8_e4m3fn":
-            raise RecipeError(
-                f"Cannot split layer '{name}' over {num_ranks} ranks because scales of "
-                f"'{compute.name}' belong to values on "
-                "several of them.",
-                advice,
-            )
-        side = max(cast.block)
+            _say_whose_scales(compute.name)
+        side = max(cast.block or (1, 1))
         if part[dim] % side:
             raise RecipeError(
                 f"Cannot split layer '{name}' over {num_ranks} ranks because blocks of {side} do "
@@ -112,3 +109,12 @@ def require_local_scales(
                 f"{part[dim]}.",
                 advice,
             )
+
+
+@functools.cache
+def _say_whose_scales(name: str) -> None:
+    warnings.warn(
+        f"Layers in {name} are split over ranks: their scales are each rank's own, so the bits are "
+        "not those of one process.",
+        stacklevel=2,
+    )

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from narrowgauge.planner.program import DEFAULT, Program, adapters_of
 from narrowgauge.planner.shapes import Architecture
-from narrowgauge.spec.computes import BLOCKS, Compute
+from narrowgauge.spec.computes import Compute
 from narrowgauge.spec.formats import bytes_per_number
 from narrowgauge.spec.recipes import Recipe
 
@@ -199,7 +199,7 @@ class _Layer:
             return 0.0 if is_saved_anyway else self.widths.matmul * size * casts
         cast = self.compute.output.left
         bits = float(cast.element.storage_bits)
-        if cast.granularity in BLOCKS:
+        if cast.block is not None:
             bits += cast.bits - cast.element.bits
         codes = size * bits / 8
         if cast.granularity == "row":

@@ -22,9 +22,10 @@ from typing import Any, Literal, get_args
 from narrowgauge.errors import RecipeError
 from narrowgauge.spec.formats import Format, bytes_per_number, get_format
 
-Granularity = Literal[
-    "none", "tensor", "row", "column", "1x128", "128x1", "128x128", "1x32", "32x1", "1x16", "16x1", "16x16"
-]  # fmt: skip
+Granularity = str
+"""``"none"``, ``"tensor"``, ``"row"``, ``"column"``, or a block ``"rows x terms"`` such as
+``"1x32"``.
+"""
 Scale = Literal["float32", "power-of-two", "float8_e8m0fnu", "float8_e4m3fn"]
 ScaleRounding = Literal["up", "floor"]
 Fit = Literal["largest", "four-or-six"]
@@ -34,25 +35,32 @@ OutlierWeights = Literal["16 bits", "codes"]
 Rounding = Literal["nearest", "stochastic"]
 Rotation = Literal["none", "hadamard"]
 
-BLOCKS: dict[str, tuple[int, int]] = {
-    "1x128": (1, 128),
-    "128x1": (128, 1),
-    "128x128": (128, 128),
-    "1x32": (1, 32),
-    "32x1": (32, 1),
-    "1x16": (1, 16),
-    "16x1": (16, 1),
-    "16x16": (16, 16),
-}
-"""Shapes ``(rows, contraction)`` of the blocks that share a scale."""
-_TURNED: dict[str, Any] = {
-    "none": "none",
-    "tensor": "tensor",
-    "row": "column",
-    "column": "row",
-    **{name: "x".join(reversed(name.split("x"))) for name in BLOCKS},
-}
-"""The granularity of a matrix's transpose."""
+_TURNED = {"none": "none", "tensor": "tensor", "row": "column", "column": "row"}
+
+
+def block_of(granularity: Granularity) -> tuple[int, int] | None:
+    """Return the rows and terms of the blocks that share a scale; ``None`` if it is no block.
+
+    Both are powers of two.
+
+    Example:
+        >>> block_of("1x256"), block_of("row")
+        ((1, 256), None)
+    """
+    sides = granularity.split("x")
+    if len(sides) != 2 or not all(side.isdecimal() for side in sides):
+        return None
+    rows, terms = map(int, sides)
+    if granularity != f"{rows}x{terms}" or rows.bit_count() != 1 or terms.bit_count() != 1:
+        return None
+    return rows, terms
+
+
+def turned(granularity: Granularity) -> Granularity:
+    """Return the granularity of a matrix's transpose."""
+    return _TURNED.get(granularity) or "x".join(reversed(granularity.split("x")))
+
+
 _WORDS: dict[str, tuple[str, ...]] = {
     "scale": get_args(Scale),
     "rounding": get_args(Rounding),
@@ -126,14 +134,15 @@ class Cast:
     def __post_init__(self) -> None:
         # Set once, since each cast of a layer asks for them.
         object.__setattr__(self, "element", get_format(self.format))
-        object.__setattr__(self, "block", BLOCKS.get(self.granularity))
+        object.__setattr__(self, "block", block_of(self.granularity))
         object.__setattr__(self, "is_wide", self.granularity == "none")
         object.__setattr__(self, "needs_bits", self.rounding != "nearest")
         self._validate()
 
     def _validate(self) -> None:
-        if self.granularity not in _TURNED:
-            self._refuse(f"share a scale by '{self.granularity}'", f"Take {', '.join(_TURNED)}.")
+        if self.block is None and self.granularity not in _TURNED:
+            advice = f"Take {', '.join(_TURNED)}, or a block such as 1x32 with powers of two."
+            self._refuse(f"share a scale by '{self.granularity}'", advice)
         for name, words in _WORDS.items():
             value = getattr(self, name)
             if value not in words:
@@ -206,7 +215,7 @@ class Cast:
         """
         is_paired = self.element.bits == 4 and self.scale == other.scale != "float32"
         return (
-            _TURNED[self.granularity] == other.granularity
+            turned(self.granularity) == other.granularity
             and not is_paired  # kernels take pairs along the contraction; a second cast has the same codes
             and self.rotation == other.rotation == "none"
             and not self.outliers
@@ -356,6 +365,34 @@ class Compute:
             products[place] = replace(product, accumulation=accumulation)
         return replace(self, name=f"{self.name} {accumulation}", **products)
 
+    def with_backward(self, kind: Literal["dequantized", "wide"]) -> Compute:
+        """Return this compute with a backward pass in its dtype.
+
+        The forward pass multiplies as a server does. ``dequantized``: backward multiplies the same
+        codes' values, so it is the gradient of that forward pass but for the roundings
+        (TransformerEngine's ``backward_override``). ``wide``: it multiplies the values themselves.
+
+        Example:
+            >>> COMPUTES["mxfp8"].with_backward("dequantized").grad_input.right.granularity
+            '32x1'
+        """
+        if kind not in ("dequantized", "wide"):
+            raise RecipeError(
+                f"Cannot make a backward pass '{kind}'.", "Take 'dequantized' or 'wide'."
+            )
+        x = self.output.left
+        if kind == "dequantized" and x.outliers:
+            raise RecipeError(
+                f"Cannot multiply the codes of '{self.name}' in backward because its outlier "
+                "columns have none.",
+                "Take 'wide'.",
+            )
+        _, grad_input, grad_weight = (_wide(self.dtype),) * 3
+        if kind == "dequantized":
+            _, grad_input, grad_weight = _quantized_aware(x, self.output.right, self.dtype)
+        name = f"{self.name} {kind} backward"
+        return replace(self, name=name, grad_input=grad_input, grad_weight=grad_weight)
+
     @cached_property
     def casts(self) -> dict[str, Cast]:
         """Return the six casts by slot, such as ``"grad_input.left"``."""
@@ -483,13 +520,13 @@ def _nvfp4(fit: Fit = "largest") -> Products:
     )
 
 
-def _quantized_aware(x: Cast, weight: Cast) -> Products:
+def _quantized_aware(x: Cast, weight: Cast, dtype: str = "bfloat16") -> Products:
     """Return a forward pass of codes, and a wide backward pass of the same codes' values: the
     straight-through estimator.
     """
-    gradient = Cast("bfloat16")
-    turned_weight = replace(weight, granularity=_TURNED[weight.granularity])
-    turned_x = replace(x, granularity=_TURNED[x.granularity])
+    gradient = Cast(dtype)
+    turned_weight = replace(weight, granularity=turned(weight.granularity))
+    turned_x = replace(x, granularity=turned(x.granularity))
     return (Product(x, weight), Product(gradient, turned_weight), Product(gradient, turned_x))
 
 

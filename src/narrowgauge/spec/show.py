@@ -13,7 +13,7 @@ from typing import Any
 
 from narrowgauge.spec import notation, storages
 from narrowgauge.spec.chips import CHIPS
-from narrowgauge.spec.computes import COMPUTES, Compute
+from narrowgauge.spec.computes import COMPUTES, SLOTS, Cast, Compute
 from narrowgauge.spec.formats import FORMATS
 from narrowgauge.spec.models import MODELS
 from narrowgauge.spec.notation import ALIASES, AMBIGUOUS
@@ -283,3 +283,86 @@ def _stored_parts(storage: Storage) -> list[Row]:
             unused = 0
     rows.append(_stored("gradient", visible, visible_bytes))
     return rows
+
+
+# ── one compute in full ───────────────────────────────────────────────────────────────────────────
+
+_FORMULAS = {"output": "y = x · wᵀ", "grad_input": "dx = dy · w", "grad_weight": "dw = dyᵀ · x"}
+_TENSORS = {
+    "input": ("x", ("tokens", "in")),
+    "weight": ("w", ("out", "in")),
+    "gradient": ("dy", ("tokens", "out")),
+}
+
+
+def page_compute(name: str) -> tuple[list[Row], list[Table]]:
+    """Return the three products of a compute, operand by operand: rows for JSON, and the tables to
+    print.
+
+    Args:
+        name: of a compute, here or in another library.
+    """
+    compute = notation.get_compute(name)
+    rows = []
+    for slot_name, slot in SLOTS.items():
+        cast = compute.casts[slot_name]
+        letter, axes = _TENSORS[slot.tensor]
+        made_in = compute.cast_slots[slot_name]
+        rows.append(
+            {
+                "product": _FORMULAS[slot.matmul],
+                "operand": f"{letter} [{', '.join(axes)}]",
+                "summed over": axes[slot.dim],
+                "format": cast.format,
+                "a scale for": _scale_group(cast, axes, slot.dim),
+                "scale": _scale_rule(cast),
+                "rounding": cast.rounding
+                if cast.rotation == "none"
+                else f"{cast.rounding}, rotated",
+                "codes": "its own" if made_in == slot_name else f"those of {made_in}",
+                "sums in": compute.products[slot.matmul].accumulation,
+            }
+        )
+    facts = {
+        "for": compute.purpose,
+        "from": compute.source,
+        "native": _native(compute),
+        "saved for backward": f"{compute.kept_bytes:g} bytes per element of x",
+        "everything else": compute.dtype,
+        "linears left plain": _plain_layers(compute),
+    }
+    columns = (Column("compute", itemgetter(0)), Column(compute.name, itemgetter(1)))
+    known = [item for item in facts.items() if item[1]]
+    return rows, [Table(columns, known), _table(rows)]
+
+
+def _scale_group(cast: Cast, axes: tuple[str, str], dim: int) -> str:
+    """Return which values of an operand share a scale, in words."""
+    if cast.is_wide:
+        return ""
+    if cast.block is not None:
+        kept, summed = cast.block
+        group = f"{kept} {axes[1 - dim]} × {summed} {axes[dim]}"
+    else:
+        shared = {
+            "tensor": "all",
+            "row": f"each of {axes[1 - dim]}",
+            "column": f"each of {axes[dim]}",
+        }
+        group = shared[cast.granularity]
+    return group
+
+
+def _scale_rule(cast: Cast) -> str:
+    """Return how a scale is found, from the largest magnitude of its group."""
+    if cast.is_wide:
+        return ""
+    if cast.scaling == "static":
+        return "1"
+    rule = f"amax / {cast.element.max:g}"
+    if cast.scale == "float8_e4m3fn":
+        return f"{rule} in e4m3, times one of the tensor"
+    if cast.scale != "float32":
+        direction = "up" if cast.scale_rounding == "up" else "down"
+        return f"{rule}, {direction} to a power of two"
+    return rule

@@ -227,10 +227,8 @@ def _heads(
     """
     candidates: list[nn.Linear] = []
     inside = adapters | _with_children(block for run in runs for block in run)
-    has_run = not any(runs)
     for module in model.modules():
-        has_run = has_run or module in inside
-        if has_run and isinstance(module, nn.Linear) and module not in inside:
+        if isinstance(module, nn.Linear) and module not in inside:
             candidates.append(module)
     tables = [embedding.weight for embedding in _embeddings(model)]
     is_tied = {id(table) for table in tables}
