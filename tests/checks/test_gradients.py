@@ -265,6 +265,25 @@ class Gained(Model):
         return self.head(GainWithoutGradient.apply(x, self.norm.weight) + self.norm.bias)
 
 
+class Written(Model):
+    """Scales its hidden state where autograd does not see it."""
+
+    how = "data"
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.shared(self.norm(self.embed(tokens)))
+        if self.how == "data":
+            x.data.mul_(1.5)
+        else:
+            with torch.no_grad():
+                x.mul_(1.5)
+        return self.head(x)
+
+
+class WrittenWithoutGradient(Written):
+    how = "no_grad"
+
+
 def padded(model: Model) -> Model:
     model.embed.padding_idx = int(tokens_of(0)[0][0, 0])
     return model
@@ -282,6 +301,11 @@ def chunked(model: nn.Module, batch: Any) -> Tensor:
 
 WRONG_SLOPES: dict[str, tuple[str, Callable[[], ng.analysis.Readings]]] = {
     "a gain without gradient": ("norm.weight", lambda: check(Gained(), tokens_of(0))),
+    "a write through .data": ("norm.bias and 4 others", lambda: check(Written(), tokens_of(0))),
+    "a write under no_grad": (
+        "norm.bias and 4 others",
+        lambda: check(WrittenWithoutGradient(), tokens_of(0)),
+    ),
     "a token taken for padding": ("embed.weight", lambda: check(padded(Model()), tokens_of(0))),
     "other dropout masks in recomputed blocks": (
         "norm.bias and 3 others",

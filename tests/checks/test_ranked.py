@@ -4,7 +4,6 @@ twins.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -186,66 +185,6 @@ def test_a_gradient_behind_codes_is_not_followed() -> None:
         result
     )
     assert not [r for r in result if r.what in ("gradient", "gradient-factor")], result
-
-
-# ── values that are not finite ────────────────────────────────────────────────────────────────────
-
-
-def half() -> tuple[nn.Module, Tensor]:
-    torch.manual_seed(0)
-    model = network(4, 4, 1).half()
-    with torch.no_grad():
-        model[2].weight.fill_(6e4)
-    return model, torch.ones(2, 4).half() * 100
-
-
-NOT_FINITE: dict[str, tuple[Callable[[nn.Module, Tensor], Tensor], str]] = {
-    "a product overflows": (lambda model, x: model(x).sum() * 100, "addmm in Linear"),
-    "a square overflows": (lambda model, x: (model[0](x) * 100).square().mean(), "pow in "),
-    "a logarithm of zero": (
-        lambda model, x: (model[0](x).float() * 0).log().mean() + model(x).float().mean(),
-        "log in ",
-    ),
-    "a row that is masked whole": (
-        lambda model, x: (model[0](x).float() - torch.full((4,), math.inf)).softmax(-1).mean(),
-        "_softmax in ",
-    ),
-    "a NaN in the batch": (lambda model, x: model(x * math.nan).float().mean(), "mul in "),
-}
-
-
-@pytest.mark.parametrize("name", NOT_FINITE)
-def test_the_operation_that_made_the_first_value_that_is_not_finite_is_named(name: str) -> None:
-    loss, words = NOT_FINITE[name]
-    model, x = half()
-
-    def step() -> Tensor:
-        value = loss(model, x)
-        value.backward()
-        return value
-
-    ranked = ng.ranked_places(model, step)
-    assert ranked.not_finite.startswith(words) and "made" in ranked.not_finite, ranked
-    assert all(p.grad is None for p in model.parameters())
-
-
-def test_values_that_are_not_finite_before_the_step_are_said_to_be() -> None:
-    model, x = half()
-    x[0, 0] = math.inf
-    ranked = ng.ranked_places(model, lambda: model(x).float().mean().backward())
-    assert "infinity in an operand of shape [2, 4] before any operation" in str(ranked), ranked
-
-
-def test_a_mask_of_infinities_is_no_fault() -> None:
-    torch.manual_seed(0)
-    model = network(8, 8)
-    x = torch.randn(8, 8)
-
-    def step() -> None:
-        mask = torch.full((8, 8), -math.inf).triu(1)
-        (model(x) + mask).softmax(-1).square().mean().backward()
-
-    assert ng.ranked_places(model, step).lines() == ["nothing was rounded below float32"]
 
 
 def test_a_scaled_model_has_its_own_lines_and_usual_roundings() -> None:

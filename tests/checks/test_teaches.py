@@ -217,7 +217,12 @@ def segmentation(model: Any, batch: Any) -> Tensor:
     return F.cross_entropy(model(batch[0]).movedim(-1, 1), batch[1])
 
 
+def packed(model: Any, batch: Any) -> Tensor:
+    return usual(model, batch[:3])
+
+
 PADDED = data()
+PACKED = (*data(False), torch.cat([torch.arange(7), torch.arange(13)]).expand(ROWS, -1))
 CLASSES = (torch.randn(12, 8), torch.arange(12) % 5)
 PIXELS = torch.randn(2, 6, 6, 8), torch.randint(0, 5, (2, 6, 6))
 EQUAL = {"weights": "equal", "weight_sum": 1.0}
@@ -236,6 +241,7 @@ HEALTHY: dict[str, tuple[Any, Any, Loss, dict[str, Any]]] = {
     "packed": (Model(documents=(7, 12)), data(False), usual, {"first_seen": 12, "shift": 1}),
     "compiled": (torch.compile(Model()), PADDED, usual, NEXT | EQUAL),
     "frozen embedding": (Model(), PADDED, usual, NEXT | EQUAL),
+    "packed, with positions": (Model(documents=(7,)), PACKED, packed, {"first_seen": 7, "restart": 7, "shift": 1}),
     "fused": (Model(), PADDED, fused, NEXT | EQUAL | {"function": "Fused"}),
     "fused, smoothed": (Model(), PADDED, lambda m, b: fused(m, b, 1, 0.1), NEXT | EQUAL | {"smoothing": 0.1}),
     "checkpointed chunks": (Model(), PADDED, chunked, NEXT | EQUAL),
@@ -263,6 +269,7 @@ FAULTS: dict[str, tuple[Any, Any, Loss, str]] = {
     "first tokens counted": (Model(), PADDED, all_counted, "counts-unlearned"),
     "ignored smoothed": (Model(), PADDED, smoothed_by_hand, "ignored-smoothed"),
     "narrow": (Model(), PADDED, narrow, "narrow-log-softmax"),
+    "documents see each other": (Model(), PACKED, packed, "documents-seen"),
     "softmax twice": (
         nn.Sequential(nn.Linear(8, 5), nn.Softmax(-1)),
         CLASSES,

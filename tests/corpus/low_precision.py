@@ -307,13 +307,6 @@ class Headless(Valued):
         self.head.requires_grad_(False)
 
 
-def trunk() -> nn.Module:
-    """Return a language model whose head does not train."""
-    model = Net()
-    model.head.requires_grad_(False)
-    return model
-
-
 class Speculative(Net):
     """A frozen trunk and heads that guess two and three tokens ahead."""
 
@@ -384,8 +377,6 @@ def preference(kind: str) -> Callable[[nn.Module], Loss]:
             if kind == "kto":
                 level = ratio.mean().clamp_min(0).detach()
                 return 1 - torch.sigmoid(0.1 * torch.cat([good - level, level - bad])).mean()
-            if kind == "ipo":
-                return (good - bad - 5).square().mean() / 25
             good, bad = own.mean(-1).chunk(2)
             if kind == "simpo":
                 return -F.logsigmoid(2 * (good - bad) - 0.5).mean()
@@ -483,11 +474,6 @@ def smoothed(model: nn.Module, ids: Tensor) -> Tensor:
     return F.cross_entropy(logits, ids[:, 1:].flatten(), label_smoothing=0.1)
 
 
-def focal(model: nn.Module, ids: Tensor) -> Tensor:
-    chosen = logprobs(model, ids)
-    return -((1 - chosen.exp()).square() * chosen).mean()
-
-
 def balanced(model: Any, ids: Tensor) -> Tensor:
     value = next_token(model, ids)
     for block in model.blocks:
@@ -541,14 +527,6 @@ def fused(model: Any, ids: Tensor) -> Tensor:
     return FusedLoss.apply(x, model.head.weight, ids[:, 1:].flatten())
 
 
-def prefix(model: Any, ids: Tensor) -> Tensor:
-    """The first five tokens see each other; those after them learn."""
-    mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
-    mask[:5, :5] = True
-    logits = model(ids[:, :-1], mask)[:, 4:].float()
-    return F.cross_entropy(logits.flatten(0, 1), ids[:, 5:].flatten())
-
-
 def denoised(model: Any, ids: Tensor) -> Tensor:
     """A diffusion model over tokens: a random part is masked and is learned."""
     is_masked = torch.rand(ids[:, :-1].shape) < 0.4
@@ -556,17 +534,6 @@ def denoised(model: Any, ids: Tensor) -> Tensor:
     logits = model(ids[:, :-1].masked_fill(is_masked, 0), mask).float()
     losses = F.cross_entropy(logits.mT, ids[:, :-1], reduction="none")
     return (losses * is_masked).sum() / is_masked.sum()
-
-
-def contrastive(model: Any, ids: Tensor) -> Tensor:
-    first = F.normalize(model.hidden(ids[:, :6]).mean(1).float(), dim=-1)
-    second = F.normalize(model.hidden(ids[:, 6:12]).mean(1).float(), dim=-1)
-    return F.cross_entropy(first @ second.t() / 0.1, torch.arange(ROWS))
-
-
-def capped(model: nn.Module, ids: Tensor) -> Tensor:
-    logits = 30 * torch.tanh(model(ids[:, :-1]).float() / 30)
-    return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
 
 
 # ── the rows ──────────────────────────────────────────────────────────────────────────────────────
@@ -679,7 +646,6 @@ LOOPS: dict[str, Row] = {
     "distillation, temperature, float8": Row(net(E4), of=distilled(2.0)),
     "DPO": Row(of=preference("dpo"), casts=B16),
     "KTO": Row(of=preference("kto"), casts=B16),
-    "IPO": Row(of=preference("ipo"), casts=B16),
     "SimPO": Row(of=preference("simpo"), casts=B16),
     "ORPO": Row(of=preference("orpo"), casts=B16),
     "GRPO": Row(objective=clipped, batch=rollout, casts=B16),
@@ -694,16 +660,12 @@ LOOPS: dict[str, Row] = {
     "padded sequences": Row(objective=packed, batch=padded_batch, casts=B16),
     "z-loss": Row(objective=with_z_loss, casts=B16),
     "label smoothing": Row(objective=smoothed, casts=B16),
-    "focal loss": Row(objective=focal, casts=B16),
     "experts with a balance loss": Row(net(block=Routed), balanced, casts=B16),
     "experts with an attached balance loss": Row(net(block=AttachedRouted), casts=B16),
     "experts in float8, attached": Row(net(E4, AttachedRouted), casts=B16),
     "speculative heads on a frozen trunk": Row(Speculative, further_tokens, casts=B16),
     "loss in chunks": Row(objective=chunked, casts=B16),
     "fused head and loss": Row(objective=fused, casts=B16),
-    "prefix language model": Row(objective=prefix, casts=B16),
     "masked diffusion": Row(objective=denoised, casts=B16),
-    "contrastive": Row(trunk, contrastive, casts=B16),
-    "capped logits": Row(objective=capped, casts=B16),
 }  # fmt: skip
 """Each is healthy: what ``ng.check`` says of it beyond notes is wrong."""

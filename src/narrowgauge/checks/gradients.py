@@ -35,6 +35,7 @@ from torch import Tensor, nn
 
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, joined, of_all, words_of
+from narrowgauge.checks.fit import fit
 from narrowgauge.checks.float32_copy import gathered_copy
 from narrowgauge.checks.passes import (
     Backward,
@@ -403,17 +404,17 @@ class _Compared:
         """
         bound = self.bounds[name]
         scale = self.scales[name]
-        distance = float((x - r).norm()) / scale
+        multiple = fit(r, x)
+        factor = multiple.factor
+        distance = multiple.distance / scale
         if distance <= bound:
             return distance
-        square = float(r.square().sum())
-        factor = float((x * r).sum()) / square if square else 0.0
-        if factor and float((x - factor * r).norm()) <= bound * abs(factor) * scale:
+        if factor and multiple.rest <= bound * abs(factor) * scale:
             num_parts = len(self.alone.parts) // self.num_ranks
             equals = equal_to(factor, num_parts, self.num_ranks)
             return KINDS["gradient-factor"].reading(name, factor, 1.0, bound, equals=equals)
         words = ""
-        if square and self.terms():
+        if factor and self.terms():
             columns = torch.stack([term[name].flatten() for term in self.terms()], 1)
             right, misfit = _fit(columns, r)
             weights, rest = _fit(columns, x)

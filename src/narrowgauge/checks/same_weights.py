@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, of_all
 from narrowgauge.checks.adapters import is_adapted, name_without_adapters, product_of
+from narrowgauge.checks.fit import fit
 from narrowgauge.checks.manifest import tied_names
 from narrowgauge.checks.moved import dtypes_of, moved, share_of, tensors_of
 from narrowgauge.checks.outputs import names_of, unit_of
@@ -144,12 +145,9 @@ def _one_sided(lacking: Iterable[str], more: Iterable[str]) -> Iterator[Reading]
 
 def _factor(x: Tensor, y: Tensor) -> str:
     """Say by which factor a tensor is another one, if it is."""
-    wide = x.double().flatten()
-    target = y.double().flatten()
-    factor = float(wide @ target / (wide @ wide))
-    rest = float((target - factor * wide).norm())
-    is_factor = rest < 0.05 * float(target.norm()) and abs(factor - 1) > 0.01
-    if is_factor:
+    multiple = fit(x, y)
+    factor = multiple.factor
+    if multiple.rest < 0.05 * multiple.length and abs(factor - 1) > 0.01:
         return f" It is {factor:.4g} times the trainer's."
     return ""
 
@@ -172,7 +170,7 @@ def _adapters(
         x = _with_adapters(layer)
         y = _with_adapters(server_layer)
         effective[f"{name}.weight"] = (x, y)
-        number = float(((y - x) * product).sum() / product.square().sum())
+        number = fit(product, y - x).factor
         if abs(number) > KINDS["adapter-times"].bound:
             times[name] = number
     wrong = sorted(times, key=lambda name: -abs(times[name]))

@@ -627,6 +627,8 @@ def _warnings(facts: Facts) -> list[Reading]:
     is_exact = is_single and facts["misfit"] < _SAME / 5 and not facts["not_sure"]
     is_counted = is_exact and abs(total * (learned + sequences) / learned - 1) < 3e-4
     is_smoothed = facts["smoothing"] and facts["smoothed_alone"]
+    first_seen = facts["first_seen"]
+    is_unmasked = first_seen is not None and first_seen < (facts["restart"] or 0)
     rows = (
         ("wrong-shift", is_twice, shift, 1),
         ("sees-its-target", sees_later and shift == 1, 1, 0),
@@ -636,6 +638,7 @@ def _warnings(facts: Facts) -> list[Reading]:
         ("narrow-log-softmax", facts["log_error"], facts["log_error"], 0),
         ("softmax-twice", facts["probabilities"], 1, None),
         ("padding-seen", facts["sees_padding"], facts["padding"], None),
+        ("documents-seen", is_unmasked, first_seen, facts["restart"]),
     )
     readings = []
     for name, holds, value, expected in rows:
