@@ -63,7 +63,7 @@ def main() -> int:
         losses[name].append(train_step(session)["loss"])
 
     with tempfile.TemporaryDirectory() as name:
-        data = open_data(stdlib_tokens(options.model), config.held_out, config.seed)
+        data = open_data(stdlib_tokens(options.model), config.held_out)
         plain, watched = (build(config, Path(name), data) for _ in losses)
         gauges = attach_gauges(watched.model, watched.optimizer, every=NEVER)
         contenders = [

@@ -36,14 +36,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from narrowgauge.cli.main import keep_pages
-from narrowgauge.gauges.recording.record import Record
-from narrowgauge.runs.writer import RunWriter
+from narrowgauge.gauges.recording.run_recorder import RunRecorder
 from narrowgauge.spec.notation import parse
-from narrowgauge.trainer import language_model
+from narrowgauge.trainer import language_model, loop
 from narrowgauge.trainer.config import TrainConfig
-from narrowgauge.trainer.console import Console
 from narrowgauge.trainer.data.dataset import Dataset, open_data
-from narrowgauge.trainer.session import Session, build, describe
+from narrowgauge.trainer.session import Session, build
 from narrowgauge.trainer.step import train_step
 
 OURS = "ours, bfloat16/word"
@@ -60,7 +58,7 @@ class Ours:
     """
 
     session: Session
-    record: Record
+    recorder: RunRecorder
     printed: io.StringIO = field(default_factory=io.StringIO)
     audited: list[float] = field(default_factory=list)
     others: list[float] = field(default_factory=list)
@@ -82,7 +80,8 @@ class Ours:
     def step(self) -> None:
         """One step of the loop of ``narrowgauge train``."""
         with contextlib.redirect_stdout(self.printed):
-            self.record.step(train_step(self.session))
+            columns = train_step(self.session)
+            self.recorder.step(columns.pop("loss"), **columns)
 
 
 def stripped(session: Session) -> Callable[[], None]:
@@ -182,17 +181,10 @@ def settings(quick: bool) -> TrainConfig:
 
 def make_loops(config: TrainConfig, folder: Path) -> tuple[Ours, dict[str, Callable[[], None]]]:
     """Our trainer, and the step of every loop by name."""
-    data = open_data(str(config.data), config.held_out, config.seed)
+    data = open_data(str(config.data), config.held_out)
     session = build(config, folder, data)
-    console = Console(config.steps, config.log_every)
-    record = Record(
-        lambda: RunWriter.create(folder, describe(session)),
-        config.recipe,
-        console.event,
-        console.row,
-    )
-    record.watch(session.model, session.optimizer, every=session.config.gauges_every)
-    ours = Ours(session, record)
+    recorder = loop.recorder_of(session, loop.Progress(config, None, is_verbose=True))
+    ours = Ours(session, recorder)
     bare = TrainConfig.from_dict({**config.to_dict(), "audit_every": 0})
     loops: dict[str, Callable[[], None]] = {OURS: ours.step}
     loops |= {kind: make_peer(kind, session.config, data).step for kind in (PLAIN, WHOLE, LAYERS)}
@@ -242,7 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     with tempfile.TemporaryDirectory() as folder:
         ours, loops = make_loops(config, Path(folder))
-        with ours.record:
+        with ours.recorder:
             contenders = [
                 # Only our trainer asks glibc to keep its pages: a loop that people write runs under
                 # glibc's own limits.

@@ -104,7 +104,9 @@ class RunRecorder(Watch):
             row: [board.add_scalar(tag, x, row["step"]) for tag, x in numbers_of(kind,
             row).items()]``. Its exceptions end the loop.
         resume: continue the run in the folder, if there is one; then call :meth:`go_back` before
-            the first step.
+            the first step. The ``settings`` replace those in its ``run.toml``.
+        tables: further tables of ``run.toml``, such as ``{"data": {"folder": "text"}}``; ``None``
+            in place of a table leaves it out.
 
     Attributes:
         gauges: the gauges, if there are any.
@@ -153,6 +155,7 @@ class RunRecorder(Watch):
         called: nn.Module | None = None,
         on_row: OnRow | None = None,
         resume: bool = False,
+        tables: Mapping[str, Mapping[str, Any] | None] | None = None,
     ) -> None:
         steps = {
             "every": every, "gauges_every": gauges_every, "audit_every": audit_every, "fingerprints_every": fingerprints_every,
@@ -163,7 +166,7 @@ class RunRecorder(Watch):
         self.optimizer = unwrapped(optimizer)
         policy = _recipe_in_use(model, self.optimizer) if recipe is None else parse(recipe)
         _require_fit(policy, self.optimizer)
-        content = self._description(policy, dict(settings or {}))
+        content = self._description(policy, dict(settings or {})) | dict(tables or {})
         here = all_ranks()
         goes_on = here.of_first(lambda: resume and is_run(Path(folder)))
         self._record = Record(
@@ -204,14 +207,22 @@ class RunRecorder(Watch):
             self._certificate = Certificate(model, self.optimizer)
             self._must_go_back = earlier is not None and bool(earlier.steps)
             self._is_open = True
-            self._run = content if earlier is None else earlier.run
+            self._run = content
+            if earlier is not None:
+                for event in earlier.events:  # what was said of the set-up is not said again
+                    self._reported.add((event.get("detector", ""), ""))
+                self._run = {**earlier.run, "config": {**earlier.config, **dict(settings or {})}}
+                if self._record.writer is not None:
+                    self._record.writer.amend(self._run)
             if earlier is None:
-                self.event("start", f"{content['config']['model']} in a loop of its own")
+                where = " in a loop of its own" if content["recorder"] else ""
+                self.event("start", f"{content['config']['model']}{where}")
                 self._check(0)
             if not self._must_go_back:
                 self._begin_at(0)
-            for change in differences(self._run, content):
-                self.event("note", change, detector="changed-software")
+            self._changes = differences(earlier.run, content) if earlier is not None else []
+            if not self._must_go_back:
+                self._tell_changes()
             undo.pop_all()
         _OPEN.add(self)
 
@@ -284,15 +295,17 @@ class RunRecorder(Watch):
         """
         self._record.eval({"val_loss": loss, **columns})
 
-    def event(self, kind: str, message: str, **fields: Any) -> None:
+    def event(self, kind: str, message: str, *, at: int | None = None, **fields: Any) -> None:
         """Record an event of the loop at the current step.
 
         Args:
             kind: a kind of :class:`narrowgauge.Event`, such as ``"note"``.
             message: one sentence.
+            at: another step.
             fields: ``tensor``, ``value``, ``threshold``, ``advice``, ``detector``.
         """
-        self._record.event(Event(kind, self.num_steps, message, **fields))
+        step = self.num_steps if at is None else at
+        self._record.event(Event(kind, step, message, **fields))
 
     def saved(self, path: str | Path, **objects: Any) -> None:
         """Certify a checkpoint that the loop has saved: write hashes of every state beside it.
@@ -328,7 +341,8 @@ class RunRecorder(Watch):
         run = self._record.here.of_first(lambda: read_run(self.folder))
         path = ""
         for event in run.events:
-            if event["kind"] == "checkpoint" and event["step"] == step:
+            is_certified = event["kind"] == "checkpoint" and event["message"].startswith(SAVED)
+            if is_certified and event["step"] == step:
                 path = event["message"].removeprefix(SAVED)
         self._record.go_back(step, first=run.steps[0]["step"] if run.steps else step + 1)
         if not began:
@@ -342,11 +356,18 @@ class RunRecorder(Watch):
             for reading in self._certificate.differences(path, objects):
                 self._record.event(event_of(reading, step), shown=True)
         self._begin_at(step)
+        self._tell_changes()
         if goes_on or began:
             done = f", after {began} were done" if began else ""
             self.event("resume", f"from step {step}{done}")
 
-    def close(self, finished: bool = True) -> None:
+    def _tell_changes(self) -> None:
+        """Record what has changed on the machine since the run began, once."""
+        for change in self._changes:
+            self.event("note", change, detector="changed-software")
+        self._changes = []
+
+    def close(self, finished: bool = True, **columns: Any) -> None:
         """End the record.
 
         A second call does nothing. Without a call, the end of the process or of the recorder is
@@ -355,13 +376,14 @@ class RunRecorder(Watch):
         Args:
             finished: the loop has done its last step, so write ``summary.json``. Otherwise the run
                 can be resumed.
+            columns: of ``summary.json``, in place of those counted here.
         """
         if not self._is_open:
             return
         self._is_open = False
         try:
             if finished and not self._must_go_back:
-                self._record.finish(self._summary())
+                self._record.finish(self._summary() | columns)
             elif not self._must_go_back:
                 self._record.stop()
         finally:
@@ -440,8 +462,9 @@ class RunRecorder(Watch):
                 )
 
     def _print_what_is_seen(self) -> None:
-        super()._print_what_is_seen()
-        self.event("note", self.seen(), detector="watch")
+        if self.every:
+            super()._print_what_is_seen()
+            self.event("note", self.seen(), detector="watch")
 
     def _say(self, readings: list[Reading]) -> None:
         """Write an event for each reading, and show them in a sentence."""
