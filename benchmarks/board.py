@@ -280,7 +280,7 @@ def trained(job: Job, out: Path) -> Record:
     folder = out / job.name
     folder.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
-    data = open_data(config.data or stdlib_tokens(config.model), config.held_out, config.seed)
+    data = open_data(config.data or stdlib_tokens(config.model), config.held_out)
     session = build(config, folder, data)
     edq = None
     late_edq = None

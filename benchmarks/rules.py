@@ -125,7 +125,7 @@ def outer_names(model: nn.Module) -> set[str]:
 def trained(case: Case, config: TrainConfig) -> dict[str, float]:
     """Train without a run folder; return the validation loss and the bytes per parameter."""
     torch.set_num_threads(1)
-    data = open_data(stdlib_tokens(config.model), config.held_out, config.seed)
+    data = open_data(stdlib_tokens(config.model), config.held_out)
     model = language_model.build(config.model, vocab_size=data.vocab_size, seed=config.seed)
     if UPDATE_RULES[case.rule].is_matrix:
         left_to_adamw = outer_names(model)

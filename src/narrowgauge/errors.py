@@ -95,13 +95,13 @@ class Terminated(KeyboardInterrupt):
     """A run stopped on SIGTERM or SIGHUP, as on Ctrl-C. The command line exits with status 143."""
 
 
-def suggestion(name: str, names: Iterable[str]) -> str:
+def suggestion(name: str, names: Iterable[str], cutoff: float = 0.5) -> str:
     """Return ``"Did you mean 'compact'?"`` for the nearest known name, or an empty string.
 
     >>> suggestion("compat", ["compact", "word"])
     "Did you mean 'compact'?"
     """
-    near = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
+    near = difflib.get_close_matches(name, list(names), n=1, cutoff=cutoff)
     return f"Did you mean '{near[0]}'?" if near else ""
 
 

@@ -39,7 +39,7 @@ def data(tmp_path: Path) -> str:
 def test_defaults_are_a_run_that_can_start(data: str, elsewhere: Path) -> None:
     config = TrainConfig(data=data).validated()
     filled = config.filled()
-    assert (filled.lr, filled.warmup_steps, filled.compile) == (3e-3, 40, False)
+    assert (filled.lr, filled.warmup_steps, filled.compile) == (3e-3, None, False)
     assert config.out == str(Path("runs") / "llama-1m-bfloat16-word-1")
     assert not any(elsewhere.iterdir()), "checking writes nothing"
 
@@ -67,7 +67,10 @@ def test_compilation_follows_size(
     ("steps", "warmup"), [(1, 0), (9, 0), (10, 1), (400, 40), (1000, 100), (100_000, 100)]
 )
 def test_the_warm_up_follows_the_length(steps: int, warmup: int) -> None:
-    assert TrainConfig(steps=steps).filled().warmup_steps == warmup
+    """It is derived at each step, and not stored as if it had been typed."""
+    config = TrainConfig(steps=steps).filled()
+    rates = [config.learning_rate(step) for step in range(1, steps + 1)]
+    assert rates.index(max(rates)) == max(0, warmup - 1) and config.warmup_steps is None
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,6 @@ from narrowgauge.gauges.recording.step_row import StepReader
 from narrowgauge.runs.record import read_run
 from narrowgauge.trainer import config, loop, session
 from narrowgauge.trainer.config import TrainConfig
-from narrowgauge.trainer.console import Console
 from narrowgauge.trainer.step import train_step
 from trainer.tiny_runs import CASES, SHAPE, call, settings, words_of
 
@@ -314,7 +313,7 @@ def test_output_that_cannot_be_written_ends_the_run_at_a_checkpoint(
 ) -> None:
     config = settings(place, tmp_path / "run", **CASES["naive"], checkpoint_every=0)
     with pytest.raises(OSError) as failure:
-        loop.train(config, console=Console(config.steps, 1, Output(number)))
+        loop.train(config, stream=Output(number))
     assert failure.value.errno == number
     steps = len(read_run(tmp_path / "run").steps)
     assert 0 < steps < config.steps

@@ -236,7 +236,7 @@ def test_an_interruption_saves_and_says_how_to_go_on(
     assert f"narrowgauge resume {folder}" in lines[-2] and lines[-1].startswith("Interrupted: ")
     assert sum("Stopping after this step" in line for line in lines) == 1
     run = read_run(folder)
-    assert run.events[-1]["kind"] == "stop" and len(run.steps) == 3
+    assert run.events[-1]["what"] == "stop" and len(run.steps) == 3
     assert os.listdir(folder / "checkpoints").count("step-00000003") == 1
     assert nursery("resume", str(folder)) == 0, nursery.printed
     assert_same_run(read_run(folder), uninterrupted[name])
@@ -302,7 +302,16 @@ def lose_and_leave_a_begun_one(folder: Path) -> None:
     (folder / "checkpoints" / ".tmp-step-00000004").mkdir(parents=True)
 
 
-@pytest.mark.parametrize("fault", [flip_all, lose, lose_and_edit, lose_and_leave_a_begun_one])
+def lose_with_its_events(folder: Path) -> None:
+    """Lose the checkpoints and the events that tell of them."""
+    lose(folder)
+    (folder / "events.jsonl").unlink()
+
+
+LOSSES = [flip_all, lose, lose_and_edit, lose_and_leave_a_begun_one, lose_with_its_events]
+
+
+@pytest.mark.parametrize("fault", LOSSES)
 def test_a_lost_run_restarts_if_asked(
     fault: Any, place: Path, uninterrupted: dict[str, Run], tmp_path: Path
 ) -> None:
@@ -318,6 +327,32 @@ def test_a_lost_run_restarts_if_asked(
         assert refused.stderr.count("\n") == 1
     assert (folder / "steps.jsonl").read_bytes() == before
     assert call("resume", str(folder), "--restart").exit_code == 0
+    run = read_run(folder)
+    if fault is lose_with_its_events:
+        assert (
+            run.summary["weights_fingerprint"]
+            == uninterrupted["naive"].summary["weights_fingerprint"]
+        )
+    else:
+        assert_same_run(run, uninterrupted["naive"])
+
+
+@pytest.mark.parametrize(
+    "change", [lambda text: text[1:], lambda text: b"", lambda text: text.replace(b"=", b"-"), None]
+)
+def test_a_run_goes_on_from_its_checkpoint_alone(
+    change: Any, place: Path, uninterrupted: dict[str, Run], tmp_path: Path
+) -> None:
+    """Its run.toml is damaged, or gone: the checkpoint holds the same."""
+    folder = loop.train(settings(place, tmp_path / "run", **CASES["naive"], stop_after=3))
+    file = folder / "run.toml"
+    before = file.read_bytes()
+    if change is None:
+        file.unlink()
+    else:
+        file.write_bytes(change(before))
+    result = call("resume", str(folder))
+    assert result.exit_code == 0, result.stderr
     assert_same_run(read_run(folder), uninterrupted["naive"])
 
 
@@ -363,7 +398,10 @@ def test_a_full_disk_at_start(
 
     monkeypatch.setattr(os, "fsync", fsync)
     refused = call(*words_of(settings(place, folder, steps=1, eval_sequences=4)))
-    assert refused.exit_code == 1 and refused.stderr.count("\n") == 1, refused.stderr
+    if refused.exit_code == 0:  # what a recorder adds to run.toml later ends no run
+        assert read_run(folder).summary is not None
+    else:
+        assert refused.exit_code == 1 and refused.stderr.count("\n") == 1, refused.stderr
     if not (folder / "run.toml").exists():
         assert folder.exists() == existed and not (existed and os.listdir(folder))
 

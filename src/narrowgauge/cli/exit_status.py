@@ -111,6 +111,6 @@ def _with_advice(error: click.ClickException) -> str:
         names = []
         for option in context.command.params:
             names += [*option.opts, *option.secondary_opts]
-        near = suggestion(error.option_name, names)
+        near = suggestion(error.option_name, names, cutoff=0.75)
         message = f"No such option '{error.option_name}'. {near}".rstrip()
     return f"{message} (See {context.command_path} --help.)"

@@ -111,7 +111,9 @@ class NarrowgaugeCallback(RecordedCallback, TrainerCallback):
     """Record a run of ``transformers.Trainer``, log the optimizer's audit, and warn of settings
     that defeat it.
 
-    Each step has a row. The Trainer gives a loss only to its log entries: set ``logging_steps=1``
+    Each step has a row, with the tokens of its ``input_ids``.
+
+    The Trainer gives a loss only to its log entries: set ``logging_steps=1``
     for each step's own, and ``logging_nan_inf_filter=False`` to see a NaN. A new training never
     overwrites a record: it takes ``folder-2`` and so on. A resumed training continues in the last.
 
@@ -123,8 +125,13 @@ class NarrowgaugeCallback(RecordedCallback, TrainerCallback):
         >>> trainer = Trainer(model, args, callbacks=[callback])  # doctest: +SKIP
     """
 
+    _count: Any = None  # the hook that counts tokens
+
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **named: Any) -> None:
         self._close(finished=False)  # from an interrupted training
+        if self._count is not None:
+            self._count.remove()
+        self._num_ranks = args.world_size
         optimizer = unwrapped(named["optimizer"])
         for warning in _warnings(args, optimizer):
             warnings.warn(warning, stacklevel=2)
@@ -136,6 +143,14 @@ class NarrowgaugeCallback(RecordedCallback, TrainerCallback):
             settings=_settings(args, state),
             max_grad_norm=args.max_grad_norm or None,
         )
+        self._tokens = 0
+        model: Any = named["model"]
+        self._count = model.register_forward_pre_hook(self._count_tokens, with_kwargs=True)
+
+    def _count_tokens(self, model: Any, args: Any, named: dict[str, Any]) -> None:
+        tokens = named.get("input_ids")
+        if model.training and tokens is not None:
+            self._tokens += tokens.numel() * self._num_ranks
 
     def on_pre_optimizer_step(
         self, args: Any, state: TrainerState, control: Any, **named: Any
@@ -149,7 +164,9 @@ class NarrowgaugeCallback(RecordedCallback, TrainerCallback):
     def _record_step(self, state: TrainerState, loss: float | None = None, **columns: Any) -> None:
         """Record the last step, unless it is recorded. The loss comes only with a log entry."""
         if self.recorder is not None and self.recorder.num_steps < state.global_step:
-            self.recorder.step(loss, lr=self._rate, **columns)
+            tokens = self._tokens or None
+            self._tokens = 0
+            self.recorder.step(loss, tokens=tokens, lr=self._rate, **columns)
 
     def on_log(self, args: Any, state: TrainerState, control: Any, **named: Any) -> None:
         logs = named.get("logs") or {}
@@ -175,6 +192,7 @@ class NarrowgaugeCallback(RecordedCallback, TrainerCallback):
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **named: Any) -> None:
         self._record_step(state)
+        self._count.remove()
         self._close(finished=state.global_step >= state.max_steps)
 
 

@@ -29,7 +29,6 @@ from narrowgauge.runs.writer import RunWriter
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.trainer import door
 from narrowgauge.trainer.config import OF_A_RUN, TrainConfig, first_free
-from narrowgauge.trainer.console import Console
 from narrowgauge.trainer.data.dataset import data_fingerprint
 from narrowgauge.trainer.data.tokens import TokenMap, read_tokens
 
@@ -211,8 +210,7 @@ def runs_in(folder: Path) -> list[Run]:
 def require_alike(run: Run, config: TrainConfig, tokens: TokenMap) -> None:
     """Refuse to compare with a run that has other settings or tokens, recipe and seed aside."""
     changes = door.changed_settings(run.config, config.to_dict())
-    seed = run.config.get("seed", config.seed)
-    if run.data_fingerprint != data_fingerprint(tokens, config.held_out, seed):
+    if run.data_fingerprint != data_fingerprint(tokens, config.held_out):
         changes.append(("data", "other tokens", f"those in {config.data}"))
     for name, old, new in changes:
         if name not in OF_A_RUN:
@@ -290,7 +288,7 @@ def _train(config: TrainConfig, stream: TextIO | None) -> None:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     try:
-        loop.train(config, console=Console(config.steps, 0, stream))
+        loop.train(config, stream=stream, is_verbose=False)
     except NarrowgaugeError as error:
         error.message = f"{Path(str(config.out)).name}: {error.message}"
         raise

@@ -158,7 +158,6 @@ class TrainConfig:
     gauges_every: int = count(20, "Steps between samples of the gauges; 0: none.", 0)
     fingerprints_every: int = count(
         0, "Steps between fingerprints of every tensor, by which narrowgauge diagnose compares two runs; 0: none.", 0)
-    verify_every: int = count(1000, "On several ranks, steps between comparisons of what they hold; 0: never.", 0)
     log_every: int = count(10, "Steps between printed lines; every step is recorded.")
     stop_after: int | None = count(None, "Stop after this step with a checkpoint, as if interrupted.  [default: never]")
     activation_checkpointing: bool = setting(False, "Recompute activations in the backward pass to save memory.")
@@ -188,12 +187,13 @@ class TrainConfig:
 
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of one optimizer step, from 1 to ``steps``, of filled settings."""
-        assert self.warmup_steps is not None and self.lr is not None
-        if step <= self.warmup_steps:
-            return self.lr * step / self.warmup_steps
+        assert self.lr is not None
+        warmup = min(self.steps // 10, 100) if self.warmup_steps is None else self.warmup_steps
+        if step <= warmup:
+            return self.lr * step / warmup
         if self.schedule == "constant":
             return self.lr
-        progress = min((step - self.warmup_steps) / (self.steps - self.warmup_steps), 1.0)
+        progress = min((step - warmup) / (self.steps - warmup), 1.0)
         remaining = 1 - progress
         if self.schedule == "cosine":
             remaining = (1 + math.cos(math.pi * progress)) / 2
@@ -211,8 +211,6 @@ class TrainConfig:
         if self.model in MODELS:
             size = MODELS[self.model].num_parameters
         values: dict[str, Any] = {}
-        if self.warmup_steps is None:
-            values["warmup_steps"] = min(self.steps // 10, 100)
         if self.lr is None:
             values["lr"] = usual_rate(size)
         if self.compile is None:

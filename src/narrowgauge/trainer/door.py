@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import RecordError
+from narrowgauge.runs.atomic_io import write_whole
 from narrowgauge.runs.finding import counted
-from narrowgauge.runs.places import is_run, require_free
-from narrowgauge.runs.record import Run, read_run
+from narrowgauge.runs.places import FolderLock, is_run, require_free
+from narrowgauge.runs.record import Run, read_run, read_settings
 from narrowgauge.runs.schema import short
 from narrowgauge.spec.models import MODELS
 from narrowgauge.spec.tables import json_value
@@ -35,6 +36,8 @@ def enter(given: Mapping[str, Any], num_ranks: int = 1) -> tuple[TrainConfig, Ru
     """
     TrainConfig.from_dict(given)  # an empty path is not the current folder
     out = given.get("out")
+    if out is not None:
+        restore(Path(out))
     if out is None or not is_run(Path(out)):
         if out is not None:
             require_free(out)
@@ -71,12 +74,12 @@ def _text(value: Any) -> str:
 
 
 def require_same_run(
-    run: Run, before: Mapping[str, Any], config: TrainConfig, fingerprint: str
+    run: Run, before: Mapping[str, Any], config: TrainConfig, fingerprint: str, began_with: str
 ) -> None:
     """Refuse settings that decide a run's numbers from the start: model, storage, seed, split,
     length of sequences, and tokens, known by their ``fingerprint``.
 
-    ``before`` are the settings of its checkpoint.
+    ``before`` are the settings of its checkpoint, ``began_with`` the fingerprint then.
     """
     first = TrainConfig.from_dict(before)
     fixed = ["seed", "held_out", "sequence_length"]
@@ -90,12 +93,32 @@ def require_same_run(
                 f"Cannot continue {run.path} with {name} = {new} because it began with {old}.",
                 "Leave it as it was, or start another run with another --out.",
             )
-    if fingerprint != run.data_fingerprint:
+    if fingerprint != began_with:
         raise RecordError(
             f"Cannot continue {run.path} because the tokens in {config.data} are not those that it "
             "started with.",
             "Restore its token map, or name its new place with --data.",
         )
+
+
+_OF_THE_RATE = ("lr", "steps", "schedule", "warmup_steps", "min_lr_ratio")
+
+
+def changes(before: Mapping[str, Any], config: TrainConfig, step: int) -> list[dict[str, Any]]:
+    """Return an event for each setting that is changed after a step, and for a rate that jumps."""
+    events = []
+    moves_rate = False
+    for name, old, new in changed_settings(before, config.to_dict()):
+        message = f"{name} was {old} up to step {step} and is {new} from there on"
+        events.append({"what": "changed-settings", "words": message, "severity": "warning"})
+        moves_rate = moves_rate or name in _OF_THE_RATE
+    if moves_rate and step > 0:
+        first = TrainConfig.from_dict(before).filled()
+        rate = first.learning_rate(min(step, first.steps))
+        now = config.learning_rate(step + 1)
+        message = f"the learning rate was {rate:.2e} in step {step} and is {now:.2e} in the next"
+        events.append({"what": "changed-settings", "words": message, "severity": "warning"})
+    return events
 
 
 def nothing_left(run: Run | None, config: TrainConfig) -> str:
@@ -119,7 +142,9 @@ def require_no_checkpoint(run: Run, damaged: Sequence[str]) -> None:
     ``damaged`` says what is wrong with those that are there.
     """
     saved = [event for event in run.events if event["what"] in ("checkpoint", "resume")]
-    if damaged or any(event["step"] for event in saved):
+    every = run.config.get("checkpoint_every", 0)
+    was_due = 0 < every < len(run.steps)  # its events may be lost as well
+    if damaged or was_due or any(event["step"] for event in saved):
         raise RecordError(
             f"Cannot resume {run.path} because {no_good_checkpoint(damaged)}. Its record has "
             f"{counted(len(run.steps), 'step')}.",
@@ -141,6 +166,28 @@ def require_steps_left(folder: Path, config: TrainConfig, step: int) -> None:
                 f"Cannot end {folder} so early because it has done {counted(step, 'step')}.",
                 f"Name a later step with {flag}, or leave it out.",
             )
+
+
+def restore(folder: Path) -> None:
+    """Restore a damaged or lost ``run.toml`` from the newest good checkpoint, which holds its text.
+
+    Without a checkpoint do nothing: whoever reads the run says what is wrong.
+    """
+    if not (folder / "checkpoints").is_dir():
+        return
+    try:
+        read_settings(folder)
+    except RecordError as error:
+        if "has record schema" in error.message:
+            raise
+        from narrowgauge.checkpoints.saving import latest_checkpoint
+
+        checkpoint, _ = latest_checkpoint(folder)
+        text = "" if checkpoint is None else checkpoint.state().get("run", "")
+        if text:
+            lock = FolderLock(folder)
+            write_whole(folder / "run.toml", text.encode())
+            lock.release()
 
 
 def run_of_trainer(folder: Path) -> Run:

@@ -1,4 +1,4 @@
-"""The training loop. It can be interrupted at any moment and resumed with the same bits.
+"""The training loop: a client of :class:`narrowgauge.RunRecorder`, as a user could write it.
 
 Each step is recorded before the next begins, and checkpoints are written atomically. So a killed
 run loses only the steps since its last checkpoint and repeats them with the same bits.
@@ -13,29 +13,29 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-from narrowgauge.analysis.log import happened
+from narrowgauge.analysis.detectors import DETECTORS
 from narrowgauge.checkpoints.saving import latest_checkpoint
 from narrowgauge.distributed.job import require_same, threads_of
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.errors import CorruptionError, Terminated
-from narrowgauge.gauges.recording.provenance import describe_process, differences
-from narrowgauge.gauges.recording.record import Record
-from narrowgauge.runs.atomic_io import disk_errors
-from narrowgauge.runs.finding import sentences
-from narrowgauge.runs.record import Run
-from narrowgauge.runs.schema import Row
-from narrowgauge.runs.writer import RunWriter
+from narrowgauge.gauges.hub import RunNotice
+from narrowgauge.gauges.recording.run_recorder import RunRecorder
+from narrowgauge.runs.atomic_io import disk_errors, sync
+from narrowgauge.runs.finding import counted, sentences
+from narrowgauge.runs.places import is_run
+from narrowgauge.runs.record import Run, read_run
+from narrowgauge.runs.schema import EVAL, STEP, Row
 from narrowgauge.spec.models import MODELS, weights_file
 from narrowgauge.trainer import door
 from narrowgauge.trainer.config import TrainConfig
-from narrowgauge.trainer.console import Console
-from narrowgauge.trainer.session import Session, build, describe, open_on_ranks
+from narrowgauge.trainer.session import Session, build, data_of, open_on_ranks
 from narrowgauge.trainer.step import evaluate, train_step
 
 _MUST_STOP = 2
@@ -44,11 +44,59 @@ _SIGNALS = [
 ]
 
 
+class Progress:
+    """Print the progress of a run on rank 0: notes always, other lines if ``is_verbose``.
+
+    Attributes:
+        failure: why a line could not be written: its reader has left, or the disk is full. No line
+            follows.
+        alarms: the kinds of alarms so far.
+    """
+
+    def __init__(self, config: TrainConfig, stream: TextIO | None, is_verbose: bool) -> None:
+        self.config = config
+        self.stream = stream
+        self.is_verbose = is_verbose
+        self.is_quiet = not all_ranks().is_first
+        self.failure: OSError | None = None
+        self.alarms: dict[str, None] = {}
+
+    def say(self, line: str, always: bool = False) -> None:
+        if self.is_quiet or self.failure is not None or not (self.is_verbose or always):
+            return
+        try:
+            print(line, file=self.stream or sys.stdout, flush=True)
+        except OSError as error:
+            self.failure = error
+
+    def row(self, kind: str, row: Row) -> None:
+        """Print a row that was written."""
+        step = row["step"]
+        place = f"step {step:>6}/{self.config.steps}"
+        is_due = step % self.config.log_every == 0 or step in (1, self.config.steps)
+        if kind == "events" and row["what"] not in _ROUTINE:
+            what = row["what"].replace("-", " ")
+            if row["what"] in DETECTORS or row["what"] == "lost-updates":
+                self.alarms[what] = None
+            is_asked = what.startswith(("note", "changed"))
+            self.say(f"{what}: {row['advice']}", always=is_asked)
+        elif kind == "evals":
+            self.say(f"{place}  {EVAL['val_loss'].text(row)}")
+        elif kind == "steps" and is_due:
+            columns = ("loss", "tokens_per_second", "lr", "edq")
+            words = [STEP[name].text(row) for name in columns if row.get(name) is not None]
+            self.say("  ".join([place, *words]))
+
+
+_ROUTINE = {"start", "resume", "stop", "checkpoint", "finish", "skip"}
+
+
 def train(
     settings: TrainConfig | Mapping[str, Any],
     *,
     restart: bool = False,
-    console: Console | None = None,
+    stream: TextIO | None = None,
+    is_verbose: bool = True,
 ) -> Path:
     """Train a model, and return the run folder.
 
@@ -61,7 +109,8 @@ def train(
     Args:
         settings: those that are named; a ``TrainConfig`` names all but those at ``None``.
         restart: begin again at step 0 if the run has lost its checkpoints.
-        console: displays the progress; ``None`` for standard output.
+        stream: for the progress; ``None`` for standard output.
+        is_verbose: print steps and evaluations, not only notes.
     Raises:
         NarrowgaugeError: an invalid setting. Nothing is written then.
         RecordError: the run is being written, has no good checkpoint left, or cannot change a
@@ -73,17 +122,22 @@ def train(
     named_settings = settings.to_dict() if isinstance(settings, TrainConfig) else dict(settings)
     ranks = all_ranks()
     config, run = ranks.of_first(lambda: door.enter(named_settings, ranks.size))
-    shown = console or Console(config.steps, config.log_every, is_quiet=not ranks.is_first)
+    progress = Progress(config, stream, is_verbose)
     line = door.nothing_left(run, config)
     if line:
-        shown.say(line)
-    else:
-        with threads_of(config.threads, config.recipe.reduction.order_invariant):
-            require_same(named_settings)
-            if run is None:
-                _begin(config, shown)
-            else:
-                _go_on(run, config, shown, restart)
+        progress.say(line)
+        return Path(str(config.out))
+    with (
+        threads_of(config.threads, config.recipe.reduction.order_invariant),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore", RunNotice)  # the events are printed
+        require_same(named_settings)
+        session, events = _open(config, run, restart)
+        with recorder_of(session, progress) as recorder:
+            for event in events:
+                recorder.event(**event)
+            _run(session, recorder, progress)
     return Path(str(config.out))
 
 
@@ -96,180 +150,160 @@ def resume(folder: str | Path, stop_after: int | None = None, **options: Any) ->
     )
 
 
-def _begin(config: TrainConfig, console: Console) -> None:
+def _open(
+    config: TrainConfig, run: Run | None, restart: bool
+) -> tuple[Session, list[dict[str, Any]]]:
+    """Return the session of a new run, or of its latest good checkpoint, and events: what differs
+    from what was asked for, what has changed, and which checkpoints are damaged.
+    """
     folder = Path(str(config.out))
-    session = build(config, folder, open_on_ranks(config))
-    with Record(
-        lambda: RunWriter.create(folder, describe(session)),
-        config.recipe,
-        console.event,
-        console.row,
-    ) as record:
-        tokenizer = session.data.tokenizer_path
-        if record.writer is not None and tokenizer is not None:
-            with disk_errors(folder):
-                shutil.copyfile(tokenizer, folder / "tokenizer.json")
-        for note in [*session.data.notes, *session.notes]:
-            record.event(happened("note", 0, note), shown=True)
-        title = f"{Path(config.model).name} in {config.recipe.title}"
-        record.event(happened("start", 0, title))
-        _watch(session, record, console)
-        _run(session, record, console)
+    if run is None:
+        session = build(config, folder, open_on_ranks(config))
+        notes = [*session.data.notes, *session.notes]
+        return session, [{"what": "note", "words": note} for note in notes]
+    checkpoint, damaged = latest_checkpoint(folder, all_ranks())
+    before = run.config
+    began_with = run.data_fingerprint
+    if checkpoint is not None:
+        state = checkpoint.state()
+        before = state["settings"]
+        began_with = state["data_fingerprint"]
+    elif not restart:
+        door.require_no_checkpoint(run, damaged)
+    data = open_on_ranks(config)
+    door.require_same_run(run, before, config, data.fingerprint, began_with)
+    session = build(config, folder, data)
+    if checkpoint is not None:
+        session.load(checkpoint)
+    door.require_steps_left(folder, config, session.step)
+    events = door.changes(before, session.config, session.step)
+    first = run.steps[0]["step"] if run.steps else session.step + 1
+    if first > 1 and session.step > 0:
+        message = f"steps.jsonl lacks the first {counted(first - 1, 'step')}"
+        events.append({"what": "note", "words": message})
+    for damage in damaged:
+        message = f"{damage} and was not loaded"
+        events.append({"what": "damaged-checkpoint", "words": message, "severity": "warning"})
+    return session, events
 
 
-def _go_on(run: Run, config: TrainConfig, console: Console, restart: bool) -> None:
-    """Continue a run from its latest good checkpoint."""
-    folder = run.path
-    with Record(
-        lambda: RunWriter.open(folder), config.recipe, console.event, console.row
-    ) as record:
-        checkpoint, damaged = latest_checkpoint(folder, record.here)
-        before = run.config
-        if checkpoint is not None:
-            before = checkpoint.state()["settings"]
-        elif not restart:
-            door.require_no_checkpoint(run, damaged)
-        data = open_on_ranks(config)
-        door.require_same_run(run, before, config, data.fingerprint)
-        session = build(config, folder, data)
-        if checkpoint is not None:
-            session.load(checkpoint)
-        step = session.step
-        door.require_steps_left(folder, config, step)
-        present = {
-            "config": config.to_dict(),
-            **describe_process(session.device, session.here.size),
-        }
-        _watch(session, record, console)
-        if record.writer is not None:
-            record.writer.amend({**run.run, "config": present["config"]})
-        record.go_back(step)
-        for damage in damaged:
-            message = f"{damage} and was not loaded"
-            record.event(happened("damaged-checkpoint", 0, message, severity="warning"), shown=True)
-        for name, old, new in door.changed_settings(before, present["config"]):
-            note = f"{name} was {old} up to step {step} and is {new} from there on"
-            record.event(happened("changed-settings", step, note, severity="warning"), shown=True)
-        for note in differences(run.run, present):
-            record.event(happened("changed-software", step, note, severity="warning"), shown=True)
-        where = f" on {record.here.size} ranks" if record.here.size > 1 else ""
-        record.event(happened("resume", step, f"from step {step}{where}"))
-        _run(session, record, console)
-
-
-def _watch(session: Session, record: Record, console: Console) -> None:
-    """Record the optimizer and the gauges.
+def recorder_of(session: Session, progress: Progress) -> RunRecorder:
+    """Create the record of a run, or open it and go back to the step of the session.
 
     Must precede the first step, whose compiled code calls the gauges.
     """
-    session.optimizer.on_alarm = lambda alarms: console.say(
-        f"warning: {min(alarms, key=lambda alarm: alarm.reading.edq).message}"
-    )
-    record.watch(session.model, session.optimizer, every=session.config.gauges_every)
-
-
-class _End(Enum):
-    """Why a run takes no further step."""
-
-    LAST_STEP = "the last step"
-    STOP_AFTER = "as requested by stop_after"
-    INTERRUPTED = "interrupted"
-
-
-def _run(session: Session, record: Record, console: Console) -> None:
     config = session.config
-    end = _End.LAST_STEP if session.step >= config.steps else None
-    console.say(f"{Path(config.model).name} · {config.recipe.title} · {session.folder}")
+    folder = session.folder
+    goes_on = session.here.of_first(lambda: is_run(folder))
+    tables = {} if goes_on else {"data": data_of(session)}
+    recorder = RunRecorder(
+        folder, session.model, session.optimizer, recipe=config.recipe, settings=config.to_dict(),
+        gauges_every=config.gauges_every, fingerprints_every=config.fingerprints_every,
+        on_row=progress.row, resume=goes_on, tables={**tables, "recorder": None},
+    )  # fmt: skip
+    if goes_on:
+        recorder.go_back(session.step)
+    tokenizer = session.data.tokenizer_path
+    if session.here.is_first and tokenizer is not None:
+        with disk_errors(folder):
+            shutil.copyfile(tokenizer, folder / "tokenizer.json")
+    return recorder
+
+
+def _run(session: Session, recorder: RunRecorder, progress: Progress) -> None:
+    """Train until the last step, a requested stop or a signal, and end with a checkpoint."""
+    config = session.config
+    here = session.here
+    progress.say(f"{Path(config.model).name} · {config.recipe.title} · {session.folder}")
     if session.step == 0 and config.model not in MODELS:
         weights = weights_file(Path(config.model))
         source = f"read from {weights}" if weights else f"drawn from seed {config.seed}"
-        console.say(f"initial weights: {source}")
-    with _signals() as signals, _ended(session, record, console):
-        session.fingerprints.start(session.step)
-        record.fingerprint(session.fingerprints)
-        while end is None:
-            record.reader.begin()
+        progress.say(f"initial weights: {source}")
+    is_stopped = False
+    with _signals() as signals, _ended(session, recorder, progress):
+        while session.step < config.steps and not is_stopped:
             columns = train_step(session)
-            record.step({**columns, "tokens": record.tokens + config.tokens_per_step})
-            record.fingerprint(session.fingerprints)
-            if _is_due(session.step, config.eval_every) and session.step < config.steps:
-                record.eval({"val_loss": evaluate(session)})
+            recorder.step(columns.pop("loss"), tokens=config.tokens_per_step, **columns)
+            is_last = session.step == config.steps
+            if _is_due(session.step, config.eval_every) and not is_last:
+                recorder.evaluate(evaluate(session))
             # A signal, or the end of a save, may reach the ranks in different steps. All act after
             # the same step.
-            must_stop = bool(signals) or console.failure is not None
-            state = session.here.largest(_MUST_STOP if must_stop else int(session.saver.has_ended))
-            if session.step >= config.steps:
-                end = _End.LAST_STEP
-            elif state == _MUST_STOP:
-                end = _End.INTERRUPTED
-            elif session.step == config.stop_after:
-                end = _End.STOP_AFTER
-            is_due = end is not None or _is_due(session.step, config.checkpoint_every)
+            must_stop = bool(signals) or progress.failure is not None
+            state = here.largest(_MUST_STOP if must_stop else int(session.saver.has_ended))
+            is_stopped = not is_last and (state == _MUST_STOP or session.step == config.stop_after)
+            is_due = is_last or is_stopped or _is_due(session.step, config.checkpoint_every)
             if state or is_due:
-                _settle_save(session, record)
+                _settle_save(session, recorder)
             if is_due:
-                session.verify_replicas()
-                if record.writer is not None:
-                    record.writer.sync()
-                session.save()
-        _finish(end, session, record, console, session.here.largest(signals[0] if signals else 0))
-
-
-def _finish(end: _End, session: Session, record: Record, console: Console, number: int) -> None:
-    """End a run whose last checkpoint is being written: write what its record lacks, and say how to
-    continue.
-
-    ``number`` is the signal that interrupted it, 0 if it was the console.
-    """
-    summary = None
-    if end is _End.LAST_STEP:
-        if record.evaluated != session.step:
-            record.eval({"val_loss": evaluate(session)})
-        summary = record.summary(
-            recipe=session.config.recipe.to_value(),
-            model=session.config.model,
-            bytes_per_param=session.bytes_per_param(),
-            weights_fingerprint=session.weights_fingerprint(),
+                _save(session)
+        loss = None if is_stopped else _last_loss(session, recorder)
+        _settle_save(session, recorder)
+        session.saver.close()
+        recorder.close(not is_stopped, **_summary_of(session))
+        if loss is not None:
+            return progress.say(f"Finished after {session.step} steps.")
+        progress.say(
+            f"Stopped after step {session.step}. Continue with: narrowgauge resume {session.folder}"
         )
-    _settle_save(session, record)
-    session.saver.close()
-    if summary is not None:
-        record.finish(summary)
-        return console.summary(summary)
-    record.stop(end.value)
-    console.say(
-        f"Stopped after step {session.step}. Continue with: narrowgauge resume {session.folder}"
-    )
-    if end is _End.INTERRUPTED and number == signal.SIGINT:
-        raise KeyboardInterrupt
-    if end is _End.INTERRUPTED:
-        raise Terminated if number else console.failure or BrokenPipeError
+        number = here.largest(signals[0] if signals else 0)
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        if number:
+            raise Terminated
+        if progress.failure is not None:
+            raise progress.failure
 
 
-def _settle_save(session: Session, record: Record) -> None:
+def _last_loss(session: Session, recorder: RunRecorder) -> float:
+    """Return the validation loss after the last step: evaluate, unless the record has it."""
+    run = session.here.of_first(lambda: read_run(session.folder))
+    for row in run.evals:
+        if row["step"] == session.step:
+            return float(row["val_loss"])
+    loss = evaluate(session)
+    recorder.evaluate(loss)
+    return loss
+
+
+def _summary_of(session: Session) -> Row:
+    return {"model": session.config.model, "bytes_per_param": session.bytes_per_param()}
+
+
+def _save(session: Session) -> None:
+    """Write a checkpoint, after the rows before it, and after replicas were compared."""
+    session.verify_replicas()
+    if session.here.is_first:
+        for file in session.folder.glob("*.jsonl"):
+            with disk_errors(file):
+                sync(file)
+    session.save()
+
+
+def _settle_save(session: Session, recorder: RunRecorder) -> None:
     """Wait for the checkpoint in flight, and record it. A failed one ends the run here."""
     step = session.saver.wait()
     if step is not None:
-        record.event(happened("checkpoint", step, f"step-{step:08d} is complete"))
+        recorder.event("checkpoint", f"step-{step:08d} is complete", at=step)
 
 
 @contextmanager
-def _ended(session: Session, record: Record, console: Console) -> Iterator[None]:
+def _ended(session: Session, recorder: RunRecorder, progress: Progress) -> Iterator[None]:
     """Record corruption, and release what a run holds, however it ends."""
     try:
         yield
     except CorruptionError as error:
         words = sentences(error.message, error.advice)
         where: Row = {"tensor": error.tensor or "", "rank": error.rank}
-        record.event(happened("corruption", session.step, words, severity="error", **where))
+        recorder.event("corruption", words, severity="error", **where)
         raise
     finally:
         session.saver.leave()
         if session.reduction is not None:
             session.reduction.close()  # its hooks on parameters would keep the process group
-        if record.alarm_kinds:
-            kinds = ", ".join(kind.replace("-", " ") for kind in record.alarm_kinds)
-            console.say(f"{kinds}: narrowgauge diagnose {session.folder} shows where")
+        if progress.alarms:
+            kinds = ", ".join(progress.alarms)
+            progress.say(f"{kinds}: narrowgauge diagnose {session.folder} shows where")
 
 
 @contextmanager

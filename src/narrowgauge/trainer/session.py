@@ -31,9 +31,6 @@ from narrowgauge.distributed.reduction import GradientReduction
 from narrowgauge.distributed.replica_verification import verify_replicas
 from narrowgauge.distributed.sharding import fingerprint_whole
 from narrowgauge.errors import DataError, RecordError
-from narrowgauge.gauges.hub import Hub
-from narrowgauge.gauges.recording.fingerprints import Fingerprints
-from narrowgauge.gauges.recording.provenance import describe_model, describe_process
 from narrowgauge.gauges.recording.step_row import batch_checksum
 from narrowgauge.matmul.gemm import EmulationNotice, describe_matmuls
 from narrowgauge.matmul.scopes import compute_scope
@@ -128,7 +125,6 @@ class Session:
     batch_crc: str = ""
     loader_seconds: float = 0.0
     saver: Saver = field(init=False)
-    fingerprints: Fingerprints = field(init=False)
     linears: NarrowLayers | None = field(init=False)
     scaler: GradScaler | None = field(init=False)
 
@@ -136,11 +132,6 @@ class Session:
         self.scaler = GradScaler(self.device.type) if self.optimizer.scales_loss else None
         self.saver = Saver(self.folder, self.here.apart())
         self.linears = linears_of(self.model)
-        self.fingerprints = Fingerprints(
-            Hub(self.model, [self.optimizer], here=self.here),
-            self.config.fingerprints_every,
-            sees_outputs=not self.config.compile,
-        )
 
     @property
     def device(self) -> torch.device:
@@ -190,7 +181,7 @@ class Session:
 
     def verify_replicas(self) -> None:
         """Compare what several ranks hold. A difference raises CorruptionError on all of them."""
-        if self.here.size > 1 and self.config.verify_every:
+        if self.here.size > 1:
             verify_replicas(kept_tensors(self.optimizer), self.step)
 
     def bytes_per_param(self) -> float:
@@ -206,12 +197,17 @@ class Session:
     def save(self) -> None:
         """Write a checkpoint; the previous one stays until it is complete.
 
-        On ranks, all call it at the same step.
+        On ranks, all call it at the same step. It holds all that the run goes on from, ``run.toml``
+        too.
         """
+        run = ""
+        if self.here.is_first and (self.folder / "run.toml").is_file():
+            run = (self.folder / "run.toml").read_text(encoding="utf-8")
         tensors = state_tensors(self.model.named_parameters(), self.optimizer)
         state = {
             "step": self.step, "sequences": self.sequences, "num_skipped": self.optimizer.num_skipped,
-            "fingerprint": self.weights_fingerprint(), "settings": self.config.to_dict(),
+            "fingerprint": self.weights_fingerprint(), "settings": self.config.to_dict(), "run": run,
+            "data_fingerprint": self.data.fingerprint,
         }  # fmt: skip
         if self.scaler is not None:
             state["loss_scaler"] = self.scaler.state_dict()
@@ -323,18 +319,13 @@ def _require_tokenizer(config: TrainConfig, data: Dataset) -> None:
         )
 
 
-def describe(session: Session) -> dict[str, Any]:
-    config = session.config
+def data_of(session: Session) -> dict[str, Any]:
+    """Return the table ``data`` of ``run.toml``."""
     data = session.data
     return {
-        "config": config.to_dict(),
-        **describe_process(session.device, session.here.size),
-        "data": {
-            "folder": str(data.folder), "held_out": config.held_out, "seed": config.seed, "fingerprint": data.fingerprint,
-            "tokens": data.num_tokens, "vocab_size": data.vocab_size, "end_of_text": data.end_of_text,
-            "unigram_loss": data.unigram_loss(),
-        },
-        "model": describe_model(session.model),
+        "folder": str(data.folder), "held_out": session.config.held_out,
+        "fingerprint": data.fingerprint, "tokens": data.num_tokens, "vocab_size": data.vocab_size,
+        "end_of_text": data.end_of_text, "unigram_loss": data.unigram_loss(),
     }  # fmt: skip
 
 
@@ -344,7 +335,7 @@ def describe(session: Session) -> dict[str, Any]:
 def open_on_ranks(config: TrainConfig) -> Dataset:
     """Open the data of the settings on every rank."""
     ranks = all_ranks()
-    data = ranks.together(lambda: open_data(str(config.data), config.held_out, config.seed))
+    data = ranks.together(lambda: open_data(str(config.data), config.held_out))
     data.require(config.sequence_length)
     require_same({"tokens": data.fingerprint})
     return data

@@ -3,8 +3,8 @@
 The step contains no arithmetic and no format. It uses the results of ``prepare`` like any training
 loop.
 
-On several ranks, every ``verify_every`` steps, the states of all ranks are compared. They are also
-compared before a checkpoint is written. So the last checkpoint is always from before the damage.
+On several ranks, the states of all ranks are compared before a checkpoint is written. So the last
+checkpoint is always from before the damage.
 """
 
 from __future__ import annotations
@@ -28,17 +28,11 @@ from narrowgauge.trainer.session import Session, micro_batches_of_rank, sum_in_o
 
 
 def train_step(session: Session) -> Row:
-    """Take one optimizer step, and return the columns of its row that the record does not read
-    itself.
-    """
-    config = session.config
+    """Take one optimizer step, and return the columns of its row that a recorder does not read."""
     optimizer = session.optimizer
-    rate = config.learning_rate(session.step + 1)
+    rate = session.config.learning_rate(session.step + 1)
     for group in optimizer.param_groups:
         group["lr"] = rate
-    if config.verify_every and (session.step + 1) % config.verify_every == 0:
-        session.verify_replicas()
-
     total = differentiate(session)
     if session.scaler is None:
         optimizer.step()
@@ -46,20 +40,13 @@ def train_step(session: Session) -> Row:
         session.scaler.step(optimizer)
         session.scaler.update()
     optimizer.zero_grad(set_to_none=True)
-    # Reading the loss synchronizes anyway. Settling here puts a skip and an audit into the record
-    # of this step.
-    optimizer.settle()
     session.step += 1
-    session.sequences += config.batch_size
-    row: Row = {
+    session.sequences += session.config.batch_size
+    return {
         "loss": float(total),
-        "grad_norm": optimizer.grad_norm,
         "batch_crc": session.batch_crc,
         "loader_seconds": session.loader_seconds,
     }
-    if row["grad_norm"] is not None:
-        row["grad_norm"] = float(row["grad_norm"])
-    return row
 
 
 def differentiate(session: Session) -> Tensor:
@@ -93,10 +80,7 @@ def differentiate(session: Session) -> Tensor:
             if reduction is not None:
                 exchange = reduction.micro_batch(part.is_last, part.is_absent)
             with exchange:
-                with (
-                    random_numbers(config.seed, session.step, part.number),
-                    session.fingerprints.micro_batch(tokens, first, is_absent=part.is_absent),
-                ):
+                with random_numbers(config.seed, session.step, part.number):
                     loss = session.loss(tokens) / config.tokens_per_step
                 scaled = loss if scaler is None else scaler.scale(loss)
                 scaled.backward()

@@ -54,7 +54,7 @@ def tokenized(source: Path, out: Path, tokenizer: Path | None = None) -> Path:
 
 @pytest.fixture
 def dataset(corpus: Path, tmp_path: Path) -> Dataset:
-    return open_data(tokenized(corpus, tmp_path / "tokens"), 0.2, 1)
+    return open_data(tokenized(corpus, tmp_path / "tokens"), 0.2)
 
 
 def all_tokens(stream: Stream | np.ndarray) -> np.ndarray:
@@ -79,7 +79,7 @@ def test_every_document_is_on_one_side_and_decodes_to_itself(dataset: Dataset) -
 
 def test_a_single_document_gives_up_its_end_and_says_so(tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text(text_of(1, 2000))
-    data = open_data(tokenized(tmp_path / "one.txt", tmp_path / "tokens"), 0.1, 0)
+    data = open_data(tokenized(tmp_path / "one.txt", tmp_path / "tokens"), 0.1)
     assert len(data.valid) == (data.num_tokens + len(data.valid)) // 10
     assert data.notes == (
         f"The data has 1 document, too few to hold one out; the last {len(data.valid)} tokens are "
@@ -87,11 +87,6 @@ def test_a_single_document_gives_up_its_end_and_says_so(tmp_path: Path) -> None:
     )
     tokens = np.concatenate([all_tokens(data.train), all_tokens(data.valid)])
     assert load_tokenizer(data.tokenizer_path)[0].decode(tokens[:-1].tolist()) == text_of(1, 2000)
-
-
-def test_another_seed_holds_out_other_documents(dataset: Dataset) -> None:
-    reseeded = open_data(str(dataset.folder), 0.2, 2)
-    assert set(documents(reseeded, reseeded.valid)) != set(documents(dataset, dataset.valid))
 
 
 def test_the_unigram_loss_guesses_by_the_training_tokens_alone() -> None:
@@ -109,9 +104,9 @@ def test_lines_of_json_are_split_by_their_text(tmp_path: Path) -> None:
         "\n".join([*lines[:20], "", *lines[20:], '{"text": ""}', '{"text": "\\ud800"}'])
     )
     assert [document.text for document in read_documents(file)] == [*map(text_of, range(40)), "?"]
-    data = open_data(tokenized(file, tmp_path / "a"), 0.2, 0)
+    data = open_data(tokenized(file, tmp_path / "a"), 0.2)
     file.write_text("\n".join(reversed(lines)))
-    from_reversed = open_data(tokenized(file, tmp_path / "b"), 0.2, 0)
+    from_reversed = open_data(tokenized(file, tmp_path / "b"), 0.2)
     assert sorted(documents(from_reversed, from_reversed.valid)) == sorted(
         t for t in documents(data, data.valid) if t != "?"
     )
@@ -176,7 +171,7 @@ def test_the_end_of_text_is_the_one_that_the_tokenizer_names(
     (place / "tokenizer.json").write_text(json.dumps(tokenizer))
     assert load_tokenizer(place)[1] == dataset.end_of_text
     (place / "tokenizer_config.json").write_text('{"eos_token": {"content": "[DONE]"}}')
-    data = open_data(tokenized(tmp_path / "corpus", tmp_path / "again", place), 0.2, 1)
+    data = open_data(tokenized(tmp_path / "corpus", tmp_path / "again", place), 0.2)
     assert data.end_of_text == 257 and data.num_tokens == dataset.num_tokens
     (place / "tokenizer_config.json").unlink()
     (place / "tokenizer.json").write_text(json.dumps(tokenizer).replace(END_OF_TEXT, "[END]"))
@@ -188,7 +183,7 @@ def test_the_end_of_text_is_the_one_that_the_tokenizer_names(
 
 def test_damaged_token_maps_are_refused(dataset: Dataset) -> None:
     folder = dataset.folder
-    assert open_data(folder / "tokens.bin", 0.2, 1).fingerprint == dataset.fingerprint
+    assert open_data(folder / "tokens.bin", 0.2).fingerprint == dataset.fingerprint
     head = json.loads((folder / "tokens.json").read_text())
     content = (folder / "tokens.bin").read_bytes()
     for name, changed, says in (
@@ -209,9 +204,9 @@ def test_damaged_token_maps_are_refused(dataset: Dataset) -> None:
         before = (folder / name).read_bytes()
         (folder / name).write_bytes(changed)
         with pytest.raises(DataError, match=says):
-            open_data(folder, 0.2, 1)
+            open_data(folder, 0.2)
         (folder / name).write_bytes(before)
-    with pytest.raises(RecordError, match="it exists and is not empty"):
+    with pytest.raises(RecordError, match="is not empty"):
         tokenized(folder / "tokenizer.json", folder)
 
 
@@ -260,7 +255,7 @@ def test_every_text_comes_back(tmp_path: Path, text: str) -> None:
 
 def test_a_batch_depends_on_nothing_but_its_place(dataset: Dataset) -> None:
     batches = [dataset.batch(4 * step, 4, 16, seed=3) for step in range(30)]
-    assert np.array_equal(open_data(dataset.folder, 0.2, 1).batch(68, 4, 16, seed=3), batches[17])
+    assert np.array_equal(open_data(dataset.folder, 0.2).batch(68, 4, 16, seed=3), batches[17])
     assert np.array_equal(dataset.batch(69, 2, 16, 3), batches[17][1:3])
     assert np.array_equal(np.concatenate(batches[:6]), dataset.batch(0, 24, 16, 3))
     assert not np.array_equal(dataset.batch(0, 4, 16, seed=4), batches[0])

@@ -98,9 +98,11 @@ class RunRecorder(Watch):
             row: [board.add_scalar(tag, x, row["step"]) for tag, x in numbers_of(kind,
             row).items()]``. Its exceptions end the loop.
         resume: continue the run in the folder, if there is one; then call :meth:`go_back` before
-            the first step.
+            the first step. The ``settings`` replace those in its ``run.toml``.
         steps_itself: write a row for each step of the optimizer, also without a call of
             :meth:`step`, as ``ng.watch(record=)`` does.
+        tables: further tables of ``run.toml``, such as ``{"data": {"folder": "text"}}``; ``None``
+            in place of a table leaves it out.
 
     Attributes:
         gauges: the gauges, if there are any.
@@ -147,6 +149,7 @@ class RunRecorder(Watch):
         on_row: OnRow | None = None,
         resume: bool = False,
         steps_itself: bool = False,
+        tables: Mapping[str, Mapping[str, Any] | None] | None = None,
     ) -> None:
         _COUNT.check("gauges_every", gauges_every)
         _COUNT.check("fingerprints_every", fingerprints_every)
@@ -155,7 +158,7 @@ class RunRecorder(Watch):
         policy = _recipe_in_use(model, self.optimizer) if recipe is None else parse(recipe)
         _require_fit(policy, self.optimizer)
         self._asked = None if recipe is None else policy
-        content = self._description(policy, dict(settings or {}))
+        content = self._description(policy, dict(settings or {})) | dict(tables or {})
         here = all_ranks()
         goes_on = here.of_first(lambda: resume and is_run(Path(folder)))
         self._record = Record(
@@ -186,14 +189,22 @@ class RunRecorder(Watch):
             self._certificate = Certificate(model, self.optimizer)
             self._must_go_back = earlier is not None and bool(earlier.steps)
             self._is_open = True
-            self._run = content if earlier is None else earlier.run
+            self._run = content
+            if earlier is not None:
+                for event in earlier.events:  # what was said of the set-up is not said again
+                    self._reported.add((event["what"], ""))
+                self._run = {**earlier.run, "config": {**earlier.config, **dict(settings or {})}}
+                if self._record.writer is not None:
+                    self._record.writer.amend(self._run)
             if earlier is None:
-                self.event("start", f"{content['config']['model']} in a loop of its own")
+                where = " in a loop of its own" if content["recorder"] else ""
+                self.event("start", f"{content['config']['model']}{where}")
                 self._check(0)
             if not self._must_go_back:
                 self._begin_at(0)
-            for change in differences(self._run, content):
-                self.event("changed-software", change, severity="warning")
+            self._changes = differences(earlier.run, content) if earlier is not None else []
+            if not self._must_go_back:
+                self._tell_changes()
             undo.pop_all()
         _OPEN.add(self)
 
@@ -267,16 +278,18 @@ class RunRecorder(Watch):
         """
         self._record.eval({"val_loss": loss, **columns})
 
-    def event(self, what: str, words: str, **fields: Any) -> None:
+    def event(self, what: str, words: str, *, at: int | None = None, **fields: Any) -> None:
         """Log something that happened in the loop at the current step.
 
         Args:
             what: its kind, such as ``"note"``.
             words: what happened and what to do, in sentences.
+            at: another step.
             fields: of :class:`narrowgauge.Reading`, such as ``tensor`` and ``value``. The
                 ``severity`` is ``"note"`` if not given.
         """
-        self._record.event(happened(what, self.num_steps, words, **fields))
+        step = self.num_steps if at is None else at
+        self._record.event(happened(what, step, words, **fields))
 
     def saved(self, path: str | Path, **objects: Any) -> None:
         """Certify a checkpoint that the loop has saved: write hashes of every state beside it.
@@ -325,11 +338,18 @@ class RunRecorder(Watch):
             for reading in self._certificate.differences(path, objects):
                 self._record.event(replace(reading, step=step), shown=True)
         self._begin_at(step)
+        self._tell_changes()
         if goes_on or began:
             done = f", after {began} were done" if began else ""
             self.event("resume", f"from step {step}{done}")
 
-    def close(self, finished: bool = True) -> None:
+    def _tell_changes(self) -> None:
+        """Record what has changed on the machine since the run began, once."""
+        for change in self._changes:
+            self.event("changed-software", change, severity="warning")
+        self._changes = []
+
+    def close(self, finished: bool = True, **columns: Any) -> None:
         """End the record.
 
         A second call does nothing. Without a call, the end of the process or of the recorder is
@@ -338,6 +358,7 @@ class RunRecorder(Watch):
         Args:
             finished: the loop has done its last step, so write ``summary.json``. Otherwise the run
                 can be resumed.
+            columns: of ``summary.json``, in place of those counted here.
         """
         if not self._is_open:
             return
@@ -346,7 +367,7 @@ class RunRecorder(Watch):
         self._is_open = False
         try:
             if finished and not self._must_go_back:
-                self._record.finish(self._summary())
+                self._record.finish(self._summary() | columns)
             elif not self._must_go_back:
                 self._record.stop()
         finally:

@@ -7,8 +7,8 @@ epoch). This is invertible. On a range that is not a power of two it is repeated
 in range. So no generator state is saved, batch 7,000 needs none of the batches before it, and no
 library changes the order of an old run.
 
-The seed and a document's name decide whether the document is held out. So adding a file moves no
-other document. Tokens are not copied at the start of a run: ``run.toml`` names the token map and
+A document's name decides whether the document is held out. So adding a file moves no other
+document, and all seeds are judged on one text. Tokens are not copied at the start of a run: ``run.toml`` names the token map and
 its fingerprint.
 """
 
@@ -138,21 +138,19 @@ class Dataset:
         return ids
 
 
-def open_data(folder: str | Path, held_out: float, seed: int) -> Dataset:
+def open_data(folder: str | Path, held_out: float) -> Dataset:
     """Open a token map, and split it by document.
 
     If one side would be empty, hold out the end of the text instead.
 
     Args:
-        held_out: fraction of the documents held out for validation, above 0 and below 1.
-        seed: of the split.
+        held_out: fraction of the documents held out for validation, above 0 and below 1: the same
+            for every seed of a run.
     """
     tokens = read_tokens(folder)
     ends = tokens.documents[:, 1].astype(np.int64)
     segments = np.stack([np.concatenate([[0], ends[:-1]]), ends], axis=1)
-    is_valid = np.array(
-        [_is_held_out(int(name), held_out, seed) for name in tokens.documents[:, 0]]
-    )
+    is_valid = np.array([_is_held_out(int(name), held_out) for name in tokens.documents[:, 0]])
     train = segments[~is_valid]
     valid = segments[is_valid]
     notes: tuple[str, ...] = ()
@@ -171,18 +169,18 @@ def open_data(folder: str | Path, held_out: float, seed: int) -> Dataset:
         tokens.vocab_size,
         tokens.end_of_text,
         tokens.folder.resolve(),
-        data_fingerprint(tokens, held_out, seed),
+        data_fingerprint(tokens, held_out),
         notes,
     )
 
 
-def data_fingerprint(tokens: TokenMap, held_out: float, seed: int) -> str:
-    key = json.dumps([tokens.fingerprint, held_out, seed]).encode()
+def data_fingerprint(tokens: TokenMap, held_out: float) -> str:
+    key = json.dumps([tokens.fingerprint, held_out]).encode()
     return hashlib.blake2b(key, digest_size=16).hexdigest()
 
 
-def _is_held_out(name_hash: int, held_out: float, seed: int) -> bool:
-    bits = hashlib.blake2b(f"{seed} {name_hash}".encode(), digest_size=8).digest()
+def _is_held_out(name_hash: int, held_out: float) -> bool:
+    bits = hashlib.blake2b(f"0 {name_hash}".encode(), digest_size=8).digest()
     return int.from_bytes(bits, "little") < held_out * 2**64
 
 

@@ -174,7 +174,9 @@ def read_tokens(path: str | Path) -> TokenMap:
         reason: Any = error
         if isinstance(error, FileNotFoundError):
             reason = f"no {Path(error.filename).name} is there"
-        advice = f"Make it from text: narrowgauge tokenize {folder} OUT, then --data OUT."
+        elif isinstance(error, NotADirectoryError):
+            reason = "it is a file"
+        advice = "Make one from text: narrowgauge tokenize TEXT OUT, then --data OUT."
         raise DataError(f"Cannot use the token map {folder}: {reason}.", advice) from error
     state = hashlib.blake2b(json.dumps(identity).encode() + documents.tobytes(), digest_size=16)
     content = ids.view(np.uint8)
