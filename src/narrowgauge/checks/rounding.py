@@ -48,7 +48,6 @@ element.
 OUTSIDE = 2.0
 """Roundings of its own input that a cast may err."""
 _PASSES = 24
-_PLACES = 3
 _SHORT = 0.03
 """Least length of a tensor, as a share of the mean length per element: a key's bias is zero but for
 rounding.
@@ -250,7 +249,7 @@ class Rounding:
             return
         error = self.size
         while sites and error >= RANKED * self.unit:
-            if len(self.places) == _PLACES or self._passes >= _PASSES:
+            if len(self.places) == 3 or self._passes >= _PASSES:
                 break
             site, alone = self._largest(sites, error)
             error = self._add_place(site, alone, error, sites)

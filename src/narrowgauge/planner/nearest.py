@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from narrowgauge.errors import DataError
 from narrowgauge.planner.errors import published_runs
 from narrowgauge.planner.estimate import Estimate
 from narrowgauge.planner.units import count_text
@@ -41,6 +42,23 @@ def nearest_run(job: Estimate) -> str:
         "tokens: "
         f"{', '.join(figures)} ({ours}). {nearest['source']}."
     )
+
+
+def correction_of(planned: Estimate, measured: Any) -> float:
+    """Return planned over measured rate of a run like this one."""
+    if not (isinstance(measured, int | float) and 0 < measured < math.inf):
+        raise DataError(f"Cannot plan like a run of {measured} tokens/s.", "Name a rate above 0.")
+    peak = planned.chip.peak_flops
+    if not planned.recipe.compute.is_wide:
+        peak = 1e12 * max(planned.chip.peak_tflops.values())
+    share = planned.mfu * measured / planned.tokens_per_second * planned.chip.peak_flops / peak
+    if share > 1:
+        raise DataError(
+            f"Cannot plan like a run of {measured:,.0f} tokens/s because that is {share:.0%} of the "
+            f"peak of {planned.cluster.name}.",
+            "Name the tokens per second of all chips of the first row.",
+        )
+    return planned.tokens_per_second / measured
 
 
 def _distance(run: dict[str, Any], job: Estimate) -> float:

@@ -17,6 +17,7 @@ from narrowgauge.planner.estimate import Estimate
 from narrowgauge.planner.layouts import read_layout
 from narrowgauge.planner.machine import Cluster, cluster_of, read_cluster
 from narrowgauge.planner.model import read_model
+from narrowgauge.planner.nearest import correction_of
 from narrowgauge.planner.program import (
     BASES,
     Program,
@@ -106,7 +107,7 @@ def plan(
     question = read_question(model, **asked)
     jobs, left_out = question.answer()
     if like is not None:
-        question = replace(question, correction=_correction(jobs[0], like))
+        question = replace(question, correction=correction_of(jobs[0], like))
         jobs = [replace(job, correction=question.correction) for job in jobs]
     changes: list[tuple[str, Estimate]] = []
     if advise and not jobs[0].fits:
@@ -163,7 +164,7 @@ def plan_longest(model: Any, *, like: float | None = None, **asked: Any) -> Plan
     length = next((size for size in between if not is_too_long(size)), length)
     answer = jobs(length)
     if like is not None:
-        correction = _correction(answer[0], like)
+        correction = correction_of(answer[0], like)
         answer = tuple(replace(job, correction=correction) for job in answer)
     return Plan(answer, question.name)
 
@@ -383,23 +384,6 @@ def _place(job: Estimate) -> tuple[Any, ...]:
         False, not keeps_rate(storage), not job.has_room, rate, risk, -job.tokens_per_second,
         job.memory.total,
     )  # fmt: skip
-
-
-def _correction(planned: Estimate, measured: float) -> float:
-    """Return planned over measured rate of a run like this one."""
-    if not (isinstance(measured, int | float) and 0 < measured < math.inf):
-        raise DataError(f"Cannot plan like a run of {measured} tokens/s.", "Name a rate above 0.")
-    peak = planned.chip.peak_flops
-    if not planned.recipe.compute.is_wide:
-        peak = 1e12 * max(planned.chip.peak_tflops.values())
-    share = planned.mfu * measured / planned.tokens_per_second * planned.chip.peak_flops / peak
-    if share > 1:
-        raise DataError(
-            f"Cannot plan like a run of {measured:,.0f} tokens/s because that is {share:.0%} of the "
-            f"peak of {planned.cluster.name}.",
-            "Name the tokens per second of all chips of the first row.",
-        )
-    return planned.tokens_per_second / measured
 
 
 def _with_chips(where: Cluster, factor: int) -> Cluster:

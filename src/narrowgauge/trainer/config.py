@@ -292,16 +292,7 @@ class TrainConfig:
                 f"Set --gradient-accumulation-steps to {num_ranks} or more, or start fewer ranks.",
             )
         if self.model in MODELS:
-            self.require_positions(MODELS[self.model].max_positions)
-
-    def require_positions(self, number: int) -> None:
-        """Refuse sequences that are longer than the model's number of positions."""
-        if self.sequence_length > number:
-            raise RecipeError(
-                f"Cannot train: {self.model} has {number} positions, and sequences have "
-                f"{self.sequence_length} tokens.",
-                f"Use --sequence-length {number} or less, or another --model.",
-            )
+            require_positions(self, MODELS[self.model].max_positions)
 
     def to_dict(self) -> dict[str, Any]:
         table = {**vars(self), "recipe": self.recipe.to_value()}
@@ -329,6 +320,16 @@ class TrainConfig:
             if kind_of(settings[name]) is float:  # TOML may write 1 for 1.0
                 values[name] = float(value)
         return cls(**values)
+
+
+def require_positions(config: TrainConfig, number: int) -> None:
+    """Refuse sequences that are longer than the model's number of positions."""
+    if config.sequence_length > number:
+        raise RecipeError(
+            f"Cannot train: {config.model} has {number} positions, and sequences have "
+            f"{config.sequence_length} tokens.",
+            f"Use --sequence-length {number} or less, or another --model.",
+        )
 
 
 def read_settings(path: str | Path) -> dict[str, Any]:

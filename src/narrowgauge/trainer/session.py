@@ -42,7 +42,7 @@ from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.atomic_io import load_json
 from narrowgauge.spec.models import weights_file
 from narrowgauge.trainer import language_model
-from narrowgauge.trainer.config import TrainConfig
+from narrowgauge.trainer.config import TrainConfig, require_positions
 from narrowgauge.trainer.data.dataset import Dataset, open_data
 from narrowgauge.trainer.door import no_good_checkpoint, run_of_trainer
 
@@ -248,7 +248,7 @@ def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
     _require_tokenizer(config, data)
     model = language_model.build(config.model, vocab_size=data.vocab_size, seed=config.seed)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    config.require_positions(positions or config.sequence_length)
+    require_positions(config, positions or config.sequence_length)
     config = config.filled(model.num_parameters())
     nn.Module.to(model, device)
     if config.activation_checkpointing:

@@ -191,8 +191,6 @@ class RunRecorder(Watch):
             self._is_open = True
             self._run = content
             if earlier is not None:
-                for event in earlier.events:  # what was said of the set-up is not said again
-                    self._reported.add((event["what"], ""))
                 self._run = {**earlier.run, "config": {**earlier.config, **dict(settings or {})}}
                 if self._record.writer is not None:
                     self._record.writer.amend(self._run)
