@@ -11,19 +11,21 @@ from torch import Tensor
 
 from narrowgauge.numerics import chunks, exact_sums
 from narrowgauge.numerics.exact_sums import exact_squares
+from narrowgauge.numerics.multi_tensor_squares import SquaresTable, sums_on
 from narrowgauge.numerics.rounding import sqrt
+from narrowgauge.torch_support.machine import compiler_missing
 from oracles.exact_sums import exact_sum, exact_sum_of_squares, nearest_float, squares_bound
 from tensors import scalar_bits
 
 NARROW = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def exact_norm(tensors: list[Tensor], compile: bool = True) -> Tensor:
-    return sqrt(exact_squares(tensors, compile=compile)).float()
+def exact_norm(tensors: list[Tensor], table: SquaresTable | None = None) -> Tensor:
+    return sqrt(exact_squares(tensors, table)).float()
 
 
 def sum_of_squares(tensors: list[Tensor]) -> Tensor:
-    return exact_squares(tensors, compile=False)
+    return exact_squares(tensors)
 
 
 def generator(seed: int) -> torch.Generator:
@@ -137,10 +139,14 @@ def test_neither_joining_nor_layout_nor_the_order_of_tensors_enters(
         assert scalar_bits(exact_norm(same)) == expected
 
 
-def test_compiled_passes_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("narrowgauge.torch_support.compile.COMPILE_ELEMENTS", 1 << 12)
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("counts", [(9001, 80_000, 70_001, 80_001), (1, 37, 500, 2)])
+def test_printed_passes_have_the_same_bits(dtype: torch.dtype, counts: tuple[int, ...]) -> None:
+    if compiler_missing():
+        pytest.skip(compiler_missing())
     tensors = []
-    for seed, count in enumerate((9001, 80_000, 70_001, 80_001)):
-        tensors.append(wild(count, seed, torch.bfloat16))
+    for seed, count in enumerate(counts):
+        tensors.append(wild(count, seed, dtype, binades=2.0 if dtype == torch.float16 else 8.0))
     tensors[3] = tensors[3][1:]
-    assert scalar_bits(exact_norm(tensors)) == scalar_bits(exact_norm(tensors, compile=False))
+    assert sums_on(tensors)
+    assert scalar_bits(exact_norm(tensors, SquaresTable())) == scalar_bits(exact_norm(tensors))

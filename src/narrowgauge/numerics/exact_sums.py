@@ -35,7 +35,7 @@ it to *odd*: an odd float64 is not a tie.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -44,12 +44,6 @@ from torch import Tensor
 from narrowgauge.errors import FormatError
 from narrowgauge.numerics.chunks import chunk_size, flat_chunks
 from narrowgauge.numerics.dtensor import add_up, by_group, local_of
-from narrowgauge.torch_support.compile import (
-    can_compile,
-    compiled_for_pattern,
-    is_worth_compiling,
-    place_of,
-)
 
 JOINED_ELEMENTS = 1 << 16
 JOINED_TOTAL = 1 << 22
@@ -115,24 +109,10 @@ def grid_steps(x: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     return coarse.sum(), fine.sum()
 
 
-def grid_steps_of_words(words: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Do :func:`grid_steps` for bfloat16 values read as int32 words of two neighbours.
-
-    Compiled, it is six times as fast.
-    """
-    even = steps_of_squares((words << 16).view(torch.float32), scales)
-    odd = steps_of_squares((words & -65536).view(torch.float32), scales)
-    return (even[0] + odd[0]).sum(), (even[1] + odd[1]).sum()
-
-
 class Squares:
-    """Read tensors twice: for the largest magnitude of groups, then for the sums of their squares.
+    """Read tensors twice: for the largest magnitude of groups, then for the sums of their squares."""
 
-    ``compile`` compiles the second pass for large tensors.
-    """
-
-    def __init__(self, *, compile: bool = True) -> None:
-        self._compile = compile
+    def __init__(self) -> None:
         self._groups: list[list[Tensor]] = []
 
     def largest(self, groups: Sequence[tuple[Any, Sequence[Tensor]]]) -> list[Tensor]:
@@ -154,26 +134,25 @@ class Squares:
         """Return the squares in steps of the grids of :func:`grid_scales`, int64 ``[groups, 2]``."""
         totals = torch.zeros(len(self._groups), 2, dtype=torch.int64, device=scales.device)
         for total, pieces in zip(totals, self._groups, strict=True):
-            for addends in pieces:
-                total += _sum_steps(addends, scales, self._compile)
+            for piece in pieces:
+                for (chunk,) in flat_chunks(piece):
+                    total += torch.stack(grid_steps(chunk, scales))
         return totals
 
 
 @torch.no_grad()
-def exact_squares(
-    tensors: Sequence[Tensor], *, compile: bool = True, table: Squares | None = None
-) -> Tensor:
+def exact_squares(tensors: Sequence[Tensor], table: Squares | None = None) -> Tensor:
     """Return the sum of squares of all tensors, at least one: float64 0-d; NaN or infinite if a
     value is.
 
     For DTensors it is that of the whole, with the bits of one process that holds all. All ranks of
-    their meshes pass the same tensors in the same order. ``compile`` compiles the second pass for
-    large tensors. A ``table`` sums all by two launches.
+    their meshes pass the same tensors in the same order. A ``table`` sums all by two
+    calls.
 
     Cost: two reads of this rank's data, and two small messages.
     """
     groups = by_group(tensors)
-    squares = table or Squares(compile=compile)
+    squares = table or Squares()
     maxima = []
     for (ranks, _), peak in zip(groups, squares.largest(groups), strict=True):
         maxima.append(add_up(peak, ranks, "max"))
@@ -207,28 +186,8 @@ def _pieces(tensors: Sequence[Tensor]) -> list[Tensor]:
         if sum(member.numel() for member in members) > JOINED_TOTAL:
             count = JOINED_TOTAL // JOINED_ELEMENTS
         for start in range(0, len(members), count):
-            joined = torch.cat(members[start : start + count])
-            if len(joined) % 2:
-                joined = torch.nn.functional.pad(joined, (0, 1))
-            pieces.append(joined)
+            pieces.append(torch.cat(members[start : start + count]))
     return pieces
-
-
-def _sum_steps(flat: Tensor, scales: Tensor, compile: bool) -> Tensor:
-    """Return :func:`grid_steps` of a 1-D tensor as int64 ``[2]``: compiled if that pays, else chunk
-    by chunk.
-    """
-    place = place_of([flat])
-    if compile and is_worth_compiling(len(flat), place) and can_compile(place):
-        definition: Callable[..., tuple[Tensor, Tensor]] = grid_steps
-        if flat.dtype is torch.bfloat16 and not (len(flat) % 2 or flat.data_ptr() % 4):
-            definition = grid_steps_of_words
-            flat = flat.view(torch.int32)
-        return torch.stack(compiled_for_pattern(definition, flat, scales))
-    total = torch.zeros(2, dtype=torch.int64, device=scales.device)
-    for (chunk,) in flat_chunks(flat):
-        total += torch.stack(grid_steps(chunk, scales))
-    return total
 
 
 # ── elementwise ───────────────────────────────────────────────────────────────────────────────────

@@ -1,5 +1,4 @@
-"""The exact sum of squares of many tensors on a GPU: two launches, whatever the tensors and their
-dtypes.
+"""The exact sum of squares of many tensors: two calls, whatever the tensors and their dtypes.
 
 The definition is :mod:`narrowgauge.numerics.exact_sums`. Integers are added atomically: their sum
 does not depend on the order.
@@ -7,6 +6,7 @@ does not depend on the order.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -23,6 +23,7 @@ from narrowgauge.numerics.exact_sums import (
     steps_of_squares,
 )
 from narrowgauge.torch_support.compile import can_compile
+from narrowgauge.torch_support.cpp import CPP, VECTORS, build
 from narrowgauge.torch_support.edge_values import draw
 from narrowgauge.torch_support.printer import print_graph, prove, trace
 from narrowgauge.torch_support.torch_names import is_captured, send
@@ -101,6 +102,121 @@ def squares(table, tiles, scales, sums):
     tl.atomic_add(slot + 1, fine)
 """
 
+_CPP = f"""{VECTORS}
+typedef double Doubles __attribute__((vector_size(4 * LANES)));
+typedef int64_t Longs __attribute__((vector_size(4 * LANES)));
+#if LANES == 16
+#define HALF(x, k) __builtin_shufflevector(x, x, k, k + 1, k + 2, k + 3, k + 4, k + 5, k + 6, k + 7)
+#elif LANES == 8
+#define HALF(x, k) __builtin_shufflevector(x, x, k, k + 1, k + 2, k + 3)
+#else
+#define HALF(x, k) __builtin_shufflevector(x, x, k, k + 1)
+#endif
+
+// Values of bfloat16 (0), float16 (1) and float32 (2) as float32.
+template <int DTYPE> INLINE Floats values_of(const char* p) {{
+  if constexpr (DTYPE == 2) return float_of(load<4>(p));
+  const Ints word = load<2>(p) << 16;
+  if constexpr (DTYPE == 0) return float_of(word);
+  const Ints bits = ((word & 0x7FFF0000) >> 3) | (word & INT32_MIN);
+  const Floats x = float_of(bits) * 0x1p112f;
+  return (bits & INT32_MAX) >= (31 << 23) ? float_of(bits | 0x7F800000) : x;
+}}
+
+// Run over whole vectors, and over the rest padded with zeros.
+template <int DTYPE, class Run> INLINE void over(const char* p, int64_t numel, Run run) {{
+  const int size = DTYPE == 2 ? 4 : 2;
+  int64_t at = 0;
+  for (; at + LANES <= numel; at += LANES) run(values_of<DTYPE>(p + size * at));
+  if (at == numel) return;
+  alignas(64) char copy[4 * LANES] = {{}};
+  memcpy(copy, p + size * at, size * (numel - at));
+  run(values_of<DTYPE>(copy));
+}}
+
+template <int DTYPE> static __attribute__((noinline)) int32_t largest_of_values(const char* p, int64_t numel) {{
+  Ints most{{}};
+  over<DTYPE>(p, numel, [&](Floats x) ALWAYS {{ most = larger(most, int_of(x) & INT32_MAX); }});
+  return largest_of(most);
+}}
+
+// Below 2^51 a sum with 1.5 * 2^52 rounds to a whole number, and holds it in its low bits.
+template <int DTYPE>
+static __attribute__((noinline)) void squares_of(const char* p, int64_t numel, const double* scales, int64_t* sums) {{
+  const double shift = 0x1.8p52;
+  const int64_t zero = __builtin_bit_cast(int64_t, shift);
+  const double first = scales[0], second = scales[1];
+  if (second <= 0x1p50) {{
+    Longs coarse{{}}, fine{{}};
+    const auto add = [&](Doubles v) ALWAYS {{
+      const Doubles scaled = v * v * first, moved = scaled + shift;
+      coarse += (Longs)moved - zero;
+      fine += (Longs)((scaled - (moved - shift)) * second + shift) - zero;
+    }};
+    over<DTYPE>(p, numel, [&](Floats x) ALWAYS {{
+      add(__builtin_convertvector(HALF(x, 0), Doubles));
+      add(__builtin_convertvector(HALF(x, LANES / 2), Doubles));
+    }});
+    for (int k = 0; k < LANES / 2; k++) sums[0] += coarse[k], sums[1] += fine[k];
+    return;
+  }}
+  over<DTYPE>(p, numel, [&](Floats x) ALWAYS {{
+    for (int k = 0; k < LANES; k++) {{
+      const double v = x[k], scaled = v * v * first, whole = __builtin_rint(scaled);
+      sums[0] += (int64_t)whole;
+      sums[1] += (int64_t)__builtin_rint((scaled - whole) * second);
+    }}
+  }});
+}}
+
+#define BEGIN \\
+  const int64_t* row = table + tiles[program] * 5; \\
+  const int64_t begin = (program - row[1]) * {SPAN}, dtype = row[4]; \\
+  const int64_t numel = row[2] - begin < {SPAN} ? row[2] - begin : {SPAN}; \\
+  const char* p = (const char*)row[0] + (dtype == 2 ? 4 : 2) * begin;
+
+extern "C" void largest(const int64_t* table, const int64_t* tiles, int64_t num_programs, int32_t* peaks,
+                        int32_t threads) {{
+#pragma omp parallel for schedule(static) num_threads(threads)
+  for (int64_t program = 0; program < num_programs; program++) {{
+    BEGIN
+    int32_t most;
+    if (dtype == 0) most = largest_of_values<0>(p, numel);
+    else if (dtype == 1) most = largest_of_values<1>(p, numel);
+    else most = largest_of_values<2>(p, numel);
+    int32_t* peak = peaks + tiles[program];
+    int32_t now = __atomic_load_n(peak, __ATOMIC_RELAXED);
+    while (now < most &&
+           !__atomic_compare_exchange_n(peak, &now, most, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {{}}
+  }}
+}}
+
+extern "C" void squares(const int64_t* table, const int64_t* tiles, int64_t num_programs, const double* scales,
+                        int64_t* sums, int32_t threads) {{
+#pragma omp parallel for schedule(static) num_threads(threads)
+  for (int64_t program = 0; program < num_programs; program++) {{
+    BEGIN
+    int64_t parts[2] = {{0, 0}};
+    if (dtype == 0) squares_of<0>(p, numel, scales, parts);
+    else if (dtype == 1) squares_of<1>(p, numel, scales, parts);
+    else squares_of<2>(p, numel, scales, parts);
+    for (int k = 0; k < 2; k++)
+      __atomic_fetch_add(sums + (row[3] * {SLOTS} + program % {SLOTS}) * 2 + k, parts[k], __ATOMIC_RELAXED);
+  }}
+}}
+"""
+"""The same two functions for a CPU."""
+
+
+@lru_cache(None)
+def functions_in_cpp() -> dict[str, Any]:
+    """Return the C++ functions ``largest`` and ``squares``."""
+    library = build(_CPP)
+    pointer = ctypes.c_void_p
+    library.largest.argtypes = [pointer, pointer, ctypes.c_int64, pointer, ctypes.c_int32]
+    library.squares.argtypes = [pointer, pointer, ctypes.c_int64, pointer, pointer, ctypes.c_int32]
+    return {"largest": library.largest, "squares": library.squares}
+
 
 @lru_cache(None)
 def functions(interpret: bool) -> dict[str, Any]:
@@ -114,7 +230,7 @@ def functions(interpret: bool) -> dict[str, Any]:
 
 
 class SquaresTable(Squares):
-    """Sum the squares of tensors of ``DTYPES`` on one GPU.
+    """Sum the squares of tensors of ``DTYPES`` on one device, by a printed pass.
 
     Keep their addresses between steps.
     """
@@ -203,22 +319,36 @@ class SquaresTable(Squares):
         return sums.sum(1)
 
     def _launch(self, name: str, *arguments: Tensor) -> None:
-        if len(self._tiles):
+        if not len(self._tiles):
+            return
+        if language_on(self._table.device) == CPP.name:
+            pointers = [self._table.data_ptr(), self._tiles.data_ptr()]
+            rest = [argument.data_ptr() for argument in arguments]
+            functions_in_cpp()[name](*pointers, len(self._tiles), *rest, torch.get_num_threads())
+        else:
             with torch.cuda.device_of(self._table):
                 kernel = functions(self._table.is_cpu)[name]
                 kernel[(len(self._tiles),)](self._table, self._tiles, *arguments, **LAUNCH)
 
 
+def language_on(device: torch.device) -> str:
+    """Return the language of printed kernels on a device, or an empty string if there is none."""
+    if runs_on(device):
+        return TRITON.name
+    return CPP.name if device.type == "cpu" else ""
+
+
 def sums_on(tensors: Sequence[Tensor]) -> bool:
-    """Return whether a :class:`SquaresTable` sums the squares of tensors: on a GPU."""
+    """Return whether a :class:`SquaresTable` sums the squares of tensors."""
     device = local_of(tensors[0]).device
-    if not runs_on(device) or any(tensor.dtype not in DTYPES for tensor in tensors):
+    language = language_on(device)
+    if not language or any(tensor.dtype not in DTYPES for tensor in tensors):
         return False
-    return _is_proven(device)
+    return _is_proven(device, language)
 
 
 @lru_cache(None)
-def _is_proven(device: torch.device) -> bool:
+def _is_proven(device: torch.device, language: str) -> bool:
     """Return whether the launches give the bits of the definition. Warn once if not."""
 
     def compare() -> bool:
@@ -227,12 +357,17 @@ def _is_proven(device: torch.device) -> bool:
             for size in (1, SPAN, SPAN + 9):
                 for edges in (False, True):
                     cases.append(draw(dtype, (size,), edges=edges, seed=size))
-        table = SquaresTable()
-        actual = exact_squares([case.to(device) for case in cases], table=table).cpu()
-        peaks = torch.stack([largest_magnitude(case) for case in cases])
-        is_sum_equal = torch.equal(actual, exact_squares(cases, compile=False))
-        return is_sum_equal and torch.equal(table.peaks.cpu(), peaks)
+        for some in (cases, cases[:2]):  # also few elements, whose grid is finer
+            table = SquaresTable()
+            actual = exact_squares([case.to(device) for case in some], table=table).cpu()
+            peaks = torch.stack([largest_magnitude(case) for case in some])
+            is_sum_equal = torch.equal(actual, exact_squares(some))
+            if not (is_sum_equal and torch.equal(table.peaks.cpu(), peaks)):
+                return False
+        return True
 
+    if language == CPP.name and not can_compile("printed"):
+        return False
     if device.type != "cpu" and not can_compile("gpu"):
         return False
-    return not prove("the norm of all tensors", TRITON.name, compare).reason
+    return not prove("the norm of all tensors", language, compare).reason

@@ -61,11 +61,11 @@ def decide(norm: Tensor, options: Iterable[Tensor]) -> Tensor:
 class StepControl:
     """Decide for each step the factor of the gradients and whether to skip.
 
-    ``worth_compiling`` returns whether to compile the norm for a number of elements on a device.
+    ``worth_printing`` returns whether to print the norm for a number of elements on a device.
     """
 
-    def __init__(self, worth_compiling: Callable[[int, torch.device], bool]) -> None:
-        self._worth_compiling = worth_compiling
+    def __init__(self, worth_printing: Callable[[int, torch.device], bool]) -> None:
+        self._worth_printing = worth_printing
         self.table = SquaresTable()
         self._sent: list[float] = []
         self._limits: Tensor | None = None
@@ -87,14 +87,14 @@ class StepControl:
         limits = self.send(device, max_norm, skip_above)
         if not needs_norm and grad_scale is found_inf is None:
             return Decision(limits[:2], None, None)
-        compile = self._worth_compiling(sum(g.numel() for g in gradients), device)
-        table = self.table if compile and sums_on(gradients) else None
+        is_printed = self._worth_printing(sum(g.numel() for g in gradients), device)
+        table = self.table if is_printed and sums_on(gradients) else None
         no_scale, no_inf, *options = limits.unbind()
         for scalar, default in ((grad_scale, no_scale), (found_inf, no_inf)):
             options.append(default if scalar is None else scalar.to(default).view(()))
         norm = None
         if needs_norm:
-            norm = sqrt(exact_squares(gradients, compile=compile, table=table)).float()
+            norm = sqrt(exact_squares(gradients, table=table)).float()
         elif table is not None:
             table.largest(by_group(gradients))
         finite = None

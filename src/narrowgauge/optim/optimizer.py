@@ -56,7 +56,6 @@ from narrowgauge.optim.step import Stepper
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.storages import Storage, for_format, for_vectors
 from narrowgauge.spec.update_rules import Range, refuse_pair
-from narrowgauge.torch_support.compile import is_worth_compiling
 from narrowgauge.torch_support.machine import require_float64
 from narrowgauge.torch_support.torch_hooks import announce
 from narrowgauge.torch_support.torch_names import HostCopy, is_captured, plain_name
@@ -150,7 +149,7 @@ class Optimizer(torch.optim.Optimizer):
         self._members: set[Tensor] = set()  # parameters that were the model's when it was named
         self._kernels: dict[tuple[str, Storage], Kernel] = {}
         self._tables: dict[tuple[Kernel, torch.device], Table] = {}
-        self._control = StepControl(self._is_worth_compiling)
+        self._control = StepControl(self._is_printed)
         # The loss must be scaled by torch.amp.GradScaler. `prepare` sets it for float16.
         self.scales_loss = False
         self.loss_scale: Tensor | None = None  # that of the last step, if there was one
@@ -393,11 +392,9 @@ class Optimizer(torch.optim.Optimizer):
             return f"{num_elements:,} elements, fewer than {PRINTED_ELEMENTS:,}"
         return ""
 
-    def _is_worth_compiling(self, num_elements: int, device: torch.device) -> bool:
-        """Return whether to compile the norm of so many elements."""
-        if self.compile is not None:
-            return self.compile
-        return is_worth_compiling(num_elements, device.type)
+    def _is_printed(self, num_elements: int, device: torch.device) -> bool:
+        """Return whether to print the norm of so many elements."""
+        return not self._why_not_printed(num_elements, device)
 
     def ran_compiled(self) -> dict[str, str]:
         """Return which code the last step ran, by rule and storage: ``"C++"``, ``"Triton"``, or why
@@ -693,7 +690,7 @@ class Optimizer(torch.optim.Optimizer):
 
         They take their numbers from :meth:`advance`.
         """
-        step_control = StepControl(self._is_worth_compiling)
+        step_control = StepControl(self._is_printed)
         launches = Launches({})
         placed = [gradients[state.owner] for state in states]
         decision = self._decide(step_control, placed, states[0].parameter.device)
