@@ -259,7 +259,7 @@ def test_readings_are_ordered_by_step_then_stage_then_excess() -> None:
         Reading(9, "data", "", "late"),
         Reading(2, "storage", "", "last"),
         Reading(2, "forward", "a", "small", 2.0, None, 1.0),
-        Reading(2, "forward", "b", "large", 0.1, None, 1.0),
+        Reading(2, "forward", "b", "large", 0.1, None, 1.0, side="below"),
         Reading(2, "data", "", "first", 1.0, 0.0, 1.0),
     ]
     assert [row.what for row in in_order(rows)] == ["first", "large", "small", "last", "late"]
@@ -468,7 +468,7 @@ def test_the_only_run_of_a_folder_is_read_and_of_several_one_must_be_named(
     assert "one: 1 reading" in call(tmp_path).output
     shutil.copytree(spiked_run, tmp_path / "two")
     result = call(tmp_path)
-    assert result.exit_code == 2 and "holds 2: one, two. Name one: " in result.output
+    assert result.exit_code == 2 and "holds 2: one, two. Name one, such as " in result.output
     (tmp_path / "losses.dat").write_text("step,loss\n1,2.0\n")
     result = call(tmp_path / "losses.dat")
     assert result.exit_code == 2 and "no log that can be read" in result.output

