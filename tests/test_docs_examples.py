@@ -11,8 +11,8 @@ import click
 import pytest
 import torch
 
+from narrowgauge.analysis import log
 from narrowgauge.cli.main import main
-from narrowgauge.runs import events
 from optional_packages import absent_packages, reason
 from script_modules import script_module
 
@@ -30,7 +30,7 @@ EXAMPLE = re.compile(
 @pytest.fixture(autouse=True)
 def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(events, "_LISTENERS", [])
+    monkeypatch.setattr(log, "_LISTENERS", [])
     torch.manual_seed(0)
 
 

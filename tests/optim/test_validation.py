@@ -4,6 +4,7 @@ refused.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import Any
 
@@ -216,7 +217,7 @@ def test_a_state_that_other_code_puts_there_is_taken() -> None:
     take_steps(first, range(2))
     copies = [nn.Parameter(p.detach().clone()) for p in parameters_of(first)]
     second = build("adamw", copies, "word")
-    for p, entry in zip(copies, first.state_dict()["state"].values(), strict=True):
+    for p, entry in zip(copies, copy.deepcopy(first.state_dict())["state"].values(), strict=True):
         second.state[p] = entry
     for optimizer in (first, second):
         take_steps(optimizer, range(2, 3))

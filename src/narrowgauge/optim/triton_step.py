@@ -31,7 +31,7 @@ _HELPERS = f"""{REDUCERS}
 def load_words(address, begin, at, left, aligned, TYPE: tl.constexpr):
     if aligned != 0:
         pointer = tl.multiple_of(address.to(tl.pointer_type(TYPE)) + begin, 16)
-        x = tl.load(pointer + at, mask=at < tl.multiple_of(left, 16), other=0)
+        x = tl.load(pointer + at, mask=at < left // 16 * 16, other=0)  # a mask in whole vectors
     else:
         x = tl.load(address.to(tl.pointer_type(TYPE)) + begin + at, mask=at < left, other=0)
     return x
@@ -41,7 +41,7 @@ def load_words(address, begin, at, left, aligned, TYPE: tl.constexpr):
 def store_words(address, begin, at, left, aligned, word, TYPE: tl.constexpr):
     if aligned != 0:
         pointer = tl.multiple_of(address.to(tl.pointer_type(TYPE)) + begin, 16)
-        tl.store(pointer + at, word.to(TYPE), mask=at < tl.multiple_of(left, 16))
+        tl.store(pointer + at, word.to(TYPE), mask=at < left // 16 * 16)
     else:
         tl.store(address.to(tl.pointer_type(TYPE)) + begin + at, word.to(TYPE), mask=at < left)
 
