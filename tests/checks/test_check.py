@@ -72,6 +72,11 @@ def check_rotated(cast: Callable[[nn.Module], nn.Module]) -> ng.analysis.Reading
 # ── every kind ────────────────────────────────────────────────────────────────────────────────────
 
 
+def batch_norm_formats() -> ng.analysis.Readings:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    return ng.check(model, ng.AdamW(model.named_parameters(), lr=1e-3))
+
+
 def replaced_parameters() -> ng.analysis.Readings:
     model, optimizer = torch_adamw(torch.float32)
     model[4] = nn.Linear(32, 32)  # a new head of the same size
@@ -140,6 +145,7 @@ PROVOKED: dict[str, tuple[Callable[[], ng.analysis.Readings], set[str]]] = {
     ),
     "nonfinite-weights": (nonfinite_weights, set()),
     "rounded-buffers": (rounded_buffers, set()),
+    "batch-norm-formats": (batch_norm_formats, set()),
     "stands-still": (sixteen_bits, NARROW),
     "swallowed-decay": (sixteen_bits, NARROW),
     "truncated-setting": (lambda: ng.check(*torch_adamw(torch.float16, lr=0.1, eps=1e-8)), NARROW),

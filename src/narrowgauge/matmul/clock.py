@@ -119,8 +119,10 @@ class Swap:
             return weights
         for module in model.modules():
             projections: Any = module._modules.get("narrow")
-            if projections is not None:
-                for name, layer in projections.items():
+            if not isinstance(projections, nn.ModuleDict):
+                continue  # a module of the user's with this name
+            for name, layer in projections.items():
+                if layer in self.layers:
                     weights[layer] = [module._parameters[name]]
         return weights
 
