@@ -44,6 +44,7 @@ ELSEWHERE = {
     "new_folder": "makes a folder (tests/runs)",
     "whole_folder": "makes a folder (tests/runs)",
     "cpu_kernel_wrapped": "within float32_attention",
+    "_alone": "locks a file (tests/machine)",
     "_ended": "of a training's session (tests/trainer)",
 }
 """Contexts of something that lives outside the process's settings, with the place of their tests."""

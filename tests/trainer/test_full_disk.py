@@ -12,7 +12,6 @@ import pytest
 from safetensors import SafetensorError
 
 import narrowgauge
-import narrowgauge.runs.atomic_io
 from checkpoints.test_saving import full
 from narrowgauge.checkpoints import saving
 from narrowgauge.runs.record import read_run
@@ -41,7 +40,7 @@ def assert_refused(*words: str) -> None:
 def test_in_the_preparation_of_data(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(narrowgauge.runs.atomic_io, "sync", full)
+    monkeypatch.setattr("narrowgauge.runs.places.sync", full)
     assert_refused("tokenize", str(place / "text"), str(tmp_path / "tokens"))
     assert not any(tmp_path.iterdir())
 
@@ -79,6 +78,6 @@ def test_at_a_checkpoint_the_ones_before_stay(
 
 def test_in_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     narrowgauge.compare(lambda recipe, seed, log: 2.0, ["bfloat16/word"], out=tmp_path / "runs")
-    monkeypatch.setattr(narrowgauge.runs.atomic_io, "sync", full)
+    monkeypatch.setattr("narrowgauge.runs.atomic_io.sync", full)
     assert_refused("report", str(tmp_path / "runs"), "--out", str(tmp_path / "page.html"))
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]

@@ -106,19 +106,18 @@ _OF_THE_RATE = ("lr", "steps", "schedule", "warmup_steps", "min_lr_ratio")
 
 def changes(before: Mapping[str, Any], config: TrainConfig, step: int) -> list[dict[str, Any]]:
     """Return an event for each setting that is changed after a step, and for a rate that jumps."""
-    events = []
+    messages = []
     moves_rate = False
     for name, old, new in changed_settings(before, config.to_dict()):
-        message = f"{name} was {old} up to step {step} and is {new} from there on"
-        events.append({"what": "changed-settings", "words": message, "severity": "warning"})
+        messages.append(f"{name} was {old} up to step {step} and is {new} from there on")
         moves_rate = moves_rate or name in _OF_THE_RATE
     if moves_rate and step > 0:
         first = TrainConfig.from_dict(before).filled()
-        rate = first.learning_rate(min(step, first.steps))
-        now = config.learning_rate(step + 1)
-        message = f"the learning rate was {rate:.2e} in step {step} and is {now:.2e} in the next"
-        events.append({"what": "changed-settings", "words": message, "severity": "warning"})
-    return events
+        rate = f"{first.learning_rate(min(step, first.steps)):.2e}"
+        now = f"{config.learning_rate(step + 1):.2e}"
+        if rate != now:
+            messages.append(f"the learning rate was {rate} in step {step} and is {now} in the next")
+    return [{"what": "changed-settings", "words": x, "severity": "warning"} for x in messages]
 
 
 def nothing_left(run: Run | None, config: TrainConfig) -> str:

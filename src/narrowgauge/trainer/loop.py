@@ -16,7 +16,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -27,9 +27,10 @@ from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.errors import CorruptionError, Terminated
 from narrowgauge.gauges.hub import RunNotice
 from narrowgauge.gauges.recording.run_recorder import RunRecorder
+from narrowgauge.optim.audit import UpdateLossWarning
 from narrowgauge.runs.atomic_io import disk_errors, sync
 from narrowgauge.runs.finding import counted, sentences
-from narrowgauge.runs.places import is_run
+from narrowgauge.runs.places import FolderLock, is_run
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.runs.schema import EVAL, STEP, Row
 from narrowgauge.spec.models import MODELS, weights_file
@@ -50,7 +51,7 @@ class Progress:
     Attributes:
         failure: why a line could not be written: its reader has left, or the disk is full. No line
             follows.
-        alarms: the kinds of alarms so far.
+        alarms: the kinds of alarms so far, and the last step of each.
     """
 
     def __init__(self, config: TrainConfig, stream: TextIO | None, is_verbose: bool) -> None:
@@ -59,7 +60,7 @@ class Progress:
         self.is_verbose = is_verbose
         self.is_quiet = not all_ranks().is_first
         self.failure: OSError | None = None
-        self.alarms: dict[str, None] = {}
+        self.alarms: dict[str, int] = {}
 
     def say(self, line: str, always: bool = False) -> None:
         if self.is_quiet or self.failure is not None or not (self.is_verbose or always):
@@ -77,9 +78,11 @@ class Progress:
         if kind == "events" and row["what"] not in _ROUTINE:
             what = row["what"].replace("-", " ")
             if row["what"] in DETECTORS or row["what"] == "lost-updates":
-                self.alarms[what] = None
+                if self.alarms.get(what) == step:
+                    return  # told of another tensor
+                self.alarms[what] = step
             is_asked = what.startswith(("note", "changed"))
-            self.say(f"{what}: {row['advice']}", always=is_asked)
+            self.say(f"{what}: {sentences(row['advice'])}", always=is_asked)
         elif kind == "evals":
             self.say(f"{place}  {EVAL['val_loss'].text(row)}")
         elif kind == "steps" and is_due:
@@ -88,7 +91,7 @@ class Progress:
             self.say("  ".join([place, *words]))
 
 
-_ROUTINE = {"start", "resume", "stop", "checkpoint", "finish", "skip"}
+_ROUTINE = {"start", "resume", "stop", "checkpoint", "finish", "skip", "unseen"}
 
 
 def train(
@@ -131,9 +134,13 @@ def train(
         threads_of(config.threads, config.recipe.reduction.order_invariant),
         warnings.catch_warnings(),
     ):
-        warnings.simplefilter("ignore", RunNotice)  # the events are printed
+        for notice in (RunNotice, UpdateLossWarning):
+            warnings.simplefilter("ignore", notice)  # the events are printed
         require_same(named_settings)
-        session, events = _open(config, run, restart)
+        with ExitStack() as reading:  # no other process writes meanwhile
+            if run is not None:
+                ranks.of_first(lambda: reading.callback(FolderLock(run.path).release))
+            session, events = _open(config, run, restart)
         with recorder_of(session, progress) as recorder:
             for event in events:
                 recorder.event(**event)
@@ -144,10 +151,7 @@ def train(
 def resume(folder: str | Path, stop_after: int | None = None, **options: Any) -> Path:
     """Continue the run in a folder, as :func:`train` with no other setting."""
     door.run_of_trainer(Path(folder))
-    named_settings = {"out": str(folder), "stop_after": stop_after}
-    return train(
-        {name: value for name, value in named_settings.items() if value is not None}, **options
-    )
+    return train({"out": str(folder), "stop_after": stop_after}, **options)
 
 
 def _open(
@@ -237,37 +241,25 @@ def _run(session: Session, recorder: RunRecorder, progress: Progress) -> None:
                 _settle_save(session, recorder)
             if is_due:
                 _save(session)
-        loss = None if is_stopped else _last_loss(session, recorder)
+        if not is_stopped:
+            run = here.of_first(lambda: read_run(session.folder))
+            if session.step not in [row["step"] for row in run.evals]:
+                recorder.evaluate(evaluate(session))
         _settle_save(session, recorder)
         session.saver.close()
-        recorder.close(not is_stopped, **_summary_of(session))
-        if loss is not None:
-            return progress.say(f"Finished after {session.step} steps.")
-        progress.say(
-            f"Stopped after step {session.step}. Continue with: narrowgauge resume {session.folder}"
-        )
-        number = here.largest(signals[0] if signals else 0)
-        if number == signal.SIGINT:
-            raise KeyboardInterrupt
-        if number:
-            raise Terminated
-        if progress.failure is not None:
-            raise progress.failure
-
-
-def _last_loss(session: Session, recorder: RunRecorder) -> float:
-    """Return the validation loss after the last step: evaluate, unless the record has it."""
-    run = session.here.of_first(lambda: read_run(session.folder))
-    for row in run.evals:
-        if row["step"] == session.step:
-            return float(row["val_loss"])
-    loss = evaluate(session)
-    recorder.evaluate(loss)
-    return loss
-
-
-def _summary_of(session: Session) -> Row:
-    return {"model": session.config.model, "bytes_per_param": session.bytes_per_param()}
+        recorder.close(not is_stopped, bytes_per_param=session.bytes_per_param())
+    if not is_stopped:
+        return progress.say(f"Finished after {session.step} steps.")
+    progress.say(
+        f"Stopped after step {session.step}. Continue with: narrowgauge resume {session.folder}"
+    )
+    number = here.largest(signals[0] if signals else 0)
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    if number:
+        raise Terminated
+    if progress.failure is not None:
+        raise progress.failure
 
 
 def _save(session: Session) -> None:

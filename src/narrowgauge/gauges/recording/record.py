@@ -21,7 +21,6 @@ import torch
 from torch import nn
 
 from narrowgauge.analysis.alarms import Alarms
-from narrowgauge.analysis.detectors import DETECTORS
 from narrowgauge.analysis.log import emit, happened, row_of
 from narrowgauge.analysis.reading import Reading
 from narrowgauge.analysis.thresholds import FAILURES
@@ -65,8 +64,6 @@ class Record(AbstractContextManager["Record"]):
 
     Attributes:
         num_steps, tokens, seconds: of all steps so far.
-        evaluated: the step of the last validation; -1 for none.
-        alarm_kinds: kinds of the alarms so far.
         undo: what leaves the model and the optimizer as they were.
     """
 
@@ -95,8 +92,6 @@ class Record(AbstractContextManager["Record"]):
         self.num_steps = 0
         self.tokens = 0
         self.seconds = 0.0
-        self.evaluated = -1
-        self.alarm_kinds: list[str] = []
         self._num_failed = 0
         self._seconds_before = 0.0
         self._began = time.perf_counter()
@@ -198,7 +193,6 @@ class Record(AbstractContextManager["Record"]):
         if self.tokens:
             row["tokens"] = self.tokens
         self._append("evals", row | numbers(columns, "eval"))
-        self.evaluated = self.num_steps
         self.reader.restart_clock()
 
     def gauge(self, row: Row) -> None:
@@ -218,9 +212,6 @@ class Record(AbstractContextManager["Record"]):
 
     def event(self, reading: Reading, shown: bool = False) -> None:
         """Log a reading, and show it if ``shown``."""
-        is_alarm = reading.what in DETECTORS or reading.what == "lost-updates"
-        if is_alarm and reading.what not in self.alarm_kinds:
-            self.alarm_kinds.append(reading.what)
         if self.writer is not None:
             row = row_of(reading)
             self.writer.append("events", row)
@@ -256,7 +247,6 @@ class Record(AbstractContextManager["Record"]):
         self.alarms.read(run.steps, run.gauges)
         self.num_steps = step
         self._num_failed = 0
-        self.evaluated = run.evals[-1]["step"] if run.evals else -1
         self.tokens = 0
         self.seconds = 0.0
         for row in run.steps:

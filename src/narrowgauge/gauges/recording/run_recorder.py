@@ -197,7 +197,6 @@ class RunRecorder(Watch):
             if earlier is None:
                 where = " in a loop of its own" if content["recorder"] else ""
                 self.event("start", f"{content['config']['model']}{where}")
-                self._check(0)
             if not self._must_go_back:
                 self._begin_at(0)
             self._changes = differences(earlier.run, content) if earlier is not None else []
@@ -452,7 +451,8 @@ class RunRecorder(Watch):
             self._report([kind.reading("", norm, expected, bound, step=step, cause=cause)])
 
     def _print_what_is_seen(self) -> None:
-        super()._print_what_is_seen()
+        if self._run.get("recorder"):  # the trainer prints lines of its own
+            super()._print_what_is_seen()
         for area, reason in self.unseen.items():
             self.event("unseen", reason, tensor=area)
 
@@ -470,6 +470,8 @@ class RunRecorder(Watch):
 
     def _begin_at(self, step: int) -> None:
         """Record the loop's state after ``step`` steps, and begin the next step."""
+        if step == 0:
+            self._check(0)
         self.hub.guard(self._prints, self._prints.start, step)
         self._record.fingerprint(self._prints)
 
