@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import re
 import zlib
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -24,6 +25,7 @@ from narrowgauge.spec.toml import load_data
 
 UNKNOWN = "unrecognized"
 _PATTERNS = load_data("trace_names", "planner")
+_ORDER = ("matmuls", "attention", "loss", "optimizer", "casts", "elementwise", "copies")
 _KERNELS = {"kernel", "gpu_memcpy", "gpu_memset"}
 _WITH_CALLEES = {"optimizer", "loader", "communication", "loss", "attention", "casts"}
 """Groups of operations whose callees belong to them, whatever they are."""
@@ -113,20 +115,25 @@ def read_trace(path: Path, plan: Path | None = None) -> StepTimes:
             "Name a file of profiler.export_chrome_trace, a run folder, or a log.",
         )
     events = list(_spans(rows))
-    marks = {span.name for span in events if span.name.startswith("ProfilerStep#")}
+    marks = [span for span in events if span.name.startswith("ProfilerStep#")]
     kernels = [span for span in events if span.kind in _KERNELS]
     places = {span.place for span in kernels}
-    if kernels:
-        times = _kernel_times(kernels)
-    else:
-        times = _operation_times([span for span in events if "Profiler" not in span.name])
+    work = [span for span in events if "Profiler" not in span.name]
+    times = _kernel_times(kernels) if kernels else _operation_times(work)
     if not times:
         raise RecordError(
             f"No time in {path}: it has no operation and no kernel.",
             "Record with activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA].",
         )
-    # The profiler opens a mark at the last step(), in which nothing runs.
-    steps = max(1, len(marks) - 1)
+    host = [span for span in work if span.kind not in _KERNELS]
+    starts = sorted(span.start for span in host or kernels)  # kernels run after their step
+    # Without a schedule the profiler opens a mark at the last step(), in which nothing runs.
+    full = {
+        mark.name
+        for mark in marks
+        if bisect_left(starts, mark.start) < bisect_left(starts, mark.end)
+    }
+    steps = max(1, len(full))
     seconds: dict[str, float] = defaultdict(float)
     names: dict[str, float] = defaultdict(float)
     for (group, name), microseconds in times.items():
@@ -136,11 +143,9 @@ def read_trace(path: Path, plan: Path | None = None) -> StepTimes:
             names[name] += value
     device = f"mean of {len(places)} GPUs" if len(places) > 1 else ("GPU" if kernels else "CPU")
     planned = _planned(plan) if plan else ({},)
-    return StepTimes(path.name, device, steps, _sorted(seconds), _sorted(names), *planned)
-
-
-def _sorted(seconds: dict[str, float]) -> dict[str, float]:
-    return dict(sorted(seconds.items(), key=itemgetter(1), reverse=True))
+    by_group = {group: seconds[group] for group in (*_ORDER, *seconds) if group in seconds}
+    unknown = dict(sorted(names.items(), key=itemgetter(1), reverse=True))
+    return StepTimes(path.name, device, steps, by_group, unknown, *planned)
 
 
 def _load(path: Path) -> Any:

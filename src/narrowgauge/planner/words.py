@@ -281,7 +281,7 @@ def _checked(job: Estimate) -> str:
         runs = runs_of(quantity, job.kind)
         text = f"{quantity} from {runs} published runs"
         if not runs:
-            text = f"{quantity} from none, so without an interval"
+            text = f"{quantity} checked against no run, so no interval"
         parts.append(text)
     line = f"80 % intervals of {_KINDS[job.kind]}: {', '.join(parts)}"
     if runs_of("speed", job.kind) and not is_checked(job.kind, job.chip):
