@@ -7,6 +7,7 @@ printed operation rounds as PyTorch's own: no approximate division, no fused mul
 
 from __future__ import annotations
 
+import gc
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -119,11 +120,15 @@ def trace(
     with usual_defaults(), torch.no_grad():
         inputs = [torch.zeros(shape, dtype=dtype, device=device) for dtype, shape in arguments]
         token = IS_RECORDED.set(True)
+        collects = gc.isenabled()
+        gc.disable()  # what a collected object does at its end would be recorded
         try:
             with _Recorder(with_sources) as recorder:
                 results = function(*inputs)
         finally:
             IS_RECORDED.reset(token)
+            if collects:
+                gc.enable()
     leaves = [x for x in torch.utils._pytree.tree_leaves(results) if isinstance(x, Tensor)]
     return Graph(inputs, recorder.operations, leaves)
 

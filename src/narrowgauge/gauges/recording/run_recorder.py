@@ -698,7 +698,7 @@ def watch(
         ...         optimizer.step()
         ...         optimizer.zero_grad()
         >>> str(caught[0].message).split(":")[0], watch.numbers()["lr/group0"]
-        ('step 2', 1e-05)
+        ('step 1', 1e-05)
     """
     options |= {"called": called, "max_grad_norm": max_grad_norm, "ignore": ignore}
     if record is None:

@@ -77,7 +77,7 @@ def thinned(points: Series, most: int = MOST_POINTS) -> Series:
     Example:
         >>> long = Series(np.arange(6000.0), np.where(np.arange(6000) == 4321, 50.0, 2.0))
         >>> short = thinned(long)
-        >>> len(short) <= MOST_POINTS + 2, short.y.max(), short.x[-1]
+        >>> len(short) <= MOST_POINTS + 2, float(short.y.max()), float(short.x[-1])
         (True, 50.0, 5999.0)
     """
     if len(points) <= most:
