@@ -14,7 +14,7 @@ from pathlib import Path
 import tomli_w
 
 from narrowgauge.errors import RecordError
-from narrowgauge.runs.atomic_io import disk_errors, sync, write_whole
+from narrowgauge.runs.atomic_io import disk_errors, write_whole
 from narrowgauge.runs.places import ROW_FILES, FolderLock, require_free
 from narrowgauge.runs.record import (
     note_of,
@@ -170,15 +170,6 @@ class RunWriter:
             self.path / "summary.json",
             json.dumps(content, indent=1, allow_nan=False).encode() + b"\n",
         )
-
-    def sync(self) -> None:
-        """Force all rows to the disk.
-
-        Call it before a checkpoint, which must not outlive the rows before it.
-        """
-        for name in self._descriptors:
-            with disk_errors(self._file(name)):
-                sync(self._file(name))
 
     def close(self) -> None:
         """Release the folder. Writing afterwards is an error; closing twice is not."""
