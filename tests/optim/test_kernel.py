@@ -9,7 +9,7 @@ import torch
 
 import narrowgauge as ng
 from narrowgauge.optim import multi_tensor
-from narrowgauge.torch_support import compile
+from narrowgauge.torch_support import compile, cpp
 from narrowgauge.torch_support.machine import compiler_missing
 from optim.pairs import everything, parameters
 from tensors import assert_same_bits, set_gradients, take_steps
@@ -72,6 +72,7 @@ def test_without_a_compiler_the_definition_runs_and_says_so(
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path))  # a library that is there is loaded
     monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setattr(cpp, "_libraries", {})
     monkeypatch.setattr(multi_tensor, "_reasons", {})
     compile._warn_once.cache_clear()
     optimizer = ng.AdamW(parameters("word", [(80, 80)]), storage="word", compile=True)
