@@ -385,13 +385,13 @@ def export(folder: Path, out: Path) -> None:
 )
 @flags.json_list
 def profile(model: str, recipes: list[Recipe], as_json: bool, **options: Any) -> None:
-    """Measure what recipes cost a model here: whole steps, and each kind of linear layer."""
+    """Measure what recipes cost a model here, by whole training steps."""
     from narrowgauge.profiling import profile as profiling
 
     rows = profiling.profile(
         model, recipes, **options, say=lambda line: click.echo(f"{line} …", err=True)
     )
-    _print(as_json, rows, profiling.tables_of(rows))
+    _print(as_json, rows, profiling.table_of(rows))
 
 
 @main.command(
@@ -415,7 +415,8 @@ def diagnose(run: Path, other: Path | None, as_json: bool) -> None:
     from narrowgauge.planner.trace import is_trace, read_trace
 
     if is_trace(run) and not is_log(run):
-        return _print_result(as_json, read_trace(run, other))
+        table = read_trace(run, other)
+        return _print(as_json, table.rows, table)
     from narrowgauge.analysis import diagnose as diagnosing
 
     runs = [read_run(path) for path in (run, other) if path is not None]

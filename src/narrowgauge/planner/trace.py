@@ -9,27 +9,24 @@ from __future__ import annotations
 import gzip
 import re
 import zlib
-from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from narrowgauge.errors import RecordError
-from narrowgauge.planner.units import count_text, duration_text
+from narrowgauge.planner.units import duration_text
 from narrowgauge.runs.atomic_io import disk_errors, load_json
 from narrowgauge.spec.tables import Column, Table, number_columns
 from narrowgauge.spec.toml import load_data
 
 UNKNOWN = "unrecognized"
 _PATTERNS = load_data("trace_names", "planner")
-_ORDER = ("matmuls", "attention", "loss", "optimizer", "casts", "elementwise", "copies")
 _KERNELS = {"kernel", "gpu_memcpy", "gpu_memset"}
 _WITH_CALLEES = {"optimizer", "loader", "communication", "loss", "attention", "casts"}
 """Groups of operations whose callees belong to them, whatever they are."""
 _BROKEN = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+_MOST_NAMES = 8
 
 
 class Span(NamedTuple):
@@ -42,64 +39,15 @@ class Span(NamedTuple):
     place: str
 
 
-@dataclass(frozen=True)
-class StepTimes:
-    """Hold the seconds of a step by group; ``print`` shows a table.
-
-    Args:
-        steps: number of recorded steps.
-        seconds: of a step, by group.
-        names: seconds of a step by name, of what was not recognized; the longest first.
-        planned: seconds of a step by group, of a plan.
-        plan: tokens of a step of the plan, and whether it fits, as the title of its column.
-    """
-
-    name: str
-    device: str
-    steps: int
-    seconds: dict[str, float]
-    names: dict[str, float]
-    planned: dict[str, float]
-    plan: str = ""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the times as values for JSON."""
-        return asdict(self)
-
-    def table(self) -> Table:
-        """Return a row for each group: its time and share in the trace, and in the plan."""
-        columns = [Column("group", "group"), *number_columns(trace="trace")]
-        if self.planned:
-            columns += number_columns(**{self.plan: "plan"})
-        rows = []
-        for group in dict.fromkeys((*self.seconds, *self.planned)):
-            row = {"group": group}
-            for name, seconds in (("trace", self.seconds), ("plan", self.planned)):
-                row[name] = ""
-                if seconds.get(group):
-                    share = seconds[group] / sum(seconds.values())
-                    row[name] = f"{duration_text(seconds[group])} {share:6.1%}"
-            rows.append(row)
-        return Table(tuple(columns), rows)
-
-    def __str__(self) -> str:
-        total = sum(self.seconds.values())
-        text = f"{self.name}: {self.steps} × {duration_text(total)} on the {self.device}\n"
-        text += self.table().plain()
-        text += "gaps: no work runs. The host prepares it, or waits."
-        if self.names:
-            shares = [f"{name[:80]} {value / total:.1%}" for name, value in self.names.items()]
-            text += f"\nNot recognized: {', '.join(shares[:8])}."
-        return text
-
-
 def is_trace(path: Path) -> bool:
     """Return whether a path names a file that may be a trace."""
     return path.name.endswith((".json", ".json.gz")) and path.is_file()
 
 
-def read_trace(path: Path, plan: Path | None = None) -> StepTimes:
-    """Sum the time of a trace by group.
+def read_trace(path: Path, plan: Path | None = None) -> Table:
+    """Return the seconds of a step of a trace by group, and the longest names without a group.
+
+    ``gaps`` is time in which no work runs: the host prepares it, or waits.
 
     Args:
         path: written by ``profiler.export_chrome_trace``, plain or compressed.
@@ -107,45 +55,51 @@ def read_trace(path: Path, plan: Path | None = None) -> StepTimes:
     Raises:
         RecordError: a file cannot be read, or is none of these.
     """
-    trace = _load(path)
-    rows = trace.get("traceEvents") if isinstance(trace, dict) else None
-    if not isinstance(rows, list):
-        raise RecordError(
-            f"No trace in {path}: it has no list 'traceEvents'.",
-            "Name a file of profiler.export_chrome_trace, a run folder, or a log.",
-        )
-    events = list(_spans(rows))
-    marks = [span for span in events if span.name.startswith("ProfilerStep#")]
-    kernels = [span for span in events if span.kind in _KERNELS]
-    places = {span.place for span in kernels}
-    work = [span for span in events if "Profiler" not in span.name]
+    spans = list(_spans(_load(path)))
+    work = [span for span in spans if "Profiler" not in span.name]
+    kernels = [span for span in work if span.kind in _KERNELS]
     times = _kernel_times(kernels) if kernels else _operation_times(work)
     if not times:
         raise RecordError(
-            f"No time in {path}: it has no operation and no kernel.",
-            "Record with activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA].",
+            f"No time in {path}: it has no operation and no kernel in a list 'traceEvents'.",
+            "Name a file of profiler.export_chrome_trace, a run folder, or a log.",
         )
-    host = [span for span in work if span.kind not in _KERNELS]
-    starts = sorted(span.start for span in host or kernels)  # kernels run after their step
-    # Without a schedule the profiler opens a mark at the last step(), in which nothing runs.
-    full = {
-        mark.name
-        for mark in marks
-        if bisect_left(starts, mark.start) < bisect_left(starts, mark.end)
-    }
-    steps = max(1, len(full))
+    # Kernels run after their step, so the host's work tells which marks hold any.
+    starts = [span.start for span in work if span.kind not in _KERNELS or len(work) == len(kernels)]
+    steps = set()
+    for mark in spans:
+        is_mark = mark.name.startswith("ProfilerStep#")
+        if is_mark and any(mark.start <= start < mark.end for start in starts):
+            steps.add(mark.name)
+    devices = len({span.place for span in kernels})
+    scale = 1e-6 / max(1, len(steps)) / max(1, devices)
     seconds: dict[str, float] = defaultdict(float)
-    names: dict[str, float] = defaultdict(float)
+    unknown: dict[str, float] = defaultdict(float)
     for (group, name), microseconds in times.items():
-        value = 1e-6 * microseconds / steps / max(1, len(places))
-        seconds[group] += value
+        seconds[group] += scale * microseconds
         if group == UNKNOWN:
-            names[name] += value
-    device = f"mean of {len(places)} GPUs" if len(places) > 1 else ("GPU" if kernels else "CPU")
-    planned = _planned(plan) if plan else ({},)
-    by_group = {group: seconds[group] for group in (*_ORDER, *seconds) if group in seconds}
-    unknown = dict(sorted(names.items(), key=itemgetter(1), reverse=True))
-    return StepTimes(path.name, device, steps, by_group, unknown, *planned)
+            unknown[f"{UNKNOWN}: {name[:80]}"] += scale * microseconds
+    planned = _planned(plan) if plan else {}
+    total = sum(seconds.values())
+    rows = []
+    longest = sorted(unknown, key=unknown.__getitem__, reverse=True)[:_MOST_NAMES]
+    groups = sorted({**planned, **seconds}, key=lambda group: -seconds.get(group, 0.0))
+    for group in (*groups, *longest):
+        value = seconds.get(group, unknown.get(group, 0.0))
+        rows.append(
+            {"group": group, "trace": value, "share": value / total, "plan": planned.get(group)}
+        )
+    columns = [
+        Column("group", "group"),
+        *number_columns(
+            trace=lambda row: duration_text(row["trace"]), share=lambda row: f"{row['share']:.1%}"
+        ),
+    ]
+    if planned:
+        columns += number_columns(plan=lambda row: duration_text(row["plan"] or 0.0))
+    device = f"{devices or 'no'} GPU" + "s" * (devices > 1)
+    title = f"{path.name}: {len(steps) or 1} × {duration_text(total)}, {device}"
+    return Table(tuple(columns), rows, title)
 
 
 def _load(path: Path) -> Any:
@@ -161,25 +115,24 @@ def _load(path: Path) -> Any:
         ) from error
 
 
-def _planned(path: Path) -> tuple[dict[str, float], str]:
-    """Return the seconds of a step by group, of the best option of a plan, and its title."""
+def _planned(path: Path) -> dict[str, float]:
+    """Return the seconds of a step by group, of the best option of a plan."""
     try:
-        option = _load(path)["options"][0]
-        seconds = {name: float(value) for name, value in option["step_seconds"].items()}
+        seconds = {**_load(path)["options"][0]["step_seconds"]}
         del seconds["total"]
-        fits = "" if option["fits"] else ", does not fit"
-        return seconds, f"plan of {count_text(float(option['tokens_per_step']))} tokens{fits}"
+        return {name: float(value) for name, value in seconds.items()}
     except _BROKEN as error:
         raise RecordError(
-            f"No plan in {path}: it has no 'step_seconds', 'tokens_per_step' or 'fits'.",
+            f"No plan in {path}: it has no 'step_seconds'.",
             "Write one with narrowgauge plan run … --json.",
         ) from error
 
 
-def _spans(rows: list[Any]) -> Iterator[Span]:
+def _spans(trace: Any) -> Iterator[Span]:
     """Yield the operations, kernels and marks that have a start and a duration."""
     kinds = {"cpu_op", "user_annotation", *_KERNELS}
-    for row in rows:
+    rows = trace.get("traceEvents") if isinstance(trace, dict) else None
+    for row in rows if isinstance(rows, list) else ():
         try:
             start = float(row["ts"])
             end = start + float(row["dur"])

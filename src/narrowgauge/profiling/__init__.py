@@ -1,3 +1,3 @@
-"""Measure what recipes cost a model on this machine: ``measurement`` times layers and steps,
-``profile`` compares and prints.
+"""Measure what recipes cost a model on this machine: ``measurement`` times steps, ``profile``
+compares and prints.
 """

@@ -1,5 +1,4 @@
-"""Measure what each recipe costs a model on this machine: its steps, and its layers against its
-baseline's layers.
+"""Measure what each recipe costs a model on this machine: its steps against its baseline's.
 
 A machine's speed drifts. So every ratio is taken within a round, and the median over rounds is
 reported.
@@ -10,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from operator import truediv
 from statistics import median
-from typing import Any
 
 import torch
 
@@ -52,9 +50,8 @@ def profile(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rows = []
     for recipe in recipes:
-        row = cost_row(recipe, times)
-        row["multiplies"] = describe_matmuls(recipe.compute, device)
-        rows.append(row)
+        multiplies = describe_matmuls(recipe.compute, device)
+        rows.append({**cost_row(recipe, times), "multiplies": multiplies})
     return rows
 
 
@@ -64,25 +61,15 @@ def cost_row(recipe: Recipe, times: Times) -> Row:
     Ratios are its baseline's seconds over its own, medians over rounds.
     """
     baseline = baseline_of(recipe)
-    ratios = sorted(map(truediv, times.steps[baseline], times.steps[recipe]))
-    layers = []
-    for kind in times.kinds:
-        forward, seconds = zip(*times.layers[recipe, kind.pattern], strict=True)
-        _, base = zip(*times.layers[baseline, kind.pattern], strict=True)
-        layers.append({
-            "pattern": kind.pattern, "out_features": kind.out_features, "in_features": kind.in_features,
-            "count": len(kind.names), "compute": recipe.compute_of(kind.names[0]).name,
-            "forward_seconds": median(forward), "seconds": median(seconds), "baseline_seconds": median(base),
-            "ratio": median(map(truediv, base, seconds)),
-        })  # fmt: skip
+    ratios = sorted(map(truediv, times[baseline], times[recipe]))
     return {
-        "recipe": recipe.name, "baseline": baseline.name, "step_seconds": median(times.steps[recipe]),
-        "step_ratio": median(ratios), "step_ratio_range": (ratios[0], ratios[-1]), "layers": layers,
+        "recipe": recipe.name, "baseline": baseline.name, "step_seconds": median(times[recipe]),
+        "step_ratio": median(ratios), "step_ratio_range": (ratios[0], ratios[-1]),
     }  # fmt: skip
 
 
-def _ms(name: str) -> Any:
-    return lambda row: f"{1e3 * row[name]:.3g}"
+def _ms(row: Row) -> str:
+    return f"{1e3 * row['step_seconds']:.3g}"
 
 
 def _range_text(row: Row) -> str:
@@ -90,30 +77,14 @@ def _range_text(row: Row) -> str:
     return f"{low:.2f} to {high:.2f}"
 
 
-_STEPS = (
-    *name_columns(recipe="recipe"),
-    *number_columns(step_ms=_ms("step_seconds"), speed_up=lambda row: f"{row['step_ratio']:.2f} ×"),
-    Column("in all rounds", _range_text, right=True),
-    *name_columns(baseline="baseline"),
-    *text_columns(here="multiplies"),
-)
-_LAYERS = (
-    *name_columns(layer="pattern", compute="compute"),
-    *number_columns(count="count"),
-    Column("out × in", lambda row: f"{row['out_features']} × {row['in_features']}", right=True),
-    *number_columns(
-        forward_ms=_ms("forward_seconds"),
-        and_backward=_ms("seconds"),
-        baseline=_ms("baseline_seconds"),
-    ),
-    *number_columns(speed_up=lambda row: f"{row['ratio']:.2f} ×"),
-)
+def table_of(rows: Sequence[Row]) -> Table:
+    """Return one table of all recipes."""
 
-
-def tables_of(rows: Sequence[Row]) -> list[Table]:
-    """Return one table of all recipes, then each recipe's layers."""
-    tables = [Table(_STEPS, list(rows))]
-    for row in rows:
-        title = f"{row['recipe']}: one layer of each kind, against bfloat16"
-        tables.append(Table(_LAYERS, row["layers"], title))
-    return tables
+    columns = (
+        *name_columns(recipe="recipe"),
+        *number_columns(step_ms=_ms, speed_up=lambda row: f"{row['step_ratio']:.2f} ×"),
+        Column("in all rounds", _range_text, right=True),
+        *name_columns(baseline="baseline"),
+        *text_columns(here="multiplies"),
+    )
+    return Table(columns, list(rows))
