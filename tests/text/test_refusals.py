@@ -67,7 +67,7 @@ COMMANDS = [
     (f"{CHIP} --optimizer moun", "RecipeError|UsageError", "moun"),
     ("plan run --model gpt2-124m --chip H100-SXM --sequence-length 4096", "RecipeError|NarrowgaugeError", "1,024 positions"),
     (f"{CHIP} --recipe ,", "RecipeError", "no recipe"),
-    ("plan scaling 128:10d", "DataError", "128 chips"),
+    ("plan scaling 128:10d", "DataError", "two or more"),
     ("plan scaling 128:10y,256:7y", "DataError", "CHIPS:TIME"),
 ]  # fmt: skip
 
