@@ -13,12 +13,12 @@ from typing import Any
 
 from narrowgauge.spec import notation, storages
 from narrowgauge.spec.chips import CHIPS
-from narrowgauge.spec.computes import COMPUTES, SLOTS, Cast, Compute
+from narrowgauge.spec.computes import COMPUTES, Compute
 from narrowgauge.spec.formats import FORMATS
 from narrowgauge.spec.models import MODELS
 from narrowgauge.spec.notation import ALIASES, AMBIGUOUS
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.spec.storages import STORAGES, VISIBLE, Code, Storage, low_parts, width_of
+from narrowgauge.spec.storages import STORAGES, VISIBLE, Code, Storage, width_of
 from narrowgauge.spec.sums import REDUCTIONS, Reduction
 from narrowgauge.spec.tables import Column, Row, Table, cell_text
 from narrowgauge.spec.update_rules import UPDATE_RULES, UpdateRule, option_text
@@ -182,7 +182,7 @@ TABLES: dict[str, tuple[str, Callable[[], list[Row]], str]] = {
 """By name: a line of help, what makes the rows, and the keys that only JSON has."""
 
 
-# ── one recipe in full ────────────────────────────────────────────────────────────────────────────
+# ── one recipe, one compute ───────────────────────────────────────────────────────────────────────
 
 
 def page_recipe(name: str) -> tuple[list[Row], list[Table]]:
@@ -192,177 +192,88 @@ def page_recipe(name: str) -> tuple[list[Row], list[Table]]:
         name: a full name, an alias, or a ``.toml`` file.
     """
     recipe = notation.parse(name)
-    facts = _facts(recipe)
-    stored = _stored_parts(recipe.storage)
-    matmuls = []
-    for place, product in recipe.compute.products.items():
-        operands = {"left": str(product.left), "right": str(product.right)}
-        matmuls.append({"matmul": place, **operands, "accumulation": product.accumulation})
-    row = {**_recipe_rows([recipe])[0], "facts": facts, "stored": stored, "matmuls": matmuls}
-    in_all = _stored("in all", "", recipe.bytes_per_param)
-    columns = (Column("recipe", itemgetter(0)), Column(recipe.name, itemgetter(1)))
-    return [row], [
-        Table(columns, list(facts.items())),
-        _table([*stored, in_all]),
-        _table(matmuls),
-    ]
-
-
-def _facts(recipe: Recipe) -> dict[str, str]:
-    compute = recipe.compute
-    vectors = storages.for_vectors(recipe.storage)
+    storage = recipe.storage
+    vectors = storages.for_vectors(storage)
+    overrides = [f"{row.pattern} in {row.compute.name}" for row in recipe.overrides]
     facts = {
-        "for": compute.purpose,
-        "loses": recipe.storage.loses,
-        "gradients": _range_text(recipe.storage),
-        "native": _native(compute),
-        "compute from": compute.source,
-        "storage from": recipe.storage.source,
-        "transform": compute.transform,
+        "loses": storage.loses,
+        "gradients": _range_text(storage),
+        "storage from": storage.source,
         "norm gains, biases": f"stored as {vectors.name}, {cell_text(vectors.bytes_per_param)} bytes each",
-        "saved for backward": f"{compute.kept_bytes:g} bytes per element of a linear layer's input",
-        "outside of matmuls": f"{recipe.dtype}; norms, softmax and the loss in float32",
-        "linears left plain": _plain_layers(compute),
-        "computed otherwise": _overrides(recipe),
+        "computed otherwise": ", ".join(overrides),
+        **_facts(recipe.compute),
     }
-    return dict(filter(itemgetter(1), facts.items()))
-
-
-def _overrides(recipe: Recipe) -> str:
-    return ", ".join(f"{row.pattern} in {row.compute.name}" for row in recipe.overrides)
-
-
-def _plain_layers(compute: Compute) -> str:
-    if not compute.keep:
-        return ""
-    names = "heads, routers and adapters"
-    if compute.keep_last:
-        names += f"; the last {compute.keep_last:.0%} of the blocks"
-    return names
-
-
-def _stored(part: str, format: str, num_bytes: float, rounding: str = "") -> Row:
-    return {"part": part, "format": format, "bytes": num_bytes, "rounding": rounding}
-
-
-def _stored_parts(storage: Storage) -> list[Row]:
-    """Return what is in memory per parameter of a matrix; the bytes sum to the bytes per parameter."""
-
-    def rounding(code: Code) -> str:
-        return "" if code.bits >= 32 else code.rounding
-
-    parts = {
-        "master": ("full copy of the weight", storage.weight.name, ""),
-        "tail": ("tail of the weight", f"{storage.tail_bits} bits", rounding(storage.weight)),
-    }
-    texts = {}
-    for name, words in (
-        ("weight", "weight"),
-        ("exp_avg", "first moment"),
-        ("exp_avg_sq", "second moment"),
-    ):
-        code = storage.code(name)
-        text = code.name.partition(" ")[0]
-        if code.parts == 1:
-            text = _code_text(code).partition(",")[0]
-        texts[name] = text
-        parts[name] = (words, text, rounding(code))
-        for low in low_parts(name, code):
-            parts[low] = (f"low part of the {words}", text, rounding(code))
-    visible = storage.visible
-    visible_bytes = VISIBLE[visible][0] / 8
-    seen = "nearest" if storage.beside else rounding(storage.weight)
-    weight = f"{texts['weight']}, in {visible}" if storage.weight.scaled else visible
-    rows = [_stored("weight that the model sees", weight, visible_bytes, seen)]
-    for group in storage.packing:
-        # Unused bits of a word are counted with its first field.
-        unused = width_of(group) - sum(bits for _, bits in group)
-        for name, bits in group:
-            part, text, mode = parts[name]
-            rows.append(_stored(part, text, (bits + unused) / 8, mode))
-            unused = 0
-    rows.append(_stored("gradient", visible, visible_bytes))
-    return rows
-
-
-# ── one compute in full ───────────────────────────────────────────────────────────────────────────
-
-_FORMULAS = {"output": "y = x · wᵀ", "grad_input": "dx = dy · w", "grad_weight": "dw = dyᵀ · x"}
-_TENSORS = {
-    "input": ("x", ("tokens", "in")),
-    "weight": ("w", ("out", "in")),
-    "gradient": ("dy", ("tokens", "out")),
-}
+    stored = _stored_parts(storage)
+    matmuls = _matmuls(recipe.compute)
+    row = {**_recipe_rows([recipe])[0], "facts": facts, "stored": stored, "matmuls": matmuls}
+    whole = {"part": "in all", "format": "", "bytes": recipe.bytes_per_param, "rounding": ""}
+    tables = [_fact_table("recipe", recipe.name, facts), _table([*stored, whole]), _table(matmuls)]
+    return [row], tables
 
 
 def page_compute(name: str) -> tuple[list[Row], list[Table]]:
-    """Return the three products of a compute, operand by operand: rows for JSON, and the tables to
-    print.
+    """Return the three products of a compute: rows for JSON, and the tables to print.
 
     Args:
         name: of a compute, here or in another library.
     """
     compute = notation.get_compute(name)
-    rows = []
-    for slot_name, slot in SLOTS.items():
-        cast = compute.casts[slot_name]
-        letter, axes = _TENSORS[slot.tensor]
-        made_in = compute.cast_slots[slot_name]
-        rows.append(
-            {
-                "product": _FORMULAS[slot.matmul],
-                "operand": f"{letter} [{', '.join(axes)}]",
-                "summed over": axes[slot.dim],
-                "format": cast.format,
-                "a scale for": _scale_group(cast, axes, slot.dim),
-                "scale": _scale_rule(cast),
-                "rounding": cast.rounding
-                if cast.rotation == "none"
-                else f"{cast.rounding}, rotated",
-                "codes": "its own" if made_in == slot_name else f"those of {made_in}",
-                "sums in": compute.products[slot.matmul].accumulation,
-            }
-        )
-    facts = {
+    rows = _matmuls(compute)
+    return rows, [_fact_table("compute", compute.name, _facts(compute)), _table(rows)]
+
+
+def _fact_table(kind: str, name: str, facts: dict[str, str]) -> Table:
+    columns = (Column(kind, itemgetter(0)), Column(name, itemgetter(1)))
+    return Table(columns, list(filter(itemgetter(1), facts.items())))
+
+
+def _facts(compute: Compute) -> dict[str, str]:
+    kept = "heads, routers and adapters" if compute.keep else ""
+    if compute.keep_last:
+        kept += f"; the last {compute.keep_last:.0%} of the blocks"
+    return {
         "for": compute.purpose,
-        "from": compute.source,
+        "compute from": compute.source,
         "native": _native(compute),
-        "saved for backward": f"{compute.kept_bytes:g} bytes per element of x",
-        "everything else": compute.dtype,
-        "linears left plain": _plain_layers(compute),
+        "transform": compute.transform,
+        "saved for backward": f"{compute.kept_bytes:g} bytes per element of a linear layer's input",
+        "outside of matmuls": f"{compute.dtype}; norms, softmax and the loss in float32",
+        "linears left plain": kept,
     }
-    columns = (Column("compute", itemgetter(0)), Column(compute.name, itemgetter(1)))
-    known = [item for item in facts.items() if item[1]]
-    return rows, [Table(columns, known), _table(rows)]
 
 
-def _scale_group(cast: Cast, axes: tuple[str, str], dim: int) -> str:
-    """Return which values of an operand share a scale, in words."""
-    if cast.is_wide:
-        return ""
-    if cast.block is not None:
-        kept, summed = cast.block
-        group = f"{kept} {axes[1 - dim]} × {summed} {axes[dim]}"
-    else:
-        shared = {
-            "tensor": "all",
-            "row": f"each of {axes[1 - dim]}",
-            "column": f"each of {axes[dim]}",
-        }
-        group = shared[cast.granularity]
-    return group
+_FORMULAS = {"output": "y = x · wᵀ", "grad_input": "dx = dy · w", "grad_weight": "dw = dyᵀ · x"}
 
 
-def _scale_rule(cast: Cast) -> str:
-    """Return how a scale is found, from the largest magnitude of its group."""
-    if cast.is_wide:
-        return ""
-    if cast.scaling == "static":
-        return "1"
-    rule = f"amax / {cast.element.max:g}"
-    if cast.scale == "float8_e4m3fn":
-        return f"{rule} in e4m3, times one of the tensor"
-    if cast.scale != "float32":
-        direction = "up" if cast.scale_rounding == "up" else "down"
-        return f"{rule}, {direction} to a power of two"
-    return rule
+def _matmuls(compute: Compute) -> list[Row]:
+    """Return a row for each product: its operands [rows, contraction] as they are cast."""
+    rows = []
+    for place, product in compute.products.items():
+        row = {"matmul": _FORMULAS[place]}
+        for side in ("left", "right"):
+            slot = f"{place}.{side}"
+            row[side] = str(compute.casts[slot])
+            if compute.cast_slots[slot] != slot:
+                row[side] += f", codes of {compute.cast_slots[slot]}"
+        rows.append({**row, "accumulation": product.accumulation})
+    return rows
+
+
+def _stored_parts(storage: Storage) -> list[Row]:
+    """Return what is in memory per parameter of a matrix; the bytes sum to the bytes per parameter."""
+    visible = {"format": storage.visible, "bytes": VISIBLE[storage.visible][0] / 8}
+    rounding: str = "nearest" if storage.beside else storage.weight.rounding
+    rows: list[Row] = [{"part": "weight", **visible, "rounding": rounding}]
+    for group in storage.packing:
+        # Unused bits of a word are counted with its first field.
+        unused = width_of(group) - sum(bits for _, bits in group)
+        for name, bits in group:
+            role = name.partition("_low")[0]
+            code = storage.weight if role in storage.beside else storage.code(role)
+            text = f"{bits} bits" if name == "tail" else _code_text(code).partition(",")[0]
+            rounding = code.rounding if bits < 32 else ""
+            rows.append(
+                {"part": name, "format": text, "bytes": (bits + unused) / 8, "rounding": rounding}
+            )
+            unused = 0
+    return [*rows, {"part": "gradient", **visible, "rounding": ""}]
