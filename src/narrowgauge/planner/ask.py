@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from narrowgauge.planner.activations import Widths, widths_of
 from narrowgauge.planner.efficiency import Efficiency, efficiency_of
 from narrowgauge.planner.errors import LONG
 from narrowgauge.planner.layouts import Layout
@@ -17,6 +18,7 @@ from narrowgauge.planner.shapes import Architecture
 from narrowgauge.spec.chips import Chip
 from narrowgauge.spec.formats import bytes_per_number
 from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.storages import Storage
 from narrowgauge.spec.update_rules import UPDATE_RULES
 
 OPTIMIZER_STATES = {
@@ -70,11 +72,21 @@ class Ask:
         return "long" if self.sequence_length >= LONG else "dense"
 
     @cached_property
+    def storage(self) -> Storage:
+        """Return the recipe's storage with the optimizer's states."""
+        return self.recipe.storage.keeping(OPTIMIZER_STATES[self.optimizer])
+
+    @cached_property
     def bytes_per_param(self) -> float:
         """Return the bytes per parameter that trains of weight, gradient and the optimizer's
         states, for matrices.
         """
-        return self.recipe.storage.keeping(OPTIMIZER_STATES[self.optimizer]).bytes_per_param
+        return self.storage.bytes_per_param
+
+    @cached_property
+    def widths(self) -> Widths:
+        """Return the bytes per element of the model's tensors."""
+        return widths_of(self.recipe, self.gathered, self.program)
 
     @property
     def num_chips(self) -> int:
@@ -95,7 +107,7 @@ class Ask:
         """Return the bytes of a number between layers."""
         return bytes_per_number(self.recipe.dtype)
 
-    @property
+    @cached_property
     def gathered(self) -> str:
         """Return the dtype in which FSDP's mixed precision gathers float32 shards; empty for
         autocast and 16-bit weights.

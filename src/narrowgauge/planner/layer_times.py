@@ -12,7 +12,6 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from narrowgauge.planner.activations import widths_of
 from narrowgauge.planner.ask import Ask
 from narrowgauge.planner.efficiency import Efficiency
 from narrowgauge.planner.program import Program, adapters_of
@@ -196,7 +195,7 @@ def elementwise_seconds(ask: Ask) -> Seconds:
         streams += a.mixture.num_layers * _DISPATCHED * visited
         inner += a.mixture.num_layers * (visited * a.mixture.expert_size + a.mixture.shared_size)
     inner *= _GATED if a.is_gated else _UNGATED
-    widths = widths_of(ask.recipe, ask.gathered, ask.program)
+    widths = ask.widths
     moved = streams * a.hidden_size * widths.stream / ask.layout.stream_ranks
     moved += inner * widths.matmul / ask.layout.tensor
     if ask.program.kernels == "eager":

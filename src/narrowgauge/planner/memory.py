@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from functools import lru_cache
 from operator import attrgetter
 from typing import NamedTuple
 
-from narrowgauge.planner.activations import layer_bytes, widths_of
-from narrowgauge.planner.ask import OPTIMIZER_STATES, Ask
+from narrowgauge.planner.activations import layer_bytes
+from narrowgauge.planner.ask import Ask
 from narrowgauge.planner.layouts import Layout
 from narrowgauge.planner.shapes import Architecture
 from narrowgauge.planner.state import (
@@ -27,45 +26,17 @@ from narrowgauge.planner.state import (
 )
 from narrowgauge.planner.terms import Term, Terms
 from narrowgauge.spec.formats import bytes_per_number
-from narrowgauge.spec.storages import Storage
 
-_KORTHIKANTI = "Korthikanti et al., arXiv 2205.05198, section 4; as in layers that run (planner/activations.py)"
-_ZERO = "Rajbhandari et al., ZeRO, arXiv 1910.02054, section 5"
-_FSDP = "torch FSDP2: the layer in use, and the one that is gathered meanwhile"
-_STAGES = "torchtitan and torch.distributed.pipelining: stages gather weights once a step, and reduce gradients after the last"
-_OBSERVED = "commonly observed: CUDA contexts, NCCL's channels, cuBLAS's workspace; no publication"
-_SUMS = (
-    "Micikevicius et al. 2018; Megatron-LM's buffers, DeepSpeed's where grad_accum_dtype is fp32"
-)
-_LOSS = "compiled: logits and their gradient; eager: 16-bit and float32 logits, log-softmax and its gradient"
-TERMS = {
-    "weights": ("weights", _ZERO),
-    "gradients": ("gradients", _ZERO),
-    "gradients of a layer": ("gradients", "definition"),
-    "gradient of the head": ("gradients", "definition"),
-    "sums of micro-batches": ("gradients", _SUMS),
-    "states beside the weights": ("optimizer", _ZERO),
-    "kept by the layers": ("activations", _KORTHIKANTI),
-    "inputs of the layers": ("activations", _KORTHIKANTI),
-    "casts of the weights": ("activations", "definition"),
-    "the layer in backward": ("activations", _KORTHIKANTI),
-    "gradients on their way": ("activations", "definition"),
-    "at the peak of a step": ("activations", "definition"),
-    "input of the head": ("logits", "definition"),
-    "logits": ("logits", _LOSS),
-    "two layers, gathered": ("buffers", _FSDP),
-    "gradients of two layers": ("buffers", _FSDP),
-    "outer weights, gathered": ("buffers", _FSDP),
-    "weights of the stage, gathered": ("buffers", _STAGES),
-    "gradients of the stage, before they are shared": ("buffers", _STAGES),
-    "a matrix, dequantized": ("buffers", "bitsandbytes: the largest matrix in bfloat16"),
-    "a layer's input and its gradient, gathered": ("buffers", f"{_KORTHIKANTI[:44]}.2.2"),
-    "context": ("overhead", _OBSERVED),
-    "communication buffers": ("overhead", _OBSERVED),
-    "workspaces": ("overhead", _OBSERVED),
-    "fragmentation": ("overhead", _OBSERVED),
+_SOURCES = dict.fromkeys(
+    ("weights", "gradients", "optimizer"),
+    "Rajbhandari et al., ZeRO, arXiv 1910.02054, section 5; sums as Megatron-LM's buffers, Micikevicius et al. 2018",
+) | {
+    "activations": "Korthikanti et al., arXiv 2205.05198, section 4; as in layers that run (planner/activations.py)",
+    "logits": "compiled: logits and their gradient; eager: 16-bit and float32 logits, log-softmax and its gradient",
+    "buffers": "torch FSDP2: the layer in use and the next; torchtitan's stages gather weights once a step; bitsandbytes",
+    "overhead": "commonly observed: CUDA contexts, NCCL's channels, cuBLAS's workspace; no publication",
 }
-"""Group and publication of every term of a memory."""
+"""Publications of each group of a memory."""
 OVERHEAD = {"context": 0.7e9, "communication buffers": 1.0e9, "workspaces": 0.1e9}
 """Memory without a formula, in bytes: driver, collectives (with several ranks), libraries."""
 FRAGMENTATION = 0.08
@@ -78,14 +49,14 @@ What it reserves beyond its tensors is the fragmentation.
 _EXACT_SUM_BYTES = 16  # of two float64 words that sum them exactly
 
 
-def _term(name: str, value: float, formula: str) -> Term:
-    group, source = TERMS[name]
-    return Term(group, name, value, formula, source)
+def _term(group: str, name: str, value: float, formula: str) -> Term:
+    return Term(group, name, value, formula, _SOURCES[group])
 
 
-def _product(name: str, count: float, noun: str, width: float, note: str = "") -> Term:
+def _product(group: str, name: str, count: float, noun: str, width: float, note: str = "") -> Term:
     """Return the term of ``count`` things of ``width`` bytes."""
-    return _term(name, count * width, f"{count:,.10g} {noun} × {width:,.6g} B{note}")
+    formula = f"{count:,.10g} {noun} × {width:,.6g} B{note}"
+    return _term(group, name, count * width, formula)
 
 
 class Stage(NamedTuple):
@@ -160,7 +131,7 @@ def worst_moment(ask: Ask, stage: Stage) -> Terms:
     if a.counts:
         width = a.counts.activations / a.counts.tokens
         formula = f"{ask.tokens:g} tokens × {width:,.0f} B, counted on fake tensors"
-        peak = _term("at the peak of a step", width * ask.tokens, formula)
+        peak = _term("activations", "at the peak of a step", width * ask.tokens, formula)
         least = min(gradients.value, a.counts.gradients)
         at_peak = gradients._replace(value=least, formula="at this moment, counted")
         return _largest([*always, at_peak, peak, *buffers], [*always, gradients])
@@ -177,11 +148,15 @@ def worst_moment(ask: Ask, stage: Stage) -> Terms:
     at_start = []
     if not early.value and _is_last(ask, stage) and ask.program.part("head").trains:
         value = a.vocab_size * a.hidden_size * _visible_bytes(ask) / layout.tensor
-        at_start.append(_term("gradient of the head", value, "the first that backward makes"))
+        at_start.append(
+            _term("gradients", "gradient of the head", value, "the first that backward makes")
+        )
     at_end = []
     if not late.value and layout.zero < 3:
         size = _largest_layer(ask)
-        at_end.append(_product("gradients of a layer", size, "parameters", _gradient_bytes(ask)))
+        at_end.append(
+            _product("gradients", "gradients of a layer", size, "parameters", _gradient_bytes(ask))
+        )
     saved, layer = _activation_terms(ask, stage)
     passing = _passing_term(ask)
     # Before the first layer's backward, no gradient is in transit.
@@ -216,8 +191,7 @@ def _gradient_bytes(ask: Ask) -> float:
 
 def _stream_bytes(ask: Ask) -> float:
     """Return the bytes of a token in the residual stream on a rank."""
-    widths = widths_of(ask.recipe, ask.gathered, ask.program)
-    return widths.stream * ask.architecture.hidden_size / ask.layout.stream_ranks
+    return ask.widths.stream * ask.architecture.hidden_size / ask.layout.stream_ranks
 
 
 def _largest_layer(ask: Ask) -> float:
@@ -229,15 +203,6 @@ def _largest_layer(ask: Ask) -> float:
         of_layer = a.expert_parameters / a.mixture.num_layers
         largest += of_layer / layout.expert / layout.expert_tensor_ranks
     return largest
-
-
-@lru_cache(maxsize=64)
-def _bytes_of(storage: Storage, optimizer: str) -> Bytes:
-    return bytes_per_parameter(storage.keeping(OPTIMIZER_STATES[optimizer]))
-
-
-def _per_parameter(ask: Ask) -> Bytes:
-    return _bytes_of(ask.recipe.storage, ask.optimizer)
 
 
 def _state(ask: Ask, stage: Stage) -> Bytes:
@@ -253,19 +218,20 @@ def _state(ask: Ask, stage: Stage) -> Bytes:
 
 
 def _state_terms(ask: Ask, stage: Stage) -> tuple[Term, Term, Term]:
-    layout = ask.layout
     state = _state(ask, stage)
     terms = []
-    names = (("weights", 3), ("gradients", 2), ("states beside the weights", 1))
-    for (name, level), value, width in zip(names, state[:3], _per_parameter(ask)[:3], strict=True):
-        ranks = layout.tensor * layout.pipeline * layout.sharing(level)
+    per = bytes_per_parameter(ask.storage)
+    for place, (group, name) in enumerate(
+        (("weights",) * 2, ("gradients",) * 2, ("optimizer", "states beside the weights"))
+    ):
+        ranks = ask.layout.tensor * ask.layout.pipeline * ask.layout.sharing(3 - place)
         formula = (
-            f"{ask.architecture.num_parameters:,} parameters × {width:g} B / {ranks} ranks, "
+            f"{ask.architecture.num_parameters:,} parameters × {per[place]:g} B / {ranks} ranks, "
             "vectors and what is not shared as they are"
         )
         if not ask.program.trains_all:
             formula = "parts as the program stores them"
-        terms.append(_term(name, value, formula))
+        terms.append(_term(group, name, state[place], formula))
     weights, gradients, optimizer = terms
     is_away = ask.program.offload
     if is_away:
@@ -299,8 +265,8 @@ def _sum_terms(ask: Ask, gradients: Term) -> list[Term]:
     width = _sum_bytes(ask)
     if not width:
         return []
-    count = gradients.value / _per_parameter(ask).gradients
-    return [_product("sums of micro-batches", count, "parameters", width)]
+    count = gradients.value / bytes_per_parameter(ask.storage).gradients
+    return [_product("gradients", "sums of micro-batches", count, "parameters", width)]
 
 
 def _passing_term(ask: Ask) -> Term:
@@ -313,9 +279,10 @@ def _passing_term(ask: Ask) -> Term:
         size = a.mixture.experts_per_token * a.mixture.expert_size
     if a.is_gated:
         size *= 2
-    widths = widths_of(ask.recipe, ask.gathered, ask.program)
-    inner = widths.matmul * size / ask.layout.tensor
-    return _product("gradients on their way", ask.tokens, "tokens", _stream_bytes(ask) + inner)
+    inner = ask.widths.matmul * size / ask.layout.tensor
+    return _product(
+        "activations", "gradients on their way", ask.tokens, "tokens", _stream_bytes(ask) + inner
+    )
 
 
 def _layer_bytes(ask: Ask, repeated: str) -> tuple[float, float]:
@@ -336,12 +303,12 @@ def _activation_terms(ask: Ask, stage: Stage) -> tuple[list[Term], Term]:
     layout = ask.layout
     program = ask.program
     per_layer, casts = _layer_bytes(ask, "")
-    layer = _product("the layer in backward", ask.tokens, "tokens", per_layer)
+    layer = _product("activations", "the layer in backward", ask.tokens, "tokens", per_layer)
     layer = layer._replace(value=layer.value + casts)
     count = stage.in_flight * ask.tokens
     noun = "tokens × layers in flight"
     if layout.recompute == "full":
-        inputs = _product("inputs of the layers", count, noun, _stream_bytes(ask))
+        inputs = _product("activations", "inputs of the layers", count, noun, _stream_bytes(ask))
         if program.saved == "host":
             value = inputs.value * min(1.0, 2 / stage.in_flight)
             formula = "of the two layers in use, the others on the host"
@@ -350,10 +317,12 @@ def _activation_terms(ask: Ask, stage: Stage) -> tuple[list[Term], Term]:
     if layout.recompute == "selective":
         per_layer, casts = _layer_bytes(ask, program.selective)
     note = f" ({program.kernels} kernels, {program.attention} attention)"
-    terms = [_product("kept by the layers", count, noun, per_layer, note)]
+    terms = [_product("activations", "kept by the layers", count, noun, per_layer, note)]
     if casts:
         note = " for autocast's backward"
-        terms.append(_product("casts of the weights", stage.layers, "layers", casts, note))
+        terms.append(
+            _product("activations", "casts of the weights", stage.layers, "layers", casts, note)
+        )
     return terms, layer
 
 
@@ -362,7 +331,7 @@ def _buffer_terms(ask: Ask, stage: Stage) -> Iterator[Term]:
     layout = ask.layout
     program = ask.program
     is_sharded = layout.zero == 3 and layout.num_sharing > 1
-    stored = _per_parameter(ask).weights
+    stored = bytes_per_parameter(ask.storage).weights
     gradient = _gradient_bytes(ask)
     if is_sharded and layout.pipeline > 1:
         # Gathering weights for every micro-batch would cost more than the bubble saves.
@@ -370,31 +339,35 @@ def _buffer_terms(ask: Ask, stage: Stage) -> Iterator[Term]:
         width = stored if program.trains_all else ask.weight_bytes
         count = (experts.weights + rest.weights) / width
         reduced = bytes_per_number(program.reduced) if ask.gathered else 0.0
-        yield _product("weights of the stage, gathered", count, "parameters", ask.weight_bytes)
+        yield _product(
+            "buffers", "weights of the stage, gathered", count, "parameters", ask.weight_bytes
+        )
         width = max(gradient, _sum_bytes(ask), reduced)
         name = "gradients of the stage, before they are shared"
-        yield _product(name, count, "parameters", width)
+        yield _product("buffers", name, count, "parameters", width)
     elif is_sharded:
         count = 2 * _largest_layer(ask)
-        yield _product("two layers, gathered", count, "parameters", ask.weight_bytes)
-        yield _product("gradients of two layers", count, "parameters", gradient)
+        yield _product("buffers", "two layers, gathered", count, "parameters", ask.weight_bytes)
+        yield _product("buffers", "gradients of two layers", count, "parameters", gradient)
         state = state_of_ask(ask)
         outer = state.embedding.weights + state.head.weights
         if ask.gathered:
             outer *= ask.weight_bytes / stored
         formula = "embedding, head and last norm stay gathered from forward to backward"
-        yield _term("outer weights, gathered", outer, formula)
+        yield _term("buffers", "outer weights, gathered", outer, formula)
     narrow = 0.0
     if program.parts:
         for matmul in ask.architecture.layer_matmuls:
             if program.part_of(matmul).is_narrow:
                 narrow = max(narrow, matmul.num_elements / matmul.count)
     if narrow:
-        yield _product("a matrix, dequantized", narrow / layout.tensor, "parameters", 2.0)
+        yield _product(
+            "buffers", "a matrix, dequantized", narrow / layout.tensor, "parameters", 2.0
+        )
     if layout.stream_ranks > 1:  # else every rank holds it whole, and it is counted there
-        row = ask.architecture.hidden_size * widths_of(ask.recipe, ask.gathered, program).matmul
+        row = ask.architecture.hidden_size * ask.widths.matmul
         name = "a layer's input and its gradient, gathered"
-        yield _product(name, 2 * ask.tokens, "tokens", row)
+        yield _product("buffers", name, 2 * ask.tokens, "tokens", row)
 
 
 def loss_terms(ask: Ask, stage: Stage) -> list[Term]:
@@ -402,13 +375,13 @@ def loss_terms(ask: Ask, stage: Stage) -> list[Term]:
     if not _is_last(ask, stage):
         return []
     a = ask.architecture
-    widths = widths_of(ask.recipe, ask.gathered, ask.program)
+    widths = ask.widths
     row = (4 + 2 * widths.stream) * a.hidden_size / ask.layout.stream_ranks
     width = ask.program.logit_bytes(widths.matmul) / ask.layout.tensor
     note = f" ({ask.program.loss} loss)"
     return [
-        _product("input of the head", ask.tokens, "tokens", row),
-        _product("logits", ask.tokens * a.vocab_size, "logits", width, note),
+        _product("logits", "input of the head", ask.tokens, "tokens", row),
+        _product("logits", "logits", ask.tokens * a.vocab_size, "logits", width, note),
     ]
 
 
@@ -416,7 +389,7 @@ def _overhead_terms(terms: Terms, layout: Layout) -> Iterator[Term]:
     """Yield memory without a formula. What is allocated and freed during a step can fragment."""
     for name, value in OVERHEAD.items():
         if layout.num_ranks > 1 or name != "communication buffers":
-            yield _term(name, value, f"{value / 1e9:g} GB")
+            yield _term("overhead", name, value, f"{value / 1e9:g} GB")
     changing = terms.without("weights", "optimizer").total
     formula = f"{FRAGMENTATION:.0%} of {changing / 1e9:.3g} GB that change"
-    yield _term("fragmentation", FRAGMENTATION * changing, formula)
+    yield _term("overhead", "fragmentation", FRAGMENTATION * changing, formula)

@@ -47,12 +47,13 @@ class Bytes(NamedTuple):
 
 
 _FACTOR_BYTES = 4  # per row and column of a matrix under Adafactor
-RANKS: dict[str, int] = {}
+RANKS = {
+    rule.name: int(option.default)
+    for rule in UPDATE_RULES.values()
+    for option in rule.options
+    if option.name == "rank"
+}
 """Default rank of the subspace, by low-rank rule."""
-for _row in UPDATE_RULES.values():
-    for _option in _row.options:
-        if _option.name == "rank":
-            RANKS[_row.name] = int(_option.default)
 
 
 @lru_cache(maxsize=256)
