@@ -317,14 +317,7 @@ def report_search(points: list[Point]) -> str:
             size,
             interconnect_gbit_per_second=network,
         )
-        best = search(
-            job.architecture,
-            job.recipe,
-            cluster,
-            job.sequence_length,
-            run.tokens_per_step,
-            program=job.program,
-        )
+        best = search(replace(job, cluster=cluster, shares=None), run.tokens_per_step)
         rate = best.tokens_per_step / best.step.without(UNSTEADY_GROUP).total / best.num_chips
         errors[point.has_mixture].append(rate / point.measured - 1)
     lines = []

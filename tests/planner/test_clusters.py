@@ -18,28 +18,23 @@ def test_a_file_describes_a_cluster(tmp_path: Path) -> None:
     text = 'chip = "V100"\nchips = 16\nchips_per_node = 4\ninterconnect_gbit_per_second = 1600\n'
     file.write_text(text)
     cluster = read_cluster(file)
-    assert (cluster.name, cluster.chips, cluster.chips_per_node) == (
-        "mine",
-        16,
-        4,
-    )
+    assert (cluster.name, cluster.chips, cluster.chips_per_node) == ("mine", 16, 4)
     assert (cluster.network_bytes_per_second, cluster.chip.memory_bytes) == (50e9, 32 * 2**30)
-    for value, says in (("'3'", "is not float"),):
-        file.write_text(f"{text}host_memory_gb = {value}\n")
-        with pytest.raises(NarrowgaugeError) as caught:
+    for wrong in (f"{text}host_memory_gb = '3'\n", f"{text}hosts = 3\n", "chips = 3\n", "chip"):
+        file.write_text(wrong)
+        with pytest.raises(NarrowgaugeError):
             read_cluster(file)
-        assert says in f"{caught.value} {caught.value.advice}"
 
 
 def test_chips_fill_whole_nodes() -> None:
     assert cluster_of("H100-SXM", 4).chips_per_node == 4
     # 128 and 256 GB200s run in published steps (benchmarks/published_runs_later.toml), in racks of
-    # 72.
-    assert [cluster_of("GB200", chips).chips_per_node for chips in (128, 144, 256)] == [64, 72, 64]
-    # Otherwise nodes fill evenly; the last one may lack chips.
-    sizes = {12: 6, 16: 8, 24: 8, 20: 7}
-    assert {chips: cluster_of("H100-SXM", chips).chips_per_node for chips in sizes} == sizes
-    assert [cluster_of("GB200", chips).chips_per_node for chips in (73, 127, 146)] == [37, 64, 49]
+    # 72. Otherwise nodes fill evenly; the last one may lack chips.
+    for chip, sizes in (
+        ("GB200", {128: 64, 144: 72, 256: 64, 73: 37, 127: 64, 146: 49}),
+        ("H100-SXM", {12: 6, 16: 8, 24: 8, 20: 7}),
+    ):
+        assert {chips: cluster_of(chip, chips).chips_per_node for chips in sizes} == sizes
     with pytest.raises(ChipError, match=r"12 chips .* 1.50 nodes. Use 8 or 16"):
         cluster_of("H100-SXM", 12, 8)
     with pytest.raises(ChipError, match="chips = 0"):
@@ -47,15 +42,11 @@ def test_chips_fill_whole_nodes() -> None:
 
 
 def test_what_is_not_given_is_the_chips_or_assumed() -> None:
-    h100 = cluster_of("H100-SXM", 8)
-    card = cluster_of("L40S", 8)
-    assert (h100.link_bytes_per_second(8), h100.network_bytes_per_second) == (450e9, 50e9)
     # Without a link of their own, chips send through the host, and share one port of the network.
-    assert (card.link_bytes_per_second(8), card.network_bytes_per_second) == (31.5e9, 25e9 / 8)
-
-
-def test_memory_is_what_drivers_report() -> None:
-    """nvidia-smi lists 275,040 MiB on a B300 sold as 288 GB, and 183,359 on a B200 of 180."""
+    for chip, rates in (("H100-SXM", (450e9, 50e9)), ("L40S", (31.5e9, 25e9 / 8))):
+        cluster = cluster_of(chip, 8)
+        assert (cluster.link_bytes_per_second(8), cluster.network_bytes_per_second) == rates
+    # nvidia-smi lists 275,040 MiB on a B300 sold as 288 GB, and 183,359 on a B200 of 180.
     assert get_chip("B300").memory_bytes == 275_040 << 20
     assert get_chip("B200").memory_bytes == pytest.approx(183_359 << 20, rel=0.01)
 
@@ -68,9 +59,9 @@ def test_a_layout_by_name_is_one_that_runs_here() -> None:
 def test_rotary_positions_go_on_and_the_answer_says_what_train_needs() -> None:
     """131,072 tokens of an 8B model on eight chips ran; the preset has 8,192 positions."""
     answer = plan(
-        "llama-8b", recipes=["bfloat16/word"], chip="H100-SXM", chips=8, sequence_length=131_072
+        "llama-8b", recipes="bfloat16/word", chip="H100-SXM", chips=8, sequence_length=131_072
     )
-    assert answer.best.fits and answer.best.has_room
+    assert answer.best.has_room
     assert any("8,192" in line and "max_position_embeddings" in line for line in answer.sentences())
     with pytest.raises(NarrowgaugeError, match="1,024 positions"):
         plan("gpt2-124m", chip="H100-SXM", sequence_length=2048)

@@ -14,7 +14,7 @@ from typing import Any
 from narrowgauge.errors import ChipError, DataError, NarrowgaugeError, RecipeError, suggestion
 from narrowgauge.planner.candidates import compared_recipes, keeps_rate, refuse_optimizer
 from narrowgauge.planner.estimate import Estimate
-from narrowgauge.planner.layouts import read_layout
+from narrowgauge.planner.layouts import Layout, read_layout
 from narrowgauge.planner.machine import Cluster, cluster_of, read_cluster
 from narrowgauge.planner.model import read_model
 from narrowgauge.planner.nearest import correction_of
@@ -203,20 +203,12 @@ class Question:
     def search(self, where: Cluster, recipe: Recipe, tokens: float | None) -> Estimate:
         """Return the best layout of a recipe on a machine."""
         program = self.program_on(where.chip)
-        most_chips = max(machine.chips for machine in self.machines)
-        usual = usual_tokens_per_step(most_chips, program)
-        return search(
-            self.architecture,
-            recipe,
-            where,
-            self.length,
-            tokens,
-            optimizer=self.optimizer,
-            fixed=self.fixed,
-            program=program,
-            usual_tokens=_shared_tokens(usual, self.length, self.machines),
+        ask = Estimate(
+            self.architecture, recipe, Layout(), where, self.length, program=program, optimizer=self.optimizer,
             correction=self.correction,
-        )
+        )  # fmt: skip
+        usual = usual_tokens_per_step(max(machine.chips for machine in self.machines), program)
+        return search(ask, tokens, self.fixed, _shared_tokens(usual, self.length, self.machines))
 
     def answer(self) -> tuple[list[Estimate], dict[str, str]]:
         """Return the jobs, the best first, and the rows that cannot be planned with the reason.

@@ -18,12 +18,9 @@ from narrowgauge.errors import RecipeError
 from narrowgauge.planner.ask import Ask
 from narrowgauge.planner.estimate import Estimate
 from narrowgauge.planner.layouts import AXES, Layout, unsuited
-from narrowgauge.planner.machine import Cluster
 from narrowgauge.planner.program import DEFAULT, Program
-from narrowgauge.planner.shapes import Architecture
 from narrowgauge.planner.step_time import check_ask
 from narrowgauge.runs.finding import counted
-from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.sums import ACCUMULATION_DTYPES
 
 TOKENS_PER_STEP = 1 << 22
@@ -66,48 +63,31 @@ and the intervals are far wider.
 
 
 def search(
-    architecture: Architecture,
-    recipe: Recipe,
-    cluster: Cluster,
-    sequence_length: int,
+    ask: Estimate,
     tokens_per_step: float | None = None,
-    *,
-    optimizer: str = "adamw",
     fixed: Mapping[str, Any] | None = None,
-    program: Program = DEFAULT,
     usual_tokens: int | None = None,
-    correction: float = 1.0,
 ) -> Estimate:
-    """Return the best layout of a recipe on all chips of a cluster.
+    """Return an ask in its best layout on all chips of its cluster.
 
     That is the fastest whose memory interval fits. Else it is the fastest that fits, or the closest
     to fitting.
 
     Args:
+        ask: its layout is replaced.
         tokens_per_step: None for ``TOKENS_PER_STEP``, or ``TOKENS_PER_CHIP`` on many chips. It is
             at least ``LEAST_TOKENS_PER_STEP`` unless nothing else fits. A layout takes the nearest
             number of sequences that its ranks can share. Layouts with more replicas than sequences
             are skipped.
         fixed: fields of :class:`~narrowgauge.planner.layouts.Layout` with fixed values.
         usual_tokens: replaces the default tokens per step, so that several searches share one.
-        program: the training loop.
-        correction: planned over measured rate of a run like this one.
     Raises:
         RecipeError: no layout has these fixed values on this cluster, or a step has fewer sequences
             than replicas.
         ChipError: the chip does not multiply the recipe's dtype.
     """
     fixed = dict(fixed or {})
-    ask = Estimate(
-        architecture,
-        recipe,
-        Layout(),
-        cluster,
-        sequence_length,
-        optimizer=optimizer,
-        program=program,
-        correction=correction,
-    )
+    program = ask.program
     check_ask(ask)
     if program.release:  # a gradient that is freed cannot be summed
         fixed["micro_batches"] = 1
@@ -117,8 +97,8 @@ def search(
             f"{fixed['micro_batches']}: one follows from the other.",
             "Leave one open.",
         )
-    usual_tokens = usual_tokens or usual_tokens_per_step(cluster.chips, program)
-    num_sequences = max(1, round((tokens_per_step or usual_tokens) / sequence_length))
+    usual_tokens = usual_tokens or usual_tokens_per_step(ask.cluster.chips, program)
+    num_sequences = max(1, round((tokens_per_step or usual_tokens) / ask.sequence_length))
     shapes = _shapes_of_step(ask, fixed, num_sequences, tokens_per_step)
     is_batch_free = tokens_per_step is None and "micro_batches" not in fixed
     least = min(LEAST_TOKENS_PER_STEP, usual_tokens) if is_batch_free else 0
