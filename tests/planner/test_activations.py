@@ -20,9 +20,7 @@ from narrowgauge.assembly.preparation import narrow_linears
 from narrowgauge.matmul.scopes import compute_scope
 from narrowgauge.planner.activations import layer_bytes
 from narrowgauge.planner.built_models import of_config
-from narrowgauge.planner.estimate import Estimate as Job
 from narrowgauge.planner.layouts import Layout
-from narrowgauge.planner.machine import cluster_of
 from narrowgauge.planner.memory import Stage, loss_terms, stages_of, worst_moment
 from narrowgauge.planner.model import read_model
 from narrowgauge.planner.program import read_program
@@ -30,6 +28,7 @@ from narrowgauge.planner.step_time import stage_layers
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.trainer import language_model
+from planner.jobs import LLAMA, estimate
 
 _LLAMA: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 640,
@@ -63,11 +62,8 @@ def _saved_bytes(config: dict[str, Any], recipe: Recipe) -> int:
     Tensors are fake: they have shapes and no memory. Those of a mixture are real, since the tokens
     of each expert are data.
     """
-    with (
-        nullcontext()
-        if "num_local_experts" in config
-        else FakeTensorMode(allow_non_fake_inputs=True)
-    ):
+    fake: Any = FakeTensorMode(allow_non_fake_inputs=True)
+    with nullcontext() if "num_local_experts" in config else fake:
         model = language_model.drawn(AutoConfig.for_model(**config), 0)
         for parameter in model.parameters():
             parameter.data = parameter.data.to(getattr(torch, recipe.storage.visible))
@@ -140,43 +136,29 @@ def test_fused_gpt_layers_keep_what_was_published() -> None:
 
 
 def test_codes_count_one_byte() -> None:
-    llama = read_model("llama-8b")
+    """Inputs of the projections and of the MLP halve, the product's too; the attention's result is
+    kept twice.
+    """
     wide, narrow = (
-        layer_bytes(llama, parse(f"{c}/word")).per_token for c in ("bfloat16", "float8-tensor")
+        layer_bytes(LLAMA, parse(f"{c}/word")).per_token for c in ("bfloat16", "float8-tensor")
     )
-    # Inputs of the projections and of the MLP halve, the product's too; the attention's result is
-    # kept twice.
-    saved = 2 * llama.hidden_size + llama.intermediate_size - llama.num_heads * llama.value_dim
+    saved = 2 * LLAMA.hidden_size + LLAMA.intermediate_size - LLAMA.num_heads * LLAMA.value_dim
     assert wide - narrow == pytest.approx(saved, rel=1e-3)
 
 
 def test_a_stage_holds_no_more_micro_batches_than_there_are_and_only_the_last_has_logits() -> None:
-    llama = read_model("llama-8b")
     layout = Layout(pipeline=4, zero=0, micro_batches=2)
-    assert stages_of(llama, layout) == [(0, 8, 16), (3, 8, 8)]
-    job = Job(llama, parse("bfloat16/word"), layout, cluster_of("H100-SXM", 4), 4096)
+    assert stages_of(LLAMA, layout) == [(0, 8, 16), (3, 8, 8)]
+    job = estimate(layout=layout)
     assert [bool(loss_terms(job, Stage(stage, 8, 8))) for stage in (0, 3)] == [False, True]
     # 31 layers, embedding and head are 33 groups: nine in the largest stage, in memory and in time.
-    stages = stages_of(replace(llama, num_layers=31), layout)
+    stages = stages_of(replace(LLAMA, num_layers=31), layout)
     assert [stage[:2] for stage in stages] == [(0, 8), (1, 9), (3, 8)]
     assert stage_layers(31, 4) == (9, False)
     for zero in (1, 2, 3):  # a layer's gradients are among the stage's, where weights are sharded
-        job = replace(
-            job, layout=Layout(shard=2, pipeline=2, zero=zero, micro_batches=2), sequence_length=64
-        )
-        names = {term.name for term in worst_moment(job, Stage(0, 16, 1))}
-        assert ("gradients of a layer" in names) == (zero < 3)
-
-
-def test_a_single_chip_has_no_buffers_of_communication() -> None:
+        layout = Layout(shard=2, pipeline=2, zero=zero, micro_batches=2)
+        moment = worst_moment(estimate(layout=layout, length=64), Stage(0, 16, 1))
+        assert bool(moment.of("gradients of a layer")) == (zero < 3)
     for chips in (1, 8):
-        job = Job(
-            read_model("llama-8b"),
-            parse("bfloat16/word"),
-            Layout(shard=chips),
-            cluster_of("H100-SXM", chips),
-            4096,
-        )
-        assert ("communication buffers" in {term.name for term in job.memory.addends}) == (
-            chips > 1
-        )
+        memory = estimate(layout=Layout(shard=chips)).memory
+        assert bool(memory.of("communication buffers")) == (chips > 1)
