@@ -187,7 +187,7 @@ def test_experts_have_fewer_copies_than_other_parameters() -> None:
     """
 
     def summed(layout: Layout) -> float:
-        text = by_name(terms_of(layout, model=MIXTRAL))["gradients between replicas"].formula
+        text = by_name(terms_of(layout, model=MIXTRAL))["gradients between replicas"].text
         return float(text.split("an all-reduce of ")[1].split(" MB")[0].replace(",", ""))
 
     # Whoever computes with them, each rank is left with an eighth of all gradients, 2 bytes each.
@@ -204,6 +204,6 @@ def test_context_ranks_share_the_state_with_shards() -> None:
     for context in (1, 4, 8):
         layout = Layout(shard=64 // context, context=context)
         job = estimate(layout=layout, length=32_768, shares=exact())
-        gathered = by_name(job.step)["weights and gradients between shards"].formula.split(", ")[1]
+        gathered = by_name(job.step)["weights and gradients between shards"].text.split(", ")[1]
         groups.append((job.memory.groups["optimizer"], job.step.groups["optimizer"], gathered))
     assert groups[0] == groups[1] == groups[2] and groups[0][2].startswith("64 ranks")

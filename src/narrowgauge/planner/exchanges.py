@@ -149,44 +149,46 @@ def layer_exchanges(ask: Ask, layers: int, compute: float, attention: float) -> 
     batches = layout.micro_batches
     # Bytes of a micro-batch's residual stream, before sharding over tensor ranks.
     stream = ask.tokens * a.hidden_size * ask.width
-    once_more = 1 if layout.recompute == "full" else 0
+    again = int(layout.recompute == "full")
     under = batches * compute
+
+    def exposed(
+        name: str, kind: str, path: Path, count: float, size: float, once: float, under: float = under
+    ) -> Term:  # fmt: skip
+        text = f"{batches} × {count / batches:g} times {size / 1e6:,.3g} MB"
+        return _exposed(ask, name, count * once, kind, under, path, text)
+
     if layout.tensor > 1:
         # Attention and MLP each gather and reduce the residual stream: two pairs forward, two
         # backward.
         path = _path(ask, layout.tensor, 1)
-        count = layers * (4 + 2 * once_more)
-        seconds = batches * count * 2 * gather_seconds(stream, path)
-        text = f"{batches} × {count} gathers and reductions of {stream / 1e6:,.3g} MB"
-        name = "activations between tensor ranks"
-        yield _exposed(ask, name, seconds, "tensor", under, path, text)
+        count = batches * layers * (4 + 2 * again)
+        once = 2 * gather_seconds(stream, path)
+        yield exposed("activations between tensor ranks", "tensor", path, count, stream, once)
     if layout.context > 1:
         # Keys, values and their gradients go around the ring.
         path = _path(ask, layout.context, layout.tensor)
-        count = layers * (3 + once_more) * (layout.context - 1)
+        count = batches * layers * (3 + again) * (layout.context - 1)
         size = ask.tokens * a.num_kv_heads * (a.query_dim + a.value_dim) * ask.width / layout.tensor
-        seconds = batches * count * send_seconds(size, path)
-        text = f"{batches} × {count} sends of {size / 1e6:,.3g} MB"
         name = "keys and values between context ranks"
-        yield _exposed(ask, name, seconds, "context", batches * attention, path, text)
+        once = send_seconds(size, path)
+        yield exposed(name, "context", path, count, size, once, batches * attention)
     if a.mixture and layout.expert > 1:
         path = _path(ask, layout.expert, layout.expert_tensor_ranks * layout.context)
-        number = layers * a.num_mixture_layers / a.num_layers * (4 + 2 * once_more)
+        number: float = batches * layers * a.num_mixture_layers / a.num_layers * (4 + 2 * again)
         size = stream * a.mixture.experts_per_token / layout.tensor
         # A token for several experts of a node may travel there once.
         repeated = _repeated(a.mixture.experts_per_token, path.nodes)
-        once = 1 - ask.efficiency["once_per_node"] * repeated
-        seconds = batches * number * all_to_all_seconds(size, path, between=once)
-        text = f"{batches} × {number:g} all-to-alls of {size / 1e6:,.3g} MB"
+        between = 1 - ask.efficiency["once_per_node"] * repeated
         kind = "interleaved" if layout.interleave > 1 else "expert"
-        yield _exposed(ask, "tokens between experts", seconds, kind, under, path, text)
+        once = all_to_all_seconds(size, path, between=between)
+        yield exposed("tokens between experts", kind, path, number, size, once)
     if layout.pipeline > 1:
         path = _path(ask, layout.pipeline, layout.num_ranks // layout.pipeline)
         size = stream / layout.tensor
         count = 2 * layout.interleave * batches
-        text = f"{count} sends of {size / 1e6:,.3g} MB"
-        seconds = count * send_seconds(size, path)
-        yield _exposed(ask, "activations between stages", seconds, "pipeline", under, path, text)
+        once = send_seconds(size, path)
+        yield exposed("activations between stages", "pipeline", path, count, size, once)
 
 
 def state_exchanges(ask: Ask, layers: int, compute: float) -> Iterator[Term]:
@@ -197,16 +199,15 @@ def state_exchanges(ask: Ask, layers: int, compute: float) -> Iterator[Term]:
     layout = ask.layout
     dense, experts = parameters_of(ask, layers)
     dtype = ask.program.reduced if ask.gathered else ask.recipe.storage.visible
-    gradient = ask.recipe.reduction.bytes_per_element(dtype)
     # Bytes to sum for a parameter: only what trains has a gradient.
-    summed = gradient * ask.trained_parameters / ask.architecture.num_parameters
+    summed = ask.recipe.reduction.bytes_per_element(dtype)
+    summed *= ask.trained_parameters / ask.architecture.num_parameters
     every = layout.num_replicas * layout.context
     sharing = layout.sharing(1)
     of_experts = layout.sharing_experts(sharing)
     if sharing > 1:
         stride = min(layout.expert_tensor_ranks * layout.expert, layout.num_ranks // of_experts)
         path = _path(ask, sharing, layout.tensor)
-        weight = ask.weight_bytes
         sums = layout.micro_batches if layout.zero >= 2 else 1
         gathers = 2 * layout.micro_batches if layout.zero == 3 else 1
         seconds = 0.0
@@ -218,10 +219,12 @@ def state_exchanges(ask: Ask, layers: int, compute: float) -> Iterator[Term]:
                 parts = layers
                 if layout.zero < 2:
                     parts = min(layers, math.ceil(number / max(40e6, 1e6 * link.ranks)))
-                size = number / parts
-                seconds += parts * gathers * gather_seconds(size * weight, link)
-                seconds += parts * sums * gather_seconds(size * summed, link)
-        text = f"{dense + experts:.3g} parameters: {gathers} × {weight:g} B gathered and {sums} × {gradient:g} B reduced"
+                for times, width in ((gathers, ask.weight_bytes), (sums, summed)):
+                    seconds += parts * times * gather_seconds(number / parts * width, link)
+        text = (
+            f"{dense + experts:.3g} parameters: {gathers} × {ask.weight_bytes:g} B gathered and "
+            f"{sums} × {summed:g} B reduced"
+        )
         name = "weights and gradients between shards"
         yield _exposed(ask, name, seconds, "shard", sums * compute, path, text)
     if every > sharing:
@@ -234,10 +237,10 @@ def state_exchanges(ask: Ask, layers: int, compute: float) -> Iterator[Term]:
                 seconds += 2 * gather_seconds(number * summed, link)
                 size += number * summed
         path = _path(ask, every // sharing, layout.tensor * sharing)
-        last_backward = compute * 2 / 3
         text = f"an all-reduce of {size / 1e6:,.3g} MB"
-        name = "gradients between replicas"
-        yield _exposed(ask, name, seconds, "shard", last_backward, path, text)
+        # Gradients are summed under the last backward pass.
+        under = compute * 2 / 3
+        yield _exposed(ask, "gradients between replicas", seconds, "shard", under, path, text)
 
 
 def _path(ask: Ask, ranks: int, stride: int) -> Path:

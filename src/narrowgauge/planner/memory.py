@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from narrowgauge.planner.activations import layer_bytes
 from narrowgauge.planner.ask import Ask
@@ -49,13 +49,13 @@ What it reserves beyond its tensors is the fragmentation.
 _EXACT_SUM_BYTES = 16  # of two float64 words that sum them exactly
 
 
-def _term(group: str, name: str, value: float, formula: str) -> Term:
+def _term(group: str, name: str, value: float, formula: str | tuple[Any, ...]) -> Term:
     return Term(group, name, value, formula, _SOURCES[group])
 
 
 def _product(group: str, name: str, count: float, noun: str, width: float, note: str = "") -> Term:
     """Return the term of ``count`` things of ``width`` bytes."""
-    formula = f"{count:,.10g} {noun} × {width:,.6g} B{note}"
+    formula = ("{:,.10g} {} × {:,.6g} B{}", count, noun, width, note)
     return _term(group, name, count * width, formula)
 
 
@@ -142,7 +142,7 @@ def worst_moment(ask: Ask, stage: Stage) -> Terms:
         formula = "each is added to the sum as soon as it is made"
         late = early = gradients._replace(value=0.0, formula=formula)
     elif layout.is_fsdp and (layout.micro_batches == 1 or sums):
-        formula = f"none at this moment; {gradients.formula} later"
+        formula = "none at this moment, all later"
         early = gradients._replace(value=0.0, formula=formula)
     # Temporary gradients: of the head, the first in backward, and of the current layer.
     at_start = []
@@ -225,13 +225,11 @@ def _state_terms(ask: Ask, stage: Stage) -> tuple[Term, Term, Term]:
         (("weights",) * 2, ("gradients",) * 2, ("optimizer", "states beside the weights"))
     ):
         ranks = ask.layout.tensor * ask.layout.pipeline * ask.layout.sharing(3 - place)
-        formula = (
-            f"{ask.architecture.num_parameters:,} parameters × {per[place]:g} B / {ranks} ranks, "
-            "vectors and what is not shared as they are"
-        )
+        text = "{:,} parameters × {:g} B / {} ranks, vectors and what is not shared as they are"
         if not ask.program.trains_all:
-            formula = "parts as the program stores them"
-        terms.append(_term(group, name, state[place], formula))
+            text = "parts as the program stores them"
+        numbers = (text, ask.architecture.num_parameters, per[place], ranks)
+        terms.append(_term(group, name, state[place], numbers))
     weights, gradients, optimizer = terms
     is_away = ask.program.offload
     if is_away:
@@ -391,5 +389,5 @@ def _overhead_terms(terms: Terms, layout: Layout) -> Iterator[Term]:
         if layout.num_ranks > 1 or name != "communication buffers":
             yield _term("overhead", name, value, f"{value / 1e9:g} GB")
     changing = terms.without("weights", "optimizer").total
-    formula = f"{FRAGMENTATION:.0%} of {changing / 1e9:.3g} GB that change"
+    formula = ("{:.0%} of {:.3g} GB that change", FRAGMENTATION, changing / 1e9)
     yield _term("overhead", "fragmentation", FRAGMENTATION * changing, formula)

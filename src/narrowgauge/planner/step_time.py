@@ -79,7 +79,7 @@ def step_terms(ask: Ask) -> Terms:
 
 def _corrected(term: Term, correction: float) -> Term:
     """Return a term as a measured run had it: all terms share the error of the plan."""
-    formula = f"{term.formula} × {correction:.3g} (--like)"
+    formula = f"{term.text} × {correction:.3g} (--like)"
     return term._replace(value=term.value * correction, formula=formula)
 
 

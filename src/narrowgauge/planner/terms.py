@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Term(NamedTuple):
@@ -16,15 +16,23 @@ class Term(NamedTuple):
 
     Args:
         group: its group, such as ``"optimizer"``; a key of a plan's JSON.
-        formula: with its numbers: ``"32.5e9 parameters × 10 B / 64 ranks"``.
+        formula: with its numbers: ``"32.5e9 parameters × 10 B / 64 ranks"``; or a template and its
+            numbers, since a search writes none.
         source: the publication, or ``"definition"`` without a measurement.
     """
 
     group: str
     name: str
     value: float
-    formula: str
+    formula: str | tuple[Any, ...]
     source: str = "definition"
+
+    @property
+    def text(self) -> str:
+        """Return the formula as text."""
+        if isinstance(self.formula, str):
+            return self.formula
+        return str(self.formula[0]).format(*self.formula[1:])
 
 
 @dataclass(frozen=True)

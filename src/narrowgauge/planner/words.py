@@ -241,7 +241,7 @@ def _term_lines(terms: Terms, unit: str) -> Iterator[str]:
     scale, shown = unit_of(terms.total, unit)
     for term in terms:
         value = f"{term.value / scale:12,.3f} {shown}"
-        yield f"{value}  {term.group}, {term.name}: {term.formula} [{term.source}]"
+        yield f"{value}  {term.group}, {term.name}: {term.text} [{term.source}]"
     yield f"{terms.total / scale:12,.3f} {shown}  all {len(terms.addends)} terms"
 
 
