@@ -105,6 +105,12 @@ def suggestion(name: str, names: Iterable[str], cutoff: float = 0.5) -> str:
     return f"Did you mean '{near[0]}'?" if near else ""
 
 
+def suggestion_or_all(name: str, names: Iterable[str]) -> str:
+    """Return the nearest known name, as :func:`suggestion` does, or all of them."""
+    known = list(names)
+    return suggestion(name, known) or f"Known: {', '.join(known)}."
+
+
 _EXTRAS = {"transformers": "train", "tokenizers": "train", "plotly": "report", "jinja2": "report"}
 
 

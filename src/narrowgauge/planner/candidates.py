@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from narrowgauge.errors import RecipeError, suggestion
+from narrowgauge.errors import RecipeError, suggestion_or_all
 from narrowgauge.planner.ask import OPTIMIZER_STATES
 from narrowgauge.planner.program import Program
 from narrowgauge.planner.roofline import multiplies
@@ -84,7 +84,7 @@ def refuse_optimizer(optimizer: str) -> None:
     if optimizer not in OPTIMIZER_STATES:
         raise RecipeError(
             f"Cannot plan optimizer {optimizer!r} because its states are unknown.",
-            suggestion(optimizer, OPTIMIZER_STATES) or f"Known: {', '.join(OPTIMIZER_STATES)}.",
+            suggestion_or_all(optimizer, OPTIMIZER_STATES),
         )
 
 

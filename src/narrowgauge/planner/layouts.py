@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from narrowgauge.errors import RecipeError, suggestion
+from narrowgauge.errors import RecipeError, suggestion, suggestion_or_all
 from narrowgauge.planner.shapes import Architecture
 from narrowgauge.runs.finding import counted
 from narrowgauge.spec.sums import ACCUMULATION_DTYPES
@@ -198,7 +198,7 @@ def refuse_others(noun: str, row: Any, values: Mapping[str, tuple[Any, ...]]) ->
         value = getattr(row, name)
         if value not in choices:
             texts = [str(choice) or "the default" for choice in choices]
-            advice = suggestion(str(value), texts) or f"It is one of {', '.join(texts)}."
+            advice = suggestion_or_all(str(value), texts)
             raise RecipeError(f"a {noun} has {name} = {value!r}.", advice)
 
 

@@ -11,14 +11,13 @@ Rates are in one direction and per chip, as in the table of chips. A TOML file h
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.errors import ChipError, DataError, suggestion
+from narrowgauge.errors import ChipError, DataError
 from narrowgauge.spec.chips import Chip, get_chip
-from narrowgauge.spec.toml import load_toml
+from narrowgauge.spec.toml import read_file, refuse_unknown
 
 HOST_GB_PER_CHIP = 256
 """Memory of a host for each of its chips: 2 TB for the eight of a DGX A100, H100 or B200 (NVIDIA's
@@ -126,7 +125,7 @@ def cluster_of(
     return Cluster(kind, chips, size, name=name or f"{chips} × {kind.name}", **rates)
 
 
-CLUSTER_KEYS: dict[str, str | float] = {
+_EXAMPLES: dict[str, str | float] = {
     "chip": "H100-SXM", "chips": 8, "chips_per_node": 8, "interconnect_gbit_per_second": 3200.0,
     "host_memory_gb": 2048.0,
 }  # fmt: skip
@@ -137,43 +136,20 @@ def read_cluster(path: str | Path) -> Cluster:
     """Read a cluster from a TOML file with the arguments of :func:`cluster_of`.
 
     Its stem is the name.
-    """
-    path = Path(path).expanduser()
-    return cluster_of(
-        **read_table(path, "cluster", CLUSTER_KEYS, ("chip", "chips")), name=path.stem
-    )
-
-
-def read_table(
-    path: Path, content: str, examples: Mapping[str, str | float], required: Sequence[str]
-) -> dict[str, Any]:
-    """Read a TOML file with keys and types of ``examples``. ``content`` names what it holds.
 
     Raises:
         DataError: the file is unreadable, a key or type is unknown, or a required key is missing.
     """
-    try:
-        table = load_toml(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-        keys = [f"{name} = {examples[name]!r}" for name in required]
-        raise DataError(
-            f"cannot read the {content} {path}: {reason.rstrip('.')}.",
-            f"It is a TOML file with {' and '.join(keys)}.",
-        ) from None
-    for name, value in table.items():
-        if name not in examples:
-            advice = suggestion(name, examples) or f"Known: {', '.join(examples)}."
-            raise DataError(f"{path}: no key is named {name!r}.", advice)
-        kind = type(examples[name])
-        if type(value) is not kind and (kind, type(value)) != (float, int):
-            raise DataError(
-                f"{path}: {name} = {value!r} is not {kind.__name__}.",
-                f"Write {name} = {examples[name]!r}.",
-            )
-    for name in required:
+    table = read_file(path, "cluster", "Write chip = 'H100-SXM' and chips = 8.")
+    refuse_unknown(table, _EXAMPLES, str(path))
+    for name, example in _EXAMPLES.items():
+        advice = f"Write {name} = {example!r}."
         if name not in table:
-            raise DataError(
-                f"{path} does not say its {name}.", f"Write {name} = {examples[name]!r}."
-            )
-    return table
+            if name in ("chip", "chips"):
+                raise DataError(f"{path} does not say its {name}.", advice)
+            continue
+        kind = type(example)
+        if type(table[name]) not in (kind, int if kind is float else kind):
+            problem = f"{path}: {name} = {table[name]!r} is not {kind.__name__}."
+            raise DataError(problem, advice)
+    return cluster_of(**table, name=Path(path).stem)

@@ -11,7 +11,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.errors import ChipError, DataError, NarrowgaugeError, RecipeError, suggestion
+from narrowgauge.errors import (
+    ChipError,
+    DataError,
+    NarrowgaugeError,
+    RecipeError,
+    suggestion_or_all,
+)
 from narrowgauge.planner.candidates import compared_recipes, keeps_rate, refuse_optimizer
 from narrowgauge.planner.estimate import Estimate
 from narrowgauge.planner.layouts import Layout, read_layout
@@ -397,7 +403,7 @@ def _machines(cluster: Any, chip: Any, chips: Any, rates: Mapping[str, Any]) -> 
         raise ChipError(f"Cannot plan because {why}.", advice)
     for name in rates:
         if name not in _RATES:
-            advice = suggestion(name, _RATES) or f"There are {', '.join(_RATES)}."
+            advice = suggestion_or_all(name, _RATES)
             raise NarrowgaugeError(f"Cannot plan with {name!r}, which is no argument.", advice)
     for where in clusters:
         yield where if isinstance(where, Cluster) else read_cluster(where)
@@ -433,7 +439,7 @@ def _refuse_parts(architecture: Architecture, parts: Mapping[str, str], base: st
     if base and base not in BASES:
         raise RecipeError(
             f"Cannot store frozen weights in {base!r}.",
-            suggestion(base, BASES) or f"There are {', '.join(BASES)}.",
+            suggestion_or_all(base, BASES),
         )
     present = {"experts"} if architecture.expert_parameters else set()
     present |= {matmul.part for matmul in architecture.matmuls if matmul.part == "mlp"}

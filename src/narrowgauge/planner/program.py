@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from narrowgauge.errors import RecipeError, suggestion
+from narrowgauge.errors import RecipeError, suggestion_or_all
 from narrowgauge.planner.layouts import read_fields, refuse_others
 from narrowgauge.planner.shapes import Architecture, Matmul
 from narrowgauge.spec.chips import Chip
@@ -84,7 +84,7 @@ def read_part(text: str) -> Part:
         if digits != word and digits.isdecimal() and int(digits):
             rank = int(digits)
         elif word not in accepted:
-            advice = suggestion(word, accepted) or f"There are {', '.join(accepted)} and loraR."
+            advice = suggestion_or_all(word, accepted)
             raise RecipeError(f"{problem} because {word!r} is unknown.", advice)
         elif word in FROZEN_BITS:
             if dtype or "trained" in words:
@@ -282,7 +282,7 @@ def with_parts(program: Program, parts: Mapping[str, str | Part]) -> Program:
     rows = dict(program.parts)
     for name, row in parts.items():
         if name not in PARTS:
-            advice = suggestion(name, PARTS) or f"There are {', '.join(PARTS)}."
+            advice = suggestion_or_all(name, PARTS)
             raise RecipeError(f"Cannot plan a part named {name!r}.", advice)
         if not isinstance(row, str | Part):
             problem = f"Cannot store the part {name!r} as {row!r}."

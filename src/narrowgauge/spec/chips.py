@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 from narrowgauge.errors import ChipError, DataError, suggestion
-from narrowgauge.spec.toml import load_data, load_toml
+from narrowgauge.spec.toml import load_data, read_file, refuse_unknown
 
 _RATES_OF_FORMATS = ("peak_tflops", "measured_tflops")
 _NUMBERS: dict[str, type | tuple[type, ...]] = {
@@ -161,22 +161,12 @@ def read_chip(name: str | Path) -> Chip:
     path = Path(name)
     if path.suffix != ".toml":
         return get_chip(str(name))
-    try:
-        table = load_toml(path.expanduser().read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(
-            f"Cannot read the chip {path}: {error}.", 'It is a TOML file with like = "H100-SXM".'
-        ) from None
-    field_names = {row.name for row in fields(Chip)}
+    example = 'Write like = "H100-SXM", and the fields that differ.'
+    table = read_file(path, "chip", example)
+    refuse_unknown(table, ["like", *(row.name for row in fields(Chip))], f"The chip {path}")
     if "like" not in table:
-        raise ChipError(f"{path} does not say its like.", 'Write like = "H100-SXM".')
+        raise ChipError(f"{path} does not say its like.", example)
     like = get_chip(str(table.pop("like")))
-    for key in table:
-        if key not in field_names:
-            advice = (
-                suggestion(key, field_names) or f"Known: like, {', '.join(sorted(field_names))}."
-            )
-            raise DataError(f"Cannot read the chip {path}: no field is named {key!r}.", advice)
     for key in _RATES_OF_FORMATS:
         if not isinstance(table.get(key, {}), dict):
             raise DataError(

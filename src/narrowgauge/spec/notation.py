@@ -20,7 +20,7 @@ from narrowgauge.spec.computes import COMPUTES, Compute
 from narrowgauge.spec.recipes import Override, Recipe, is_pair
 from narrowgauge.spec.storages import STORAGES, Storage
 from narrowgauge.spec.sums import REDUCTIONS
-from narrowgauge.spec.toml import load_data, load_toml
+from narrowgauge.spec.toml import load_data, read_file, refuse_unknown
 
 _NAMES = load_data("aliases")
 SPELLINGS: dict[str, str] = _NAMES["spellings"]
@@ -194,21 +194,13 @@ def _from_name(text: str) -> Recipe:
 
 def _from_file(path: Path) -> Recipe:
     """Read a file, labelled by its ``name``, else by the file's stem."""
-    try:
-        table = load_toml(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise RecipeError(f"the recipe file '{path}' does not exist.", _SEE) from None
-    except (ValueError, OSError) as error:
-        raise RecipeError(f"the recipe file '{path}' cannot be read: {error}.") from None
+    table = read_file(path, "recipe file", _SEE)
     recipe = _from_table(table, str(path))
     return recipe if recipe.label else replace(recipe, label=path.stem)
 
 
 def _from_table(table: Mapping[str, Any], where: str) -> Recipe:
-    for key in table:
-        if key not in _KEYS:
-            advice = suggestion(key, _KEYS) or f"It takes {', '.join(_KEYS)}."
-            raise RecipeError(f"{where} has an unknown key '{key}'.", advice)
+    refuse_unknown(table, _KEYS, where, RecipeError)
     if "recipe" not in table:
         raise RecipeError(f"{where} names no recipe.", 'Add recipe = "bfloat16/word".')
     recipe = _from_name(_text(table, "recipe", where))

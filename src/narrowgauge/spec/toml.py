@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+from narrowgauge.errors import DataError, NarrowgaugeError, suggestion_or_all
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -23,6 +26,32 @@ def load_toml(text: str) -> dict[str, Any]:
     except RecursionError as error:
         raise ValueError(str(error)) from error
     return table
+
+
+def read_file(path: str | Path, noun: str, advice: str) -> dict[str, Any]:
+    """Read a user's TOML file; ``noun`` is what it describes.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    try:
+        return load_toml(Path(path).expanduser().read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error).splitlines()[0].rstrip(".")
+        raise DataError(f"Cannot read the {noun} {path}: {reason}.", advice) from None
+
+
+def refuse_unknown(
+    table: Mapping[str, Any],
+    known: Iterable[str],
+    where: str,
+    kind: type[NarrowgaugeError] = DataError,
+) -> None:
+    """Raise for a key of a table that is none of the known ones."""
+    names = list(known)
+    for key in table:
+        if key not in names:
+            raise kind(f"{where} has an unknown key '{key}'.", suggestion_or_all(key, names))
 
 
 def load_data(name: str, package: str = "spec") -> dict[str, Any]:
