@@ -24,8 +24,8 @@ def written(path: Path, events: list[Any]) -> Path:
     return path
 
 
-def seconds(path: Path, plan: Path | None = None, column: str = "trace") -> dict[str, float]:
-    return {row["group"]: row[column] for row in read_trace(path, plan).rows if row[column]}
+def seconds(path: Path) -> dict[str, float]:
+    return {row["group"]: row["seconds"] for row in read_trace(path).rows}
 
 
 def test_kernels_are_summed_by_name_and_gaps_are_what_is_left(tmp_path: Path) -> None:
@@ -47,7 +47,8 @@ def test_kernels_are_summed_by_name_and_gaps_are_what_is_left(tmp_path: Path) ->
     plan = tmp_path / "plan.json"
     option = {"step_seconds": {"matmuls": 2.0, "total": 2.0}}
     plan.write_text(json.dumps({"options": [option]}), encoding="utf-8")
-    assert seconds(packed, plan, "plan") == {"matmuls": 2.0}
+    beside = read_trace(packed, plan)
+    assert [row["plan"] for row in beside.rows if row["group"] == "matmuls"] == ["2 s"]
 
 
 def test_operations_count_without_those_that_they_call(tmp_path: Path) -> None:

@@ -55,6 +55,7 @@ def of_config(config: Mapping[str, Any], name: str) -> Architecture:
 
     keys = dict(config)
     kind = keys.pop("model_type", None)
+    why = "transformers does not build it"
     try:
         built = AutoConfig.for_model(kind, **keys)
         auto: Any = AutoModelForCausalLM
@@ -63,19 +64,13 @@ def of_config(config: Mapping[str, Any], name: str) -> Architecture:
             auto = AutoModelForImageTextToText
         with torch.device("meta"):
             model = auto.from_config(built)
-    except Exception as error:  # model classes raise all kinds of errors for a configuration
-        raise DataError(
-            f"Cannot plan {name} (model_type {kind!r}), because transformers does not build it: "
-            f"{_reason(error)}.",
-            "Count its state: narrowgauge show storages --params.",
-        ) from error
-    try:
+        why = "its layers differ"
         return _architecture(model, built.get_text_config(), name)
     except NarrowgaugeError:
         raise
-    except Exception as error:  # attributes that differ by layer raise errors of their own
+    except Exception as error:  # classes raise all kinds of errors, also for attributes by layer
         raise DataError(
-            f"Cannot plan {name} (model_type {kind!r}), because its layers differ: {_reason(error)}.",
+            f"Cannot plan {name} (model_type {kind!r}), because {why}: {_reason(error)}.",
             "Count its state: narrowgauge show storages --params.",
         ) from error
 

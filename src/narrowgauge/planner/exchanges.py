@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from narrowgauge.planner.ask import Ask
 from narrowgauge.planner.machine import Cluster
@@ -155,8 +156,8 @@ def layer_exchanges(ask: Ask, layers: int, compute: float, attention: float) -> 
     def exposed(
         name: str, kind: str, path: Path, count: float, size: float, once: float, under: float = under
     ) -> Term:  # fmt: skip
-        text = f"{batches} × {count / batches:g} times {size / 1e6:,.3g} MB"
-        return _exposed(ask, name, count * once, kind, under, path, text)
+        formula = ("{} × {:g} times {:,.3g} MB", batches, count / batches, size / 1e6)
+        return _exposed(ask, name, count * once, kind, under, path, formula)
 
     if layout.tensor > 1:
         # Attention and MLP each gather and reduce the residual stream: two pairs forward, two
@@ -221,12 +222,10 @@ def state_exchanges(ask: Ask, layers: int, compute: float) -> Iterator[Term]:
                     parts = min(layers, math.ceil(number / max(40e6, 1e6 * link.ranks)))
                 for times, width in ((gathers, ask.weight_bytes), (sums, summed)):
                     seconds += parts * times * gather_seconds(number / parts * width, link)
-        text = (
-            f"{dense + experts:.3g} parameters: {gathers} × {ask.weight_bytes:g} B gathered and "
-            f"{sums} × {summed:g} B reduced"
-        )
+        text = "{:.3g} parameters: {} × {:g} B gathered and {} × {:g} B reduced"
+        sent = (text, dense + experts, gathers, ask.weight_bytes, sums, summed)
         name = "weights and gradients between shards"
-        yield _exposed(ask, name, seconds, "shard", sums * compute, path, text)
+        yield _exposed(ask, name, seconds, "shard", sums * compute, path, sent)
     if every > sharing:
         # An expert has fewer copies: one per group of expert ranks. Some of these share its state.
         copies = max(1, layout.sharing_experts(every) // of_experts)
@@ -237,10 +236,12 @@ def state_exchanges(ask: Ask, layers: int, compute: float) -> Iterator[Term]:
                 seconds += 2 * gather_seconds(number * summed, link)
                 size += number * summed
         path = _path(ask, every // sharing, layout.tensor * sharing)
-        text = f"an all-reduce of {size / 1e6:,.3g} MB"
+        text = "an all-reduce of {:,.3g} MB"
         # Gradients are summed under the last backward pass.
         under = compute * 2 / 3
-        yield _exposed(ask, "gradients between replicas", seconds, "shard", under, path, text)
+        yield _exposed(
+            ask, "gradients between replicas", seconds, "shard", under, path, (text, size / 1e6)
+        )
 
 
 def _path(ask: Ask, ranks: int, stride: int) -> Path:
@@ -253,19 +254,21 @@ def _path(ask: Ask, ranks: int, stride: int) -> Path:
 
 
 def _exposed(
-    ask: Ask, name: str, seconds: float, kind: str, under: float, path: Path, text: str
+    ask: Ask, name: str, seconds: float, kind: str, under: float, path: Path, sent: tuple[Any, ...]
 ) -> Term:
     """Return an exchange. Up to ``under`` seconds of computing can hide a part of it.
 
-    Computing is slower meanwhile, since the exchange takes multiprocessors.
+    Computing is slower meanwhile, since the exchange takes multiprocessors. ``sent`` is the
+    formula's beginning.
     """
+    shares = ask.efficiency
     is_near = path.nodes == 1
-    hidden = min(seconds * ask.efficiency[f"overlap.{kind}"], under)
-    slowed = hidden * ask.efficiency["slowed.link" if is_near else "slowed.network"]
-    where = str(path)
-    if not is_near and ask.cluster.interconnect_gbit_per_second is None:
-        where += " (assumed)"
-    formula = f"{text}, {where}: {seconds:.3g} s, {hidden:.3g} hidden, {slowed:.3g} slower"
+    hidden = min(seconds * shares[f"overlap.{kind}"], under)
+    slowed = hidden * shares["slowed.link" if is_near else "slowed.network"]
+    is_assumed = not is_near and ask.cluster.interconnect_gbit_per_second is None
+    text = sent[0] + ", {}{}: {:.3g} s, {:.3g} hidden, {:.3g} slower"
+    where = (path, " (assumed)" if is_assumed else "")
+    formula = (text, *sent[1:], *where, seconds, hidden, slowed)
     return Term("communication", name, seconds - hidden + slowed, formula, "a ring")
 
 

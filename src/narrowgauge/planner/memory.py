@@ -130,8 +130,8 @@ def worst_moment(ask: Ask, stage: Stage) -> Terms:
     always = [weights, optimizer, *sums]
     if a.counts:
         width = a.counts.activations / a.counts.tokens
-        formula = f"{ask.tokens:g} tokens × {width:,.0f} B, counted on fake tensors"
-        peak = _term("activations", "at the peak of a step", width * ask.tokens, formula)
+        text = ("{:g} tokens × {:,.0f} B, counted on fake tensors", ask.tokens, width)
+        peak = _term("activations", "at the peak of a step", width * ask.tokens, text)
         least = min(gradients.value, a.counts.gradients)
         at_peak = gradients._replace(value=least, formula="at this moment, counted")
         return _largest([*always, at_peak, peak, *buffers], [*always, gradients])

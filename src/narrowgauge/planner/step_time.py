@@ -67,7 +67,7 @@ def step_terms(ask: Ask) -> Terms:
     if not ask.program.trains_all:
         number = ask.trained_parameters * layers / ask.architecture.num_layers / sharing
     seconds = optimizer_seconds(ask, number)
-    formula = f"{number:.3g} parameters × {ask.bytes_per_param:g} B read and written"
+    formula = ("{:.3g} parameters × {:g} B read and written", number, ask.bytes_per_param)
     name = "states read and written"
     optimizer = Term("optimizer", name, seconds, formula, "bytes of the storage")
     terms = [*_stage_terms(ask, layers, has_head), optimizer]
@@ -79,7 +79,7 @@ def step_terms(ask: Ask) -> Terms:
 
 def _corrected(term: Term, correction: float) -> Term:
     """Return a term as a measured run had it: all terms share the error of the plan."""
-    formula = f"{term.text} × {correction:.3g} (--like)"
+    formula = ("{} × {:.3g} (--like)", term.text, correction)
     return term._replace(value=term.value * correction, formula=formula)
 
 
@@ -187,19 +187,24 @@ def _stage_terms(ask: Ask, layers: int, has_head: bool) -> Iterator[Term]:
     for group, seconds in groups.items():
         if seconds:
             name, source = _GROUPS[group]
-            formula = f"{batches} × {seconds:.3g} s, {layers} layers on {ask.chip.name}"
+            formula = ("{} × {:.3g} s, {} layers on {}", batches, seconds, layers, ask.chip.name)
             yield Term(group, name, batches * seconds, formula, source)
-    formula = f"{batches} × {busy:.3g} s × (1 / {library:.3g} - 1)"
+    between = ("{} × {:.3g} s × (1 / {:.3g} - 1)", batches, busy, library)
     source = f"{ask.program.text} on {ask.chip.architecture}: what it reaches of its kernels' sum"
-    yield Term("gaps", "between kernels", batches * busy * (1 / library - 1), formula, source)
+    yield Term("gaps", "between kernels", batches * busy * (1 / library - 1), between, source)
     yield from layer_exchanges(ask, layers, busy, groups["attention"])
     yield from state_exchanges(ask, layers, busy)
     if layout.pipeline > 1:
         waiting = max(sum(body.values()) + sum(tail.values()) - busy, 0.0)
-        formula = f"{layout.pipeline - 1} other stages, {waiting:.3g} s a micro-batch, / {layout.interleave}"
-        bubble = waiting / layout.interleave / library
+        depth = layout.interleave
+        text = (
+            "{} other stages, {:.3g} s a micro-batch, / {}",
+            layout.pipeline - 1,
+            waiting,
+            depth,
+        )
         name = "filling and draining the pipeline"
-        yield Term("bubble", name, bubble, formula, "arXiv 2104.04473")
+        yield Term("bubble", name, waiting / depth / library, text, "arXiv 2104.04473")
 
 
 def _waiting_terms(ask: Ask, number: float, seconds: float) -> Iterator[Term]:
@@ -208,14 +213,15 @@ def _waiting_terms(ask: Ask, number: float, seconds: float) -> Iterator[Term]:
     """
     chips = ask.layout.num_ranks
     shares = ask.efficiency
+    spread = shares["spread"]
     if chips > 1:
         # The expected excess of the slowest chip over the mean.
-        late = shares["spread"] * math.sqrt(2 * math.log(chips))
-        formula = f"{seconds:.3g} s × {shares['spread']:.3g} × √(2 ln {chips})"
+        late = spread * math.sqrt(2 * math.log(chips))
+        formula = ("{:.3g} s × {:.3g} × √(2 ln {})", seconds, spread, chips)
         source = "an assumption; Sinha et al., SC 2022"
         yield Term("waiting", "for the slowest chip", seconds * late, formula, source)
         seconds *= 1 + late
     saved = number * ask.bytes_per_param / (1e9 * ask.chip.host_gb_per_second * shares["host"])
-    formula = f"{saved:.3g} s to the host's memory every {CHECKPOINT_SECONDS:,.0f} s"
+    text = ("{:.3g} s to the host's memory every {:,.0f} s", saved, CHECKPOINT_SECONDS)
     copying = seconds * saved / CHECKPOINT_SECONDS
-    yield Term(UNSTEADY_GROUP, "copying states", copying, formula, "an assumption")
+    yield Term(UNSTEADY_GROUP, "copying states", copying, text, "an assumption")

@@ -71,34 +71,27 @@ def read_trace(path: Path, plan: Path | None = None) -> Table:
         is_mark = mark.name.startswith("ProfilerStep#")
         if is_mark and any(mark.start <= start < mark.end for start in starts):
             steps.add(mark.name)
-    devices = len({span.place for span in kernels})
-    scale = 1e-6 / max(1, len(steps)) / max(1, devices)
+    devices = max(1, len({span.place for span in kernels}))
+    scale = 1e-6 / max(1, len(steps)) / devices
     seconds: dict[str, float] = defaultdict(float)
-    unknown: dict[str, float] = defaultdict(float)
     for (group, name), microseconds in times.items():
         seconds[group] += scale * microseconds
         if group == UNKNOWN:
-            unknown[f"{UNKNOWN}: {name[:80]}"] += scale * microseconds
-    planned = _planned(plan) if plan else {}
-    total = sum(seconds.values())
+            seconds[f"{UNKNOWN}: {name[:80]}"] += scale * microseconds
+    columns = [Column("group", "group"), *number_columns(trace="trace")]
+    planned = {}
+    if plan:
+        planned = _planned(plan)
+        columns += number_columns(plan="plan")
     rows = []
-    longest = sorted(unknown, key=unknown.__getitem__, reverse=True)[:_MOST_NAMES]
-    groups = sorted({**planned, **seconds}, key=lambda group: -seconds.get(group, 0.0))
-    for group in (*groups, *longest):
-        value = seconds.get(group, unknown.get(group, 0.0))
-        rows.append(
-            {"group": group, "trace": value, "share": value / total, "plan": planned.get(group)}
-        )
-    columns = [
-        Column("group", "group"),
-        *number_columns(
-            trace=lambda row: duration_text(row["trace"]), share=lambda row: f"{row['share']:.1%}"
-        ),
-    ]
-    if planned:
-        columns += number_columns(plan=lambda row: duration_text(row["plan"] or 0.0))
-    device = f"{devices or 'no'} GPU" + "s" * (devices > 1)
-    title = f"{path.name}: {len(steps) or 1} × {duration_text(total)}, {device}"
+    total = scale * sum(times.values())
+    for group in sorted({**planned, **seconds}, key=lambda group: -seconds[group]):
+        value = seconds[group]
+        row = {"group": group, "seconds": value, "plan": duration_text(planned.get(group, 0.0))}
+        rows.append({**row, "trace": f"{duration_text(value)} {value / total:6.1%}"})
+    title = (
+        f"{path.name}: {len(steps) or 1} × {duration_text(total)}, {'GPU' if kernels else 'CPU'}"
+    )
     return Table(tuple(columns), rows, title)
 
 
