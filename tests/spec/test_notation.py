@@ -8,7 +8,7 @@ import pytest
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.spec.computes import COMPUTES
-from narrowgauge.spec.notation import ALIASES, AMBIGUOUS, METHODS, full_names, parse
+from narrowgauge.spec.notation import ALIASES, REFUSED, full_names, parse
 from narrowgauge.spec.recipes import Override, Recipe
 from narrowgauge.spec.storages import STORAGES
 
@@ -31,7 +31,7 @@ def test_every_pair_that_agrees_is_listed() -> None:
     pairs = {
         f"{compute}/{storage}" for compute in COMPUTES if compute not in bound for storage in shared
     } | owned
-    pairs -= AMBIGUOUS.keys()
+    pairs -= REFUSED.keys()
     names = full_names()
     assert set(names) == pairs and len(names) == len(pairs)
     # A name is one recipe's only: a storage of the compute's own takes the place of the one that
@@ -42,7 +42,7 @@ def test_every_pair_that_agrees_is_listed() -> None:
 def test_aliases_lead_to_full_names() -> None:
     for name, alias in ALIASES.items():
         assert parse(name) == parse(alias["recipe"])
-    assert all(parse(name) for name in COMPUTES if name not in AMBIGUOUS)
+    assert all(parse(name) for name in COMPUTES if name not in REFUSED)
 
 
 @pytest.mark.parametrize(
@@ -68,23 +68,15 @@ def test_names_in_every_spelling_and_of_other_libraries(spelling: str, name: str
     assert parse({"recipe": spelling}) == parse(name)
 
 
-def test_names_that_leave_something_open_are_refused_with_the_recipes_that_are_nearest() -> None:
-    assert not set(AMBIGUOUS) & set(ALIASES)
-    for name, recipes in AMBIGUOUS.items():
-        with pytest.raises(RecipeError, match=f"'{name}'") as caught:
-            parse(name)
-        for recipe in recipes:
-            assert f"'{recipe}'" in caught.value.advice
-            assert parse(recipe).name == (recipe if "/" in recipe else f"{recipe}/word")
-
-
-def test_published_methods_are_refused_with_what_they_keep_and_the_nearest_recipe() -> None:
-    assert not set(METHODS) & {*ALIASES, *AMBIGUOUS, *COMPUTES}
-    for name, method in METHODS.items():
-        with pytest.raises(RecipeError, match=f"(?i){name}") as caught:
+def test_names_that_are_no_recipe_are_refused_with_what_is_nearest() -> None:
+    assert not set(REFUSED) & set(ALIASES)
+    for name, row in REFUSED.items():
+        with pytest.raises(RecipeError, match=f"'{name.upper()}'") as caught:
             parse(name.upper())
-        assert method["theirs"] in str(caught.value)
-        assert parse(method["recipe"]).name in caught.value.advice
+        assert row.get("why", "too little") in str(caught.value)
+        for nearest in row["nearest"]:
+            assert f"'{nearest}'" in caught.value.advice
+            assert nearest.startswith("--lora") or parse(nearest).name.startswith(nearest)
 
 
 def test_a_compute_of_another_library_is_taken_wherever_a_compute_is_named() -> None:

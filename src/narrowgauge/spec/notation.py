@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.spec.computes import COMPUTES, Compute
@@ -31,15 +31,10 @@ ALIASES: dict[str, dict[str, str]] = _NAMES["aliases"]
 ``recipe`` is the full name of a recipe, or a compute that any storage may follow; ``source`` the
 libraries that use the name.
 """
-AMBIGUOUS: dict[str, tuple[str, ...]] = {
-    name: tuple(recipes) for name, recipes in _NAMES["ambiguous"].items()
-}
-"""Names of other libraries that say too little of a recipe, or mean none, and the recipes that come
-nearest.
-"""
-METHODS: dict[str, dict[str, str]] = _NAMES["methods"]
-"""Published methods that are no recipe: ``recipe`` is the nearest, ``theirs`` what they keep that
-it does not.
+REFUSED: dict[str, dict[str, Any]] = _NAMES["refused"]
+"""Names of other libraries that say too little of a recipe, and published methods that are none.
+
+``nearest`` is what comes nearest, ``why`` what they keep that it does not.
 """
 _COMPUTES = {name: row["recipe"] for name, row in ALIASES.items() if "/" not in row["recipe"]}
 _KEYS = ("recipe", "name", "override")
@@ -68,16 +63,13 @@ def compute_name(part: str) -> str:
     return _COMPUTES.get(part.strip().lower()) or _COMPUTES.get(full, full)
 
 
-def _refuse_ambiguous(text: str, choices: tuple[str, ...]) -> None:
-    if not choices:
-        raise RecipeError(
-            f"'{text}' stores frozen weights and is no recipe.",
-            "Plan adapters: --lora 16 --base nf4.",
-        )
-    advice = f"{', '.join(map(repr, choices))}. (narrowgauge show aliases)"
-    if len(choices) == 1:
-        raise RecipeError(f"no recipe is named '{text}'.", f"Take {advice}")
-    raise RecipeError(f"'{text}' could be several recipes.", f"Say which: {advice}")
+def _refuse(text: str, name: str) -> NoReturn:
+    row = REFUSED[name]
+    nearest = ", ".join(map(repr, row["nearest"]))
+    why = row.get("why", "it says too little")
+    raise RecipeError(
+        f"Cannot take '{text}' as a recipe: {why}.", f"Take {nearest}. (narrowgauge show aliases)"
+    )
 
 
 def full_names() -> list[str]:
@@ -85,7 +77,7 @@ def full_names() -> list[str]:
     names = []
     for compute, storage in product(COMPUTES.values(), STORAGES.values()):
         name = f"{compute.name}/{storage.short_name}"
-        if is_pair(compute, storage) and name not in AMBIGUOUS:
+        if is_pair(compute, storage) and name not in REFUSED:
             names.append(name)
     return names
 
@@ -111,14 +103,11 @@ def get_compute(compute: str | Compute) -> Compute:
     if isinstance(compute, Compute):
         return compute
     name = compute_name(compute)
-    choices = AMBIGUOUS.get(name, ())
     row = COMPUTES.get(name)
-    if row is not None and (not choices or "/" in choices[0]):
+    if name in REFUSED and not (row and "/" in REFUSED[name]["nearest"][0]):
+        _refuse(compute, name)
+    if row is not None:
         return row
-    if choices:
-        _refuse_ambiguous(
-            compute, choices if row else tuple(dict.fromkeys(c.partition("/")[0] for c in choices))
-        )
     raise _no_part("compute", name, COMPUTES)
 
 
@@ -164,16 +153,9 @@ def parse_names(names: str) -> list[Recipe]:
 def _from_name(text: str) -> Recipe:
     compute, *rest = text.strip().split("/")
     name = "/".join([compute_name(compute), *map(spelled, rest)])
-    if name in AMBIGUOUS:
-        _refuse_ambiguous(text, AMBIGUOUS[name])
-    method = METHODS.get(text.strip().lower())
-    if method is not None:
-        raise RecipeError(
-            f"'{text}' is a published method and no recipe: {method['theirs']}.",
-            f"Nearest here: '{method['recipe']}'. (narrowgauge show recipe {method['recipe']})",
-        )
-    if name in ALIASES:
-        name = ALIASES[name]["recipe"]
+    if name in REFUSED:
+        _refuse(text, name)
+    name = ALIASES.get(name, {}).get("recipe", name)
     compute, *rest = name.split("/")
     if len(rest) > 2 or (not rest and compute not in COMPUTES):
         # A storage alone is a likely mistake, and not similar to any full name.
@@ -181,8 +163,8 @@ def _from_name(text: str) -> Recipe:
         if name not in STORAGES:
             near = suggestion(name, [*ALIASES, *full_names(), *COMPUTES])
         raise RecipeError(f"no recipe is named '{text}'.", f"{near} {_SEE}".strip())
-    if compute in AMBIGUOUS and compute not in COMPUTES:
-        _refuse_ambiguous(text, AMBIGUOUS[compute])
+    if compute in REFUSED and compute not in COMPUTES:
+        _refuse(text, compute)
     # Beside a storage, "float8" can only be the compute of that name.
     row = COMPUTES.get(compute) or get_compute(compute)
     storage = _find_storage(rest[0] if rest else row.default_storage, row.name)

@@ -16,7 +16,7 @@ from narrowgauge.spec.chips import CHIPS
 from narrowgauge.spec.computes import COMPUTES, Compute
 from narrowgauge.spec.formats import FORMATS
 from narrowgauge.spec.models import MODELS
-from narrowgauge.spec.notation import ALIASES, AMBIGUOUS
+from narrowgauge.spec.notation import ALIASES, REFUSED
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.storages import STORAGES, VISIBLE, Code, Storage, width_of
 from narrowgauge.spec.sums import REDUCTIONS, Reduction
@@ -120,12 +120,10 @@ def _rate_text(rule: UpdateRule) -> str:
 
 
 def _alias_rows() -> list[Row]:
-    rows: list[Row] = []
-    for name, alias in ALIASES.items():
-        rows.append({"name": name, **alias})
-    for name, recipes in AMBIGUOUS.items():
-        source = "ambiguous: say which" if recipes else "stores frozen weights"
-        rows.append({"name": name, "recipe": list(recipes), "source": source})
+    rows = [{"name": name, **alias} for name, alias in ALIASES.items()]
+    for name, row in REFUSED.items():
+        source = row.get("why", "ambiguous: say which")
+        rows.append({"name": name, "recipe": row["nearest"], "source": source})
     return rows
 
 
