@@ -148,7 +148,7 @@ def test_a_chip_has_numbers_above_0(field: str, tmp_path: Path) -> None:
         f"{LIKE}[peak_tflops]\nbfloat16 = -989",
         f"{LIKE}[peak_tflops]\nfloat8_e4m3fn = 989",
         f"{LIKE}[measured_tflops]\nbfloat16 = 98900",
-        f"{LIKE}switch_adds = 1",
+        f"{LIKE}official = 1",
         f"{LIKE}vendor = 1",
     ],
 )

@@ -28,7 +28,7 @@ UNCHECKED = 1.15
 """Factor on the memory of a kind that no published peak checks, above which a layout is not
 preferred.
 """
-_ROW = ("num_chips", "fits", "headroom_bytes", "allocated_bytes", "host_bytes", "resuming_bytes", "sequence_length",
+_ROW = ("num_chips", "fits", "headroom_bytes", "allocated_bytes", "host_bytes", "sequence_length",
         "tokens_per_step", "tokens_per_second", "rate_interval", "memory_interval", "mfu", "limited_by")  # fmt: skip
 
 
@@ -82,12 +82,6 @@ class Estimate(Ask):
         """Tell whether the high end of the memory interval fits, too."""
         ends = self.memory_interval or (0.0, self.memory.total * UNCHECKED)
         return self.fits and ends[1] <= self.chip.memory_bytes
-
-    @property
-    def resuming_bytes(self) -> float:
-        """Return the memory while a checkpoint loads into allocated states: they exist twice."""
-        groups = self.memory.groups
-        return groups["weights"] + 2 * groups["optimizer"] + groups["overhead"]
 
     # time
 

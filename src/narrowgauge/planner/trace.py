@@ -26,7 +26,6 @@ _KERNELS = {"kernel", "gpu_memcpy", "gpu_memset"}
 _WITH_CALLEES = {"optimizer", "loader", "communication", "loss", "attention", "casts"}
 """Groups of operations whose callees belong to them, whatever they are."""
 _BROKEN = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-_MOST_NAMES = 8
 
 
 class Span(NamedTuple):

@@ -81,11 +81,6 @@ class Plan:
         if best.host_bytes:
             memory = bytes_text(best.cluster.host_memory_bytes)
             lines.append(f"The host of a node holds {bytes_text(best.host_bytes)} of {memory}.")
-        if best.resuming_bytes > best.chip.memory_bytes:
-            lines.append(
-                f"While resuming, states exist twice, {bytes_text(best.resuming_bytes)}: load the "
-                "checkpoint on the CPU."
-            )
         for row, reason in self.left_out.items():
             lines.append(f"Left out: {row}: {reason}")
         lines += _more_chips(self.options)

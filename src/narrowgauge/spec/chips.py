@@ -16,26 +16,15 @@ from narrowgauge.errors import ChipError, DataError, suggestion
 from narrowgauge.spec.toml import load_data, read_file, refuse_unknown
 
 _RATES_OF_FORMATS = ("peak_tflops", "measured_tflops")
-_NUMBERS: dict[str, type | tuple[type, ...]] = {
-    "memory_gb": int,
-    "reachable_mib": int,
-    "peers": int,
-    "chips_per_node": int,
-    "bandwidth_gb_per_second": (int, float),
-    "host_gb_per_second": (int, float),
-    "link_gb_per_second": (int, float),
-    "peer_gb_per_second": (int, float),
-    "network_gbit_per_second": (int, float),
-}
 _KINDS = {"str": "text", "bool": "true or false"}
 
 
-def _refuse_number(name: str, value: object, kind: type | tuple[type, ...]) -> None:
+def _refuse_number(name: str, value: object, *, is_whole: bool = False) -> None:
     """Raise for what is no number above 0."""
-    is_number = isinstance(value, kind) and not isinstance(value, bool)
-    if is_number and 0 < value < math.inf:  # type: ignore[operator]
+    kinds = int if is_whole else int | float
+    if isinstance(value, kinds) and not isinstance(value, bool) and 0 < value < math.inf:
         return
-    whole = "whole " if kind is int else ""
+    whole = "whole " if is_whole else ""
     raise DataError(f"a chip has {name} = {value!r}.", f"Use a {whole}number above 0.")
 
 
@@ -55,7 +44,6 @@ class Chip:
         link, link_gb_per_second: the link between chips, and its rate in one direction to all peers
             together; None if not published, 0 without a link.
         peer_gb_per_second: to a single peer; None if one peer can get the whole rate.
-        switch_adds: the link's switch sums tensors of several chips.
         host_gb_per_second: of the link to the host, in one direction.
         peers: chips that the link joins; None for all of a node. Other pairs communicate through
             the host.
@@ -78,7 +66,6 @@ class Chip:
     reachable_mib: int | None = None
     link_gb_per_second: float | None = None
     peer_gb_per_second: float | None = None
-    switch_adds: bool = False
     peers: int | None = None
     network_gbit_per_second: float = 25
     chips_per_node: int = 8
@@ -89,18 +76,17 @@ class Chip:
     def __post_init__(self) -> None:
         for row in fields(self):
             value = getattr(self, row.name)
+            kind = str(row.type)
+            if value is None and row.default is None:
+                continue  # not published
             if row.name in _RATES_OF_FORMATS:
                 for format, rate in value.items():
-                    _refuse_number(f"{row.name}.{format}", rate, (int, float))
-            elif row.name in _NUMBERS:
-                is_unpublished = row.default is None and value is None
-                has_no_link = row.name == "link_gb_per_second" and value == 0
-                if not (is_unpublished or has_no_link):
-                    _refuse_number(row.name, value, _NUMBERS[row.name])
-            elif type(value).__name__ != row.type:
-                raise DataError(
-                    f"a chip has {row.name} = {value!r}.", f"Use {_KINDS[str(row.type)]}."
-                )
+                    _refuse_number(f"{row.name}.{format}", rate)
+            elif kind.startswith(("int", "float")):
+                if row.name != "link_gb_per_second" or value != 0 or value is False:
+                    _refuse_number(row.name, value, is_whole=kind.startswith("int"))
+            elif type(value).__name__ != kind:
+                raise DataError(f"a chip has {row.name} = {value!r}.", f"Use {_KINDS[kind]}.")
         if not {"bfloat16", "float16", "float32"} & {*self.peak_tflops}:
             raise DataError(
                 "a chip has peak_tflops of neither bfloat16, float16 nor float32.", "Add one."
@@ -186,13 +172,11 @@ def get_chip(name: str) -> Chip:
     Raises:
         ChipError: no chip has that name, or several match the prefix.
     """
-    key = name.strip().lower()
     plain = _plain(name)
-    by_plain = {_plain(chip): chip for chip in CHIPS}
-    if plain in by_plain:
-        return CHIPS[by_plain[plain]]
-    matches = [chip for spelled, chip in by_plain.items() if plain and spelled.startswith(plain)]
-    matches = [chip for chip in matches if chip.lower().startswith(f"{key}-")] or matches
+    begin = [chip for chip in CHIPS if plain and _plain(chip).startswith(plain)]
+    whole = [chip for chip in begin if _plain(chip) == plain]
+    key = f"{name.strip().lower()}-"
+    matches = whole or [chip for chip in begin if chip.lower().startswith(key)] or begin
     if len(matches) == 1:
         return CHIPS[matches[0]]
     if matches:
@@ -202,9 +186,9 @@ def get_chip(name: str) -> Chip:
             "Name one of them.",
         )
     # A100-40GB omits a part of A100-SXM4-40GB, so comparing letters alone would not match.
-    words = {*key.split("-")}
-    containing = [chip for chip in CHIPS if key and words <= {*chip.lower().split("-")}]
-    near = suggestion(name.strip(), containing) or suggestion(name.strip().upper(), CHIPS)
+    words = {*name.strip().upper().split("-")}
+    containing = [chip for chip in CHIPS if plain and words <= {*chip.upper().split("-")}]
+    near = suggestion(name.strip().upper(), containing or CHIPS)
     raise ChipError(
         f"no chip is named {name!r}.", f"{near} (narrowgauge show chips lists all.)".strip()
     )
