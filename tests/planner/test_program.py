@@ -32,16 +32,6 @@ def test_logits_take_the_bytes_of_the_loss(loss: str, width: float) -> None:
     assert job("loss=chunked").memory.total < job("loss=whole").memory.total
 
 
-@pytest.mark.parametrize("program", ["torchtitan", "megatron-core", "attention=eager"])
-def test_selective_recomputation_lies_between_none_and_full(program: str) -> None:
-    jobs = []
-    for kind in ("none", "selective", "full"):
-        jobs.append(job(program, Layout(zero=1, shard=8, recompute=kind)))  # type: ignore[arg-type]
-    none, some, full = (a_job.memory.total for a_job in jobs)
-    seconds = [a_job.step.total for a_job in jobs]
-    assert none > some > full and seconds == sorted(seconds)
-
-
 def test_what_is_saved_by_hand() -> None:
     """torchtitan's Llama saves the input, queries, values, attention and its statistics, gate and
     down, two bytes each. Unfused attention saves its scores.
@@ -51,36 +41,6 @@ def test_what_is_saved_by_hand() -> None:
     assert planned.memory.of("kept by the layers") == pytest.approx(32 * 2 * 8192 * saved)
     eager, flash = (job(text).memory.groups["activations"] for text in ("attention=eager", ""))
     assert eager - flash == pytest.approx(5 * 32 * 32 * 8192**2, rel=0.01)
-
-
-def test_mixed_precision_of_fsdp_gathers_what_it_computes_with() -> None:
-    """Float32 shards of 16 bytes a parameter; gathered layers, activations and the stream in
-    bfloat16; no sum beside them.
-    """
-    layout = Layout(shard=8, micro_batches=4)
-    mixed, cast = (
-        job(name, layout, recipe="bfloat16/float32").memory for name in ("torchtitan", "narrowgauge")
-    )  # fmt: skip
-    assert cast.of("two layers, gathered") == 2 * mixed.of("two layers, gathered")
-    assert mixed.groups["activations"] < cast.groups["activations"]
-    assert not mixed.of("sums of micro-batches")
-    state = mixed.groups["weights"] + mixed.groups["optimizer"]
-    assert state == pytest.approx(12 * LLAMA.num_parameters / 8, rel=1e-3)
-
-
-def test_a_released_gradient_and_states_on_the_host_leave_the_chip() -> None:
-    on_chip, freed, away, many = (
-        job(text, Layout(micro_batches=batches), length=256)
-        for text, batches in (("", 1), ("release=true", 1), ("offload=true", 1), ("offload=true", 100))
-    )  # fmt: skip
-    inner = LLAMA.num_parameters - LLAMA.largest_layer - LLAMA.outer_parameters
-    assert freed.memory.total < on_chip.memory.total - 1.8 * inner
-    assert away.memory.groups["optimizer"] == 0
-    assert away.memory.groups["gradients"] == freed.memory.groups["gradients"]
-    # Every micro-batch sends its gradients. ZeRO-Offload: four billion parameters a second on the
-    # processors of a node, and four bytes each over the host's path.
-    assert many.step.groups["optimizer"] > 2 * away.step.groups["optimizer"]
-    assert away.step.groups["optimizer"] > LLAMA.num_parameters / 4e9
 
 
 @pytest.mark.parametrize("chip", CHIPS)
@@ -174,17 +134,6 @@ def test_a_refresh_from_h100_to_b200_in_float8_gains_what_nvidia_published() -> 
         ).best  # fmt: skip
         rates.append(best.tokens_per_second)
     assert rates[1] / rates[0] == pytest.approx(2.44, rel=0.01)
-
-
-def test_fused_experts_do_not_save_their_results() -> None:
-    layout = Layout(shard=64, expert=8, zero=1)
-    compiled, fused = (
-        job(f"megatron-core,kernels={kernels}", layout, model="mixtral-8x7b", chip="B200", length=4096)
-        for kernels in ("compiled", "fused")
-    )  # fmt: skip
-    name = "kept by the layers"
-    more = compiled.memory.of(name) - fused.memory.of(name)
-    assert more == pytest.approx(32 * 4096 * 2 * 2 * 4096, rel=0.01)
 
 
 def test_a_chip_without_a_format_is_named() -> None:

@@ -60,10 +60,9 @@ class Part(NamedTuple):
         return self.dtype in _NARROW
 
     def __str__(self) -> str:
-        words = "trained" if self.trains else f"frozen in {self.dtype}"
-        if self.rank:
-            words += f" under adapters of rank {self.rank}"
-        return words
+        """Write the part as :func:`read_part` reads it."""
+        words = "trained" if self.trains else self.dtype
+        return f"{words}+lora{self.rank}" if self.rank else words
 
 
 _TRAINED = Part()
@@ -205,24 +204,14 @@ class Program:
         return (12 + width) / (CHUNKS if self.loss == "chunked" else 1)
 
     def __str__(self) -> str:
-        """Write the program as the answer states it."""
-        words = [f"{self.kernels} kernels, {self.loss} loss, {self.attention} attention"]
-        if self.gathered:
-            words.append(f"shards gathered in {self.gathered} and reduced in {self.reduced}")
-        sums = "the dtype of the weights" if self.sums == "weight" else self.sums
-        words.append(f"micro-batches summed in {sums}")
-        for is_true, text in (
-            (self.release, "each gradient freed after its update"),
-            (self.offload, "states on the host"),
-            (self.saved, "inputs of recomputed layers on the host"),
-        ):
-            if is_true:
-                words.append(text)
-        names: dict[str, list[str]] = {}
+        """Write the program with its fields, as ``--program`` takes them, and its parts."""
+        words = []
+        for name in _VALUES:
+            value = getattr(self, name)
+            if value:
+                words.append(f"{name}={value}")
         for name, _ in self.parts:
-            names.setdefault(str(self.part(name)), []).append(name)
-        for state, parts in names.items():
-            words.append(f"{' and '.join(parts)} {state}")
+            words.append(f"{name}={self.part(name)}")
         return f"{self.text}: {', '.join(words)}"
 
 

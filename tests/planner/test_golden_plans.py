@@ -1,0 +1,71 @@
+"""Rates and memories of many jobs as one file: a fold of the planner moves none of them.
+
+``./dev test --update-golden tests/planner/test_golden_plans.py`` records them again, and the diff
+shows what moved.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from narrowgauge.errors import NarrowgaugeError
+from narrowgauge.planner.layouts import Layout
+from narrowgauge.planner.program import PROGRAMS, adapters
+from narrowgauge.planner.units import layout_text
+from planner.jobs import estimate
+
+FILE = Path(__file__).parents[1] / "golden" / "plans.json"
+MODELS = ("llama-8b", "qwen3-30b-a3b", "deepseek-v3", "gpt3-175b", "mpt-7b", "gpt2-124m")
+CHIPS = ("H100-SXM", "A100-SXM4-40GB", "B200-SXM", "RTX-4090", "MI300X", "V100-SXM2-32GB")
+RECIPES = ("bfloat16/word", "bfloat16/master", "float8-row/states8", "bfloat16/float32", "float16/split", "mxfp8/compact",
+           "nvfp4/word/reproducible")  # fmt: skip
+LAYOUTS = (
+    Layout(shard=8, micro_batch=2, micro_batches=4),
+    Layout(shard=4, tensor=2, recompute="full", micro_batches=2),
+    Layout(data=2, shard=2, zero=1, pipeline=2, micro_batches=8, recompute="selective"),
+    Layout(shard=8, zero=2, expert=4, micro_batches=2, accumulation_dtype="bfloat16"),
+    Layout(shard=2, context=4, recompute="selective"),
+    Layout(shard=4, tensor=4, pipeline=4, interleave=2, micro_batches=16, expert=4, recompute="full"),
+    Layout(shard=8, tensor=2, expert=16, micro_batches=4, sequence_parallel=False),
+)  # fmt: skip
+LOOPS = (*PROGRAMS, "offload=true,attention=eager", "release=true,saved=host,head=float32")
+PARTS: tuple[dict[str, Any], ...] = (
+    {}, {}, adapters(16, "nf4"), adapters(64, "bfloat16"), {"embeddings": "frozen", "mlp": "nf4", "reference": "bfloat16"},
+)  # fmt: skip
+OPTIMIZERS = ("adamw", "adamw", "lion", "muon", "adafactor", "galore")
+
+
+def figures() -> dict[str, list[float]]:
+    """Return tokens per second, bytes on the chip and the host, and MFU of drawn jobs by name."""
+    draw = Random(0).choice
+    rows = {}
+    while len(rows) < 100:
+        question: dict[str, Any] = {
+            "model": draw(MODELS), "chip": draw(CHIPS), "recipe": draw(RECIPES), "length": draw((2048, 65_536)),
+            "optimizer": draw(OPTIMIZERS), "parts": draw(PARTS), "layout": draw(LAYOUTS), "program": draw(LOOPS),
+        }  # fmt: skip
+        try:
+            job = estimate(**question)
+            rate = job.tokens_per_second
+        except NarrowgaugeError:
+            continue
+        question |= {"layout": layout_text(job.layout), "parts": " ".join(question["parts"])}
+        figures = rate, job.memory.total, job.host_bytes, job.mfu
+        rows[", ".join(map(str, question.values()))] = [float(f"{x:.8g}") for x in figures]
+    return rows
+
+
+def test_no_rate_and_no_memory_moved(update_golden: bool) -> None:
+    rows = figures()
+    if update_golden:
+        text = ",\n".join(f"{json.dumps(name)}: {values}" for name, values in rows.items())
+        FILE.write_text(f"{{\n{text}\n}}\n", encoding="utf-8")
+    recorded = json.loads(FILE.read_text(encoding="utf-8"))
+    assert rows.keys() == recorded.keys()
+    for name, values in rows.items():
+        assert values == pytest.approx(recorded[name], rel=1e-6), name
