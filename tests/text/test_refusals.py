@@ -154,8 +154,8 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no seed": (lambda: round_to(torch.ones(3), "bfloat16", "stochastic"), FormatError, "seed"),
     # plans
     "a layout": (lambda: read_layout("zero=4"), RecipeError, "zero = 4.*0, 1, 2, 3"),
-    "two names": (lambda: read_layout("fsdp2,ddp"), RecipeError, "two names"),
-    "said twice": (lambda: read_layout("tensor=2,tensor=4"), RecipeError, "tensor = 2 and tensor = 4"),
+    "two names": (lambda: read_layout("fsdp2,ddp"), RecipeError, "names .ddp. beside another"),
+    "said twice": (lambda: read_layout("tensor=2,tensor=4"), RecipeError, "names .tensor. beside another"),
     "a misspelled field of a layout": (lambda: plan("llama-8b", layout={"tensr": 2}), RecipeError, "'tensr'"),
     "what does not divide": (
         lambda: plan("llama-8b", recipes=["bfloat16/word"], chip="H100-SXM", chips=8, layout={"tensor": 3}),

@@ -48,13 +48,6 @@ _GATED, _UNGATED = 8, 5  # tensors of the MLP's inner size: with a gate, with GE
 # Stream tensors per visited expert of a token: sort and restore, in both directions.
 _DISPATCHED = 8
 
-_PLACES = {
-    "attention": "model.layers.0.self_attn.",
-    "mlp": "model.layers.0.mlp.",
-    "experts": "model.layers.0.mlp.",
-    "head": "",
-}
-
 
 class Seconds(NamedTuple):
     """Hold the seconds of one micro-batch on one rank: forward, backward, and work once per step
@@ -92,14 +85,13 @@ def linear_seconds(
         if is_head != (matmul.part == "head"):
             continue
         is_adapter = "lora" in matmul.name
-        layer = _PLACES[matmul.part] + matmul.name
-        compute = recipe.compute_of(layer)
-        is_first = first_of_input(layer) == layer
-        if is_adapter:
+        compute = recipe.compute
+        if is_adapter or (is_head and compute.keep):
             compute = COMPUTES[recipe.dtype]
-            base = layer.removesuffix(".lora_A")
-            if program.kernels == "fused" and first_of_input(base) != base:
-                continue  # one matrix for all that read this input
+        is_first = first_of_input(matmul.name) == matmul.name
+        base = matmul.name.removesuffix(".lora_A")
+        if is_adapter and program.kernels == "fused" and first_of_input(base) != base:
+            continue  # one matrix for all that read this input
         part = program.part_of(matmul)
         is_frozen = not part.trains and not is_adapter
         tensor = ranks[0]

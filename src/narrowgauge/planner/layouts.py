@@ -213,22 +213,15 @@ def read_fields(
     values = dict[str, Any]()
     for part in filter(None, map(str.strip, text.split(","))):
         name, equals, value = map(str.strip, part.partition("="))
-        kind = "field"
-        choices: Iterable[str] = fields
-        if not equals:
-            kind = "name"
-            choices = names
+        choices = list(fields if equals else names)
         if name not in choices:
+            kind = "field" if equals else "name"
             problem = f"a {noun} has no {kind} '{name}'."
             raise RecipeError(problem, suggestion(name, choices) or advice)
-        if not equals:
-            if named not in ("", name):
-                raise RecipeError(
-                    f"a {noun} has two names, the last is '{name}'.", "Give one name."
-                )
+        if name in values or (named and not equals):
+            raise RecipeError(f"a {noun} names '{name}' beside another value.", "Name it once.")
+        if equals:
+            values[name] = int(value) if value.isdecimal() else value
+        else:
             named = name
-        elif str(values.setdefault(name, int(value) if value.isdecimal() else value)) != value:
-            raise RecipeError(
-                f"a {noun} has {name} = {values[name]} and {name} = {value}.", "Name it once."
-            )
     return named, values

@@ -17,7 +17,7 @@ from typing import Any
 from narrowgauge.errors import RecipeError
 from narrowgauge.planner.ask import Ask
 from narrowgauge.planner.estimate import Estimate
-from narrowgauge.planner.layouts import AXES, Layout, unsuited
+from narrowgauge.planner.layouts import Layout, unsuited
 from narrowgauge.planner.program import DEFAULT, Program
 from narrowgauge.planner.step_time import check_ask
 from narrowgauge.runs.finding import counted
@@ -162,8 +162,7 @@ def _shapes_of_step(
     chips = counted(ask.cluster.chips, "chip")
     if not shapes:
         asked = ", ".join(f"{name}={value}" for name, value in fixed.items()) or "any"
-        ranks = math.prod(fixed.get(name, 1) for name in AXES)
-        why = unsuited(a, Layout(**fixed), length) or f"{ranks} ranks do not divide {chips}"
+        why = unsuited(a, Layout(**fixed), length) or f"its ranks do not divide {chips}"
         raise RecipeError(f"no layout with {asked} suits {a.name}: {why}.", "Leave a field open.")
     micro_batch = fixed.get("micro_batch", 1)
     limit = num_sequences
