@@ -37,7 +37,7 @@ def test_chips_fill_whole_nodes() -> None:
         assert {chips: cluster_of(chip, chips).chips_per_node for chips in sizes} == sizes
     with pytest.raises(ChipError, match=r"12 chips .* 1.50 nodes. Use 8 or 16"):
         cluster_of("H100-SXM", 12, 8)
-    with pytest.raises(ChipError, match="chips = 0"):
+    with pytest.raises(NarrowgaugeError, match="chips = 0"):
         cluster_of("H100-SXM", 0)
 
 

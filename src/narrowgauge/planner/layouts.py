@@ -18,6 +18,7 @@ from narrowgauge.errors import RecipeError, suggestion, suggestion_or_all
 from narrowgauge.planner.shapes import Architecture
 from narrowgauge.runs.finding import counted
 from narrowgauge.spec.sums import ACCUMULATION_DTYPES
+from narrowgauge.spec.update_rules import COUNT
 
 Zero = Literal[0, 1, 2, 3]
 Recompute = Literal["none", "selective", "full"]
@@ -68,9 +69,7 @@ class Layout:
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise RecipeError(f"a layout has {name} = {value!r}.", "Use a number from 1 on.")
+            COUNT.check(name, getattr(self, name))
         refuse_others("layout", self, _VALUES)
         if self.interleave > 1 and self.pipeline == 1:
             raise RecipeError(

@@ -18,6 +18,7 @@ from typing import Any
 from narrowgauge.errors import ChipError, DataError
 from narrowgauge.spec.chips import Chip, get_chip
 from narrowgauge.spec.toml import read_file, refuse_unknown
+from narrowgauge.spec.update_rules import COUNT, Range
 
 HOST_GB_PER_CHIP = 256
 """Memory of a host for each of its chips: 2 TB for the eight of a DGX A100, H100 or B200 (NVIDIA's
@@ -25,11 +26,11 @@ data sheets).
 """
 
 
-_LEAST = {
-    "chips": 1,
-    "chips_per_node": 1,
-    "interconnect_gbit_per_second": 1e-3,
-    "host_memory_gb": 1e-3,
+_LAWS = {
+    "chips": COUNT,
+    "chips_per_node": COUNT,
+    "interconnect_gbit_per_second": Range(1e-3),
+    "host_memory_gb": Range(1e-3),
 }
 
 
@@ -53,12 +54,10 @@ class Cluster:
     name: str = ""
 
     def __post_init__(self) -> None:
-        for name, least in _LEAST.items():
+        for name, law in _LAWS.items():
             value = getattr(self, name)
-            if value is not None and not (least <= value < math.inf):
-                raise ChipError(
-                    f"a cluster of {self.chip.name} has {name} = {value}.", f"Use {least} or more."
-                )
+            if value is not None:
+                law.check(name, value)
         size = self.chips_per_node
         nodes = math.ceil(self.chips / size)
         if nodes * size - self.chips >= nodes:

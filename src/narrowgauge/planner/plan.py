@@ -43,17 +43,18 @@ from narrowgauge.planner.words import Plan
 from narrowgauge.spec.chips import Chip, read_chip
 from narrowgauge.spec.models import MODELS
 from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.update_rules import COUNT, Range
 
 _SEQUENCE_LENGTH = 4096
 _SHORTEST = 512
 _LONGEST = 1 << 24
 _STEP_OF_LENGTH = 128
 _RATES = ("interconnect_gbit_per_second", "host_memory_gb", "chips_per_node")
-_NUMBERS: dict[str, tuple[float, bool]] = {
-    "sequence_length": (1, True), "tokens_per_step": (1, False), "tokens": (1, False), "price": (1e-6, False),
-    "lora": (0, True), "chips": (1, True), "interconnect_gbit_per_second": (1e-3, False), "host_memory_gb": (1e-3, False),
+_NUMBERS = {
+    "sequence_length": COUNT, "chips": COUNT, "lora": Range(is_integer=True), "tokens_per_step": Range(1), "tokens": Range(1),
+    "price": Range(1e-6),
 }  # fmt: skip
-"""The least value of a number in a question, and whether it is whole."""
+"""The values of a question's numbers."""
 EQUAL_RATES = 0.02
 """Rates of rows within this fraction count as equal. The order then follows the risk."""
 FINE_MOMENT = 5
@@ -415,15 +416,9 @@ def _machines(cluster: Any, chip: Any, chips: Any, rates: Mapping[str, Any]) -> 
 
 def refuse_numbers(asked: Mapping[str, Any]) -> None:
     """Raise for a number of a question below its least, or for what is no number."""
-    for name, (least, is_whole) in _NUMBERS.items():
-        kinds = int if is_whole else int | float
+    for name, law in _NUMBERS.items():
         for value in _listed(asked.get(name)):
-            is_number = isinstance(value, kinds) and not isinstance(value, bool)
-            if not (is_number and least <= value < math.inf):
-                kind = "a whole number" if is_whole else "a number"
-                raise NarrowgaugeError(
-                    f"Cannot plan with {name} = {value!r}.", f"Use {kind} from {least:g} on."
-                )
+            law.check(name, value)
 
 
 def _listed(value: Any) -> list[Any]:

@@ -7,25 +7,19 @@ chip. Every link rate is in one direction.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
-from narrowgauge.errors import ChipError, DataError, suggestion
+from narrowgauge.errors import ChipError, DataError, NarrowgaugeError, suggestion
 from narrowgauge.spec.toml import load_data, read_file, refuse_unknown
+from narrowgauge.spec.update_rules import Range
 
 _RATES_OF_FORMATS = ("peak_tflops", "measured_tflops")
 _KINDS = {"str": "text", "bool": "true or false"}
 
 
-def _refuse_number(name: str, value: object, *, is_whole: bool = False) -> None:
-    """Raise for what is no number above 0."""
-    kinds = int if is_whole else int | float
-    if isinstance(value, kinds) and not isinstance(value, bool) and 0 < value < math.inf:
-        return
-    whole = "whole " if is_whole else ""
-    raise DataError(f"a chip has {name} = {value!r}.", f"Use a {whole}number above 0.")
+_LAWS = {"int": Range(1, is_integer=True), "float": Range(above=True)}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -79,12 +73,13 @@ class Chip:
             kind = str(row.type)
             if value is None and row.default is None:
                 continue  # not published
+            law = _LAWS.get(kind.partition(" ")[0])
             if row.name in _RATES_OF_FORMATS:
                 for format, rate in value.items():
-                    _refuse_number(f"{row.name}.{format}", rate)
-            elif kind.startswith(("int", "float")):
+                    _LAWS["float"].check(f"{row.name}.{format}", rate)
+            elif law is not None:
                 if row.name != "link_gb_per_second" or value != 0 or value is False:
-                    _refuse_number(row.name, value, is_whole=kind.startswith("int"))
+                    law.check(row.name, value)
             elif type(value).__name__ != kind:
                 raise DataError(f"a chip has {row.name} = {value!r}.", f"Use {_KINDS[kind]}.")
         if not {"bfloat16", "float16", "float32"} & {*self.peak_tflops}:
@@ -160,8 +155,9 @@ def read_chip(name: str | Path) -> Chip:
             )
     try:
         return replace(like, **{"name": path.stem, **table})
-    except DataError as error:
-        raise DataError(f"Cannot read the chip {path}: {error.message}", error.advice) from None
+    except NarrowgaugeError as error:
+        advice = error.advice or "Write it as in narrowgauge show chips."
+        raise DataError(f"Cannot read the chip {path}: {error.message}", advice) from None
 
 
 def get_chip(name: str) -> Chip:

@@ -76,6 +76,9 @@ class Range:
         return " and ".join(words) or _ANY
 
 
+COUNT = Range(1, is_integer=True)
+
+
 @dataclass(frozen=True)
 class Choice:
     """An option that is one of some values."""
@@ -190,8 +193,8 @@ class UpdateRule:
 _ADAM: Mapping[str, float] = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 _MOMENTS = (("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq"))
 _SUBSPACE = (
-    Option("rank", 128, Range(1, is_integer=True)),
-    Option("update_proj_gap", 200, Range(1, is_integer=True)),
+    Option("rank", 128, COUNT),
+    Option("update_proj_gap", 200, COUNT),
 )
 
 _RULES = (
@@ -223,7 +226,7 @@ _RULES = (
         "muon", "Muon", "one moment, whose singular values become 1", _ADAM,
         (
             Option("momentum", 0.95, Range(0, 1)), Option("nesterov", True, FLAG),
-            Option("ns_steps", 5, Range(1, is_integer=True)),
+            Option("ns_steps", 5, COUNT),
             Option("adjust_lr_fn", None, Choice(("original", "match_rms_adamw", None)), trained="match_rms_adamw"),
             Option("ns_dtype", "bfloat16", Choice(("bfloat16", "float32"))),
         ),
