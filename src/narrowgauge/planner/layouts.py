@@ -10,25 +10,27 @@ matrices.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from narrowgauge.errors import RecipeError, suggestion, suggestion_or_all
+from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.planner.shapes import Architecture
 from narrowgauge.runs.finding import counted
 from narrowgauge.spec.sums import ACCUMULATION_DTYPES
-from narrowgauge.spec.update_rules import COUNT
+from narrowgauge.spec.update_rules import COUNT, Choice, Laws
 
 Zero = Literal[0, 1, 2, 3]
 Recompute = Literal["none", "selective", "full"]
 AXES = ("data", "shard", "tensor", "pipeline", "context")
 _COUNTS = (*AXES, "interleave", "expert", "micro_batch", "micro_batches")
-_VALUES: dict[str, tuple[Any, ...]] = {
-    "zero": get_args(Zero),
-    "recompute": get_args(Recompute),
-    "accumulation_dtype": ACCUMULATION_DTYPES,
+_LAWS: Laws = {
+    **dict.fromkeys(_COUNTS, COUNT),
+    "zero": Choice(get_args(Zero)),
+    "recompute": Choice(get_args(Recompute)),
+    "accumulation_dtype": Choice(ACCUMULATION_DTYPES),
 }
+"""The values of a layout's fields."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +70,8 @@ class Layout:
     accumulation_dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        for name in _COUNTS:
-            COUNT.check(name, getattr(self, name))
-        refuse_others("layout", self, _VALUES)
+        for name, law in _LAWS.items():
+            law.check(name, getattr(self, name))
         if self.interleave > 1 and self.pipeline == 1:
             raise RecipeError(
                 f"a layout has interleave = {self.interleave} on one stage.", "Use pipeline stages."
@@ -173,7 +174,6 @@ NAMED_LAYOUTS: dict[str, dict[str, Any]] = {
     "ddp": {"shard": 1, **_WHOLE},
 }
 """Layouts of ``narrowgauge train``, and pure data parallelism."""
-_FIELDS = (*_COUNTS, *_VALUES)
 _ADVICE = "For instance tensor=2,pipeline=4,zero=1,recompute=full, or fsdp2."
 
 
@@ -185,24 +185,14 @@ def read_layout(layout: str | Mapping[str, Any]) -> dict[str, Any]:
     text = str(layout)
     if not isinstance(layout, str):
         text = ",".join(f"{name}={value}" for name, value in layout.items())
-    named, fields = read_fields(text, "layout", NAMED_LAYOUTS, _FIELDS, _ADVICE)
+    named, fields = read_fields(text, "layout", NAMED_LAYOUTS, _LAWS, _ADVICE)
     fields = {**NAMED_LAYOUTS.get(named, {}), **fields}
     Layout(**{name: value for name, value in fields.items() if name != "interleave"})
     return fields
 
 
-def refuse_others(noun: str, row: Any, values: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raise if a field of ``row`` is none of its ``values``."""
-    for name, choices in values.items():
-        value = getattr(row, name)
-        if value not in choices:
-            texts = [str(choice) or "the default" for choice in choices]
-            advice = suggestion_or_all(str(value), texts)
-            raise RecipeError(f"a {noun} has {name} = {value!r}.", advice)
-
-
 def read_fields(
-    text: str, noun: str, names: Iterable[str], fields: Sequence[str], advice: str
+    text: str, noun: str, names: Iterable[str], fields: Iterable[str], advice: str
 ) -> tuple[str, dict[str, Any]]:
     """Read a name of ``names`` and ``FIELD=VALUE`` between commas; ``noun`` they describe.
 

@@ -13,11 +13,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from narrowgauge.errors import RecipeError, suggestion_or_all
-from narrowgauge.planner.layouts import read_fields, refuse_others
+from narrowgauge.planner.layouts import read_fields
 from narrowgauge.planner.shapes import Architecture, Matmul
 from narrowgauge.spec.chips import Chip
 from narrowgauge.spec.sums import ACCUMULATION_DTYPES
 from narrowgauge.spec.toml import load_data
+from narrowgauge.spec.update_rules import Choice
 
 FROZEN_BITS = {"float32": 32.0, "bfloat16": 16.0, "float16": 16.0, "int8": 8.0, "nf4": 4 + 8 / 64 + 32 / (64 * 256),
                "nvfp4": 4.5}  # fmt: skip
@@ -158,7 +159,8 @@ class Program:
     source: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
-        refuse_others("program", self, _VALUES)
+        for name, values in _VALUES.items():
+            Choice(values).check(name, getattr(self, name))
 
     def part(self, name: str) -> Part:
         """Return the row of a part of the model."""
@@ -252,7 +254,7 @@ def read_program(text: str | Program) -> Program:
     if isinstance(text, Program):
         return text
     advice = f"There are {', '.join(PROGRAMS)}."
-    name, fields = read_fields(text, "program", PROGRAMS, tuple(_VALUES), advice)
+    name, fields = read_fields(text, "program", PROGRAMS, _VALUES, advice)
     for key, value in fields.items():
         fields[key] = {"true": True, "false": False}.get(value, value)
     return replace(PROGRAMS.get(name, DEFAULT), **fields)

@@ -131,7 +131,7 @@ def option_text(value: Any) -> str:
         return "/".join(map(option_text, value))
     if value is None or isinstance(value, bool):
         return str(value).lower()
-    return str(value)
+    return str(value) or "empty"
 
 
 @dataclass(frozen=True)
