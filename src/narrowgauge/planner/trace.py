@@ -22,6 +22,7 @@ from narrowgauge.spec.toml import load_data
 
 UNKNOWN = "unrecognized"
 _PATTERNS = load_data("trace_names", "planner")
+_ORDER = ("matmuls", "attention", "loss", "optimizer", "casts", "elementwise", "copies")
 _KERNELS = {"kernel", "gpu_memcpy", "gpu_memset"}
 _WITH_CALLEES = {"optimizer", "loader", "communication", "loss", "attention", "casts"}
 """Groups of operations whose callees belong to them, whatever they are."""
@@ -84,7 +85,8 @@ def read_trace(path: Path, plan: Path | None = None) -> Table:
         columns += number_columns(plan="plan")
     rows = []
     total = scale * sum(times.values())
-    for group in sorted({**planned, **seconds}, key=lambda group: -seconds[group]):
+    groups = dict.fromkeys((*_ORDER, *seconds, *planned))
+    for group in filter({**planned, **seconds}.__contains__, groups):
         value = seconds[group]
         row = {"group": group, "seconds": value, "plan": duration_text(planned.get(group, 0.0))}
         rows.append({**row, "trace": f"{duration_text(value)} {value / total:6.1%}"})
