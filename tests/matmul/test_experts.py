@@ -31,7 +31,7 @@ SHAPE = {
 }  # fmt: skip
 TOKENS = random_tokens(2, 24, 64, seed=1)
 FLOAT8 = COMPUTES["float8-row"]
-OUTLIERS = with_threshold("int8-outlier", 2.0)
+OUTLIERS = with_threshold("int8-outlier-codes", 2.0)
 
 
 def mixtral(dtype: torch.dtype = torch.bfloat16) -> MixtralForCausalLM:

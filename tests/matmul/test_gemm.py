@@ -44,10 +44,10 @@ def test_integers_multiply_bit_for_bit(
         scales.append(gaussian(side, 1, dtype=torch.float32, seed=side).abs())
     bias = gaussian(columns, dtype=dtype, seed=4) if with_bias else None
     lhs, rhs = (
-        Operand(side, scale) if dim else Operand(side.t().contiguous(), scale.t())
+        Operand(side, scale) if dim else Operand(side.t().contiguous(), scale.t()).turned()
         for side, scale, dim in zip(codes, scales, DIMS[place], strict=True)
     )
-    result = multiply(lhs, rhs, DIMS[place], COMPUTES["int8-row"].products[place], dtype, bias)
+    result = multiply(lhs, rhs, COMPUTES["int8-row"].output, (rows, columns), dtype, bias)
     exactly = oracle.scaled_integers(
         oracle.integer_product(*codes), scales[0], scales[1].t(), bias, dtype
     )
@@ -64,8 +64,8 @@ def test_integer_sums_hold_beyond_what_int32_does(sign: int) -> None:
     result = multiply(
         Operand(lhs, unit_scale),
         Operand(rhs, unit_scale),
-        (1, 1),
         COMPUTES["int8-row"].output,
+        (2, 3),
         torch.float32,
     )
     assert abs(127 * 127 * terms) > 2**31

@@ -617,7 +617,7 @@ def test_a_second_derivative_is_refused(keep: tuple[str, ...]) -> None:
         torch.func.grad(lambda x: model(x).square().sum())(x.detach())
 
 
-@pytest.mark.parametrize("compute", ["bfloat16", "float8-tensor", "int8-outlier", "nvfp4"])
+@pytest.mark.parametrize("compute", ["bfloat16", "float8-tensor", "int8-outlier-codes", "nvfp4"])
 def test_vmap_without_gradients_multiplies_each_sample(compute: str) -> None:
     model = nn.Sequential(nn.Linear(32, 48), nn.Tanh(), nn.Linear(48, 32)).bfloat16()
     swap_linears(model, compute, keep=())

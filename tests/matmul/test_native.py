@@ -22,10 +22,9 @@ from torch._functorch.aot_autograd import make_boxed_compiler
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from matmul.launches import Launches, product_of_zeros
-from matmul.scenarios import CPU, DIMS, cast_operands, gaussian, make_layer, passed, same
+from matmul.scenarios import CPU, cast_operands, gaussian, make_layer, passed, same
 from narrowgauge.matmul import native
 from narrowgauge.matmul.gemm import describe_matmuls, is_native, multiply, operand_dtype
-from narrowgauge.matmul.layer_matmuls import multiply_slots
 from narrowgauge.matmul.operand import PAIRS, Operand, block_values
 from narrowgauge.spec.computes import COMPUTES, PLACES, Compute
 from narrowgauge.spec.kernels import kernel_for, needs_kernel
@@ -33,11 +32,11 @@ from oracles import cuda_matmuls as device_rules
 from oracles import linear as oracle
 
 NATIVE_ON = {
-    "float8-row": "sm90", "float8-tensor": "sm89", "float8-tensor-e5m2": "sm90", "float8-block": "sm90", "mxfp8": "sm100",
+    "float8-row": "sm90", "float8-tensor": "sm89", "float8-block": "sm90", "mxfp8": "sm100",
     "mxfp4": "sm100", "nvfp4": "sm120",
 }  # fmt: skip
 """A compute of each way through the code, on a chip that has its kernel."""
-SCALED_MM = ("float8-row", "float8-tensor", "float8-tensor-e5m2")
+SCALED_MM = ("float8-row", "float8-tensor")
 # [rows, contraction, columns]: ragged, and several tiles.
 SHAPES = [(33, 65, 17), (150, 300, 140)]
 every_place = pytest.mark.parametrize("place", PLACES)
@@ -113,16 +112,15 @@ def test_another_number_of_tokens_compiles_nothing_new(
     assert functions[0] and functions[0] == functions[1] == functions[2]
 
 
-def values_of(operand: Operand, dim: int) -> Tensor:
-    values = (operand.data if operand.inner is None else block_values(operand, dim)).double()
-    values = values if operand.outer is None else values * operand.outer.double()
-    return values if dim == 1 else values.t()
+def values_of(operand: Operand) -> Tensor:
+    values = (operand.data if operand.inner is None else block_values(operand)).double()
+    return values if operand.outer is None else values * operand.outer.double()
 
 
 def test_which_computes_each_chip_multiplies_itself() -> None:
-    float8 = {"float8-tensor", "float8-row", "float8-row-wide-gw", "float8-tensor-e5m2", "scalify"}
-    mx = {"mxfp8", "mxfp8-ocp"}
-    blocks = {"float8-block", "float8-block-float32"}
+    float8 = {"float8-tensor", "float8-row", "scalify"}
+    mx = {"mxfp8"}
+    blocks = {"float8-block"}
     nv = {"nvfp4", "nvfp4-4over6"}
     expected = {
         **dict.fromkeys(("sm75", "sm80", "gfx90a"), frozenset()), **dict.fromkeys(("sm89", "gfx942"), float8),
@@ -171,8 +169,9 @@ def test_a_native_product_is_the_exact_one_rounded_once(
     for dtype, added_bias in itertools.product((torch.bfloat16, torch.float32), (None, bias)):
         with device(chip):
             pair = cast_operands(row, place, shape)
-            result = multiply(*pair, DIMS[place], row.products[place], dtype, added_bias)
-        lhs, rhs = (values_of(x, dim) for x, dim in zip(pair, DIMS[place], strict=True))
+            sides = len(pair[0].data), len(pair[1].data)
+            result = multiply(*pair, row.products[place], sides, dtype, added_bias)
+        lhs, rhs = map(values_of, pair)
         product = oracle.product(lhs, rhs)
         wide = (
             F.pad(bias, (0, product.value.shape[1] - len(bias))).double()
@@ -187,7 +186,7 @@ def test_a_native_product_is_the_exact_one_rounded_once(
         bound = product.magnitude * 2.0**-40 + (exactly.abs() + product.value.abs()) * roundings
         assert result.dtype == dtype and result.shape == exactly.shape
         assert ((result.double() - exactly).abs() <= bound).all()
-        emulated = multiply(*pair, DIMS[place], row.products[place], dtype, added_bias)
+        emulated = multiply(*pair, row.products[place], sides, dtype, added_bias)
         accumulated = max(shape[1], 1) * 2.0**-23 * product.magnitude + 2.0**-7 * (
             exactly.abs() + product.value.abs()
         )
@@ -222,15 +221,14 @@ def test_a_product_of_whole_sides_is_the_kernel_alone(
     row = COMPUTES[compute]
     arguments: Any = (
         *cast_operands(row, place, (48, 64, 80)),
-        compute,
-        place,
+        row.products[place],
         (48, 80),
         torch.bfloat16,
         bias,
     )
-    multiply_slots(*arguments)  # the trials
+    multiply(*arguments)  # the trials
     with LargeOperations(48 * 64) as operations:
-        multiply_slots(*arguments)
+        multiply(*arguments)
     assert operations.names == ["_scaled_mm"]
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.cast_cache import give_cast
-from narrowgauge.matmul.layer_matmuls import slot_dtype
+from narrowgauge.matmul.gemm import operand_dtype
 from narrowgauge.matmul.linear import Linear
 from narrowgauge.matmul.operand import Operand, cast_matrix
 from narrowgauge.numerics.dtensor import is_sharded
@@ -145,7 +145,7 @@ class _GatheredWeight:
             scales = gathered[1].view(torch.float32)
         else:
             scales = outer
-        dtype = slot_dtype(self.compute, _SLOT, codes.device)
+        dtype = operand_dtype(self.cast, self.compute.output, codes.device)
         give_cast(weight, (self.cast, 1), lambda: Operand(codes.to(dtype), scales))
         if out is None:
             return (weight, (weight,))

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from narrowgauge.matmul import cast_cache, native
-from narrowgauge.matmul.layer_matmuls import REGISTERED, FirstOrder
+from narrowgauge.matmul.layer_matmuls import REGISTERED, FirstOrder, once
 from narrowgauge.matmul.operand import Operand, bound, cast_blocks, cast_whole
 from narrowgauge.numerics.quantization import (
     blocked,
@@ -339,11 +339,8 @@ class _Experts(FirstOrder):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        arguments = (grads[0], *ctx.saved_tensors, ctx.name, ctx.needs_input_grad[:3])
-        if torch.is_grad_enabled():  # a second derivative would lack terms: it is refused
-            gradients = _Gradients.apply(*arguments)  # type: ignore[no-untyped-call]
-        else:
-            gradients = expert_gradients(*arguments)
+        needs = ctx.needs_input_grad[:3]
+        gradients = once(expert_gradients, grads[0], *ctx.saved_tensors, ctx.name, needs)
         return (*gradients, None, None)
 
 
@@ -373,11 +370,6 @@ def expert_gradients(
     if needs[2] and bias is not None:
         grad_bias = _sums_by_expert(grad, offsets).to(bias.dtype)
     return grad_x, grad_weights, grad_bias
-
-
-class _Gradients(FirstOrder):
-    forward = staticmethod(expert_gradients)
-    setup_context = staticmethod(lambda ctx, inputs, output: None)
 
 
 def _sums_by_expert(grad: Tensor, offsets: Tensor) -> Tensor:

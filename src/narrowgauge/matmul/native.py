@@ -43,13 +43,12 @@ class Sums(NamedTuple):
     """A kernel's result ``[rows, columns]``, and scales still to be multiplied into it.
 
     Attributes:
-        by_row, by_column: float32 ``[rows, 1]`` or ``[1, 1]``, and ``[1, columns]`` or ``[1, 1]``;
-            ``None`` if included.
+        left, right: the outer scales of the operands; ``None`` if included.
     """
 
     values: Tensor
-    by_row: Tensor | None = None
-    by_column: Tensor | None = None
+    left: Tensor | None = None
+    right: Tensor | None = None
 
 
 def kernel_here(product: Product, device: torch.device) -> Kernel | None:
@@ -84,32 +83,20 @@ def architecture_of(device: torch.device) -> str | None:
 
 
 def multiply_codes(
-    kernel: Kernel, lhs: Operand, rhs: Operand, dims: tuple[int, int], dtype: torch.dtype, bias: Tensor | None = None,
-    *, fast: bool = False,
+    kernel: Kernel, lhs: Operand, rhs: Operand, product: Product, dtype: torch.dtype, bias: Tensor | None = None
 ) -> Sums:  # fmt: skip
     """Return the product of two operands that the kernel takes, in ``dtype``, or in float32
     (``mxfp4``: bfloat16) if it cannot.
 
-    ``dims`` are the contracted dimensions. ``bias`` is for kernels that add it, see
-    :func:`adds_bias`. ``fast`` accumulates in the tensor core's register alone, if the kernel can.
+    ``bias`` is for kernels that add it, see :func:`adds_bias`. The accumulation ``fast`` is in the
+    tensor core's register alone, if the kernel can.
     """
-    rows = lhs.data.shape[1 - dims[0]]
-    columns = rhs.data.shape[1 - dims[1]]
-    sums = _FUNCTIONS[kernel.name](_turned(lhs, dims[0]), _turned(rhs, dims[1]), dtype, fast, bias)
-    is_whole = sums.values.shape == (rows, columns)
-    if is_whole:
+    is_fast = product.accumulation == "fast"
+    sums = _FUNCTIONS[kernel.name](lhs, rhs, dtype, is_fast, bias)
+    shape = len(lhs.data), len(rhs.data)
+    if (*sums.values.shape,) == shape:
         return sums
-    return sums._replace(values=sums.values[:rows, :columns])
-
-
-def _turned(operand: Operand, dim: int) -> Operand:
-    """Return the operand as ``[side, contraction]``."""
-    if dim == 1:
-        return operand
-    inner = operand.inner
-    if inner is not None:
-        inner = inner.t()
-    return operand._replace(data=operand.data.t(), inner=inner)
+    return sums._replace(values=sums.values[: shape[0], : shape[1]])
 
 
 def _padded(x: Tensor, rows: int, columns: int) -> Tensor:
@@ -139,40 +126,33 @@ def _float8(
     lhs: Operand, rhs: Operand, dtype: torch.dtype, fast: bool, bias: Tensor | None
 ) -> Sums:
     """Multiply by ``torch._scaled_mm`` with scales of tensors or of all rows."""
-    (rows, _), (columns, _) = lhs.data.shape, rhs.data.shape
     a = _filled(lhs.data).contiguous()
     b = _filled(rhs.data).contiguous()
-    by_row = lhs.by_row()
-    by_column = rhs.by_column()
-    is_whole = all(scale is None or scale.numel() == 1 for scale in (by_row, by_column))
+    is_whole = all(x.outer is None or x.outer.numel() == 1 for x in (lhs, rhs))
     # With scales of rows, older libraries' kernel writes only bfloat16.
     if dtype == torch.float32 or (dtype != torch.bfloat16 and not is_whole):
         unit = _unit_scale(a.device)
         sums = torch._scaled_mm(a, b.t(), unit, unit, out_dtype=torch.float32, use_fast_accum=fast)
-        return Sums(sums, by_row, by_column)
-    first = _or_one(by_row, a.device)
-    second = _or_one(by_column, a.device)
-    if is_whole:
-        first = first.reshape(())
-        second = second.reshape(())
-    else:
-        first = _padded(first.expand(rows, 1), len(a), 1).contiguous()
-        second = _padded(second.expand(1, columns), 1, len(b)).contiguous()
+        return Sums(sums, lhs.outer, rhs.outer)
+    scales = []
+    for operand, codes in ((lhs, a), (rhs, b)):
+        scale = _unit_scale(a.device) if operand.outer is None else operand.outer
+        if is_whole:
+            scales.append(scale.reshape(()))
+        else:
+            column = scale.reshape(-1, 1).expand(len(operand.data), 1)
+            scales.append(_padded(column, len(codes), 1).contiguous())
     if bias is not None:
         bias = _padded(bias[None], 1, len(b))[0]
-    return Sums(
-        torch._scaled_mm(a, b.t(), first, second, bias, out_dtype=dtype, use_fast_accum=fast)
+    first, second = scales
+    product = torch._scaled_mm(
+        a, b.t(), first, second.t(), bias, out_dtype=dtype, use_fast_accum=fast
     )
+    return Sums(product)
 
 
 def _unit_scale(device: torch.device) -> Tensor:
     return torch.ones((), dtype=torch.float32, device=device)
-
-
-def _or_one(scale: Tensor | None, device: torch.device) -> Tensor:
-    if scale is None:
-        return _unit_scale(device)
-    return scale
 
 
 def _float8_blocks(lhs: Operand, rhs: Operand, dtype: torch.dtype, *_: Any) -> Sums:
@@ -349,12 +329,15 @@ def _works(
     def trial() -> bool:
         matrices = []
         operands = []
+        casts = []
         for side, operand in enumerate((lhs, rhs)):
-            operand = Cast(operand.format, operand.granularity, operand.scale)  # the same kernel
-            x = exact_matrix(operand, _ROWS[side], _TERMS, side)
+            # The same kernel, without what a kernel does not see.
+            casts.append(Cast(operand.format, operand.granularity, operand.scale))
+            x = exact_matrix(casts[side], _ROWS[side], _TERMS, side)
             dtype = PAIRS if operand.element.bits == 4 else getattr(torch, operand.format)
+            codes = cast_matrix(x, casts[side], 1, dtype)
             matrices.append(x.double())
-            operands.append(cast_matrix(x, operand, 1, dtype).mapped(lambda part: part.to(device)))
+            operands.append(codes.mapped(lambda part: part.to(device)))
         exactly = matrices[0] @ matrices[1].t()
         bias = None
         dtypes = [torch.bfloat16, torch.float32]
@@ -364,7 +347,8 @@ def _works(
             bias = bias.to(device)
             dtypes = [torch.bfloat16]
         for dtype in dtypes:
-            sums = multiply_codes(kernel, operands[0], operands[1], (1, 1), dtype, bias)
+            product = Product(casts[0], casts[1])
+            sums = multiply_codes(kernel, operands[0], operands[1], product, dtype, bias)
             # Read here: a device error is raised when its result is read.
             if not torch.equal(_finished(sums), exactly.to(sums.values.dtype)):
                 return False
@@ -401,7 +385,8 @@ def _scattered(rows: int, columns: int) -> Tensor:
 
 def _finished(sums: Sums) -> Tensor:
     values = sums.values.cpu().double()
-    for scale in (sums.by_row, sums.by_column):
-        if scale is not None:
-            values = values * scale.cpu().double()
+    if sums.left is not None:
+        values = values * sums.left.cpu().double().reshape(-1, 1)
+    if sums.right is not None:
+        values = values * sums.right.cpu().double().reshape(1, -1)
     return values.to(sums.values.dtype)

@@ -32,7 +32,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from inspect import unwrap
-from typing import Any, ClassVar, Final, Literal, NamedTuple, TypeVar, cast
+from typing import Any, ClassVar, Final, Literal, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -49,19 +49,9 @@ from narrowgauge.transforms.scaled_tensor import (
     unknown,
 )
 
-
-class Held(NamedTuple):
-    """Hold the unit of an operand that enters unchanged.
-
-    The function divides by the unit itself.
-    """
-
-    power: Tensor
-
-
 # The unit of an operand: its own scale, 1 (the real value), 1 with float16 widened to float32, or
 # this number.
-Unit = Tensor | Held | Literal["own", "real", "wide"]
+Unit = Tensor | Literal["own", "real", "wide"]
 # A guess of the root mean square of the result; None: measure it.
 Size = float | None
 
@@ -121,8 +111,6 @@ def _unit(like: Tensor) -> Tensor:
 
 
 def _divisor(x: Tensor, unit: Unit) -> Tensor | None:
-    if isinstance(unit, Held):
-        return unit.power
     if isinstance(unit, Tensor):
         return unit
     return x._scale if unit == OWN and isinstance(x, Scaled) else None
@@ -228,7 +216,6 @@ def linear(
     bias: Tensor | None,
     multiply: Callable[..., Tensor],
     features: tuple[int, int],
-    takes_unit: bool = False,
 ) -> Tensor:
     """Apply a linear layer by the rule for dot products: the operands of its three matmuls are near
     one.
@@ -242,22 +229,18 @@ def linear(
         weight, bias: plain. The weight has the layout of ``multiply``.
         multiply: the linear function of plain tensors, low-precision or not.
         features: numbers of inputs and outputs.
-        takes_unit: ``multiply`` gets the weight's size as a fourth argument and divides by it
-            itself, in a cacheable cast.
     """
     inputs, outputs = features
     size = power_of_rms(weight)
     scale = scale_of(x) * size
     sizes = (root_below(outputs), None, None)
-    weight_unit: Unit = Held(size) if takes_unit else size
-    also = [size] * takes_unit
     if bias is None:
-        token, data, unit_weight = enter((OWN, weight_unit), sizes[:2], x, weight)
-        raw = multiply(data, unit_weight, None, *also)
+        token, data, unit_weight = enter((OWN, size), sizes[:2], x, weight)
+        raw = multiply(data, unit_weight, None)
     else:
-        units: tuple[Unit, ...] = (OWN, weight_unit, scale)
+        units: tuple[Unit, ...] = (OWN, size, scale)
         token, data, unit_weight, unit_bias = enter(units, sizes, x, weight, bias)
-        raw = multiply(data, unit_weight, unit_bias, *also)
+        raw = multiply(data, unit_weight, unit_bias)
     return leave(raw, token, scale, root_below(inputs))
 
 
@@ -363,8 +346,7 @@ class _Linear(_Ruled):
     def forward(self: Any, x: Tensor) -> Tensor:
         multiply = getattr(self, "multiply", F.linear)
         features = (self.in_features, self.out_features)
-        takes_unit = getattr(self, "takes_unit", False)  # of a narrow layer
-        y = linear(x, self.weight, self.bias, multiply, features, takes_unit)
+        y = linear(x, self.weight, self.bias, multiply, features)
         if self.leaves_plain:
             return value_of(y)
         return y
