@@ -7,7 +7,6 @@ layer's. :func:`narrowgauge.matmul.swapping.swap_linears` swaps a model's layers
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -23,6 +22,7 @@ from narrowgauge.numerics.dtensor import is_sharded
 from narrowgauge.numerics.widening import linear
 from narrowgauge.spec.computes import Compute
 from narrowgauge.spec.formats import dtype_name
+from narrowgauge.torch_support.extension import extended_class
 from narrowgauge.torch_support.machine import require_float64
 
 
@@ -248,30 +248,6 @@ def _narrow_class(plain: type[Any]) -> type[Linear]:
     if plain is nn.Linear or not issubclass(plain, nn.Linear):
         return Linear
     return cast(type[Linear], extended_class(Linear, cast(Any, plain)))
-
-
-@functools.cache
-def extended_class(base: type[Any], plain: type[Any]) -> type[Any]:
-    """Return a class that adds ``base`` to a user's class, and keeps its name."""
-    additions = {"__reduce_ex__": _reduced, "_made_of": (base, plain)}
-    bases: Any = (base, plain)
-    metaclass: Any = type
-    extended: type[Any] = metaclass(plain.__name__, bases, additions)
-    return extended
-
-
-def _reduced(module: Any, protocol: Any) -> tuple[Any, ...]:
-    """Pickle or copy a module of such a class.
-
-    The class is in no module, so it is made again from the plain one.
-    """
-    reduced = cast(tuple[Any, ...], object.__reduce_ex__(module, max(2, protocol)))
-    return (_empty_module, module._made_of, *reduced[2:])
-
-
-def _empty_module(base: Any, plain: Any) -> Any:
-    extended: Any = extended_class(base, plain)
-    return extended.__new__(extended)
 
 
 def refuse_replaced_forward(name: str, module: nn.Module, compute: Compute) -> None:
