@@ -38,6 +38,8 @@ from narrowgauge.torch_support.torch_names import is_traced, is_transformed
 
 REGISTERED: dict[str, Compute] = dict(COMPUTES)
 """Computes by the name that graphs hold: the table's, and those that :func:`register` adds."""
+TRACED: set[str] = set()
+"""Computes that a compiler has traced, in whose graphs nothing sees which layers are called."""
 
 
 def register(compute: Compute) -> str:
@@ -119,6 +121,8 @@ def output(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> tuple[
     """Return ``x · wᵀ + b`` of ``[tokens, in]`` and ``[out, in]``, and the parts of the operand saved
     for backward: x's cast, or x itself.
     """
+    if is_traced():
+        TRACED.add(call.name)
     rhs = call.cast_weight(weight, "output.right")
     y, lhs = multiply_input(x, rhs, bias, len(weight), call)
     if call.compute.cast_slots["grad_weight.right"] == "output.left":

@@ -38,6 +38,7 @@ class NarrowLayer(nn.Module):
         names: the layer's name, or one for each expert.
         key: int32 ``[]``, or ``[experts]``: key of the layer's random bits, from its name.
         clock_words: ``draw`` as a tensor; ``None`` if no compute took random bits yet.
+        was_called: whether it has multiplied, outside compiled code.
     """
 
     names: tuple[str, ...]
@@ -48,6 +49,7 @@ class NarrowLayer(nn.Module):
     swap: clock.Swap
     key: Tensor
     clock_words: Tensor | None
+    was_called: bool = False
 
     def begin(self, names: Sequence[str], device: torch.device | None, compute: Compute) -> None:
         """Set a compute and the keys that belong to the names, and start at step 0."""
@@ -87,6 +89,8 @@ class NarrowLayer(nn.Module):
 
         Raise if the dtype is not the compute's: float16 needs a loss scale.
         """
+        if not torch.compiler.is_compiling():
+            vars(self)["was_called"] = True
         is_cast = torch.is_autocast_enabled(x.device.type)
         if is_cast:
             dtype = torch.get_autocast_dtype(x.device.type)

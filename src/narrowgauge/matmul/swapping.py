@@ -14,6 +14,7 @@ from narrowgauge.errors import RecipeError
 from narrowgauge.matmul import clock, experts
 from narrowgauge.matmul.experts import GroupedLinear
 from narrowgauge.matmul.gemm import warn_if_emulated
+from narrowgauge.matmul.layer_matmuls import TRACED
 from narrowgauge.matmul.linear import (
     Linear,
     NarrowLayer,
@@ -97,14 +98,15 @@ class NarrowLayers:
         clock.set_draw(self.layers.values(), is_placed=True, **index)
 
     def matrices(self) -> dict[str, str]:
-        """Return what multiplies each matrix of the model: ``narrow``, ``kept`` (by choice), or the
-        class whose code reads it.
+        """Return what multiplies each matrix of the model: ``narrow``, ``kept`` (by choice), ``never
+        called`` where other layers were, or the class whose code reads it.
 
         A matrix is a parameter of two or more dims, but no bias or embedding. :attr:`kept` says why
         a layer is.
         """
         readers: dict[str, str] = {}
         stacks = parts(self.model).stacks()
+        has_run = not TRACED and any(layer.was_called for layer in self.layers.values())
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             owner_name = re.sub(r"(^|\.)(parametrizations\..*|[^.]+)$", "", name)
             owner = self.model.get_submodule(owner_name)
@@ -117,6 +119,10 @@ class NarrowLayers:
             readers[name] = type(owner).__name__
             if layer is not None and not layer.compute.is_wide:
                 readers[name] = "narrow"
+                if (
+                    has_run and not layer.was_called
+                ):  # the model reads its weight, as Mamba's dt_proj
+                    readers[name] = "never called"
             elif is_choice:
                 readers[name] = "kept"
         return readers
