@@ -4,8 +4,6 @@ where it cannot be.
 
 from __future__ import annotations
 
-import copy
-import operator
 from collections import OrderedDict
 from typing import Any
 
@@ -188,25 +186,6 @@ def test_running_statistics_that_depend_on_ranks_are_refused_for_equal_bits() ->
     with pytest.raises(RecipeError, match="running statistics"):
         ng.prepare(model, "bfloat16/word/reproducible")
     ng.prepare(model.eval(), "bfloat16/word/reproducible")
-
-
-def test_casting_parameters_gives_those_of_bfloat16_and_leaves_buffers_ties_and_objects() -> None:
-    model = nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8, bias=False), nn.BatchNorm1d(8))
-    model[1].weight = model[0].weight
-    model.register_buffer("frequencies", torch.rand(4))
-    model.register_parameter(
-        "codes", nn.Parameter(torch.ones(2, dtype=torch.uint8), requires_grad=False)
-    )
-    objects = list(model.parameters())
-    buffer = model.frequencies.clone()
-    expected = dict(copy.deepcopy(model).bfloat16().named_parameters(remove_duplicate=False))
-    assert ng.cast_parameters(model, torch.bfloat16) is model
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        assert torch.equal(parameter, expected[name]) and parameter.dtype is expected[name].dtype
-    assert all(map(operator.is_, model.parameters(), objects))
-    assert model[1].weight is model[0].weight
-    assert model.frequencies.dtype is torch.float32 and torch.equal(model.frequencies, buffer)
-    assert model[2](torch.randn(4, 8).bfloat16()).dtype is torch.bfloat16
 
 
 @pytest.mark.parametrize(

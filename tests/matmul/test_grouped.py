@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from matmul.launches import Launches
 from matmul.scenarios import CPU, EIGHT
 from narrowgauge.matmul import grouped, native
 from narrowgauge.matmul.clock import set_draw
@@ -161,33 +160,6 @@ def test_biases_are_added_to_the_rounded_product(row: str, chip: str) -> None:
     for expert, (start, stop) in enumerate(pairwise((0, 40, 40, 200))):
         expected = grad[start:stop].double().sum(0)
         torch.testing.assert_close(biases.grad[expert].double(), expected, rtol=2**-8, atol=1e-5)
-
-
-@every_grouped
-def test_experts_launch_at_most_twelve_times_a_product(
-    row: str, chip: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With 128 experts; each compiled function counts as one launch."""
-    counts = torch.arange(128) % 7
-    x, weights, offsets, _, grad = mixture(tuple(counts.cumsum(0).tolist()), 400, (32, 64))
-    monkeypatch.setattr(native, "architecture_of", lambda device: chip)
-    monkeypatch.setattr(grouped, "works", lambda *_: True)
-
-    def zeros(a: Tensor, b: Tensor, *_: Tensor, offs: Tensor, **__: object) -> Tensor:
-        shape = (a.shape[0], b.shape[-1]) if b.ndim == 3 else (len(offs), a.shape[0], b.shape[1])
-        return torch.empty(shape, dtype=torch.bfloat16).zero_()
-
-    monkeypatch.setattr(torch, "_scaled_grouped_mm", zeros)
-    monkeypatch.setattr(F, "grouped_mm", zeros)
-    x.requires_grad_()
-    weights.requires_grad_()
-    with Launches(monkeypatch) as launches:
-        y = grouped_linear(x, weights, offsets, COMPUTES[row])
-        num_forward = len(launches.names)
-        y.backward(grad)
-    assert launches.names.count("zero_") == 3, "each product is one kernel's"
-    assert num_forward <= 12 and len(launches.names) - num_forward <= 24, launches.names
-    assert "_local_scalar_dense" not in launches.names, "the host waits for nothing"
 
 
 @pytest.mark.parametrize(("row", "chip"), GROUPED[:2], indirect=["chip"])

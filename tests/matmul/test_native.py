@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_compiler
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from matmul.launches import Launches, product_of_zeros
 from matmul.scenarios import CPU, cast_operands, gaussian, make_layer, passed, same
@@ -193,64 +192,15 @@ def test_a_native_product_is_the_exact_one_rounded_once(
         assert ((result.double() - emulated.double()).abs() <= bound + accumulated).all()
 
 
-class LargeOperations(TorchDispatchMode):
-    """Names the operations that write as many elements as an operand has."""
-
-    def __init__(self, least: int) -> None:
-        super().__init__()
-        self.least, self.names = least, list[str]()
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        result = function(*args, **(kwargs or {}))
-        if isinstance(result, Tensor) and result.numel() >= self.least:
-            is_view = any(isinstance(x, Tensor) and x.data_ptr() == result.data_ptr() for x in args)
-            self.names += [] if is_view else [function.overloadpacket.__name__]
-        return result
-
-
-@pytest.mark.usefixtures("untried", "sm90")
-@pytest.mark.parametrize("bias", [None, gaussian(80, seed=5)], ids=["", "bias"])
-@every_place
-@pytest.mark.parametrize("compute", SCALED_MM)
-def test_a_product_of_whole_sides_is_the_kernel_alone(
-    compute: str, place: str, bias: Tensor | None
-) -> None:
-    """Nothing is turned, padded, cropped or added outside it: casts write codes as it reads them."""
-    row = COMPUTES[compute]
-    arguments: Any = (
-        *cast_operands(row, place, (48, 64, 80)),
-        row.products[place],
-        (48, 80),
-        torch.bfloat16,
-        bias,
-    )
-    multiply(*arguments)  # the trials
-    with LargeOperations(48 * 64) as operations:
-        multiply(*arguments)
-    assert operations.names == ["_scaled_mm"]
-
-
-@pytest.mark.parametrize(
-    ("shape", "operations"), [((64, 48, 80), ["_int_mm"]), ((3, 50, 70), None)], ids=str
-)
-def test_a_gpu_s_integer_product_is_exact(
-    shape: tuple[int, int, int], operations: list[str] | None
-) -> None:
+@pytest.mark.parametrize("shape", [(64, 48, 80), (3, 50, 70)], ids=str)
+def test_a_gpu_s_integer_product_is_exact(shape: tuple[int, int, int]) -> None:
     rows, contraction, columns = shape
     draw = torch.Generator().manual_seed(0)
     a, b = (
         torch.randint(-127, 128, (side, contraction), generator=draw, dtype=torch.int8)
         for side in (rows, columns)
     )
-    with LargeOperations(48 * 64) as large:
-        sums = native.sum_integers(a, b.t())
-    assert torch.equal(sums.double(), oracle.integer_product(a, b))
-    assert operations in (
-        None,
-        large.names,
-    )
+    assert torch.equal(native.sum_integers(a, b.t()).double(), oracle.integer_product(a, b))
 
 
 GRAPHS = [(name, "sm90") for name in (*SCALED_MM, "float8-block")] + [
@@ -263,10 +213,7 @@ KERNELS = (torch.ops.aten._scaled_mm.default, torch.ops.narrowgauge.scaled_mm.de
 @pytest.mark.usefixtures("untried")
 @pytest.mark.parametrize(("compute", "chip"), GRAPHS)
 def test_compilers_see_through_a_native_layer(compute: str, chip: str) -> None:
-    """Its graph has three kernels, and nothing else that is opaque.
-
-    It copies codes only into the layout in which they are cast or shared.
-    """
+    """Its graph has three kernels, and nothing else that is opaque."""
     layer, _ = make_layer(compute, 64, 80)
     graphs: list[torch.fx.Graph] = []
 
@@ -289,19 +236,8 @@ def test_compilers_see_through_a_native_layer(compute: str, chip: str) -> None:
                 calls.append(node)
     kernels = [node for node in calls if node.target in KERNELS]
     assert len(kernels) == 3
-    if compute in SCALED_MM:
-        has_bias = []
-        for node in kernels:
-            has_bias.append(len(node.args) > 4 and node.args[4] is not None)
-        assert has_bias == [True, False, False]
     ours = {str(node.target) for node in calls if "narrowgauge" in str(node.target)}
     assert ours <= {"narrowgauge.scaled_mm.default", "narrowgauge.bias_gradient.default"}
-    if compute in SCALED_MM:
-        copies = []
-        for node in calls:
-            if node.target is torch.ops.aten.clone.default:
-                copies.append(node)
-        assert len(copies) == 3 and all(node.meta["val"].dtype.itemsize == 1 for node in copies)
 
 
 @contextmanager

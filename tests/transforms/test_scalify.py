@@ -24,7 +24,6 @@ from narrowgauge.trainer.language_model import build, loss_sum
 from narrowgauge.transforms.scaled_tensor import Scaled
 from narrowgauge.transforms.scalify import scalify
 from oracles import scalify as oracle
-from tables import exhaustive
 from tensors import gaussian, gradients, random_tokens, relative_error, rms
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -118,35 +117,6 @@ def test_arithmetic_hands_on_data_and_scale_by_its_rule(
     computed = operation(scaled(A, scales[0]), scaled(B, scales[1]))
     expected = rule(oracle.pair(A, scales[0]), oracle.pair(B, scales[1]))
     assert pair_of(computed) == expected
-
-
-@exhaustive(
-    "operation",
-    [
-        lambda x: x.view(3, 8),
-        lambda x: x.permute(2, 0, 1),
-        lambda x: x.transpose(1, 2).reshape(2, 12),
-        lambda x: x[0].t(),
-        lambda x: x[..., 1:3],
-        lambda x: x.unsqueeze(1).expand(2, 5, 3, 4).clone(),
-        lambda x: x[:1].squeeze(0),
-        lambda x: x.split(2, dim=-1)[1] * 1.0 + x.chunk(2, dim=-1)[0],
-        lambda x: x.float().double(),
-        lambda x: x.detach() - x,
-    ],
-)
-def test_what_moves_elements_keeps_the_scale(operation: Callable[[Tensor], Tensor]) -> None:
-    real = random(2, 3, 4)
-    plain = real.clone().requires_grad_()
-    x = Scaled(real * 8, 0.125).requires_grad_()
-    reference = operation(plain)
-    computed = operation(x)
-    assert type(computed) is Scaled
-    assert computed.scale == 0.125
-    assert torch.equal(computed.value(), reference)
-    reference.backward(torch.ones_like(reference))
-    (gradient,) = torch.autograd.grad(computed, x, Scaled(torch.full_like(reference, 4.0), 0.25))
-    assert torch.equal(gradient.value(), plain.grad)
 
 
 def test_a_linear_layer_obeys_the_rule_for_dot_products_in_all_three_matmuls() -> None:
