@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -164,7 +164,7 @@ def _float8_blocks(lhs: Operand, rhs: Operand, dtype: torch.dtype, *_: Any) -> S
     b = _filled(rhs.data).contiguous()
     first, by_first = _scales_of_128(lhs)
     second, by_second = _scales_of_128(rhs)
-    return Sums(_scaled_product(a, b, [first], [second], by_first, by_second, dtype))
+    return _product_of(a, b, [first], [second], by_first, by_second, dtype)
 
 
 def _scales_of_128(operand: Operand) -> tuple[Tensor, str]:
@@ -194,7 +194,7 @@ def _micro_scaled(lhs: Operand, rhs: Operand, dtype: torch.dtype, *_: Any, block
         scales.append([codes])
         if operand.outer is not None:
             scales[-1].append(operand.outer.reshape(1))
-    return Sums(_scaled_product(a, b, scales[0], scales[1], block, block, dtype))
+    return _product_of(a, b, scales[0], scales[1], block, block, dtype)
 
 
 def _scaled_product(
@@ -204,52 +204,41 @@ def _scaled_product(
 
     ``first`` and ``second`` are their scales: of blocks, and then of the tensor if there is one.
     """
-    if is_traced():
-        return cast(Tensor, _traced_product(a, b, first, second, first_block, second_block, dtype))
-    return _call_scaled_mm(a, b, first, second, first_block, second_block, dtype)
-
-
-def _call_scaled_mm(
-    a: Tensor, b: Tensor, first: list[Tensor], second: list[Tensor], first_block: str, second_block: str, dtype: torch.dtype
-) -> Tensor:  # fmt: skip
     if a.dtype == PAIRS:
         a = a.view(torch.float4_e2m1fn_x2)
         b = b.view(torch.float4_e2m1fn_x2)
-    recipes = []
-    scales = []
-    for name, operand_scales in ((first_block, first), (second_block, second)):
-        recipes.append(
-            [getattr(F.ScalingType, name), F.ScalingType.TensorWise][: len(operand_scales)]
-        )
-        scales.append(
-            [operand_scales[0].view(_SCALES.get(name, torch.float32)), *operand_scales[1:]]
-        )
+    sides: list[Any] = []
+    for name, scales in ((first_block, first), (second_block, second)):
+        blocks = scales[0].view(_SCALES.get(name, torch.float32))
+        recipe = [getattr(F.ScalingType, name), F.ScalingType.TensorWise][: len(scales)]
+        sides += [[blocks, *scales[1:]], recipe]
     orders: list[Any] = []
     if first_block in _SCALES:
         orders = [[F.SwizzleType.SWIZZLE_32_4_4, F.SwizzleType.NO_SWIZZLE][: len(first)]] * 2
     product: Any = F.scaled_mm
-    result: Tensor = product(
-        a, b.t(), scales[0], recipes[0], scales[1], recipes[1], *orders, output_dtype=dtype
-    )
+    result: Tensor = product(a, b.t(), *sides, *orders, output_dtype=dtype)
     return result
-
-
-_SCALES = {"BlockWise1x32": torch.float8_e8m0fnu, "BlockWise1x16": torch.float8_e4m3fn}
-"""The dtype of scales that come as uint8."""
 
 
 # PyTorch 2.13's compiler refuses scales in tiles. So the kernel's call alone is an operator of ours:
 # casts, tiles and padding around it are traced, and fuse.
-@torch.library.custom_op("narrowgauge::scaled_mm", mutates_args=())
-def _traced_product(
-    a: Tensor, b: Tensor, first: list[Tensor], second: list[Tensor], first_block: str, second_block: str, dtype: torch.dtype
-) -> Tensor:  # fmt: skip
-    return _call_scaled_mm(a, b, first, second, first_block, second_block, dtype)
+_traced_product: Any = torch.library.custom_op(
+    "narrowgauge::scaled_mm", _scaled_product, mutates_args=()
+)
 
 
-@_traced_product.register_fake
+@_traced_product.register_fake  # type: ignore[untyped-decorator]
 def _(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
     return a.new_empty(a.shape[0], b.shape[0], dtype=rest[-1])
+
+
+def _product_of(*arguments: Any) -> Sums:
+    product: Any = _traced_product if is_traced() else _scaled_product
+    return Sums(product(*arguments))
+
+
+_SCALES = {"BlockWise1x32": torch.float8_e8m0fnu, "BlockWise1x16": torch.float8_e4m3fn}
+"""The dtype of scales that come as uint8."""
 
 
 def _tile_both(

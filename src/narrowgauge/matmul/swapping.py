@@ -23,8 +23,7 @@ from narrowgauge.matmul.linear import (
     made_narrow,
 )
 from narrowgauge.matmul.roles import role_of, roles_of
-from narrowgauge.numerics.widening import is_widened
-from narrowgauge.spec.computes import COMPUTES, Compute
+from narrowgauge.spec.computes import Compute
 from narrowgauge.spec.notation import get_compute
 from narrowgauge.torch_support.anatomy import parts
 from narrowgauge.torch_support.machine import require_float64
@@ -182,8 +181,6 @@ def swap_linears(
     """Make a model's linear layers and experts multiply in the formats of a compute, in place.
 
     Parameters, names and ``state_dict`` stay. A layer is swapped unless its name matches ``keep``.
-    On a CPU that does not multiply bfloat16, the other bfloat16 layers use float32 matmuls, with
-    the same values.
 
     Args:
         model: any module with ``nn.Linear``, transformers' ``Conv1D`` or its mixtures' experts.
@@ -234,8 +231,7 @@ def swap_linears(
         )
     keep_from_fused_kernels(model)
     device = next(iter(layers.values())).key.device
-    slow = _swap_slow_layers(model)
-    for used in {layer.compute.name: layer.compute for layer in (*layers.values(), *slow)}.values():
+    for used in {layer.compute.name: layer.compute for layer in layers.values()}.values():
         warn_if_emulated(used, device)
     if is_by_role:
         reasons = roles
@@ -358,15 +354,3 @@ def chooser(
         return get_compute(layer_compute)
 
     return choose
-
-
-def _swap_slow_layers(model: nn.Module) -> list[Linear]:
-    """Swap the remaining plain layers if PyTorch's own matmul of their format is slow."""
-    slow = []
-    for name, module in list(model.named_modules()):
-        if not is_linear(module) or isinstance(module, Linear):
-            continue
-        weight = module.weight
-        if weight.dtype is torch.bfloat16 and is_widened(torch.bfloat16, weight.device.type):
-            slow.append(made_narrow(plain_name(name), module, COMPUTES["bfloat16"]))
-    return slow
