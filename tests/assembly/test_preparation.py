@@ -89,28 +89,6 @@ def test_a_prepared_model_is_traced_whole() -> None:
     assert model.eval().generate(TOKENS[:, :3], max_new_tokens=2, pad_token_id=0).shape == (2, 5)
 
 
-def test_a_float32_recipe_takes_the_steps_of_torchs_adamw() -> None:
-    """Weights decay, gradients are large and none is clipped: other betas, decay or clipping would
-    part in the first digits.
-    """
-
-    def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
-        for step in range(20):
-            x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step)) * 10
-            model(x).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return torch.cat([p.detach().flatten() for p in model.parameters()])
-
-    model = net()
-    torch_model = net()
-    theirs = trained(
-        torch_model, torch.optim.AdamW(torch_model.parameters(), lr=1e-2, weight_decay=0.5)
-    )
-    ours = trained(*ng.prepare(model, "float32/float32", lr=1e-2, weight_decay=0.5))
-    assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-6)
-
-
 def test_all_parameters_are_decayed_or_those_that_are_chosen() -> None:
     _, optimizer = ng.prepare(net(), "bfloat16/word", weight_decay=0.3)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3]
@@ -167,12 +145,6 @@ def test_frozen_parameters_are_cut_and_left_alone() -> None:
     for group in optimizer.param_groups:
         for p in group["params"]:
             assert p.requires_grad
-
-
-def test_options_see_names_without_a_compilers_prefix() -> None:
-    model = torch.compile(nn.Sequential(nn.Embedding(64, 32), nn.Linear(32, 64)), backend="eager")
-    _, optimizer = ng.prepare(model, "bfloat16/word", compile=False)
-    assert optimizer.param_groups[0]["param_names"] == ["0.weight", "1.weight", "1.bias"]
 
 
 def test_batch_norm_computes_with_the_models_format() -> None:

@@ -17,7 +17,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 from matmul.scenarios import names, with_threshold
 from narrowgauge.errors import RecipeError
-from narrowgauge.matmul.experts import IMPLEMENTATION, GroupedLinear
+from narrowgauge.matmul.experts import IMPLEMENTATION
 from narrowgauge.matmul.inference import quantize_for_inference
 from narrowgauge.matmul.swapping import NarrowLayers, swap_linears
 from narrowgauge.spec.computes import COMPUTES, Compute
@@ -162,17 +162,6 @@ def test_experts_in_a_module_s_own_code_are_layers_of_their_own(in_a_loop: bool,
     y.float().square().mean().backward()
     for weight in experts.parameters():
         assert weight.grad[0].any() and not weight.grad[1].any()
-
-
-def test_a_stack_of_one_expert_has_random_bits_too() -> None:
-    x = torch.randn(8, 32).bfloat16().requires_grad_()
-    weights = torch.randn(1, 16, 32).bfloat16().requires_grad_()
-    layer = GroupedLinear(1, "experts", COMPUTES["int8-row"])
-    grouped = layer(x, weights, torch.tensor([8], dtype=torch.int32))
-    alone = layer.multiply_one(x, weights[0], 0)
-    assert torch.equal(grouped, alone)
-    grouped.float().square().sum().backward()
-    assert weights.grad.any() and x.grad.any()
 
 
 def test_experts_of_other_code_than_products_are_refused_at_their_first_call() -> None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from matmul.scenarios import CPU, DIMS, ROWS, gaussian, make_layer
-from narrowgauge.matmul.gemm import is_native, multiply
+from matmul.scenarios import DIMS, ROWS, gaussian, make_layer
+from narrowgauge.matmul.gemm import multiply
 from narrowgauge.matmul.operand import Operand
 from narrowgauge.spec.computes import COMPUTES, PLACES, Compute
 from oracles import linear as oracle
@@ -70,16 +70,6 @@ def test_integer_sums_hold_beyond_what_int32_does(sign: int) -> None:
     )
     assert abs(127 * 127 * terms) > 2**31
     assert torch.equal(result, oracle.integer_product(lhs, rhs).float())
-
-
-@every_row
-@pytest.mark.usefixtures("native_formats")
-def test_what_this_cpu_multiplies_itself(row: Compute) -> None:
-    native_formats = {"int8", "bfloat16", "float32", "float64"}
-    for matmul in row.products.values():
-        assert is_native(matmul, CPU) == (
-            {matmul.left.format, matmul.right.format} <= native_formats
-        )
 
 
 @every_row

@@ -48,7 +48,8 @@ def multiply(
     if lhs.data.dtype in CODES and rhs.data.dtype in CODES:
         kernel = native.kernel_here(product, lhs.data.device)
     if kernel is None:
-        y = _emulate(lhs, rhs, dtype, bias)
+        with torch.autocast(lhs.data.device.type, enabled=False):  # the operands are cast already
+            y = _emulate(lhs, rhs, dtype, bias)
     elif bias is None or native.adds_bias(kernel, product, bias, dtype):
         y = scaled(*native.multiply_codes(kernel, lhs, rhs, product, dtype, bias), None, dtype)
     else:  # float32 sums, so that a bias is added before the result is rounded

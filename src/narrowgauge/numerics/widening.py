@@ -134,7 +134,8 @@ def multiply_plain(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype
     """Return ``a [rows, contraction] · b [contraction, columns] + bias [columns]``, rounded once to
     ``dtype``.
     """
-    values = torch.mm(a.float(), b.float())
+    with torch.autocast(a.device.type, enabled=False):
+        values = torch.mm(a.float(), b.float())
     if bias is not None:
         values += bias.float()
     return values.to(dtype, copy=True)
