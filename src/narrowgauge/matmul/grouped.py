@@ -266,7 +266,7 @@ class _Experts(FirstOrder):
         rhs = cast_weights(weights, compute.output.right, 1)
         sums = multiply_groups(lhs, rhs, slots.ends, compute.output)
         ctx.save_for_backward(x, weights, bias, offsets, *slots)
-        ctx.name = name
+        ctx.compute_name = name
         y: Tensor = fused(len(x) * weights.shape[1], _gathered, sums, slots.slot)
         if bias is None:
             return y
@@ -276,7 +276,7 @@ class _Experts(FirstOrder):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         needs = ctx.needs_input_grad[:3]
-        gradients = once(expert_gradients, grads[0], *ctx.saved_tensors, ctx.name, needs)
+        gradients = once(expert_gradients, grads[0], *ctx.saved_tensors, ctx.compute_name, needs)
         return (*gradients, None, None)
 
 

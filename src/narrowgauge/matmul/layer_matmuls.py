@@ -256,14 +256,14 @@ class _Product(FirstOrder):
         if clock is not None:  # another model's optimizer may step before this backward pass
             clock = clock.clone()
         ctx.save_for_backward(*saved, weight, clock, layer)
-        ctx.name, ctx.sequence_length = call.name, call.sequence_length
+        ctx.compute_name, ctx.sequence_length = call.name, call.sequence_length
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         *saved, weight, clock, layer = ctx.saved_tensors
         keys = None if clock is None else Keys(clock, layer)
-        call = Call(ctx.name, keys, ctx.sequence_length)
+        call = Call(ctx.compute_name, keys, ctx.sequence_length)
         needs = ctx.needs_input_grad[:3]
         return *once(gradients, grads[0], Operand(*saved), weight, call, needs), None
 
