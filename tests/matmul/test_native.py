@@ -250,25 +250,6 @@ def graph_device(chip: str) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("untried", "sm90")
-def test_a_kernel_that_rounds_before_it_adds_a_bias_gets_none(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    scaled_mm = torch._scaled_mm
-    product = COMPUTES["float8-row"].output
-
-    def twice_rounded(*args: Any, **options: Any) -> Tensor:
-        *args, bias = (*args, None)[:5]
-        return scaled_mm(*args, **options) + (0 if bias is None else bias)
-
-    kernel = kernel_for(product, "sm90")
-    arguments = (product, gaussian(16), torch.bfloat16)
-    assert kernel is not None and native.adds_bias(kernel, *arguments)
-    native._works.cache_clear()
-    monkeypatch.setattr(torch, "_scaled_mm", twice_rounded)
-    assert is_native(product, CPU) and not native.adds_bias(kernel, *arguments)
-
-
-@pytest.mark.usefixtures("untried", "sm90")
 def test_a_compute_chooses_the_accumulation_of_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     scaled_mm = torch._scaled_mm
     choices = list[bool]()

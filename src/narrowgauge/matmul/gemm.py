@@ -50,11 +50,10 @@ def multiply(
     if kernel is None:
         with torch.autocast(lhs.data.device.type, enabled=False):  # the operands are cast already
             y = _emulate(lhs, rhs, dtype, bias)
-    elif bias is None or native.adds_bias(kernel, product, bias, dtype):
-        y = scaled(*native.multiply_codes(kernel, lhs, rhs, product, dtype, bias), None, dtype)
-    else:  # float32 sums, so that a bias is added before the result is rounded
-        sums = native.multiply_codes(kernel, lhs, rhs, product, torch.float32)
-        y = scaled(*sums, bias, dtype)
+    else:
+        # Float32 sums, so that a bias is added before the result is rounded.
+        sum_dtype = dtype if bias is None else torch.float32
+        y = scaled(*native.multiply_codes(kernel, lhs, rhs, product, sum_dtype), bias, dtype)
     if (*y.shape,) == shape and not y._is_view():
         return y
     # A view could not be changed in place by the model.

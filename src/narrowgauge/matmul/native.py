@@ -64,15 +64,6 @@ def kernel_here(product: Product, device: torch.device) -> Kernel | None:
     )
 
 
-def adds_bias(kernel: Kernel, product: Product, bias: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether the kernel of a product adds this bias before it rounds to ``dtype``.
-
-    All must be bfloat16.
-    """
-    is_taken = kernel.name == "float8" and bias.dtype == dtype == torch.bfloat16
-    return is_taken and _works(kernel, product.left, product.right, bias.device, with_bias=True)
-
-
 @lru_cache(None)
 def architecture_of(device: torch.device) -> str | None:
     """Return ``"sm90"`` and the like; ``None`` without a GPU of NVIDIA: no other chip was tried."""
@@ -83,16 +74,14 @@ def architecture_of(device: torch.device) -> str | None:
 
 
 def multiply_codes(
-    kernel: Kernel, lhs: Operand, rhs: Operand, product: Product, dtype: torch.dtype, bias: Tensor | None = None
-) -> Sums:  # fmt: skip
+    kernel: Kernel, lhs: Operand, rhs: Operand, product: Product, dtype: torch.dtype
+) -> Sums:
     """Return the product of two operands that the kernel takes, in ``dtype``, or in float32
     (``mxfp4``: bfloat16) if it cannot.
 
-    ``bias`` is for kernels that add it, see :func:`adds_bias`. The accumulation ``fast`` is in the
-    tensor core's register alone, if the kernel can.
+    The accumulation ``fast`` is in the tensor core's register alone, if the kernel can.
     """
-    is_fast = product.accumulation == "fast"
-    sums = _FUNCTIONS[kernel.name](lhs, rhs, dtype, is_fast, bias)
+    sums = _FUNCTIONS[kernel.name](lhs, rhs, dtype, product.accumulation == "fast")
     shape = len(lhs.data), len(rhs.data)
     if (*sums.values.shape,) == shape:
         return sums
@@ -122,9 +111,7 @@ def _filled(x: Tensor, least_rows: int = 0) -> Tensor:
 # ── the kernels: operands [side, contraction], and the right one is transposed for them ───────────
 
 
-def _float8(
-    lhs: Operand, rhs: Operand, dtype: torch.dtype, fast: bool, bias: Tensor | None
-) -> Sums:
+def _float8(lhs: Operand, rhs: Operand, dtype: torch.dtype, fast: bool) -> Sums:
     """Multiply by ``torch._scaled_mm`` with scales of tensors or of all rows."""
     a = _filled(lhs.data).contiguous()
     b = _filled(rhs.data).contiguous()
@@ -142,13 +129,9 @@ def _float8(
         else:
             column = scale.reshape(-1, 1).expand(len(operand.data), 1)
             scales.append(_padded(column, len(codes), 1).contiguous())
-    if bias is not None:
-        bias = _padded(bias[None], 1, len(b))[0]
     first, second = scales
-    product = torch._scaled_mm(
-        a, b.t(), first, second.t(), bias, out_dtype=dtype, use_fast_accum=fast
-    )
-    return Sums(product)
+    sums = torch._scaled_mm(a, b.t(), first, second.t(), out_dtype=dtype, use_fast_accum=fast)
+    return Sums(sums)
 
 
 def _unit_scale(device: torch.device) -> Tensor:
@@ -273,7 +256,7 @@ def sum_integers(a: Tensor, b: Tensor) -> Tensor:
     return total[:rows, :columns]
 
 
-_FUNCTIONS: dict[str, Callable[[Operand, Operand, torch.dtype, bool, Tensor | None], Sums]] = {
+_FUNCTIONS: dict[str, Callable[[Operand, Operand, torch.dtype, bool], Sums]] = {
     "float8": _float8,
     "float8-blocks": _float8_blocks,
     "mxfp8": partial(_micro_scaled, block="BlockWise1x32"),
@@ -307,10 +290,8 @@ def is_exact(trial: Callable[[], bool]) -> bool:
 
 
 @lru_cache(None)
-def _works(
-    kernel: Kernel, lhs: Cast, rhs: Cast, device: torch.device, with_bias: bool = False
-) -> bool:
-    """Return whether a kernel multiplies two small matrices without error, and adds a bias.
+def _works(kernel: Kernel, lhs: Cast, rhs: Cast, device: torch.device) -> bool:
+    """Return whether a kernel multiplies two small matrices without error.
 
     It waits for the device once, so the first call must not happen during CUDA graph capture.
     """
@@ -328,16 +309,9 @@ def _works(
             matrices.append(x.double())
             operands.append(codes.mapped(lambda part: part.to(device)))
         exactly = matrices[0] @ matrices[1].t()
-        bias = None
-        dtypes = [torch.bfloat16, torch.float32]
-        if with_bias:
-            bias = _scattered(1, exactly.shape[1])[0].bfloat16()
-            exactly = exactly + bias.double()
-            bias = bias.to(device)
-            dtypes = [torch.bfloat16]
-        for dtype in dtypes:
-            product = Product(casts[0], casts[1])
-            sums = multiply_codes(kernel, operands[0], operands[1], product, dtype, bias)
+        product = Product(casts[0], casts[1])
+        for dtype in (torch.bfloat16, torch.float32):
+            sums = multiply_codes(kernel, operands[0], operands[1], product, dtype)
             # Read here: a device error is raised when its result is read.
             if not torch.equal(_finished(sums), exactly.to(sums.values.dtype)):
                 return False
