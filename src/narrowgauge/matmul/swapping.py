@@ -109,21 +109,20 @@ class NarrowLayers:
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             owner_name = re.sub(r"(^|\.)(parametrizations\..*|[^.]+)$", "", name)
             owner = self.model.get_submodule(owner_name)
-            is_bias = parameter.ndim < 2 or "bias" in name.rpartition(".")[2]
-            is_bias |= owner in stacks and min(parameter.shape) == 1  # [experts, 1, out]
-            if is_bias or isinstance(owner, nn.Embedding | nn.LayerNorm):
+            is_vector = owner in stacks and min(parameter.shape) == 1  # [experts, 1, out]
+            if parameter.ndim < 2 or is_vector or "bias" in name.rpartition(".")[2]:
                 continue
             layer = self.layers.get(owner_name) or self.layers.get(name)
-            is_choice = owner_name in self.kept or is_linear(owner) or owner in stacks
-            readers[name] = type(owner).__name__
+            if isinstance(owner, nn.Embedding | nn.LayerNorm):
+                continue
             if layer is not None and not layer.compute.is_wide:
-                readers[name] = "narrow"
-                if (
-                    has_run and not layer.was_called
-                ):  # the model reads its weight, as Mamba's dt_proj
-                    readers[name] = "never called"
-            elif is_choice:
+                # A model may read a layer's weight in its own code, as Mamba does dt_proj's.
+                is_idle = has_run and not layer.was_called
+                readers[name] = "never called" if is_idle else "narrow"
+            elif owner_name in self.kept or is_linear(owner) or owner in stacks:
                 readers[name] = "kept"
+            else:
+                readers[name] = type(owner).__name__
         return readers
 
     def __str__(self) -> str:
@@ -133,18 +132,18 @@ class NarrowLayers:
         """Return in one line how many weights are narrow, and which matrices are not and why, at
         most ``limit`` of them.
         """
-        readers = self.matrices()
-        sizes = {name: self.model.get_parameter(name).numel() for name in readers}
-        total = sum(sizes.values())
+        total = 0
         narrow = 0
         wide = []
-        for name, reader in readers.items():
+        for name, reader in self.matrices().items():
+            size = self.model.get_parameter(name).numel()
+            total += size
             if reader == "narrow":
-                narrow += sizes[name]
-            elif reader == "kept":
-                wide.append(f"{name} ({self.kept.get(name.rpartition('.')[0], 'by choice')})")
-            else:
-                wide.append(f"{name} ({reader})")
+                narrow += size
+                continue
+            if reader == "kept":
+                reader = self.kept.get(name.rpartition(".")[0], "by choice")
+            wide.append(f"{name} ({reader})")
         line = f"{narrow:,} of {total:,} matrix weights are narrow ({narrow / max(total, 1):.0%})"
         if wide:
             line += f"; wide: {', '.join(wide[:limit])}"
