@@ -146,13 +146,6 @@ def test_a_linear_layer_obeys_the_rule_for_dot_products_in_all_three_matmuls() -
     )
 
 
-def test_padding_gets_no_gradient() -> None:
-    model = nn.Sequential(nn.Embedding(4, 3, padding_idx=0))
-    scalify(model)
-    model(torch.tensor([0, 1])).sum().backward()
-    assert model[0].weight.grad.any(1).tolist() == [False, True, False, False]
-
-
 def test_a_model_computes_what_it_computed(model: PreTrainedModel) -> None:
     transformed = scalified(model)
     assert list(transformed.state_dict()) == list(model.state_dict())
