@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.matmul.gemm import operand_dtype
 from narrowgauge.matmul.operand import Operand, cast_matrix
 from narrowgauge.numerics.dtensor import is_sharded
-from narrowgauge.spec.computes import Compute, Product
+from narrowgauge.spec.computes import Cast, Compute
 from narrowgauge.torch_support import torch_names
 from narrowgauge.torch_support.torch_names import is_traced
 
@@ -112,8 +111,7 @@ class _GatheredWeight:
     """The methods of one weight that FSDP2 calls."""
 
     def __init__(self, layer: Any) -> None:
-        self.product: Product = layer.compute.output
-        self.cast = self.product.right
+        self.cast: Cast = layer.compute.casts[_SLOT]
         self.shard = torch_names.local_shard(layer.weight)
         self.shard.fsdp_pre_all_gather = self.fsdp_pre_all_gather  # type: ignore[attr-defined]
         self.shard.fsdp_post_all_gather = self.fsdp_post_all_gather  # type: ignore[attr-defined]
@@ -153,12 +151,10 @@ class _GatheredWeight:
         weight.data.fill_(torch.nan)
         codes = gathered[0].view(getattr(torch, self.cast.format))
         scales = gathered[1].view(torch.float32) if outer is None else outer
-        dtype = operand_dtype(self.cast, self.product, codes.device)
         for key in [key for key, (owner, *_) in _gathered.items() if owner.expired()]:
             del _gathered[key]
         storage = weight.untyped_storage()
-        operand = Operand(codes.to(dtype), scales)
-        _gathered[storage._cdata] = StorageWeakRef(storage), self.cast, operand
+        _gathered[storage._cdata] = StorageWeakRef(storage), self.cast, Operand(codes, scales)
         if out is None:
             return (weight, (weight,))
         return None

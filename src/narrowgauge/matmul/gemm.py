@@ -93,24 +93,20 @@ def is_native(product: Product, device: torch.device) -> bool:
     )
 
 
-def operand_dtype(
-    cast: Cast, product: Product, device: torch.device, *, as_codes: bool = False
-) -> torch.dtype:
-    """Return the result dtype of a cast, one side of ``product``.
-
-    With ``as_codes`` return the codes' dtype even if the matmul widens them, since they are saved
-    for backward.
+def operand_dtype(cast: Cast, product: Product, device: torch.device) -> torch.dtype:
+    """Return the result dtype of a cast, one side of ``product``: of codes with scales of rows or
+    tensors always, of codes in blocks where a kernel takes them.
     """
+    name = cast.values_format
     if cast.is_wide:
-        return getattr(torch, cast.format)  # type: ignore[no-any-return]
-    has_codes = cast.block is None and bool(cast.carrier)
-    if is_native(product, device):
+        name = cast.format
+    elif cast.block is None and cast.carrier:
+        name = cast.carrier
+    elif is_native(product, device):
         if cast.element.bits == 4:
             return PAIRS
-        return getattr(torch, cast.carrier)  # type: ignore[no-any-return]
-    if has_codes and (as_codes or cast.carrier == "int8"):
-        return getattr(torch, cast.carrier)  # type: ignore[no-any-return]
-    return getattr(torch, cast.values_format)  # type: ignore[no-any-return]
+        name = cast.carrier
+    return getattr(torch, name)  # type: ignore[no-any-return]
 
 
 # ── reports of emulation ──────────────────────────────────────────────────────────────────────────

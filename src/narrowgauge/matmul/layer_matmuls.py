@@ -89,9 +89,7 @@ class Call(NamedTuple):
         fold = None
         if right is not None and right.outer is not None and product.right.granularity == "column":
             fold = right.outer.reshape((1, -1) if row.dim == 1 else (-1, 1))
-        # Codes saved for backward stay codes, even if this matmul widens them.
-        as_codes = slot == "output.left" and compute.keeps_codes
-        dtype = operand_dtype(cast, product, x.device, as_codes=as_codes)
+        dtype = operand_dtype(cast, product, x.device)
         return cast_matrix(x, cast, row.dim, dtype, draw=drawn, fold=fold)
 
     def cast_weight(self, weight: Tensor, slot: str) -> Operand:
