@@ -153,6 +153,7 @@ class StepEnds:
         ranks = tuple(dist.get_process_group_ranks(group))
         StepEnds._made[ranks] += 1
         self.name = f"narrowgauge/{ranks[0]}-{ranks[-1]}/{StepEnds._made[ranks]}"
+        self.is_first = dist.get_rank() == ranks[0]
         self.step = 0
 
     def tell(self, count: int, is_last: bool) -> None:
@@ -169,7 +170,8 @@ class StepEnds:
                 )
         if is_last:
             store.set(key, f"{dist.get_rank()} {count}")
-            store.delete_key(f"{self.name}/{self.step - 2}")
+            if self.is_first:
+                store.delete_key(f"{self.name}/{self.step - 2}")
             self.step += 1
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -588,43 +588,50 @@ class Replicated:
             return
         gradients: dict[Tensor, Tensor | None] = dict.fromkeys(self.parameters)
         if not is_absent:
-            for parameter in self.parameters:
-                gradients[parameter] = gradient_of(parameter)
-        present = [gradient is not None for gradient in gradients.values()]
-        self._used |= torch.tensor(present, dtype=torch.uint8, device="cpu")
-        if is_last and self.grid.size > 1:  # on any rank, in any micro-batch
-            anywhere = self._used.to(self.parameters[0].device)
-            dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=self.grid.group)
-            self._used = anywhere.cpu()
-        used: dict[Tensor, int] = {}
-        if is_last:
-            used = dict(zip(self.parameters, self._used.tolist(), strict=True))
+            gradients = {parameter: gradient_of(parameter) for parameter in self.parameters}
+        used = self._used_now(gradients, is_last)
         for bucket, exchange in self.buckets:
             sizes = [local_of(p).numel() for p in bucket]
-            flat = torch.empty(sum(sizes), dtype=bucket[0].dtype, device=bucket[0].device)
+            flat = torch.zeros(sum(sizes), dtype=bucket[0].dtype, device=bucket[0].device)
             parts = dict(zip(bucket, flat.split(sizes), strict=True))
             for parameter, part in parts.items():
                 gradient = gradients[parameter]
-                if gradient is None:
-                    part.zero_()
-                else:
+                if gradient is not None:
                     part.copy_(_dense(gradient).reshape(-1))
             exchange.take(flat, flat, is_last=is_last)
             for parameter, part in parts.items():
-                if not used.get(parameter):
-                    parameter.grad = None
-                    continue
-                if parameter.grad is None:
-                    parameter.grad = torch.empty_like(parameter)
-                placed = gradient_of(parameter)
-                assert placed is not None
-                gradient = local_of(placed)
-                gradient.copy_(part.view(gradient.shape))
-        if is_last:
-            self._used.zero_()
+                _write_gradient(parameter, part if parameter in used else None)
+
+    def _used_now(self, gradients: Mapping[Tensor, Tensor | None], is_last: bool) -> set[Tensor]:
+        """Note which parameters have gradients. After the last micro-batch, return those that had
+        one on any rank in any micro-batch; before, return none.
+        """
+        present = [gradient is not None for gradient in gradients.values()]
+        self._used |= torch.tensor(present, dtype=torch.uint8, device="cpu")
+        if not is_last:
+            return set()
+        anywhere = self._used.to(self.parameters[0].device)
+        if self.grid.size > 1:
+            dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=self.grid.group)
+        flags = anywhere.tolist()
+        self._used.zero_()
+        return {p for p, flag in zip(self.parameters, flags, strict=True) if flag}
 
     def discard(self) -> None:
         self._used.zero_()
+
+
+def _write_gradient(parameter: Tensor, values: Tensor | None) -> None:
+    """Write flat values to the gradient of a parameter, or clear it."""
+    if values is None:
+        parameter.grad = None
+        return
+    if parameter.grad is None:
+        parameter.grad = torch.empty_like(parameter)
+    placed = gradient_of(parameter)
+    assert placed is not None
+    gradient = local_of(placed)
+    gradient.copy_(values.view(gradient.shape))
 
 
 def _in_buckets(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
