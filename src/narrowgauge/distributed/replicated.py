@@ -61,7 +61,10 @@ class Replicated:
                     part.copy_(_dense(gradient).reshape(-1))
             exchange.take(flat, flat, is_last=is_last)
             for parameter, part in parts.items():
-                _write_gradient(parameter, part if parameter in used else None)
+                if parameter in used:
+                    _write_gradient(parameter, part)
+                else:
+                    parameter.grad = None
 
     def _used_now(self, gradients: Mapping[Tensor, Tensor | None], is_last: bool) -> set[Tensor]:
         """Note which parameters have gradients. After the last micro-batch, return those that had
@@ -82,11 +85,7 @@ class Replicated:
         self._used.zero_()
 
 
-def _write_gradient(parameter: Tensor, values: Tensor | None) -> None:
-    """Write flat values to the gradient of a parameter, or clear it."""
-    if values is None:
-        parameter.grad = None
-        return
+def _write_gradient(parameter: Tensor, values: Tensor) -> None:
     if parameter.grad is None:
         parameter.grad = torch.empty_like(parameter)
     placed = gradient_of(parameter)

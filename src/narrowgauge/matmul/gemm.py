@@ -184,7 +184,9 @@ def _multiply_integers(a: Tensor, b: Tensor) -> Tensor:
     total: Any = None
     for lhs, rhs in zip(a.split(terms, 1), b.split(terms, 0), strict=True):
         part = multiply_part(lhs, rhs)
-        total = part if total is None else total.double() + part
+        if total is not None:
+            part = total.double() + part
+        total = part
     if is_emulated:  # the product of 0 and a negative number is -0: integers have no such sign
         total = total + 0.0
     sums: Tensor = total.float()
@@ -207,10 +209,12 @@ def scaled(
     """Return sums times the outer scales of the left and the right operand, plus a bias."""
     if first is second is bias is None:
         return values.to(dtype)
-    by_row = None if first is None else first.reshape(-1, 1)
-    by_column = None if second is None else second.reshape(1, -1)
+    if first is not None:
+        first = first.reshape(-1, 1)
+    if second is not None:
+        second = second.reshape(1, -1)
     result = torch.empty(values.shape, dtype=dtype, device=values.device)
-    fused(values.numel(), _scale, values, by_row, by_column, bias, result)
+    fused(values.numel(), _scale, values, first, second, bias, result)
     return result
 
 

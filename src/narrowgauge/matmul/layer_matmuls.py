@@ -82,7 +82,9 @@ class Call(NamedTuple):
         product = compute.products[row.matmul]
         drawn = None
         if self.keys is not None and cast.needs_bits:
-            length = None if row.tensor == "weight" else self.sequence_length
+            length: int | None = self.sequence_length
+            if row.tensor == "weight":
+                length = None
             drawn = draw(x, self.keys, row.random_key, length)
         if cast.outliers:
             x = without_outliers(x, cast.outliers)
@@ -260,7 +262,9 @@ class _Product(FirstOrder):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         *saved, weight, clock, layer = ctx.saved_tensors
-        keys = None if clock is None else Keys(clock, layer)
+        keys = None
+        if clock is not None:
+            keys = Keys(clock, layer)
         call = Call(ctx.compute_name, keys, ctx.sequence_length)
         needs = ctx.needs_input_grad[:3]
         return *once(gradients, grads[0], Operand(*saved), weight, call, needs), None

@@ -123,7 +123,9 @@ def _float8(lhs: Operand, rhs: Operand, dtype: torch.dtype, fast: bool) -> Sums:
         return Sums(sums, lhs.outer, rhs.outer)
     scales = []
     for operand, codes in ((lhs, a), (rhs, b)):
-        scale = _unit_scale(a.device) if operand.outer is None else operand.outer
+        scale = operand.outer
+        if scale is None:
+            scale = _unit_scale(a.device)
         if is_whole:
             scales.append(scale.reshape(()))
         else:

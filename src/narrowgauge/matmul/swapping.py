@@ -117,8 +117,9 @@ class NarrowLayers:
                 continue
             if layer is not None and not layer.compute.is_wide:
                 # A model may read a layer's weight in its own code, as Mamba does dt_proj's.
-                is_idle = has_run and not layer.was_called
-                readers[name] = "never called" if is_idle else "narrow"
+                readers[name] = "narrow"
+                if has_run and not layer.was_called:
+                    readers[name] = "never called"
             elif owner_name in self.kept or is_linear(owner) or owner in stacks:
                 readers[name] = "kept"
             else:

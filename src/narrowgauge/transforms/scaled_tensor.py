@@ -165,9 +165,11 @@ def rescaled(x: Tensor) -> Scaled:
         >>> rescaled(Scaled(torch.tensor([0.25, -0.5]), 2.0))
         Scaled(tensor([ 1., -2.]), 0.5)
     """
-    data, scale = (x._data, x._scale) if isinstance(x, Scaled) else (x, None)
-    size = power_of_rms(data)
-    return Scaled(data / size, size if scale is None else scale * size)
+    if isinstance(x, Scaled):
+        size = power_of_rms(x._data)
+        return Scaled(x._data / size, x._scale * size)
+    size = power_of_rms(x)
+    return Scaled(x / size, size)
 
 
 # ── arithmetic ────────────────────────────────────────────────────────────────────────────────────
@@ -215,7 +217,8 @@ def _aligned(operands: Sequence[Any]) -> list[Any]:
     scale = scales[0]
     is_shared = all(other is scale for other in scales)
     for other in scales[1:]:
-        scale = scale if is_shared else torch.maximum(scale, other)
+        if not is_shared:
+            scale = torch.maximum(scale, other)
     data = []
     for x in operands:
         if not isinstance(x, Scaled):

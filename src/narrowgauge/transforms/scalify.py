@@ -383,8 +383,9 @@ class _Norm(_Ruled):
         units: tuple[Unit, ...] = tuple(WIDE for _ in range(1 + len(parameters)))
         token, real, *vectors = enter(units, (None,) * len(units), x, *parameters.values())
         for name, vector in zip(parameters, vectors, strict=True):
-            is_wider = vector.dtype.itemsize > real.dtype.itemsize
-            parameters[name] = vector if is_wider else vector.to(real.dtype)
+            parameters[name] = vector
+            if vector.dtype.itemsize <= real.dtype.itemsize:
+                parameters[name] = vector.to(real.dtype)
         raw = self._normalized(real, **parameters)
         if x.dtype is torch.float16:
             raw = raw.half()
