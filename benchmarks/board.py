@@ -70,9 +70,9 @@ STORAGES = (
     "float32", ONCE, "weight8", "nearest8", "float8/collage-plus",
 )  # fmt: skip
 COMPUTES = (
-    "int8-row/word", "int8-outlier/word", "int8-outlier-codes/word", "float8-row/word", "float8-row-wide-gw/word",
-    "float8-tensor/word", "float8-tensor-e5m2/word", "float8-block/word", "float8-block-float32/word", "mxfp8/word",
-    "mxfp8-ocp/word", "nvfp4/word", "nvfp4-4over6/word", "mxfp4/word", "int4-qat/word", "nvfp4-qat/word", "mxfp4-qat/word",
+    "int8-row/word", "int8-outlier-codes/word", "float8-row/word",
+    "float8-tensor/word", "float8-block/word", "mxfp8/word",
+    "nvfp4/word", "nvfp4-4over6/word", "mxfp4/word",
     "scalify/word", "scalify-float16/word", "scalify-float16/scaled16",
 )  # fmt: skip
 FULL = "float32/float32"

@@ -1,10 +1,8 @@
-"""Measure what the outlier features of a pretrained model cost in int8, in bitsandbytes' form of
-LLM.int8() and in the paper's.
+"""Measure what the outlier features of a pretrained model cost in int8 and in LLM.int8().
 
-Claim: with the weights of outlier columns in 16 bits (``int8-outlier``, the paper's form,
-2208.07339) the perplexity stays at bfloat16's, and ``int8-row`` is above it. Asked: whether
-bitsandbytes' form (``int8-outlier-codes``) stays as near, and what the other narrow computes and
-weights alone in ``nvfp4`` give.
+Claim: with outlier columns in 16 bits (``int8-outlier-codes``, as bitsandbytes multiplies) the
+perplexity stays at bfloat16's, and ``int8-row`` is above it. Asked: what the other narrow computes
+and weights alone in ``nvfp4`` give.
 
 Model and text are those of ``finetune.py``: SmolLM2-135M and the standard library's source. All
 linear layers but the head change. ``Linear8bitLt`` is bitsandbytes' own layer, with a threshold of
@@ -44,14 +42,10 @@ THRESHOLD = 6.0
 SWAPPED = (
     "float8-tensor",
     "float8-block",
-    "float8-block-float32",
     "mxfp8",
-    "mxfp8-ocp",
     "nvfp4",
     "nvfp4-4over6",
-    "nvfp4-qat",
     "mxfp4",
-    "int4-qat",
 )
 """Computes whose layers are those of training."""
 
@@ -110,7 +104,6 @@ FORMS: dict[str, Callable[[nn.Module], object]] = {
     "bfloat16": lambda model: None,
     "int8-row": lambda model: ng.quantize_for_inference(model, "int8-row"),
     "int8-outlier-codes": lambda model: ng.quantize_for_inference(model, "int8-outlier-codes"),
-    "int8-outlier": partial(swapped, compute="int8-outlier"),
     "float8-row": lambda model: ng.quantize_for_inference(model, "float8-row"),
     **{name: partial(swapped, compute=name) for name in SWAPPED},
     "weights in nvfp4": weights_in_nvfp4,

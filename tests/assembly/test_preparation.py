@@ -4,8 +4,6 @@ where it cannot be.
 
 from __future__ import annotations
 
-import copy
-import operator
 from collections import OrderedDict
 from typing import Any
 
@@ -91,28 +89,6 @@ def test_a_prepared_model_is_traced_whole() -> None:
     assert model.eval().generate(TOKENS[:, :3], max_new_tokens=2, pad_token_id=0).shape == (2, 5)
 
 
-def test_a_float32_recipe_takes_the_steps_of_torchs_adamw() -> None:
-    """Weights decay, gradients are large and none is clipped: other betas, decay or clipping would
-    part in the first digits.
-    """
-
-    def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
-        for step in range(20):
-            x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step)) * 10
-            model(x).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return torch.cat([p.detach().flatten() for p in model.parameters()])
-
-    model = net()
-    torch_model = net()
-    theirs = trained(
-        torch_model, torch.optim.AdamW(torch_model.parameters(), lr=1e-2, weight_decay=0.5)
-    )
-    ours = trained(*ng.prepare(model, "float32/float32", lr=1e-2, weight_decay=0.5))
-    assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-6)
-
-
 def test_all_parameters_are_decayed_or_those_that_are_chosen() -> None:
     _, optimizer = ng.prepare(net(), "bfloat16/word", weight_decay=0.3)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3]
@@ -171,12 +147,6 @@ def test_frozen_parameters_are_cut_and_left_alone() -> None:
             assert p.requires_grad
 
 
-def test_options_see_names_without_a_compilers_prefix() -> None:
-    model = torch.compile(nn.Sequential(nn.Embedding(64, 32), nn.Linear(32, 64)), backend="eager")
-    _, optimizer = ng.prepare(model, "bfloat16/word", compile=False)
-    assert optimizer.param_groups[0]["param_names"] == ["0.weight", "1.weight", "1.bias"]
-
-
 def test_batch_norm_computes_with_the_models_format() -> None:
     model, _ = ng.prepare(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), compile=False)
     y = model(torch.randn(4, 8).bfloat16())
@@ -188,25 +158,6 @@ def test_running_statistics_that_depend_on_ranks_are_refused_for_equal_bits() ->
     with pytest.raises(RecipeError, match="running statistics"):
         ng.prepare(model, "bfloat16/word/reproducible")
     ng.prepare(model.eval(), "bfloat16/word/reproducible")
-
-
-def test_casting_parameters_gives_those_of_bfloat16_and_leaves_buffers_ties_and_objects() -> None:
-    model = nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8, bias=False), nn.BatchNorm1d(8))
-    model[1].weight = model[0].weight
-    model.register_buffer("frequencies", torch.rand(4))
-    model.register_parameter(
-        "codes", nn.Parameter(torch.ones(2, dtype=torch.uint8), requires_grad=False)
-    )
-    objects = list(model.parameters())
-    buffer = model.frequencies.clone()
-    expected = dict(copy.deepcopy(model).bfloat16().named_parameters(remove_duplicate=False))
-    assert ng.cast_parameters(model, torch.bfloat16) is model
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        assert torch.equal(parameter, expected[name]) and parameter.dtype is expected[name].dtype
-    assert all(map(operator.is_, model.parameters(), objects))
-    assert model[1].weight is model[0].weight
-    assert model.frequencies.dtype is torch.float32 and torch.equal(model.frequencies, buffer)
-    assert model[2](torch.randn(4, 8).bfloat16()).dtype is torch.bfloat16
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ def test_the_step_travels_whatever_is_computed_in_when_it_is_saved() -> None:
     assert optimizer.state_dict()["param_groups"][0]["matmul_step"] == 2
 
 
-@pytest.mark.parametrize("recipe", ["float8-tensor/word", "int8-outlier/word"])
+@pytest.mark.parametrize("recipe", ["float8-tensor/word", "int8-outlier-codes/word"])
 def test_the_state_of_a_prepared_model_is_the_plain_models(recipe: str) -> None:
     """What others load has no name that they do not know."""
     names = set(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)).state_dict())

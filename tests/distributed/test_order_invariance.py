@@ -18,9 +18,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 import narrowgauge as ng
-from distributed.models import full_tensor_of, mesh_of
-from narrowgauge.errors import RecipeError
-from narrowgauge.numerics.hashing import fingerprint_all
+from distributed.models import mesh_of
+from narrowgauge.distributed.ranks import StepEnds
+from narrowgauge.errors import RankError, RecipeError
 from ranks import run_ranks
 
 
@@ -161,77 +161,45 @@ def test_gradients_that_are_not_sent_one_by_one_are_refused(tmp_path: Path) -> N
                 assert "set_requires_gradient_sync(False)" in message
 
 
-LEAVES = 6
-LAYERS = 4
+class Skipping(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return self[0](x)  # type: ignore[no-any-return]
 
 
-class Chosen(nn.Module):
-    """Residual layers of which a micro-batch uses some: left out, times 0, or whole on every rank."""
+def left_out(rank: int) -> str:
+    """What is said where a micro-batch leaves a sharded layer out."""
+    model = Skipping(nn.Linear(4, 4), nn.Linear(4, 4))
+    for module in (model[1], model):
+        fully_shard(module, mesh=mesh_of("sharded"))
+    reduction = ng.reduce_gradients_with(model, "reproducible")
 
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.how = how
-        self.first = nn.Linear(8, 8)
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(LAYERS)
-        )
-        self.head = nn.Linear(8, 2)
-        mesh = mesh_of("sharded")
-        for layer in self.layers if how != "whole" else ():
-            fully_shard(layer, mesh=mesh)
-        fully_shard(
-            self,
-            mesh=mesh,
-            ignored_params=set(self.layers.parameters()) if how == "whole" else set(),
-        )
+    def skip() -> None:
+        with reduction.micro_batch():
+            model(torch.ones(1, 4)).sum().backward()
 
-    def forward(self, x: Tensor, used: set[int]) -> Tensor:
-        x = self.first(x)
-        for k, layer in enumerate(self.layers):
-            if k in used:
-                x = x + layer(x)
-            elif self.how == "times 0":
-                x = x + 0.0 * layer(x)
-        return self.head(x)
+    return refusal(skip)
 
 
-def trained(model: Chosen, by_rank: bool) -> str:
-    """Two steps of the leaves, shared out over the ranks; each uses layers by its own number, or by
-    its turn.
-    """
-    rank = dist.get_rank()
-    size = dist.get_world_size()
-    reduction = ng.reduce_gradients_with(model, "reproducible", average=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    rounds = -(-LEAVES // size)
-    for _ in range(2):
-        for turn in range(rounds):
-            leaf = rank + turn * size
-            is_absent = leaf >= LEAVES
-            leaf = rank if is_absent else leaf
-            number = leaf if by_rank else turn
-            with reduction.micro_batch(is_last=turn == rounds - 1, is_absent=is_absent):
-                used = {number % LAYERS, (number + number % 2) % LAYERS}
-                model(torch.full((1, 8), leaf + 1.0), used).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return fingerprint_all({name: full_tensor_of(p) for name, p in model.named_parameters()})
+def uneven(rank: int) -> str:
+    """Both ranks have two micro-batches in the first step. In the second rank 1 has three."""
+    ends = StepEnds(dist.group.WORLD)
+    for step in (0, 1):
+        ends.tell(1, False)
+        dist.barrier()
+        ends.tell(2, rank == 0 or step == 0)
+        dist.barrier()
+    if rank == 0:
+        return ""
+    with pytest.raises(RankError) as error:
+        ends.tell(3, True)
+    return str(error.value)
 
 
-def take_turns(rank: int) -> tuple[str, list[str]]:
-    """What is refused of layers that are left out; the weights where each rank uses layers of its
-    own.
-    """
-    refused = refusal(lambda: trained(Chosen("left out"), by_rank=False))
-    return refused, [trained(Chosen(how), by_rank=True) for how in ("times 0", "whole")]
+def test_a_rank_with_more_micro_batches_says_who_has_fewer(tmp_path: Path) -> None:
+    _, message = run_ranks(uneven, 2, tmp_path)
+    assert "because rank 0 has 2 in this step" in message
 
 
-def test_layers_that_take_turns_are_refused_and_the_advice_gives_the_same_bits_on_any_ranks(
-    tmp_path: Path,
-) -> None:
-    (_, (expected, _)), *_ = run_ranks(take_turns, 1, tmp_path / "1")
-    for size in (2, 3):
-        for refused, by_rank in run_ranks(take_turns, size, tmp_path / str(size)):
-            assert "got none in a micro-batch" in refused
-            assert by_rank == [expected] * 2
+def test_a_sharded_layer_that_a_micro_batch_leaves_out_is_refused(tmp_path: Path) -> None:
+    for message in run_ranks(left_out, 2, tmp_path):
+        assert "got none in a micro-batch" in message

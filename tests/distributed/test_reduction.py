@@ -281,42 +281,6 @@ def test_what_cannot_be_done_is_refused() -> None:
         sparse(torch.tensor([1])).sum().backward()
 
 
-def installed_twice(rank: int) -> tuple[list[str], list[Tensor]]:
-    """What is refused while another reduction is installed, and the gradient with the second in its
-    place.
-    """
-    refused = []
-    gradients = []
-    for kind in ("replicated", "sharded", "ddp"):
-        model = nn.Linear(2, 2, bias=False)
-        called: nn.Module = nn.parallel.DistributedDataParallel(model) if kind == "ddp" else model
-        if kind == "sharded":
-            fully_shard(model, mesh=mesh_of("sharded"))
-        first = ng.reduce_gradients_with(called, "float32", average=False)
-        for _ in range(2):
-            try:
-                second = ng.reduce_gradients_with(called, "reproducible", average=False)
-            except RecipeError as error:
-                refused.append(str(error))
-                first.close()
-        with pytest.raises(RuntimeError, match="closed"), first.micro_batch():
-            pass
-        with second.micro_batch():
-            called(torch.ones(1, 2)).sum().backward()
-        gradients.append(full_tensor_of(model.weight.grad))
-        second.close()
-        ng.reduce_gradients_with(called, "float32")
-        with pytest.raises(RecipeError, match=r"in a backward pass outside micro_batch\(\)"):
-            called(torch.ones(1, 2)).sum().backward()
-    return refused, gradients
-
-
-def test_a_model_has_one_reduction(tmp_path: Path) -> None:
-    for refused, gradients in run_ranks(installed_twice, 2, tmp_path):
-        assert len(refused) == 3 and all("by 'float32' already" in message for message in refused)
-        assert [gradient.unique().tolist() for gradient in gradients] == [[2.0]] * 3
-
-
 def test_a_parameter_that_nobody_sums_is_refused() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[0].requires_grad_(False)
@@ -327,3 +291,17 @@ def test_a_parameter_that_nobody_sums_is_refused() -> None:
         reduction.micro_batch(),
     ):
         pass
+
+
+def test_a_model_has_one_reduction_until_it_is_closed() -> None:
+    model = nn.Linear(2, 2, bias=False)
+    first = ng.reduce_gradients_with(model, "reproducible", average=False)
+    with pytest.raises(RecipeError, match="by 'reproducible' already"):
+        ng.reduce_gradients_with(model, "float32")
+    first.close()
+    with pytest.raises(RuntimeError, match="closed"), first.micro_batch():
+        pass
+    second = ng.reduce_gradients_with(model, "reproducible", average=False)
+    with second.micro_batch():
+        model(torch.ones(1, 2)).sum().backward()
+    assert model.weight.grad.unique().tolist() == [1.0]

@@ -32,7 +32,7 @@ STOCHASTIC = [
     row for row in ROWS if any(cast.rounding == "stochastic" for cast in row.casts.values())
 ]
 EIGHT = [COMPUTES[name] for name in (
-    "bfloat16", "float8-row", "float8-tensor-e5m2", "float8-block", "int8-row", "mxfp8", "nvfp4", "scalify"
+    "bfloat16", "float8-row", "float8-tensor", "float8-block", "int8-row", "mxfp8", "nvfp4", "scalify"
 )]  # fmt: skip
 """Computes that stand for all in what does not depend on the arithmetic: each granularity, random
 bits.

@@ -136,7 +136,20 @@ def one_after_the_other(make: Make) -> set[int]:
     return steps(model)
 
 
-CASES = [two_swaps, parts_apart, two_models, vectors_apart, swapped_later, frozen_layers,
+def a_step_within_a_step(make: Make) -> set[int]:
+    model = Two()
+    swap_linears(model, "nvfp4")
+    base: Any = type(make(model.parameters()))  # PyTorch hooks the step of each class of optimizers
+
+    class Outer(base):  # type: ignore[misc]
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    train([Outer(model.parameters(), lr=0.1)], model)
+    return steps(model)
+
+
+CASES = [a_step_within_a_step, two_swaps, parts_apart, two_models, vectors_apart, swapped_later, frozen_layers,
          a_copy_of_both, one_after_the_other]  # fmt: skip
 
 

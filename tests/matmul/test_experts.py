@@ -17,7 +17,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 from matmul.scenarios import names, with_threshold
 from narrowgauge.errors import RecipeError
-from narrowgauge.matmul.experts import IMPLEMENTATION, GroupedLinear
+from narrowgauge.matmul.experts import IMPLEMENTATION
 from narrowgauge.matmul.inference import quantize_for_inference
 from narrowgauge.matmul.swapping import NarrowLayers, swap_linears
 from narrowgauge.spec.computes import COMPUTES, Compute
@@ -31,7 +31,7 @@ SHAPE = {
 }  # fmt: skip
 TOKENS = random_tokens(2, 24, 64, seed=1)
 FLOAT8 = COMPUTES["float8-row"]
-OUTLIERS = with_threshold("int8-outlier", 2.0)
+OUTLIERS = with_threshold("int8-outlier-codes", 2.0)
 
 
 def mixtral(dtype: torch.dtype = torch.bfloat16) -> MixtralForCausalLM:
@@ -64,16 +64,9 @@ def test_names_and_config_stay_and_values_are_transformers_own_where_the_row_is(
         == plain.config._experts_implementation
         != IMPLEMENTATION
     )
-    losses = []
-    for candidate in (model, plain):
-        out = candidate(TOKENS, labels=TOKENS)
-        out.loss.backward()
-        losses.append(out.logits)
     # A CPU without bfloat16 products computes transformers' own in another order.
-    torch.testing.assert_close(*losses, rtol=2**-7, atol=2**-9)
-    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        # Transformers adds up the gradients of a token's experts in bfloat16.
-        assert (ours.grad - theirs.grad).norm() <= 0.01 * theirs.grad.norm()
+    ours, theirs = (candidate(TOKENS).logits for candidate in (model, plain))
+    torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=2**-9)
 
 
 @pytest.mark.parametrize("row", [FLOAT8, OUTLIERS], **names)
@@ -162,17 +155,6 @@ def test_experts_in_a_module_s_own_code_are_layers_of_their_own(in_a_loop: bool,
     y.float().square().mean().backward()
     for weight in experts.parameters():
         assert weight.grad[0].any() and not weight.grad[1].any()
-
-
-def test_a_stack_of_one_expert_has_random_bits_too() -> None:
-    x = torch.randn(8, 32).bfloat16().requires_grad_()
-    weights = torch.randn(1, 16, 32).bfloat16().requires_grad_()
-    layer = GroupedLinear(1, "experts", COMPUTES["int8-row"])
-    grouped = layer(x, weights, torch.tensor([8], dtype=torch.int32))
-    alone = layer.multiply_one(x, weights[0], 0)
-    assert torch.equal(grouped, alone)
-    grouped.float().square().sum().backward()
-    assert weights.grad.any() and x.grad.any()
 
 
 def test_experts_of_other_code_than_products_are_refused_at_their_first_call() -> None:

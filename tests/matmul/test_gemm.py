@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from matmul.scenarios import CPU, DIMS, ROWS, gaussian, make_layer
-from narrowgauge.matmul.gemm import is_native, multiply
+from matmul.scenarios import DIMS, ROWS, gaussian, make_layer
+from narrowgauge.matmul.gemm import multiply
 from narrowgauge.matmul.operand import Operand
 from narrowgauge.spec.computes import COMPUTES, PLACES, Compute
 from oracles import linear as oracle
@@ -44,10 +44,10 @@ def test_integers_multiply_bit_for_bit(
         scales.append(gaussian(side, 1, dtype=torch.float32, seed=side).abs())
     bias = gaussian(columns, dtype=dtype, seed=4) if with_bias else None
     lhs, rhs = (
-        Operand(side, scale) if dim else Operand(side.t().contiguous(), scale.t())
+        Operand(side, scale) if dim else Operand(side.t().contiguous(), scale.t()).turned()
         for side, scale, dim in zip(codes, scales, DIMS[place], strict=True)
     )
-    result = multiply(lhs, rhs, DIMS[place], COMPUTES["int8-row"].products[place], dtype, bias)
+    result = multiply(lhs, rhs, COMPUTES["int8-row"].output, (rows, columns), dtype, bias)
     exactly = oracle.scaled_integers(
         oracle.integer_product(*codes), scales[0], scales[1].t(), bias, dtype
     )
@@ -64,22 +64,12 @@ def test_integer_sums_hold_beyond_what_int32_does(sign: int) -> None:
     result = multiply(
         Operand(lhs, unit_scale),
         Operand(rhs, unit_scale),
-        (1, 1),
         COMPUTES["int8-row"].output,
+        (2, 3),
         torch.float32,
     )
     assert abs(127 * 127 * terms) > 2**31
     assert torch.equal(result, oracle.integer_product(lhs, rhs).float())
-
-
-@every_row
-@pytest.mark.usefixtures("native_formats")
-def test_what_this_cpu_multiplies_itself(row: Compute) -> None:
-    native_formats = {"int8", "bfloat16", "float32", "float64"}
-    for matmul in row.products.values():
-        assert is_native(matmul, CPU) == (
-            {matmul.left.format, matmul.right.format} <= native_formats
-        )
 
 
 @every_row

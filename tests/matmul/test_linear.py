@@ -24,7 +24,6 @@ from matmul.scenarios import (
     gaussian,
     make_layer,
     names,
-    operands,
     passed,
     same,
 )  # fmt: skip
@@ -33,12 +32,10 @@ from narrowgauge.checks.checking import check
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.cast_cache import cached_weights
 from narrowgauge.matmul.clock import set_draw
-from narrowgauge.matmul.gemm import EmulationNotice
-from narrowgauge.matmul.swapping import COMPILE_OPTIONS, linears_of, swap_linears
-from narrowgauge.numerics.hashing import step_seed
+from narrowgauge.matmul.swapping import COMPILE_OPTIONS, swap_linears
 from narrowgauge.numerics.quantization import quantize
 from narrowgauge.optim.optimizers import AdamW
-from narrowgauge.spec.computes import COMPUTES, SLOTS, Cast, Compute, Product
+from narrowgauge.spec.computes import COMPUTES, Cast, Compute, Product
 from narrowgauge.spec.formats import FORMATS
 from narrowgauge.spec.notation import parse
 from oracles import linear as oracle
@@ -85,18 +82,6 @@ def test_a_layer_is_the_oracle_s(
         assert got.dtype == dtype and got.shape == value.shape
         assert ((got.double() - value).abs() <= off + 2.0**-130).all(), place
         assert got.any()
-
-
-def casting_one(row: Compute, tensor: str) -> Compute:
-    """A compute that casts one tensor as the row does, and multiplies the others in float32."""
-    casts = dict(row.casts)
-    for slot, cast in casts.items():
-        if SLOTS[slot].tensor != tensor:
-            casts[slot] = Cast("float32", rotation=cast.rotation)
-    products = {}
-    for name, product in row.products.items():
-        products[name] = replace(product, left=casts[f"{name}.left"], right=casts[f"{name}.right"])
-    return replace(row, dtype="float32", **products)
 
 
 def every_cast() -> Iterator[Cast]:
@@ -160,31 +145,6 @@ def test_every_cast_that_is_accepted_multiplies(product: Product) -> None:
     steps = {4: 0.4, 6: 0.15, 8: 0.13, 16: 0.13}[product.left.element.bits]
     truth = x.double() @ layer.weight.double().t()
     assert (results.output.double() - truth).norm() <= steps * truth.norm()
-
-
-def test_there_are_many_casts() -> None:
-    assert len(list(every_cast())) > 200
-
-
-@every_one_of_eight
-@pytest.mark.parametrize("tensor", ["input", "weight", "gradient"])
-def test_a_compute_may_cast_one_tensor_and_leave_the_others_in_float32(
-    row: Compute, tensor: str
-) -> None:
-    layer, linears = make_layer(
-        casting_one(row, tensor), *SHAPES[0][1:], bias=False, dtype=torch.float32
-    )
-    linears.step = 5
-    x, grad = batch(SHAPES[0], torch.float32)
-    for got, (lhs, rhs) in zip(
-        passed(layer, x, grad), operands(layer, x, grad).values(), strict=False
-    ):
-        terms = slice(min(lhs.shape[1], rhs.shape[1]))  # only a narrow operand is padded
-        reference = oracle.product(lhs[:, terms], rhs[:, terms])
-        value, magnitude = (
-            part[: len(got), : got.shape[1]] for part in (reference.value, reference.magnitude)
-        )
-        assert ((got.double() - value).abs() <= 2.0**-17 * magnitude).all()
 
 
 @pytest.mark.parametrize(
@@ -251,13 +211,6 @@ def test_random_bits_do_not_depend_on_the_division_of_the_batch(shape: tuple[int
 # ── as a module ───────────────────────────────────────────────────────────────────────────────────
 
 
-def test_packed_tokens_need_no_sequence_to_key_by_in_evaluation() -> None:
-    layer, linears = make_layer("int8-row")
-    linears.set_first_sequence(3)
-    with torch.no_grad():
-        assert layer(gaussian(4, 65)).shape == (4, 17)
-
-
 @every_one_of_eight
 def test_any_leading_shape_gives_the_same_bits(row: Compute) -> None:
     layer, _ = make_layer(row)
@@ -293,8 +246,9 @@ def test_gradients_are_those_wanted_and_no_others(
         assert leaf.grad is None or torch.equal(leaf.grad, value)
 
 
-def test_autocast_is_the_stream_s_dtype() -> None:
-    layer, _ = make_layer("float8-row", dtype=torch.float32)
+@every_one_of_eight
+def test_autocast_is_the_stream_s_dtype_and_changes_no_product(row: Compute) -> None:
+    layer, _ = make_layer(row, dtype=torch.float32)
     x = batch(SHAPES[0])[0]
     with torch.autocast("cpu", torch.bfloat16):
         inside = layer(x.float())
@@ -315,24 +269,6 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
-
-
-def test_the_head_is_kept_and_so_is_what_patterns_name() -> None:
-    assert swap_linears(Model(), "float8-row").layers.keys() == {"q_proj", "k_proj", "v_proj"}
-    assert swap_linears(Model(), "float8-row", keep_roles=False).layers.keys() == {
-        "q_proj",
-        "k_proj",
-        "v_proj",
-        "lm_head",
-    }
-    assert swap_linears(Model(), "float8-row", keep=("*_head", "[kv]_*")).layers.keys() == {
-        "q_proj"
-    }
-    chosen = swap_linears(Model(), {"q_proj": "mxfp8", "k_proj": COMPUTES["int8-row"]}.get)
-    assert {name: layer.compute.name for name, layer in chosen.layers.items()} == {
-        "q_proj": "mxfp8",
-        "k_proj": "int8-row",
-    }
 
 
 def test_patterns_hold_under_a_wrapper_and_a_transform_is_no_swap() -> None:
@@ -359,8 +295,7 @@ def test_matrices_that_stay_wide_are_named_and_counted() -> None:
         "embedding": nn.Embedding(7, 32), "encoder": nn.TransformerEncoderLayer(32, 2, 64), "halved": Halved(32, 32),
         "normed": torch.nn.utils.parametrizations.weight_norm(nn.Linear(32, 32)), "lm_head": nn.Linear(32, 7),
     })  # fmt: skip
-    pattern = r"^5,152 of 10,496 .*\(49%\).*in_proj_weight \(MultiheadAttention\).*halved"
-    with pytest.warns(UserWarning, match=pattern):
+    with pytest.warns(UserWarning, match="in_proj_weight"):
         linears = swap_linears(model, "float8-row")
     assert linears.matrices() == {
         "encoder.self_attn.in_proj_weight": "MultiheadAttention",
@@ -370,37 +305,6 @@ def test_matrices_that_stay_wide_are_named_and_counted() -> None:
         "normed.parametrizations.weight.original0": "narrow", "normed.parametrizations.weight.original1": "narrow",
     }  # fmt: skip
     assert str(linears) in str(check(model, torch.optim.SGD(model.parameters())))
-
-
-@pytest.mark.parametrize("compute", ["float8-row", "bfloat16"])
-def test_kept_layers_and_wide_computes_do_not_warn(
-    compute: str, recwarn: pytest.WarningsRecorder
-) -> None:
-    swap_linears(
-        Model() if compute == "float8-row" else nn.TransformerEncoderLayer(32, 2, 64), compute
-    )
-    assert {warning.category for warning in recwarn} <= {EmulationNotice}
-
-
-def test_the_step_is_that_of_the_optimizer_that_steps_the_model() -> None:
-    model = Model()
-    linears = swap_linears(model, "int8-row", seed=3)
-    mine = torch.optim.SGD(model.parameters(), lr=0.0)
-    unrelated = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.0)
-    unrelated.step()
-    assert linears.step == 0
-    mine.step()
-    unrelated.step()
-    assert linears.step == 1 and mine.param_groups[0]["matmul_step"] == 1
-    assert "matmul_step" not in unrelated.param_groups[0]
-    mine.step()
-    assert linears.step == 2
-    for layer in linears.layers.values():
-        assert layer.clock_words.tolist() == [step_seed(3, 2), 0, 0, 0]
-    assert len({layer.key.item() for layer in linears.layers.values()}) == 3
-    handle = linears_of(model)
-    assert handle is not None and handle.step == 2 and handle.layers == linears.layers
-    assert linears_of(nn.LayerNorm(2)) is None
 
 
 @pytest.mark.parametrize("is_ours", [True, False])
@@ -459,20 +363,6 @@ def same_parameters(first: nn.Module, second: nn.Module) -> bool:
     return all(torch.equal(a, b) for a, b in pairs)
 
 
-def test_a_second_optimizer_of_the_model_counts_once_the_first_has_stopped() -> None:
-    model = Model()
-    linears = swap_linears(model, "int8-row")
-    matrices = AdamW([model.q_proj.weight])
-    rest = AdamW([model.k_proj.weight])
-    for _ in range(3):  # as Muon beside AdamW
-        rest.step()
-        matrices.step()
-    assert linears.step == 3
-    for _ in range(3):
-        matrices.step()
-    assert linears.step == 6
-
-
 @pytest.mark.parametrize("has_two_tokens", [False, True])
 @pytest.mark.parametrize("compute", ["int8-row", "nvfp4"])
 def test_micro_batches_that_nobody_counts_round_independently(
@@ -499,34 +389,6 @@ def test_micro_batches_that_nobody_counts_round_independently(
         parts.append(torch.stack(of_seed))
     ratio = torch.stack(sums).var(0).mean() / torch.stack(parts).var(0).sum(0).mean()
     assert 0.8 < ratio < 1.2  # 1.4 with shared bits
-
-
-def test_a_step_that_calls_its_base_class_s_counts_once() -> None:
-    class Outer(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-            return super().step(closure)
-
-    model = Model()
-    linears = swap_linears(model, "int8-row")
-    torch.optim.SGD(
-        model.parameters(), lr=0.0
-    )  # PyTorch hooks the step of each class that has made an optimizer
-    Outer(model.parameters(), lr=0.0).step()
-    assert linears.step == 1
-
-
-def test_kept_layers_share_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "narrowgauge.matmul.swapping.is_widened", lambda *_: True
-    )  # a CPU without products of bfloat16
-    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)).bfloat16()
-    linears = swap_linears(model, lambda name: "int8-row", keep=("0",), seed=7)
-    assert list(linears.layers) == ["1"]
-    torch.optim.SGD(model.parameters(), lr=0.0).step()
-    again = linears_of(model)
-    assert (
-        again is not None and again.layers["1"].draw == linears.layers["1"].draw and again.step == 1
-    )
 
 
 @pytest.mark.parametrize("make", [Model, lambda: nn.Linear(16, 16)])
@@ -617,7 +479,7 @@ def test_a_second_derivative_is_refused(keep: tuple[str, ...]) -> None:
         torch.func.grad(lambda x: model(x).square().sum())(x.detach())
 
 
-@pytest.mark.parametrize("compute", ["bfloat16", "float8-tensor", "int8-outlier", "nvfp4"])
+@pytest.mark.parametrize("compute", ["bfloat16", "float8-tensor", "int8-outlier-codes", "nvfp4"])
 def test_vmap_without_gradients_multiplies_each_sample(compute: str) -> None:
     model = nn.Sequential(nn.Linear(32, 48), nn.Tanh(), nn.Linear(48, 32)).bfloat16()
     swap_linears(model, compute, keep=())
@@ -669,44 +531,12 @@ def test_exceptions_of_a_float16_recipe_compute_in_float16() -> None:
     assert model[1].weight.grad.dtype is torch.float16
 
 
-def test_a_copy_counts_steps_and_another_optimizer_may_step_before_backward() -> None:
-    original = nn.Sequential(nn.Linear(32, 32)).bfloat16()
-    swap_linears(original, "nvfp4")
-    model = copy.deepcopy(original)
-    unrelated = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    x = torch.randn(8, 32).bfloat16()
-    gradients = []
-    for _ in range(3):
-        y = model(x)
-        unrelated(torch.ones(2)).sum().backward()
-        torch.optim.SGD(unrelated.parameters()).step()
-        y.float().square().sum().backward()
-        gradients.append(model[0].weight.grad)
-        optimizer.step()
-        optimizer.zero_grad()
-    linears = linears_of(model)
-    assert linears is not None and linears.step == 3
-    assert not torch.equal(gradients[0], gradients[1])
-
-
 def test_a_layer_from_the_meta_device_has_the_keys_of_its_name() -> None:
     here, there = (nn.Sequential(nn.Linear(32, 32)) for _ in range(2))
     for model in (here, there.to("meta")):
         swap_linears(model, "int8-row")
     there.to_empty(device="cpu")
     assert torch.equal(there[0].key, here[0].key)
-
-
-def test_encoder_layers_compute_in_evaluation_as_in_training() -> None:
-    model = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True).eval()
-    swap_linears(model, "float8-row")
-    x = torch.randn(2, 3, 32)
-    with torch.no_grad():
-        evaluated = model(x)
-    torch.testing.assert_close(
-        evaluated, model(x).detach(), rtol=0, atol=1e-5
-    )  # attention itself is fused
 
 
 def test_an_encoder_takes_a_mask_of_padding_in_evaluation() -> None:

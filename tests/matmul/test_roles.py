@@ -87,43 +87,10 @@ def test_the_last_blocks_stay_wide_where_a_compute_asks() -> None:
     assert roles_of(nn.Linear(4, 4), 0.5) == {}
 
 
-def test_a_label_head_and_the_head_that_a_model_names() -> None:
-    class Classifier(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.config = type("Config", (), {"num_labels": 3})()
-            self.body, self.score, self.answer = (nn.Linear(8, n) for n in (8, 3, 5))
-
-        def get_output_embeddings(self) -> nn.Module:
-            return self.answer
-
-    assert roles_of(Classifier()) == {"answer": "head"}
-    labels = Classifier()
-    labels.answer = None
-    assert roles_of(labels) == {"score": "head"}
-
-
 def test_a_compute_that_finds_no_last_blocks_says_so() -> None:
     model = nn.Sequential(nn.Embedding(16, 32), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 16))
     with pytest.warns(UserWarning, match="Cannot keep the last blocks wide"):
         swap_linears(model, "nvfp4")
-
-
-@pytest.mark.parametrize("compute", ["float8-row", "nvfp4"])
-def test_swapping_leaves_them_and_says_why(compute: str) -> None:
-    model = Model().bfloat16()
-    linears = swap_linears(model, compute)
-    wide_layers = set()
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear):
-            wide_layers.add(name)
-    wide_layers -= {name for name, layer in linears.layers.items() if not layer.compute.is_wide}
-    roles = roles_of(model, 0.15 if compute == "nvfp4" else 0.0)
-    assert wide_layers == {name for name in wide_layers | set(linears.layers) if name in roles}
-    assert "blocks.0.gate" in linears.layers
-    assert "to_vocabulary.weight (head)" in linears.describe(limit=99)
-    assert "blocks.1.scores.weight (router)" in linears.describe(limit=99)
-    assert linears.matrices()["to_vocabulary.weight"] == "kept"
 
 
 def test_names_override_roles_and_a_narrow_head_is_told() -> None:

@@ -1,7 +1,10 @@
-"""The parts of 63 classes of transformers and of other layouts, against a table written by hand."""
+"""63 classes of transformers: their parts, against a table written by hand, and the values of all of
+their layers, against casts written by hand.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +13,11 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+import narrowgauge as ng
 from matmul import zoo
+from narrowgauge.matmul.layer_matmuls import TRACED
 from narrowgauge.torch_support.anatomy import parts, shared_inputs
+from oracles import hand_casts
 
 Row = tuple[str, list[str], list[str], dict[int, int]]
 """Where the blocks are, the heads, the routers, and the number of mixtures by that of experts."""
@@ -128,3 +134,81 @@ def test_layers_that_share_an_input_are_those_of_one_forward_pass() -> None:
         groups = shared_inputs(model, lambda: model(**zoo.inputs_of("T5")))
     by_name = {tuple(names[layer].rpartition("layer.")[2] for layer in group) for group in groups}
     assert ("0.SelfAttention.q", "0.SelfAttention.k", "0.SelfAttention.v") in by_name
+
+
+class Seen(nn.Module):
+    """What the layers of a model multiply: input, output, and the gradient of the output."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.calls: list[tuple[torch.Tensor, ...]] = []
+        layer.register_forward_hook(self.note)
+
+    def note(self, layer: Any, args: Any, y: torch.Tensor) -> None:
+        place = len(self.calls)
+        self.calls.append((args[0].detach().clone(), y.detach().clone()))
+        if y.requires_grad:
+            y.register_hook(lambda gradient: self.keep(place, gradient))
+
+    def keep(self, place: int, gradient: torch.Tensor) -> None:
+        self.calls[place] = (*self.calls[place][:2], gradient)
+
+
+UNRUN = (
+    "CLIP", "Siglip", "Idefics3", "RecGemma", "Kosmos2", "Idefics", "Whisper turbo", "Blip2", "Musicgen decoder",
+    "Qwen2 classifier",
+)  # fmt: skip
+"""Classes that take other inputs than the zoo has."""
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", [name for name in zoo.MODELS if name not in UNRUN])
+def test_each_layer_s_values_are_those_of_casts_by_hand(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each class in one compute, in turn; a tie may round otherwise, so the norm is judged."""
+    computes = list(hand_casts.FORWARD)
+    compute = computes[list(zoo.MODELS).index(name) % len(computes)]
+    TRACED.clear()
+    model: Any = zoo.build(name).eval()
+    linears = ng.swap_linears(model, compute)
+    layers: dict[str, Any] = {}
+    for path, layer in linears.layers.items():
+        if isinstance(layer, nn.Linear):
+            layers[path] = layer
+    seen = {path: Seen(layer) for path, layer in layers.items()}
+    model(**zoo.inputs_of(name)).loss.backward()
+    limit = 0.05 if "fp4" in compute else 0.02
+    users = Counter(map(id, (p for _, p in model.named_parameters(remove_duplicate=False))))
+    never = {path for path, calls in seen.items() if not calls.calls}
+    readers = linears.matrices()
+    if compute != "bfloat16":
+        told = {path for path in layers if readers[f"{path}.weight"] == "never called"}
+        assert told == never
+    for path, layer in layers.items():
+        matrix = layer.weight.t() if layer.is_transposed else layer.weight
+        exact_gradient: Any = 0.0
+        for x, y, *gradients in seen[path].calls:
+            rows = x.flatten(0, -2)
+            expected = hand_casts.product(compute, rows, matrix.detach())
+            if layer.bias is not None:
+                expected = expected + layer.bias.detach().double()
+            error = distance(y.flatten(0, -2), expected)
+            assert error < limit, (compute, path, error)
+            for gradient in gradients:
+                by_hand = hand_casts.product(
+                    compute, gradient.flatten(0, -2).t(), rows.t(), is_weight=False
+                )
+                exact_gradient = exact_gradient + by_hand
+        if (
+            compute in hand_casts.DETERMINISTIC
+            and seen[path].calls
+            and users[id(layer.weight)] == 1
+        ):
+            found = layer.weight.grad.t() if layer.is_transposed else layer.weight.grad
+            if torch.is_tensor(exact_gradient) and exact_gradient.norm() > 0:
+                assert distance(found, exact_gradient) < 0.03, (compute, path)
+
+
+def distance(x: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((x.double() - expected).norm() / expected.norm().clamp_min(1e-30))

@@ -4,14 +4,11 @@ exactly their sum.
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from narrowgauge.numerics.widening import is_widened, linear, sum_integers
+from narrowgauge.numerics.widening import is_widened, linear
 from processors import pretending
 from tensors import gaussian
 
@@ -56,33 +53,3 @@ def test_a_linear_and_its_gradients_are_float32s_rounded_once(
     assert weight.grad is not None
     assert bits_equal(weight.grad, (grad.float().t() @ x.float()).to(dtype))
     assert bias.grad is not None and bits_equal(bias.grad, grad.sum(0))
-
-
-@pytest.mark.parametrize("terms", [3, 1024, 1025, 2048, 5000])
-@pytest.mark.parametrize("transposed", [False, True])
-def test_integers_add_up_exactly(terms: int, transposed: bool) -> None:
-    generator = torch.Generator().manual_seed(terms)
-    a = torch.randint(-128, 128, (17, terms), dtype=torch.int8, generator=generator)
-    b = torch.randint(-128, 128, (terms, 24), dtype=torch.int8, generator=generator)
-    b = b.t().contiguous().t() if transposed else b
-    assert torch.equal(sum_integers(a, b), torch._int_mm(a, b).float())
-
-
-@pytest.mark.parametrize("terms", [1024, 4096, 140_000])  # more than int32 holds
-def test_the_largest_integers_add_up_exactly(terms: int) -> None:
-    a = torch.full((2, terms), -128, dtype=torch.int8)
-    b = torch.full((terms, 2), -128, dtype=torch.int8)
-    assert torch.equal(sum_integers(a, b), torch.full((2, 2), terms * 16384.0))
-
-
-def test_a_model_traced_with_fake_tensors_leaves_no_buffers_behind() -> None:
-    """Once they were kept: every later product of the process was what the memory held."""
-
-    def products() -> Tensor:
-        codes = torch.ones(2, 3, dtype=torch.int8)
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            sum_integers(codes, codes.t())
-        return sum_integers(codes, codes.t()).clone()
-
-    with pretending("avx2"), ThreadPoolExecutor(1) as thread:  # whose buffers are new
-        assert torch.equal(thread.submit(products).result(), torch.full((2, 2), 3.0))

@@ -92,17 +92,20 @@ REFUSED = {
     "an unknown accumulation": lambda: Product(_MX, _MX, "bfloat16"),  # type: ignore[arg-type]
     **{
         f"an unknown {name}": partial(_with_word, name)
-        for name in ("scale", "rounding", "scale_rounding", "fit", "scaling", "rotation", "outlier_weights")
+        for name in ("scale", "rounding", "scale_rounding", "fit", "scaling", "rotation")
     },
     "a left column": lambda: Product(Cast("int8", "column"), Cast("int8", "row")),
     "outliers of a gradient": lambda: replace(
-        COMPUTES["int8-row"], name="mine", grad_input=COMPUTES["int8-outlier"].output
+        COMPUTES["int8-row"], name="mine", grad_input=COMPUTES["int8-outlier-codes"].output
+    ),
+    "an input that rounds stochastically": lambda: replace(
+        COMPUTES["int8-row"], name="mine", output=COMPUTES["int8-row"].grad_input
     ),
     "outliers beside blocks": lambda: replace(
-        COMPUTES["int8-outlier"], name="mine", output=Product(_OUTLIERS, Cast("int8", "1x32"))
+        COMPUTES["int8-outlier-codes"], name="mine", output=Product(_OUTLIERS, Cast("int8", "1x32"))
     ),
 }  # fmt: skip
-_OUTLIERS = COMPUTES["int8-outlier"].output.left
+_OUTLIERS = COMPUTES["int8-outlier-codes"].output.left
 
 
 @exhaustive("name", REFUSED)

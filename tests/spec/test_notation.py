@@ -49,7 +49,7 @@ def test_aliases_lead_to_full_names() -> None:
     ("spelling", "name"),
     [
         ("BF16/Word", "bfloat16/word"), (" bfloat16 / word ", "bfloat16/word"), ("fp32", "float32/float32"),
-        ("FP8-tensor-e5m2/exact", "float8-tensor-e5m2/exact"), ("fp16-throughout", "float16-throughout/naive"),
+        ("FP8-tensor/exact", "float8-tensor/exact"), ("fp16-throughout", "float16-throughout/naive"),
         ("fp16/split", "float16/split"), ("bf16-mixed", "bfloat16/float32"), ("bfloat16-true", "bfloat16/naive"),
         ("bfloat16/exact/native", "bfloat16/exact"), ("fp16/fp32", "float16/float32"),
         ("float8/collage-plus", "float8/collage-plus"), ("collage-plus", "bfloat16/collage-plus"),
@@ -58,8 +58,8 @@ def test_aliases_lead_to_full_names() -> None:
         ("32-true", "float32/float32"), ("32", "float32/float32"), ("amp", "float16/float32"),
         ("O0", "float32/float32"), ("O1", "float16/float32"), ("O2", "float16/master"), ("o3", "float16/naive"),
         ("fp8", "float8-row/word"), ("FP8/master", "float8-row/master"), ("int8", "int8-row/word"),
-        ("int8/exact", "int8-row/exact"), ("fp8-rowwise", "float8-row/word"), ("tensorwise", "float8-tensor-e5m2/word"),
-        ("MXFP8BlockScaling", "mxfp8/word"), ("Float8CurrentScaling/fp32", "float8-tensor-e5m2/float32"),
+        ("int8/exact", "int8-row/exact"), ("fp8-rowwise", "float8-row/word"),
+        ("MXFP8BlockScaling", "mxfp8/word"),
         ("amp_bf16", "bfloat16/float32"), ("mixed_float16", "float16/float32"), ("pure_bf16", "bfloat16/naive"),
     ],
 )  # fmt: skip

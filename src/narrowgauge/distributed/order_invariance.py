@@ -20,6 +20,8 @@ from torch import Tensor, nn
 
 from narrowgauge.distributed.sharding import fsdp_modules
 from narrowgauge.errors import RecipeError
+from narrowgauge.numerics.dtensor import gradient_of, local_of
+from narrowgauge.spec.formats import dtype_name
 from narrowgauge.torch_support import torch_names
 from narrowgauge.torch_support.torch_hooks import OwnHook
 
@@ -70,6 +72,37 @@ def _called(module: nn.Module) -> Iterator[nn.Module]:
             yield from _called(child)
         else:
             yield child
+
+
+def require_own_dtypes(groups: Iterable[tuple[Any, Any]]) -> None:
+    """Refuse sums in another dtype than the parameters': on several ranks FSDP2 would round the sum
+    once more.
+    """
+    for module, group in groups:
+        for parameter in torch_names.fsdp_parameters(group):
+            summed = dtype_name(torch_names.fsdp_sum_dtype(group, parameter))
+            stored = dtype_name(parameter.dtype)
+            if summed != stored:
+                raise RecipeError(
+                    f"Cannot sum gradients of {type(module).__name__} exactly because FSDP2 sums "
+                    f"them in {summed} and its parameters are {stored}.",
+                    f"Take reduce_dtype = {stored} in its MixedPrecisionPolicy; the exact sum needs "
+                    "no wider one.",
+                )
+
+
+def refuse_lost(model: nn.Module) -> None:
+    """Name the gradients in whose sums a value was lost, which are NaN."""
+    names = []
+    for name, parameter in model.named_parameters():
+        gradient = gradient_of(parameter)
+        if gradient is not None and local_of(gradient).isnan().any():
+            names.append(name)
+    raise RecipeError(
+        f"Cannot sum the gradient of '{', '.join(names[:3])}' exactly because values beyond 2^18 "
+        "appeared in it after the first step.",
+        "Repeat the step: from now on these sums take all of float32's range.",
+    )
 
 
 # ── the norm by which gradients are clipped ───────────────────────────────────────────────────────

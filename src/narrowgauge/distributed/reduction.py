@@ -28,12 +28,18 @@ from narrowgauge.distributed.exchanges import (
     of_mesh,
     replicated,
 )
-from narrowgauge.distributed.order_invariance import follow_forwards, generator_state, refuse_norms
-from narrowgauge.distributed.ranks import all_ranks
+from narrowgauge.distributed.order_invariance import (
+    follow_forwards,
+    generator_state,
+    refuse_lost,
+    refuse_norms,
+    require_own_dtypes,
+)
+from narrowgauge.distributed.ranks import StepEnds, all_ranks
+from narrowgauge.distributed.replicated import Replicated
 from narrowgauge.distributed.sharding import settle
 from narrowgauge.errors import RecipeError, suggestion
-from narrowgauge.numerics.dtensor import by_group, gradient_of, local_of
-from narrowgauge.spec.formats import dtype_name
+from narrowgauge.numerics.dtensor import by_group, local_of
 from narrowgauge.spec.sums import REDUCTIONS, Reduction
 from narrowgauge.torch_support import torch_names
 from narrowgauge.torch_support.torch_hooks import OwnHook
@@ -94,8 +100,7 @@ def reduce_gradients_with(
             f"'{installed.row.name}' already.",
             "Call close() of that one first; prepare() installs one as optimizer.reduction.",
         )
-    kind = ExactReduction if row.order_invariant else GradientReduction
-    reduction = kind(model, row, average, mesh)
+    reduction = GradientReduction(model, row, average, mesh)
     _installed[inner_of(model)] = weakref.ref(reduction)
     return reduction
 
@@ -141,7 +146,7 @@ class _GroupSum:
     ) -> None:
         """Sum ``input_tensor`` of all ranks, shape [shards * n], into this rank's piece, shape [n]."""
         micro_batch = self.reduction.require_open()
-        if self.reduction.row.order_invariant and self._summed is micro_batch:
+        if self.reduction.is_exact and self._summed is micro_batch:
             raise RecipeError(
                 "two backward passes were met in one micro-batch, whose gradients are one addend "
                 "of an exact sum.",
@@ -154,47 +159,47 @@ class _GroupSum:
 
 
 class GradientReduction:
-    """Sum the gradients of a model across ranks by the backend. :func:`reduce_gradients_with` makes
-    it.
+    """Sum the gradients of a model across ranks. :func:`reduce_gradients_with` makes it.
 
-    FSDP2's groups are summed in each backward pass. Autograd, or an accumulator, sums micro-batches
-    on the rank.
+    FSDP2's groups are summed in each backward pass. The backend's sums take what autograd, or an
+    accumulator, has added up on the rank. Exact sums take each micro-batch by itself, and refuse
+    what makes them depend on the ranks.
 
     Attributes:
         size, group: the number of ranks whose gradients are summed, and their process group.
         current: the micro-batch whose block is open.
     """
 
-    exchange: type[Exchange] = Exchange
-
     def __init__(self, model: nn.Module, row: Reduction, average: bool, mesh: Any) -> None:
         settle(model)
         self.row = row
+        self.is_exact = row.order_invariant
         self._model = model
+        self._average = average
         self._accumulator: Any = None
         self.current: _MicroBatch | None = None
-        self._in_step = self._is_closed = False
+        self._is_closed = False
+        self._place = 0  # of the next micro-batch in its step
+        self._step_ends: StepEnds | None = None
         self._exchanges: list[Exchange] = []
         self._undo: list[Callable[[], object]] = []
         self._trainable: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
         self._arrived: set[Tensor] = set()  # parameters that got a gradient in this micro-batch
         self._fsdp = torch_names.fsdp_groups(model)
         self._ddp = model if isinstance(model, nn.parallel.DistributedDataParallel) else None
-
-        def register(grid: RankGrid) -> Exchange:
-            self._exchanges.append(self.exchange(grid, row, average))
-            return self._exchanges[-1]
-
         try:
-            self._take_over(model, mesh, register)
+            self._take_over(model, mesh)
         except RecipeError:
             self.close()
             raise
 
-    def _take_over(
-        self, model: nn.Module, mesh: Any, register: Callable[[RankGrid], Exchange]
-    ) -> None:
-        sharded_ids, grid = self._take_over_shards(register)
+    def _register(self, grid: RankGrid) -> Exchange:
+        kind = ExactExchange if self.is_exact else Exchange
+        self._exchanges.append(kind(grid, self.row, self._average))
+        return self._exchanges[-1]
+
+    def _take_over(self, model: nn.Module, mesh: Any) -> None:
+        sharded_ids, grid = self._take_over_shards()
         whole_params: list[Tensor] = []
         self._sharded: list[Tensor] = []
         for parameter in self._trainable:
@@ -203,13 +208,15 @@ class GradientReduction:
         grid = grid or _grid_of(model, mesh)
         self.size = grid.size
         self.group = grid.group
+        if self.group is not None and (self.is_exact or self._fsdp):
+            self._step_ends = StepEnds(self.group)
         _require_whole(model, whole_params, grid)
         self._replicated = Replicated(
-            whole_params, replicated(grid.group) if grid.size > 1 else ONE_RANK, register
+            whole_params, replicated(grid.group) if grid.size > 1 else ONE_RANK, self._register
         )
         if self._ddp is not None:
             self._undo.append(lambda: setattr(model, "require_backward_grad_sync", True))
-        if self.size > 1 or self.row.order_invariant:
+        if self.size > 1 or self.is_exact:
             # The model keeps the reduction. A strong reference in a parameter's hook would keep
             # both forever.
             arrive: Any = weakref.WeakMethod(self._arrive)
@@ -218,6 +225,11 @@ class GradientReduction:
                 self._undo.append(hook.remove)
             keeper = OwnHook(functools.partial(_do_nothing, self))
             self._undo.append(inner_of(model).register_state_dict_pre_hook(keeper).remove)
+        if self.is_exact:
+            require_own_dtypes(self._fsdp)
+        if self.is_exact and self._trainable:
+            self._undo += follow_forwards(inner_of(model), self._require_surrounded)
+            self._undo.append(weakref.finalize(self, refuse_norms(_are_summed_exactly)))
 
     # ── a step ────────────────────────────────────────────────────────────────────────────────────
 
@@ -242,7 +254,7 @@ class GradientReduction:
         if self.current is not None or self._is_closed:
             place = "of a reduction that is closed" if self._is_closed else "within another"
             raise RuntimeError(f"micro_batch was entered {place}")
-        self._begin()
+        self._begin(is_last)
         if self._ddp is not None:
             # As in its no_sync(), the sums are taken after the backward pass; but buffers are rank
             # 0's in each forward pass.
@@ -250,42 +262,95 @@ class GradientReduction:
             self._ddp.require_forward_param_sync = True
         self.current = _MicroBatch(is_last, is_absent)
         try:
-            before = self._before_pass(self.current)
+            generators = self._generators()
+            waiting: dict[Tensor, Tensor | None] = {}
+            if is_absent and not self.is_exact:
+                for parameter in self._replicated.parameters:
+                    waiting[parameter] = parameter.grad
+                    parameter.grad = None
             yield
-            whole_params = set(self._replicated.parameters)
-            if any(p.grad is None and (p in whole_params or not is_last) for p in self._arrived):
-                raise RecipeError(
-                    "a gradient was cleared in backward, before it was summed over ranks and "
-                    "micro-batches.",
-                    "Step after backward, or shard the model and give each rank one micro-batch "
-                    "per step.",
-                )
-            self._after_pass(self.current, before)
-            self._in_step = not is_last
+            self._require_gradients(is_last)
+            for parameter, gradient in waiting.items():
+                parameter.grad = gradient
+            if self.is_exact:
+                self._add_exactly(self.current, generators)
+            else:
+                self._add(is_last)
         except BaseException:
+            self._step_ends = None  # other ranks may be elsewhere
             self.discard()
             raise
         finally:
             self.current = None
+        self._place = 0 if is_last else self._place + 1
 
-    def _before_pass(self, micro_batch: _MicroBatch) -> Any:
-        waiting: dict[Tensor, Tensor | None] = {}
-        if micro_batch.is_absent:
-            for parameter in self._replicated.parameters:
-                waiting[parameter] = parameter.grad
-                parameter.grad = None
-        return waiting
+    def _require_gradients(self, is_last: bool) -> None:
+        whole_params = set(self._replicated.parameters)
+        if any(p.grad is None and (p in whole_params or not is_last) for p in self._arrived):
+            raise RecipeError(
+                "a gradient was cleared in backward, before it was summed over ranks and "
+                "micro-batches.",
+                "Step after backward, or shard the model and give each rank one micro-batch "
+                "per step.",
+            )
 
-    def _after_pass(self, micro_batch: _MicroBatch, before: Any) -> None:
+    def _add(self, is_last: bool) -> None:
         """Add the gradients of a micro-batch. After the last, write the sums to ``p.grad``."""
-        for parameter, gradient in before.items():
-            parameter.grad = gradient
         if self._accumulator is not None:
             self._accumulator.accumulate()
-            if micro_batch.is_last:
+            if is_last:
                 self._accumulator.finish()
-        if micro_batch.is_last:
+        if is_last:
             self._replicated.add()
+
+    def _generators(self) -> tuple[bytes, ...]:
+        """Return the state of the generators that a micro-batch of an exact sum must not use."""
+        if not self.is_exact:
+            return ()
+        if any(torch_names.fsdp_keeps_gradients(group) for _, group in self._fsdp):
+            raise RecipeError(
+                "Cannot sum gradients exactly because FSDP2 adds them up on each rank, by "
+                "set_requires_gradient_sync(False) or set_requires_all_reduce(False).",
+                "Leave both True: the sum takes each micro-batch by itself.",
+            )
+        if self._fsdp:
+            return generator_state(self._fsdp[0][1].device)
+        return generator_state(next(iter(self._trainable), torch.empty(0)).device)
+
+    def _add_exactly(self, micro_batch: _MicroBatch, before: tuple[bytes, ...]) -> None:
+        """Add the gradients of a micro-batch by themselves, unless it drew random numbers or left a
+        sharded parameter out.
+        """
+        after = self._generators()
+        if before and after and before != after:
+            raise RecipeError(
+                "a micro-batch drew random numbers from PyTorch's default generator (dropout, "
+                "sampling, layers left out at random), whose state depends on what this rank has "
+                "computed before.",
+                "Set the probabilities of dropout to 0, in attention too; or draw within "
+                "torch.random.fork_rng(), seeded there by the step and the micro-batch's own "
+                "number; or take another reduction.",
+            )
+        # Of two experts in different micro-batches, FSDP2 would give the gradients the same place
+        # in vectors of equal length.
+        unused = next((p for p in self._sharded if p not in self._arrived), None)
+        if unused is not None:
+            raise RecipeError(
+                "Cannot sum gradients exactly because a sharded parameter of shape "
+                f"{tuple(unused.shape)} got none in a micro-batch: FSDP2 leaves it out of the "
+                "vectors that are summed.",
+                "Use every parameter in every micro-batch, times 0 where one leaves it out; freeze "
+                "it; or keep it whole on every rank: ignored_params=… of fully_shard.",
+            )
+        self._replicated.add(is_absent=micro_batch.is_absent, is_last=micro_batch.is_last)
+        if micro_batch.is_last:
+            # Only a GPU's sums can lose a value that is too large for narrow ones.
+            lost = [exchange.has_lost() for exchange in self._exchanges]
+            if any(lost):
+                refuse_lost(self._model)
+            return
+        for parameter in self._sharded:
+            parameter.grad = None
 
     def accumulate_in(self, accumulator: Any) -> None:
         """Sum micro-batches in a :class:`narrowgauge.GradientAccumulator`.
@@ -312,7 +377,7 @@ class GradientReduction:
         for part in (self._replicated, self._accumulator, *self._exchanges):
             if part is not None:
                 part.discard()
-        self._in_step = False
+        self._place = 0
         self._arrived.clear()
 
     def bytes_per_param(self) -> float:
@@ -359,12 +424,23 @@ class GradientReduction:
             raise RecipeError(problem, _IN_MICRO_BATCHES)
         return self.current
 
+    def _require_surrounded(self) -> None:
+        """Refuse a forward pass in training outside ``micro_batch``, where nobody sees the random
+        numbers that it draws.
+        """
+        if self.current is None:
+            raise RecipeError(
+                f"Cannot sum gradients by '{self.row.name}' after a forward pass outside "
+                "micro_batch().",
+                f"{_IN_MICRO_BATCHES} A pass without a backward pass needs torch.no_grad().",
+            )
+
     def _arrive(self, parameter: Tensor) -> None:
         self.require_open()
         self._arrived.add(parameter)
 
-    def _begin(self) -> None:
-        if not self._in_step:
+    def _begin(self, is_last: bool) -> None:
+        if not self._place:
             if any(p.grad is not None for p in self._trainable):
                 raise RecipeError(
                     "a step was begun, and gradients of an earlier one are still there.",
@@ -373,7 +449,8 @@ class GradientReduction:
             self._require_known()
             for exchange in self._exchanges:
                 exchange.spans.clear()
-        self._in_step = True
+        if self._step_ends is not None:
+            self._step_ends.tell(self._place + 1, is_last)
         self._arrived.clear()
 
     def _require_known(self) -> None:
@@ -396,9 +473,7 @@ class GradientReduction:
                     "Call close() of the reduction, and install it anew.",
                 )
 
-    def _take_over_shards(
-        self, register: Callable[[RankGrid], Exchange]
-    ) -> tuple[set[int], RankGrid | None]:
+    def _take_over_shards(self) -> tuple[set[int], RankGrid | None]:
         """Give FSDP2's parameter groups their exchanges.
 
         Return the ids of the sharded parameters, and the ranks.
@@ -415,7 +490,7 @@ class GradientReduction:
                 )
             grid = of_mesh(mesh, shard_dim, replicate_dim)
             grids[tuple(dist.get_process_group_ranks(grid.group))] = grid
-            comm = _GroupSum(self, register(grid))
+            comm = _GroupSum(self, self._register(grid))
             alone = None
             if grid.replicas > 1:
                 alone = group_of([all_ranks().rank])
@@ -427,117 +502,6 @@ class GradientReduction:
                 f"a model is sharded over {len(grids)} meshes of other ranks.", "Shard it over one."
             )
         return sharded_ids, next(iter(grids.values()), None)
-
-
-class ExactReduction(GradientReduction):
-    """Sum gradients exactly, one micro-batch at a time.
-
-    Refuse what makes the sum depend on the ranks.
-    """
-
-    exchange = ExactExchange
-
-    def _take_over(
-        self, model: nn.Module, mesh: Any, register: Callable[[RankGrid], Exchange]
-    ) -> None:
-        super()._take_over(model, mesh, register)
-        self._require_own_dtypes()
-        if self._trainable:
-            self._undo += follow_forwards(inner_of(model), self._require_surrounded)
-            self._undo.append(weakref.finalize(self, refuse_norms(_are_summed_exactly)))
-
-    def _before_pass(self, micro_batch: _MicroBatch) -> Any:
-        if any(torch_names.fsdp_keeps_gradients(group) for _, group in self._fsdp):
-            raise RecipeError(
-                "Cannot sum gradients exactly because FSDP2 adds them up on each rank, by "
-                "set_requires_gradient_sync(False) or "
-                "set_requires_all_reduce(False).",
-                "Leave both True: the sum takes each micro-batch by itself.",
-            )
-        if self._fsdp:
-            return generator_state(self._fsdp[0][1].device)
-        return generator_state(next(iter(self._trainable), torch.empty(0)).device)
-
-    def _after_pass(self, micro_batch: _MicroBatch, before: Any) -> None:
-        """Add the gradients of a micro-batch by themselves, unless it drew random numbers or left a
-        sharded parameter out.
-        """
-        state = self._before_pass(micro_batch)
-        if before and state and state != before:
-            raise RecipeError(
-                "a micro-batch drew random numbers from PyTorch's default generator (dropout, "
-                "sampling, layers left out at "
-                "random), whose state depends on what this rank has computed before.",
-                "Set the probabilities of dropout to 0, in attention too; or draw within "
-                "torch.random.fork_rng(), seeded there "
-                "by the step and the micro-batch's own number; or take another reduction.",
-            )
-        # Of two experts in different micro-batches, FSDP2 would give the gradients the same place
-        # in vectors of equal length.
-        unused = next((p for p in self._sharded if p not in self._arrived), None)
-        if unused is not None:
-            raise RecipeError(
-                "Cannot sum gradients exactly because a sharded parameter of shape "
-                f"{tuple(unused.shape)} got none in a "
-                "micro-batch: FSDP2 leaves it out of the vectors that are summed.",
-                "Use every parameter in every micro-batch, times 0 where one leaves it out; freeze "
-                "it; or keep it whole on every "
-                "rank: ignored_params=… of fully_shard.",
-            )
-        self._replicated.add(is_absent=micro_batch.is_absent, is_last=micro_batch.is_last)
-        if micro_batch.is_last:
-            self._require_kept()
-            return
-        for parameter in self._sharded:
-            parameter.grad = None
-
-    def _require_kept(self) -> None:
-        """Refuse sums in which a value too large for narrow sums was lost.
-
-        Only a GPU's can, see ``ExactExchange``.
-        """
-        lost = [exchange.has_lost() for exchange in self._exchanges]
-        if not any(lost):
-            return
-        names = []
-        for name, parameter in self._model.named_parameters():
-            gradient = gradient_of(parameter)
-            if gradient is not None and local_of(gradient).isnan().any():
-                names.append(name)
-        raise RecipeError(
-            f"Cannot sum the gradient of '{', '.join(names[:3])}' exactly because values beyond "
-            "2^18 appeared in it after the "
-            "first step.",
-            "Repeat the step: from now on these sums take all of float32's range.",
-        )
-
-    def _require_surrounded(self) -> None:
-        """Refuse a forward pass in training outside ``micro_batch``, where nobody sees the random
-        numbers that it draws.
-        """
-        if self.current is None:
-            raise RecipeError(
-                f"Cannot sum gradients by '{self.row.name}' after a forward pass outside "
-                "micro_batch().",
-                f"{_IN_MICRO_BATCHES} A pass without a backward pass needs torch.no_grad().",
-            )
-
-    def _require_own_dtypes(self) -> None:
-        """Refuse sums in another dtype than the parameters': on several ranks FSDP2 would round the
-        sum once more.
-        """
-        for module, group in self._fsdp:
-            for parameter in torch_names.fsdp_parameters(group):
-                summed = dtype_name(torch_names.fsdp_sum_dtype(group, parameter))
-                stored = dtype_name(parameter.dtype)
-                if summed != stored:
-                    raise RecipeError(
-                        f"Cannot sum gradients of {type(module).__name__} exactly because FSDP2 "
-                        f"sums them in {summed} and its "
-                        f"parameters are {stored}.",
-                        f"Take reduce_dtype = {stored} in its MixedPrecisionPolicy; the exact sum "
-                        "needs no wider one.",
-                    )
 
 
 def _do_nothing(*_: object) -> None:
@@ -555,7 +519,7 @@ def _are_summed_exactly(gradients: Iterable[Tensor]) -> bool:
     ids = set(map(id, gradients))
     for reference in _installed.values():
         reduction = reference()
-        if not isinstance(reduction, ExactReduction) or not reduction.is_installed:
+        if reduction is None or not (reduction.is_exact and reduction.is_installed):
             continue
         if any(id(p.grad) in ids for p in reduction._trainable):
             return True
@@ -587,107 +551,3 @@ def _grid_of(model: nn.Module, mesh: Any) -> RankGrid:
     if isinstance(model, nn.parallel.DistributedDataParallel):
         return replicated(model.process_group)
     return replicated()
-
-
-# ── replicated gradients: of a replicated model, of parameters that FSDP2 ignores, and of a model i
-#
-# They are copied into flat buckets of one dtype, and the buckets are summed. The buckets hold every
-# trainable parameter in the model's order, with a gradient or without. So their layout is the same
-# on all ranks and in all micro-batches.
-
-BUCKET_BYTES = 32 << 20
-"""Bytes that are copied and summed at a time: enough to hide latency, small beside a model."""
-
-
-class Replicated:
-    """Sum the gradients of parameters that every rank holds in full.
-
-    Args:
-        parameters: the replicated ones, in the same order on all ranks.
-        make: makes the exchange of a bucket.
-    """
-
-    def __init__(
-        self, parameters: Sequence[Tensor], grid: RankGrid, make: Callable[[RankGrid], Exchange]
-    ) -> None:
-        self.parameters = list(parameters)
-        self.grid = grid
-        self.buckets = [(bucket, make(grid)) for bucket in _in_buckets(parameters)]
-        self._used = torch.zeros(len(self.parameters), dtype=torch.uint8, device="cpu")
-
-    @torch.no_grad()
-    def add(self, *, is_absent: bool = False, is_last: bool = True) -> None:
-        """Add ``p.grad``, unless absent.
-
-        After the last micro-batch write the sums to it; before, set it to ``None``.
-        """
-        if not self.parameters:
-            return
-        gradients: dict[Tensor, Tensor | None] = dict.fromkeys(self.parameters)
-        if not is_absent:
-            for parameter in self.parameters:
-                gradients[parameter] = gradient_of(parameter)
-        present = [gradient is not None for gradient in gradients.values()]
-        self._used |= torch.tensor(present, dtype=torch.uint8, device="cpu")
-        if is_last and self.grid.size > 1:  # on any rank, in any micro-batch
-            anywhere = self._used.to(self.parameters[0].device)
-            dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=self.grid.group)
-            self._used = anywhere.cpu()
-        used: dict[Tensor, int] = {}
-        if is_last:
-            used = dict(zip(self.parameters, self._used.tolist(), strict=True))
-        for bucket, exchange in self.buckets:
-            sizes = [local_of(p).numel() for p in bucket]
-            flat = torch.empty(sum(sizes), dtype=bucket[0].dtype, device=bucket[0].device)
-            parts = dict(zip(bucket, flat.split(sizes), strict=True))
-            for parameter, part in parts.items():
-                gradient = gradients[parameter]
-                if gradient is None:
-                    part.zero_()
-                else:
-                    part.copy_(_dense(gradient).reshape(-1))
-            exchange.take(flat, flat, is_last=is_last)
-            for parameter, part in parts.items():
-                if not used.get(parameter):
-                    parameter.grad = None
-                    continue
-                if parameter.grad is None:
-                    parameter.grad = torch.empty_like(parameter)
-                placed = gradient_of(parameter)
-                assert placed is not None
-                gradient = local_of(placed)
-                gradient.copy_(part.view(gradient.shape))
-        if is_last:
-            self._used.zero_()
-
-    def discard(self) -> None:
-        self._used.zero_()
-
-
-def _in_buckets(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Return the parameters in order, in buckets of one dtype and device, of at most
-    :data:`BUCKET_BYTES` or one parameter.
-    """
-    buckets: list[list[Tensor]] = []
-    open_buckets: dict[Any, tuple[list[Tensor], int]] = {}
-    for parameter in parameters:
-        kind = (parameter.dtype, parameter.device)
-        size = local_of(parameter).numel() * parameter.element_size()
-        bucket, filled = open_buckets.get(kind, ([], BUCKET_BYTES))
-        if filled + size > BUCKET_BYTES:
-            bucket = []
-            filled = 0
-            buckets.append(bucket)
-        bucket.append(parameter)
-        open_buckets[kind] = (bucket, filled + size)
-    return buckets
-
-
-def _dense(gradient: Tensor) -> Tensor:
-    if gradient.is_sparse:
-        raise RecipeError(
-            f"a gradient of shape {tuple(gradient.shape)} is sparse, and gradients are summed "
-            "across ranks in flat buckets.",
-            "Make the embedding with sparse=False.",
-        )
-    return local_of(gradient)

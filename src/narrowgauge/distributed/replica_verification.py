@@ -110,15 +110,14 @@ def _compare(group: Any, hashes: dict[str, Tensor], step: int) -> list[Corruptio
         wrong = [rank for rank, value in zip(ranks, values, strict=True) if value != most]
         if not wrong:
             continue
-        culprit = None
-        if 2 * len(wrong) < len(ranks):
-            culprit = wrong[0]
+        culprit = wrong[0] if 2 * len(wrong) < len(ranks) else None
+        if culprit is None:
+            message = f"{name} differs between {_names(ranks)} after step {step}."
+            advice = "Test the memory of these machines"
+        else:
             num_right = len(ranks) - len(wrong)
             message = f"{name} of {_names(wrong)} differs from that of {num_right} other ranks after step {step}."
             advice = f"Take the machine of rank {culprit} out of service"
-        else:
-            message = f"{name} differs between {_names(ranks)} after step {step}."
-            advice = "Test the memory of these machines"
         advice += ", and resume: the last checkpoint was saved before the damage."
         errors.append(CorruptionError(message, advice, culprit, name))
     return errors

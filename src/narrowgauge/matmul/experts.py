@@ -11,6 +11,7 @@ zero if another one has tokens.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -24,7 +25,7 @@ from narrowgauge.matmul.layer_matmuls import Call, multiply_layer, register
 from narrowgauge.matmul.linear import NarrowLayer, plain_dtype
 from narrowgauge.matmul.operand import Keys, layer_keys
 from narrowgauge.matmul.own_code import NARROW, take_over
-from narrowgauge.numerics.widening import is_widened, linear
+from narrowgauge.numerics.widening import is_widened
 from narrowgauge.spec.computes import Compute
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.notation import get_compute
@@ -149,14 +150,10 @@ class GroupedLinear(NarrowLayer):
     ) -> Tensor:
         """Multiply ``[…, in]`` by the weight ``[out, in]`` of one expert."""
         x = self.cast_stream(x)
-        rows = x.reshape(-1, x.shape[-1])
-        if not x.numel() or x.dtype is self.plain_dtype:
-            return linear(x, weight, bias)
         keys = self.keys()
         if keys is not None:
             keys = keys._replace(layer=keys.layer[expert])
-        y = multiply_layer(rows, weight, bias, Call(self.registered_name, keys, len(rows)))
-        return cast(Tensor, y.view(*x.shape[:-1], weight.shape[0]))
+        return self.multiply_rows(x, weight, bias, keys, math.prod(x.shape[:-1]))
 
     def extra_repr(self) -> str:
         return f"{self.num_experts}, compute={self.compute.name!r}"

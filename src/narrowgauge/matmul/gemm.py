@@ -11,6 +11,7 @@ tensor multiplies the result instead, which the CPU's matmul has already rounded
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,9 +19,9 @@ from torch import Tensor
 
 from narrowgauge.matmul import native
 from narrowgauge.matmul.operand import CODES, PAIRS, Operand, block_values
-from narrowgauge.numerics.widening import INT32_TERMS, is_widened, multiply_plain, sum_integers
+from narrowgauge.numerics.widening import EXACT_TERMS, INT32_TERMS, is_widened, multiply_plain
 from narrowgauge.spec.computes import Cast, Compute, Product
-from narrowgauge.spec.kernels import Kernel, needs_kernel
+from narrowgauge.spec.kernels import needs_kernel
 from narrowgauge.torch_support.compile import fused
 from narrowgauge.torch_support.machine import multiplies
 
@@ -28,70 +29,59 @@ from narrowgauge.torch_support.machine import multiplies
 def multiply(
     lhs: Operand,
     rhs: Operand,
-    dims: tuple[int, int],
     product: Product,
+    shape: tuple[int, int],
     dtype: torch.dtype,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Return the matmul of two operands in ``dtype``: ``[rows, columns]``, padded like the
-    operands.
+    """Return the matmul of two operands ``[rows, contraction]`` and ``[columns, contraction]``, in
+    ``dtype`` and of ``shape [rows, columns]``, without padding.
 
-    ``dims`` are the contracted dimensions: 1 for ``[rows, contraction]`` or ``[columns,
-    contraction]``, 0 for its transpose. ``bias`` ``[columns]`` is added before the result is
-    rounded.
+    ``bias`` ``[columns]`` is added before the result is rounded. A left operand includes the scales
+    of the right one's columns.
     """
-    columns = rhs.data.shape[1 - dims[1]]
-    if bias is not None and len(bias) < columns:
-        bias = F.pad(bias, (0, columns - len(bias)))
-    kernel = _kernel(lhs, rhs, product)
-    if kernel is not None:
-        # Add the bias before the result is rounded: in the kernel, or to float32 sums.
-        inside = None
-        result_dtype = dtype
-        if bias is not None and native.adds_bias(kernel, product, bias, dtype):
-            inside = bias
-            bias = None
-        elif bias is not None:
-            result_dtype = torch.float32
-        fast = product.accumulation == "fast"
-        return _scaled(
-            *native.multiply_codes(kernel, lhs, rhs, dims, result_dtype, inside, fast=fast),
-            bias,
-            dtype,
-        )
-    a = _widened(lhs, dims[0])
-    b = _widened(rhs, dims[1])
-    if dims[0] == 0:
-        a = a.t()
-    if dims[1] == 1:
-        b = b.t()
-    if a.shape[1] != b.shape[0]:  # one is padded to other blocks, with zeros
-        size = min(a.shape[1], b.shape[0])
+    if product.right.granularity == "column":
+        rhs = rhs._replace(outer=None)
+    if bias is not None and len(bias) < len(rhs.data):
+        bias = F.pad(bias, (0, len(rhs.data) - len(bias)))
+    kernel = None
+    if lhs.data.dtype in CODES and rhs.data.dtype in CODES:
+        kernel = native.kernel_here(product, lhs.data.device)
+    if kernel is None:
+        with torch.autocast(lhs.data.device.type, enabled=False):  # the operands are cast already
+            y = _emulate(lhs, rhs, dtype, bias)
+    else:
+        # Float32 sums, so that a bias is added before the result is rounded.
+        sum_dtype = dtype if bias is None else torch.float32
+        y = scaled(*native.multiply_codes(kernel, lhs, rhs, product, sum_dtype), bias, dtype)
+    if (*y.shape,) == shape and not y._is_view():
+        return y
+    # A view could not be changed in place by the model.
+    return y[: shape[0], : shape[1]].clone(memory_format=torch.contiguous_format)
+
+
+def _emulate(lhs: Operand, rhs: Operand, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
+    """Multiply the operands' values in a format that the device multiplies."""
+    a = _widened(lhs)
+    b = _widened(rhs)
+    if a.shape[1] != b.shape[1]:  # one is padded to other blocks, with zeros
+        size = min(a.shape[1], b.shape[1])
         a = a[:, :size].contiguous()
-        b = b[:size].contiguous()
+        b = b[:, :size].contiguous()
     if a.dtype != b.dtype:
         a = a.float()
         b = b.float()
-    by_row = lhs.by_row()
-    by_column = rhs.by_column()
+    b = b.t()
+    has_scales = lhs.outer is not None or rhs.outer is not None
     if a.dtype == torch.int8:
-        return _scaled(_multiply_integers(a, b), by_row, by_column, bias, dtype)
-    if is_widened(a.dtype, a.device.type):
+        values = _multiply_integers(a, b)
+    elif is_widened(a.dtype, a.device.type):
         values = multiply_plain(a, b, None, torch.float32)
-        return _scaled(values, by_row, by_column, bias, dtype)
-    if bias is not None and by_row is by_column is None and a.dtype == dtype:
+    elif bias is not None and not has_scales and a.dtype == dtype:
         return torch.addmm(bias.to(dtype), a, b)
-    return _scaled(torch.mm(a, b), by_row, by_column, bias, dtype)
-
-
-def _kernel(lhs: Operand, rhs: Operand, product: Product) -> Kernel | None:
-    """Return this device's kernel for two operands; ``None`` for values, as of a cast shared with
-    an emulated product.
-    """
-    are_codes = lhs.data.dtype in CODES and rhs.data.dtype in CODES
-    if are_codes:
-        return native.kernel_here(product, lhs.data.device)
-    return None
+    else:
+        values = torch.mm(a, b)
+    return scaled(values, lhs.outer, rhs.outer, bias, dtype)
 
 
 def is_native(product: Product, device: torch.device) -> bool:
@@ -103,24 +93,20 @@ def is_native(product: Product, device: torch.device) -> bool:
     )
 
 
-def operand_dtype(
-    cast: Cast, product: Product, device: torch.device, *, as_codes: bool = False
-) -> torch.dtype:
-    """Return the result dtype of a cast, one side of ``product``.
-
-    With ``as_codes`` return the codes' dtype even if the matmul widens them, since they are saved
-    for backward.
+def operand_dtype(cast: Cast, product: Product, device: torch.device) -> torch.dtype:
+    """Return the result dtype of a cast, one side of ``product``: of codes with scales of rows or
+    tensors always, of codes in blocks where a kernel takes them.
     """
+    name = cast.values_format
     if cast.is_wide:
-        return getattr(torch, cast.format)  # type: ignore[no-any-return]
-    has_codes = cast.block is None and bool(cast.carrier)
-    if is_native(product, device):
+        name = cast.format
+    elif cast.block is None and cast.carrier:
+        name = cast.carrier
+    elif is_native(product, device):
         if cast.element.bits == 4:
             return PAIRS
-        return getattr(torch, cast.carrier)  # type: ignore[no-any-return]
-    if has_codes and (as_codes or cast.carrier == "int8"):
-        return getattr(torch, cast.carrier)  # type: ignore[no-any-return]
-    return getattr(torch, cast.values_format)  # type: ignore[no-any-return]
+        name = cast.carrier
+    return getattr(torch, name)  # type: ignore[no-any-return]
 
 
 # ── reports of emulation ──────────────────────────────────────────────────────────────────────────
@@ -167,10 +153,10 @@ def describe_matmuls(compute: Compute, device: torch.device) -> str:
 # ── the products ──────────────────────────────────────────────────────────────────────────────────
 
 
-def _widened(operand: Operand, dim: int) -> Tensor:
+def _widened(operand: Operand) -> Tensor:
     """Return the operand's data in a dtype that other kernels multiply."""
     if operand.inner is not None:
-        return block_values(operand, dim)
+        return block_values(operand)
     if operand.data.dtype not in CODES:
         return operand.data
     widened: Tensor = fused(operand.data.numel(), _to_bfloat16, operand.data)
@@ -187,30 +173,24 @@ def _multiply_integers(a: Tensor, b: Tensor) -> Tensor:
     """
     if a.is_cuda:
         return native.sum_integers(a, b)
-    if is_widened(torch.int8, "cpu"):
-        widened: Tensor = _multiply_widened_integers(a, b)
-        return widened
-    # A long transposed left side is slow.
-    a = _row_major(a.contiguous())
-    b = _row_major(b)
-    total = torch.zeros((), dtype=torch.int32, device="cpu")
-    for lhs, rhs in zip(a.split(INT32_TERMS, 1), b.split(INT32_TERMS, 0), strict=True):
-        part = torch._int_mm(lhs, rhs)
-        if a.shape[1] <= INT32_TERMS:
-            return part.float()
-        total = total.double() + part
-    return total.float()
-
-
-# Opaque to a compiler: it works in reused memory.
-@torch.library.custom_op("narrowgauge::multiply_widened_integers", mutates_args=())
-def _multiply_widened_integers(a: Tensor, b: Tensor) -> Tensor:
-    return sum_integers(a, b).clone()
-
-
-@_multiply_widened_integers.register_fake
-def _(a: Tensor, b: Tensor) -> Tensor:
-    return a.new_empty(a.shape[0], b.shape[1], dtype=torch.float32)
+    is_emulated = is_widened(torch.int8, "cpu")
+    if is_emulated:
+        terms = EXACT_TERMS
+        a, b = a.float(), b.float()
+    else:  # a long transposed left side is slow
+        terms = INT32_TERMS
+        a, b = _row_major(a.contiguous()), _row_major(b)
+    multiply_part: Any = torch.mm if is_emulated else torch._int_mm
+    total: Any = None
+    for lhs, rhs in zip(a.split(terms, 1), b.split(terms, 0), strict=True):
+        part = multiply_part(lhs, rhs)
+        if total is not None:
+            part = total.double() + part
+        total = part
+    if is_emulated:  # the product of 0 and a negative number is -0: integers have no such sign
+        total = total + 0.0
+    sums: Tensor = total.float()
+    return sums
 
 
 def _row_major(x: Tensor) -> Tensor:
@@ -223,31 +203,19 @@ def _row_major(x: Tensor) -> Tensor:
     return x
 
 
-def _scaled(
-    values: Tensor,
-    by_row: Tensor | None,
-    by_column: Tensor | None,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
-    if by_row is by_column is bias is None:
+def scaled(
+    values: Tensor, first: Tensor | None, second: Tensor | None, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:  # fmt: skip
+    """Return sums times the outer scales of the left and the right operand, plus a bias."""
+    if first is second is bias is None:
         return values.to(dtype)
+    if first is not None:
+        first = first.reshape(-1, 1)
+    if second is not None:
+        second = second.reshape(1, -1)
     result = torch.empty(values.shape, dtype=dtype, device=values.device)
-    _scale_into(result, values, by_row, by_column, bias)
+    fused(values.numel(), _scale, values, first, second, bias, result)
     return result
-
-
-def _scale_into(
-    out: Tensor,
-    values: Tensor,
-    by_row: Tensor | None,
-    by_column: Tensor | None,
-    bias: Tensor | None,
-) -> None:
-    if by_row is by_column is bias is None:
-        out.copy_(values)
-    else:
-        fused(values.numel(), _scale, values, by_row, by_column, bias, out)
 
 
 def _scale(

@@ -24,42 +24,30 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from narrowgauge.matmul import cast_cache, native
-from narrowgauge.matmul.layer_matmuls import REGISTERED, FirstOrder
-from narrowgauge.matmul.operand import Operand, bound, cast_blocks, cast_whole
-from narrowgauge.numerics.quantization import (
-    blocked,
-    quantize_whole,
-    sides_of,
-    tiled_scales,
-)
-from narrowgauge.spec.computes import Cast, Product
+from narrowgauge.matmul.layer_matmuls import REGISTERED, FirstOrder, once
+from narrowgauge.matmul.operand import Operand, bound, cast_matrix
+from narrowgauge.numerics.quantization import quantize_whole, tiled_scales
+from narrowgauge.spec.computes import Cast, Compute, Product
 from narrowgauge.torch_support.compile import fused
-from narrowgauge.torch_support.torch_names import is_traced
 
-ALIGN = {"wide": 16, "rows": 16, "mx": 128}
+ALIGN = {"rows": 16, "mx": 128}
 """Tokens of an expert fill whole multiples of this: 16 bytes of codes, or a tile of 128 scales."""
-_SIDE = {"wide": 16, "rows": 16, "mx": 32}
+_SIDE = {"rows": 16, "mx": 32}
 """The other sides of the operands are multiples of this, or the loop over experts is used."""
 _TILE = 128
+_CASTS = {
+    "rows": Cast("float8_e4m3fn", "row"),
+    "mx": Cast("float8_e4m3fn", "1x32", "float8_e8m0fnu"),
+}
+"""What each grouped kernel multiplies: float8 with a scale per row, and MXFP8."""
 
 
-def kind_of(product: Product) -> str:
-    """Return the grouped kernel that multiplies a product's codes: ``rows`` for float8 with a scale
-    per row, ``mx`` for MXFP8, ``wide`` for bfloat16; empty if there is none.
-    """
-    casts = (product.left, product.right)
-    if all(cast == Cast("bfloat16") for cast in casts):
-        return "wide"
-    if all(cast == Cast("float8_e4m3fn", "row") for cast in casts):
-        return "rows"
-    is_mx = all(
-        cast.format == "float8_e4m3fn"
-        and cast.granularity == "1x32"
-        and cast.scale == "float8_e8m0fnu"
-        and not cast.needs_bits
-        for cast in casts
-    )
-    return "mx" if is_mx else ""
+def kind_of(compute: Compute) -> str:
+    """Return the grouped kernel that multiplies the codes of a compute; empty if there is none."""
+    for kind, taken in _CASTS.items():
+        if set(compute.casts.values()) == {taken}:
+            return kind
+    return ""
 
 
 def has_kernels(name: str, x: Tensor, weights: Tensor) -> bool:
@@ -68,24 +56,17 @@ def has_kernels(name: str, x: Tensor, weights: Tensor) -> bool:
     """
     if x.dtype != torch.bfloat16 or not x.shape[0] or not kernels_work(name, x.device):
         return False
-    side = max(_SIDE[kind_of(product)] for product in REGISTERED[name].products.values())
+    side = _SIDE[kind_of(REGISTERED[name])]
     return weights.shape[1] % side == 0 and weights.shape[2] % side == 0
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def kernels_work(name: str, device: torch.device) -> bool:
-    """Return whether a device has a working grouped kernel for each product of a compute."""
-    architecture = native.architecture_of(device)
-    compute = REGISTERED[name]
-    if architecture is None or compute.is_wide or not architecture.startswith(("sm90", "sm10")):
-        return False
-    for product in compute.products.values():
-        kind = kind_of(product)
-        if not kind or (kind == "mx" and architecture == "sm90"):
-            return False
-        if kind != "wide" and not works(kind, device):
-            return False
-    return True
+    """Return whether a device has a working grouped kernel of a compute."""
+    kind = kind_of(REGISTERED[name])
+    architecture = native.architecture_of(device) or ""
+    has_kernel = architecture.startswith("sm10") or (architecture == "sm90" and kind == "rows")
+    return bool(kind) and has_kernel and works(kind, device)
 
 
 # ── slots: where each expert's tokens lie ─────────────────────────────────────────────────────────
@@ -139,119 +120,80 @@ def _gathered(x: Tensor, index: Tensor) -> Tensor:
     return torch.where(index[:, None] < 0, 0, rows)
 
 
-def _gathered_plus(x: Tensor, index: Tensor, bias: Tensor, expert: Tensor) -> Tensor:
-    """Return :func:`_gathered` plus the bias of the expert whose slot each row is."""
-    row_expert = expert[index.clamp_min(0) // ALIGN["rows"]]
-    return torch.where(index[:, None] < 0, 0, _gathered(x, index) + bias[row_expert].to(x.dtype))
-
-
 # ── casts ─────────────────────────────────────────────────────────────────────────────────────────
 #
 # Each returns an operand as its kernel reads it: codes along the contraction, scales in tiles.
 
 
-def cast_tokens(x: Tensor, cast: Cast, slots: Slots, kind: str) -> Operand:
-    """Cast ``[tokens, features]`` for a product that contracts the features."""
-    if kind == "wide":
-        return Operand(fused(x.numel(), _gathered, x, slots.token))
-    function = _cast_rows if kind == "rows" else _cast_row_blocks
-    return Operand(*fused(x.numel(), bound(function, cast), x.detach(), slots.token))
+def in_slots(x: Tensor, slots: Slots) -> Tensor:
+    """Return tokens ``[tokens, features]`` in their slots: ``[slots, features]``."""
+    placed: Tensor = fused(x.numel(), _gathered, x.detach(), slots.token)
+    return placed
 
 
-def cast_features(x: Tensor, cast: Cast, slots: Slots, kind: str) -> Operand:
-    """Cast ``[tokens, features]``, as ``[features, slots]``, for a product that contracts each
+def cast_tokens(x: Tensor, cast: Cast) -> Operand:
+    """Cast ``[slots, features]`` for a product that contracts the features."""
+    data, outer, inner = cast_matrix(x, cast, 1, torch.float8_e4m3fn)
+    if inner is None:
+        assert outer is not None
+        return Operand(data, outer.flatten())
+    tiles: Tensor = fused(inner.numel(), tiled_scales, inner.view(torch.uint8))
+    return Operand(data, None, tiles.view(len(data), -1))
+
+
+def cast_features(x: Tensor, cast: Cast, slots: Slots) -> Operand:
+    """Cast ``[slots, features]``, as ``[features, slots]``, for a product that contracts each
     expert's tokens.
     """
-    x = x.detach()
-    if kind == "wide":
-        return Operand(fused(x.numel(), _gathered, x, slots.token).t())
-    if kind == "mx":
-        columns = bound(_cast_column_blocks, cast)
-        return Operand(*fused(x.numel(), columns, x, slots.token, slots.ends))
-    largest = fused(x.numel(), bound(_tile_amax, ALIGN["rows"]), x, slots.token)
+    if cast.block is not None:
+        data, _, inner = cast_matrix(x, cast, 0, torch.float8_e4m3fn)
+        assert inner is not None
+        scales = inner.view(torch.uint8)
+        return Operand(data, None, fused(scales.numel(), tiled_by_group, scales, slots.ends))
+    largest = fused(x.numel(), bound(_tile_amax, ALIGN["rows"]), x)
     amax = largest.new_zeros(len(slots.ends), x.shape[1])
     amax.scatter_reduce_(0, slots.expert[:, None].expand_as(largest), largest, "amax")
     columns = bound(_cast_columns, cast, ALIGN["rows"])
-    return Operand(*fused(x.numel(), columns, x, slots.token, slots.expert, amax))
+    return Operand(*fused(x.numel(), columns, x, slots.expert, amax))
 
 
-def cast_weights(weights: Tensor, cast: Cast, dim: int, kind: str) -> Operand:
+def cast_weights(weights: Tensor, cast: Cast, dim: int) -> Operand:
     """Cast ``[experts, out, in]`` for a product that contracts ``in`` (dim 1) or ``out`` (dim 0).
 
     The codes are ``[experts, columns, contraction]``. Use the cached cast if there is one.
     """
-    if kind == "wide":
-        plain = weights.detach().to(torch.bfloat16)
-        return Operand(plain if dim == 1 else plain.transpose(1, 2))
 
     def make() -> Operand:
-        if dim == 1:
-            turned = weights.detach()
-        else:
-            turned = weights.detach().transpose(1, 2)
-        function = _cast_expert_rows if kind == "rows" else _cast_expert_blocks
-        return Operand(*fused(weights.numel(), bound(function, cast), turned))
+        turned = weights.detach()
+        if dim == 0:
+            turned = turned.transpose(1, 2)
+        rows = turned.contiguous().flatten(0, 1)  # of one expert, flatten keeps a transposed view
+        data, outer, inner = cast_matrix(rows, cast, 1, torch.float8_e4m3fn)
+        codes = data.view(turned.shape)
+        if inner is None:
+            assert outer is not None
+            return Operand(codes, outer.view(turned.shape[:2]))
+        scales = inner.view(torch.uint8).view(*turned.shape[:2], -1)
+        return Operand(codes, None, fused(scales.numel(), _tiled_by_expert, scales))
 
-    if is_traced():
-        return make()
-    operand: Operand = cast_cache.cast_weight(weights, (cast, dim), make)
-    return operand
-
-
-def _cast_rows(cast: Cast, x: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
-    rows = _gathered(x, token)
-    codes, outer = cast_whole(cast, 1, torch.float8_e4m3fn, rows, None, None, None, None)
-    return codes, outer.flatten()
+    return cast_cache.cast_weight(weights, (cast, dim), make)
 
 
-def _tile_amax(align: int, x: Tensor, token: Tensor) -> Tensor:
+def _tile_amax(align: int, x: Tensor) -> Tensor:
     """Return the largest magnitudes of each tile of slots: float32 ``[tiles, features]``."""
-    tiles: Tensor = _gathered(x, token).float().abs().unflatten(0, (-1, align))
+    tiles: Tensor = x.float().abs().unflatten(0, (-1, align))
     return tiles.amax(1)
 
 
 def _cast_columns(
-    cast: Cast, align: int, x: Tensor, token: Tensor, expert: Tensor, amax: Tensor
+    cast: Cast, align: int, x: Tensor, expert: Tensor, amax: Tensor
 ) -> tuple[Tensor, Tensor]:
     valid_expert = expert.clamp(0, amax.shape[0] - 1)
     largest = amax[valid_expert].repeat_interleave(align, 0)
-    codes, _ = quantize_whole(_gathered(x, token), cast, 0, None, None, largest)
+    codes, _ = quantize_whole(x, cast, 0, None, None, largest)
     _, outer = quantize_whole(amax, cast, 0, None, None, amax)
     assert outer is not None
     return codes.to(torch.float8_e4m3fn).t().contiguous(), outer.flatten()
-
-
-def _cast_expert_rows(cast: Cast, weights: Tensor) -> tuple[Tensor, Tensor]:
-    largest = weights.float().abs().amax(2, keepdim=True)
-    codes, outer = quantize_whole(weights, cast, 1, None, None, largest)
-    assert outer is not None
-    return codes.to(torch.float8_e4m3fn).contiguous(), outer.squeeze(2)
-
-
-def _blocks_of(cast: Cast, dim: int, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the codes of a matrix in blocks, and their scales as exponents, uint8."""
-    blocks = blocked(x, sides_of(cast, dim))
-    codes, exponents, *_ = cast_blocks(cast, dim, torch.float8_e4m3fn, blocks, None, None, None)
-    return codes, exponents
-
-
-def _cast_row_blocks(cast: Cast, x: Tensor, token: Tensor) -> tuple[Tensor, None, Tensor]:
-    codes, exponents = _blocks_of(cast, 1, _gathered(x, token))
-    return codes, None, tiled_scales(exponents).view(len(codes), -1)
-
-
-def _cast_column_blocks(
-    cast: Cast, x: Tensor, token: Tensor, ends: Tensor
-) -> tuple[Tensor, None, Tensor]:
-    codes, exponents = _blocks_of(cast, 0, _gathered(x, token))
-    return codes.t().contiguous(), None, tiled_by_group(exponents.t(), ends)
-
-
-def _cast_expert_blocks(cast: Cast, weights: Tensor) -> tuple[Tensor, None, Tensor]:
-    rows = weights.contiguous().flatten(0, 1)  # of one expert, flatten keeps a transposed view
-    codes, exponents = _blocks_of(cast, 1, rows)
-    scales = exponents.view(len(weights), weights.shape[1], -1)
-    return codes.view(weights.shape), None, _tiled_by_expert(scales)
 
 
 def _tiled_by_expert(scales: Tensor) -> Tensor:
@@ -285,33 +227,30 @@ def tiled_by_group(scales: Tensor, ends: Tensor) -> Tensor:
 # ── products ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def multiply_groups(lhs: Operand, rhs: Operand, ends: Tensor, kind: str, fast: bool) -> Tensor:
+def multiply_groups(lhs: Operand, rhs: Operand, ends: Tensor, product: Product) -> Tensor:
     """Multiply the groups of an operand by those of another one, in bfloat16.
 
     Codes ``[slots, contraction]`` and ``[experts, columns, contraction]`` give ``[slots,
     columns]``. Codes ``[rows, slots]`` and ``[columns, slots]`` give ``[experts, rows, columns]``.
     """
-    right = rhs.data.transpose(-2, -1)
-    if kind == "wide":
-        return F.grouped_mm(lhs.data, right, offs=ends)
+    scales = []
+    for operand in (lhs, rhs):
+        scale = operand.outer
+        if operand.inner is not None:
+            scale = operand.inner.view(torch.float8_e8m0fnu)
+        assert scale is not None
+        scales.append(scale)
     # The older of two functions: only it has a rule for tracing.
-    first = _scales_of(lhs)
-    second = _scales_of(rhs)
+    first, second = scales
     return torch._scaled_grouped_mm(
-        lhs.data, right, first, second, offs=ends, out_dtype=torch.bfloat16, use_fast_accum=fast
+        lhs.data,
+        rhs.data.transpose(-2, -1),
+        first,
+        second,
+        offs=ends,
+        out_dtype=torch.bfloat16,
+        use_fast_accum=product.accumulation == "fast",
     )
-
-
-def _scales_of(operand: Operand) -> Tensor:
-    if operand.inner is not None:
-        return operand.inner.view(torch.float8_e8m0fnu)
-    assert operand.outer is not None
-    return operand.outer
-
-
-def _multiply(product: Product, lhs: Operand, rhs: Operand, ends: Tensor) -> Tensor:
-    is_fast = product.accumulation == "fast"
-    return multiply_groups(lhs, rhs, ends, kind_of(product), is_fast)
 
 
 class _Experts(FirstOrder):
@@ -322,28 +261,22 @@ class _Experts(FirstOrder):
         ctx: Any, x: Tensor, weights: Tensor, bias: Tensor | None, offsets: Tensor, name: str
     ) -> Tensor:
         compute = REGISTERED[name]
-        align = max(ALIGN[kind_of(product)] for product in compute.products.values())
-        slots = lay_out(x, offsets, align)
-        kind = kind_of(compute.output)
-        lhs = cast_tokens(x, compute.output.left, slots, kind)
-        rhs = cast_weights(weights, compute.output.right, 1, kind)
-        sums = _multiply(compute.output, lhs, rhs, slots.ends)
+        slots = lay_out(x, offsets, ALIGN[kind_of(compute)])
+        lhs = cast_tokens(in_slots(x, slots), compute.output.left)
+        rhs = cast_weights(weights, compute.output.right, 1)
+        sums = multiply_groups(lhs, rhs, slots.ends, compute.output)
         ctx.save_for_backward(x, weights, bias, offsets, *slots)
-        ctx.name = name
-        size = len(x) * weights.shape[1]
+        ctx.compute_name = name
+        y: Tensor = fused(len(x) * weights.shape[1], _gathered, sums, slots.slot)
         if bias is None:
-            y = fused(size, _gathered, sums, slots.slot)
-        else:
-            y = fused(size, _gathered_plus, sums, slots.slot, bias.detach(), slots.expert)
-        return cast(Tensor, y)
+            return y
+        row_expert = slots.expert[slots.slot.clamp_min(0) // ALIGN["rows"]]
+        return y + _gathered(bias.detach().to(y.dtype), torch.where(slots.slot < 0, -1, row_expert))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        arguments = (grads[0], *ctx.saved_tensors, ctx.name, ctx.needs_input_grad[:3])
-        if torch.is_grad_enabled():  # a second derivative would lack terms: it is refused
-            gradients = _Gradients.apply(*arguments)  # type: ignore[no-untyped-call]
-        else:
-            gradients = expert_gradients(*arguments)
+        needs = ctx.needs_input_grad[:3]
+        gradients = once(expert_gradients, grads[0], *ctx.saved_tensors, ctx.compute_name, needs)
         return (*gradients, None, None)
 
 
@@ -356,28 +289,21 @@ def expert_gradients(
     slots = Slots(ends, token, slot, expert)
     compute = REGISTERED[name]
     grad = grad.contiguous()
+    placed = in_slots(grad, slots)
     grad_x = grad_weights = grad_bias = None
     if needs[0]:
         product = compute.grad_input
-        kind = kind_of(product)
-        lhs = cast_tokens(grad, product.left, slots, kind)
-        rhs = cast_weights(weights, product.right, 0, kind)
-        sums = _multiply(product, lhs, rhs, ends)
+        rhs = cast_weights(weights, product.right, 0)
+        sums = multiply_groups(cast_tokens(placed, product.left), rhs, ends, product)
         grad_x = fused(x.numel(), _gathered, sums, slot)
     if needs[1]:
         product = compute.grad_weight
-        kind = kind_of(product)
-        lhs = cast_features(grad, product.left, slots, kind)
-        rhs = cast_features(x, product.right, slots, kind)
-        grad_weights = _multiply(product, lhs, rhs, ends).to(weights.dtype)
+        lhs = cast_features(placed, product.left, slots)
+        rhs = cast_features(in_slots(x, slots), product.right, slots)
+        grad_weights = multiply_groups(lhs, rhs, ends, product).to(weights.dtype)
     if needs[2] and bias is not None:
         grad_bias = _sums_by_expert(grad, offsets).to(bias.dtype)
     return grad_x, grad_weights, grad_bias
-
-
-class _Gradients(FirstOrder):
-    forward = staticmethod(expert_gradients)
-    setup_context = staticmethod(lambda ctx, inputs, output: None)
 
 
 def _sums_by_expert(grad: Tensor, offsets: Tensor) -> Tensor:
@@ -408,9 +334,7 @@ def works(kind: str, device: torch.device) -> bool:
 
     It waits for the device once, so the first call must not happen during CUDA graph capture.
     """
-    cast = Cast("float8_e4m3fn", "row")
-    if kind == "mx":
-        cast = Cast("float8_e4m3fn", "1x32", "float8_e8m0fnu")
+    cast = _CASTS[kind]
     product = Product(cast, cast)
 
     def trial() -> bool:
@@ -429,12 +353,12 @@ def works(kind: str, device: torch.device) -> bool:
             tensor.bfloat16().contiguous().to(device) for tensor in (x, weights, grad, features)
         )
         slots = lay_out(x, offsets, ALIGN[kind])
-        lhs = cast_tokens(x, cast, slots, kind)
-        sums = _multiply(product, lhs, cast_weights(weights, cast, 1, kind), slots.ends)
+        lhs = cast_tokens(in_slots(x, slots), cast)
+        sums = multiply_groups(lhs, cast_weights(weights, cast, 1), slots.ends, product)
         if not torch.equal(sums[slots.slot].cpu(), torch.cat(forward).bfloat16()):
             return False
-        lhs = cast_features(grad, cast, slots, kind)
-        sums = _multiply(product, lhs, cast_features(features, cast, slots, kind), slots.ends)
+        sides = [cast_features(in_slots(tensor, slots), cast, slots) for tensor in (grad, features)]
+        sums = multiply_groups(sides[0], sides[1], slots.ends, product)
         return torch.equal(sums.cpu(), torch.stack(backward).bfloat16())
 
     return native.is_exact(trial)

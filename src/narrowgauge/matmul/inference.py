@@ -17,14 +17,7 @@ from torch import Tensor, nn
 
 from narrowgauge.errors import FormatError, RecipeError
 from narrowgauge.matmul.gemm import warn_if_emulated
-from narrowgauge.matmul.layer_matmuls import (
-    REGISTERED,
-    Call,
-    add_outliers,
-    cast_to_slot,
-    multiply_slots,
-    register,
-)
+from narrowgauge.matmul.layer_matmuls import Call, multiply_input, register
 from narrowgauge.matmul.linear import (
     is_linear,
     is_transposed,
@@ -111,12 +104,8 @@ class _Product(torch.autograd.Function):
         if codes.tensor_scale is not None:
             # A copy: adapters add to the output in place, which a view from here forbids.
             return linear(x, codes.values(shape).to(x.dtype), bias).clone()
-        lhs = cast_to_slot(x, Call(name), "output.left")
-        rhs = Operand(codes.weight_codes, codes.weight_scales)
-        y = multiply_slots(lhs, rhs, name, "output", (len(x), rows), x.dtype, bias)
-        if REGISTERED[name].output.left.outliers:
-            return add_outliers(y, x, REGISTERED[name], None, rhs)
-        return y
+        weight = Operand(codes.weight_codes, codes.weight_scales)
+        return multiply_input(x, weight, bias, rows, Call(name))[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:

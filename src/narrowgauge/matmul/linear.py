@@ -7,7 +7,6 @@ layer's. :func:`narrowgauge.matmul.swapping.swap_linears` swaps a model's layers
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -23,6 +22,7 @@ from narrowgauge.numerics.dtensor import is_sharded
 from narrowgauge.numerics.widening import linear
 from narrowgauge.spec.computes import Compute
 from narrowgauge.spec.formats import dtype_name
+from narrowgauge.torch_support.extension import extended_class
 from narrowgauge.torch_support.machine import require_float64
 
 
@@ -38,6 +38,7 @@ class NarrowLayer(nn.Module):
         names: the layer's name, or one for each expert.
         key: int32 ``[]``, or ``[experts]``: key of the layer's random bits, from its name.
         clock_words: ``draw`` as a tensor; ``None`` if no compute took random bits yet.
+        was_called: whether it has multiplied, outside compiled code.
     """
 
     names: tuple[str, ...]
@@ -48,6 +49,7 @@ class NarrowLayer(nn.Module):
     swap: clock.Swap
     key: Tensor
     clock_words: Tensor | None
+    was_called: bool = False
 
     def begin(self, names: Sequence[str], device: torch.device | None, compute: Compute) -> None:
         """Set a compute and the keys that belong to the names, and start at step 0."""
@@ -87,6 +89,8 @@ class NarrowLayer(nn.Module):
 
         Raise if the dtype is not the compute's: float16 needs a loss scale.
         """
+        if not torch.compiler.is_compiling():
+            vars(self)["was_called"] = True
         is_cast = torch.is_autocast_enabled(x.device.type)
         if is_cast:
             dtype = torch.get_autocast_dtype(x.device.type)
@@ -103,6 +107,16 @@ class NarrowLayer(nn.Module):
             return x.to(dtype)
         return x
 
+    def multiply_rows(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, keys: Keys | None, length: int
+    ) -> Tensor:
+        """Multiply ``[..., in]`` by a weight ``[out, in]``, with ``length`` rows per sequence."""
+        if not x.numel() or x.dtype is self.plain_dtype:
+            return linear(x, weight, bias)
+        call = layer_matmuls.Call(self.registered_name, keys, length)
+        y = layer_matmuls.multiply_layer(x.reshape(-1, x.shape[-1]), weight, bias, call)
+        return cast(Tensor, y.view(*x.shape[:-1], len(weight)))
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         had_memory = not self.key.is_meta
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -114,9 +128,8 @@ class NarrowLayer(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.registered_name = layer_matmuls.register(
-            self.compute
-        )  # another process does not know it yet
+        # Another process does not know the compute yet.
+        self.registered_name = layer_matmuls.register(self.compute)
         self.join(self.swap)
 
 
@@ -134,22 +147,9 @@ class Linear(NarrowLayer, nn.Linear):
         """Multiply ``[..., in]`` to ``[..., out]``."""
         return self.multiply(input, self.weight, self.bias)
 
-    @property
-    def takes_unit(self) -> bool:
-        """Return whether :meth:`multiply` takes the weight's size and divides by it, in a cast that
-        is cached.
-        """
-        return not self.compute.is_wide
-
-    def multiply(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, unit: Tensor | None = None
-    ) -> Tensor:
+    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return the layer's product with the caller's weight: ``[..., in]``, ``[out, in]`` to
         ``[..., out]``.
-
-        With a ``unit`` (0-d, a power of two; not in wide computes), multiply by ``weight / unit``.
-        The weight's gradient is then the quotient's gradient. The cast is cached under the weight
-        itself.
 
         Raises:
             RecipeError: autocast requests a dtype that is not the compute's.
@@ -159,33 +159,22 @@ class Linear(NarrowLayer, nn.Linear):
         if is_sharded(weight):
             from narrowgauge.matmul.tensor_parallel import multiply_parts
 
-            local = functools.partial(self.multiply_whole, unit=unit)
-            return multiply_parts(local, self.compute, self.names[0], x, weight, bias)
-        return self.multiply_whole(x, weight, bias, unit)
+            return multiply_parts(self._multiply, self.compute, self.names[0], x, weight, bias)
+        return self._multiply(x, weight, bias)
 
-    def multiply_whole(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, unit: Tensor | None = None
-    ) -> Tensor:
-        """Do the same with tensors that this process has in full, and with a weight ``[out, in]``."""
+    def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Multiply tensors that this process has in full, by a weight ``[out, in]``."""
         x = self.cast_stream(x)
-        if not x.numel() or x.dtype is self.plain_dtype:
-            return linear(x, weight, bias)
-        if (
-            x.ndim < 3
-            and self.draw.first_sequence
-            and self.compute.is_stochastic
-            and torch.is_grad_enabled()
-        ):
+        is_packed = x.ndim < 3 and x.numel() > 0 and torch.is_grad_enabled()
+        if is_packed and self.draw.first_sequence and self.compute.is_stochastic:
             raise RecipeError(
                 f"Cannot key the random bits of layer '{self.names[0]}' by sequence because its "
                 f"input is {list(x.shape)}.",
                 "Call linears.set_first_token(index) with the index of the micro-batch's first row "
                 "in the whole batch.",
             )
-        length = math.prod(x.shape[1:-1])  # rows per sequence
-        call = layer_matmuls.Call(self.registered_name, self.keys(), length, unit)
-        y: Tensor = layer_matmuls.multiply_layer(x.reshape(-1, x.shape[-1]), weight, bias, call)
-        return y.view(*x.shape[:-1], weight.shape[0])
+        rows_per_sequence = math.prod(x.shape[1:-1])
+        return self.multiply_rows(x, weight, bias, self.keys(), rows_per_sequence)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, compute={self.compute.name!r}"
@@ -219,16 +208,14 @@ def is_linear(module: nn.Module) -> bool:
     """Return whether a module is a linear layer that can be swapped.
 
     A subclass of ``nn.Linear`` counts if it has ``nn.Linear``'s own product: a framework's, or one
-    that FSDP2 has wrapped.
+    that FSDP2 has wrapped. So does transformers' ``FalconLinear``, which writes it as ``x @ w.T``.
     """
-    if isinstance(module, nn.Linear):
-        inherits = type(module).forward in (
-            nn.Linear.forward,
-            Linear.forward,
-            DeferredLinear.forward,
-        )
-        return inherits and not isinstance(module, NonDynamicallyQuantizableLinear)
-    return type(module).__name__ == "Conv1D"
+    if not isinstance(module, nn.Linear):
+        return type(module).__name__ == "Conv1D"
+    forwards = (nn.Linear.forward, Linear.forward, DeferredLinear.forward)
+    names = [base.__name__ for base in type(module).__mro__]
+    has_its_product = type(module).forward in forwards or "FalconLinear" in names
+    return has_its_product and not isinstance(module, NonDynamicallyQuantizableLinear)
 
 
 def is_transposed(module: nn.Module) -> bool:
@@ -265,30 +252,6 @@ def _narrow_class(plain: type[Any]) -> type[Linear]:
     if plain is nn.Linear or not issubclass(plain, nn.Linear):
         return Linear
     return cast(type[Linear], extended_class(Linear, cast(Any, plain)))
-
-
-@functools.cache
-def extended_class(base: type[Any], plain: type[Any]) -> type[Any]:
-    """Return a class that adds ``base`` to a user's class, and keeps its name."""
-    additions = {"__reduce_ex__": _reduced, "_made_of": (base, plain)}
-    bases: Any = (base, plain)
-    metaclass: Any = type
-    extended: type[Any] = metaclass(plain.__name__, bases, additions)
-    return extended
-
-
-def _reduced(module: Any, protocol: Any) -> tuple[Any, ...]:
-    """Pickle or copy a module of such a class.
-
-    The class is in no module, so it is made again from the plain one.
-    """
-    reduced = cast(tuple[Any, ...], object.__reduce_ex__(module, max(2, protocol)))
-    return (_empty_module, module._made_of, *reduced[2:])
-
-
-def _empty_module(base: Any, plain: Any) -> Any:
-    extended: Any = extended_class(base, plain)
-    return extended.__new__(extended)
 
 
 def refuse_replaced_forward(name: str, module: nn.Module, compute: Compute) -> None:

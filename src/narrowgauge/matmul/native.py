@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -43,13 +43,12 @@ class Sums(NamedTuple):
     """A kernel's result ``[rows, columns]``, and scales still to be multiplied into it.
 
     Attributes:
-        by_row, by_column: float32 ``[rows, 1]`` or ``[1, 1]``, and ``[1, columns]`` or ``[1, 1]``;
-            ``None`` if included.
+        left, right: the outer scales of the operands; ``None`` if included.
     """
 
     values: Tensor
-    by_row: Tensor | None = None
-    by_column: Tensor | None = None
+    left: Tensor | None = None
+    right: Tensor | None = None
 
 
 def kernel_here(product: Product, device: torch.device) -> Kernel | None:
@@ -65,15 +64,6 @@ def kernel_here(product: Product, device: torch.device) -> Kernel | None:
     )
 
 
-def adds_bias(kernel: Kernel, product: Product, bias: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether the kernel of a product adds this bias before it rounds to ``dtype``.
-
-    All must be bfloat16.
-    """
-    is_taken = kernel.name == "float8" and bias.dtype == dtype == torch.bfloat16
-    return is_taken and _works(kernel, product.left, product.right, bias.device, with_bias=True)
-
-
 @lru_cache(None)
 def architecture_of(device: torch.device) -> str | None:
     """Return ``"sm90"`` and the like; ``None`` without a GPU of NVIDIA: no other chip was tried."""
@@ -84,32 +74,18 @@ def architecture_of(device: torch.device) -> str | None:
 
 
 def multiply_codes(
-    kernel: Kernel, lhs: Operand, rhs: Operand, dims: tuple[int, int], dtype: torch.dtype, bias: Tensor | None = None,
-    *, fast: bool = False,
-) -> Sums:  # fmt: skip
+    kernel: Kernel, lhs: Operand, rhs: Operand, product: Product, dtype: torch.dtype
+) -> Sums:
     """Return the product of two operands that the kernel takes, in ``dtype``, or in float32
     (``mxfp4``: bfloat16) if it cannot.
 
-    ``dims`` are the contracted dimensions. ``bias`` is for kernels that add it, see
-    :func:`adds_bias`. ``fast`` accumulates in the tensor core's register alone, if the kernel can.
+    The accumulation ``fast`` is in the tensor core's register alone, if the kernel can.
     """
-    rows = lhs.data.shape[1 - dims[0]]
-    columns = rhs.data.shape[1 - dims[1]]
-    sums = _FUNCTIONS[kernel.name](_turned(lhs, dims[0]), _turned(rhs, dims[1]), dtype, fast, bias)
-    is_whole = sums.values.shape == (rows, columns)
-    if is_whole:
+    sums = _FUNCTIONS[kernel.name](lhs, rhs, dtype, product.accumulation == "fast")
+    shape = len(lhs.data), len(rhs.data)
+    if (*sums.values.shape,) == shape:
         return sums
-    return sums._replace(values=sums.values[:rows, :columns])
-
-
-def _turned(operand: Operand, dim: int) -> Operand:
-    """Return the operand as ``[side, contraction]``."""
-    if dim == 1:
-        return operand
-    inner = operand.inner
-    if inner is not None:
-        inner = inner.t()
-    return operand._replace(data=operand.data.t(), inner=inner)
+    return sums._replace(values=sums.values[: shape[0], : shape[1]])
 
 
 def _padded(x: Tensor, rows: int, columns: int) -> Tensor:
@@ -135,44 +111,33 @@ def _filled(x: Tensor, least_rows: int = 0) -> Tensor:
 # ── the kernels: operands [side, contraction], and the right one is transposed for them ───────────
 
 
-def _float8(
-    lhs: Operand, rhs: Operand, dtype: torch.dtype, fast: bool, bias: Tensor | None
-) -> Sums:
+def _float8(lhs: Operand, rhs: Operand, dtype: torch.dtype, fast: bool) -> Sums:
     """Multiply by ``torch._scaled_mm`` with scales of tensors or of all rows."""
-    (rows, _), (columns, _) = lhs.data.shape, rhs.data.shape
     a = _filled(lhs.data).contiguous()
     b = _filled(rhs.data).contiguous()
-    by_row = lhs.by_row()
-    by_column = rhs.by_column()
-    is_whole = all(scale is None or scale.numel() == 1 for scale in (by_row, by_column))
+    is_whole = all(x.outer is None or x.outer.numel() == 1 for x in (lhs, rhs))
     # With scales of rows, older libraries' kernel writes only bfloat16.
     if dtype == torch.float32 or (dtype != torch.bfloat16 and not is_whole):
         unit = _unit_scale(a.device)
         sums = torch._scaled_mm(a, b.t(), unit, unit, out_dtype=torch.float32, use_fast_accum=fast)
-        return Sums(sums, by_row, by_column)
-    first = _or_one(by_row, a.device)
-    second = _or_one(by_column, a.device)
-    if is_whole:
-        first = first.reshape(())
-        second = second.reshape(())
-    else:
-        first = _padded(first.expand(rows, 1), len(a), 1).contiguous()
-        second = _padded(second.expand(1, columns), 1, len(b)).contiguous()
-    if bias is not None:
-        bias = _padded(bias[None], 1, len(b))[0]
-    return Sums(
-        torch._scaled_mm(a, b.t(), first, second, bias, out_dtype=dtype, use_fast_accum=fast)
-    )
+        return Sums(sums, lhs.outer, rhs.outer)
+    scales = []
+    for operand, codes in ((lhs, a), (rhs, b)):
+        scale = operand.outer
+        if scale is None:
+            scale = _unit_scale(a.device)
+        if is_whole:
+            scales.append(scale.reshape(()))
+        else:
+            column = scale.reshape(-1, 1).expand(len(operand.data), 1)
+            scales.append(_padded(column, len(codes), 1).contiguous())
+    first, second = scales
+    sums = torch._scaled_mm(a, b.t(), first, second.t(), out_dtype=dtype, use_fast_accum=fast)
+    return Sums(sums)
 
 
 def _unit_scale(device: torch.device) -> Tensor:
     return torch.ones((), dtype=torch.float32, device=device)
-
-
-def _or_one(scale: Tensor | None, device: torch.device) -> Tensor:
-    if scale is None:
-        return _unit_scale(device)
-    return scale
 
 
 def _float8_blocks(lhs: Operand, rhs: Operand, dtype: torch.dtype, *_: Any) -> Sums:
@@ -184,7 +149,7 @@ def _float8_blocks(lhs: Operand, rhs: Operand, dtype: torch.dtype, *_: Any) -> S
     b = _filled(rhs.data).contiguous()
     first, by_first = _scales_of_128(lhs)
     second, by_second = _scales_of_128(rhs)
-    return Sums(_scaled_product(a, b, [first], [second], by_first, by_second, dtype))
+    return _product_of(a, b, [first], [second], by_first, by_second, dtype)
 
 
 def _scales_of_128(operand: Operand) -> tuple[Tensor, str]:
@@ -214,7 +179,7 @@ def _micro_scaled(lhs: Operand, rhs: Operand, dtype: torch.dtype, *_: Any, block
         scales.append([codes])
         if operand.outer is not None:
             scales[-1].append(operand.outer.reshape(1))
-    return Sums(_scaled_product(a, b, scales[0], scales[1], block, block, dtype))
+    return _product_of(a, b, scales[0], scales[1], block, block, dtype)
 
 
 def _scaled_product(
@@ -224,52 +189,41 @@ def _scaled_product(
 
     ``first`` and ``second`` are their scales: of blocks, and then of the tensor if there is one.
     """
-    if is_traced():
-        return cast(Tensor, _traced_product(a, b, first, second, first_block, second_block, dtype))
-    return _call_scaled_mm(a, b, first, second, first_block, second_block, dtype)
-
-
-def _call_scaled_mm(
-    a: Tensor, b: Tensor, first: list[Tensor], second: list[Tensor], first_block: str, second_block: str, dtype: torch.dtype
-) -> Tensor:  # fmt: skip
     if a.dtype == PAIRS:
         a = a.view(torch.float4_e2m1fn_x2)
         b = b.view(torch.float4_e2m1fn_x2)
-    recipes = []
-    scales = []
-    for name, operand_scales in ((first_block, first), (second_block, second)):
-        recipes.append(
-            [getattr(F.ScalingType, name), F.ScalingType.TensorWise][: len(operand_scales)]
-        )
-        scales.append(
-            [operand_scales[0].view(_SCALES.get(name, torch.float32)), *operand_scales[1:]]
-        )
+    sides: list[Any] = []
+    for name, scales in ((first_block, first), (second_block, second)):
+        blocks = scales[0].view(_SCALES.get(name, torch.float32))
+        recipe = [getattr(F.ScalingType, name), F.ScalingType.TensorWise][: len(scales)]
+        sides += [[blocks, *scales[1:]], recipe]
     orders: list[Any] = []
     if first_block in _SCALES:
         orders = [[F.SwizzleType.SWIZZLE_32_4_4, F.SwizzleType.NO_SWIZZLE][: len(first)]] * 2
     product: Any = F.scaled_mm
-    result: Tensor = product(
-        a, b.t(), scales[0], recipes[0], scales[1], recipes[1], *orders, output_dtype=dtype
-    )
+    result: Tensor = product(a, b.t(), *sides, *orders, output_dtype=dtype)
     return result
-
-
-_SCALES = {"BlockWise1x32": torch.float8_e8m0fnu, "BlockWise1x16": torch.float8_e4m3fn}
-"""The dtype of scales that come as uint8."""
 
 
 # PyTorch 2.13's compiler refuses scales in tiles. So the kernel's call alone is an operator of ours:
 # casts, tiles and padding around it are traced, and fuse.
-@torch.library.custom_op("narrowgauge::scaled_mm", mutates_args=())
-def _traced_product(
-    a: Tensor, b: Tensor, first: list[Tensor], second: list[Tensor], first_block: str, second_block: str, dtype: torch.dtype
-) -> Tensor:  # fmt: skip
-    return _call_scaled_mm(a, b, first, second, first_block, second_block, dtype)
+_traced_product: Any = torch.library.custom_op(
+    "narrowgauge::scaled_mm", _scaled_product, mutates_args=()
+)
 
 
-@_traced_product.register_fake
+@_traced_product.register_fake  # type: ignore[untyped-decorator]
 def _(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
     return a.new_empty(a.shape[0], b.shape[0], dtype=rest[-1])
+
+
+def _product_of(*arguments: Any) -> Sums:
+    product: Any = _traced_product if is_traced() else _scaled_product
+    return Sums(product(*arguments))
+
+
+_SCALES = {"BlockWise1x32": torch.float8_e8m0fnu, "BlockWise1x16": torch.float8_e4m3fn}
+"""The dtype of scales that come as uint8."""
 
 
 def _tile_both(
@@ -304,7 +258,7 @@ def sum_integers(a: Tensor, b: Tensor) -> Tensor:
     return total[:rows, :columns]
 
 
-_FUNCTIONS: dict[str, Callable[[Operand, Operand, torch.dtype, bool, Tensor | None], Sums]] = {
+_FUNCTIONS: dict[str, Callable[[Operand, Operand, torch.dtype, bool], Sums]] = {
     "float8": _float8,
     "float8-blocks": _float8_blocks,
     "mxfp8": partial(_micro_scaled, block="BlockWise1x32"),
@@ -338,10 +292,8 @@ def is_exact(trial: Callable[[], bool]) -> bool:
 
 
 @lru_cache(None)
-def _works(
-    kernel: Kernel, lhs: Cast, rhs: Cast, device: torch.device, with_bias: bool = False
-) -> bool:
-    """Return whether a kernel multiplies two small matrices without error, and adds a bias.
+def _works(kernel: Kernel, lhs: Cast, rhs: Cast, device: torch.device) -> bool:
+    """Return whether a kernel multiplies two small matrices without error.
 
     It waits for the device once, so the first call must not happen during CUDA graph capture.
     """
@@ -349,22 +301,19 @@ def _works(
     def trial() -> bool:
         matrices = []
         operands = []
+        casts = []
         for side, operand in enumerate((lhs, rhs)):
-            operand = Cast(operand.format, operand.granularity, operand.scale)  # the same kernel
-            x = exact_matrix(operand, _ROWS[side], _TERMS, side)
+            # The same kernel, without what a kernel does not see.
+            casts.append(Cast(operand.format, operand.granularity, operand.scale))
+            x = exact_matrix(casts[side], _ROWS[side], _TERMS, side)
             dtype = PAIRS if operand.element.bits == 4 else getattr(torch, operand.format)
+            codes = cast_matrix(x, casts[side], 1, dtype)
             matrices.append(x.double())
-            operands.append(cast_matrix(x, operand, 1, dtype).mapped(lambda part: part.to(device)))
+            operands.append(codes.mapped(lambda part: part.to(device)))
         exactly = matrices[0] @ matrices[1].t()
-        bias = None
-        dtypes = [torch.bfloat16, torch.float32]
-        if with_bias:
-            bias = _scattered(1, exactly.shape[1])[0].bfloat16()
-            exactly = exactly + bias.double()
-            bias = bias.to(device)
-            dtypes = [torch.bfloat16]
-        for dtype in dtypes:
-            sums = multiply_codes(kernel, operands[0], operands[1], (1, 1), dtype, bias)
+        product = Product(casts[0], casts[1])
+        for dtype in (torch.bfloat16, torch.float32):
+            sums = multiply_codes(kernel, operands[0], operands[1], product, dtype)
             # Read here: a device error is raised when its result is read.
             if not torch.equal(_finished(sums), exactly.to(sums.values.dtype)):
                 return False
@@ -401,7 +350,8 @@ def _scattered(rows: int, columns: int) -> Tensor:
 
 def _finished(sums: Sums) -> Tensor:
     values = sums.values.cpu().double()
-    for scale in (sums.by_row, sums.by_column):
-        if scale is not None:
-            values = values * scale.cpu().double()
+    if sums.left is not None:
+        values = values * sums.left.cpu().double().reshape(-1, 1)
+    if sums.right is not None:
+        values = values * sums.right.cpu().double().reshape(1, -1)
     return values.to(sums.values.dtype)

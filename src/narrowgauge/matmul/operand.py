@@ -46,37 +46,32 @@ SCALE_DTYPES = {
 
 
 class Operand(NamedTuple):
-    """One side of a matmul, not transposed. It represents ``data * inner * outer``.
+    """One side of a matmul, ``[side, contraction]``: it represents ``data * inner * outer``.
 
     Attributes:
-        data: ``[rows, columns]``, padded to whole blocks: int8 or float8 codes, or values in a
-            wider dtype. Four-bit codes are in pairs along the contracted dimension, which is half
-            as long.
-        outer: float32 ``[rows, 1]``, ``[1, columns]`` or ``[1, 1]``; ``None`` without such a scale.
-        inner: block scales ``[row blocks, column blocks]``, in their own format, for codes of a
-            cast in blocks; else ``None``.
+        data: padded to whole blocks: int8 or float8 codes, or values in a wider dtype. Four-bit
+            codes are in pairs along the contraction, which is half as long.
+        outer: float32 ``[side, 1]``, ``[1, contraction]`` or ``[1, 1]``; ``None`` without one.
+        inner: block scales ``[side blocks, contraction blocks]``, in their own format, for codes of
+            a cast in blocks; else ``None``.
     """
 
     data: Tensor
     outer: Tensor | None = None
     inner: Tensor | None = None
 
-    def by_row(self) -> Tensor | None:
-        """Return the outer scales of a left operand, which multiply the rows of a product."""
+    def turned(self) -> Operand:
+        """Return the operand of a matmul that contracts the other dimension."""
+        turned = self.mapped(Tensor.t)
         if self.outer is None:
-            return None
-        return self.outer.reshape(-1, 1)
-
-    def by_column(self) -> Tensor | None:
-        """Return the outer scales of a right operand, which multiply the columns of a product."""
-        if self.outer is None:
-            return None
-        return self.outer.reshape(1, -1)
+            return turned
+        return turned._replace(outer=self.outer.reshape(self.outer.shape[::-1]))  # in one piece
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> Operand:
         """Return the operand with a function applied to each tensor that it has."""
-        parts = [None if part is None else function(part) for part in self]
-        return Operand(*parts)  # type: ignore[arg-type]
+        data, outer, inner = (None if part is None else function(part) for part in self)
+        assert data is not None
+        return Operand(data, outer, inner)
 
 
 def cast_matrix(
@@ -101,46 +96,41 @@ def cast_matrix(
         fold: float32, broadcastable: multiplied into ``x`` first.
         amax: float32 ``[1, 1]``: scale by this instead of the tensor's own amax.
     """
-    x = x.detach()
-    if cast.is_wide:
-        if fold is not None:
-            x = x * fold
-        if cast.rotation != "none":
-            x = _rotate(dim, padded(x, cast, dim))
-        return Operand(x.to(dtype))
-    x = padded(x, cast, dim)
+    x = padded(x.detach(), cast, dim)
     size = x.numel()
-    if fold is not None and (cast.block is not None or cast.rotation != "none"):
+    is_whole = cast.block is None and not cast.is_wide
+    if fold is not None and not (is_whole and cast.rotation == "none"):
         x = x.float() * fold
         fold = None
     if cast.rotation != "none":
         x = fused(size, bound(_rotate, dim), x)
-    if cast.block is None:
-        cast_at_once = bound(cast_whole, cast, dim, dtype)
-        return Operand(*fused(size, cast_at_once, x, *(draw or (None, None)), fold, amax))
-    sides = sides_of(cast, dim)
-    in_blocks = bound(cast_blocks, cast, dim, dtype)
-    results = fused(size, in_blocks, blocked(x, sides), *(draw or (None, None)), amax)
-    data, scales, _, _, outer = (*results, None)[:5]
-    if dtype not in CODES:
-        return Operand(data.view(x.shape), outer)
-    return Operand(data, outer, scales.view(SCALE_DTYPES[cast.scale]))
-
-
-def _along_contraction(codes: Tensor, dim: int) -> Tensor:
-    """Lay codes out as kernels read them. A compiler writes them so in the loop of the cast."""
+    key, first_row = draw or (None, None)
+    if cast.is_wide:
+        operand = Operand(x.to(dtype))
+    elif is_whole:
+        operand = Operand(
+            *fused(size, bound(cast_whole, cast, dim, dtype), x, key, first_row, fold, amax)
+        )
+    else:
+        blocks = blocked(x, sides_of(cast, dim))
+        results = fused(size, bound(cast_blocks, cast, dim, dtype), blocks, key, first_row, amax)
+        data, scales, _, _, outer = (*results, None)[:5]
+        if dtype in CODES:
+            operand = Operand(data, outer, scales.view(SCALE_DTYPES[cast.scale]))
+        else:
+            operand = Operand(data.view(x.shape), outer)
     if dim == 0:
-        return codes.t().contiguous().t()
-    return codes
+        return operand.turned()
+    return operand
 
 
-def block_values(operand: Operand, dim: int) -> Tensor:
+def block_values(operand: Operand) -> Tensor:
     """Return ``data * inner``, for codes of a cast in blocks: in bfloat16 if it is exact there,
     else in float32.
     """
     assert operand.inner is not None
     if operand.data.dtype == PAIRS:
-        codes = four_bit_values(unpacked_pairs(operand.data, dim))
+        codes = four_bit_values(unpacked_pairs(operand.data, 1))
     else:
         codes = operand.data.float()
     values = codes * spread(operand.inner.float(), codes.shape)
@@ -156,6 +146,17 @@ def block_values(operand: Operand, dim: int) -> Tensor:
 def bound(function: Callable[..., Any], *settings: Any) -> Callable[..., Any]:
     """Return one function object for equal settings, so that it is compiled once."""
     return update_wrapper(partial(function, *settings), function)
+
+
+def _along_contraction(codes: Tensor, dim: int) -> Tensor:
+    """Lay codes out as kernels read them. A compiler writes them so in the loop of the cast."""
+    if dim == 0:
+        return codes.t().contiguous().t()
+    return codes
+
+
+def _rotate(dim: int, x: Tensor) -> Tensor:
+    return quantization.rotate(x, dim)
 
 
 def cast_whole(
@@ -177,10 +178,6 @@ def cast_whole(
     if outer is None:
         return (codes,)
     return (codes, outer)
-
-
-def _rotate(dim: int, x: Tensor) -> Tensor:
-    return quantization.rotate(x, dim)
 
 
 def cast_blocks(
@@ -261,16 +258,13 @@ def layer_keys(names: Sequence[str], device: torch.device | None = None) -> Tens
     return torch.tensor(keys, dtype=torch.int32, device=device)
 
 
-def draw(cast: Cast, x: Tensor, keys: Keys, operand: int, length: int | None) -> Draw | None:
-    """Return the key of a stochastic cast of ``x [rows, columns]`` and the index of its first row;
-    ``None`` to round to nearest.
+def draw(x: Tensor, keys: Keys, operand: int, length: int | None) -> Draw:
+    """Return the key of a stochastic cast of ``x [rows, columns]`` and the index of its first row.
 
     Args:
         operand: the slot's ``random_key``.
         length: the number of rows by which a sequence's index advances; ``None`` for a weight.
     """
-    if cast.rounding == "nearest":
-        return None
     if length is None:
         return key_of(keys, operand), torch.zeros_like(keys.layer)
     # The length as a size: one kernel then serves all lengths.

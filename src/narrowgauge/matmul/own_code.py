@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.torch_support.anatomy import stacked
+from narrowgauge.torch_support.extension import extended_class
 
 NARROW = "narrow"
 """The submodule that holds the swapped projections: no parameters, nothing in the ``state_dict``.
@@ -148,8 +149,6 @@ def _is_part(weight: Tensor) -> bool:
 
 def take_over(module: nn.Module, layers: nn.ModuleDict) -> None:
     """Make a module's own forward multiply by swapped projections, by the names of its weights."""
-    from narrowgauge.matmul.linear import extended_class
-
     module.add_module(NARROW, layers)
     if not isinstance(module, OwnCode):
         kind: Any = type(module)

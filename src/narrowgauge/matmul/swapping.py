@@ -14,6 +14,7 @@ from narrowgauge.errors import RecipeError
 from narrowgauge.matmul import clock, experts
 from narrowgauge.matmul.experts import GroupedLinear
 from narrowgauge.matmul.gemm import warn_if_emulated
+from narrowgauge.matmul.layer_matmuls import TRACED
 from narrowgauge.matmul.linear import (
     Linear,
     NarrowLayer,
@@ -22,8 +23,7 @@ from narrowgauge.matmul.linear import (
     made_narrow,
 )
 from narrowgauge.matmul.roles import role_of, roles_of
-from narrowgauge.numerics.widening import is_widened
-from narrowgauge.spec.computes import COMPUTES, Compute
+from narrowgauge.spec.computes import Compute
 from narrowgauge.spec.notation import get_compute
 from narrowgauge.torch_support.anatomy import parts
 from narrowgauge.torch_support.machine import require_float64
@@ -97,28 +97,33 @@ class NarrowLayers:
         clock.set_draw(self.layers.values(), is_placed=True, **index)
 
     def matrices(self) -> dict[str, str]:
-        """Return what multiplies each matrix of the model: ``narrow``, ``kept`` (by choice), or the
-        class whose code reads it.
+        """Return what multiplies each matrix of the model: ``narrow``, ``kept`` (by choice), ``never
+        called`` where other layers were, or the class whose code reads it.
 
         A matrix is a parameter of two or more dims, but no bias or embedding. :attr:`kept` says why
         a layer is.
         """
         readers: dict[str, str] = {}
         stacks = parts(self.model).stacks()
+        has_run = not TRACED and any(layer.was_called for layer in self.layers.values())
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             owner_name = re.sub(r"(^|\.)(parametrizations\..*|[^.]+)$", "", name)
             owner = self.model.get_submodule(owner_name)
-            is_bias = parameter.ndim < 2 or "bias" in name.rpartition(".")[2]
-            is_bias |= owner in stacks and min(parameter.shape) == 1  # [experts, 1, out]
-            if is_bias or isinstance(owner, nn.Embedding | nn.LayerNorm):
+            is_vector = owner in stacks and min(parameter.shape) == 1  # [experts, 1, out]
+            if parameter.ndim < 2 or is_vector or "bias" in name.rpartition(".")[2]:
                 continue
             layer = self.layers.get(owner_name) or self.layers.get(name)
-            is_choice = owner_name in self.kept or is_linear(owner) or owner in stacks
-            readers[name] = type(owner).__name__
+            if isinstance(owner, nn.Embedding | nn.LayerNorm):
+                continue
             if layer is not None and not layer.compute.is_wide:
+                # A model may read a layer's weight in its own code, as Mamba does dt_proj's.
                 readers[name] = "narrow"
-            elif is_choice:
+                if has_run and not layer.was_called:
+                    readers[name] = "never called"
+            elif owner_name in self.kept or is_linear(owner) or owner in stacks:
                 readers[name] = "kept"
+            else:
+                readers[name] = type(owner).__name__
         return readers
 
     def __str__(self) -> str:
@@ -128,18 +133,18 @@ class NarrowLayers:
         """Return in one line how many weights are narrow, and which matrices are not and why, at
         most ``limit`` of them.
         """
-        readers = self.matrices()
-        sizes = {name: self.model.get_parameter(name).numel() for name in readers}
-        total = sum(sizes.values())
+        total = 0
         narrow = 0
         wide = []
-        for name, reader in readers.items():
+        for name, reader in self.matrices().items():
+            size = self.model.get_parameter(name).numel()
+            total += size
             if reader == "narrow":
-                narrow += sizes[name]
-            elif reader == "kept":
-                wide.append(f"{name} ({self.kept.get(name.rpartition('.')[0], 'by choice')})")
-            else:
-                wide.append(f"{name} ({reader})")
+                narrow += size
+                continue
+            if reader == "kept":
+                reader = self.kept.get(name.rpartition(".")[0], "by choice")
+            wide.append(f"{name} ({reader})")
         line = f"{narrow:,} of {total:,} matrix weights are narrow ({narrow / max(total, 1):.0%})"
         if wide:
             line += f"; wide: {', '.join(wide[:limit])}"
@@ -176,8 +181,6 @@ def swap_linears(
     """Make a model's linear layers and experts multiply in the formats of a compute, in place.
 
     Parameters, names and ``state_dict`` stay. A layer is swapped unless its name matches ``keep``.
-    On a CPU that does not multiply bfloat16, the other bfloat16 layers use float32 matmuls, with
-    the same values.
 
     Args:
         model: any module with ``nn.Linear``, transformers' ``Conv1D`` or its mixtures' experts.
@@ -228,8 +231,7 @@ def swap_linears(
         )
     keep_from_fused_kernels(model)
     device = next(iter(layers.values())).key.device
-    slow = _swap_slow_layers(model)
-    for used in {layer.compute.name: layer.compute for layer in (*layers.values(), *slow)}.values():
+    for used in {layer.compute.name: layer.compute for layer in layers.values()}.values():
         warn_if_emulated(used, device)
     if is_by_role:
         reasons = roles
@@ -352,15 +354,3 @@ def chooser(
         return get_compute(layer_compute)
 
     return choose
-
-
-def _swap_slow_layers(model: nn.Module) -> list[Linear]:
-    """Swap the remaining plain layers if PyTorch's own matmul of their format is slow."""
-    slow = []
-    for name, module in list(model.named_modules()):
-        if not is_linear(module) or isinstance(module, Linear):
-            continue
-        weight = module.weight
-        if weight.dtype is torch.bfloat16 and is_widened(torch.bfloat16, weight.device.type):
-            slow.append(made_narrow(plain_name(name), module, COMPUTES["bfloat16"]))
-    return slow

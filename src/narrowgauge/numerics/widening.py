@@ -4,7 +4,7 @@ without their format.
 The product of two bfloat16 or int8 numbers is exact in float32. Operands are widened, multiplied
 and added in float32, and the result is rounded once. It equals a matmul in their format, except for
 the order of the sum. Sums of integers are exact: 1,024 products of two int8 codes fit float32's 24
-bits. Only tiles of the operands are widened at a time, in reused memory.
+bits.
 
 :func:`linear`, :func:`matmul` and :func:`add_product` are PyTorch's own functions if the processor
 multiplies the operands' format. Otherwise one operator does all three matmuls. It saves the
@@ -16,8 +16,6 @@ context.
 
 from __future__ import annotations
 
-import math
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -35,14 +33,8 @@ EXACT_TERMS = 1 << 10
 """Number of products of 128 × 128 whose sum fits float32's 24 bits."""
 INT32_TERMS = 1 << 17
 """Number of products of 127 × 127 whose sum fits int32: codes end at ±127."""
-# Elements of a widened operand, and of a product: 32 MiB. Fewer make thin matmuls and widen the
-# other operand more often.
-_TILE_ELEMENTS = 1 << 23
-_LEAST_SIDE = 256
 _ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 _NARROW = (torch.bfloat16, torch.float16)
-
-Tile = tuple[slice, slice]
 
 
 def is_widened(dtype: torch.dtype, device_type: str) -> bool:
@@ -50,79 +42,6 @@ def is_widened(dtype: torch.dtype, device_type: str) -> bool:
     type.
     """
     return device_type == "cpu" and not multiplies(dtype_name(dtype))
-
-
-def float32_tiles(a: Tensor, b: Tensor) -> Iterator[tuple[Tile, Tensor]]:
-    """Yield the product of two matrices by tiles: rows and columns of the result, and their float32
-    values.
-
-    The operands may have any layout. The next tile overwrites the memory of a tile's values.
-    """
-    side = min(max(_TILE_ELEMENTS // max(a.shape[1], 1), _LEAST_SIDE), math.isqrt(_TILE_ELEMENTS))
-    for top in range(0, a.shape[0], side):
-        rows = slice(top, min(top + side, a.shape[0]))
-        lhs = _widened("left", a[rows])
-        for start in range(0, b.shape[1], side):
-            columns = slice(start, min(start + side, b.shape[1]))
-            values = SCRATCH.take("values", torch.float32, rows.stop - top, columns.stop - start)
-            yield (rows, columns), torch.mm(lhs, _widened("right", b[:, columns]), out=values)
-
-
-def sum_integers(a: Tensor, b: Tensor) -> Tensor:
-    """Return the exact product of int8 matrices, rounded to float32.
-
-    The next call overwrites its memory.
-    """
-    values = SCRATCH.take("values", torch.float32, a.shape[0], b.shape[1])
-    if a.shape[1] <= EXACT_TERMS:
-        torch.mm(_widened("left", a), _widened("right", b), out=values)
-        if a.shape[1] == 1:
-            # The product of 0 and a negative number is -0. Integers have no such sign.
-            values.add_(0.0)
-        return values
-    # Convert the sums first: PyTorch adds tensors of two dtypes one value at a time, 30 times
-    # slower.
-    wide = torch.int32 if a.shape[1] <= INT32_TERMS else torch.float64
-    total = SCRATCH.take("total", wide, *values.shape).zero_()
-    part = SCRATCH.take("part", wide, *values.shape)
-    for lhs, rhs in zip(a.split(EXACT_TERMS, 1), b.split(EXACT_TERMS, 0), strict=True):
-        total += part.copy_(torch.mm(_widened("left", lhs), _widened("right", rhs), out=values))
-    return values.copy_(total)
-
-
-def _widened(name: str, x: Tensor) -> Tensor:
-    """Return the matrix in float32, with the same memory order."""
-    if x.dtype == torch.float32:
-        return x
-    if x.stride(0) == 1 and x.stride(1) != 1:
-        return _widened(name, x.t()).t()
-    return SCRATCH.take(name, torch.float32, *x.shape).copy_(x)
-
-
-class _Scratch(threading.local):
-    """Reuse memory of intermediate results.
-
-    Page faults of fresh memory would cost as much as the arithmetic.
-    """
-
-    def __init__(self) -> None:
-        self.buffers: dict[tuple[str, torch.dtype], Tensor] = {}
-
-    def take(self, name: str, dtype: torch.dtype, rows: int, columns: int) -> Tensor:
-        probe = torch.empty(0, dtype=dtype, device="cpu")
-        if type(probe) is not Tensor or not probe.is_cpu:
-            # Under FakeTensorMode or another default device: such a buffer must not outlive it.
-            return torch.empty(rows, columns, dtype=dtype, device="cpu")
-        buffer = self.buffers.get((name, dtype))
-        if buffer is None or buffer.numel() < rows * columns:
-            # A tensor made in inference mode cannot be written outside it.
-            with torch.inference_mode(False):
-                buffer = torch.empty(rows * columns, dtype=dtype, device="cpu")
-                self.buffers[name, dtype] = buffer
-        return buffer[: rows * columns].view(rows, columns)
-
-
-SCRATCH = _Scratch()
 
 
 @contextmanager
@@ -215,12 +134,11 @@ def multiply_plain(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype
     """Return ``a [rows, contraction] · b [contraction, columns] + bias [columns]``, rounded once to
     ``dtype``.
     """
-    result = torch.empty(a.shape[0], b.shape[1], dtype=dtype, device=a.device)
-    for tile, values in float32_tiles(a, b):
-        if bias is not None:
-            values += bias[tile[1]].float()
-        result[tile].copy_(values)
-    return result
+    with torch.autocast(a.device.type, enabled=False):
+        values = torch.mm(a.float(), b.float())
+    if bias is not None:
+        values += bias.float()
+    return values.to(dtype, copy=True)
 
 
 @multiply_plain.register_fake

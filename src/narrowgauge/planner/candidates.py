@@ -20,7 +20,7 @@ from narrowgauge.spec.update_rules import UPDATE_RULES, refuse_pair
 DEFAULT_RECIPES = ("bfloat16/master", "bfloat16/word", "bfloat16/compact", "bfloat16/states8", "float8-row/word",
                    "float16/split", "float16/master")  # fmt: skip
 """Recipes that are compared by default, of those that chip and program run."""
-_TUNING = ("int8-outlier", "int8-outlier-codes")
+_TUNING = ("int8-outlier-codes",)
 _USUAL_GRADIENT = -20
 """Power of two of a usual gradient: a norm of 1 over billions of values is 1e-5 each, late in
 training 1e-6.

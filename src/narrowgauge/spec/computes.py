@@ -31,7 +31,6 @@ ScaleRounding = Literal["up", "floor"]
 Fit = Literal["largest", "four-or-six"]
 Scaling = Literal["current", "static"]
 Accumulation = Literal["float32", "promoted", "fast", "int32"]
-OutlierWeights = Literal["16 bits", "codes"]
 Rounding = Literal["nearest", "stochastic"]
 Rotation = Literal["none", "hadamard"]
 
@@ -68,7 +67,6 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "fit": get_args(Fit),
     "scaling": get_args(Scaling),
     "rotation": get_args(Rotation),
-    "outlier_weights": get_args(OutlierWeights),
 }
 """The words that each field of a cast takes."""
 ROTATION_SIZE = 16
@@ -98,9 +96,7 @@ class Cast:
         rotation: ``hadamard`` mixes blocks of 16 along the contraction, the same in both operands,
             after 16 fixed random signs.
         outliers: input columns with at least this amax, compared in float32, stay in 16 bits (0:
-            none).
-        outlier_weights: these columns multiply the weights in 16 bits, or the weights' ``codes``
-            widened to 16 bits.
+            none). They multiply the weights' codes, widened to 16 bits.
     Attributes:
         element: the format of the codes.
         block: the shape ``(rows, contraction)`` of a block; ``None`` without block scales.
@@ -125,7 +121,6 @@ class Cast:
     scaling: Scaling = "current"
     rotation: Rotation = "none"
     outliers: float = 0.0
-    outlier_weights: OutlierWeights = "16 bits"
     element: Format = field(init=False, compare=False, repr=False)
     block: tuple[int, int] | None = field(init=False, compare=False, repr=False)
     is_wide: bool = field(init=False, compare=False, repr=False)
@@ -240,8 +235,6 @@ class Cast:
             words.append(self.rotation)
         if self.outliers:
             words.append(f"columns from {self.outliers:g} on in 16 bits")
-            if self.outlier_weights == "codes":
-                words.append("times weights from codes")
         return ", ".join(words)
 
 
@@ -339,6 +332,12 @@ class Compute:
                 )
         lhs = self.output.left
         rhs = self.output.right
+        if lhs.needs_bits or rhs.granularity == "column":
+            raise RecipeError(
+                f"Cannot multiply ({lhs}) by ({rhs}) forward in compute '{self.name}' because several "
+                "layers share the cast of their input.",
+                "Round the input to nearest, and scale the weight per row, tensor or block.",
+            )
         if lhs.outliers and (rhs.is_wide or rhs.block):
             raise RecipeError(
                 f"Cannot leave outlier columns out in compute '{self.name}' because its weights "
@@ -387,9 +386,14 @@ class Compute:
                 "columns have none.",
                 "Take 'wide'.",
             )
-        _, grad_input, grad_weight = (_wide(self.dtype),) * 3
+        gradient = weight = Cast(self.dtype)
         if kind == "dequantized":
-            _, grad_input, grad_weight = _quantized_aware(x, self.output.right, self.dtype)
+            weight = replace(self.output.right, granularity=turned(self.output.right.granularity))
+            x = replace(x, granularity=turned(x.granularity))
+        else:
+            x = gradient
+        grad_input = Product(gradient, weight)
+        grad_weight = Product(gradient, x)
         name = f"{self.name} {kind} backward"
         return replace(self, name=name, grad_input=grad_input, grad_weight=grad_weight)
 
@@ -485,9 +489,9 @@ def _uniform(
     return _products(cast, cast, replace(cast, format=gradients or format), "promoted", forward)
 
 
-def _blocks(scale: Scale) -> Products:
+def _blocks() -> Products:
     """Return blocks of 1×128 for activations and gradients, of 128×128 for weights."""
-    activation = Cast("float8_e4m3fn", "1x128", scale)
+    activation = Cast("float8_e4m3fn", "1x128", "power-of-two")
     return _products(activation, replace(activation, granularity="128x128"), activation, "promoted")
 
 
@@ -520,16 +524,6 @@ def _nvfp4(fit: Fit = "largest") -> Products:
     )
 
 
-def _quantized_aware(x: Cast, weight: Cast, dtype: str = "bfloat16") -> Products:
-    """Return a forward pass of codes, and a wide backward pass of the same codes' values: the
-    straight-through estimator.
-    """
-    gradient = Cast(dtype)
-    turned_weight = replace(weight, granularity=turned(weight.granularity))
-    turned_x = replace(x, granularity=turned(x.granularity))
-    return (Product(x, weight), Product(gradient, turned_weight), Product(gradient, turned_x))
-
-
 def _int8() -> Products:
     """Quantize x and w once, by row, for all three matmuls.
 
@@ -545,12 +539,7 @@ def _int8() -> Products:
 
 
 _INT8 = Cast("int8", "row")
-_ROW8 = Cast("float8_e4m3fn", "row")
 _MXFP8 = Cast("float8_e4m3fn", "1x32", "float8_e8m0fnu")
-_MXFP8_OCP = replace(_MXFP8, scale_rounding="floor")
-_MXFP4 = Cast("float4_e2m1fn", "1x32", "float8_e8m0fnu", scale_rounding="floor")
-_NVFP4 = Cast("float4_e2m1fn", "1x16", "float8_e4m3fn")
-_INT4 = Cast("int4", "1x128", "float32")
 _SM89 = "float8 matmuls of Ada and Hopper or later"
 _TE = "NVIDIA TransformerEngine"
 _MX = "OCP Microscaling Formats v1.0; Rouhani et al. 2023 (2310.10537)"
@@ -596,26 +585,9 @@ _COMPUTES = (
         source="torchao, rowwise, where scales are powers of two",
     ),
     Compute(
-        "float8-row-wide-gw", *(Product(_ROW8, _ROW8, "promoted"),) * 2, _wide("bfloat16"), native=_SM89,
-        fallback="float8-block",
-        purpose="float8-row whose weight gradient is multiplied in bfloat16: two thirds of the speed, no error in that sum",
-        source="torchao, rowwise_with_gw_hp (its weight in grad_input has a scale per tensor); TE, backward_override",
-    ),
-    Compute(
-        "float8-block", *_blocks("power-of-two"), native="blocks of 128 on Hopper",
+        "float8-block", *_blocks(), native="blocks of 128 on Hopper",
         purpose="long runs: e4m3 everywhere, blocks of 1×128 and, for weights, 128×128, power-of-two scales",
         source=f"DeepSeek-V3 (2412.19437), section 3.3; power-of-two scales as in {_TE}",
-    ),
-    Compute(
-        "float8-block-float32", *_blocks("float32"), native="blocks of 128 on Hopper",
-        purpose="float8-block with DeepSeek's own scales: float32, so that each block's amax becomes e4m3's largest value",
-        source="DeepSeek-V3 (2412.19437), section 3.3; DeepGEMM on Hopper",
-    ),
-    Compute(
-        "float8-tensor-e5m2", *_uniform("float8_e4m3fn", "tensor", "float8_e5m2"), native=_SM89,
-        fallback="float8-row",
-        purpose="float8-tensor with gradients in e5m2: one bit of precision less, more range",
-        source=f"Micikevicius et al. 2022 (2209.05433); {_TE}, current scaling, HYBRID; torchao, tensorwise",
     ),
     Compute(
         "int8-row", *_int8(), native="CPUs with VNNI, CUDA",
@@ -623,28 +595,16 @@ _COMPUTES = (
         source="Xi et al. 2024, Jetfire (2403.12422), for int8 in all three matmuls; torchao, int8 mixed precision",
     ),
     Compute(
-        "int8-outlier",
+        "int8-outlier-codes",
         Product(replace(_INT8, outliers=6.0), _INT8, "int32"), _wide("bfloat16"), _wide("bfloat16"),
         native="CPUs with VNNI, CUDA",
-        purpose="fine-tuning and inference: input features with outliers and their weights in 16 bits, all others in int8",
-        source="Dettmers et al. 2022, LLM.int8() (2208.07339), section 3.2, threshold 6",
-    ),
-    Compute(
-        "int8-outlier-codes",
-        Product(replace(_INT8, outliers=6.0, outlier_weights="codes"), _INT8, "int32"), _wide("bfloat16"), _wide("bfloat16"),
-        native="CPUs with VNNI, CUDA", fallback="int8-outlier",
-        purpose="int8-outlier as bitsandbytes has it: the weights of outlier features come from int8 codes, so a byte is all",
-        source="bitsandbytes (commit 0155ecc), int8_mixed_scaled_mm in backends/default/ops.py",
+        purpose="fine-tuning and inference: input features with outliers in 16 bits, all others in int8; a byte a weight",
+        source="Dettmers et al. 2022, LLM.int8() (2208.07339), section 3.2, threshold 6; bitsandbytes",
     ),
     Compute(
         "mxfp8", *_products(_MXFP8, _MXFP8, _MXFP8), native="Blackwell, MI350",
         purpose="float8 with a power-of-two scale per 32 values: an outlier affects its block only; scales round up",
         source="NVIDIA 2025, Recipes for Pre-training LLMs with MXFP8 (2506.08027); TransformerEngine; torchao, RCEIL",
-    ),
-    Compute(
-        "mxfp8-ocp", *_products(_MXFP8_OCP, _MXFP8_OCP, _MXFP8_OCP), native="Blackwell, MI350", fallback="mxfp8",
-        purpose="mxfp8 with the scales of the standard, which round down: one block in seven saturates. Take mxfp8 to train",
-        source=f"{_MX}, section 6.3; torchao, FLOOR",
     ),
     Compute(
         "mxfp4", *_mxfp4(), native="B200, B300, MI350",
@@ -663,20 +623,6 @@ _COMPUTES = (
         fallback="nvfp4",
         purpose="nvfp4 whose blocks of weights and inputs end at 4 or at 6, whichever is nearer to the values",
         source="Cook et al. 2025, Four Over Six (2512.02010); TransformerEngine, nvfp4_4over6",
-    ),
-    Compute(
-        "int4-qat", *_quantized_aware(Cast("bfloat16"), _INT4), native="",
-        purpose="quantization-aware fine-tuning for int4 weights in groups of 128; the backward pass is wide",
-        source="torchao, Int4WeightOnlyQATQuantizer; GPTQ and AWQ's groups, without zero points",
-    ),
-    Compute(
-        "mxfp4-qat", *_quantized_aware(_MXFP4, _MXFP4), native="B200, B300, MI350: the forward pass",
-        purpose="quantization-aware fine-tuning for MXFP4 weights and inputs; the backward pass is wide", source=_MX,
-    ),
-    Compute(
-        "nvfp4-qat", *_quantized_aware(_NVFP4, _NVFP4), native="Blackwell: the forward pass",
-        purpose="quantization-aware fine-tuning for NVFP4 weights and inputs; the backward pass is wide",
-        source="torchao, NVFP4 QAT; NVIDIA ModelOpt",
     ),
     Compute(
         "scalify", *_uniform("float8_e4m3fn", "tensor", "float8_e5m2", scaling="static"), transform="scalify", native=_SM89,
@@ -772,17 +718,10 @@ def stores_codes(compute: Compute) -> bool:
     """Return whether a weight can be stored as codes of one byte with a scale per row or tensor.
 
     Example:
-        >>> [name for name in ("int8-outlier-codes", "int8-outlier", "mxfp8") if stores_codes(COMPUTES[name])]
-        ['int8-outlier-codes']
+        >>> stores_codes(COMPUTES["int8-outlier-codes"]), stores_codes(COMPUTES["mxfp8"])
+        (True, False)
     """
     lhs = compute.output.left
     rhs = compute.output.right
-    if keeps_outlier_weights(compute):
-        return False
     is_plain = rhs.block is None and rhs.rotation == "none"
     return rhs.element.bits == 8 and is_plain and rhs.scaling == lhs.scaling == "current"
-
-
-def keeps_outlier_weights(compute: Compute) -> bool:
-    """Return whether the weights of outlier columns are multiplied in 16 bits."""
-    return compute.output.left.outliers > 0 and compute.output.left.outlier_weights == "16 bits"

@@ -28,6 +28,8 @@
 ``_fsdp_orig_uid`` of a parameter that ``fully_shard`` has replaced (PyTorch 2.11 leaves no such mark)
     An optimizer made earlier steps such parameters, which never get a gradient. Alternative:
     torch's silence.
+``torch.distributed.distributed_c10d._get_default_store``
+    A rank whose step has ended says so, before others wait for it in vain. Alternative: the timeout.
 ``torch.nn.utils.clip_grad._get_total_norm``
     ``clip_grad_norm_`` calls it. Its sum depends on the number of ranks, so it is refused for exact
     sums. Alternative: silence.
@@ -312,6 +314,11 @@ def fsdp_sum_dtype(group: Any, parameter: Tensor) -> torch.dtype:
 def fsdp_keeps_gradients(group: Any) -> bool:
     """Return whether FSDP2 is set not to send, or not to all-reduce, a group's gradients now."""
     return not (group.reduce_grads and group.all_reduce_grads)
+
+
+def default_store() -> Any:
+    """Return the key-value store in which the ranks met."""
+    return torch.distributed.distributed_c10d._get_default_store()
 
 
 def replace_total_norm(

@@ -17,7 +17,6 @@ default does, scales round down.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -61,7 +60,7 @@ class Scaled(Tensor):
         if isinstance(scale, Tensor):
             self._scale = scale
         else:
-            self._scale = _number(scale, torch.float32, data.device)
+            self._scale = torch.tensor(float(scale), dtype=torch.float32, device=data.device)
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
@@ -76,14 +75,7 @@ class Scaled(Tensor):
         return times(self._data, self._scale)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        if self.numel() <= 8 and _has_values(self._data):
-            data = self._data.tolist()
-        else:
-            data = [*self.shape, str(self.dtype)]
-        scale = ""
-        if _has_values(self._scale):
-            scale = f" * 2^{math.log2(self._scale.item()):g}"
-        return f"Scaled({data}{scale})"
+        return f"Scaled({self._data}, {self._scale})"
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["_data", "_scale"], None
@@ -138,15 +130,6 @@ def unknown(reason: str) -> RecipeError:
     )
 
 
-def _has_values(x: Tensor) -> bool:
-    """Return False while a compiler traces."""
-    return type(x) is Tensor and x.device.type != "meta"
-
-
-def _number(number: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.tensor(float(number), dtype=dtype, device=device)
-
-
 def root_below(count: int) -> float:
     """Return the largest power of two not above ``sqrt(count)``: the size of a sum of ``count``
     numbers of size one.
@@ -180,11 +163,13 @@ def rescaled(x: Tensor) -> Scaled:
 
     Example:
         >>> rescaled(Scaled(torch.tensor([0.25, -0.5]), 2.0))
-        Scaled([1.0, -2.0] * 2^-1)
+        Scaled(tensor([ 1., -2.]), 0.5)
     """
-    data, scale = (x._data, x._scale) if isinstance(x, Scaled) else (x, None)
-    size = power_of_rms(data)
-    return Scaled(data / size, size if scale is None else scale * size)
+    if isinstance(x, Scaled):
+        size = power_of_rms(x._data)
+        return Scaled(x._data / size, x._scale * size)
+    size = power_of_rms(x)
+    return Scaled(x / size, size)
 
 
 # ── arithmetic ────────────────────────────────────────────────────────────────────────────────────
@@ -199,88 +184,50 @@ def _as_one(func: Any, x: Scaled, *args: Any, **kwargs: Any) -> Any:
 
 
 def _multiply(func: Any, a: Any, b: Any) -> Scaled:
-    """Multiply scales.
-
-    A number is split into a mantissa and a power of two. A plain tensor has scale 1.
-    """
+    """Multiply scales. A plain tensor or a number has scale 1."""
     if not isinstance(a, Scaled):
         a, b = b, a
     if isinstance(b, Scaled):
         return Scaled(a._data * b._data, a._scale * b._scale)
-    if isinstance(b, Tensor):
-        return Scaled(a._data * _constant(func, b), a._scale)
-    mantissa, power = _split(b)
-    return Scaled(a._data * mantissa, a._scale * power)
-
-
-def _split(number: float) -> tuple[float, float]:
-    """Split into a mantissa of magnitude 1 to 2 and a power of two.
-
-    Zero and non-finite numbers have power 1.
-    """
-    mantissa, exponent = math.frexp(number)
-    if not math.isfinite(number) or number == 0:
-        return number, 1.0
-    return 2 * mantissa, math.ldexp(1.0, exponent - 1)
-
-
-def _constant(func: Any, x: Any) -> Any:
-    """Refuse a plain operand that requires a gradient, since its gradient would be a scaled tensor."""
-    if (
-        isinstance(x, Tensor)
-        and not isinstance(x, Scaled)
-        and x.requires_grad
-        and torch.is_grad_enabled()
-    ):
+    needs_grad = isinstance(b, Tensor) and b.requires_grad and torch.is_grad_enabled()
+    if needs_grad:  # its gradient would be a scaled tensor
         raise unknown(f"{func} of a scaled tensor with a plain one that requires a gradient")
-    return x
+    return Scaled(a._data * b, a._scale)
 
 
-def _add(func: Any, a: Any, b: Any, *, alpha: float = 1) -> Scaled:
+def _add(func: Any, a: Any, b: Any, **options: Any) -> Scaled:
     """Add at the larger scale: the root of the sum of the squared scales, rounded down to a power
     of two.
     """
-    if alpha != 1:
-        raise unknown(f"{func} of a scaled tensor with alpha = {alpha}")
-    lhs, rhs, scale = _aligned(func, [a, b])
-    return Scaled(func(lhs, rhs), scale)
+    lhs, rhs, scale = _aligned([a, b])
+    return Scaled(func(lhs, rhs, **options), scale)
 
 
 def _concatenate(func: Any, tensors: Sequence[Any], dim: int = 0) -> Scaled:
-    *parts, scale = _aligned(func, tensors)
+    *parts, scale = _aligned(tensors)
     return Scaled(func(parts, dim), scale)
 
 
-def _aligned(func: Any, operands: Sequence[Any]) -> list[Tensor]:
+def _aligned(operands: Sequence[Any]) -> list[Any]:
     """Return the data of all operands at their largest scale, and that scale.
 
-    A plain tensor's scale is measured.
+    Plain operands are zeros that autograd fills in: they have no scale.
     """
-    first = operands[0]
-    if all(isinstance(x, Scaled) and x._scale is first._scale for x in operands):
-        return [*(x._data for x in operands), first._scale]
-    pairs = [_pair(_constant(func, x), operands) for x in operands]
-    scale = pairs[0][1]
-    for _, pair in pairs[1:]:
-        scale = torch.maximum(scale, pair)
-    return [*(data * (power / scale) for data, power in pairs), scale]
-
-
-def _pair(x: Any, operands: Sequence[Any]) -> tuple[Tensor, Tensor]:
-    """Return data and scale. Zeros have no size: they take another operand's scale."""
-    if isinstance(x, Scaled):
-        return x._data, x._scale
-    like = next(operand for operand in operands if isinstance(operand, Scaled))
-    if isinstance(x, Tensor):
-        plain = x
-    else:
-        plain = _number(x, torch.promote_types(like.dtype, torch.float32), like.device)
-    scale = like._scale
-    if plain.numel():
-        size = torch.where(plain.detach().abs().amax() > 0, power_of_rms(plain), scale)
-    else:
-        size = scale
-    return plain / size, size
+    scales = [x._scale for x in operands if isinstance(x, Scaled)]
+    scale = scales[0]
+    is_shared = all(other is scale for other in scales)
+    for other in scales[1:]:
+        if not is_shared:
+            scale = torch.maximum(scale, other)
+    data = []
+    for x in operands:
+        if not isinstance(x, Scaled):
+            data.append(x / scale)
+        elif is_shared:
+            data.append(x._data)
+        else:
+            data.append(x._data * (x._scale / scale))
+    return [*data, scale]
 
 
 def _sum(

@@ -30,15 +30,15 @@ gate and up reaches a root mean square of 140 within 40 steps.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from inspect import unwrap
-from typing import Any, ClassVar, Final, Literal, NamedTuple, TypeVar, cast
+from typing import Any, Final, Literal, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from narrowgauge.numerics.metrics import power_of_rms
+from narrowgauge.torch_support.extension import extended_class
 from narrowgauge.torch_support.torch_names import map_tensors
 from narrowgauge.transforms.scaled_tensor import (
     FUNCTIONS,
@@ -49,19 +49,9 @@ from narrowgauge.transforms.scaled_tensor import (
     unknown,
 )
 
-
-class Held(NamedTuple):
-    """Hold the unit of an operand that enters unchanged.
-
-    The function divides by the unit itself.
-    """
-
-    power: Tensor
-
-
 # The unit of an operand: its own scale, 1 (the real value), 1 with float16 widened to float32, or
 # this number.
-Unit = Tensor | Held | Literal["own", "real", "wide"]
+Unit = Tensor | Literal["own", "real", "wide"]
 # A guess of the root mean square of the result; None: measure it.
 Size = float | None
 
@@ -121,8 +111,6 @@ def _unit(like: Tensor) -> Tensor:
 
 
 def _divisor(x: Tensor, unit: Unit) -> Tensor | None:
-    if isinstance(unit, Held):
-        return unit.power
     if isinstance(unit, Tensor):
         return unit
     return x._scale if unit == OWN and isinstance(x, Scaled) else None
@@ -228,7 +216,6 @@ def linear(
     bias: Tensor | None,
     multiply: Callable[..., Tensor],
     features: tuple[int, int],
-    takes_unit: bool = False,
 ) -> Tensor:
     """Apply a linear layer by the rule for dot products: the operands of its three matmuls are near
     one.
@@ -242,22 +229,18 @@ def linear(
         weight, bias: plain. The weight has the layout of ``multiply``.
         multiply: the linear function of plain tensors, low-precision or not.
         features: numbers of inputs and outputs.
-        takes_unit: ``multiply`` gets the weight's size as a fourth argument and divides by it
-            itself, in a cacheable cast.
     """
     inputs, outputs = features
     size = power_of_rms(weight)
     scale = scale_of(x) * size
     sizes = (root_below(outputs), None, None)
-    weight_unit: Unit = Held(size) if takes_unit else size
-    also = [size] * takes_unit
     if bias is None:
-        token, data, unit_weight = enter((OWN, weight_unit), sizes[:2], x, weight)
-        raw = multiply(data, unit_weight, None, *also)
+        token, data, unit_weight = enter((OWN, size), sizes[:2], x, weight)
+        raw = multiply(data, unit_weight, None)
     else:
-        units: tuple[Unit, ...] = (OWN, weight_unit, scale)
+        units: tuple[Unit, ...] = (OWN, size, scale)
         token, data, unit_weight, unit_bias = enter(units, sizes, x, weight, bias)
-        raw = multiply(data, unit_weight, unit_bias, *also)
+        raw = multiply(data, unit_weight, unit_bias)
     return leave(raw, token, scale, root_below(inputs))
 
 
@@ -341,43 +324,30 @@ class _Ruled:
     compiler reuses one graph for all layers of the class.
     """
 
-    origin: ClassVar[type[nn.Module]]
-    gain: ClassVar[str] = ""
     leaves_plain = False
     # The dtype of the scaled tensors, if not the parameters' own. A rule casts its parameters
     # itself. After a separate cast their gradients would leave scaled arithmetic in the smaller
     # range of the two.
     computes_in: torch.dtype | None = None
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        reduced = cast(tuple[Any, ...], super().__reduce_ex__(protocol))
-        return _revived, (self.origin, self.gain), *reduced[2:]
-
-
-def _revived(origin: Any, gain: str) -> nn.Module:
-    ruled: Any = _ruled_class(origin, gain)
-    return cast(nn.Module, ruled.__new__(ruled))
-
 
 class _Linear(_Ruled):
+    """A linear layer: PyTorch's, transformers' Conv1D, or one with a ``multiply`` of its own."""
+
     def forward(self: Any, x: Tensor) -> Tensor:
-        multiply = getattr(self, "multiply", F.linear)
-        features = (self.in_features, self.out_features)
-        takes_unit = getattr(self, "takes_unit", False)  # of a narrow layer
-        y = linear(x, self.weight, self.bias, multiply, features, takes_unit)
+        inputs = getattr(self, "nx", None) or self.in_features
+        outputs = getattr(self, "nf", None) or self.out_features
+        multiply = getattr(self, "multiply", None)
+        if multiply is None:
+            multiply = _multiply_conv1d if hasattr(self, "nf") else F.linear
+        y = linear(x, self.weight, self.bias, multiply, (inputs, outputs))
         if self.leaves_plain:
             return value_of(y)
         return y
 
 
-class _Conv1D(_Ruled):
-    """A linear layer of transformers whose weight is ``[inputs, outputs]``."""
-
-    def forward(self: Any, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias, self._product, (self.nx, self.nf))
-
-    def _product(self: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return torch.addmm(bias, x.flatten(0, -2), weight).view(*x.shape[:-1], self.nf)
+def _multiply_conv1d(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return x @ weight + bias
 
 
 class _Embedding(_Ruled):
@@ -404,139 +374,89 @@ class _Activation(_Ruled):
 class _Norm(_Ruled):
     """Apply a norm to the real value.
 
-    The result has scale 1, since its size is one. Its gradient is measured.
-
-    ``_normalized`` gets the real value, and the gain and bias that the module has. It computes
-    float16 in float32, since the gradient of a small input is large.
+    The result has scale 1, since its size is one. Its gradient is measured. float16 is computed in
+    float32, since the gradient of a small input is large.
     """
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        operands = [x, *self.parameters(recurse=False)]
-        units: tuple[Unit, ...] = tuple(WIDE for _ in operands)
-        token, real, *entered = enter(units, (None,) * len(operands), *operands)
-        vectors: list[Any] = list(entered)
-        for place, vector in enumerate(vectors):
+        parameters = dict(self.named_parameters(recurse=False))
+        units: tuple[Unit, ...] = tuple(WIDE for _ in range(1 + len(parameters)))
+        token, real, *vectors = enter(units, (None,) * len(units), x, *parameters.values())
+        for name, vector in zip(parameters, vectors, strict=True):
+            parameters[name] = vector
             if vector.dtype.itemsize <= real.dtype.itemsize:
-                vectors[place] = vector.to(real.dtype)
-        raw = self._normalized(real, *vectors)
+                parameters[name] = vector.to(real.dtype)
+        raw = self._normalized(real, **parameters)
         if x.dtype is torch.float16:
             raw = raw.half()
         return leave(raw, token, torch.ones_like(token), 1.0)
 
 
-class _LayerNorm(_Norm):
-    def _normalized(
-        self: Any, real: Tensor, weight: Tensor | None = None, bias: Tensor | None = None
-    ) -> Tensor:
-        return F.layer_norm(real, self.normalized_shape, weight, bias, self.eps)
+class _TorchNorm(_Norm):
+    def _normalized(self: Any, real: Tensor, **vectors: Tensor) -> Tensor:
+        norm: Any = F.layer_norm if isinstance(self, nn.LayerNorm) else F.rms_norm
+        return cast(Tensor, norm(real, self.normalized_shape, **vectors, eps=self.eps))
 
 
 class _RMSNorm(_Norm):
-    def _normalized(self: Any, real: Tensor, weight: Tensor | None = None) -> Tensor:
-        return F.rms_norm(real, self.normalized_shape, weight, self.eps)
-
-
-class _RMSNormLike(_Norm):
-    """A norm by the root mean square that a model defines itself: computed in float32.
-
-    ``gain`` says how it applies its weight, see :data:`GAINS`.
-    """
+    """A norm by the root mean square that a model defines itself, as Llama, Mistral, Qwen, SmolLM."""
 
     def _normalized(self: Any, real: Tensor, weight: Tensor) -> Tensor:
-        return GAINS[self.gain](_unit_rms(real, _epsilon_of(self)), weight, real.dtype)
+        return _rms_norm(self, real, weight)
 
 
-def _unit_rms(x: Tensor, epsilon: float) -> Tensor:
+def _rms_norm(module: Any, x: Tensor, weight: Tensor) -> Tensor:
+    epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", 0.0))
     wide = x.float()
-    return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
-
-
-GAINS: dict[str, Callable[[Tensor, Tensor, torch.dtype], Tensor]] = {
-    "weight, rounded": lambda x, weight, dtype: weight * x.to(dtype),
-    "weight, in float32": lambda x, weight, dtype: (weight * x).to(dtype),
-    "1 + weight": lambda x, weight, dtype: (x * (1.0 + weight.float())).to(dtype),
-}
-"""How models apply the weight of such a norm: Llama, Mistral, Qwen and SmolLM; OLMo 2; Gemma."""
-
-
-def _epsilon_of(module: Any) -> float:
-    return float(getattr(module, "variance_epsilon", getattr(module, "eps", 0.0)))
+    unit = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
+    return weight * unit.to(x.dtype)
 
 
 @torch.no_grad()
-def _gain_of(module: nn.Module) -> str:
-    """Return the gain of a norm with one vector of weights; empty if it computes something else.
-
-    Its own forward is compared with each of :data:`GAINS`, bit for bit, on drawn values.
-    """
-    parameters = dict(module.named_parameters())
-    if list(parameters) != ["weight"] or parameters["weight"].ndim != 1 or any(module.children()):
-        return ""
+def _is_rms_norm(module: nn.Module) -> bool:
+    """Return whether a module computes :class:`_RMSNorm`, bit for bit, on drawn values."""
+    weight = module._parameters.get("weight")
+    if weight is None or weight.ndim != 1 or len(list(module.parameters())) != 1:
+        return False
     generator = torch.Generator().manual_seed(0)
-    size = len(parameters["weight"])
-    for gain, apply in GAINS.items():
-        is_same = True
-        for dtype in (torch.float32, torch.bfloat16):
-            weight = torch.randn(size, generator=generator).to(dtype)
-            x = torch.randn(4, size, generator=generator).to(dtype)
-            expected = apply(_unit_rms(x, _epsilon_of(module)), weight, dtype)
-            try:
-                y = torch.func.functional_call(module, {"weight": weight}, (x,))
-            except (RuntimeError, TypeError):
-                return ""
-            is_same = is_same and isinstance(y, Tensor) and torch.equal(y, expected)
-        if is_same:
-            return gain
-    return ""
+    for dtype in (torch.float32, torch.bfloat16):
+        gain, *rows = torch.randn(5, len(weight), generator=generator).to(dtype)
+        x = torch.stack(rows)
+        try:
+            y = torch.func.functional_call(module, {"weight": gain}, (x,))
+        except (RuntimeError, TypeError):
+            return False
+        if not isinstance(y, Tensor) or not torch.equal(y, _rms_norm(module, x, gain)):
+            return False
+    return True
 
 
 # By full name: a model of another library must not need transformers.
+_ACTIVATIONS = ("GELUActivation", "GELUTanh", "NewGELUActivation", "SiLUActivation")
 _BY_CLASS: dict[str, type[_Ruled]] = {
     "torch.nn.modules.linear.Linear": _Linear,
-    "transformers.pytorch_utils.Conv1D": _Conv1D,
+    "transformers.pytorch_utils.Conv1D": _Linear,
     "torch.nn.modules.sparse.Embedding": _Embedding,
-    "torch.nn.modules.normalization.LayerNorm": _LayerNorm,
-    "torch.nn.modules.normalization.RMSNorm": _RMSNorm,
+    "torch.nn.modules.normalization.LayerNorm": _TorchNorm,
+    "torch.nn.modules.normalization.RMSNorm": _TorchNorm,
     **{f"torch.nn.modules.activation.{name}": _Activation for name in ("GELU", "ReLU", "SiLU")},
-    "transformers.activations.GELUActivation": _Activation,
-    "transformers.activations.GELUTanh": _Activation,
-    "transformers.activations.NewGELUActivation": _Activation,
-    "transformers.activations.SiLUActivation": _Activation,
+    **{f"transformers.activations.{name}": _Activation for name in _ACTIVATIONS},
 }
 
 
-@cache
-def _ruled_class(origin: Any, gain: str = "") -> Any:
-    """Return a subclass with the rule's forward, or ``origin`` itself if there is no rule.
-
-    A class with a ``gain`` is a norm, see :data:`GAINS`.
-    """
-    ruled: type[_Ruled] | None = _RMSNormLike if gain else None
+def _class_for(name: str, module: nn.Module) -> Any:
+    """Return a module's class with its rule, or as it is if it needs none."""
+    origin = cast(Any, type(module))
+    if isinstance(module, _Ruled):
+        return origin
     for kind in origin.__mro__:
         rule = _BY_CLASS.get(f"{kind.__module__}.{kind.__qualname__}")
         # A subclass may compute anything, unless its `multiply` shows that only its product
         # differs.
         if rule is not None and (kind is origin or hasattr(origin, "multiply")):
-            ruled = rule
-            break
-    if ruled is None:
+            return extended_class(cast(Any, rule), origin)
+    if next(module.parameters(recurse=False), None) is None:
         return origin
-    names = {"origin": origin, "__module__": __name__, "gain": gain}
-    return type(f"Scaled{origin.__name__}", (ruled, origin), names)
-
-
-def _class_for(name: str, module: nn.Module) -> Any:
-    if isinstance(module, _Ruled):
-        return type(module)
-    kind = cast(Any, type(module))
-    ruled = _ruled_class(kind)
-    if ruled is kind and next(module.parameters(recurse=False), None) is not None:
-        gain = _gain_of(module)
-        if not gain:
-            raise unknown(f"the module '{name}' of class {type(module).__name__}")
-        ruled = _ruled_class(kind, gain)
-    if isinstance(module, nn.Embedding) and (
-        module.max_norm or module.scale_grad_by_freq or module.sparse
-    ):
-        raise unknown(f"the embedding '{name}' with max_norm, scale_grad_by_freq or sparse")
-    return ruled
+    if not _is_rms_norm(module):
+        raise unknown(f"the module '{name}' of class {type(module).__name__}")
+    return extended_class(cast(Any, _RMSNorm), origin)
