@@ -579,11 +579,10 @@ def test_programs_that_share_rows_bound_them_together(monkeypatch: pytest.Monkey
 
         def counted(
             table: multi_tensor.Table,
-            order: Any,
             num_shared: list[int] = num_shared,
             share_rows: Any = share_rows,
         ) -> None:
-            share_rows(table, order)
+            share_rows(table)
             num_shared.append(len(table._shared))
 
         with monkeypatch.context() as patch:
