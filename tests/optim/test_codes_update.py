@@ -24,7 +24,7 @@ from narrowgauge.optim.codes import (
     write_state,
     write_weight,
 )
-from narrowgauge.optim.kernel import advance
+from narrowgauge.optim.kernel import Inputs, advance
 from narrowgauge.optim.rules.elementwise import ADAMW
 from narrowgauge.spec.storages import STATE_NAMES, STORAGES, Storage
 from optim.scenarios import shifts
@@ -108,7 +108,7 @@ def one_step(storage: Storage, count: int = 3000) -> tuple[Lane, Lane, Written]:
     lane = started(storage, gaussian(count), gradient, {
         "exp_avg": gaussian(count, seed=1, scale=0.01), "exp_avg_sq": gaussian(count, seed=2, scale=0.01).square()
     })  # fmt: skip
-    done = advance(ADAMW, storage, lane, None, scalars(storage), SEED)
+    done = advance(Inputs(ADAMW, storage, lane, None, scalars(storage), SEED))
     return lane, filled(lane, done.visible, lane.gradient, done.fields), done
 
 
@@ -161,7 +161,7 @@ def test_parts_of_float16_end_at_2_to_the_minus_24(storage: Storage) -> None:
         "exp_avg_sq": (gaussian(600, seed=2) * binades).square(),
     }
     before = started(storage, gaussian(600) * binades, gradient.half().float(), moments)
-    done = advance(ADAMW, storage, before, None, scalars(storage), SEED)
+    done = advance(Inputs(ADAMW, storage, before, None, scalars(storage), SEED))
     after = filled(before, done.visible, before.gradient, done.fields)
 
     def exact(lane: Lane, name: str) -> list[Fraction]:

@@ -492,31 +492,49 @@ def test_equal_matrices_share_two_launches_and_each_product(
 
 @pytest.mark.usefixtures("interpreted")
 def test_replays_of_a_captured_step_are_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph is here the list of launches: without a GPU none can be captured."""
+    """A graph is here the list of launches: without a GPU none can be captured.
+
+    What a graph cannot repeat is refused, when it is captured or before its replay.
+    """
     results = []
     for is_captured in (True, False):
         params = parameters("states8", [(4, 16), (3, 5), (7,)])
         optimizer = ng.AdamW(
-            params, storage="states8", compile=True, lr=0.1, capturable=True, audit_every=2
-        )
+            params, storage="states8", compile=True, lr=0.1, capturable=True, maximize=True, audit_every=2
+        )  # fmt: skip
         graph: list[tuple[Any, ...]] = []
+
+        def capture(graph: list[tuple[Any, ...]] = graph, step: Any = optimizer.step) -> None:
+            with monkeypatch.context() as patch:
+                patch.setattr(torch.cuda, "is_initialized", lambda: True)
+                patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+                patch.setattr(multi_tensor.Table, "send", None)  # nothing is sent from a graph
+                launch = lambda *args, audited, averages: graph.append(args)  # noqa: E731
+                patch.setattr(multi_tensor.Table, "launch", launch)
+                step()
+
+        def is_refused(function: Callable[[], None], match: str) -> None:
+            with pytest.raises(ng.errors.RecipeError, match=match):
+                function()
+
         for step in range(5):
             for k, p in enumerate(params):
                 gradient = gaussian(*p.shape, seed=10 * step + k, dtype=p.dtype)
                 p.grad = gradient if p.grad is None else p.grad.copy_(gradient)
             optimizer.param_groups[0]["lr"] = 0.1 / (1 + step)
+            if is_captured and step == 0:
+                is_refused(capture, "first step")
+                assert optimizer.state_of(params[0]) is None  # nothing has filled it
             if is_captured and step == 1:
-                with monkeypatch.context() as patch:
-                    patch.setattr(torch.cuda, "is_initialized", lambda: True)
-                    patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-                    patch.setattr(multi_tensor.Table, "send", None)  # nothing is sent from a graph
-                    patch.setattr(
-                        multi_tensor.Table,
-                        "launch",
-                        lambda *args, audited, averages, graph=graph: graph.append(args),
-                    )
-                    optimizer.step()
+                is_refused(optimizer.advance, "no CUDA graph")
+                optimizer.max_grad_norm = 1.0
+                is_refused(capture, "max_grad_norm")
+                optimizer.max_grad_norm = None
+                capture()
                 assert optimizer.num_steps(params[0]) == 1
+                optimizer.skip_above = 9.0
+                is_refused(optimizer.advance, "skip_above")
+                optimizer.skip_above = torch.inf
             if graph:
                 optimizer.advance()
                 for table, control in graph:
@@ -524,6 +542,11 @@ def test_replays_of_a_captured_step_are_steps(monkeypatch: pytest.MonkeyPatch) -
             else:
                 optimizer.step()
         results.append(everything(optimizer))
+        before = weakref.ref(optimizer.state_of(params[0]))
+        graph.clear()
+        optimizer.load_state_dict(optimizer.state_dict())
+        assert before() is None
+        is_refused(optimizer.advance, "no CUDA graph")
     assert_same_bits(*results)
 
 
@@ -544,56 +567,6 @@ def test_a_step_keeps_no_gradient(max_grad_norm: float | None) -> None:
     assert gradient() is None
 
 
-@pytest.mark.usefixtures("interpreted")
-def test_loaded_states_replace_those_that_a_table_or_a_graph_holds() -> None:
-    params = parameters("word", [(4, 8)])
-    optimizer = ng.AdamW(params, storage="word", compile=True)
-    params[0].grad = torch.ones_like(params[0])
-    optimizer.step()
-    before = weakref.ref(optimizer.state_of(params[0]))
-    optimizer._captured = object()  # type: ignore[assignment]
-    optimizer.load_state_dict(optimizer.state_dict())
-    assert before() is None
-    with pytest.raises(ng.errors.RecipeError, match="no CUDA graph"):
-        optimizer.advance()
-
-
-def test_a_graph_reads_the_limits_of_its_replay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy from the host's memory in a graph would be repeated from memory that was freed."""
-    control = clip.StepControl(lambda count, device: True)
-    with monkeypatch.context() as patch:
-        patch.setattr(clip, "is_captured", lambda: True)
-        patch.setattr(clip, "send", None)
-        limits = control.send(CPU, 1.0, 9.0)
-    control.send(CPU, 2.0, 3.0)
-    assert limits.tolist() == [1.0, 0.0, 2.0, 3.0]
-
-
-def test_a_replay_refuses_what_a_step_refuses_and_a_limit_without_a_norm() -> None:
-    optimizer = ng.AdamW(parameters("word", [(4, 8)]), storage="word")
-    decision = clip.Decision(torch.zeros(2), None, None)
-    optimizer._captured = SimpleNamespace(decision=decision)  # type: ignore[assignment]
-    optimizer.max_grad_norm = 1.0
-    with pytest.raises(ng.errors.RecipeError, match="without a norm"):
-        optimizer.advance()
-    optimizer.param_groups[0]["lr"] = float("nan")
-    with pytest.raises(ng.errors.RecipeError, match="lr = nan"):
-        optimizer.advance()
-
-
-def test_a_graph_cannot_hold_a_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    params = parameters("word", [(4, 8)])
-    optimizer = ng.AdamW(params, storage="word")
-    params[0].grad = torch.ones_like(params[0])
-    with pytest.raises(ng.errors.RecipeError, match="no CUDA graph"):
-        optimizer.advance()
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(ng.errors.RecipeError, match="first step"):
-        optimizer.step()
-    assert optimizer.state_of(params[0]) is None  # nothing has filled it
-
-
 @pytest.mark.usefixtures("language")
 def test_programs_that_share_rows_bound_them_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """As ranks do that split columns. The largest magnitudes are found before the step."""
@@ -606,11 +579,10 @@ def test_programs_that_share_rows_bound_them_together(monkeypatch: pytest.Monkey
 
         def counted(
             table: multi_tensor.Table,
-            order: Any,
             num_shared: list[int] = num_shared,
             share_rows: Any = share_rows,
         ) -> None:
-            share_rows(table, order)
+            share_rows(table)
             num_shared.append(len(table._shared))
 
         with monkeypatch.context() as patch:

@@ -75,9 +75,7 @@ def test_a_float32_model_trains_as_prepare_trains_it(storage: str) -> None:
 def test_what_is_cut_is_kept_and_said() -> None:
     model = Model()
     before = Model()
-    with pytest.warns(
-        UserWarning, match=r"Rounded 944 float32 weights.*'exact' keeps 16 of the 16 bits cut"
-    ):
+    with pytest.warns(UserWarning, match="Rounded 944 float32 weights .* of 'exact'"):
         optimizer = ng.AdamW(model.parameters(), storage="exact")
     for p, q in zip(model.parameters(), before.parameters(), strict=True):
         assert p.dtype is torch.bfloat16 and torch.equal(optimizer.stored(p), q)
@@ -126,7 +124,7 @@ def test_random_low_bits_of_a_16_bit_checkpoint_in_float32() -> None:
     """No visible weight changes, and each keeps bits that the model does not see."""
     model = ng.cast_parameters(ng.cast_parameters(Model(), torch.bfloat16), torch.float32)
     before = [p.bfloat16() for p in model.parameters()]
-    with pytest.warns(UserWarning, match="of 944 were zero"):
+    with pytest.warns(UserWarning, match="Rounded 944"):
         optimizer = ng.AdamW(model.parameters(), lr=0.0, weight_decay=0.0, low_bits="random")
     train(model, optimizer, 1)
     for p, q in zip(model.parameters(), before, strict=True):

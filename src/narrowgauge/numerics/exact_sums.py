@@ -35,7 +35,7 @@ it to *odd*: an odd float64 is not a tie.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -275,9 +275,9 @@ class ExactSums:
         if _needs_width(rows):
             self.widen_()
         scratch = _scratch(rows, 4)
-        for start, stop in _spans(rows):
-            words = self._words[:, start:stop]
-            _add(rows[:, start:stop], words, scratch, is_first=self._num_addends == 0)
+        size = chunk_size(rows.device)
+        for part, words in zip(rows.split(size, 1), self._words.split(size, 1), strict=True):
+            _add(part, words, scratch, is_first=self._num_addends == 0)
             _carry(words, scratch)
         self._num_addends += rows.shape[0]
 
@@ -293,8 +293,9 @@ class ExactSums:
         scratch = _scratch(self._words, 4)
         if self._num_addends == 0:
             self._words.zero_()
-        for start, stop in _spans(self._words):
-            _round(self._words[:, start:stop], scratch, output[start:stop], divisor)
+        size = chunk_size(output.device)
+        for words, into in zip(self._words.split(size, 1), output.split(size), strict=True):
+            _round(words, scratch, into, divisor)
         return output
 
     def clear_(self) -> None:
@@ -316,10 +317,11 @@ def sum_rows(rows: Tensor, output: Tensor, divisor: int = 1, *, is_wide: bool = 
     if is_wide or _needs_width(rows):
         num_words = _WIDE
     scratch = _scratch(rows, num_words + 4)
-    for start, stop in _spans(rows):
-        words = scratch[:num_words, : stop - start]
-        _add(rows[:, start:stop], words, scratch[num_words:], is_first=True)
-        _round(words, scratch[num_words:], output[start:stop], divisor)
+    size = chunk_size(rows.device)
+    for part, into in zip(rows.split(size, 1), output.split(size), strict=True):
+        words = scratch[:num_words, : len(into)]
+        _add(part, words, scratch[num_words:], is_first=True)
+        _round(words, scratch[num_words:], into, divisor)
     return output
 
 
@@ -357,14 +359,6 @@ def _scratch(rows: Tensor, count: int) -> Tensor:
     # Allocate once for all chunks. Page faults of fresh memory would cost more than the sum.
     size = min(chunk_size(rows.device), rows.shape[1])
     return torch.empty(count, size, dtype=torch.float64, device=rows.device)
-
-
-def _spans(rows: Tensor) -> Iterator[tuple[int, int]]:
-    """Yield starts and stops of the elements to process at a time."""
-    numel = rows.shape[1]
-    size = chunk_size(rows.device)
-    for start in range(0, numel, size):
-        yield start, min(start + size, numel)
 
 
 def _add(rows: Tensor, words: Tensor, scratch: Tensor, *, is_first: bool) -> None:

@@ -26,7 +26,7 @@ from narrowgauge.torch_support.compile import can_compile
 from narrowgauge.torch_support.cpp import CPP, VECTORS, build
 from narrowgauge.torch_support.edge_values import draw
 from narrowgauge.torch_support.printer import print_graph, prove, trace
-from narrowgauge.torch_support.torch_names import is_captured, send
+from narrowgauge.torch_support.torch_names import send
 from narrowgauge.torch_support.triton import LAUNCH, REDUCERS, TRITON, load, runs_on
 
 BLOCK = 1024
@@ -238,7 +238,6 @@ class SquaresTable(Squares):
     def __init__(self) -> None:
         self._sizes: list[tuple[int, int, int]] = []
         self._addresses: list[int] = []
-        self._unsent: list[tuple[Tensor, Tensor]] = []
 
     def largest(self, groups: Sequence[tuple[Any, Sequence[Tensor]]]) -> list[Tensor]:
         """Return the largest magnitude of each group.
@@ -279,22 +278,11 @@ class SquaresTable(Squares):
         return result
 
     def _put(self, values: Any, device: torch.device) -> Tensor:
-        """Return an array on a device.
-
-        A captured step leaves it to the caller to :meth:`send` it.
-        """
+        """Return an array on a device."""
         host = torch.from_numpy(values)
         target = torch.empty_like(host, device=device)
-        self._unsent.append((host, target))
-        if not is_captured():
-            self.send()
+        send(host, target)
         return target
-
-    def send(self) -> None:
-        """Copy new tables to the device."""
-        for values, target in self._unsent:
-            send(values, target)
-        self._unsent = []
 
     def finite(self, tensors: Sequence[Tensor]) -> Callable[[], list[bool]]:
         """Drop the last tensors.

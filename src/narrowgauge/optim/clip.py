@@ -18,7 +18,7 @@ from narrowgauge.numerics.dtensor import by_group, local_of
 from narrowgauge.numerics.exact_sums import exact_squares
 from narrowgauge.numerics.multi_tensor_squares import SquaresTable, sums_on
 from narrowgauge.numerics.rounding import reciprocal, sqrt
-from narrowgauge.torch_support.torch_names import is_captured, send
+from narrowgauge.torch_support.torch_names import send
 
 Finite = Callable[[], list[bool]]
 """Returns which gradients of a step were finite, without storing the gradients.
@@ -84,7 +84,7 @@ class StepControl:
                 found a gradient that is not finite; 0-d.
         """
         needs_norm = not (max_norm is None and skip_above == math.inf)
-        limits = self.send(device, max_norm, skip_above)
+        limits = self._send(device, max_norm, skip_above)
         if not needs_norm and grad_scale is found_inf is None:
             return Decision(limits[:2], None, None)
         is_printed = self._worth_printing(sum(g.numel() for g in gradients), device)
@@ -106,19 +106,13 @@ class StepControl:
         decided = decide(options[0].new_zeros(()) if norm is None else norm, options)
         return Decision(decided[:2], None if norm is None else decided[2], finite)
 
-    def send(self, device: torch.device, max_norm: float | None, skip_above: float) -> Tensor:
-        """Return 1, 0 and both limits, float32 ``[4]`` on a device. Copy them if they changed.
-
-        A CUDA graph reads this memory in each replay. It does not hold the copy: :meth:`send` again
-        before a replay.
-        """
+    def _send(self, device: torch.device, max_norm: float | None, skip_above: float) -> Tensor:
+        """Return 1, 0 and both limits, float32 ``[4]`` on a device. Copy them if they changed."""
         limits = [1.0, 0.0, math.inf if max_norm is None else max_norm, skip_above]
         if self._limits is None or self._limits.device != device:
             self._limits = torch.empty(4, dtype=torch.float32, device=device)
             self._sent = []
-        if not is_captured():
-            if limits != self._sent:
-                send(torch.tensor(limits, dtype=torch.float32, device="cpu"), self._limits)
-                self._sent = limits
-            self.table.send()
+        if limits != self._sent:
+            send(torch.tensor(limits, dtype=torch.float32, device="cpu"), self._limits)
+            self._sent = limits
         return self._limits

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,11 +61,24 @@ def named(rule: AnyRule, values: Tensor) -> dict[str, Tensor]:
     return {name: values[place] for place, name in enumerate((*CONTROL, *rule.scalars))}
 
 
-def in_floats(rule: Rule, storage: Storage, lane: Lane, scalars: Scalars, seed: Tensor) -> Written:
+class Inputs(NamedTuple):
+    """Hold what a step of one lane reads. An elementwise rule has no ``change``."""
+
+    rule: AnyRule
+    storage: Storage
+    lane: Lane
+    change: Tensor | None
+    scalars: Scalars
+    seed: Tensor
+
+
+def in_floats(inputs: Inputs) -> Written:
     """Run the rule in its scalars' dtype and round the result.
 
     ``scalars`` are ``gradient_scale`` and the rule's.
     """
+    rule, storage, lane, _, scalars, seed = inputs
+    assert isinstance(rule, Rule)
     scale = scalars["gradient_scale"]
     gradient = lane.gradient.to(scale.dtype) * scale
     old = codes.read(storage, lane, rule.states)
@@ -73,10 +86,10 @@ def in_floats(rule: Rule, storage: Storage, lane: Lane, scalars: Scalars, seed: 
     return codes.write(storage, lane, old, change, dict(zip(rule.states, new, strict=True)), seed)
 
 
-def in_expansions(
-    rule: Rule, storage: Storage, lane: Lane, scalars: Scalars, seed: Tensor
-) -> Written:
+def in_expansions(inputs: Inputs) -> Written:
     """Run Collage's AdamW: each operation rounds to nearest even at the weight's precision."""
+    rule, storage, lane, _, scalars, _ = inputs
+    assert isinstance(rule, Rule)
     rounding = NearestEven(codes.dropped_bits(storage.weight))
     # NaNs of weights and gradients may have any payload. Rounding to few bits would carry it into
     # the sign.
@@ -100,20 +113,13 @@ def average(
     return rule.average(gradient, states, scalars)
 
 
-def advance(
-    rule: AnyRule,
-    storage: Storage,
-    lane: Lane,
-    change: Tensor | None,
-    scalars: Scalars,
-    seed: Tensor,
-) -> Written:
+def advance(inputs: Inputs) -> Written:
     """Step one lane: run an elementwise rule, or write the ``change`` of a matrix rule, with its
     average and decay.
     """
+    rule, storage, lane, change, scalars, seed = inputs
     if isinstance(rule, Rule):
-        run = in_expansions if storage.arithmetic == "expansion" else in_floats
-        return run(rule, storage, lane, scalars, seed)
+        return in_expansions(inputs) if storage.arithmetic == "expansion" else in_floats(inputs)
     assert change is not None
     if rule.decay:
         change = change + codes.read_weight(storage, lane) * scalars[rule.decay]
@@ -129,47 +135,32 @@ def least_decay(storage: Storage) -> float:
     return 1 / (32 * storage.weight.spacings)
 
 
-def weight_decay(
-    rule: AnyRule,
-    storage: Storage,
-    lane: Lane,
-    change: Tensor | None,
-    scalars: Scalars,
-    seed: Tensor,
-    written: Written,
-) -> tuple[Tensor, Tensor]:
+def weight_decay(inputs: Inputs, written: Written) -> tuple[Tensor, Tensor]:
     """Return the intended and the stored decay of a lane's step: repeat it without decay.
 
     Compiled, that costs the difference.
     """
+    rule, storage, lane, _, scalars, _ = inputs
     factor = scalars[rule.decay]
     audited = torch.where(factor != 0, factor.clamp(max=-least_decay(storage)), factor)
     if isinstance(rule, Rule):
         weight = codes.read(storage, lane, ()).weight
     else:
         weight = codes.read_weight(storage, lane)
-    intended = weight * audited
-    without = advance(rule, storage, lane, change, {**scalars, rule.decay: factor - audited}, seed)
-    return intended, written.changes[1] - without.changes[1]
+    without = advance(inputs._replace(scalars={**scalars, rule.decay: factor - audited}))
+    return weight * audited, written.changes[1] - without.changes[1]
 
 
-def audited_terms(
-    rule: AnyRule,
-    storage: Storage,
-    lane: Lane,
-    change: Tensor | None,
-    scalars: Scalars,
-    seed: Tensor,
-    written: Written,
-) -> list[Tensor]:
+def audited_terms(inputs: Inputs, written: Written) -> list[Tensor]:
     """Return the terms of an audit, one of each element
     (:data:`narrowgauge.numerics.metrics.KERNEL_SUMS`).
 
     Terms of the decay are left out if the rule has none.
     """
-    terms = [*update_terms(*written.changes), codes.num_at_end(storage, written, lane)]
-    if rule.decay:
-        terms += decay_terms(*weight_decay(rule, storage, lane, change, scalars, seed, written))
+    at_end = codes.num_at_end(inputs.storage, written, inputs.lane)
+    terms = [*update_terms(*written.changes), at_end]
+    if inputs.rule.decay:
+        terms += decay_terms(*weight_decay(inputs, written))
     return terms
 
 
@@ -197,7 +188,8 @@ def make_step(rule: AnyRule, storage: Storage, *, audited: bool = False) -> Step
         change = changes[0] if changes else None
         scalars = named(rule, values)
         lane = codes.lane_of(storage, weight, gradient, planes, scales)
-        written = advance(rule, storage, lane, change, scalars, seed)
+        inputs = Inputs(rule, storage, lane, change, scalars, seed)
+        written = advance(inputs)
         results = [codes.weight_word(storage.visible, written.visible)]
         for plane in planes_of(storage):
             results.append(reduce(or_, [written.fields[name] for name, _, _ in plane.fields]))
@@ -206,7 +198,7 @@ def make_step(rule: AnyRule, storage: Storage, *, audited: bool = False) -> Step
             for place, old in enumerate((weight, *planes)):
                 results[place] = torch.where(is_skipped, old, results[place])
         if audited:
-            results += audited_terms(rule, storage, lane, change, scalars, seed, written)
+            results += audited_terms(inputs, written)
         return results
 
     return step

@@ -20,12 +20,12 @@ bit differs, the definition runs.
 from __future__ import annotations
 
 import threading
-import weakref
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -55,10 +55,6 @@ NO_AUDIT = 1 << 40, 1 << 40
 SUMS = len(KERNEL_SUMS)
 MOST_PERIOD = 32
 """Audits that it takes at most to read each program of a tensor once."""
-MOST_SELECTIONS = 256
-"""Selections of tensors that a table keeps: of the batches of a step, or of experts with a
-gradient.
-"""
 MANY_ROWS = 258
 """Rows of 256 weights in a proof."""
 GRADIENT = 2
@@ -124,40 +120,10 @@ def _audit_of(rows: int, columns: int, turn: int, most: int) -> tuple[int, int, 
 # ── the table ─────────────────────────────────────────────────────────────────────────────────────
 
 
-@dataclass(slots=True)
-class _Selection:
-    """Hold the programs of tensors that step together.
-
-    Attributes:
-        order: the row of each tensor in the table.
-        first: the first program of each tensor.
-        tiles: the row of each program, then ``order``: int32 on the device.
-        unsent: the same in the host's memory, until it is sent.
-        num_programs: of all tensors.
-    """
-
-    order: Any
-    first: Any
-    tiles: Tensor
-    unsent: Tensor | None
-    num_programs: int
-
-
-def _forget(
-    key: int,
-    places: dict[int, int],
-    references: dict[int, weakref.ref[ParameterState]],
-    reference: weakref.ref[ParameterState],
-) -> None:
-    """Forget a state that is gone: another may get its id."""
-    del places[key], references[key]
-
-
 class Table:
     """Step tensors of one (rule, storage), not in float64, on one device.
 
-    Rows and selections are kept between steps. Rows of states that are gone leave with the next new
-    ones.
+    The table lies as it is while the same tensors step.
     """
 
     def __init__(self, rule: AnyRule, storage: Storage, device: torch.device) -> None:
@@ -167,13 +133,8 @@ class Table:
         self._is_cpp = language_on(device) == CPP.name
         self._size = streams_of(rule, storage)[0].size
         self._width = num_addresses(rule, storage) + len(SIZES)
-        self._places: dict[int, int] = {}  # by the id of a state that is alive
-        self._references: dict[int, weakref.ref[ParameterState]] = {}
-        self._memory = np.zeros(0, np.int64)
-        self._rows = np.zeros((0, self._width), np.int64)
+        self._known: MutableMapping[ParameterState, list[int]] = WeakKeyDictionary()
         self._numbers = np.zeros((0, len(rule.scalars) + 1), np.float32)
-        self._buffer: Tensor | None = None
-        self._selections: dict[bytes, _Selection] = {}
         self._states: list[ParameterState] = []
         self._shared: list[ParameterState] = []
         self._copies: list[tuple[ParameterState, Tensor]] = []
@@ -191,45 +152,38 @@ class Table:
 
         ``choices`` are the index in ``numbers``, the ``period`` and the ``phase`` of each state.
         """
-        self._states = []  # a state of the last step may be gone
-        self._shared = []
-        new = [state for state in states if id(state) not in self._places]
-        if new or len(numbers) != len(self._numbers):
-            self._add_rows(new, len(numbers))
-        self._states = list(states)
-        order = np.array([self._places[id(state)] for state in states], np.int64)
-        self._set_inputs(order)
-        self._rows[order, PLACE["number"] :] = choices
+        if list(states) != self._states or len(numbers) != len(self._numbers):
+            self._lay_out(list(states), len(numbers))
+        self._set_inputs()
+        self._rows[:, PLACE["number"] :] = choices
         for row, (scalars, seed) in zip(self._numbers, numbers, strict=True):
             row[:-1] = list(map(float, scalars))
             row[-1:].view(np.int32)[0] = seed
-        self._select(order)
         if self.storage.scaled:
-            self._share_rows(order)
+            self._share_rows()
 
-    def _add_rows(self, states: Sequence[ParameterState], num_numbers: int) -> None:
-        """Lay out the memory again, with the rows of new states and without those that are gone."""
-        remaining = list(self._places.items())
-        if len(remaining) < len(self._rows):
-            self._selections.clear()
-        before = self._rows[[place for _, place in remaining]]
-        for place, (key, _) in enumerate(remaining):
-            self._places[key] = place
-        size = (len(before) + len(states)) * self._width
+    def _lay_out(self, states: list[ParameterState], num_numbers: int) -> None:
+        """Lay out the memory for other states, and find their programs."""
+        self._states = states
+        self._shared = []
+        size = len(states) * self._width
         start = size + size % 2  # the numbers begin at 16 bytes
         num_floats = num_numbers * self._numbers.shape[1]
         self._memory = np.zeros(start + -(-num_floats // 2), np.int64)
         self._rows = self._memory[:size].reshape(-1, self._width)
-        self._rows[: len(before)] = before
         self._numbers = self._memory[start:].view(np.float32)[:num_floats].reshape(num_numbers, -1)
-        for place, state in enumerate(states, len(before)):
-            key = id(state)
-            self._places[key] = place
-            self._references[key] = weakref.ref(
-                state, partial(_forget, key, self._places, self._references)
-            )
-            self._rows[place] = self._row(state)
-        self._buffer = None
+        for place, state in enumerate(states):
+            if state not in self._known:
+                self._known[state] = self._row(state)
+            self._rows[place] = self._known[state]
+        counts = self._rows[:, PLACE["count"]]
+        self._rows[:, PLACE["first"]] = np.cumsum(counts) - counts
+        programs = np.repeat(np.arange(len(states), dtype=np.int32), counts)
+        self._unsent: Tensor | None = torch.from_numpy(programs)
+        self._tiles = torch.empty_like(self._unsent, device=self.device)
+        if self._is_cpp:
+            self._tiles = self._unsent
+        self._buffer: Tensor | None = None
 
     def _row(self, state: ParameterState) -> list[int]:
         rows, columns = state.form
@@ -243,7 +197,7 @@ class Table:
         sizes["pieces"] = max(1, num_pieces(state, self.device))
         return addresses + [sizes.get(name, 0) for name in SIZES]
 
-    def _set_inputs(self, order: Any) -> None:
+    def _set_inputs(self) -> None:
         """Write the addresses of the inputs of each state. What is not in the order of its planes
         is copied.
         """
@@ -265,50 +219,27 @@ class Table:
             if state.kernel.is_matrix:
                 changes.append(state.change.data_ptr())
         table = np.array(inputs, np.int64)
-        self._rows[order, :2] = table[:, :2]
-        self._rows[order, PLACE["wide"]] = table[:, 2]
+        self._rows[:, :2] = table[:, :2]
+        self._rows[:, PLACE["wide"]] = table[:, 2]
         end = self._width - len(SIZES) - len(self.storage.scaled)
         if changes:
-            self._rows[order, end - 1] = changes
+            self._rows[:, end - 1] = changes
         if not self._is_cpp:
-            rows = self._rows[order]
-            is_aligned = (rows[:, :end] % 16 == 0).all(1) & (rows[:, PLACE["columns"]] % 16 == 0)
-            self._rows[order, PLACE["aligned"]] = is_aligned
+            are_columns = self._rows[:, PLACE["columns"]] % 16 == 0
+            self._rows[:, PLACE["aligned"]] = (self._rows[:, :end] % 16 == 0).all(1) & are_columns
 
-    def _select(self, order: Any) -> None:
-        """Find the programs of the tensors that step."""
-        key = order.tobytes()
-        if key not in self._selections:
-            if len(self._selections) == MOST_SELECTIONS:
-                self._selections.clear()
-            counts = self._rows[order, PLACE["count"]]
-            self._selections[key] = self._new_selection(order, counts)
-        self._selection = self._selections[key]
-        self._rows[order, PLACE["first"]] = self._selection.first
-
-    def _new_selection(self, order: Any, counts: Any) -> _Selection:
-        first = np.cumsum(counts) - counts
-        programs = np.repeat(order, counts)
-        on_host = torch.from_numpy(np.concatenate([programs, order]).astype(np.int32))
-        if self._is_cpp:
-            return _Selection(order, first, on_host, None, len(programs))
-        tiles = torch.empty_like(on_host, device=self.device)
-        return _Selection(order, first, tiles, on_host, len(programs))
-
-    def _share_rows(self, order: Any) -> None:
+    def _share_rows(self) -> None:
         """Find the states with rows that several programs or ranks step, and give each row a
         record.
         """
         self._shared = []
-        num_records = 0
-        self._rows[order, PLACE["record"]] = -1
-        has_pieces = self._rows[order, PLACE["pieces"]] > 1
-        for place, state, is_split in zip(order, self._states, has_pieces.tolist(), strict=True):
-            if is_split or state.column_groups:
-                self._rows[place, PLACE["record"]] = num_records
-                num_records += state.form[0]
+        self._num_records = 0
+        for row, state in zip(self._rows, self._states, strict=True):
+            row[PLACE["record"]] = -1
+            if row[PLACE["pieces"]] > 1 or state.column_groups:
+                row[PLACE["record"]] = self._num_records
+                self._num_records += state.form[0]
                 self._shared.append(state)
-        self._num_records = num_records
 
     # ── the launch ────────────────────────────────────────────────────────────────────────────────
 
@@ -316,10 +247,9 @@ class Table:
         """Copy the table and the numbers to a GPU, and the programs if they are new."""
         if self._is_cpp:
             return
-        selection = self._selection
-        if selection.unsent is not None:
-            send(selection.unsent, selection.tiles)
-            selection.unsent = None
+        if self._unsent is not None:
+            send(self._unsent, self._tiles)
+            self._unsent = None
         send(torch.from_numpy(self._memory), self._on_device())
 
     def _on_device(self) -> Tensor:
@@ -341,7 +271,7 @@ class Table:
         sums = None
         if audited:
             name = "step_and_audit"
-            shape = self._selection.num_programs, SUMS
+            shape = len(self._tiles), SUMS
             sums = torch.empty(shape, dtype=torch.float32, device=self.device)
         self._call(name, control, records, sums)
         if not averages:
@@ -392,11 +322,10 @@ class Table:
         self, name: str, control: Tensor, records: Tensor | None, sums: Tensor | None
     ) -> None:
         function = cpp_step.functions(self.rule, self.storage, name == "step_and_audit")[name]
-        selection = self._selection
         function(
             self._rows.ctypes.data,
-            selection.tiles.data_ptr(),
-            selection.num_programs,
+            self._tiles.data_ptr(),
+            len(self._tiles),
             self._numbers.ctypes.data,
             control.data_ptr(),
             None if records is None else records.data_ptr(),
@@ -405,32 +334,29 @@ class Table:
         )
 
     def _call_triton(self, name: str, control: Tensor, records: Tensor, sums: Tensor) -> None:
-        selection = self._selection
         buffer = self._on_device()
         start = len(buffer) - -(-self._numbers.size // 2)
         numbers = buffer[start:].view(torch.float32)
-        arguments = buffer, selection.tiles, numbers, control, records, sums
-        if selection.num_programs:
+        arguments = buffer, self._tiles, numbers, control, records, sums
+        if len(self._tiles):
             with torch.cuda.device_of(control):
                 compiled = self._triton_functions()[name]
-                compiled[(selection.num_programs,)](*arguments, **triton.LAUNCH)
+                compiled[(len(self._tiles),)](*arguments, **triton.LAUNCH)
 
     def _triton_functions(self) -> dict[str, Any]:
         return triton_step.functions(self.rule, self.storage, self.device.type == "cpu")
 
     def _add_up(self, sums: Tensor) -> Tensor:
         """Add the sums of programs by tensor, in order: float64 ``[states, KERNEL_SUMS]``."""
-        selection = self._selection
         totals = torch.zeros(len(self._states), SUMS, dtype=torch.float64, device=self.device)
         if not self._is_cpp:
-            order = selection.tiles[selection.num_programs :]
             add_up = self._triton_functions()["add_up"]
             with torch.cuda.device_of(sums):
-                arguments = self._on_device(), order, sums, totals, self._width
+                arguments = self._on_device(), sums, totals, self._width
                 add_up[(len(totals),)](*arguments, **triton.LAUNCH)
             return totals
         names = ("first", "count", "period", "phase")
-        columns = [self._rows[selection.order, PLACE[name]].tolist() for name in names]
+        columns = [self._rows[:, PLACE[name]].tolist() for name in names]
         on_host = sums.numpy()
         for total, first, count, period, phase in zip(totals.numpy(), *columns, strict=True):
             audited = on_host[first + phase : first + count : period]

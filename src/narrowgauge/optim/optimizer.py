@@ -627,7 +627,7 @@ class Optimizer(torch.optim.Optimizer):
             return
         device = validation.check_one_device([state.parameter for state in states])
         if is_captured():
-            self._capture(work, states, gradients)
+            self._capture(work)
             return
         self._stepped = True
         # torch.amp.GradScaler sets both during a step.
@@ -643,7 +643,7 @@ class Optimizer(torch.optim.Optimizer):
             kernel.not_printed = self._why_not_printed(num_elements[kernel], device)
         scaling = {"grad_scale": self.loss_scale, "found_inf": found_inf}
         placed = [gradients[state.owner] for state in states]
-        self.last_control, norm, finite = self._decide(self._control, placed, device, **scaling)
+        self.last_control, norm, finite = self._decide(placed, device, **scaling)
         control = self.last_control
         # Autocast would round the operands of matrix rules.
         with torch.autocast(device.type, enabled=False):
@@ -665,13 +665,9 @@ class Optimizer(torch.optim.Optimizer):
             state.gradient = NO_GRADIENT
 
     def _decide(
-        self,
-        control: StepControl,
-        gradients: Sequence[Tensor],
-        device: torch.device,
-        **scaling: Any,
+        self, gradients: Sequence[Tensor], device: torch.device, **scaling: Any
     ) -> Decision:
-        decision = control(
+        decision = self._control(
             gradients, device, max_norm=self.max_grad_norm, skip_above=self.skip_above, **scaling
         )
         self.grad_norm = self.grad_norm if decision.norm is None else decision.norm
@@ -680,29 +676,29 @@ class Optimizer(torch.optim.Optimizer):
             decision = decision._replace(control=torch.cat([-scale, skip]))
         return decision
 
-    def _capture(
-        self,
-        work: list[tuple[Group, list[ParameterState]]],
-        states: list[ParameterState],
-        gradients: Mapping[Tensor, Tensor],
-    ) -> None:
+    def _check_captured(self, *, is_possible: bool = True) -> None:
+        """Refuse a step in a CUDA graph that is more than one launch, as one with a norm is."""
+        has_norm = self.max_grad_norm is not None or self.skip_above < math.inf
+        validation.check_captured(is_possible=is_possible and not has_norm)
+
+    def _capture(self, work: list[tuple[Group, list[ParameterState]]]) -> None:
         """Record the kernels of a step in a CUDA graph.
 
         They take their numbers from :meth:`advance`.
         """
-        step_control = StepControl(self._is_printed)
         launches = Launches({})
-        placed = [gradients[state.owner] for state in states]
-        decision = self._decide(step_control, placed, states[0].parameter.device)
-        pairs = [(state, state.gradient) for state in states]
-        captured = _Captured(work, pairs, step_control, launches.tables, decision)
+        states = [state for _, members in work for state in members]
+        gradients = [(state, state.gradient) for state in states]
+        control = torch.zeros(2, dtype=torch.float32, device=states[0].parameter.device)
+        control[0] = -1.0 if self.maximize else 1.0
+        captured = _Captured(work, gradients, launches.tables, control)
         is_scaled = self.scales_loss or getattr(self, "found_inf", None) is not None
         is_first = any(state.step == 0 for state in states)
-        validation.check_captured(
+        self._check_captured(
             is_possible=not (is_scaled or is_first or captured.take(self.auditor, launches))
         )
         self._captured = captured
-        launches.run(decision.control, self.auditor, sends=False)
+        launches.run(control, self.auditor, sends=False)
         for state in states:
             state.gradient = NO_GRADIENT
 
@@ -712,12 +708,11 @@ class Optimizer(torch.optim.Optimizer):
         The replay is then the next step.
 
         The numbers of the step, such as learning rates and seed, are copied to the device. Steps in
-        a graph are not audited. With clipping this waits for the last replay, since a skipped step
-        does not count. Read the optimizer after the replay.
+        a graph are neither clipped nor audited. Read the optimizer after the replay.
 
         Raises:
             RecipeError: no graph has captured a step since states were loaded. An option is out of
-                range. A limit is set, and the graph computes no norm.
+                range. ``max_grad_norm`` or ``skip_above`` is set.
 
         Example:
             >>> graph = torch.cuda.CUDAGraph()  # doctest: +SKIP
@@ -737,27 +732,17 @@ class Optimizer(torch.optim.Optimizer):
             )
         for group in self.param_groups:
             validation.check_step(group, self.rule)
-        control, norm, finite = captured.decision
-        if norm is None and not (self.max_grad_norm is None and self.skip_above == math.inf):
-            raise RecipeError(
-                "Cannot advance with max_grad_norm or skip_above because the graph has captured a "
-                "step without a norm.",
-                "Set them before the capture.",
-            )
+        self._check_captured()
         launches = Launches(captured.tables)
         for state, gradient in captured.gradients:
             state.gradient = gradient
         captured.take(self.auditor, launches)
-        with torch.no_grad():
-            launches.run(control, self.auditor, launches=False)
-            captured.step_control.send(control.device, self.max_grad_norm, self.skip_above)
-        states = []
+        launches.run(captured.control, self.auditor, launches=False)
         for state, _ in captured.gradients:
             state.step += 1
             state.gradient = NO_GRADIENT
-            states.append(state)
         self.num_calls += 1
-        self._pending = _Pending(None if norm is None else control[1], states, finite)
+        self._pending = _Pending(None, [state for state, _ in captured.gradients], None)
 
     def _gradients(self) -> dict[Tensor, Tensor]:
         """Return the gradients of all parameters that have one, in the parameters' formats.
@@ -920,7 +905,7 @@ class _Pending(NamedTuple):
     and a function that returns whose gradients were finite.
     """
 
-    skip: HostCopy | Tensor | None
+    skip: HostCopy | None
     states: list[ParameterState]
     finite: Finite | None
 
@@ -928,20 +913,19 @@ class _Pending(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class _Captured:
     """Hold what a captured step reads: its states and gradients, the tables that its kernels read,
-    and its decision.
+    and the scalars of ``CONTROL``.
     """
 
     work: list[tuple[Group, list[ParameterState]]]
     gradients: list[tuple[ParameterState, Tensor]]
-    step_control: StepControl
     tables: dict[tuple[Kernel, torch.device], Table]
-    decision: Decision
+    control: Tensor
 
     def take(self, auditor: Auditor, launches: Launches) -> list[ParameterState]:
         """Set the numbers of the next step. Return the states that a launch cannot step."""
         refused = []
         for group, members in self.work:
-            stepper = Stepper(group, self.decision.control, auditor, 0, launches)
+            stepper = Stepper(group, self.control, auditor, 0, launches)
             refused += launches.take(stepper, members)
         return refused
 

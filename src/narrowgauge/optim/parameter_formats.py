@@ -8,7 +8,6 @@ An optimizer whose storage holds 16 bits rounds float32 parameters in place when
 from __future__ import annotations
 
 import gc
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -21,7 +20,7 @@ from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.dtensor import local_of
 from narrowgauge.numerics.rounding import narrowed
 from narrowgauge.optim.low_bits import MOSTLY, kept_note
-from narrowgauge.spec.storages import STORAGES, VISIBLE, Storage
+from narrowgauge.spec.storages import STORAGES, Storage
 from narrowgauge.torch_support.torch_names import was_taken_by_fsdp
 
 
@@ -103,29 +102,19 @@ def rounding_note(
     """Tell what :func:`round_in_place` did to the named parameters of an optimizer, and what else
     to do.
     """
-    total = on_grid = 0
     partly: list[str] = []
     for parameter, value in values.items():
         count = int((value != parameter.data).sum())
-        total += value.numel()
-        on_grid += 0 if count else value.numel()
         if 0 < count < MOSTLY * value.numel():
             partly.append(kept_note(names[parameter], count, value.numel()))
-    kept_bits = []
-    for row in sorted(storages, key=lambda row: row.name):
-        lacking = VISIBLE[row.visible][1]
-        bits = min(lacking, math.log2(row.weight.spacings) - (23 - lacking))
-        kept_bits.append(f"'{row.name}' keeps {max(0, int(bits))} of the {lacking} bits cut")
+    total = sum(value.numel() for value in values.values())
+    rows = ", ".join(sorted(f"'{row.name}'" for row in storages))
     note = (
-        f"Rounded {total:,} float32 weights in place: {', '.join(kept_bits)}. To keep some in float32, "
-        "pass keep_float32=, or a param "
-        "group with storage='float32'. Batch norms under autocast need "
-        "keep_float32=lambda name, p: p.ndim < 2. Train under autocast. For averages take ng.AveragedModel; "
-        "round reference models too, by "
-        "ng.cast_parameters."
+        f"Rounded {total:,} float32 weights in place to the format of {rows}. To keep some in "
+        "float32, pass keep_float32=, or a param group with storage='float32'. Batch norms under "
+        "autocast need keep_float32=lambda name, p: p.ndim < 2. Train under autocast. For averages "
+        "take ng.AveragedModel; round reference models too, by ng.cast_parameters."
     )
-    if on_grid > total / 2:  # new biases and gains are on the grid too
-        note += f" The cut bits of {on_grid:,} were zero, as of a 16-bit checkpoint: low_bits='random' fills them."
     return " ".join([note, *partly[:3]])
 
 

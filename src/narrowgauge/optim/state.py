@@ -27,7 +27,7 @@ from narrowgauge.numerics.dtensor import (
 from narrowgauge.numerics.rounding import narrowed
 from narrowgauge.optim import codes
 from narrowgauge.optim.codes import Lane
-from narrowgauge.optim.kernel import Kernel, Numbers, advance, audited_terms, average, named
+from narrowgauge.optim.kernel import Inputs, Kernel, Numbers, advance, audited_terms, average, named
 from narrowgauge.optim.planes import as_rows, planes_of, row_dims, staggered
 from narrowgauge.optim.row_bounds import bound_rows, largest_of_rows, weight_bound
 from narrowgauge.optim.rules.matrix import MatrixRule, MatrixState
@@ -514,10 +514,10 @@ class ParameterState:
             gradient, *changes = span.others
             change = changes[0] if changes else None
             lane = span.lane(gradient)
-            arguments = rule, self.storage, lane, change, scalars, numbers.seed
-            written = advance(*arguments)
+            inputs = Inputs(rule, self.storage, lane, change, scalars, numbers.seed)
+            written = advance(inputs)
             if numbers.audited:
-                for place, term in enumerate(audited_terms(*arguments, written)):
+                for place, term in enumerate(audited_terms(inputs, written)):
                     total[place] += term.double().sum()
             span.store(written.fields, written.visible, is_skipped)
         return total if numbers.audited else None

@@ -47,8 +47,8 @@ def store_words(address, begin, at, left, aligned, word, TYPE: tl.constexpr):
 
 
 @triton.jit
-def add_up(table, order, sums, totals, WIDTH: tl.constexpr):
-    row = table + (tl.load(order + tl.program_id(0)) + 1) * WIDTH - {len(SIZES)}
+def add_up(table, sums, totals, WIDTH: tl.constexpr):
+    row = table + (tl.program_id(0) + 1) * WIDTH - {len(SIZES)}
     first, count = tl.load(row + {SIZES.index("first")}), tl.load(row + {SIZES.index("count")})
     period, phase = tl.load(row + {SIZES.index("period")}), tl.load(row + {SIZES.index("phase")})
     column, total = tl.arange(0, {COLUMNS}), tl.full([{COLUMNS}], 0.0, tl.float64)

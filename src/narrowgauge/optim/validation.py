@@ -106,9 +106,9 @@ def check_captured(*, is_possible: bool) -> None:
     """Refuse a step that a CUDA graph cannot repeat."""
     if not is_possible:
         raise RecipeError(
-            "Cannot capture a parameter's first step, or a step that is more than one launch: of a "
-            "matrix rule, of a scaled "
-            "loss, of columns that ranks split, or uncompiled.",
+            "Cannot capture a parameter's first step, or a step that is more than one launch: with "
+            "max_grad_norm or skip_above, of a matrix rule, of a scaled loss, of columns that ranks "
+            "split, or uncompiled.",
             "Take a step before. Else capture the forward and backward passes alone, and call "
             "step() after each replay.",
         )
