@@ -442,7 +442,8 @@ class RunRecorder(Watch):
         if norm is None or before is None or not math.isfinite(before):
             return
         self._arrived = None
-        expected = before if self._limit is None else min(self._limit, before)
+        limit = self._laws.facts.limit
+        expected = before if limit is None else min(limit, before)
         kind = KINDS["clip-norm"]
         bound = (kind.bound + 2.0**-7) * expected
         if abs(norm - expected) > bound:

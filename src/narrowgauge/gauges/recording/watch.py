@@ -11,11 +11,9 @@ from __future__ import annotations
 import itertools
 import math
 import re
-import statistics
 import sys
 import warnings
 import weakref
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -30,14 +28,10 @@ from torch.utils._pytree import tree_leaves
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, in_order, joined, of_all, words_of
 from narrowgauge.analysis.thresholds import (
-    EVALUATIONS_APART,
-    LEAST_SHARE_OF_STEPS,
-    LOSS_APART,
     MOST_PROBES,
     ROUNDINGS,
     SETTLED,
     TWICE,
-    UNIFORM_STEPS,
     UNSTEPPED,
 )
 from narrowgauge.checks.float32_copy import is_called_from
@@ -47,6 +41,7 @@ from narrowgauge.checks.step_samples import evenly_spread, weight_of
 from narrowgauge.distributed.replica_verification import unlike
 from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.gauges.hub import Hub, Listener, RunNotice
+from narrowgauge.gauges.recording.laws import Facts, Laws, Passes, Snapshot, is_sampled
 from narrowgauge.gauges.recording.leaves import Averages, copies_of, names_of
 from narrowgauge.gauges.recording.twin import Twin, on_host
 from narrowgauge.numerics.dtensor import gradient_of, is_sharded, local_of
@@ -69,9 +64,6 @@ parts.
 """
 _LEAST_SHARE = 1e-6
 """Of the largest gradient's norm. A smaller gradient may be rounding alone, as that of a bias before a batch norm."""
-_SAMPLED = frozenset({1, 2, 3, 5, 8, 13, 21, 34, 55, 89})
-_EVERY = 100
-"""Sampled steps at first, and steps between later ones."""
 _CLOCK = itertools.count()
 _LAST_STEPS: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 """When each optimizer of this process stepped last, since the first watch: a reading of the clock."""
@@ -132,7 +124,6 @@ class Watch(Listener):
         inner = unwrapped_model(model)
         self.watched_model = inner
         self._ignored = frozenset(ignore)
-        self._limit = max_grad_norm
         if called is None:
             # A compiler skips hooks inside the model that it compiles.
             called = model if is_compiled_model(model) else inner
@@ -160,17 +151,8 @@ class Watch(Listener):
         self._has_moved: set[str] = set()
         self._had_gradient: set[str] = set()
         self._had_more: set[str] = set()  # than rounding of the others' gradients
-        self._is_bad = False
         self._goes_on = False  # from a checkpoint, in the next step
         self._arrived: float | None = None  # the norm of the gradients in the last step
-        self._num_zero = 0
-        self._num_uniform = 0
-        self._num_losses = 0
-        self._zeros: dict[str, list[int]] = {}  # by tensor: its first step, and steps at zero since
-        self._jumps: dict[int, tuple[float, str]] = {}  # by sampled step
-        self._drifts: Counter[str] = Counter()  # of frozen tensors, over the sampled steps
-        self._num_sampled = 0
-        self._num_overflows = 0
         self._take_up()
         sums = self._sums_of_ranks()
         self._split = {name for name, x in sums.items() if len({*map(repr, x)}) > 1}
@@ -181,9 +163,7 @@ class Watch(Listener):
         self._sums: dict[str, Tensor] = {}
         self._square: tuple[int, Tensor | float] = -1, 0.0
         self._flags: dict[str, Tensor] = {}
-        self._modes: set[bool] = set()
-        self._num_dropping = 0
-        self._evaluations: set[bool] = set()
+        self._passes = Passes()
         self._was_cleared: dict[Tensor, bool | Tensor] = {}
         self._twins: dict[torch.optim.Optimizer, Twin] = {}
         self._strays: dict[str, tuple[Tensor, Tensor]] = {}
@@ -191,19 +171,16 @@ class Watch(Listener):
         # Between steps:
         self._unread: list[tuple[int, list[str], HostCopy]] = []
         self._num_calls = 0  # of step()
-        self._is_evaluated = False
         self._was_evaluated = False
-        self._has_own_writes = False
         self._first_writes: dict[str, Reading] = {}  # after the first step, until the second
         self._projected: set[str] = set()
         self.num_compared = 0
-        self._num_evaluated = 0
-        self._num_dropped = 0
         self._after: Tensor | None = None
         self._leaves: dict[int, tuple[weakref.ref[Tensor], Tensor, set[int]]] = {}
         self._hashes: tuple[str, str] | None = None
         self._averages: Averages | None = None
         self._follow()
+        self._laws = Laws(self._facts(max_grad_norm))
 
     def _start_samples(self) -> None:
         """Compare with the weights of now from here on."""
@@ -264,8 +241,24 @@ class Watch(Listener):
             self._probes = {self._optimizer_of[self._probe]: self._probe}
         for p in self._probes.values():
             self.hub.follow_gradients(self, partial(self._see_gradient, p), self._undo, p)
-        self._vocabulary = vocabulary_of(model)
         self.hub.listeners.append(self)
+
+    def _facts(self, limit: float | None) -> Facts:
+        model = self.watched_model
+        epsilon = 0.0
+        if limit is not None:
+            epsilon = max(torch.finfo(p.dtype).eps for p in self._names)
+        things = of_all(f"dropout {m.p:g}" for m in self._dropouts)
+        if self._modal and not things:
+            things = "batch statistics"
+        return Facts(
+            len(self.optimizers), vocabulary_of(model), None if self._is_sharded else limit, epsilon,
+            things, partial(_nonfinite_weights, model),
+        )  # fmt: skip
+
+    def _judge(self, step: int, **numbers: Any) -> None:
+        """Ask the laws about numbers of a step."""
+        self._report(self._laws.read(Snapshot(step, **numbers)))
 
     def go_on_from_checkpoint(self) -> None:
         """Compare the next step, and nothing with the last one: weights and states were loaded."""
@@ -309,7 +302,9 @@ class Watch(Listener):
             self.unseen.pop("losses of ranks", None)
             if isinstance(loss, Tensor):
                 loss = loss.item()
-            self._report(self._loss_readings(loss))
+            self._judge(self._step, loss=loss)
+            if self._here.size > 1 and is_sampled(self._step):
+                self._gather_losses(loss)
 
     # ── reports ───────────────────────────────────────────────────────────────────────────────────
 
@@ -353,14 +348,14 @@ class Watch(Listener):
         """Note the mode of a pass without gradients. One in training mode may be part of a step."""
         if is_called_from(swa_utils.__file__, "update_bn"):
             return  # which must run in training mode
-        self._evaluations.add(_trains(self._dropouts))
-        self._is_evaluated |= not self.watched_model.training
+        self._passes.evaluations.add(_trains(self._dropouts))
+        self._passes.is_evaluated |= not self.watched_model.training
 
     def before_pass(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         """Note the mode of a pass, and hash the first batch on several ranks."""
         self._num_passes += 1
-        self._modes.add(module.training or _trains(self._modal))
-        self._num_dropping = sum(dropout.training for dropout in self._dropouts)
+        self._passes.modes.add(module.training or _trains(self._modal))
+        self._passes.num_dropping = sum(dropout.training for dropout in self._dropouts)
         if self._here.size == 1 or self._step != 1 or self._hashes is not None:
             return
         batch = {}
@@ -440,7 +435,13 @@ class Watch(Listener):
         if sampled or len(members_of(*self.optimizers)) != self._num_members:
             self._take_up()
         if optimizer is self.optimizers[0]:
-            self._report(self._pass_readings(step))
+            passes = self._passes
+            self._judge(step, passes=passes)
+            self._was_evaluated = passes.is_evaluated
+            self._passes = Passes(num_dropping=passes.num_dropping)
+            # After two steps with walks.
+            if self._since_walk() == 2:
+                self._report(self._leaf_readings(step))
         gradients = self._gradients(optimizer)
         last = self._intervals[optimizer]
         signature = (0, 0)
@@ -468,7 +469,7 @@ class Watch(Listener):
             is_written = ((probe != self._after) & (self._after == self._after)).any()
             self._flags["swapped" if self._was_evaluated else "written"] = is_written
         if sampled:
-            self._report(self._drift_readings(step))
+            self._judge(step, drifting=self._drifting())
             frozen = {plain_name(n): p for n, p in self.watched_model.named_parameters()}
             frozen |= {name: p for p, name in self._names.items()}
             self._frozen = {}
@@ -556,33 +557,6 @@ class Watch(Listener):
             line += f"; not: {', '.join(missing)}"
         return line
 
-    def _pass_readings(self, step: int) -> Iterator[Reading]:
-        """Read the modes of the passes since the last step, and after two steps with walks the
-        leaves that no optimizer steps.
-        """
-        things = of_all(f"dropout {m.p:g}" for m in self._dropouts) or "batch statistics"
-        self._was_evaluated = self._is_evaluated
-        self._is_evaluated = False
-        self._num_evaluated += bool(self._evaluations)
-        kind = KINDS["wrong-mode"]
-        if self._modal and self._modes == {False}:
-            words = f"the model trains in evaluation mode, without {things}: call model.train()"
-            yield kind.reading("", 1, 0, step=step, words=words)
-        elif self._was_evaluated and 0 < self._num_dropping < self._num_dropped:
-            left = self._num_dropped - self._num_dropping
-            words = f"an evaluation left {left} of {counted(self._num_dropped, 'dropout')} in"
-            words += " evaluation mode: call model.train() after it"
-            yield kind.reading("", left, 0, step=step, words=words)
-        self._num_dropped = self._num_dropping
-        # A loop with such passes in most steps means them.
-        if self._evaluations == {True} and step >= EVALUATIONS_APART * self._num_evaluated:
-            words = f"the evaluation ran in training mode, with {things}: call model.eval() before"
-            yield kind.reading("", 1, 0, step=step - 1, words=f"{words} it")
-        self._modes = set()
-        self._evaluations = set()
-        if self._since_walk() == 2:
-            yield from self._leaf_readings(step)
-
     def _stepped(self) -> set[torch.optim.Optimizer]:
         """Return the optimizers that have stepped since this watch began, its own ones among
         them. Those that stepped only before may belong to another loop.
@@ -605,6 +579,7 @@ class Watch(Listener):
                 yield names
 
     def _leaf_readings(self, step: int) -> Iterator[Reading]:
+        """Read the leaves of the graph that no optimizer steps."""
         stepped = {*members_of(*self._stepped())}
         leaves = []
         for reference, values, steps in self._leaves.values():
@@ -622,110 +597,37 @@ class Watch(Listener):
     def _read(self) -> None:
         for step, keys, copied in self._unread:
             values = dict(zip(keys, copied.cpu().tolist(), strict=True))
-            self._report(self._value_readings(step, values))
+            self._see_values(step, values)
         self._unread = []
 
-    def _value_readings(self, step: int, values: dict[str, float]) -> Iterator[Reading]:
-        self._has_own_writes |= bool(values.pop("written", 0.0))
-        if values.pop("swapped", 0.0) and not self._has_own_writes:
-            yield KINDS["weights-not-restored"].reading("", 1, 0, step=step - 1)
-        is_skipped = bool(values.pop("skipped", 0.0))
-        factor = values.pop("clip", 1.0)
-        norms = {}
-        outputs = []
-        gradients = []
+    def _see_values(self, step: int, values: dict[str, float]) -> None:
+        """See the numbers of a step that have reached the host."""
+        parts: dict[str, dict[str, float]] = {"grad": {}, "output": {}, "cleared": {}}
         for key, value in values.items():
             kind, _, name = key.partition(":")
-            if kind == "cleared":
-                if not value:
-                    yield KINDS["gradients-kept"].reading(name, 1, 0, step=step)
-            elif kind == "grad":
-                norms[name] = value
-                if not math.isfinite(value):
-                    gradients.append(name)
-            elif not math.isfinite(value):
-                outputs.append(name)
-        yield from self._nonfinite_readings(step, outputs, gradients, is_skipped)
-        if not is_skipped:
-            least = _LEAST_SHARE * max(norms.values(), default=0.0)
-            for name, norm in norms.items():
-                if 0 < norm < math.inf:
-                    self._had_gradient.add(name)
-                if norm > least:
-                    self._had_more.add(name)
-        self._num_zero += not any(norms.values())
-        zero = KINDS["zero-gradients"]
-        if self._num_zero >= max(zero.bound, LEAST_SHARE_OF_STEPS * step):
-            yield zero.reading("", self._num_zero, step=step, count=step)
-        if any(norms.values()):
-            yield from self._one_zero_readings(step, norms)
-        norm = math.hypot(*norms.values())
-        self._numbers["grad_norm"] = norm
-        if not is_skipped and not self._is_sharded:
-            self._arrived = norm * factor
-            yield from self._clip_readings(step, norm * factor)
-
-    def _one_zero_readings(self, step: int, norms: dict[str, float]) -> Iterator[Reading]:
-        """Read a tensor whose gradient is exactly zero or missing in a few of its steps."""
-        for name in self._zeros.keys() | norms.keys():
-            if norms.get(name):
-                self._zeros.setdefault(name, [step, 0])
-            elif name in self._zeros:
-                self._zeros[name][1] += 1
-        if not is_sampled(step) or step < UNSTEPPED or len(self.optimizers) > 1:
+            parts.setdefault(kind, {})[name] = value
+        norms = parts["grad"]
+        now = Snapshot(
+            step,
+            norms=norms,
+            bad_outputs=[
+                name for name, total in parts["output"].items() if not math.isfinite(total)
+            ],
+            kept=[name for name, is_cleared in parts["cleared"].items() if not is_cleared],
+            clip=values.get("clip", 1.0),
+            is_skipped=bool(values.get("skipped")),
+            is_written=bool(values.get("written")),
+            is_swapped=bool(values.get("swapped")),
+        )
+        self._report(self._laws.read(now))
+        self._numbers["grad_norm"] = math.hypot(*norms.values())
+        if now.is_skipped:
             return
-        few = []
-        for name, (first, count) in self._zeros.items():
-            if 0 < count <= KINDS["zero-gradient"].bound * (step - first):
-                few.append(name)
-        if few:
-            kind = KINDS["zero-gradient"]
-            name = max(few, key=lambda name: self._zeros[name][1])
-            first, count = self._zeros[name]
-            share = count / (step - first)
-            yield kind.reading(of_all([name, *few]), share, step=step, count=count, of=step - first)
-
-    def _nonfinite_readings(
-        self, step: int, outputs: list[str], gradients: list[str], is_skipped: bool
-    ) -> Iterator[Reading]:
-        """Read the first place that is not finite, once: it makes all later ones so."""
-        was_bad = self._is_bad
-        self._is_bad |= bool(outputs or (gradients and not is_skipped))
-        kind = KINDS["first-nonfinite"]
-        is_overflow = bool(gradients) and is_skipped
-        self._num_overflows += is_overflow
-        if was_bad:
-            return
-        if outputs:
-            bad_weights = _nonfinite_weights(self.watched_model, outputs[0])
-            words = ", at finite weights"
-            if bad_weights:
-                words = f", at weights that are not finite ({bad_weights})"
-            output = KINDS["nonfinite-output"]
-            yield output.reading(outputs[0], math.nan, step=step, words=words)
-        if is_overflow and self._num_overflows >= max(kind.bound, step / 3):
-            words = f", in {self._num_overflows} skipped steps of {step}"
-            yield kind.reading(gradients[0], self._num_overflows, step=step, words=words)
-        elif gradients and not is_skipped and not outputs:
-            words = f", of {counted(len(gradients), 'tensor')}, and the optimizer took the step"
-            yield kind.reading(gradients[0], len(gradients), 0, 0, step, words=words)
-
-    def _clip_readings(self, step: int, norm: float) -> Iterator[Reading]:
-        """Compare the norm of the gradients that reach the step with the declared limit."""
-        limit = self._limit
-        if limit is None or not 0 < norm < math.inf:
-            return
-        kind = KINDS["clip-norm"]
-        epsilon = max(torch.finfo(p.dtype).eps for p in self._names)
-        bound = (kind.bound + 2 * epsilon) * limit
-        # Clipping leaves the limit, to a part in a million. A later division by a loss scale leaves
-        # limit / 2^power.
-        power = round(math.log2(limit / norm))
-        cause = ""
-        if power >= 3 and abs(norm * 2.0**power / limit - 1) < 1e-5:
-            cause = f", 2^{power} times as large: they were clipped before they were unscaled"
-        if cause or norm > limit + bound:
-            yield kind.reading("", norm, limit, bound, step=step, cause=cause)
+        if not self._is_sharded:
+            self._arrived = now.arrived
+        least = _LEAST_SHARE * max(norms.values(), default=0.0)
+        self._had_gradient.update(name for name, norm in norms.items() if 0 < norm < math.inf)
+        self._had_more.update(name for name, norm in norms.items() if norm > least)
 
     # ── sampled steps ─────────────────────────────────────────────────────────────────────────────
 
@@ -776,10 +678,8 @@ class Watch(Listener):
         self._strays = {}
         yield from KINDS["missing-parameters"].of(still, step)
 
-    def _drift_readings(self, step: int) -> Iterator[Reading]:
-        """Read frozen tensors that change by a few roundings between sampled steps, as a base does
-        into which adapters are merged and out of which they are taken.
-        """
+    def _drifting(self) -> list[str]:
+        """Return the frozen tensors that changed by a few roundings since the last sampled step."""
         names = []
         flags = []
         for name, (p, before) in self._frozen.items():
@@ -789,38 +689,26 @@ class Watch(Listener):
             ulps = (now - before).abs() / (before.abs() * torch.finfo(p.dtype).eps).clamp_min(1e-30)
             names.append(name)
             flags.append((ulps <= ROUNDINGS).all() & (ulps > 0).any())
-        self._num_sampled += 1
-        self._drifts.update(itertools.compress(names, on_host(flags)))
-        often = [n for n, count in self._drifts.items() if count >= max(3, self._num_sampled / 4)]
-        yield from KINDS["frozen-drifts"].of(often, step, steps=self._num_sampled)
+        return list(itertools.compress(names, on_host(flags)))
 
-    def _jump_readings(self, twin: Twin, step: int) -> Iterator[Reading]:
-        """Read a step that is far larger than the others in units of the learning rate, for rules
-        whose steps are about one.
+    def _largest_moves(self, twin: Twin) -> dict[str, float]:
+        """Return the largest change of each tensor in units of the learning rate, for rules whose
+        steps are about one.
         """
+        largest: dict[str, Tensor] = {}
         if "adam" not in type(twin.optimizer).__name__.lower():
-            return
-        largest = []
+            return {}
         for sample in twin.samples:
             rate = float(sample.group[1].get("lr") or 0.0)
             if rate and sample.parameter.numel() and sample.parameter.is_floating_point():
                 change = sample.after["weight"].double() - sample.before["weight"].double()
-                largest.append((sample.name, change.abs().max() / rate))
-        if not largest:
-            return
-        sizes = on_host([size for _, size in largest])
-        size, (name, _) = max(zip(sizes, largest, strict=True), key=lambda pair: pair[0])
-        self._jumps[step] = size, name
-        kind = KINDS["weights-jump"]
-        usual = statistics.median(size for size, _ in self._jumps.values())
-        for at, (size, name) in self._jumps.items():
-            if len(self._jumps) > 3 and size > kind.bound * max(1.0, usual):
-                bound = kind.bound * max(1.0, usual)
-                yield kind.reading(name, size, None, bound, step=at, usual=usual)
+                largest[sample.name] = change.abs().max() / rate
+        return dict(zip(largest, on_host([*largest.values()]), strict=True))
 
     def _sampled_readings(self, optimizer: torch.optim.Optimizer, step: int) -> Iterator[Reading]:
         yield from self._step_readings(optimizer, step)
-        yield from self._jump_readings(self._twins[optimizer], step)
+        moved = self._largest_moves(self._twins[optimizer])
+        yield from self._laws.read(Snapshot(step, moved=moved))
         index = 0
         for earlier in self.optimizers[: self.optimizers.index(optimizer)]:
             index += len(earlier.param_groups)
@@ -963,20 +851,8 @@ class Watch(Listener):
 
     # ── losses and ranks ──────────────────────────────────────────────────────────────────────────
 
-    def _loss_readings(self, loss: float) -> Iterator[Reading]:
-        step = self._step
-        count = self._vocabulary
-        expected = math.log(count) if count > 1 else math.nan
-        kind = KINDS["uniform-loss"]
-        self._num_losses += 1
-        is_uniform = abs(loss / expected - 1) < kind.bound
-        self._num_uniform += is_uniform
-        if is_uniform and self._num_uniform >= max(UNIFORM_STEPS, self._num_losses / 2):
-            bound = kind.bound * expected
-            words = {"vocabulary": count, "steps": self._num_uniform, "count": self._num_losses}
-            yield kind.reading("", loss, expected, bound, step, **words)
-        if self._here.size == 1 or not is_sampled(step):
-            return
+    def _gather_losses(self, loss: float) -> None:
+        """Compare the losses and the gradients of the ranks."""
         norm = math.nan if self._probe is None else math.sqrt(float(self._square[1]))
         losses, norms = zip(*self._here.gather((loss, norm)), strict=True)
         for name, values in (("rank_loss", losses), ("rank_grad_norm", norms)):
@@ -985,13 +861,8 @@ class Watch(Listener):
                 self._numbers[f"{name}/min"] = min(values)
                 self._numbers[f"{name}/max"] = max(values)
         if len({*losses}) == len({*norms}) == 1 and 0 < norm < math.inf:
-            yield from self._same_batch(step)
-        worst = max(losses, key=lambda x: (not math.isfinite(x), x))
-        middle = sorted(losses)[(len(losses) - 1) // 2]
-        kind = KINDS["rank-loss"]
-        bound = kind.bound * max(middle, 0.0) + LOSS_APART
-        if not math.isfinite(worst) or worst > middle + bound:
-            yield kind.reading("", worst, middle, bound, step, rank=losses.index(worst))
+            self._report(self._same_batch(self._step))
+        self._judge(self._step, rank_losses=losses)
 
     def _sums_of_ranks(self) -> dict[str, list[float]]:
         """Return the sum of each trained weight on each rank, where all of them hold it."""
@@ -1044,16 +915,6 @@ class Watch(Listener):
             self.unseen["batches of ranks"] = f"ranks hold other values of {of_all(sorted(parts))}"
             is_own = False
         return is_own
-
-
-def is_sampled(step: int) -> bool:
-    """Return whether a step is repeated: 1, 2, 3, 5, 8, 13 …, and every hundredth.
-
-    Example:
-        >>> [step for step in range(301) if is_sampled(step)]
-        [1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 100, 200, 300]
-    """
-    return step in _SAMPLED or (step > 0 and step % _EVERY == 0)
 
 
 def _trains(modules: Sequence[nn.Module]) -> bool:

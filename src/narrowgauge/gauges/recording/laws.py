@@ -1,0 +1,332 @@
+"""The laws of a watched loop: a table of functions from the numbers of a step to readings.
+
+A *snapshot* holds plain numbers of a step by name. A law reads one, and counts over the run what it
+must remember, in a value of its own. It knows no model, no hook and no device.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from narrowgauge.analysis.kinds import KINDS
+from narrowgauge.analysis.reading import Reading, of_all
+from narrowgauge.analysis.thresholds import (
+    EVALUATIONS_APART,
+    LEAST_SHARE_OF_STEPS,
+    LOSS_APART,
+    UNIFORM_STEPS,
+    UNSTEPPED,
+)
+from narrowgauge.runs.finding import counted
+
+_SAMPLED = frozenset({1, 2, 3, 5, 8, 13, 21, 34, 55, 89})
+_EVERY = 100
+"""Sampled steps at first, and steps between later ones."""
+
+
+def is_sampled(step: int) -> bool:
+    """Return whether a step is repeated: 1, 2, 3, 5, 8, 13 …, and every hundredth.
+
+    Example:
+        >>> [step for step in range(301) if is_sampled(step)]
+        [1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 100, 200, 300]
+    """
+    return step in _SAMPLED or (step > 0 and step % _EVERY == 0)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Hold what is the same in every step of a loop.
+
+    Args:
+        vocabulary: number of tokens; 0 if it is not known.
+        limit: declared limit of the gradients' norm.
+        epsilon: largest machine epsilon of the weights.
+        mode_dependent: what acts in training mode alone, in words; empty if nothing does.
+        nonfinite_weight: returns the first weight of a module that is not finite; empty if all are.
+    """
+
+    num_optimizers: int = 1
+    vocabulary: int = 0
+    limit: float | None = None
+    epsilon: float = 0.0
+    mode_dependent: str = ""
+    nonfinite_weight: Callable[[str], str] = str
+
+
+@dataclass
+class Passes:
+    """Hold the modes of the passes of one step.
+
+    Args:
+        modes: whether each pass trained.
+        evaluations: whether each pass without gradients had dropout.
+        is_evaluated: the model ran in evaluation mode.
+        num_dropping: dropouts in training mode, in the last pass with gradients.
+    """
+
+    modes: set[bool] = field(default_factory=set)
+    evaluations: set[bool] = field(default_factory=set)
+    is_evaluated: bool = False
+    num_dropping: int = 0
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Hold numbers of one step. Each is ``None`` where it was not taken, and its laws are silent.
+
+    Args:
+        passes: since the last step.
+        norms: of each gradient that reached the step, in the order of a backward pass.
+        bad_outputs: modules whose outputs are not finite, in the order of a forward pass.
+        kept: tensors whose last gradient was not cleared.
+        clip: factor of the gradients by the optimizer itself.
+        is_skipped: the optimizer left the step out.
+        is_written: a weight was changed since the last step. ``is_swapped``: after an evaluation.
+        loss: of this rank.
+        rank_losses: of all ranks.
+        moved: the largest change of each tensor over the learning rate, where steps are about 1.
+        drifting: frozen tensors that changed by a few roundings since the last sampled step.
+    """
+
+    step: int
+    passes: Passes | None = None
+    norms: Mapping[str, float] | None = None
+    bad_outputs: Collection[str] = ()
+    kept: Collection[str] = ()
+    clip: float = 1.0
+    is_skipped: bool = False
+    is_written: bool = False
+    is_swapped: bool = False
+    loss: float | None = None
+    rank_losses: Collection[float] = ()
+    moved: Mapping[str, float] | None = None
+    drifting: Collection[str] | None = None
+
+    @property
+    def arrived(self) -> float:
+        """Return the norm of all gradients that reach the update."""
+        return math.hypot(*(self.norms or {}).values()) * self.clip
+
+
+Counts = defaultdict[Any, Any]
+"""What one law remembers of a run, by name: a count, 0 at first, or the law's own numbers."""
+Law = Callable[[Snapshot, Facts, Counts], Iterator[Reading]]
+
+
+class Laws:
+    """Ask every law about each snapshot of a run.
+
+    Example:
+        >>> laws = Laws(Facts(limit=1.0))
+        >>> [reading.what for reading in laws.read(Snapshot(1, norms={"weight": 3.0}))]
+        ['clip-norm']
+    """
+
+    def __init__(self, facts: Facts) -> None:
+        self.facts = facts
+        self._counts: dict[Law, Counts] = {law: defaultdict(int) for law in LAWS}
+
+    def read(self, now: Snapshot) -> Iterator[Reading]:
+        """Yield the readings of a snapshot; pass them in the order of their steps."""
+        for law, counts in self._counts.items():
+            yield from law(now, self.facts, counts)
+
+
+# ── passes and losses ─────────────────────────────────────────────────────────────────────────────
+
+
+def wrong_mode(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]:
+    """Read steps in evaluation mode, and evaluations in training mode.
+
+    A loop with such evaluations in most steps means them.
+    """
+    passes = now.passes
+    if passes is None:
+        return
+    things = facts.mode_dependent
+    kind = KINDS["wrong-mode"]
+    dropped = counts["dropouts"]
+    counts["dropouts"] = passes.num_dropping
+    counts["evaluations"] += bool(passes.evaluations)
+    if things and passes.modes == {False}:
+        words = f"the model trains in evaluation mode, without {things}: call model.train()"
+        yield kind.reading("", 1, 0, step=now.step, words=words)
+    elif passes.is_evaluated and 0 < passes.num_dropping < dropped:
+        left = dropped - passes.num_dropping
+        words = f"an evaluation left {left} of {counted(dropped, 'dropout')} in evaluation mode:"
+        words += " call model.train() after it"
+        yield kind.reading("", left, 0, step=now.step, words=words)
+    is_rare = now.step >= EVALUATIONS_APART * counts["evaluations"]
+    if passes.evaluations == {True} and is_rare:
+        words = f"the evaluation ran in training mode, with {things}: call model.eval() before it"
+        yield kind.reading("", 1, 0, step=now.step - 1, words=words)
+
+
+def uniform_loss(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]:
+    """Read losses that stay at that of a uniform guess."""
+    if now.loss is None or facts.vocabulary <= 1:
+        return
+    expected = math.log(facts.vocabulary)
+    kind = KINDS["uniform-loss"]
+    is_uniform = abs(now.loss / expected - 1) < kind.bound
+    counts["losses"] += 1
+    counts["uniform"] += is_uniform
+    if is_uniform and counts["uniform"] >= max(UNIFORM_STEPS, counts["losses"] / 2):
+        words = {"steps": counts["uniform"], "count": counts["losses"]}
+        words["vocabulary"] = facts.vocabulary
+        yield kind.reading("", now.loss, expected, kind.bound * expected, now.step, **words)
+
+
+def rank_loss(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]:
+    """Read a rank whose loss is far above the others'."""
+    losses = list(now.rank_losses)
+    if not losses:
+        return
+    worst = max(losses, key=lambda x: (not math.isfinite(x), x))
+    middle = sorted(losses)[(len(losses) - 1) // 2]
+    kind = KINDS["rank-loss"]
+    bound = kind.bound * max(middle, 0.0) + LOSS_APART
+    if not math.isfinite(worst) or worst > middle + bound:
+        yield kind.reading("", worst, middle, bound, now.step, rank=losses.index(worst))
+
+
+# ── gradients ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def not_restored(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]:
+    """Read weights that differ after an evaluation, in a loop that writes none in other steps."""
+    counts["written"] += now.is_written
+    if now.is_swapped and not counts["written"]:
+        yield KINDS["weights-not-restored"].reading("", 1, 0, step=now.step - 1)
+
+
+def gradients_kept(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]:
+    """Read gradients that were added to those of the last step."""
+    for name in now.kept:
+        yield KINDS["gradients-kept"].reading(name, 1, 0, step=now.step)
+
+
+def first_nonfinite(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]:
+    """Read the first place that is not finite, once: it makes all later ones so."""
+    bad = [name for name, norm in (now.norms or {}).items() if not math.isfinite(norm)]
+    is_overflow = bool(bad) and now.is_skipped
+    counts["overflows"] += is_overflow
+    if counts["bad"]:
+        return
+    counts["bad"] += bool(now.bad_outputs or (bad and not is_overflow))
+    for name in list(now.bad_outputs)[:1]:
+        words = ", at finite weights"
+        weight = facts.nonfinite_weight(name)
+        if weight:
+            words = f", at weights that are not finite ({weight})"
+        yield KINDS["nonfinite-output"].reading(name, math.nan, step=now.step, words=words)
+    kind = KINDS["first-nonfinite"]
+    if is_overflow and counts["overflows"] >= max(kind.bound, now.step / 3):
+        number = counts["overflows"]
+        words = f", in {number} skipped steps of {now.step}"
+        yield kind.reading(bad[0], number, step=now.step, words=words)
+    elif bad and not is_overflow and not now.bad_outputs:
+        words = f", of {counted(len(bad), 'tensor')}, and the optimizer took the step"
+        yield kind.reading(bad[0], len(bad), 0, 0, now.step, words=words)
+
+
+def zero_gradients(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]:
+    """Read steps without any gradient, counted over the run."""
+    if now.norms is None:
+        return
+    counts["zero"] += not any(now.norms.values())
+    kind = KINDS["zero-gradients"]
+    if counts["zero"] >= max(kind.bound, LEAST_SHARE_OF_STEPS * now.step):
+        yield kind.reading("", counts["zero"], step=now.step, count=now.step)
+
+
+def zero_gradient(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]:
+    """Read a tensor whose gradient is exactly zero or missing in a few of its steps.
+
+    Steps in which all are zero do not count.
+    """
+    norms = now.norms or {}
+    if not any(norms.values()):
+        return
+    for name in counts.keys() | norms.keys():
+        if norms.get(name):
+            counts.setdefault(name, (now.step, 0))
+        elif name in counts:
+            first, number = counts[name]
+            counts[name] = first, number + 1
+    if not is_sampled(now.step) or now.step < UNSTEPPED or facts.num_optimizers > 1:
+        return
+    kind = KINDS["zero-gradient"]
+    few = []
+    for name, (first, number) in counts.items():
+        if 0 < number <= kind.bound * (now.step - first):
+            few.append(name)
+    if few:
+        name = max(few, key=lambda name: counts[name][1])
+        first, number = counts[name]
+        steps = now.step - first
+        words = {"count": number, "of": steps}
+        yield kind.reading(of_all([name, *few]), number / steps, step=now.step, **words)
+
+
+def clip_norm(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]:
+    """Compare the norm of the gradients that reach the step with the declared limit.
+
+    Clipping leaves the limit, to a part in a million. A later division by a loss scale leaves
+    limit / 2^power.
+    """
+    limit = facts.limit
+    norm = now.arrived
+    if limit is None or now.is_skipped or not 0 < norm < math.inf:
+        return
+    kind = KINDS["clip-norm"]
+    bound = (kind.bound + 2 * facts.epsilon) * limit
+    power = round(math.log2(limit / norm))
+    cause = ""
+    if power >= 3 and abs(norm * 2.0**power / limit - 1) < 1e-5:
+        cause = f", 2^{power} times as large: they were clipped before they were unscaled"
+    if cause or norm > limit + bound:
+        yield kind.reading("", norm, limit, bound, step=now.step, cause=cause)
+
+
+# ── sampled steps ─────────────────────────────────────────────────────────────────────────────────
+
+
+def weights_jump(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]:
+    """Read sampled steps that are far larger than the others in units of the learning rate."""
+    if not now.moved:
+        return
+    counts[now.step] = max((size, name) for name, size in now.moved.items())
+    usual = statistics.median(size for size, _ in counts.values())
+    kind = KINDS["weights-jump"]
+    bound = kind.bound * max(1.0, usual)
+    for step, (size, name) in counts.items():
+        if len(counts) > 3 and size > bound:
+            yield kind.reading(name, size, None, bound, step=step, usual=usual)
+
+
+def frozen_drifts(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]:
+    """Read frozen tensors that change by a few roundings between many sampled steps, as a base does
+    into which adapters are merged and out of which they are taken.
+    """
+    if now.drifting is None:
+        return
+    counts[""] += 1
+    for name in now.drifting:
+        counts[name] += 1
+    number = counts[""]
+    least = max(3, number / 4)
+    often = [name for name, count in counts.items() if name and count >= least]
+    yield from KINDS["frozen-drifts"].of(often, now.step, steps=number)
+
+
+LAWS: tuple[Law, ...] = (
+    wrong_mode, uniform_loss, rank_loss, not_restored, gradients_kept, first_nonfinite, zero_gradients, zero_gradient,
+    clip_norm, weights_jump, frozen_drifts,
+)  # fmt: skip
