@@ -6,6 +6,7 @@ Every text is the same on all machines: chips are named, and runs are made up.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterator
 from html import unescape
@@ -122,10 +123,25 @@ def text_of_page(page: str) -> str:
     return "\n".join(filter(None, lines)) + "\n"
 
 
+def defaults() -> str:
+    """Return every public function and class with its parameters and their defaults."""
+    lines = []
+    for name in sorted(ng.__all__):
+        thing = getattr(ng, name)
+        if callable(thing) and thing.__module__.startswith("narrowgauge"):
+            parameters = [
+                parameter.replace(annotation=parameter.empty)
+                for parameter in inspect.signature(thing).parameters.values()
+            ]
+            lines.append(f"{name}{inspect.Signature(parameters)}\n")
+    return re.sub(r" at 0x\w+", "", "".join(lines))
+
+
 TEXTS: dict[str, Callable[[], str]] = {
     **{name: lambda line=line: run(line) for name, line in COMMANDS.items()},  # type: ignore[misc]
     "help": lambda: "\n".join(run(f"{words} --help") for words in commands(main)),
     "mistakes": mistakes,
+    "defaults": defaults,
     "compare": lambda: verdict(compared()),
     "compare-one-seed": lambda: verdict(
         [*seeds("bfloat16/master", (4.0,)), *seeds("bfloat16/naive", (4.0,), edq=(0.1, 0.1, 0.1))]
