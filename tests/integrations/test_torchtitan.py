@@ -68,7 +68,7 @@ def in_a_plain_loop(
     model = model.bfloat16().train()
     if compute is not None:
         ng.swap_linears(model, compute)
-    optimizer = ng.AdamW(model.parameters(), lr=1e-3, storage="word", max_grad_norm=1.0)
+    optimizer = ng.AdamW(model.named_parameters(), lr=1e-3, storage="word", max_grad_norm=1.0)
     schedule = config.lr_scheduler.build(optimizers=[optimizer], training_steps=STEPS)
     losses = []
     for step in range(STEPS):
@@ -128,7 +128,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(tmp_path: Path) 
     then = run(tmp_path / "parts")
     assert first.losses + then.losses == uninterrupted.losses and len(then.losses) == STEPS - 2
     assert then.states.keys() == uninterrupted.states.keys()
-    assert any(name.startswith("narrowgauge.step") for name in uninterrupted.states)
+    assert any(name.endswith("matmul_step") for name in uninterrupted.states)
     assert (
         differing(then.weights, uninterrupted.weights)
         == differing(then.states, uninterrupted.states)

@@ -149,8 +149,26 @@ def a_step_within_a_step(make: Make) -> set[int]:
     return steps(model)
 
 
-CASES = [a_step_within_a_step, two_swaps, parts_apart, two_models, vectors_apart, swapped_later, frozen_layers,
-         a_copy_of_both, one_after_the_other]  # fmt: skip
+def a_container_of_optimizers(make: Make) -> set[int]:
+    """torchtitan's container is an optimizer of all parameters, and its step calls the members'."""
+    model = Two()
+    swap_linears(model, "nvfp4")
+
+    class Container(torch.optim.Optimizer):
+        def __init__(self) -> None:
+            self.members = [make(part.parameters()) for part in (model.first, model.last)]
+            super().__init__(model.parameters(), {})
+
+        def step(self, closure: Any = None) -> Any:
+            for member in self.members:
+                member.step()
+
+    train([Container()], model)
+    return steps(model)
+
+
+CASES = [a_step_within_a_step, a_container_of_optimizers, two_swaps, parts_apart, two_models, vectors_apart,
+         swapped_later, frozen_layers, a_copy_of_both, one_after_the_other]  # fmt: skip
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)

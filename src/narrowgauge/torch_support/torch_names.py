@@ -427,11 +427,11 @@ def unwrapped_model(model: Any) -> Any:
         model = inner
 
 
-def calls_of_step(optimizer: Any) -> int:
-    """Return the number of nested ``step`` calls of an optimizer in this thread: two if a subclass
-    calls ``super().step()``.
+def stepping_optimizers() -> list[Any]:
+    """Return the optimizers whose ``step`` runs in this thread, innermost first, one for each call:
+    twice if a subclass calls ``super().step()``.
     """
-    count = 0
+    optimizers = []
     frame = sys._getframe()
     while frame is not None:
         code = frame.f_code
@@ -439,6 +439,11 @@ def calls_of_step(optimizer: Any) -> int:
             code.co_name == "wrapper"
             and code.co_filename == torch.optim.Optimizer.__init__.__code__.co_filename
         ):
-            count += frame.f_locals.get("self") is optimizer
+            optimizers.append(frame.f_locals.get("self"))
         frame = frame.f_back  # type: ignore[assignment]
-    return count
+    return optimizers
+
+
+def calls_of_step(optimizer: Any) -> int:
+    """Return the number of nested ``step`` calls of an optimizer in this thread."""
+    return sum(other is optimizer for other in stepping_optimizers())
