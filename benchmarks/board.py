@@ -206,12 +206,13 @@ class Record:
         return self.lr, self.beta2
 
     @property
-    def key(self) -> tuple[str, Cell, int, str, str]:
+    def key(self) -> tuple[str, Cell, int, str, str, float]:
         """Identify the run.
 
-        Runs are paired only if vectors and torch are equal, since others round differently.
+        Runs are paired only if vectors and torch are equal, since others round differently, and if
+        they were judged on one text, which its unigram loss tells.
         """
-        return self.row, self.cell, self.seed, self.vectors, self.torch
+        return self.row, self.cell, self.seed, self.vectors, self.torch, round(self.unigram, 6)
 
 
 def records_of(setting: Setting, file: Path = FILE) -> list[Record]:
@@ -375,7 +376,7 @@ def add(selected: Sequence[Job], out: Path, file: Path = FILE) -> int:
     """Train what has no record of this processor's vectors and this torch; return the number of
     runs that failed.
     """
-    here = (vectors(), torch.__version__)
+    here: tuple[str, str, float] | None = None
     failures = 0
     for row in {
         job.row: None for job in selected if job.row in PEERS and not PEERS[job.row].is_installed
@@ -383,6 +384,9 @@ def add(selected: Sequence[Job], out: Path, file: Path = FILE) -> int:
         print(f"{row} is not installed: pip install {PEERS[row].package}", flush=True)
     selected = [job for job in selected if job.row not in PEERS or PEERS[job.row].is_installed]
     for number, job in enumerate(selected, 1):
+        if here is None:
+            data = open_data(job.data or stdlib_tokens(job.config.model), job.config.held_out)
+            here = vectors(), torch.__version__, round(levels(data, job.setting)[0], 6)
         with claimed(out / f"{job.name}.claim") as is_mine:
             recorded = {record.key for record in records_of(job.setting, file)}
             if not is_mine or (job.row, job.cell, job.seed, *here) in recorded:

@@ -31,7 +31,9 @@ ROOT = Path(__file__).parents[1]
 CITATION = re.compile(r"(<!-- evidence: ([^>]+?) -->)(.*?)(<!-- end -->)", re.DOTALL)
 OLDER = ", older code"
 SAME = ("model", "lr", "beta2", "steps", "falls", "seed", "vectors", "torch")
-"""Runs are compared in pairs that have these in common: other processors round differently."""
+"""Runs are compared in pairs that have these in common: other processors round differently. Nor are
+runs paired that were judged on texts of different ``unigram`` losses.
+"""
 
 Row = dict[str, Any]
 Pairs = list[tuple[Row, Row]]
@@ -75,12 +77,17 @@ def chosen(runs: Iterable[Row], where: Row, step: int | None = None) -> list[Row
     return found
 
 
+def conditions(run: Row) -> tuple[Any, ...]:
+    """Return what the two runs of a pair have in common."""
+    return *map(run.get, SAME), round(run.get("unigram") or 0.0, 6)
+
+
 def pairs(runs: Iterable[Row], baseline: Iterable[Row]) -> Pairs:
     """Return runs with the baseline's of the same seed, all of the one machine that has most."""
-    bases = {tuple(map(run.get, SAME)): run for run in baseline if run["loss"] is not None}
+    bases = {conditions(run): run for run in baseline if run["loss"] is not None}
     machines: dict[Any, Pairs] = {}
     for run in runs:
-        base = bases.get(tuple(map(run.get, SAME)))
+        base = bases.get(conditions(run))
         if base is not None:
             machines.setdefault((run.get("vectors"), run.get("torch")), []).append((run, base))
     return max(machines.values(), key=len, default=[])
