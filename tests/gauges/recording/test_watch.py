@@ -760,6 +760,35 @@ class OneOfTwoOptimizers(TwoOptimizers):
         return super().optimizer_of(model)[1]
 
 
+class Container(torch.optim.Optimizer):
+    """An optimizer of all parameters whose step calls its members', as torchtitan has one."""
+
+    def __init__(self, *members: torch.optim.Optimizer) -> None:
+        self.members = members
+        parameters = [p for member in members for p in member.param_groups[0]["params"]]
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for member in self.members:
+            member.step()
+
+
+class ContainerOfTwo(TwoOptimizers):
+    def optimizer_of(self, model: Any) -> Any:
+        super().optimizer_of(model)
+        self.container = Container(*self.both)
+        return self.container
+
+    def update(self, step: int) -> None:
+        self.container.step()
+
+
+class MembersOfContainer(ContainerOfTwo):
+    def optimizer_of(self, model: Any) -> Any:
+        super().optimizer_of(model)
+        return self.both
+
+
 class TwoThatShareBackward(SeparateHead):
     """Two networks as of a GAN: the gradients that one's loss leaves in the other are cleared
     before the other's own pass.
@@ -795,7 +824,7 @@ class SparseGradients(Loop):
 
 HEALTHY = [
     Loop, Scaled, partial(Scaled, fused=True), Averaged, ClearedBeforeBackward, OtherLossBefore, Closure, Projected, TargetPasses,
-    TwoOptimizers, OneOfTwoOptimizers, TwoThatShareBackward, ThawedInTime, SparseGradients,
+    TwoOptimizers, OneOfTwoOptimizers, ContainerOfTwo, MembersOfContainer, TwoThatShareBackward, ThawedInTime, SparseGradients,
     AverageInFloat32, CopiesThatAreNoAverages,
 ]  # fmt: skip
 

@@ -486,7 +486,7 @@ class RunRecorder(Watch):
             self._num_taken += 1
         super().after_step(optimizer)
         self._has_unwritten = self._steps_itself
-        rate = optimizer.param_groups[0]["lr"]
+        rate = optimizer.param_groups[0].get("lr")
         if self._has_unwritten and rate is not None:
             self._columns["lr"] = float(rate)  # a schedule may step before the row is written
 

@@ -82,8 +82,8 @@ class StepReader:
         if self.optimizer is None:
             return {}
         row: Row = {}
-        rate = self.optimizer.param_groups[0]["lr"]
-        if rate is not None:  # Adafactor may have none
+        rate = self.optimizer.param_groups[0].get("lr")
+        if rate is not None:  # Adafactor may have none, and a container has none
             row["lr"] = float(rate)
         if torch.cuda.is_available():
             row["peak_memory_bytes"] = torch.cuda.max_memory_allocated()

@@ -55,6 +55,7 @@ from narrowgauge.torch_support.torch_names import (
     graph_nodes,
     is_compiled_model,
     plain_name,
+    stepping_optimizers,
     unwrapped_model,
 )
 
@@ -67,6 +68,9 @@ _LEAST_SHARE = 1e-6
 _CLOCK = itertools.count()
 _LAST_STEPS: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 """When each optimizer of this process stepped last, since the first watch: a reading of the clock."""
+_CALLERS: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.WeakSet[torch.optim.Optimizer]]
+_CALLERS = weakref.WeakKeyDictionary()
+"""The optimizers whose ``step`` calls an optimizer's: wrappers, and containers of several."""
 
 
 class _Interval(NamedTuple):
@@ -566,16 +570,13 @@ class Watch(Listener):
     def _stepped_by_others(self) -> Iterator[list[str]]:
         """Yield the names of the parameters that each other optimizer steps too.
 
-        Wrappers are left out.
+        One whose step calls a watched one's, or is called by it, is the same step.
         """
-        ours = set(map(id, self.optimizers))
-        for optimizer in self.optimizers:
-            ours.update(map(id, optimizer.param_groups))
-        for unwatched in self._stepped().difference(self.optimizers):
+        ours = set(self.optimizers)
+        callers = {caller for optimizer in ours for caller in _CALLERS.get(optimizer, ())}
+        for unwatched in self._stepped() - ours - callers:
             names = [self._names[p] for p in members_of(unwatched) if p in self._names]
-            if names and ours.isdisjoint(
-                map(id, (*unwatched.param_groups, *vars(unwatched).values()))
-            ):
+            if names and ours.isdisjoint(_CALLERS.get(unwatched, ())):
                 yield names
 
     def _leaf_readings(self, step: int) -> Iterator[Reading]:
@@ -715,7 +716,7 @@ class Watch(Listener):
         sums = self._sums_of(optimizer)
         for group in optimizer.param_groups:
             members = [p for p in group["params"] if p in sums and sums[p][0] > 0]
-            if group["lr"] is None:
+            if group.get("lr") is None:
                 self.unseen["effective learning rate"] = "a group has no lr"
             elif members:
                 yield from self._rate_readings(optimizer, step, index, group, members, sums)
@@ -831,7 +832,7 @@ class Watch(Listener):
         unmoving: set[Tensor] = set()
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                if group["lr"] == 0:
+                if group.get("lr") == 0:
                     unmoving.update(group["params"])
         at_zero = []
         rounded = []
@@ -936,3 +937,6 @@ def _nonfinite_weights(model: nn.Module, name: str) -> str:
 
 def _remember(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     _LAST_STEPS[optimizer] = next(_CLOCK)
+    callers = [other for other in stepping_optimizers() if other is not optimizer]
+    if callers:
+        _CALLERS.setdefault(optimizer, weakref.WeakSet()).update(callers)
