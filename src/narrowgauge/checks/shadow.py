@@ -16,14 +16,13 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from narrowgauge.checks.sites import (
@@ -31,7 +30,6 @@ from narrowgauge.checks.sites import (
     Site,
     Sites,
     is_float,
-    layers_told,
     storage_key,
     tensors_in,
     written_by,
@@ -82,7 +80,7 @@ class _Call(NamedTuple):
         return self.func(*self.args, **self.kwargs)
 
 
-class Shadow(Sites, TorchDispatchMode):
+class Shadow(Sites):
     """Run each operation on its operands and on their wide shadows.
 
     Args:
@@ -111,8 +109,7 @@ class Shadow(Sites, TorchDispatchMode):
         measures: bool = False,
         shifts: Iterable[tuple[Tensor, Tensor]] = (),
     ) -> None:
-        Sites.__init__(self)
-        TorchDispatchMode.__init__(self)
+        super().__init__()
         self.wide = wide
         self.chosen = set(chosen)
         self.measures = measures
@@ -333,16 +330,6 @@ class Shadow(Sites, TorchDispatchMode):
             self.casts[key] = roundings, x.dtype
 
     # ── our own layers ──────────────────────────────────────────────────────────────────────────
-
-    def __enter__(self) -> Shadow:
-        self._undo = ExitStack()
-        self._undo.enter_context(layers_told(self))
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._undo.close()
 
     def layer_output(self, run: Any, x: Tensor, weight: Tensor, bias: Any, call: Any) -> Any:
         """Follow a layer's product. The shadow multiplies the operands as before the casts."""

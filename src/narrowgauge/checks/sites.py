@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,9 @@ from torch.utils._pytree import tree_leaves
 from narrowgauge.matmul import layer_matmuls
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.torch_support import torch_names
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # Python 3.10 has none in typing
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -51,11 +54,24 @@ class Site(NamedTuple):
         return self.line
 
 
-class Sites:
-    """Remember the line of each forward operation, for its backward."""
+class Sites(TorchDispatchMode):
+    """A dispatch mode that is handed the products of our own layers, too. It remembers the line of
+    each forward operation, for its backward.
+    """
 
     def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
         self._lines = dict[int, str]()
+        self._undo = ExitStack()
+
+    def __enter__(self) -> Self:
+        self._undo.enter_context(layers_told(self))
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._undo.close()
 
     def site(self) -> Site:
         """Return the site of the current operation."""
@@ -163,7 +179,7 @@ class Cause(NamedTuple):
     is_deliberate: bool
 
 
-class FirstBad(Sites, TorchDispatchMode):
+class FirstBad(Sites):
     """Follow values that are not finite to the operation that made them.
 
     Args:
@@ -171,8 +187,7 @@ class FirstBad(Sites, TorchDispatchMode):
     """
 
     def __init__(self, model: nn.Module) -> None:
-        Sites.__init__(self)
-        TorchDispatchMode.__init__(self)
+        super().__init__()
         self._names = dict[int, str]()
         for name, x in (*model.named_parameters(), *model.named_buffers()):
             self._names[storage_key(x)] = torch_names.plain_name(name)
@@ -191,16 +206,6 @@ class FirstBad(Sites, TorchDispatchMode):
         if weak is None or weak.expired():
             return None
         return cause
-
-    def __enter__(self) -> FirstBad:
-        self._undo = ExitStack()
-        self._undo.enter_context(layers_told(self))
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._undo.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind not in (Tensor, nn.Parameter) for kind in types):
