@@ -31,7 +31,7 @@ implementation is right:
 - ``two records``: ``ng.diagnose(run, other)`` of two recorded runs, 3 steps, with every fingerprint.
 
 Run: ``./dev bench faults [--rows NAME ...] [--keep]``. It takes minutes. ``--keep`` writes
-``benchmarks/faults.jsonl``, from which ``docs/evidence.py`` makes the tables of docs/faults.md.
+``benchmarks/faults.jsonl``, from which ``docs/evidence.py`` makes the tables of docs/diagnose.md.
 """
 
 from __future__ import annotations
