@@ -2,7 +2,7 @@
 matmuls are near one.
 
 A tensor is ``data * scale``, and a rule for each operation gives its result a scale, forward and
-backward (docs/scaled-models.md). Most sizes are guessed. Outputs of activations, gradients behind a
+backward (docs/matmuls.md). Most sizes are guessed. Outputs of activations, gradients behind a
 norm, and weights are measured, since errors of guesses would accumulate there. A float8 matmul then
 needs no scale and no amax: it casts ``data`` directly.
 
