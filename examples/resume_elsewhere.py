@@ -42,13 +42,20 @@ def write_text(folder: Path) -> None:
         (folder / "text" / f"{number}.txt").write_text(" ".join(words))
 
 
-def narrowgauge(*words: object) -> None:
-    """One command, as you would type it."""
-    print("$ narrowgauge", *words, flush=True)
+def narrowgauge(*words: object, ranks: int = 1) -> None:
+    """One command, as you would type it, on some ranks of torchrun."""
+    launcher = ["-m", "narrowgauge"]
+    if ranks > 1:
+        launcher = [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={ranks}",
+            *launcher,
+        ]
+    print("$ python", *launcher, *words, flush=True)
     subprocess.run(
-        [sys.executable, "-m", "narrowgauge", *map(str, words)],
-        check=True,
-        stdout=subprocess.DEVNULL,
+        [sys.executable, *launcher, *map(str, words)], check=True, stdout=subprocess.DEVNULL
     )
 
 
@@ -60,12 +67,12 @@ def main() -> None:
         narrowgauge("tokenize", folder / "text", folder / "tokens")
         settings = {"model": folder / "model", "data": folder / "tokens", **SETTINGS}
         flags = [word for flag, value in settings.items() for word in (f"--{flag}", value)]
-        narrowgauge("train", *flags, "--out", folder / "run", "--nproc", 2, "--stop-after", 3)
+        narrowgauge("train", *flags, "--out", folder / "run", "--stop-after", 3, ranks=2)
         fingerprints = {}
         for ranks in (1, 3):
             copy = folder / f"on {ranks}"
             shutil.copytree(folder / "run", copy)
-            narrowgauge("resume", copy, "--nproc", ranks)
+            narrowgauge("resume", copy, ranks=ranks)
             fingerprints[ranks] = (read_run(copy).summary or {})["weights_fingerprint"]
         for ranks, fingerprint in fingerprints.items():
             print(f"two ranks, then {ranks}: {fingerprint}")
