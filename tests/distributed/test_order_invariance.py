@@ -200,6 +200,14 @@ def test_a_rank_with_more_micro_batches_says_who_has_fewer(tmp_path: Path) -> No
     assert "because rank 0 has 2 in this step" in message
 
 
+def test_groups_of_other_ranks_tell_their_steps_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also groups that begin and end with the same ranks, and a second reduction of one group."""
+    monkeypatch.setattr(dist, "get_process_group_ranks", list)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    groups = [(0, 1, 3), (0, 2, 3), (0, 3), (0, 3)]
+    assert len({StepEnds(group).name for group in groups}) == len(groups)
+
+
 def test_a_sharded_layer_that_a_micro_batch_leaves_out_is_refused(tmp_path: Path) -> None:
     for message in run_ranks(left_out, 2, tmp_path):
         assert "got none in a micro-batch" in message

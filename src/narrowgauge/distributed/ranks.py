@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import hashlib
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -152,7 +153,8 @@ class StepEnds:
     def __init__(self, group: Any) -> None:
         ranks = tuple(dist.get_process_group_ranks(group))
         StepEnds._made[ranks] += 1
-        self.name = f"narrowgauge/{ranks[0]}-{ranks[-1]}/{StepEnds._made[ranks]}"
+        members = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
+        self.name = f"narrowgauge/{members}/{StepEnds._made[ranks]}"
         self.is_first = dist.get_rank() == ranks[0]
         self.step = 0
 
