@@ -275,13 +275,18 @@ def levels(data: Dataset, setting: Setting) -> tuple[float, float]:
     return float(-np.log(unigram[second]).mean()), float(-np.log(bigram).mean())
 
 
+def data_of(job: Job) -> Dataset:
+    """Open the tokens of a run; all runs of a setting are judged on the same."""
+    return open_data(job.data or stdlib_tokens(job.setting.model), job.config.held_out)
+
+
 def trained(job: Job, out: Path) -> Record:
     """Train to the end, from the last checkpoint if there is one, and return the record."""
     config = job.config
     folder = out / job.name
     folder.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
-    data = open_data(config.data or stdlib_tokens(config.model), config.held_out)
+    data = data_of(job)
     session = build(config, folder, data)
     edq = None
     late_edq = None
@@ -376,17 +381,17 @@ def add(selected: Sequence[Job], out: Path, file: Path = FILE) -> int:
     """Train what has no record of this processor's vectors and this torch; return the number of
     runs that failed.
     """
-    here: tuple[str, str, float] | None = None
     failures = 0
     for row in {
         job.row: None for job in selected if job.row in PEERS and not PEERS[job.row].is_installed
     }:
         print(f"{row} is not installed: pip install {PEERS[row].package}", flush=True)
     selected = [job for job in selected if job.row not in PEERS or PEERS[job.row].is_installed]
+    if not selected:
+        return failures
+    unigram, _ = levels(data_of(selected[0]), selected[0].setting)
+    here = vectors(), torch.__version__, round(unigram, 6)
     for number, job in enumerate(selected, 1):
-        if here is None:
-            data = open_data(job.data or stdlib_tokens(job.config.model), job.config.held_out)
-            here = vectors(), torch.__version__, round(levels(data, job.setting)[0], 6)
         with claimed(out / f"{job.name}.claim") as is_mine:
             recorded = {record.key for record in records_of(job.setting, file)}
             if not is_mine or (job.row, job.cell, job.seed, *here) in recorded:

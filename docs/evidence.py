@@ -31,8 +31,8 @@ ROOT = Path(__file__).parents[1]
 CITATION = re.compile(r"(<!-- evidence: ([^>]+?) -->)(.*?)(<!-- end -->)", re.DOTALL)
 OLDER = ", older code"
 SAME = ("model", "lr", "beta2", "steps", "falls", "seed", "vectors", "torch")
-"""Runs are compared in pairs that have these in common: other processors round differently. Nor are
-runs paired that were judged on texts of different ``unigram`` losses.
+"""What the two runs of a pair have in common, beside their held-out text: other processors round
+differently.
 """
 
 Row = dict[str, Any]
@@ -78,7 +78,7 @@ def chosen(runs: Iterable[Row], where: Row, step: int | None = None) -> list[Row
 
 
 def conditions(run: Row) -> tuple[Any, ...]:
-    """Return what the two runs of a pair have in common."""
+    """Return what the two runs of a pair have in common. The ``unigram`` loss tells their text."""
     return *map(run.get, SAME), round(run.get("unigram") or 0.0, 6)
 
 

@@ -31,7 +31,7 @@ from narrowgauge.torch_support.torch_hooks import (
     announced_optimizers,
     hear_of_optimizers,
 )
-from narrowgauge.torch_support.torch_names import stepping_optimizers
+from narrowgauge.torch_support.torch_names import callers_of_step, calls_of_step
 
 KEY = "matmul_step"
 """The entry of an optimizer's first param group that counts its steps."""
@@ -241,13 +241,10 @@ def _before_step(optimizer: Any, *_: Any) -> None:
 
 
 def _after_step(optimizer: Any, *_: Any) -> None:
-    stepping = stepping_optimizers()
-    layers = layers_of(optimizer)
-    for other in stepping:
-        if other is not optimizer and layers:  # a container, whose members step the weights
-            layers_of(other)
-            _FOLLOWED[other].layers.difference_update(layers)
-    if sum(other is optimizer for other in stepping) == 1:
+    for caller in callers_of_step(optimizer):  # a container, whose members step the weights
+        layers_of(caller)
+        _FOLLOWED[caller].layers.difference_update(layers_of(optimizer))
+    if calls_of_step(optimizer) == 1:
         follow(optimizer, steps=1)
 
 

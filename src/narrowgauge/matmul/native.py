@@ -57,11 +57,9 @@ def kernel_here(product: Product, device: torch.device) -> Kernel | None:
     if architecture is None:
         return None
     kernel = kernel_for(product, architecture)
-    return (
-        kernel
-        if kernel is not None and _works(kernel, product.left, product.right, device)
-        else None
-    )
+    if kernel is None or not _works(kernel, product.left, product.right, device):
+        return None
+    return kernel
 
 
 @lru_cache(None)

@@ -243,7 +243,7 @@ class Keys(NamedTuple):
 
     Attributes:
         clock: int32 ``[4]``: seed of the step, index of the micro-batch's first sequence, of its
-            first token, and whether one of these was set; see ``clock.Clock``.
+            first token, and whether one of these was set; see ``clock.Draw``.
         layer: int32 ``[]``: from the layer's name; of experts ``[experts]``.
     """
 

@@ -254,7 +254,7 @@ def zero_gradient(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Readi
     norms = now.norms or {}
     if not any(norms.values()):
         return
-    for name in counts.keys() | norms.keys():
+    for name in dict.fromkeys([*counts, *norms]):
         if norms.get(name):
             counts.setdefault(name, (now.step, 0))
         elif name in counts:

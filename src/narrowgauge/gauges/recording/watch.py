@@ -52,10 +52,10 @@ from narrowgauge.spec.formats import dtype_name
 from narrowgauge.torch_support.torch_hooks import after_every_step, members_of
 from narrowgauge.torch_support.torch_names import (
     HostCopy,
+    callers_of_step,
     graph_nodes,
     is_compiled_model,
     plain_name,
-    stepping_optimizers,
     unwrapped_model,
 )
 
@@ -937,6 +937,6 @@ def _nonfinite_weights(model: nn.Module, name: str) -> str:
 
 def _remember(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     _LAST_STEPS[optimizer] = next(_CLOCK)
-    callers = [other for other in stepping_optimizers() if other is not optimizer]
+    callers = callers_of_step(optimizer)
     if callers:
         _CALLERS.setdefault(optimizer, weakref.WeakSet()).update(callers)
