@@ -25,7 +25,6 @@ from .checks.same import same as same
 from .checks.teaches import teaches as teaches
 from .distributed.reduction import reduce_gradients_with as reduce_gradients_with
 from .errors import NarrowgaugeError as NarrowgaugeError
-from .gauges.attach import attach_gauges as attach_gauges
 from .gauges.recording.run_recorder import RunRecorder as RunRecorder
 from .gauges.recording.run_recorder import watch as watch
 from .integrations.merging import merge as merge

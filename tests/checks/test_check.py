@@ -15,8 +15,7 @@ import transformers
 from torch import Tensor, nn
 
 import narrowgauge as ng
-from narrowgauge.analysis.detectors import DETECTORS
-from narrowgauge.analysis.kinds import KINDS, kind_rows
+from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading
 from narrowgauge.checks.set_up import set_up_of
 from narrowgauge.checks.step_samples import spread
@@ -159,9 +158,9 @@ def test_every_kind_of_the_check_is_provoked_and_the_table_has_a_source_for_each
     assert set(PROVOKED) == {
         kind.name for kind in KINDS.values() if kind.by == "ng.check(model, optimizer)"
     }
-    thresholds = [row for row in kind_rows() if row["bound"]]
-    assert len(KINDS) + len(DETECTORS) == len(kind_rows()) and len(thresholds) <= 60
-    assert all(row["source"] and row["value"] for row in kind_rows())
+    thresholds = [kind for kind in KINDS.values() if kind.bound]
+    assert len(thresholds) <= 60
+    assert all(kind.source and kind.value for kind in KINDS.values())
 
 
 @pytest.mark.parametrize("name", PROVOKED)

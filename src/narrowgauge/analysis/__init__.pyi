@@ -1,2 +1,2 @@
-from .alarms import Alarms as Alarms
 from .reading import Readings as Readings
+from .row_laws import RowLaws as RowLaws

@@ -1,8 +1,8 @@
 """Diagnosis of one run: readings beyond their bound, earliest first, and areas that the record does
 not show.
 
-Events of the trainer and of ``ng.RunRecorder`` are alarms. Over any other record the detectors run
-here. The diagnosis adds counts over the whole record, such as failed steps. A run without a reading
+Events of the trainer and of ``ng.RunRecorder`` are readings. Any other record is read here, by the
+same laws of rows. The diagnosis adds counts over the whole record, such as failed steps. A run without a reading
 may still have a fault: shifted labels leave normal rows. So the diagnosis lists the areas that it
 looked at, and the areas that this record cannot show.
 """
@@ -17,12 +17,12 @@ from typing import Any, overload
 
 import numpy as np
 
-from narrowgauge.analysis.alarms import Alarms
 from narrowgauge.analysis.columns import column, loop_of, rows_of
 from narrowgauge.analysis.comparison.classification import divergence, has_zero
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.log import reading_of
 from narrowgauge.analysis.reading import STAGE_OF, STAGES, Reading, Readings, in_order
+from narrowgauge.analysis.row_laws import RowLaws
 from narrowgauge.analysis.settings import recipe_of
 from narrowgauge.analysis.thresholds import FEWEST_BATCHES, FEWEST_STEPS, MAX_SKIPPED
 from narrowgauge.analysis.two_runs import TwoRuns
@@ -142,7 +142,7 @@ def diagnose(run: str | Path | Run, other: str | Path | Run | None = None) -> Di
     Raises:
         RecordError: there is no run, or its record is damaged.
 
-    Cost: below a second for 10,000 steps. It takes longer if detectors must first run over samples
+    Cost: below a second for 10,000 steps. It takes longer for samples of the gauges that no recorder read,
     of many tensors.
 
     Example:
@@ -267,18 +267,18 @@ def _first(readings: list[Reading]) -> Reading:
 
 
 def alarms_of(run: Run) -> list[Reading]:
-    """Return the recorded alarms of a run. If no detector ran, compute the alarms from the rows."""
+    """Return the recorded readings of a run, and those of its rows if no recorder read them."""
     recorded = []
     for reading in map(reading_of, run.events):
         if reading.severity != "note" or reading.what in KINDS:
             recorded.append(reading)
-    had_detectors = "recorder" in run.run or isinstance(run.run.get("data"), dict)
-    if had_detectors and run.events:
+    was_read = "recorder" in run.run or isinstance(run.run.get("data"), dict)
+    if was_read and run.events:
         return recorded
     kinds = {reading.what for reading in recorded}
-    for alarm in Alarms(recipe_of(run)).read(run.steps, rows_of(run, "gauges")):
-        if alarm.what not in kinds:
-            recorded.append(alarm)
+    for reading in RowLaws(recipe_of(run)).read(run.steps, rows_of(run, "gauges")):
+        if reading.what not in kinds:
+            recorded.append(reading)
     return recorded
 
 
@@ -429,15 +429,15 @@ def _resumes(run: Run) -> Iterator[Reading]:
 
 
 def _audits(run: Run) -> Iterator[Reading]:
-    """Yield what detectors find in the audit over all parameters, as of one tensor."""
-    alarms = Alarms(recipe_of(run))
+    """Read the audit over all parameters, as of one tensor."""
+    laws = RowLaws(recipe_of(run))
     names = METRICS["updates"]
     for row in run.steps:
         if names.keys().isdisjoint(row):
             continue
         values = list(map(row.get, names))
-        for alarm in alarms.on_gauges({"step": step_of(row), "updates": {"the model": values}}):
-            yield replace(alarm, tensor="")
+        for reading in laws.of_sample({"step": step_of(row), "updates": {"the model": values}}):
+            yield replace(reading, tensor="")
     if not events_of(run, "lost-updates"):
         yield from _unreported_losses(run)
 

@@ -1,20 +1,17 @@
 """Kinds of readings: a table with the measured value, its bound, the bound's source, and the
 advice.
 
-``data/kinds.toml`` has a row for each number that is not a detector's
-(:mod:`narrowgauge.analysis.detectors`). Rows of detectors also say when an alarm begins.
-``narrowgauge show checks`` prints all rows.
+``data/kinds.toml`` has a row for each number. ``narrowgauge show checks`` prints all rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from narrowgauge.analysis.detectors import DETECTORS
 from narrowgauge.analysis.reading import Reading, of_all
-from narrowgauge.spec.tables import Row, Table, name_columns, number_columns, text_columns
+from narrowgauge.spec.tables import Table, name_columns, number_columns, text_columns
 from narrowgauge.spec.toml import load_data
 
 
@@ -70,26 +67,10 @@ KINDS: dict[str, Kind] = {
 }
 
 
-def kind_rows() -> list[Row]:
-    """Return the table with the detectors' rows."""
-    rows: list[Row] = []
-    for kind in KINDS.values():
-        row = {"name": kind.name, "by": kind.by, "value": kind.value}
-        rows.append(row | {"bound": kind.bound, "source": kind.source})
-    for detector in DETECTORS.values():
-        value = detector.metric
-        if detector.relative:
-            value += " over its lowest"
-        by = "recorder.step" if detector.table == "steps" else "gauges_every"
-        row = {"name": detector.name, "by": by, "value": value}
-        rows.append(row | {"bound": detector.threshold, "source": detector.source})
-    return rows
-
-
 def kind_table() -> Table:
     """Return the table that ``narrowgauge show checks`` prints."""
     columns = (
         *name_columns(reading="name"), *text_columns(measured_by="by", value="value"), *number_columns(bound="bound"),
         *text_columns(source_of_the_bound="source"),
     )  # fmt: skip
-    return Table(columns, kind_rows())
+    return Table(columns, list(map(asdict, KINDS.values())))

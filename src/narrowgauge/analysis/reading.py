@@ -1,6 +1,6 @@
 """A reading: one measured number of a run, its place, and its bound.
 
-Events, detectors, counts and differences of two runs all become readings. They share one order, one
+Events, counts and differences of two runs all become readings. They share one order, one
 table and one JSON format.
 """
 
@@ -48,7 +48,7 @@ class Reading:
         step: optimizer step, from 1; 0 is before the first.
         stage: one of :data:`STAGES`.
         tensor: ``KIND:NAME`` or a parameter's name; empty for the whole step.
-        what: name of the quantity, detector or check.
+        what: name of the quantity or kind.
         value: measured number; ``None`` if only bits are known to differ.
         expected: expected number, if any.
         bound: largest allowed ``|value - expected|``. Without ``expected``, the limit of ``value``.

@@ -1,8 +1,7 @@
-"""Thresholds of the watch, the recorder, the detectors and the comparisons, one a line: name,
+"""Thresholds of the watch, the recorder and the comparisons, one a line: name,
 value, unit, reason.
 
-The bound of each kind of reading is in ``data/kinds.toml``, and the limit of each detector in
-``data/detectors.toml``.
+The bound of each kind of reading is in ``data/kinds.toml``.
 """
 
 # ── the watch and the recorder ────────────────────────────────────────────────────────────────────
@@ -18,11 +17,6 @@ TWICE = 2.0  # factor: a fault is told again when it is this many times as far b
 REPEATED = 0.01  # share of the intended change: largest distance between a step and its copy in the stored formats
 FAILURES = (
     25  # steps in a row: a run whose loss or gradient norm is not finite for so long has diverged
-)
-
-# ── detectors ─────────────────────────────────────────────────────────────────────────────────────
-SETTLING_STEPS = (
-    100  # steps: at first the loss scale settles, so halvings and skips are not counted
 )
 
 # ── spikes ────────────────────────────────────────────────────────────────────────────────────────

@@ -153,9 +153,10 @@ def show_storages(params: float | None, as_json: bool) -> None:
 @flags.json_list
 def show_checks(as_json: bool) -> None:
     """Readings: what measures each, its bound, and the bound's source."""
-    from narrowgauge.analysis.kinds import kind_rows, kind_table
+    from narrowgauge.analysis.kinds import kind_table
 
-    _print(as_json, kind_rows(), kind_table())
+    table = kind_table()
+    _print(as_json, table.rows, table)
 
 
 @show_group.command("recipe", short_help="What one recipe stores, computes and loses.")

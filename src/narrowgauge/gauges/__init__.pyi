@@ -1,3 +1,2 @@
-from .attach import GaugeNotice as GaugeNotice
-from .attach import Gauges as Gauges
 from .hub import RunNotice as RunNotice
+from .tensors import Gauges as Gauges

@@ -380,8 +380,7 @@ def audit(optimizer: Any, model: nn.Module | None = None) -> Audit:
     """Measure for each tensor which fraction of its updates was stored in the last audited steps.
 
     The intended change is computed *from the stored moments*, so errors of a stored second moment
-    do not show here. Gauges compare it with the exact one (``bias``, see
-    :func:`narrowgauge.attach_gauges`).
+    do not show here.
 
     Args:
         optimizer: a Narrowgauge optimizer with ``audit_every`` above 0, or a framework's wrapper

@@ -20,7 +20,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from narrowgauge.analysis.detectors import DETECTORS
+from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.checkpoints.saving import latest_checkpoint
 from narrowgauge.distributed.job import require_same, threads_of
 from narrowgauge.distributed.ranks import all_ranks
@@ -77,7 +77,7 @@ class Progress:
         is_due = step % self.config.log_every == 0 or step in (1, self.config.steps)
         if kind == "events" and row["what"] not in _ROUTINE:
             what = row["what"].replace("-", " ")
-            if row["what"] in DETECTORS or row["what"] == "lost-updates":
+            if row["what"] in KINDS:
                 if self.alarms.get(what) == step:
                     return  # told of another tensor
                 self.alarms[what] = step

@@ -10,6 +10,8 @@ from torch import nn
 
 import narrowgauge as ng
 from narrowgauge.analysis.reading import Reading
+from narrowgauge.gauges.hub import Hub
+from narrowgauge.gauges.tensors import Gauges
 from narrowgauge.runs.schema import Row
 from tensors import metric_of
 
@@ -38,17 +40,17 @@ def run(storage: str, weight_decay: float = 0.1) -> tuple[list[Reading], list[Ro
     )
     optimizer.on_alarm = lambda alarms: None
     compute = "float32" if storage == "float32" else "bfloat16"
-    alarms = ng.analysis.Alarms(f"{compute}/{storage}")
+    laws = ng.analysis.RowLaws(f"{compute}/{storage}")
     rows = list[Row]()
-    gauges = ng.attach_gauges(table, optimizer, every=5, on_row=rows.append)
+    gauges = Gauges(Hub(table, [optimizer]), optimizer, 5, rows.append)
     target = torch.randn(MET, WIDTH)
     for _ in range(60):
         loss = (table(torch.arange(MET)).float() - target).square().sum()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    gauges.detach()
-    return [event for row in rows for event in alarms.on_gauges(row)], rows
+    gauges.end()
+    return laws.read([], rows), rows
 
 
 def test_lost_decay_is_told_though_the_edq_is_good() -> None:

@@ -193,7 +193,7 @@ def test_the_recipe_is_known_without_being_named_and_a_wrong_one_is_refused(tmp_
         ng.RunRecorder(tmp_path / "other", model, optimizer, recipe="bfloat16/word")
     assert not (tmp_path / "other").exists()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(record, "attach_gauges", lambda *_, **__: 1 / 0)
+        patch.setattr(record, "Gauges", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             ng.RunRecorder(tmp_path / "other", model, optimizer, gauges_every=1)
     ng.RunRecorder(tmp_path / "other", model, optimizer).close(

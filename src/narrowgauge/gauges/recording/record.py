@@ -1,9 +1,9 @@
 """The record of a loop: pass every row once, in order, to the run folder, the callback ``on_row``
-and the detectors.
+and the laws of rows.
 
 The trainer, :class:`narrowgauge.RunRecorder` and :func:`narrowgauge.compare` use it. The run folder
-comes first, so everything shown was written before. The detectors read only written rows. So a
-resumed run restores them from its own folder. On several ranks all ranks make all calls. Rank 0
+comes first, so everything shown was written before. The laws read only written rows. So a resumed
+run restores what they remember from its own folder. On several ranks all ranks make all calls. Rank 0
 writes and shows.
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
@@ -20,17 +20,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from narrowgauge.analysis.alarms import Alarms
 from narrowgauge.analysis.log import emit, happened, row_of
 from narrowgauge.analysis.reading import Reading
+from narrowgauge.analysis.row_laws import RowLaws
 from narrowgauge.analysis.thresholds import FAILURES
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.errors import NarrowgaugeError
-from narrowgauge.gauges.attach import Gauges, attach_gauges
+from narrowgauge.gauges.hub import Hub
 from narrowgauge.gauges.recording.fingerprints import Fingerprints
 from narrowgauge.gauges.recording.step_row import StepReader, is_finite, symptom, why_skipped
+from narrowgauge.gauges.tensors import Gauges
 from narrowgauge.numerics.metrics import UPDATE_SUMS
-from narrowgauge.optim.audit import Alarm, figures_of, joined_over_ranks
+from narrowgauge.optim.audit import Alarm, figures_of, joined_over_ranks, unwrapped
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.finding import counted, sentences
 from narrowgauge.runs.record import read_run
@@ -38,6 +39,7 @@ from narrowgauge.runs.schema import Row
 from narrowgauge.runs.writer import RunWriter
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.significance import MIN_EDQ
+from narrowgauge.torch_support.torch_names import unwrapped_model
 
 OnRow = Callable[[str, Row], object]
 """Takes each written row: the kind, named as its file (steps, evals, gauges, events), and the row.
@@ -86,7 +88,8 @@ class Record(AbstractContextManager["Record"]):
         self.folder = self.here.of_first(open_first)
         self._on_row = on_row or (lambda kind, row: None)
         self.reader = StepReader()
-        self.alarms = Alarms(recipe)
+        self.laws = RowLaws(recipe)
+        self.ignored: Collection[str] = ()
         self.undo = ExitStack()
         self.gauges: Gauges | None = None
         self.num_steps = 0
@@ -96,22 +99,23 @@ class Record(AbstractContextManager["Record"]):
         self._seconds_before = 0.0
         self._began = time.perf_counter()
 
-    def watch(self, model: nn.Module, optimizer: Any, *, every: int = 20) -> Gauges | None:
+    def watch(
+        self, model: nn.Module, optimizer: Any, *, every: int = 20, hub: Hub | None = None
+    ) -> None:
         """Record columns of an optimizer in each step, its alarms, and the gauges of its model.
 
         Args:
-            model: before it is compiled, as for :func:`ng.attach_gauges`.
+            model: before it is compiled, if gauges are to see it.
             optimizer: ours (with an audit) or torch's (without).
             every: steps between samples of the gauges; 0 for none.
-        Returns:
-            The gauges, if there are any.
+            hub: of the loop, if it has one.
         Raises:
             NarrowgaugeError: another optimizer is watched already.
         """
         if self.reader.optimizer is not None:
             raise NarrowgaugeError(
                 "Cannot record a second optimizer, because a row has one learning rate.",
-                "Call ng.attach_gauges(model, optimizer) for its tensors.",
+                "Record each in a folder of its own.",
             )
         self.reader = StepReader(model, optimizer)
         ours = self.reader.ours
@@ -121,9 +125,11 @@ class Record(AbstractContextManager["Record"]):
                 ours.auditor.join = joined_over_ranks(list(ours.parameter_names()))
             self._hear(ours)
         if every:
-            self.gauges = attach_gauges(model, optimizer, every=every, on_row=self.gauge)
-            self.undo.callback(self.gauges.detach)
-        return self.gauges
+            inner = unwrapped(optimizer)
+            hub = hub or Hub(unwrapped_model(model), [inner])
+            self.gauges = Gauges(hub, inner, every, self.gauge)
+            self.undo.callback(hub.undo.close)
+            self.undo.callback(self.gauges.end)
 
     def _hear(self, optimizer: Optimizer) -> None:
         """Record the alarms of an optimizer's audit, in addition to its user's callback."""
@@ -163,8 +169,7 @@ class Record(AbstractContextManager["Record"]):
         self.tokens = row.get("tokens") or self.tokens
         self.seconds += row["seconds"] or 0.0
         self._append("steps", row)
-        for event in self.alarms.on_step(row):
-            self.event(event, shown=True)
+        self._tell(self.laws.of_step(row))
         scale = row.get("loss_scale", math.inf)
         can_lower_scale = math.isfinite(row.get("loss") or 0.0) and LOWEST_SCALE < scale < math.inf
         failed = not is_finite(row) or (row.get("skipped") and scale <= LOWEST_SCALE)
@@ -177,10 +182,8 @@ class Record(AbstractContextManager["Record"]):
             words = sentences(f"the last {FAILURES} steps failed: {symptom(row)}", GO_BACK)
             reading = happened("divergence", self.num_steps, words, severity="error", stage="loss")
             self.event(reading, shown=True)
-        if (
-            self.gauges is not None and self.gauges.step != self.num_steps
-        ):  # the loop did not call the optimizer
-            self.gauges.step = self.num_steps
+        if self.gauges is not None and self.gauges.step != self.num_steps:
+            self.gauges.step = self.num_steps  # the loop did not call the optimizer
         reader.begin()
         return row
 
@@ -196,10 +199,14 @@ class Record(AbstractContextManager["Record"]):
         self.reader.restart_clock()
 
     def gauge(self, row: Row) -> None:
-        """Write a row of ``gauges.jsonl``, and let the detectors read it."""
+        """Write a row of ``gauges.jsonl``, and let the laws read it."""
         self._append("gauges", row)
-        for event in self.alarms.on_gauges(row):
-            self.event(event, shown=True)
+        self._tell(self.laws.of_sample(row))
+
+    def _tell(self, readings: Iterable[Reading]) -> None:
+        for reading in readings:
+            if reading.what not in self.ignored:
+                self.event(reading, shown=True)
 
     def fingerprint(self, prints: Fingerprints) -> None:
         """Write the newest row of ``fingerprints.jsonl``, if the step has one.
@@ -217,7 +224,10 @@ class Record(AbstractContextManager["Record"]):
             self.writer.append("events", row)
             emit(reading)
             if shown:
-                self.say(reading.what.replace("-", " "), reading.advice.removesuffix("."))
+                words = reading.advice.removesuffix(".")
+                if reading.tensor not in words:
+                    words = f"{reading.tensor}: {words}"
+                self.say(reading.what.replace("-", " "), words)
             self._on_row("events", row)
 
     def _append(self, kind: str, row: Row) -> None:
@@ -243,8 +253,8 @@ class Record(AbstractContextManager["Record"]):
                 self.event(happened("note", step, note), shown=True)
             self.writer.notes.clear()
         run = self.here.of_first(lambda: read_run(self.folder))
-        self.alarms = Alarms(self.recipe)
-        self.alarms.read(run.steps, run.gauges)
+        self.laws = RowLaws(self.recipe)
+        self.laws.read(run.steps, run.gauges)
         self.num_steps = step
         self._num_failed = 0
         self.tokens = 0
@@ -253,7 +263,7 @@ class Record(AbstractContextManager["Record"]):
             self.tokens = row.get("tokens") or self.tokens
             self.seconds += row.get("seconds") or 0.0
         if self.gauges is not None:
-            self.gauges.restart(step)
+            self.gauges.step = step
         self._seconds_before = self.seconds
         self._began = time.perf_counter()
         self.reader.begin()

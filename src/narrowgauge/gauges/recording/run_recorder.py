@@ -70,7 +70,7 @@ class RunRecorder(Watch):
 
     It is an :func:`narrowgauge.watch` with a folder. ``narrowgauge report``, ``ng.compare_runs``
     and ``ng.read_run`` read the folder like the trainer's. A loop computes the same bits with and
-    without a recorder. Each finding of the watch and of the detectors becomes an event, a
+    without a recorder, but for gauges in narrow layers that are compiled. Each reading of the watch and of the rows becomes an event, a
     :class:`RunNotice` and a call of ``ng.on_event``'s callbacks.
 
     On several ranks, all of them make all calls, and rank 0 writes. The losses are rank 0's. A
@@ -85,7 +85,8 @@ class RunRecorder(Watch):
             the optimizer, if possible.
         settings: of your loop, such as ``{"lr": 1e-3, "steps": 400}``. Comparisons show the
             settings in which runs differ, and pair runs of one ``seed``.
-        gauges_every: steps between samples of the gauges; 0 for none.
+        gauges_every: steps between samples of what tensors hold and casts lose
+            (:class:`narrowgauge.gauges.Gauges`); 0 for none.
         max_grad_norm, ignore: as in :func:`narrowgauge.watch`.
         fingerprints_every: steps between fingerprints of every tensor. With them ``narrowgauge
             diagnose RUN OTHER`` finds the first different tensor. The start and the first step have
@@ -103,9 +104,6 @@ class RunRecorder(Watch):
             :meth:`step`, as ``ng.watch(record=)`` does.
         tables: further tables of ``run.toml``, such as ``{"data": {"folder": "text"}}``; ``None``
             in place of a table leaves it out.
-
-    Attributes:
-        gauges: the gauges, if there are any.
 
     Raises:
         RecordError: the folder is in use.
@@ -185,7 +183,8 @@ class RunRecorder(Watch):
             self._record.undo.callback(self._prints.end)
             self._columns = Row()
             self._num_taken = 0
-            self.gauges = self._record.watch(model, optimizer, every=gauges_every)
+            self._record.ignored = self._ignored
+            self._record.watch(model, optimizer, every=gauges_every, hub=self.hub)
             self._certificate = Certificate(model, self.optimizer)
             self._must_go_back = earlier is not None and bool(earlier.steps)
             self._is_open = True
