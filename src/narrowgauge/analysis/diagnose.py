@@ -577,7 +577,7 @@ def _rates(run: Run, skipped: list[int]) -> Iterator[Reading]:
         elif rate is not None and has_moved and step_of(row) not in skipped:
             still.append(step_of(row))
     if len(still) >= FEWEST_BATCHES:
-        yield KINDS["zero-rate"].reading("", len(still), 0, step=still[0])
+        yield KINDS["zero-rate"].reading("", len(still), 0, step=still[0], words="")
     asked = _asked_rate(run)
     kind = KINDS["rate-not-reached"]
     is_long = run.summary is not None and len(run.steps) >= FEWEST_STEPS

@@ -34,6 +34,8 @@ def manifest(set_up: SetUp) -> list[str]:
     beside = [p.parameter for key, p in stepped.items() if key not in kinds]
     for p in (*set_up.model.parameters(), *beside):
         row = _row(kinds.get(id(p), "beside the model"), p, stepped.get(id(p)))
+        if row["trains"] == "in no optimizer" and master_of(p, beside) is not None:
+            row["trains"] = "by its master"
         total = rows.setdefault(tuple(row.values()), {"count": 0, "elements": 0, **row})
         total["count"] += 1
         total["elements"] += p.numel()
@@ -149,7 +151,11 @@ def _lines(set_up: SetUp, kinds: dict[int, str]) -> Iterator[str]:
         yield f"equal bits in two tensors: {of_all(pairs)}"
     trained = {id(p.parameter): p.parameter.numel() for p in set_up.trained}
     total = sum({id(p): p.numel() for p in model.parameters()}.values())
-    inside = sum(count for key, count in trained.items() if key in kinds)
+    beside = [p.parameter for p in set_up.trained if id(p.parameter) not in kinds]
+    inside = 0
+    for p in model.parameters():
+        if id(p) in trained or (p.requires_grad and master_of(p, beside) is not None):
+            inside += p.numel()
     line = f"trains: {inside:,} of {total:,} values of the model ({inside / max(total, 1):.3g})"
     adapters = sum(count for key, count in trained.items() if kinds.get(key) == "adapter")
     if adapters:
@@ -226,22 +232,25 @@ def _missing(set_up: SetUp) -> Iterator[Reading]:
     lost = []
     replaced = []
     for name, p in set_up.parameters.items():
-        alike = [q for q in beside if q.shape == p.shape]
-        if not p.requires_grad or id(p) in stepped or any(_is_master(q, p) for q in alike):
+        if not p.requires_grad or id(p) in stepped or master_of(p, beside) is not None:
             continue
         lost.append(name)
-        if alike:
+        if any(q.shape == p.shape for q in beside):
             replaced.append(name)
     yield from KINDS["replaced-parameters"].of(replaced)
     if not replaced:
         yield from KINDS["missing-parameters"].of(lost)
 
 
-def _is_master(master: Tensor, p: Tensor) -> bool:
-    """Return whether a wider tensor holds a parameter's values, as masters of a loop's own do."""
-    if master.element_size() <= p.element_size() or p.is_meta:
-        return False
-    return torch.equal(spread(master).to(p.dtype), spread(p))
+def master_of(p: Tensor, candidates: Iterable[Tensor]) -> Tensor | None:
+    """Return the wider tensor that holds a parameter's values, as a master of a loop's own does."""
+    for master in candidates:
+        is_wider = master.element_size() > p.element_size() and not p.is_meta
+        if not is_wider or master.shape != p.shape:
+            continue
+        if torch.equal(spread(master).to(p.dtype), spread(p)):
+            return master
+    return None
 
 
 def _untied(set_up: SetUp) -> Iterator[Reading]:

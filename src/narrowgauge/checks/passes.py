@@ -250,10 +250,7 @@ def scalar(result: Any) -> Tensor:
 
 
 def micro_batches(model: nn.Module, batch: Any, loss: Loss) -> list[Any]:
-    """Return the micro-batches in a list.
-
-    A list of tensors that ``loss`` takes is one batch, as a DataLoader makes it.
-    """
+    """Return the micro-batches in a list. A list that ``loss`` takes whole is one batch."""
     if not isinstance(batch, list):
         return [batch]
     if not batch:
@@ -261,14 +258,12 @@ def micro_batches(model: nn.Module, batch: Any, loss: Loss) -> list[Any]:
             "Cannot compare gradients because batch= is an empty list.",
             "Pass a batch or micro-batches.",
         )
-    if any(isinstance(item, Tensor) for item in batch):
-        try:
-            with put_back(model), torch.no_grad():
-                loss(model, batch)
-            return [batch]
-        except Exception:  # whatever the user's code raises for what it cannot read
-            pass
-    return batch
+    try:
+        with put_back(model), torch.no_grad():
+            loss(model, batch)
+        return [batch]
+    except Exception:  # whatever the user's code raises for what it cannot read
+        return batch
 
 
 def concatenated(parts: Sequence[Any]) -> Any:

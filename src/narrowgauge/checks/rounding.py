@@ -192,7 +192,7 @@ class Rounding:
             if place.is_unusual:
                 kind = KINDS["rounding"]
                 bound = kind.bound * place.unit
-                words = f"{place.line(self.size)}. Compute this place in float32"
+                words = f"{place.line(self.size)}. {self._cure()}"
                 return [kind.reading(self.worst, place.alone, 0.0, bound, place=words)]
         kind = KINDS["rounding"]
         if self.unit and self.roundings >= kind.bound * self.slack:
@@ -203,6 +203,18 @@ class Rounding:
             )
             return [kind.reading("", self.all, 0.0, kind.bound * self.unit, place=words)]
         return []
+
+    def _cure(self) -> str:
+        """Return what to do about a place. A gradient that is rounding alone may lack its terms."""
+        if self.size < MOST:
+            return "Compute this place in float32"
+        exact = [self.shadows[self.focus]] if self.focus else [*self.shadows.values()]
+        norm = math.hypot(*(float(x.norm()) for x in exact))
+        return (
+            f"Most of this gradient is rounding: without it its norm is {norm:.2g}. If it should be "
+            "larger, look for a term that is constant, as a ratio of a value with itself; else "
+            "compute this place in float32"
+        )
 
     def __str__(self) -> str:
         return "\n".join(["gradients: " + self.lines()[0], *self.lines()[1:]])

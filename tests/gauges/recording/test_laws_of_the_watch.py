@@ -4,6 +4,7 @@ measured.
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from collections.abc import Callable
@@ -545,3 +546,131 @@ def test_two_token_types_are_no_vocabulary() -> None:
 
     model = nn.ModuleDict({"types": nn.Embedding(2, 8), "classifier": nn.Linear(8, 2)})
     assert vocabulary_of(model) == 0
+
+
+# ── what a loop keeps beside its weights ──────────────────────────────────────────────────────────
+
+
+class Masters(torch.optim.SGD):
+    """SGD over masters that a loop keeps itself, and writes back into 16-bit weights."""
+
+    def __init__(self, model: nn.Module, keeps_gradients: bool = False) -> None:
+        self.weights = list(model.parameters())
+        self.keeps_gradients = keeps_gradients
+        super().__init__([p.detach().float().requires_grad_() for p in self.weights], lr=2e-3)
+
+    def train(self, value: Tensor) -> None:
+        value.backward()
+        masters = self.param_groups[0]["params"]
+        for master, p in zip(masters, self.weights, strict=True):
+            master.grad = p.grad.float()
+        self.step()
+        for master, p in zip(masters, self.weights, strict=True):
+            p.data.copy_(master)
+            if not self.keeps_gradients:
+                p.grad = None
+
+
+class Kahan(torch.optim.Optimizer):
+    """Descent that keeps what a 16-bit weight rounds off."""
+
+    def __init__(self, model: nn.Module, keeps_rest: bool = True) -> None:
+        self.keeps_rest = keeps_rest
+        super().__init__(model.parameters(), {"lr": 5e-4})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                rest = self.state[p].setdefault("rest", torch.zeros_like(p))
+                change = (-group["lr"] * p.grad.float().sign() * p.grad.abs().sqrt()).to(B16) + rest
+                now = p + change
+                if self.keeps_rest:
+                    rest.copy_(change - (now - p))
+                p.copy_(now)
+
+    def train(self, value: Tensor) -> None:
+        value.backward()
+        self.step()
+        self.zero_grad()
+
+
+class Perturbed(torch.optim.SGD):
+    """Descent whose state is written before each step, as sharpness-aware minimization's."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        super().__init__(model.parameters(), lr=1e-2)
+
+    def step(self, closure: Any = None) -> None:
+        with torch.no_grad():
+            for p in self.model.parameters():
+                p.copy_(self.state[p]["old"])
+                p.sub_(p.grad, alpha=1e-2)
+
+    def train(self, value: Tensor) -> None:
+        value.backward()
+        with torch.no_grad():
+            for p in self.model.parameters():
+                self.state[p]["old"] = p.detach().clone()
+                p.add_(p.grad, alpha=1e-2)
+        self.zero_grad()
+        square(self.model, 8, 32, dtype=next(self.model.parameters()).dtype).backward()
+        self.step()
+        self.zero_grad()
+
+
+BESIDE: dict[str, tuple[Callable[[nn.Module], Any], torch.dtype, str]] = {
+    "masters of the loop": (Masters, B16, ""),
+    "masters, gradients kept": (partial(Masters, keeps_gradients=True), B16, "were not cleared"),
+    "compensation": (Kahan, B16, ""),
+    "compensation that is lost": (partial(Kahan, keeps_rest=False), B16, "you train at"),
+    "a state that is written in each step": (Perturbed, torch.float32, ""),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_what_lies_beside_the_weights_is_no_fault_until_it_is_lost(name: str) -> None:
+    make, dtype, expected = BESIDE[name]
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), nn.RMSNorm(32), nn.Linear(32, 8)).to(dtype)
+    optimizer = make(model)
+    ng.watch(model, optimizer)
+    messages = run(60, lambda step: optimizer.train(square(model, 8, 32, dtype=dtype)))
+    assert bool(messages) == bool(expected), messages
+    assert not messages or any(expected in words for words in messages)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, B16])
+def test_an_average_of_a_part_of_the_model_is_followed(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    encoder = nn.Sequential(nn.Linear(32, 32), nn.RMSNorm(32))
+    model = nn.Sequential(encoder, nn.Linear(32, 8))
+    average = copy.deepcopy(encoder).to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    ng.watch(model, optimizer)
+
+    def one_step(step: int) -> None:
+        loop(model, optimizer, 8, 32)(step)
+        for p, q in zip(average.parameters(), encoder.parameters(), strict=True):
+            with torch.no_grad():
+                p.lerp_(q.to(dtype), 1e-4)
+
+    messages = run(60, one_step)
+    assert [("average" in words) for words in messages] == [True] * (dtype is B16)
+
+
+def test_a_group_whose_rate_is_zero_while_another_trains_is_told() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    groups = [{"params": layer.parameters(), "lr": 1e-3} for layer in model]
+    optimizer = torch.optim.AdamW(groups)
+    ng.watch(model, optimizer)
+    one_step = loop(model, optimizer, 8, 16)
+    assert not run(10, one_step)
+    optimizer.param_groups[1]["lr"] = 0.0
+    assert not run(4, one_step)
+    (words,) = run(6, one_step)
+    assert "learning rate of 0 in group 1" in words
+    optimizer.param_groups[0]["lr"] = 0.0
+    assert not run(3, one_step), "the run has ended"

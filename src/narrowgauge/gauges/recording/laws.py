@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, of_all
 from narrowgauge.analysis.thresholds import (
     EVALUATIONS_APART,
+    FEWEST_BATCHES,
     LEAST_SHARE_OF_STEPS,
     LOSS_APART,
     UNIFORM_STEPS,
@@ -92,6 +93,7 @@ class Snapshot:
         rank_losses: of all ranks.
         moved: the largest change of each tensor over the learning rate, where steps are about 1.
         drifting: frozen tensors that changed by a few roundings since the last sampled step.
+        rates: the learning rate of each group.
     """
 
     step: int
@@ -107,6 +109,7 @@ class Snapshot:
     rank_losses: Collection[float] = ()
     moved: Mapping[str, float] | None = None
     drifting: Collection[str] | None = None
+    rates: Sequence[float] = ()
 
     @property
     def arrived(self) -> float:
@@ -311,6 +314,20 @@ def weights_jump(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Readin
             yield kind.reading(name, size, None, bound, step=step, usual=usual)
 
 
+def zero_rate(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]:
+    """Read a group whose learning rate has fallen to zero while another group trains on."""
+    if not any(now.rates):
+        return
+    for group, rate in enumerate(now.rates):
+        counts["trained", group] += rate > 0
+        if counts["trained", group]:
+            counts["still", group] += rate == 0
+        number = counts["still", group]
+        if number >= FEWEST_BATCHES and rate == 0:
+            words = f" in group {group}, while others train at up to {max(now.rates):.3g}"
+            yield KINDS["zero-rate"].reading("", number, 0, step=now.step, words=words)
+
+
 def frozen_drifts(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]:
     """Read frozen tensors that change by a few roundings between many sampled steps, as a base does
     into which adapters are merged and out of which they are taken.
@@ -328,5 +345,5 @@ def frozen_drifts(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Readi
 
 LAWS: tuple[Law, ...] = (
     wrong_mode, uniform_loss, rank_loss, not_restored, gradients_kept, first_nonfinite, zero_gradients, zero_gradient,
-    clip_norm, weights_jump, frozen_drifts,
+    clip_norm, weights_jump, frozen_drifts, zero_rate,
 )  # fmt: skip

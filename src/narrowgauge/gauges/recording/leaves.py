@@ -7,7 +7,7 @@ from __future__ import annotations
 import gc
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 
 import torch
 from torch import Tensor, nn
@@ -34,11 +34,40 @@ def names_of(model: nn.Module, tensors: Iterable[Tensor]) -> list[str]:
 
 def copies_of(model: nn.Module) -> list[dict[str, Tensor]]:
     """Return the parameters of each other module of this process that has parameters of the same
-    names and shapes.
+    names and shapes as the model or a part of it, by their names in the model.
     """
-    tensors = dict(model.named_parameters())
-    shapes = {name: p.shape for name, p in tensors.items()}
-    copies = []
+    tensors = {*model.parameters()}
+    parts = dict[Signature, str]()
+    for prefix, module in model.named_modules():
+        signature = _signature(dict(module.named_parameters()))
+        if len(signature) > 1 or not prefix:
+            parts.setdefault(signature, prefix)
+    copies = list[dict[str, Tensor]]()
+    for parameters in _others(tensors):
+        prefix = parts.get(_signature(parameters))
+        if prefix is None:
+            continue
+        start = f"{prefix}." if prefix else ""
+        copies.append({f"{start}{name}": p for name, p in parameters.items()})
+    copies.sort(key=len, reverse=True)
+    outermost = []
+    taken = set[Tensor]()
+    for copied in copies:
+        if taken.isdisjoint(copied.values()):
+            outermost.append(copied)
+            taken.update(copied.values())
+    return outermost
+
+
+Signature = tuple[tuple[str, torch.Size], ...]
+
+
+def _signature(parameters: Mapping[str, Tensor]) -> Signature:
+    return tuple((name, p.shape) for name, p in parameters.items())
+
+
+def _others(tensors: Set[Tensor]) -> Iterator[dict[str, Tensor]]:
+    """Yield the parameters of each module of this process that has none of some tensors."""
     for candidate in gc.get_objects():
         kind = type(candidate)
         # Code of other libraries is not called.
@@ -47,10 +76,8 @@ def copies_of(model: nn.Module) -> list[dict[str, Tensor]]:
         if kind.named_parameters is not nn.Module.named_parameters:
             continue
         parameters = dict(candidate.named_parameters())
-        is_other = {*parameters.values()}.isdisjoint(tensors.values())
-        if is_other and shapes == {name: p.shape for name, p in parameters.items()}:
-            copies.append(parameters)
-    return copies
+        if parameters and tensors.isdisjoint(parameters.values()):
+            yield parameters
 
 
 class Averages:

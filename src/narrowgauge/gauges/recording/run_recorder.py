@@ -70,8 +70,9 @@ class RunRecorder(Watch):
 
     It is an :func:`narrowgauge.watch` with a folder. ``narrowgauge report``, ``ng.compare_runs``
     and ``ng.read_run`` read the folder like the trainer's. A loop computes the same bits with and
-    without a recorder, but for gauges in narrow layers that are compiled. Each reading of the watch and of the rows becomes an event, a
-    :class:`RunNotice` and a call of ``ng.on_event``'s callbacks.
+    without a recorder, but for gauges in narrow layers that are compiled. Each reading of the watch
+    and of the rows becomes an event, a :class:`RunNotice` and a call of ``ng.on_event``'s
+    callbacks.
 
     On several ranks, all of them make all calls, and rank 0 writes. The losses are rank 0's. A
     process that ends without :meth:`close` closes the record.

@@ -205,7 +205,8 @@ class Twin:
                 noise = (intended.abs() ** 3 * ulp).sum()
             share = local_of(sample.parameter).numel() / now.numel()
             energy = share * intended.square().sum()
-            product = share * (intended * (now - before)).sum()
+            moved = self._with_rest(sample, intended, now - before)
+            product = share * (intended * moved).sum()
             error = share * (now - stored["weight"]).square().sum()
             rows.append(torch.stack([energy, product, share**2 * noise, error]))
         sums: dict[Tensor, list[float]] = {}
@@ -216,6 +217,20 @@ class Twin:
             else:
                 unrepeated.append(sample.parameter)
         return sums, unrepeated
+
+    def _with_rest(self, sample: Sample, intended: Tensor, moved: Tensor) -> Tensor:
+        """Return the change of a weight with what a state of an own rule keeps of it for later
+        steps, where both make the intended change.
+        """
+        weight = sample.after["weight"]
+        if self.reference is not None or weight.dtype not in _NARROW:
+            return moved
+        for name in sample.compared()[:-1]:
+            rest = sample.after[name].double()
+            for whole in (moved + rest, moved - rest):
+                is_whole = (whole - intended).norm() <= UNEXPLAINED * intended.norm()
+                moved = torch.where(is_whole, whole, moved)
+        return moved
 
     def readings(self) -> Iterator[Reading]:
         """Compare the step with that of its class in ``torch.optim``."""
@@ -314,7 +329,8 @@ class Twin:
     def written(self) -> Iterator[tuple[Reading, bool]]:
         """Compare weights and states with those that the step left.
 
-        Yield a reading of each tensor, and whether it is a weight with new values of no known kind.
+        Yield a reading of each tensor, and whether it is a weight with new values of no known kind,
+        or a state of a rule of its own.
         """
         pairs = []
         flags = []
@@ -337,7 +353,9 @@ class Twin:
                 yield kind.reading(sample.name, float(count), float(expected), more=more), False
         for (sample, name, value), is_same in zip(pairs, on_host(flags), strict=True):
             if not is_same:
-                yield from _written(sample, name, value)
+                is_own = self.reference is None and name != "weight"
+                for reading, is_plain in _written(sample, name, value):
+                    yield reading, is_plain or is_own
 
 
 class Change(NamedTuple):

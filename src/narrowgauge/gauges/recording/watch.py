@@ -36,6 +36,7 @@ from narrowgauge.analysis.thresholds import (
 )
 from narrowgauge.checks.float32_copy import is_called_from
 from narrowgauge.checks.gradients import has_own_batches, vocabulary_of, weights_of_ranks
+from narrowgauge.checks.manifest import master_of
 from narrowgauge.checks.set_up import SetUp, set_up_of
 from narrowgauge.checks.step_samples import evenly_spread, weight_of
 from narrowgauge.distributed.replica_verification import unlike
@@ -176,8 +177,9 @@ class Watch(Listener):
         self._unread: list[tuple[int, list[str], HostCopy]] = []
         self._num_calls = 0  # of step()
         self._was_evaluated = False
-        self._first_writes: dict[str, Reading] = {}  # after the first step, until the second
-        self._projected: set[str] = set()
+        # After the first step, until the second.
+        self._first_writes: dict[tuple[str, str], Reading] = {}
+        self._projected: set[tuple[str, str]] = set()
         self.num_compared = 0
         self._after: Tensor | None = None
         self._leaves: dict[int, tuple[weakref.ref[Tensor], Tensor, set[int]]] = {}
@@ -243,6 +245,13 @@ class Watch(Listener):
             self._probes.setdefault(self._optimizer_of[p], p)
         if self._probe is not None and len(self._probes) > MOST_PROBES:
             self._probes = {self._optimizer_of[self._probe]: self._probe}
+        inside = {*self.watched_model.parameters()}
+        for optimizer, p in self._probes.items():
+            copies = [q for q in inside if p not in inside and master_of(q, [p]) is not None]
+            if copies:  # backward passes reach the weight of a master
+                self._probes[optimizer] = copies[0]
+                if p is self._probe:
+                    self._probe = copies[0]
         for p in self._probes.values():
             self.hub.follow_gradients(self, partial(self._see_gradient, p), self._undo, p)
         self.hub.listeners.append(self)
@@ -440,7 +449,7 @@ class Watch(Listener):
             self._take_up()
         if optimizer is self.optimizers[0]:
             passes = self._passes
-            self._judge(step, passes=passes)
+            self._judge(step, passes=passes, rates=list(self._rates()))
             self._was_evaluated = passes.is_evaluated
             self._passes = Passes(num_dropping=passes.num_dropping)
             # After two steps with walks.
@@ -484,7 +493,7 @@ class Watch(Listener):
             members = {*members_of(*self.optimizers)}
             for name, p in self.watched_model.named_parameters():
                 is_stray = p.grad is not None and p not in members and not self._is_sharded
-                if is_stray and step > 2:
+                if is_stray and step > 2 and not self._has_master(p):
                     self._strays[plain_name(name)] = p, evenly_spread(p).clone()
 
     def _gradients(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -587,13 +596,25 @@ class Watch(Listener):
             leaf = reference()
             if leaf is None or leaf.grad is None or leaf in stepped or len(steps) < 2:
                 continue
-            if torch.equal(evenly_spread(leaf), values):
+            if torch.equal(evenly_spread(leaf), values) and not self._has_master(leaf):
                 leaves.append(leaf)
         self._leaves = {}
         self._numbers["untrained_tensors"] = len(leaves)
         yield from KINDS["missing-parameters"].of(names_of(self.watched_model, leaves), step)
         for names in self._stepped_by_others():
             yield from KINDS["parameters-twice"].of(names, step)
+
+    def _rates(self) -> Iterator[float]:
+        """Yield the learning rate of each group; nothing where one is on a device."""
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                rate = group.get("lr")
+                if isinstance(rate, (int, float)):
+                    yield float(rate)
+
+    def _has_master(self, p: Tensor) -> bool:
+        """Return whether an optimizer steps a master of a weight, which the loop writes back."""
+        return master_of(p, self._trained.values()) is not None
 
     def _read(self) -> None:
         for step, keys, copied in self._unread:
@@ -653,8 +674,8 @@ class Watch(Listener):
     def _written_readings(self, optimizer: torch.optim.Optimizer) -> Iterator[Reading]:
         """Read what was written since a sampled step.
 
-        A loop that writes a weight after each of its first two steps does so by its rule, as a
-        projection: this is a note.
+        A loop that writes a weight, or a state of its own optimizer, after each of its first two
+        steps does so by its rule, as a projection: this is a note.
         """
         twin = self._twins.pop(optimizer, None)
         if twin is None or not twin.samples or not twin.samples[0].after:
@@ -663,14 +684,14 @@ class Watch(Listener):
         readings = []
         first_writes = self._first_writes if step != 1 else {}
         for reading, is_plain in self._compared(twin.written):
-            name = reading.tensor
+            place = reading.what, reading.tensor
             now = replace(reading, step=step)
             if is_plain and step == 1:
-                self._first_writes[name] = now
+                self._first_writes[place] = now
             else:
-                if is_plain and first_writes.pop(name, None) is not None:
-                    self._projected.add(name)
-                if name in self._projected and now.what == "weights-written":
+                if is_plain and first_writes.pop(place, None) is not None:
+                    self._projected.add(place)
+                if place in self._projected:
                     now = replace(now, severity="note")
                 readings.append(now)
         yield from joined([*first_writes.values(), *readings], len(twin.samples))
@@ -768,6 +789,8 @@ class Watch(Listener):
         step.
         """
         area = "effective learning rate"
+        if len(self.optimizers) > 1:
+            area += f" of {type(optimizer).__name__}"
         sums: dict[Tensor, list[float]] = {}
         if isinstance(optimizer, Optimizer):
             optimizer.settle()
