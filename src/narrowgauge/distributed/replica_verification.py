@@ -67,7 +67,7 @@ def replica_groups(owner: Any) -> list[Any]:
     return groups
 
 
-def unlike(of_ranks: Sequence[Mapping[str, int]]) -> set[str]:
+def unlike(of_ranks: Sequence[Mapping[str, float]]) -> set[str]:
     """Return the names whose numbers differ between ranks, or that a rank lacks.
 
     Example:
@@ -78,14 +78,14 @@ def unlike(of_ranks: Sequence[Mapping[str, int]]) -> set[str]:
     return {name for name in names if len({numbers.get(name) for numbers in of_ranks}) > 1}
 
 
-def possible_parts(weights: Sequence[Mapping[str, int]]) -> set[str]:
+def possible_parts(weights: Sequence[Mapping[str, float]]) -> set[str]:
     """Return the names of which each rank may hold a part that is no DTensor, as in Megatron.
 
     Their weights differ between ranks before the first step, where other weights are equal. Their
     gradients differ too; if not, the first weights were not sent to all ranks.
 
     Args:
-        weights: hashes by name, of each rank.
+        weights: hashes or sums by name, of each rank.
     Example:
         >>> possible_parts([{"norm": 1, "up": 2}, {"norm": 1, "up": 3}]), possible_parts([{"up": 2}, {"up": 3}])
         ({'up'}, set())

@@ -7,7 +7,6 @@ both are equally suspect.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from itertools import chain
 
 from narrowgauge.runs.finding import listed
 from narrowgauge.runs.schema import Row
@@ -36,9 +35,8 @@ def parted_in(row: Row) -> tuple[str, tuple[int, ...], str]:
         ``KIND:NAME`` of the difference, the ranks that differ from the others (none if unknown),
         and a sentence without its full stop. Empty if ranks agree wherever they must.
     Example:
-        >>> shards = {"weight:a": [7, None, 5, None, 5, None], "weight:a of ranks 1, 3 and 5": [None, 8, None, 6, None, 6]}
-        >>> parted_in({"step": 4, "parted": shards})[2]
-        'weight a differs on ranks 0 and 1 from the others after step 4'
+        >>> parted_in({"step": 4, "ranks": {"clip": [1.0, 0.5, 1.0]}})[:2]
+        ('clip:factor', (1,))
     """
     step = row["step"]
     ranks = row.get("ranks") or {}
@@ -56,20 +54,7 @@ def parted_in(row: Row) -> tuple[str, tuple[int, ...], str]:
         key = next((name for name in row["tensors"] if name.startswith("held:")), "held:")
         message = f"{key[5:]} of {in_words(changed)} changed in memory after step {step - 1}"
         return key, changed, message
-    # One entry for each group of ranks that hold the same shard: KIND:NAME, then KIND:NAME of ranks
-    # …
-    parted = row.get("parted") or {}
-    if not parted:
-        return "", (), ""
-    key = next(iter(parted))
-    groups = [odd_ranks(parted[name]) for name in parted if name.partition(" ")[0] == key]
-    kind, _, name = key.partition(":")
-    odd: tuple[int, ...] = ()
-    who = "differs between ranks"
-    if all(groups):
-        odd = tuple(sorted(chain.from_iterable(groups)))
-        who = f"differs on {in_words(odd)} from the others"
-    return key, odd, f"{kind} {name} {who} after step {step}"
+    return "", (), ""
 
 
 def in_words(ranks: Sequence[int]) -> str:

@@ -147,9 +147,6 @@ CASES: dict[str, tuple[str, Fault, int, str, str, str]] = {
     ),
     "a kind of event of a later version": ("bfloat16/word", event("a later kind"), AT, "between steps", "", "a later kind"),
     # fingerprints
-    "ranks that hold other weights": (
-        "bfloat16/word", hashed({"step": 3, "parted": {"weight:a": [7, 7, 8]}}), 3, "optimizer step", "weight:a", "ranks-differ",
-    ),
     "a rank that does not clip": (
         "bfloat16/word", hashed({"step": 3, "ranks": {"clip": [0.5, 1.0]}}), 3, "clip", "clip:factor", "ranks-differ",
     ),

@@ -7,45 +7,36 @@ gradients from the last parameter to the first, and after the update the stored 
 
 A fingerprint is a sum over elements of a hash of their bits and their place in the whole tensor. So
 it depends neither on sharding nor on which rank computed which micro-batch. To show the rank on
-which two runs diverge, each rank also hashes its own tensors, in one number for each kind. Values
-that ranks must share are compared at once.
+which two runs diverge, each rank also hashes its own tensors, in one number for each kind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import math
+import statistics
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeGuard
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from narrowgauge.checks.step_samples import stored_by
 from narrowgauge.distributed.reduction import reduction_of
-from narrowgauge.distributed.replica_verification import (
-    possible_parts,
-    replica_groups,
-    unlike,
-)
+from narrowgauge.distributed.replica_verification import unlike
 from narrowgauge.distributed.sharding import fingerprints_whole_and_own
 from narrowgauge.gauges.hub import Hub, Listener
 from narrowgauge.numerics.chunks import flat_chunks
 from narrowgauge.numerics.dtensor import gradient_of, is_sharded
 from narrowgauge.numerics.hashing import GOLDEN, combine, fingerprint, fingerprint_all
 from narrowgauge.optim.optimizer import Optimizer
-from narrowgauge.runs.fingerprint_rows import in_words
 from narrowgauge.runs.schema import Row
 from narrowgauge.torch_support.torch_hooks import members_of
 from narrowgauge.torch_support.torch_names import is_compiled_model, plain_name
 
-_Place = tuple[str, tuple[int, ...]]
-"""``KIND:NAME`` of a tensor, and the ranks that hold it alike."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 STATE = "state"
 """The kind of every other state of an optimizer, as ``state:NAME:PARAMETER``."""
-_SHOWN = 8
-"""Tensors that are named where ranks differ; in the next step all do."""
 
 
 class Fingerprints(Listener):
@@ -88,19 +79,14 @@ class Fingerprints(Listener):
         self._is_past_backward = False
         self._num_sequences = 0
         self._first_sequence = 0
-        # Tensors of which each rank holds a part that is no DTensor, and those of which it may.
-        self._parts: set[str] = set()
-        self._possible_parts: set[str] | None = None
         self._clear()
         hub.listeners.append(self)
 
     def _clear(self) -> None:
         self._entries: dict[str, list[float]] = {}
         self._changed: dict[str, list[float]] = {}
-        # Of this rank alone: a hash of its part of each kind, and hashes of tensors that other
-        # ranks hold alike.
+        # Of this rank alone: a hash of its part of each kind.
         self._own: dict[str, int] = {}
-        self._alike: dict[_Place, int] = {}
         self._num_sent = 0
         self._clip: float | None = None
 
@@ -293,43 +279,17 @@ class Fingerprints(Listener):
         self.is_on = False
 
     def _of_ranks(self) -> Row:
-        """Return the columns ``ranks`` and ``parted``; none for a single process.
-
-        Cost: a gather of one number for each tensor of this rank.
-        """
+        """Return the column ``ranks``; none for a single process."""
         if self.here.size == 1:
             return {}
-        digests, alike, factors = zip(
-            *self.here.gather((self._own, self._alike, self._clip)), strict=True
-        )
+        digests, factors = zip(*self.here.gather((self._own, self._clip)), strict=True)
         ranks: Row = {}
         for of_rank in digests:
             for kind in of_rank:
                 ranks[kind] = [digest.get(kind) for digest in digests]
         if any(factor is not None for factor in factors):
             ranks["clip"] = list(factors)
-        columns: Row = {"ranks": ranks}
-        parted = _parted(alike, self._parts_of(alike))
-        if parted:
-            columns["parted"] = parted
-        return columns
-
-    def _parts_of(self, of_all: Sequence[Mapping[_Place, int]]) -> set[str]:
-        """Return the tensors of which ranks hold parts, or may, by all that was recorded so far."""
-        if self._possible_parts is None:
-            self._possible_parts = set()
-            if not any(map(is_sharded, self.model.parameters())):
-                self._possible_parts = possible_parts(_of_kind("weight", of_all))
-        if self._possible_parts:
-            gradients = _of_kind("grad", of_all)
-            differing = unlike(gradients)
-            for name in set[str]().union(*gradients) & self._possible_parts:
-                if name in differing:
-                    self._parts.add(name)
-                elif self._entries[f"grad:{name}"][1] == 0.0:
-                    continue  # it does not tell
-                self._possible_parts.discard(name)
-        return self._parts | self._possible_parts
+        return {"ranks": ranks}
 
     def _stored(self, *, is_stepped: bool) -> dict[str, Tensor]:
         """Return the stored tensors by ``KIND:NAME``: every parameter's weight and, once stepped,
@@ -355,13 +315,15 @@ class Fingerprints(Listener):
         for key, number in numbers.items():
             self._entries[key] = _entry(number, named[key])
         if self.here.size > 1:
-            for key, tensor in named.items():
-                # A DTensor knows which other ranks hold the same shard.
-                for group in replica_groups(tensor):
-                    self._alike[key, tuple(dist.get_process_group_ranks(group))] = local_numbers[
-                        key
-                    ]
             self._digest_kinds(local_numbers)
+            norms = {key: self._entries[key][1] for key in numbers}
+            numbers_of, norms_of = zip(*self.here.gather((local_numbers, norms)), strict=True)
+            for key in unlike(numbers_of) & numbers.keys():
+                if not is_sharded(named[key]):  # a replica that differs, or a part
+                    of_key = [of_rank.get(key, 0) for of_rank in numbers_of]
+                    squares = [of_rank.get(key, 0.0) ** 2 for of_rank in norms_of]
+                    self._entries[key][0] = combine(of_key)
+                    self._entries[key][1] = math.sqrt(statistics.fmean(squares))
         return numbers, local_numbers
 
     def _digest_kinds(self, numbers: Mapping[str, int]) -> None:
@@ -418,47 +380,6 @@ def _sum_of_squares(x: Tensor) -> float:
     if not chunks:
         return 0.0
     return float(torch.stack(chunks).sum())
-
-
-def _of_kind(kind: str, of_all: Sequence[Mapping[_Place, int]]) -> list[dict[str, int]]:
-    """Return the numbers of one kind by name, of each rank."""
-    of_kind: list[dict[str, int]] = []
-    for numbers in of_all:
-        named = {}
-        for (key, _), number in numbers.items():
-            if key.startswith(f"{kind}:"):
-                named[_name_in(key)] = number
-        of_kind.append(named)
-    return of_kind
-
-
-def _name_in(key: str) -> str:
-    return key.rpartition(":")[2]
-
-
-def _parted(of_all: Sequence[Mapping[_Place, int]], parts: Collection[str]) -> Row:
-    """Return the first tensors with different replicas, with each rank's number.
-
-    ``None`` for a rank without it.
-
-    Args:
-        parts: names of tensors that are no replicas.
-    """
-    places: dict[_Place, None] = {}
-    for numbers in of_all:
-        places |= dict.fromkeys(numbers)
-    parted: Row = {}
-    for key, ranks in places:
-        if _name_in(key) in parts:
-            continue
-        row: list[int | None] = [None] * len(of_all)
-        for rank in ranks:
-            row[rank] = of_all[rank].get((key, ranks))
-        if len(parted) < _SHOWN and len({row[rank] for rank in ranks}) > 1:
-            # Shards have separate groups. Their numbers may differ between groups.
-            name = f"{key} of {in_words(ranks)}" if key in parted else key
-            parted[name] = row
-    return parted
 
 
 def _digest(numbers: Mapping[str, int]) -> int:

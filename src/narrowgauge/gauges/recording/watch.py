@@ -39,7 +39,7 @@ from narrowgauge.checks.gradients import has_own_batches, vocabulary_of, weights
 from narrowgauge.checks.manifest import master_of
 from narrowgauge.checks.set_up import SetUp, set_up_of
 from narrowgauge.checks.step_samples import evenly_spread, weight_of
-from narrowgauge.distributed.replica_verification import unlike
+from narrowgauge.distributed.replica_verification import possible_parts, unlike
 from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.gauges.hub import Hub, Listener, RunNotice
 from narrowgauge.gauges.recording.laws import Facts, Laws, Passes, Snapshot, is_sampled
@@ -140,6 +140,8 @@ class Watch(Listener):
         if self._is_sharded:
             for part in ("tensors without an optimizer", "gradients that were not cleared"):
                 self.unseen[part] = "parameters are sharded"
+            if self._here.size > 1:
+                self.unseen["weights of ranks"] = "parameters are sharded"
         if self._here.size > 1:
             self.unseen["losses of ranks"] = "watch.step(loss) was not called"
         self._names: dict[Tensor, str] = {}
@@ -159,8 +161,8 @@ class Watch(Listener):
         self._goes_on = False  # from a checkpoint, in the next step
         self._arrived: float | None = None  # the norm of the gradients in the last step
         self._take_up()
-        sums = self._sums_of_ranks()
-        self._split = {name for name, x in sums.items() if len({*map(repr, x)}) > 1}
+        weights = {name: p.detach() for name, p in self._trained.items()}
+        self._split = possible_parts(self._sums_of_ranks(weights))
         # Of the current step:
         self._num_passes = 0
         self._num_backward = 0
@@ -466,6 +468,11 @@ class Watch(Listener):
             self._report([KINDS["repeated-step"].reading("", 1, 0, step=step)])
         self._flags = {f"output:{name}": x for name, x in self._sums.items()}
         self._sums = {}
+        if self._split and step == 1 and optimizer is self.optimizers[0]:
+            # Gradients of parts differ. Equal ones are sums, and the weights were not sent.
+            parts = {name: x for name, x in gradients.items() if name in self._split and x.any()}
+            of_ranks = self._sums_of_ranks(parts)
+            self._split -= set[str]().union(*of_ranks) - unlike(of_ranks)
         norms = _norms([*gradients.values()])
         # Of torch.amp.GradScaler, for fused optimizers.
         scale = getattr(optimizer, "grad_scale", None)
@@ -888,25 +895,24 @@ class Watch(Listener):
             self._report(self._same_batch(self._step))
         self._judge(self._step, rank_losses=losses)
 
-    def _sums_of_ranks(self) -> dict[str, list[float]]:
-        """Return the sum of each trained weight on each rank, where all of them hold it."""
+    def _sums_of_ranks(self, tensors: dict[str, Tensor]) -> list[dict[str, float]]:
+        """Return the sum of each tensor's elements on each rank; none for shards and one rank."""
         if self._here.size == 1 or self._is_sharded:
-            return {}
-        sums = on_host([p.detach().sum(dtype=torch.float64) for p in self._trained.values()])
-        of_ranks = self._here.gather(dict(zip(self._trained, sums, strict=True)))
-        shared = [name for name in self._trained if all(name in row for row in of_ranks)]
-        return {name: [row[name] for row in of_ranks] for name in shared}
+            return []
+        sums = on_host([x.sum(dtype=torch.float64) for x in tensors.values()])
+        # NaN is not equal to itself, and 0 stands for both.
+        numbers = [math.inf if x != x else x for x in sums]
+        return self._here.gather(dict(zip(tensors, numbers, strict=True)))
 
     def _replica_readings(self, step: int) -> Iterator[Reading]:
         """Compare the weights of the ranks. Those that differed before the first step are parts."""
-        parted = {}
-        for name, sums in self._sums_of_ranks().items():
-            if name not in self._split and len({*map(repr, sums)}) > 1:
-                parted[name] = sums
+        weights = {name: p.detach() for name, p in self._trained.items()}
+        of_ranks = self._sums_of_ranks(weights)
+        differing = unlike(of_ranks) - self._split
+        parted = [name for name in weights if name in differing]
         if parted:
-            name = next(iter(parted))
-            sums = parted[name]
-            odd = next(rank for rank, x in enumerate(sums) if repr(x) != repr(sums[0]))
+            sums = [row.get(parted[0], math.nan) for row in of_ranks]
+            odd = next(rank for rank, x in enumerate(sums) if x != sums[0])
             values = f"{sums[0]:.9g} on rank 0 and {sums[odd]:.9g} on rank {odd}"
             message = f"The sum of its elements is {values} after step {step}."
             yield KINDS["ranks-differ"].reading(
