@@ -117,7 +117,7 @@ def test_the_host_has_an_end() -> None:
         ("B200", "float8-row/word"),
     ],
 )
-def test_the_first_answer_of_a_chip_is_that_of_the_page_choosing(chip: str, first: str) -> None:
+def test_the_first_answer_of_a_chip_is_that_of_the_page(chip: str, first: str) -> None:
     """Stated by hand. For V100 it was once a storage that trains at 2 % of the rate."""
     model = "llama-1b" if chip == "T4" else "llama-8b"
     best = plan(model, chip=chip, chips=8, sequence_length=2048).best
