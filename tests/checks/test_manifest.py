@@ -25,3 +25,22 @@ def test_a_batch_norm_that_torch_refuses_is_told_before(options: Any, is_told: b
     refusal = pytest.raises(RuntimeError, match="BFloat16") if is_told else nullcontext()
     with refusal, torch.autocast("cpu", dtype=torch.bfloat16):
         model(torch.ones(2, 3, 8, 8)).sum().backward()
+
+
+class Container(torch.optim.Optimizer):
+    """An optimizer of all parameters whose step calls its members', as torchtitan's."""
+
+    def __init__(self, *members: torch.optim.Optimizer) -> None:
+        self.optimizers = list(members)
+        parameters = [p for member in members for p in member.param_groups[0]["params"]]
+        super().__init__(parameters, {})
+
+
+def test_the_members_of_a_container_have_the_rates() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
+    first = torch.optim.AdamW(model[0].parameters(), lr=3e-3, weight_decay=0.2)
+    second = torch.optim.SGD(model[1].parameters(), lr=4e-2)
+    table = "\n".join(ng.check(model, Container(first, second)).lines)
+    for word in ("0.003", "0.2", "0.04", "AdamW", "SGD"):
+        assert word in table
+    assert "Container" not in table

@@ -266,8 +266,17 @@ def set_up_of(model: Any, optimizer: Any) -> SetUp:
                 f"Cannot check {type(outer).__name__} as an optimizer.",
                 "Pass the torch.optim.Optimizer that steps the model, or a list of several.",
             )
-        optimizers.append(inner)
+        optimizers += _members(inner)
     return SetUp(model, optimizers)
+
+
+def _members(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """Return the optimizers in a container such as torchtitan's, whose own groups have no rate."""
+    members = getattr(optimizer, "optimizers", None)
+    is_container = isinstance(members, (list, tuple)) and bool(members)
+    if is_container and all(isinstance(member, torch.optim.Optimizer) for member in members):
+        return [*members]
+    return [optimizer]
 
 
 def storage_of(
