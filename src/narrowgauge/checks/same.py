@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -128,6 +128,19 @@ def _run(
     return outputs, result
 
 
+class _Noise(NamedTuple):
+    """Hold passes of the trainer with random roundings.
+
+    Args:
+        fine, coarse: outputs of modules, as of :func:`narrowgauge.checks.outputs.places`.
+        results: of coarse passes in which no output was forced.
+    """
+
+    fine: list[Outputs]
+    coarse: list[Outputs]
+    results: list[Any]
+
+
 def _outputs(
     trainer: Any, server: Any, batch: Any, unseen: dict[str, str]
 ) -> tuple[list[Reading], list[str]]:
@@ -145,28 +158,12 @@ def _outputs(
     unit = _unit(first)
     other_unit = _unit(second)
     least = other_unit if other_unit > unit else 0.0
-
-    def noisy(is_coarse: bool, forced: Outputs | None = None) -> tuple[list[Outputs], list[Any]]:
-        outputs = []
-        results = []
-        for seed in range(_PASSES):
-            mode = RandomRounding(seed, is_coarse, least)
-            noise, noisy_result = _run(trainer, batch, names, mode, forced)
-            outputs.append(noise)
-            results.append(noisy_result)
-        return outputs, results
-
-    coarse, noisy_results = noisy(True)
-    forced = None
-    if shapes_of(first) == shapes_of(second):
-        forced = first
-        coarse, _ = noisy(True, forced)
+    forced = first if shapes_of(first) == shapes_of(second) else None
+    noise = _noise(trainer, batch, names, least, forced, has_one_unit=unit == other_unit)
+    if forced is not None:
         second, _ = _run(server, batch, names, None, forced, draws_on=True)
-    fine = coarse
-    if unit == other_unit:
-        fine, _ = noisy(False, forced)
     num_heads = getattr(getattr(trainer, "config", None), "num_attention_heads", 0)
-    differ = list(places(first, second, fine, coarse, least, num_heads))
+    differ = list(places(first, second, noise.fine, noise.coarse, least, num_heads))
     missing = [name for name in first if name not in second]
     if missing:
         unseen[f"outputs of {of_all(missing)}"] = "not in the server"
@@ -178,32 +175,71 @@ def _outputs(
         unseen["log probabilities"] = "the results are not logits of tokens"
     else:
         theirs = _log_probs(served, batch)
-        words, readings = _compared(ours, theirs, [_log_probs(x, batch) for x in noisy_results])
+        noisy = [_log_probs(x, batch) for x in noise.results]
+        words, readings = _compared(ours, theirs, noisy)
         is_equal = is_equal and theirs is not None and torch.equal(ours, theirs)
         lines += words
-    is_wrong = bool(readings)
-    wrong: Place | None = None
+    lines.append(_verdict(differ, is_equal=is_equal, is_wrong=bool(readings)))
+    return readings + _place_readings(differ), lines
+
+
+def _noise(
+    trainer: Any,
+    batch: Any,
+    names: dict[nn.Module, str],
+    least: float,
+    forced: Outputs | None,
+    *,
+    has_one_unit: bool,
+) -> _Noise:
+    """Run the trainer with random roundings; fine ones only where both sides have one format."""
+
+    def noisy(is_coarse: bool, forced: Outputs | None) -> tuple[list[Outputs], list[Any]]:
+        outputs = []
+        results = []
+        for seed in range(_PASSES):
+            mode = RandomRounding(seed, is_coarse, least)
+            noise, result = _run(trainer, batch, names, mode, forced)
+            outputs.append(noise)
+            results.append(result)
+        return outputs, results
+
+    coarse, results = noisy(True, None)
+    if forced is not None:
+        coarse, _ = noisy(True, forced)
+    fine = coarse
+    if has_one_unit:
+        fine, _ = noisy(False, forced)
+    return _Noise(fine, coarse, results)
+
+
+def _place_readings(differ: list[Place]) -> list[Reading]:
+    """Return a reading of the first place of each kind."""
+    readings = []
     for kind in ("other-output", "other-rounding"):
         beyond = [place for place in differ if place.kind == kind]
-        if beyond:
-            place = beyond[0]
+        for place in beyond[:1]:
             tensor = of_all(place.name for place in beyond)
             reading = KINDS[kind].reading(tensor, place.value, 0.0, place.bound, where=place.words)
             readings.append(reading)
-            if kind == "other-output":
-                wrong = place
+    return readings
+
+
+def _verdict(differ: list[Place], *, is_equal: bool, is_wrong: bool) -> str:
+    """Return the last line: equal, a place, or whether rounding explains the difference.
+
+    Args:
+        is_wrong: log probabilities differ by more than rounding gives.
+    """
     if is_equal:
-        lines.append("The bits are equal.")
-    elif wrong is not None:
-        lines.append(f"The difference has a place: {wrong.name}, {wrong.words}.")
-    elif is_wrong:
-        lines.append(
-            "The difference is larger than rounding gives, and no module of both shows it."
-        )
-    else:
-        start = f", first in {differ[0].name}" if differ else ""
-        lines.append(f"The difference is no larger than rounding gives{start}.")
-    return readings, lines
+        return "The bits are equal."
+    for place in differ:
+        if place.kind == "other-output":
+            return f"The difference has a place: {place.name}, {place.words}."
+    if is_wrong:
+        return "The difference is larger than rounding gives, and no module of both shows it."
+    start = f", first in {differ[0].name}" if differ else ""
+    return f"The difference is no larger than rounding gives{start}."
 
 
 def _unit(outputs: Outputs) -> float:

@@ -77,22 +77,16 @@ def compare_weights(trainer: nn.Module, server: nn.Module) -> tuple[list[Reading
     beyond = Counter[str]()
     before = {}
     after = {}
-    for name, x in first.items():
-        if name not in second:
-            continue
-        y = second[name]
-        kinds = dtypes_of(x, y)
-        dtype = torch.promote_types(x.dtype, y.dtype)
-        if isinstance(x, nn.Parameter):  # the wider one is rounded
-            dtype = max(x.dtype, y.dtype, key=unit_of)
+    for name in [name for name in first if name in second]:
+        kinds = dtypes_of(first[name], second[name])
+        dtype = _narrower(first[name], second[name])
+        pair = effective.get(name) or (whole(first[name].detach()), whole(second[name].detach()))
+        narrow = [x.to(dtype) for x in pair]
         formats[kinds] += 1
-        x, y = effective.get(name) or (whole(x.detach()), whole(y.detach()))
-        narrow_x = x.to(dtype)
-        narrow_y = y.to(dtype)
-        beyond[kinds] += int((narrow_x != x).sum()) + int((narrow_y != y).sum())
-        if x.shape == y.shape:
-            before[name] = narrow_x
-            after[name] = narrow_y
+        for x, rounded in zip(pair, narrow, strict=True):
+            beyond[kinds] += int((rounded != x).sum())
+        if pair[0].shape == pair[1].shape:
+            before[name], after[name] = narrow
     result = moved(before, after)
     lines = []
     for kinds, count in formats.items():
@@ -103,26 +97,40 @@ def compare_weights(trainer: nn.Module, server: nn.Module) -> tuple[list[Reading
     if effective:
         lines.append(f"adapters: in {counted(len(effective), 'weight')}, compared with them")
     lines.append(f"weights: {result.lines[0]}")
-    differing = {"Weights": list[Row](), "Buffers": list[Row]()}
-    for row in sorted(result.rows, key=lambda row: -row["change"]):
-        name = row["name"]
-        is_merge_rounding = name in effective and row["change"] <= unit_of(after[name].dtype)
-        if row["differ"] and not is_merge_rounding:
-            things = "Weights" if isinstance(first[name], nn.Parameter) else "Buffers"
-            differing[things].append(row)
-    for things, rows in differing.items():
-        if rows:
-            name = rows[0]["name"]
-            readings.append(
-                KINDS["other-weights"].reading(
-                    of_all(row["name"] for row in rows), rows[0]["change"], 0.0,
-                    count=counted(len(rows), "tensor"), share=share_of(rows),
-                    factor=_factor(before[name], after[name]), things=things, cure=_CURES[things],
-                )
-            )  # fmt: skip
+    for things in _CURES:
+        rows = []
+        for row in result.rows:
+            name = row["name"]
+            is_parameter = isinstance(first[name], nn.Parameter)
+            is_merge_rounding = name in effective and row["change"] <= unit_of(after[name].dtype)
+            is_of_kind = is_parameter == (things == "Weights")
+            if row["differ"] and is_of_kind and not is_merge_rounding:
+                rows.append(row)
+        readings += _differing(things, rows, before, after)
     readings += _one_sided(first.keys() - after.keys(), second.keys() - after.keys())
     lines += _ties(first, second)
     return readings, lines
+
+
+def _narrower(x: Tensor, y: Tensor) -> torch.dtype:
+    """Return the format in which two tensors are compared: of parameters the wider one is rounded."""
+    if isinstance(x, nn.Parameter):
+        return max(x.dtype, y.dtype, key=unit_of)
+    return torch.promote_types(x.dtype, y.dtype)
+
+
+def _differing(
+    things: str, rows: list[Row], before: Mapping[str, Tensor], after: Mapping[str, Tensor]
+) -> Iterator[Reading]:
+    """Yield a reading of weights or buffers that differ, of the largest difference."""
+    rows.sort(key=lambda row: -row["change"])
+    for row in rows[:1]:
+        name = row["name"]
+        yield KINDS["other-weights"].reading(
+            of_all(row["name"] for row in rows), row["change"], 0.0,
+            count=counted(len(rows), "tensor"), share=share_of(rows),
+            factor=_factor(before[name], after[name]), things=things, cure=_CURES[things],
+        )  # fmt: skip
 
 
 def _named(model: nn.Module) -> dict[str, Tensor]:

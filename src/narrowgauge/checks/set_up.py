@@ -272,11 +272,12 @@ def set_up_of(model: Any, optimizer: Any) -> SetUp:
 
 def _members(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     """Return the optimizers in a container such as torchtitan's, whose own groups have no rate."""
-    members = getattr(optimizer, "optimizers", None)
-    is_container = isinstance(members, (list, tuple)) and bool(members)
-    if is_container and all(isinstance(member, torch.optim.Optimizer) for member in members):
-        return [*members]
-    return [optimizer]
+    members: Any = getattr(optimizer, "optimizers", None)
+    if not isinstance(members, (list, tuple)) or not members:
+        return [optimizer]
+    if not all(isinstance(member, torch.optim.Optimizer) for member in members):
+        return [optimizer]
+    return [*members]
 
 
 def storage_of(

@@ -367,37 +367,47 @@ def _fitted(rows: Tensor, head: Tensor | None, gradient: Tensor) -> Target:
     return _by_blocks(fit, rows, gradient, size=size)
 
 
-def _fitted_block(rows: Tensor, head: Tensor | None, g: Tensor, tolerance: float) -> Target:
-    def through(x: Tensor) -> Tensor:
-        if head is None:
-            return x
-        return x @ head
+def _through(x: Tensor, head: Tensor | None) -> Tensor:
+    return x if head is None else x @ head
 
-    dtype = torch.float64
+
+def _labels(mean: Tensor, head: Tensor | None, g: Tensor, tolerance: float) -> Tensor:
+    """Return the label y of each row, ``[rows, 1]``, for which g is most nearly along (p − y) W.
+
+    Args:
+        mean: p W.
+    """
     squares: Any = 1.0
     if head is not None:
-        dtype = head.dtype
         squares = head.square().sum(-1)
-    g = g.to(dtype)
-    logits = _logits(rows.to(dtype), head)
-    p = logits.softmax(-1)
-    mean = through(p)
-    # For each label y at once: the length of (p − y) W, and its product with g.
+    # For each label at once: the length of (p − y) W, and its product with g.
     lengths = mean.square().sum(-1, keepdim=True) - 2 * _logits(mean, head) + squares
     along = (mean * g).sum(-1, keepdim=True) - _logits(g, head)
     floor = (tolerance / 20) ** 2 * float(torch.as_tensor(squares).mean())
-    label = (along / (lengths.clamp_min(0) + floor).sqrt()).abs().argmax(-1, keepdim=True)
+    cosines = along / (lengths.clamp_min(0) + floor).sqrt()
+    label: Tensor = cosines.abs().argmax(-1, keepdim=True)
+    return label
+
+
+def _fitted_block(rows: Tensor, head: Tensor | None, g: Tensor, tolerance: float) -> Target:
+    """Fit a label alone, and a label with smoothing and a z-loss; take the first where it fits."""
+    dtype = torch.float64 if head is None else head.dtype
+    g = g.to(dtype)
+    logits = _logits(rows.to(dtype), head)
+    p = logits.softmax(-1)
+    mean = _through(p, head)
+    label = _labels(mean, head, g, tolerance)
     one_hot = torch.zeros_like(p).scatter(-1, label, 1.0)
-    # A label alone, or with smoothing and a z-loss.
-    columns = torch.stack([through(p - one_hot), through(one_hot - 1 / p.shape[1]), mean], -1)
-    alone = along.gather(-1, label)[:, 0] / lengths.gather(-1, label)[:, 0].clamp_min(1e-300)
+    of_label = _through(p - one_hot, head)
+    spread = _through(one_hot - 1 / p.shape[1], head)
+    columns = torch.stack([of_label, spread, mean], -1)
+    alone = (of_label * g).sum(-1) / of_label.square().sum(-1).clamp_min(1e-300)
     parts = torch.linalg.lstsq(columns.cpu(), g[..., None].cpu()).solution[..., 0].to(g.device)
-    misfits = []
-    for solution in (torch.stack([alone, 0 * alone, 0 * alone], -1), parts):
-        residual = g - (columns @ solution[..., None])[..., 0]
-        misfits.append(residual.norm(dim=-1) / g.norm(dim=-1).clamp_min(1e-300))
-    is_alone = misfits[0] < tolerance
-    misfit = torch.where(is_alone, misfits[0], misfits[1])
+    length = g.norm(dim=-1).clamp_min(1e-300)
+    misfit = (g - alone[:, None] * of_label).norm(dim=-1) / length
+    misfit_of_parts = (g - (columns @ parts[..., None])[..., 0]).norm(dim=-1) / length
+    is_alone = misfit < tolerance
+    misfit = torch.where(is_alone, misfit, misfit_of_parts)
     weight = torch.where(is_alone, alone, parts[:, 0])
     largest = p.amax(-1)
     smoothing = torch.where(is_alone, 0.0, parts[:, 1] / weight)

@@ -450,14 +450,28 @@ class Watch(Listener):
         if sampled or len(members_of(*self.optimizers)) != self._num_members:
             self._take_up()
         if optimizer is self.optimizers[0]:
-            passes = self._passes
-            self._judge(step, passes=passes, rates=list(self._rates()))
-            self._was_evaluated = passes.is_evaluated
-            self._passes = Passes(num_dropping=passes.num_dropping)
-            # After two steps with walks.
-            if self._since_walk() == 2:
-                self._report(self._leaf_readings(step))
+            self._judge_passes(step)
         gradients = self._gradients(optimizer)
+        self._see_repeated(optimizer, gradients)
+        if self._split and step == 1 and optimizer is self.optimizers[0]:
+            self._find_parts(gradients)
+        self._flag(optimizer, gradients)
+        if sampled:
+            self._judge(step, drifting=self._drifting())
+            self._sample(optimizer)
+
+    def _judge_passes(self, step: int) -> None:
+        """Judge the passes since the last step, and what they left."""
+        passes = self._passes
+        self._judge(step, passes=passes, rates=list(self._rates()))
+        self._was_evaluated = passes.is_evaluated
+        self._passes = Passes(num_dropping=passes.num_dropping)
+        # After two steps with walks.
+        if self._since_walk() == 2:
+            self._report(self._leaf_readings(step))
+
+    def _see_repeated(self, optimizer: torch.optim.Optimizer, gradients: dict[str, Tensor]) -> None:
+        """Report a step with the gradients of the last one."""
         last = self._intervals[optimizer]
         signature = (0, 0)
         for first in [*gradients.values()][:1]:
@@ -465,21 +479,28 @@ class Watch(Listener):
         interval = _Interval(self._num_passes, self._num_backward, signature)
         self._intervals[optimizer] = interval
         if last.num_backward and interval == last:
-            self._report([KINDS["repeated-step"].reading("", 1, 0, step=step)])
+            self._report([KINDS["repeated-step"].reading("", 1, 0, step=self._step + 1)])
+
+    def _find_parts(self, gradients: dict[str, Tensor]) -> None:
+        """Find which of the tensors that differ between ranks are parts of one.
+
+        Gradients of parts differ. Equal ones are sums, and the weights were not sent.
+        """
+        parts = {name: x for name, x in gradients.items() if name in self._split and x.any()}
+        of_ranks = self._sums_of_ranks(parts)
+        self._split -= set[str]().union(*of_ranks) - unlike(of_ranks)
+
+    def _flag(self, optimizer: torch.optim.Optimizer, gradients: dict[str, Tensor]) -> None:
+        """Take the numbers of a step that go to the host."""
         self._flags = {f"output:{name}": x for name, x in self._sums.items()}
         self._sums = {}
-        if self._split and step == 1 and optimizer is self.optimizers[0]:
-            # Gradients of parts differ. Equal ones are sums, and the weights were not sent.
-            parts = {name: x for name, x in gradients.items() if name in self._split and x.any()}
-            of_ranks = self._sums_of_ranks(parts)
-            self._split -= set[str]().union(*of_ranks) - unlike(of_ranks)
         norms = _norms([*gradients.values()])
         # Of torch.amp.GradScaler, for fused optimizers.
         scale = getattr(optimizer, "grad_scale", None)
         for name, norm in zip(gradients, norms, strict=True):
             self._flags[f"grad:{name}"] = norm if scale is None else norm / scale
         probe = self._probes.get(optimizer)
-        if probe in self._was_cleared and step > 1:
+        if probe in self._was_cleared and self._step > 0:
             is_cleared = self._was_cleared[probe]
             name = ""
             if len(self._probes) > 1:
@@ -488,20 +509,22 @@ class Watch(Listener):
         if probe is self._probe and self._after is not None:
             is_written = ((probe != self._after) & (self._after == self._after)).any()
             self._flags["swapped" if self._was_evaluated else "written"] = is_written
-        if sampled:
-            self._judge(step, drifting=self._drifting())
-            frozen = {plain_name(n): p for n, p in self.watched_model.named_parameters()}
-            frozen |= {name: p for p, name in self._names.items()}
-            self._frozen = {}
-            for name, p in frozen.items():
-                if not p.requires_grad:
-                    self._frozen[name] = p, evenly_spread(p).clone()
-            self._twins[optimizer] = Twin(optimizer, self._names)
-            members = {*members_of(*self.optimizers)}
-            for name, p in self.watched_model.named_parameters():
-                is_stray = p.grad is not None and p not in members and not self._is_sharded
-                if is_stray and step > 2 and not self._has_master(p):
-                    self._strays[plain_name(name)] = p, evenly_spread(p).clone()
+
+    def _sample(self, optimizer: torch.optim.Optimizer) -> None:
+        """Copy what a sampled step may change, and what it must not change."""
+        frozen = {plain_name(n): p for n, p in self.watched_model.named_parameters()}
+        frozen |= {name: p for p, name in self._names.items()}
+        self._frozen = {}
+        for name, p in frozen.items():
+            if not p.requires_grad:
+                self._frozen[name] = p, evenly_spread(p).clone()
+        self._twins[optimizer] = Twin(optimizer, self._names)
+        members = {*members_of(*self.optimizers)}
+        if self._is_sharded or self._step < 2:
+            return
+        for name, p in self.watched_model.named_parameters():
+            if p.grad is not None and p not in members and not self._has_master(p):
+                self._strays[plain_name(name)] = p, evenly_spread(p).clone()
 
     def _gradients(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         """Return this rank's gradients by name, in the order of a backward pass; of sparse ones the
