@@ -108,13 +108,10 @@ def gradient_readings(
     """
     model = set_up.model
     ranks = all_ranks()
-    for p in model.parameters():
-        if p.is_complex():
-            unseen["the gradient"] = "complex parameters"
-            return Measured([], [], [])
-        if isinstance(getattr(p, "main_grad", None), Tensor):
-            unseen["the gradient"] = "a kernel adds to main_grad, where a copy has none"
-            return Measured([], [], [])
+    reason = _why_none(model)
+    if reason:
+        unseen["the gradient"] = reason
+        return Measured([], [], [])
     leaves = leaves_of(set_up)
     parts = micro_batches(model, batch, loss)
     passes = Passes(model, set_up.optimizers, leaves, parts, batch, loss, backward, unseen)
@@ -137,15 +134,14 @@ def gradient_readings(
         step = passes.run(passes.step, Shadow() if follows else None)
         draws = bool(ranks.largest(int(step.draws)))
     differing = _differing_ranks(step.gradients, ranks)
+    in_parts = set[str]()
     if differing:
         in_parts = possible_parts(weights_of_ranks(model, ranks)).intersection(differing)
-        if in_parts:
-            # One process would wait for the others in the model's own collectives.
-            words = (
-                f"ranks hold parts of {of_all(sorted(in_parts))}: no process has the whole model"
-            )
-            unseen["the gradient"] = words
-            return Measured([], [], [])
+    if in_parts:
+        # One process would wait for the others in the model's own collectives.
+        names = of_all(sorted(in_parts))
+        unseen["the gradient"] = f"ranks hold parts of {names}: no process has the whole model"
+        return Measured([], [], [])
     of_ranks = ranks.gather(parts)
     alone = _alone(passes, [*chain.from_iterable(of_ranks)], has_shards, follows)
 
@@ -165,6 +161,16 @@ def gradient_readings(
     readings += KINDS["missing-parameters"].of(first.unstepped)
     lines += coarse_loss(first.loss)
     return Measured(readings, lines, judged, value, first.gradients, products)
+
+
+def _why_none(model: nn.Module) -> str:
+    """Return why the gradients of a model are not compared; empty if they are."""
+    for p in model.parameters():
+        if p.is_complex():
+            return "complex parameters"
+        if isinstance(getattr(p, "main_grad", None), Tensor):
+            return "a kernel adds to main_grad, where a copy has none"
+    return ""
 
 
 def _stepped(leaves: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
