@@ -154,7 +154,7 @@ def test_an_audit_of_all_ranks_is_joined_within_its_step(monkeypatch: pytest.Mon
     there = Decision(SimpleNamespace(is_cpu=False), None, None)  # type: ignore[arg-type]
     monkeypatch.setattr(optimizer, "_control", lambda *_, **__: there)
     monkeypatch.setattr(
-        "narrowgauge.optim.optimizer.Stepper", lambda *_: SimpleNamespace(step=lambda states: None)
+        "narrowgauge.optim.optimizer.Step", lambda *_: SimpleNamespace(run=lambda work: None)
     )
 
     def join(sums: list[Sums]) -> list[Sums]:

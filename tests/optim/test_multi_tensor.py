@@ -491,66 +491,6 @@ def test_equal_matrices_share_two_launches_and_each_product(
 
 
 @pytest.mark.usefixtures("interpreted")
-def test_replays_of_a_captured_step_are_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph is here the list of launches: without a GPU none can be captured.
-
-    What a graph cannot repeat is refused, when it is captured or before its replay.
-    """
-    results = []
-    for is_captured in (True, False):
-        params = parameters("states8", [(4, 16), (3, 5), (7,)])
-        optimizer = ng.AdamW(
-            params, storage="states8", compile=True, lr=0.1, capturable=True, maximize=True, audit_every=2
-        )  # fmt: skip
-        graph: list[tuple[Any, ...]] = []
-
-        def capture(graph: list[tuple[Any, ...]] = graph, step: Any = optimizer.step) -> None:
-            with monkeypatch.context() as patch:
-                patch.setattr(torch.cuda, "is_initialized", lambda: True)
-                patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-                patch.setattr(multi_tensor.Table, "send", None)  # nothing is sent from a graph
-                launch = lambda *args, audited, averages: graph.append(args)  # noqa: E731
-                patch.setattr(multi_tensor.Table, "launch", launch)
-                step()
-
-        def is_refused(function: Callable[[], None], match: str) -> None:
-            with pytest.raises(ng.errors.RecipeError, match=match):
-                function()
-
-        for step in range(5):
-            for k, p in enumerate(params):
-                gradient = gaussian(*p.shape, seed=10 * step + k, dtype=p.dtype)
-                p.grad = gradient if p.grad is None else p.grad.copy_(gradient)
-            optimizer.param_groups[0]["lr"] = 0.1 / (1 + step)
-            if is_captured and step == 0:
-                is_refused(capture, "first step")
-                assert optimizer.state_of(params[0]) is None  # nothing has filled it
-            if is_captured and step == 1:
-                is_refused(optimizer.advance, "no CUDA graph")
-                optimizer.max_grad_norm = 1.0
-                is_refused(capture, "max_grad_norm")
-                optimizer.max_grad_norm = None
-                capture()
-                assert optimizer.num_steps(params[0]) == 1
-                optimizer.skip_above = 9.0
-                is_refused(optimizer.advance, "skip_above")
-                optimizer.skip_above = torch.inf
-            if graph:
-                optimizer.advance()
-                for table, control in graph:
-                    table.launch(control, audited=False)
-            else:
-                optimizer.step()
-        results.append(everything(optimizer))
-        before = weakref.ref(optimizer.state_of(params[0]))
-        graph.clear()
-        optimizer.load_state_dict(optimizer.state_dict())
-        assert before() is None
-        is_refused(optimizer.advance, "no CUDA graph")
-    assert_same_bits(*results)
-
-
-@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("max_grad_norm", [None, 1.0])
 def test_a_step_keeps_no_gradient(max_grad_norm: float | None) -> None:
     """The next forward pass needs their memory.

@@ -70,7 +70,7 @@ def states_of(
     states = optimizer.make_states(dict(group), entries)
     for parameter, entry in entries.items():
         state = states[parameter]
-        names = set(state.keys()) - ({"window"} - entry.keys())
+        names = set(state.keys())
         if names != entry.keys():
             lost = names - entry.keys()
             if lost:

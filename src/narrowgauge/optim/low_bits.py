@@ -44,7 +44,7 @@ checkpoint, and was changed.
 
 def has_low_bits(storage: Storage) -> bool:
     """Return whether a storage keeps more of a weight than the model sees."""
-    return bool(storage.beside) and storage.visible != "float32" and not storage.weight.scaled
+    return bool(storage.beside) and storage.visible != "float32"
 
 
 def random_rows(

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -33,24 +33,23 @@ from narrowgauge.optim.rules.matrix import MatrixRule, Options, matrix_shape
 from narrowgauge.optim.state import ParameterState
 from narrowgauge.torch_support.triton import runs_on
 
+Batch = Mapping[ParameterState, Numbers]
+"""States with the numbers of their step."""
 MOST_TOGETHER = 1 << 24
 """Elements of matrices that share launches on a GPU. A larger matrix keeps a GPU busy alone."""
 
 
 def step_matrices(
-    states: Iterable[ParameterState],
+    numbers: Batch,
     options: Options,
-    numbers_of: Callable[[ParameterState], Numbers],
-    launch: Callable[[list[ParameterState], bool], list[ParameterState]],
-) -> Iterator[tuple[ParameterState, Tensor]]:
-    """Step the matrices of one param group. Yield those that were audited without a launch, each
-    with its sums.
+    average: Callable[[Batch], None],
+    write: Callable[[Batch], None],
+) -> None:
+    """Step the matrices of one param group.
 
-    ``numbers_of`` returns the scalars of a state's step. ``launch`` averages the gradients of
-    states into their changes (``True``), or writes the changes, and returns the states that it
-    cannot take.
+    ``average`` averages the gradients of states into their changes, ``write`` writes the changes.
     """
-    for ranks, members in _by_ranks(states):
+    for ranks, members in _by_ranks(numbers):
         members.sort(key=lambda state: (-state.owner.numel(), matrix_shape(state.owner.shape)))
         while members:
             count = 1
@@ -63,9 +62,13 @@ def step_matrices(
                     if total > _elements_at_once(state.owner.device):
                         break
                     count += 1
-            batch = {state: numbers_of(state) for state in members[:count]}
+            batch = {state: numbers[state] for state in members[:count]}
             members = members[count:]
-            yield from _step_batch(ranks, batch, options, launch)
+            changes = _changes(ranks, batch, options, average)
+            _share(ranks, batch, changes)
+            write(batch)
+            for state in batch:
+                state.change = None
 
 
 def _elements_at_once(device: torch.device) -> int:
@@ -76,13 +79,10 @@ def _elements_at_once(device: torch.device) -> int:
     return MOST_TOGETHER if runs_on(device) else 0
 
 
-def _step_batch(
-    ranks: Ranks | None,
-    batch: Mapping[ParameterState, Numbers],
-    options: Options,
-    launch: Callable[..., list[ParameterState]],
-) -> Iterator[tuple[ParameterState, Tensor]]:
-    """Step one parameter per rank, or some of this process.
+def _changes(
+    ranks: Ranks | None, batch: Batch, options: Options, average: Callable[[Batch], None]
+) -> list[Tensor | None]:
+    """Return the changes of one parameter per rank, or of some of this process.
 
     All ranks compute between the last gather and the first scatter.
     """
@@ -101,8 +101,7 @@ def _step_batch(
         del weight
     for state in batch:
         state.change = state.parameter.new_empty(state.parameter.shape, dtype=torch.float32)
-    for state in launch(list(batch), True):
-        state.average(batch[state])
+    average(batch)
     gradients: list[Any] = []
     for place, state in enumerate(batch):
         gradients.append(_gather(ranks, place, state.owner, state.change))
@@ -124,6 +123,11 @@ def _step_batch(
             if gradient is not None:
                 changes[-1] = _direction(state, gradient, measured, first, options, batch[state])
             del gradient
+    return changes
+
+
+def _share(ranks: Ranks | None, batch: Batch, changes: list[Tensor | None]) -> None:
+    """Give every rank its shards of changes, and the new extras."""
     for place, state in enumerate(batch):
         change = changes[place]
         changes[place] = None
@@ -139,12 +143,6 @@ def _step_batch(
                 # Neither gloo nor NCCL sends integers of 16 bits.
                 octets = values.view(-1).view(torch.uint8)
                 torch.distributed.broadcast(octets, group=ranks.group, group_src=source)
-    for state in launch(list(batch), False):
-        sums = state.run(batch[state])
-        if sums is not None and state.parameter.numel():
-            yield state, sums
-    for state in batch:
-        state.change = None
 
 
 # ── ranks ─────────────────────────────────────────────────────────────────────────────────────────

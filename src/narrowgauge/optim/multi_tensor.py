@@ -20,9 +20,8 @@ bit differs, the definition runs.
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
-from collections.abc import MutableMapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -32,10 +31,8 @@ import torch
 from torch import Tensor
 
 from narrowgauge.numerics.dtensor import largest_over_ranks
-from narrowgauge.numerics.hashing import step_seed
 from narrowgauge.numerics.metrics import KERNEL_SUMS
 from narrowgauge.optim import cpp_step, triton_step
-from narrowgauge.optim.audit import Auditor
 from narrowgauge.optim.kernel import Kernel, Numbers
 from narrowgauge.optim.planes import planes_of
 from narrowgauge.optim.program import SIZES, num_addresses, record_size, streams_of
@@ -47,7 +44,7 @@ from narrowgauge.torch_support.compile import can_compile
 from narrowgauge.torch_support.cpp import CPP
 from narrowgauge.torch_support.edge_values import draw, same_numbers, with_nan
 from narrowgauge.torch_support.printer import prove
-from narrowgauge.torch_support.torch_names import is_captured, send, to_device
+from narrowgauge.torch_support.torch_names import send, to_device
 
 PLACE = {name: place - len(SIZES) for place, name in enumerate(SIZES)}
 """The place of each size, from the end of a row of the table."""
@@ -59,9 +56,6 @@ MANY_ROWS = 258
 """Rows of 256 weights in a proof."""
 GRADIENT = 2
 """The seed of the gradients of a proof."""
-
-HostNumbers = tuple[Sequence[float], int]
-"""The scalars of a rule in one step, and the seed."""
 
 
 def language_on(device: torch.device) -> str:
@@ -139,26 +133,37 @@ class Table:
         self._shared: list[ParameterState] = []
         self._copies: list[tuple[ParameterState, Tensor]] = []
         self._inputs: list[Tensor] = []
+        self._audited: list[tuple[int, float, float]] = []  # a state's place, elements and ulps
 
     # ── on the host ───────────────────────────────────────────────────────────────────────────────
 
     def set(
         self,
-        states: Sequence[ParameterState],
-        numbers: Sequence[HostNumbers],
-        choices: Sequence[tuple[int, ...]],
+        batch: Mapping[ParameterState, Numbers],
+        *,
+        audits_all: bool = False,
     ) -> None:
-        """Set the states of the next step, which have their gradients.
-
-        ``choices`` are the index in ``numbers``, the ``period`` and the ``phase`` of each state.
+        """Set the states of the next step, which have their gradients. ``audits_all`` reads whole
+        tensors.
         """
-        if list(states) != self._states or len(numbers) != len(self._numbers):
-            self._lay_out(list(states), len(numbers))
+        places = {numbers: place for place, numbers in enumerate(dict.fromkeys(batch.values()))}
+        if list(batch) != self._states or len(places) != len(self._numbers):
+            self._lay_out(list(batch), len(places))
         self._set_inputs()
+        choices = []
+        self._audited = []
+        for place, (state, numbers) in enumerate(batch.items()):
+            audit: Sequence[int] = NO_AUDIT
+            if numbers.turn is not None:
+                *audit, elements = audit_of(state, numbers.turn, self.device)
+                self._audited.append((place, elements, elements * numbers.spacings))
+                if audits_all:
+                    audit = (1, 0)
+            choices.append((places[numbers], *audit))
         self._rows[:, PLACE["number"] :] = choices
-        for row, (scalars, seed) in zip(self._numbers, numbers, strict=True):
-            row[:-1] = list(map(float, scalars))
-            row[-1:].view(np.int32)[0] = seed
+        for row, numbers in zip(self._numbers, places, strict=True):
+            row[:-1] = list(map(float, numbers.scalars))
+            row[-1:].view(np.int32)[0] = numbers.key
         if self.storage.scaled:
             self._share_rows()
 
@@ -258,18 +263,18 @@ class Table:
         return self._buffer
 
     def launch(
-        self, control: Tensor, *, audited: bool = False, averages: bool = False
-    ) -> Tensor | None:
+        self, control: Tensor, *, averages: bool = False
+    ) -> tuple[list[Tensor], Tensor] | None:
         """Step the states in place, with what was sent, or write the averages of a matrix rule into
         their changes.
 
         ``control`` holds the scalars of ``CONTROL``, float32 ``[2]`` on the device. Return the
-        audit, float64 ``[states, KERNEL_SUMS]``, if ``audited``.
+        audit, if there is one.
         """
         records = self._find_peaks(control) if self._shared else None
         name = "average" if averages else "step"
         sums = None
-        if audited:
+        if self._audited and not averages:
             name = "step_and_audit"
             shape = len(self._tiles), SUMS
             sums = torch.empty(shape, dtype=torch.float32, device=self.device)
@@ -281,7 +286,13 @@ class Table:
             torch.autograd.graph.increment_version([state.parameter for state in self._states])
         self._copies = []
         self._inputs = []
-        return None if sums is None else self._add_up(sums)
+        if sums is None:
+            return None
+        host = to_device(
+            torch.tensor(self._audited, dtype=torch.float64, device="cpu"), self.device
+        )
+        owners = [self._states[place].owner for place, *_ in self._audited]
+        return owners, torch.cat([self._add_up(sums)[host[:, 0].long()], host[:, 1:]], 1)
 
     def _find_peaks(self, control: Tensor) -> Tensor:
         """Return the records of shared rows: their largest magnitudes over all programs and ranks,
@@ -405,9 +416,8 @@ def _has_the_bits(rule: AnyRule, storage: Storage, device: torch.device) -> bool
         cpp_step.build_all(rule, storage)
     kernel = Kernel(rule, storage)
     scalars = np.linspace(0.1, 0.9, len(rule.scalars), dtype=np.float32).tolist()
-    seed = 12345
-    values = torch.tensor([1.0, 0.0, *scalars], dtype=torch.float32)
-    numbers = Numbers(values, torch.tensor(seed, dtype=torch.int32), True)
+    control = torch.tensor([1.0, 0.0], dtype=torch.float32)
+    numbers = Numbers(kernel, control, scalars, 12345, 0)
     expected = _cases(rule, storage, torch.device("cpu"), device)
     expected_sums: list[Any] = []
     for state in expected:
@@ -417,19 +427,19 @@ def _has_the_bits(rule: AnyRule, storage: Storage, device: torch.device) -> bool
     for audited in (False, True):
         actual = _cases(rule, storage, device, device)
         table = Table(rule, storage, device)
-        table.set(actual, [(scalars, seed)], [(0, 1, 0)] * len(actual))
+        turn = 0 if audited else None
+        table.set(dict.fromkeys(actual, replace(numbers, turn=turn)), audits_all=True)
         table.send()
-        control = to_device(values[:2], device)
         if kernel.is_matrix:
-            table.launch(control, averages=True)
-        sums = table.launch(control, audited=audited)
+            table.launch(to_device(control, device), averages=True)
+        audit = table.launch(to_device(control, device))
         for ours, theirs in zip(actual, expected, strict=True):
             pairs = zip(_tensors_of(ours), _tensors_of(theirs), strict=True)
             if not all(same_numbers(actual_x.cpu(), expected_x) for actual_x, expected_x in pairs):
                 return False
         # Only the first case has no infinities and NaN, of which sums say nothing.
-        if sums is not None:
-            first = sums[0, : kernel.num_sums].cpu()
+        if audit is not None:
+            first = audit[1][0, : kernel.num_sums].cpu()
             if not torch.allclose(first, expected_sums[0], rtol=1e-3, atol=1e-30, equal_nan=True):
                 return False
     return True
@@ -481,104 +491,3 @@ def _cases(
         state.change = torch.zeros(shape, dtype=torch.float32, device=device)
         states.append(state)
     return states
-
-
-# ── the step of an optimizer ──────────────────────────────────────────────────────────────────────
-
-
-@dataclass(slots=True)
-class _Batch:
-    """Hold the states of one kernel in a step.
-
-    ``audited`` has a state's place, and how many elements and ulps are audited.
-    """
-
-    states: list[ParameterState] = field(default_factory=list)
-    numbers: list[HostNumbers] = field(default_factory=list)
-    choices: list[tuple[int, ...]] = field(default_factory=list)
-    audited: list[tuple[int, int, float]] = field(default_factory=list)
-
-
-class Launches:
-    """Step the states of an optimizer by one launch for each (rule, storage) and device.
-
-    Keep ``tables`` between steps.
-    """
-
-    def __init__(self, tables: dict[tuple[Kernel, torch.device], Table]) -> None:
-        self.tables = tables
-        self._batches = defaultdict[tuple[Kernel, torch.device], _Batch](_Batch)
-
-    def take(self, stepper: Any, states: Sequence[ParameterState]) -> list[ParameterState]:
-        """Take states of the group of a :class:`narrowgauge.optim.step.Stepper`.
-
-        Return those that no launch steps.
-        """
-        alike: dict[Any, list[ParameterState]] = defaultdict(list)
-        for state in states:
-            alike[state.kernel, state.parameter.device, state.step + 1].append(state)
-        refused: list[ParameterState] = []
-        for (kernel, device, count), members in alike.items():
-            # A graph has no place for the products of matrices, nor for copies.
-            is_possible = not is_captured() or not any(
-                state.kernel.is_matrix
-                or not (state.is_dense(state.parameter) and state.is_dense(state.gradient))
-                for state in members
-            )
-            kernel.how_it_ran = self._how_to_run(kernel, device)
-            if kernel.how_it_ran != language_on(device) or not is_possible:
-                refused += members
-            else:
-                self._take(stepper, kernel, device, count, members)
-        return refused
-
-    def _how_to_run(self, kernel: Kernel, device: torch.device) -> str:
-        """Return the language of a printed step, or why its definition runs."""
-        reason = kernel.not_printed or why_not_printed(kernel.rule, kernel.storage, device)
-        return f"definition: {reason}" if reason else language_on(device)
-
-    def _take(
-        self, stepper: Any, kernel: Kernel, device: torch.device, count: int, states: Sequence[ParameterState]
-    ) -> None:  # fmt: skip
-        group = stepper.group
-        audit_every = stepper.audit_every
-        is_audited = audit_every > 0 and count % audit_every == 0
-        batch = self._batches[kernel, device]
-        numbers = kernel.rule.prepare(group, count), step_seed(group["seed"], count)
-        batch.numbers.append(numbers)
-        spacings = stepper.audited_spacings(states[0]) if is_audited else 0.0
-        for state in states:
-            audit: Sequence[int] = NO_AUDIT
-            if is_audited:
-                *audit, elements = audit_of(state, count // audit_every, device)
-                batch.audited.append((len(batch.states), elements, elements * spacings))
-            batch.states.append(state)
-            batch.choices.append((len(batch.numbers) - 1, *audit))
-
-    def run(
-        self, control: Tensor, auditor: Auditor, *, sends: bool = True, launches: bool = True, averages: bool = False
-    ) -> None:  # fmt: skip
-        """Step all states that were taken, and pass the audits on. ``control`` is the step's,
-        ``[2]``.
-
-        A captured step only ``launches``. Before each replay the host only ``sends``. Matrices are
-        first averaged.
-        """
-        for (kernel, device), batch in self._batches.items():
-            table = self.tables.get((kernel, device))
-            if table is None:
-                table = Table(kernel.rule, kernel.storage, device)
-                self.tables[kernel, device] = table
-            table.set(batch.states, batch.numbers, batch.choices)
-            if sends:
-                table.send()
-            if not launches:
-                continue
-            is_audited = bool(batch.audited) and not averages
-            sums = table.launch(control.to(device), audited=is_audited, averages=averages)
-            if sums is not None:
-                audited = torch.tensor(batch.audited, dtype=torch.float64, device="cpu")
-                host = to_device(audited, device)
-                rows = torch.cat([sums[host[:, 0].long()], host[:, 1:]], 1)
-                owners = [batch.states[place].owner for place, *_ in batch.audited]
-                auditor.fresh.append((owners, rows))

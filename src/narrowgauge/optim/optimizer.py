@@ -13,7 +13,6 @@ import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -39,7 +38,7 @@ from narrowgauge.optim.loading import (
     unnamed,
 )
 from narrowgauge.optim.low_bits import fill_states, has_low_bits, num_off_grid
-from narrowgauge.optim.multi_tensor import Launches, Table
+from narrowgauge.optim.multi_tensor import Table
 from narrowgauge.optim.parameter_formats import (
     float32_row,
     is_any_taken,
@@ -52,13 +51,13 @@ from narrowgauge.optim.parameter_formats import (
 from narrowgauge.optim.rules.elementwise import ADAMW, PLAIN_SGD, SGD
 from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule, extras_of, shapes_of_states
 from narrowgauge.optim.state import NO_GRADIENT, ParameterState
-from narrowgauge.optim.step import Stepper
+from narrowgauge.optim.step import Step
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.storages import Storage, for_format, for_vectors
 from narrowgauge.spec.update_rules import Range, refuse_pair
 from narrowgauge.torch_support.machine import require_float64
 from narrowgauge.torch_support.torch_hooks import announce
-from narrowgauge.torch_support.torch_names import HostCopy, is_captured, plain_name
+from narrowgauge.torch_support.torch_names import HostCopy, plain_name
 
 Group = dict[str, Any]
 _KEEPERS: MutableMapping[Tensor, Callable[[], Optimizer | None]] = WeakIdKeyDictionary()
@@ -148,7 +147,7 @@ class Optimizer(torch.optim.Optimizer):
         self._model: Callable[[], nn.Module | None] = lambda: None
         self._members: set[Tensor] = set()  # parameters that were the model's when it was named
         self._kernels: dict[tuple[str, Storage], Kernel] = {}
-        self._tables: dict[tuple[Kernel, torch.device], Table] = {}
+        self._tables: dict[Kernel, Table] = {}
         self._control = StepControl(self._is_printed)
         # The loss must be scaled by torch.amp.GradScaler. `prepare` sets it for float16.
         self.scales_loss = False
@@ -157,7 +156,6 @@ class Optimizer(torch.optim.Optimizer):
         self._has_one_seed = False  # on all ranks that hold the same parameter
         self._uncompiled: Callable[..., Any] | None = None
         self._pending: _Pending | None = None
-        self._captured: _Captured | None = None
         self.keep_float32 = keep_float32
         self.maximize = bool(maximize)
         # The visible format of each parameter to be rounded, until all groups are checked.
@@ -510,8 +508,6 @@ class Optimizer(torch.optim.Optimizer):
         """Make the states of parameters without one. Fill their low bits, or leave them at zero."""
         missing = [p for p in parameters if self.state_of(p) is None]
         if missing:
-            # A graph would fill new states in a replay alone.
-            validation.check_captured(is_possible=not is_captured())
             stepped = {*missing, *self.state}
             refuse_shared_memory([p for p in self._parameters() if p in stepped])
             for parameter, state in self.make_states(group, missing).items():
@@ -602,13 +598,12 @@ class Optimizer(torch.optim.Optimizer):
             loss = None if closure is None else closure()
         with torch.no_grad():
             self._step()
-        if not is_captured():
-            self.num_calls += 1
+        self.num_calls += 1
         return loss
 
     def _step(self) -> None:
-        if not is_captured():
-            self.settle()
+        validation.refuse_capture()
+        self.settle()
         for group in self.param_groups:
             validation.check_step(group, self.rule)
         if not self._has_one_seed:
@@ -626,9 +621,6 @@ class Optimizer(torch.optim.Optimizer):
         if not states:
             return
         device = validation.check_one_device([state.parameter for state in states])
-        if is_captured():
-            self._capture(work)
-            return
         self._stepped = True
         # torch.amp.GradScaler sets both during a step.
         self.loss_scale = getattr(self, "grad_scale", None)
@@ -647,10 +639,7 @@ class Optimizer(torch.optim.Optimizer):
         control = self.last_control
         # Autocast would round the operands of matrix rules.
         with torch.autocast(device.type, enabled=False):
-            launches = Launches(self._tables)
-            for group, members in work:
-                Stepper(group, control, self.auditor, self.audit_every, launches).step(members)
-            launches.run(control, self.auditor)
+            Step(control, self.auditor, self.audit_every, self._tables).run(work)
         self.auditor.start_copy()
         for state in states:
             state.step += 1
@@ -675,74 +664,6 @@ class Optimizer(torch.optim.Optimizer):
             scale, skip = decision.control.split(1)
             decision = decision._replace(control=torch.cat([-scale, skip]))
         return decision
-
-    def _check_captured(self, *, is_possible: bool = True) -> None:
-        """Refuse a step in a CUDA graph that is more than one launch, as one with a norm is."""
-        has_norm = self.max_grad_norm is not None or self.skip_above < math.inf
-        validation.check_captured(is_possible=is_possible and not has_norm)
-
-    def _capture(self, work: list[tuple[Group, list[ParameterState]]]) -> None:
-        """Record the kernels of a step in a CUDA graph.
-
-        They take their numbers from :meth:`advance`.
-        """
-        launches = Launches({})
-        states = [state for _, members in work for state in members]
-        gradients = [(state, state.gradient) for state in states]
-        control = torch.zeros(2, dtype=torch.float32, device=states[0].parameter.device)
-        control[0] = -1.0 if self.maximize else 1.0
-        captured = _Captured(work, gradients, launches.tables, control)
-        is_scaled = self.scales_loss or getattr(self, "found_inf", None) is not None
-        is_first = any(state.step == 0 for state in states)
-        self._check_captured(
-            is_possible=not (is_scaled or is_first or captured.take(self.auditor, launches))
-        )
-        self._captured = captured
-        launches.run(control, self.auditor, sends=False)
-        for state in states:
-            state.gradient = NO_GRADIENT
-
-    def advance(self) -> None:
-        """Prepare the next replay of the CUDA graph that has captured :meth:`step`.
-
-        The replay is then the next step.
-
-        The numbers of the step, such as learning rates and seed, are copied to the device. Steps in
-        a graph are neither clipped nor audited. Read the optimizer after the replay.
-
-        Raises:
-            RecipeError: no graph has captured a step since states were loaded. An option is out of
-                range. ``max_grad_norm`` or ``skip_above`` is set.
-
-        Example:
-            >>> graph = torch.cuda.CUDAGraph()  # doctest: +SKIP
-            >>> with torch.cuda.graph(graph):  # doctest: +SKIP
-            ...     model(batch).sum().backward()
-            ...     optimizer.step()
-            >>> for _ in range(10):  # doctest: +SKIP
-            ...     optimizer.advance()
-            ...     graph.replay()
-        """
-        self.settle()
-        captured = self._captured
-        if captured is None:
-            raise RecipeError(
-                "Cannot advance because no CUDA graph has captured a step.",
-                "Call step() in the graph.",
-            )
-        for group in self.param_groups:
-            validation.check_step(group, self.rule)
-        self._check_captured()
-        launches = Launches(captured.tables)
-        for state, gradient in captured.gradients:
-            state.gradient = gradient
-        captured.take(self.auditor, launches)
-        launches.run(captured.control, self.auditor, launches=False)
-        for state, _ in captured.gradients:
-            state.step += 1
-            state.gradient = NO_GRADIENT
-        self.num_calls += 1
-        self._pending = _Pending(None, [state for state, _ in captured.gradients], None)
 
     def _gradients(self) -> dict[Tensor, Tensor]:
         """Return the gradients of all parameters that have one, in the parameters' formats.
@@ -895,9 +816,7 @@ class Optimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         self._pending = None
         self.auditor = Auditor(join=self.auditor.join)
-        # Both hold the old states.
-        self._captured = None
-        self._tables.clear()
+        self._tables.clear()  # they hold the old states
 
 
 class _Pending(NamedTuple):
@@ -908,26 +827,6 @@ class _Pending(NamedTuple):
     skip: HostCopy | None
     states: list[ParameterState]
     finite: Finite | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Captured:
-    """Hold what a captured step reads: its states and gradients, the tables that its kernels read,
-    and the scalars of ``CONTROL``.
-    """
-
-    work: list[tuple[Group, list[ParameterState]]]
-    gradients: list[tuple[ParameterState, Tensor]]
-    tables: dict[tuple[Kernel, torch.device], Table]
-    control: Tensor
-
-    def take(self, auditor: Auditor, launches: Launches) -> list[ParameterState]:
-        """Set the numbers of the next step. Return the states that a launch cannot step."""
-        refused = []
-        for group, members in self.work:
-            stepper = Stepper(group, self.control, auditor, 0, launches)
-            refused += launches.take(stepper, members)
-        return refused
 
 
 _COPIED = (

@@ -126,7 +126,7 @@ def scales_graph(rule: Rule, storage: Storage, language: Language) -> Graph:
     The arguments are ``values``, the largest magnitudes of :func:`row_bounds.bounding`, and the old
     bounds.
     """
-    count = len(bounding(rule, storage))
+    count = len(bounding(rule))
 
     def scales(values: Tensor, slopes: Tensor, *rest: Tensor) -> list[Tensor]:
         weights = rest[0] if count == 2 else torch.zeros_like(slopes)
@@ -164,7 +164,7 @@ class Program:
         self.streams = streams_of(rule, storage)
         self.peaks: tuple[str, ...] = ()
         if storage.scaled and isinstance(rule, Rule):
-            self.peaks = bounding(rule, storage)
+            self.peaks = bounding(rule)
         self.values = [f"v_{k}" for k in range(num_values(rule))]
 
     def text(self, name: str, *arguments: object) -> str:

@@ -23,20 +23,12 @@ from narrowgauge.spec.storages import Storage
 if TYPE_CHECKING:
     from narrowgauge.optim.state import ParameterState
 
-SMALLEST_BOUND = 2.0**-8
-"""The smallest bound of a row of weights scaled by row, so that a row of zeros can grow."""
 
-
-def bounding(rule: Rule, storage: Storage) -> tuple[str, ...]:
+def bounding(rule: Rule) -> tuple[str, ...]:
     """Return the tensors whose largest magnitudes bound a row."""
-    if rule.coupled or "weight" in storage.scaled:
+    if rule.coupled:
         return ("gradient", "weight")
     return ("gradient",)
-
-
-def weight_bound(peaks: Tensor) -> Tensor:
-    """Return a bound on a row of weights after a step: twice its largest magnitude now."""
-    return (peaks * 2.0).clamp(min=SMALLEST_BOUND)
 
 
 def scales_of_rows(
@@ -60,8 +52,7 @@ def scales_of_rows(
     scales = {}
     for name, before in old.items():
         # A non-finite gradient must not stay in a bound: inf - inf would be NaN forever.
-        after = weight_bound(weights) if name == "weight" else codes.finite_bound(new[name])
-        bound = torch.where(scalars["skip"] != 0, before, after)
+        bound = torch.where(scalars["skip"] != 0, before, codes.finite_bound(new[name]))
         into = codes.multipliers(bound)[0]
         back = codes.multipliers(before)[1]
         scales[name] = bound, into, back
@@ -79,7 +70,7 @@ def bound_rows(state: ParameterState, values: Tensor) -> dict[str, tuple[Tensor,
     assert isinstance(rule, Rule)
     slopes = _peaks(state, state.gradient)
     weights = torch.zeros_like(slopes)
-    if "weight" in bounding(rule, storage):
+    if "weight" in bounding(rule):
         weights = _peaks(state, state.parameter.detach())
     multipliers = {}
     scales = scales_of_rows(rule, storage, slopes, weights, state.bounds, values)

@@ -7,7 +7,6 @@ them, :meth:`ParameterState.take` restores them bit for bit.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -29,10 +28,10 @@ from narrowgauge.optim import codes
 from narrowgauge.optim.codes import Lane
 from narrowgauge.optim.kernel import Inputs, Kernel, Numbers, advance, audited_terms, average, named
 from narrowgauge.optim.planes import as_rows, planes_of, row_dims, staggered
-from narrowgauge.optim.row_bounds import bound_rows, largest_of_rows, weight_bound
+from narrowgauge.optim.row_bounds import bound_rows, largest_of_rows
 from narrowgauge.optim.rules.matrix import MatrixRule, MatrixState
 from narrowgauge.optim.walk import spans
-from narrowgauge.spec.storages import FLOAT32, OLD_WINDOW, WINDOW, Code, Storage
+from narrowgauge.spec.storages import FLOAT32, WINDOW, Code, Storage
 
 NO_GRADIENT = torch.empty(0, dtype=torch.float32, device="cpu")
 """Replaces the gradient between steps, so that the last one can be freed."""
@@ -99,9 +98,7 @@ class ParameterState:
                 )
 
     def begin(self) -> None:
-        """Set the bounds and the master from the parameter. Allocate memory first."""
-        if "weight" in self.bounds:
-            self._set_bounds("weight", self.parameter.detach())
+        """Set the master from the parameter. Allocate memory first."""
 
         def master(lane: Lane) -> dict[str, Tensor]:
             value = codes.visible_value(self.storage.visible, lane.visible)
@@ -201,7 +198,7 @@ class ParameterState:
     def keys(self) -> list[str]:
         return [
             "step",
-            *(["window"] if self._moved_codes() else []),
+            *(["window"] if self._has_window else []),
             *self.planes,
             *(f"{name}_bound" for name in self.bounds),
             *self.tensors_of_extras(),
@@ -256,36 +253,20 @@ class ParameterState:
             tensor.copy_(self._checked(values, name, tensor.dtype, tuple(tensor.shape)))
 
     def load(self, saved: Mapping[str, Tensor]) -> None:
-        """Fill the state from the tensors of :meth:`saved`, also of an earlier version."""
+        """Fill the state from the tensors of :meth:`saved`."""
         self.take(saved)
         self.step = int(saved["step"])
-        window = int(saved.get("window", OLD_WINDOW))
-        if window != WINDOW:
-            self._move(window)
+        if saved.get("window", WINDOW) != WINDOW:
+            raise RecipeError(
+                f"Cannot load a state whose codes begin at 2^{int(saved['window'])}, not 2^{WINDOW}.",
+                "Load it by the version that has saved it.",
+            )
 
-    def _moved_codes(self) -> dict[str, Code]:
-        """Return the codes of states whose window was once another one, by state."""
-        codes_of = {name: self.code(name) for name in (*dict(self.storage.states), *self.extras)}
-        return {name: code for name, code in codes_of.items() if code.has_moved}
-
-    def _move(self, window: int) -> None:
-        """Encode states again that were saved in another window."""
-        moved = self._moved_codes()
-
-        def encoded(name: str, word: Tensor, shift: int) -> Tensor:
-            code = moved[name]
-            saved = replace(code, lowest=window if code.signed else 2 * window)
-            return codes.encode(code, codes.decode(saved, word, shift), None, shift)
-
-        def write(lane: Lane) -> dict[str, Tensor]:
-            return {name: encoded(name, *lane.fields[name]) for name in beside}
-
-        beside = moved.keys() - self.extras.keys()
-        if beside:
-            self._rewrite(write)
-        for name in moved.keys() & self.extras.keys():
-            extra = self.extras[name]
-            extra.copy_(encoded(name, extra.to(torch.int32), 0))
+    @property
+    def _has_window(self) -> bool:
+        """Return whether a code has a window whose place a checkpoint names."""
+        roles = (*dict(self.storage.states), *self.extras)
+        return any(self.code(name).lowest in (WINDOW, 2 * WINDOW) for name in roles)
 
     def _checked(
         self, values: Mapping[str, Tensor], name: str, dtype: torch.dtype, shape: tuple[int, ...]
@@ -328,10 +309,7 @@ class ParameterState:
             else:
                 yield entry
         for name, bound in self.bounds.items():
-            if name == "weight":
-                beside.append(("weight bound", bound))
-            else:
-                yield f"{name} bound", bound
+            yield f"{name} bound", bound
         yield from self.tensors_of_extras().items()
         yield "", self.parameter.detach()
         yield from beside
@@ -365,7 +343,7 @@ class ParameterState:
             if name != "weight":
                 return codes.read_state(storage, lane, name)
             weight = codes.read_weight(storage, lane)
-            if is_rounded and not storage.weight.scaled:
+            if is_rounded:
                 return codes.inside_cell(storage, lane.visible, weight)
             return weight
 
@@ -459,8 +437,7 @@ class ParameterState:
     def _set_bounds(self, name: str, values: Tensor) -> None:
         rows = largest_of_rows(self.in_rows(values)).view(torch.int32)
         (joined,) = largest_over_ranks([rows], [self.column_groups])
-        peaks = joined.view(torch.float32).view(-1, 1)
-        self.bounds[name].copy_(weight_bound(peaks) if name == "weight" else peaks)
+        self.bounds[name].copy_(joined.view(torch.float32).view(-1, 1))
 
     @property
     def column_groups(self) -> list[Any]:
@@ -516,11 +493,11 @@ class ParameterState:
             lane = span.lane(gradient)
             inputs = Inputs(rule, self.storage, lane, change, scalars, numbers.seed)
             written = advance(inputs)
-            if numbers.audited:
+            if numbers.turn is not None:
                 for place, term in enumerate(audited_terms(inputs, written)):
                     total[place] += term.double().sum()
             span.store(written.fields, written.visible, is_skipped)
-        return total if numbers.audited else None
+        return None if numbers.turn is None else total
 
     def average(self, numbers: Numbers) -> None:
         """Write a matrix rule's average of the gradients into ``change``, by the definition."""

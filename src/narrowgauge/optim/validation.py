@@ -26,6 +26,7 @@ from narrowgauge.spec.update_rules import UPDATE_RULES, Laws, Range
 from narrowgauge.torch_support.torch_names import (
     fsdp_groups,
     fsdp_parameters,
+    is_captured,
     plain_name,
     was_taken_by_fsdp,
 )
@@ -102,15 +103,13 @@ def check_one_device(parameters: Iterable[Tensor]) -> torch.device:
     return devices.pop()
 
 
-def check_captured(*, is_possible: bool) -> None:
-    """Refuse a step that a CUDA graph cannot repeat."""
-    if not is_possible:
+def refuse_capture() -> None:
+    """Refuse a CUDA graph: each replay would repeat a step's numbers and random bits."""
+    if is_captured():
         raise RecipeError(
-            "Cannot capture a parameter's first step, or a step that is more than one launch: with "
-            "max_grad_norm or skip_above, of a matrix rule, of a scaled loss, of columns that ranks "
-            "split, or uncompiled.",
-            "Take a step before. Else capture the forward and backward passes alone, and call "
-            "step() after each replay.",
+            "Cannot step while a CUDA graph is captured: each replay would repeat this step's "
+            "learning rate and random bits.",
+            "Capture the forward and backward passes alone, and call step() after each replay.",
         )
 
 
@@ -137,8 +136,7 @@ def check_bounded(rule: AnyRule, storage: Storage) -> None:
     """Refuse a rule whose new states the largest magnitudes of a row do not bound, where states
     have scales by row.
     """
-    states = set(storage.scaled) - {"weight"}
-    if states and not isinstance(rule, MatrixRule) and not rule.monotone:
+    if storage.scaled and not isinstance(rule, MatrixRule) and not rule.monotone:
         raise RecipeError(
             f"Cannot step rule '{rule.name}' in storage '{storage.name}' because its states have "
             "scales by row, and the rule "
