@@ -253,15 +253,14 @@ class Kernel:
     For a matrix rule it only averages, and writes the change that the rule computed on a whole
     matrix.
 
-    Attributes: not_printed: why the next step runs by the definition, or an empty string: the
-        optimizer decides at each step. how_it_ran: in the last step: a language, or why the
-        definition ran. ``None`` if nothing was stepped.
+    Attributes:
+        how_it_ran: in the last step: a language, or why the definition ran. ``None`` if nothing was
+            stepped.
     """
 
     def __init__(self, rule: AnyRule, storage: Storage) -> None:
         self.rule = rule
         self.storage = storage
-        self.not_printed = ""
         self.how_it_ran: str | None = None
         self.is_matrix = isinstance(rule, MatrixRule)
         num_decay = len(DECAY_SUMS) if rule.decay else 0

@@ -51,7 +51,7 @@ from narrowgauge.optim.parameter_formats import (
 from narrowgauge.optim.rules.elementwise import ADAMW, PLAIN_SGD, SGD
 from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule, extras_of, shapes_of_states
 from narrowgauge.optim.state import NO_GRADIENT, ParameterState
-from narrowgauge.optim.step import Step
+from narrowgauge.optim.step import Step, why_by_definition
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.storages import Storage, for_format, for_vectors
 from narrowgauge.spec.update_rules import Range, refuse_pair
@@ -62,8 +62,6 @@ from narrowgauge.torch_support.torch_names import HostCopy, plain_name
 Group = dict[str, Any]
 _KEEPERS: MutableMapping[Tensor, Callable[[], Optimizer | None]] = WeakIdKeyDictionary()
 """The optimizer that holds the state of a parameter."""
-PRINTED_ELEMENTS = 1 << 14
-"""On a CPU, print and compile a step of at least this many elements. It takes a second once."""
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -95,9 +93,9 @@ class Optimizer(torch.optim.Optimizer):
             steps.
         seed: seed of the stochastic rounding, the same on every rank.
         audit_every: steps between audits; 0 never audits.
-        compile: print and compile the steps. ``None`` decides at each step: always on a GPU, on a
-            CPU for 2¹⁴ elements or more. :meth:`ran_compiled` tells the outcome. Storages in
-            float64 never run compiled.
+        compile: print and compile the steps. ``None`` leaves out a first step of fewer than 2¹⁴
+            elements on a CPU. :meth:`ran_compiled` tells the outcome. Storages in float64 never run
+            compiled.
         low_bits: where a weight begins of which the model holds 16 bits: at a ``"random"`` place in
             its rounding cell (:mod:`narrowgauge.optim.low_bits`), or at ``"zero"``, as a float32
             copy begins. Low bits that are known stay.
@@ -148,7 +146,7 @@ class Optimizer(torch.optim.Optimizer):
         self._members: set[Tensor] = set()  # parameters that were the model's when it was named
         self._kernels: dict[tuple[str, Storage], Kernel] = {}
         self._tables: dict[Kernel, Table] = {}
-        self._control = StepControl(self._is_printed)
+        self._control = StepControl()
         # The loss must be scaled by torch.amp.GradScaler. `prepare` sets it for float16.
         self.scales_loss = False
         self.loss_scale: Tensor | None = None  # that of the last step, if there was one
@@ -382,18 +380,6 @@ class Optimizer(torch.optim.Optimizer):
             state.begin()
         return states
 
-    def _why_not_printed(self, num_elements: int, device: torch.device) -> str:
-        """Return why a step of so many elements runs by its definition, or an empty string."""
-        if self.compile is False:
-            return "compile=False"
-        if self.compile is None and device.type == "cpu" and num_elements < PRINTED_ELEMENTS:
-            return f"{num_elements:,} elements, fewer than {PRINTED_ELEMENTS:,}"
-        return ""
-
-    def _is_printed(self, num_elements: int, device: torch.device) -> bool:
-        """Return whether to print the norm of so many elements."""
-        return not self._why_not_printed(num_elements, device)
-
     def ran_compiled(self) -> dict[str, str]:
         """Return which code the last step ran, by rule and storage: ``"C++"``, ``"Triton"``, or why
         its definition.
@@ -405,8 +391,8 @@ class Optimizer(torch.optim.Optimizer):
             >>> weight = torch.nn.Parameter(torch.ones(8, 8, dtype=torch.bfloat16))
             >>> weight.grad, optimizer = torch.ones_like(weight), ng.AdamW([weight], lr=1e-3)
             >>> optimizer.step()
-            >>> optimizer.ran_compiled()  # few elements on a CPU
-            {'adamw/word': 'definition: 64 elements, fewer than 16,384'}
+            >>> optimizer.ran_compiled()  # it may be the only step
+            {'adamw/word': 'definition: a first step of 64 elements'}
         """
         codes = {}
         for (rule, storage), kernel in self._kernels.items():
@@ -627,19 +613,16 @@ class Optimizer(torch.optim.Optimizer):
         found_inf = getattr(self, "found_inf", None)
         if self.scales_loss and found_inf is None:
             validation.refuse_unscaled(gradients.values())
-        num_elements: dict[Kernel, int] = defaultdict(int)
-        for state in states:
-            num_elements[state.kernel] += state.parameter.numel()
         for kernel in self._kernels.values():
             kernel.how_it_ran = None
-            kernel.not_printed = self._why_not_printed(num_elements[kernel], device)
         scaling = {"grad_scale": self.loss_scale, "found_inf": found_inf}
         placed = [gradients[state.owner] for state in states]
-        self.last_control, norm, finite = self._decide(placed, device, **scaling)
+        is_printed = not why_by_definition(self.compile, states)
+        self.last_control, norm, finite = self._decide(placed, is_printed, **scaling)
         control = self.last_control
         # Autocast would round the operands of matrix rules.
         with torch.autocast(device.type, enabled=False):
-            Step(control, self.auditor, self.audit_every, self._tables).run(work)
+            Step(control, self.auditor, self.audit_every, self._tables, self.compile).run(work)
         self.auditor.start_copy()
         for state in states:
             state.step += 1
@@ -653,12 +636,9 @@ class Optimizer(torch.optim.Optimizer):
         for state in states:
             state.gradient = NO_GRADIENT
 
-    def _decide(
-        self, gradients: Sequence[Tensor], device: torch.device, **scaling: Any
-    ) -> Decision:
-        decision = self._control(
-            gradients, device, max_norm=self.max_grad_norm, skip_above=self.skip_above, **scaling
-        )
+    def _decide(self, gradients: Sequence[Tensor], is_printed: bool, **scaling: Any) -> Decision:
+        limits = {"max_norm": self.max_grad_norm, "skip_above": self.skip_above}
+        decision = self._control(gradients, is_printed=is_printed, **limits, **scaling)
         self.grad_norm = self.grad_norm if decision.norm is None else decision.norm
         if self.maximize:
             scale, skip = decision.control.split(1)

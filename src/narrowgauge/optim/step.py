@@ -8,7 +8,7 @@ rules average, gather and write in batches (:mod:`narrowgauge.optim.matrix_step`
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,20 @@ from narrowgauge.optim.matrix_step import Batch, step_matrices
 from narrowgauge.optim.multi_tensor import Table, language_on
 from narrowgauge.optim.state import ParameterState
 
+PRINTED_ELEMENTS = 1 << 14
+"""On a CPU a first step of fewer elements is not compiled, which takes a second once."""
+
+
+def why_by_definition(compile: bool | None, states: Iterable[ParameterState]) -> str:
+    """Return why a step does not ask for compiled code, or an empty string."""
+    if compile is False:
+        return "compile=False"
+    count = sum(state.parameter.numel() for state in states)
+    is_first = all(state.step == 0 and state.parameter.is_cpu for state in states)
+    if compile is None and is_first and count < PRINTED_ELEMENTS:
+        return f"a first step of {count:,} elements"
+    return ""
+
 
 class Step:
     """Take one step of states that have their gradients.
@@ -32,15 +46,18 @@ class Step:
         auditor: takes the audits.
         audit_every: steps between audits.
         tables: kept between steps.
+        compile: as in the optimizer.
     """
 
     def __init__(
-        self, control: Tensor, auditor: Auditor, audit_every: int, tables: dict[Kernel, Table]
-    ) -> None:
+        self, control: Tensor, auditor: Auditor, audit_every: int, tables: dict[Kernel, Table],
+        compile: bool | None,
+    ) -> None:  # fmt: skip
         self.control = control
         self.auditor = auditor
         self.audit_every = audit_every
         self.tables = tables
+        self.compile = compile
 
     def run(self, work: Sequence[tuple[Mapping[str, Any], Sequence[ParameterState]]]) -> None:
         """Step the states of param groups."""
@@ -91,7 +108,7 @@ class Step:
         refused: list[ParameterState] = []
         for kernel, alike in members.items():
             device = self.control.device
-            reason = kernel.not_printed
+            reason = why_by_definition(self.compile, alike)
             reason = reason or multi_tensor.why_not_printed(kernel.rule, kernel.storage, device)
             kernel.how_it_ran = f"definition: {reason}" if reason else language_on(device)
             if reason:
