@@ -42,7 +42,6 @@ from narrowgauge.optim.multi_tensor import Table
 from narrowgauge.optim.parameter_formats import (
     float32_row,
     is_any_taken,
-    refuse_rounding,
     refuse_shared_memory,
     round_in_place,
     rounding_note,
@@ -224,7 +223,8 @@ class Optimizer(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.requires_grad:  # a frozen one is checked when it has a gradient
                     self._pair_of(group, parameter, to_round.get(parameter))
-            refuse_rounding(list(to_round), self._parameters())
+            if to_round:
+                refuse_shared_memory(list(self._parameters()), list(to_round))
         except Exception:
             self.param_groups.pop()
             raise
@@ -596,8 +596,8 @@ class Optimizer(torch.optim.Optimizer):
             self._has_one_seed = True
             validation.check_seeds(self.param_groups)
         if not self._stepped:
-            validation.check_replaced(self.state, list(self._parameters()))
-            validation.check_in_use(self.parameter_names(), self._model(), self._members)
+            names = self.parameter_names()
+            validation.check_in_use(names, self.state, self._model(), self._members)
         gradients = self._gradients()
         work: list[tuple[Group, list[ParameterState]]] = []
         states: list[ParameterState] = []
@@ -637,8 +637,8 @@ class Optimizer(torch.optim.Optimizer):
             state.gradient = NO_GRADIENT
 
     def _decide(self, gradients: Sequence[Tensor], is_printed: bool, **scaling: Any) -> Decision:
-        limits = {"max_norm": self.max_grad_norm, "skip_above": self.skip_above}
-        decision = self._control(gradients, is_printed=is_printed, **limits, **scaling)
+        scaling |= {"max_norm": self.max_grad_norm, "skip_above": self.skip_above}
+        decision = self._control(gradients, is_printed=is_printed, **scaling)
         self.grad_norm = self.grad_norm if decision.norm is None else decision.norm
         if self.maximize:
             scale, skip = decision.control.split(1)

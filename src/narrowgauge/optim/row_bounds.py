@@ -68,10 +68,10 @@ def bound_rows(state: ParameterState, values: Tensor) -> dict[str, tuple[Tensor,
     rule = state.kernel.rule
     storage = state.storage
     assert isinstance(rule, Rule)
-    slopes = _peaks(state, state.gradient)
+    slopes = peaks_of_rows(state, state.gradient)
     weights = torch.zeros_like(slopes)
     if "weight" in bounding(rule):
-        weights = _peaks(state, state.parameter.detach())
+        weights = peaks_of_rows(state, state.parameter.detach())
     multipliers = {}
     scales = scales_of_rows(rule, storage, slopes, weights, state.bounds, values)
     for name, (bound, into, back) in scales.items():
@@ -80,18 +80,14 @@ def bound_rows(state: ParameterState, values: Tensor) -> dict[str, tuple[Tensor,
     return multipliers
 
 
-def _peaks(state: ParameterState, values: Tensor) -> Tensor:
+def peaks_of_rows(state: ParameterState, values: Tensor) -> Tensor:
     """Return the largest magnitude of each row, float32 ``[rows, 1]``, over all ranks that share
-    the row.
+    the row. A NaN is the largest.
     """
-    rows = largest_of_rows(state.in_rows(values))
+    matrix = state.in_rows(values)
+    rows = torch.zeros(len(matrix), dtype=torch.float32, device=matrix.device)
+    if matrix.numel():
+        rows = torch.cat([part.abs().amax(1).float() for part in row_pieces(matrix)])
     # As integers, in which a NaN is the largest.
     (joined,) = largest_over_ranks([rows.view(torch.int32)], [state.column_groups])
     return joined.view(torch.float32).view(-1, 1)
-
-
-def largest_of_rows(matrix: Tensor) -> Tensor:
-    """Return the largest magnitude of each row of a matrix, float32. A NaN is the largest."""
-    if not matrix.numel():
-        return torch.zeros(len(matrix), dtype=torch.float32, device=matrix.device)
-    return torch.cat([rows.abs().amax(1).float() for rows in row_pieces(matrix)])

@@ -17,7 +17,6 @@ from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.chunks import chunk_size
 from narrowgauge.numerics.dtensor import (
     is_sharded,
-    largest_over_ranks,
     local_of,
     placed_like,
     sendable,
@@ -28,7 +27,7 @@ from narrowgauge.optim import codes
 from narrowgauge.optim.codes import Lane
 from narrowgauge.optim.kernel import Inputs, Kernel, Numbers, advance, audited_terms, average, named
 from narrowgauge.optim.planes import as_rows, planes_of, row_dims, staggered
-from narrowgauge.optim.row_bounds import bound_rows, largest_of_rows
+from narrowgauge.optim.row_bounds import bound_rows, peaks_of_rows
 from narrowgauge.optim.rules.matrix import MatrixRule, MatrixState
 from narrowgauge.optim.walk import spans
 from narrowgauge.spec.storages import FLOAT32, WINDOW, Code, Storage
@@ -180,35 +179,26 @@ class ParameterState:
 
         They are DTensors if the parameter is one.
         """
-        return {name: self._saved(name) for name in self.keys()}
-
-    def _saved(self, name: str) -> Tensor:
-        if name == "step":
-            return torch.tensor(float(self.step), dtype=torch.float32, device="cpu")
-        if name == "window":
-            return torch.tensor(float(WINDOW), dtype=torch.float32, device="cpu")
-        if name in self.planes:
-            return placed_like(self.owner, self.planes[name])
-        extras = self.tensors_of_extras()
-        if name in extras:
-            return sendable(self.owner, extras[name])
-        bound = self.bounds[name.removesuffix("_bound")].view(self._shape_of_bounds())
-        return placed_like(self.owner, bound, row_dims=self.row_dims)
+        tensors = {"step": torch.tensor(float(self.step), dtype=torch.float32, device="cpu")}
+        if self._has_window:
+            tensors["window"] = torch.tensor(float(WINDOW), dtype=torch.float32, device="cpu")
+        for name, plane in self.planes.items():
+            tensors[name] = placed_like(self.owner, plane)
+        for name, bound in self.bounds.items():
+            rows = bound.view(self._shape_of_bounds())
+            tensors[f"{name}_bound"] = placed_like(self.owner, rows, row_dims=self.row_dims)
+        for name, tensor in self.tensors_of_extras().items():
+            tensors[name] = sendable(self.owner, tensor)
+        return tensors
 
     def keys(self) -> list[str]:
-        return [
-            "step",
-            *(["window"] if self._has_window else []),
-            *self.planes,
-            *(f"{name}_bound" for name in self.bounds),
-            *self.tensors_of_extras(),
-        ]
+        return list(self.saved())
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.keys())
+        return iter(self.saved())
 
     def __len__(self) -> int:
-        return len(self.keys())
+        return len(self.saved())
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name in self.keys() or name in self.shapes_of_states:
@@ -221,11 +211,12 @@ class ParameterState:
     def __getitem__(self, name: str) -> Any:
         if name in self.notes:
             return self.notes[name]
-        planes = {plane.name: plane for plane in planes_of(self.storage)}
-        if name in planes and planes[name].is_packed and not is_sharded(self.owner):
+        is_packed = {plane.name: plane.is_packed for plane in planes_of(self.storage)}
+        if is_packed.get(name) and not is_sharded(self.owner):
             return self.planes[name].as_subclass(Packed)
-        if name in self.keys():
-            return self._saved(name)
+        saved = self.saved()
+        if name in saved:
+            return saved[name]
         if name in self.shapes_of_states:
             return self.stored(name)
         raise KeyError(name)
@@ -431,13 +422,8 @@ class ParameterState:
         """Return values in the dtype of the rule, and set the bounds of their rows."""
         value = values.detach().to(codes.value_dtype(self.storage))
         if name in self.bounds:
-            self._set_bounds(name, value)
+            self.bounds[name].copy_(peaks_of_rows(self, value))
         return value
-
-    def _set_bounds(self, name: str, values: Tensor) -> None:
-        rows = largest_of_rows(self.in_rows(values)).view(torch.int32)
-        (joined,) = largest_over_ranks([rows], [self.column_groups])
-        self.bounds[name].copy_(joined.view(torch.float32).view(-1, 1))
 
     @property
     def column_groups(self) -> list[Any]:
