@@ -40,8 +40,6 @@ WRITERS: dict[str, Callable[[Tensor], Tensor]] = {
 def test_what_is_written_stays(storage: str) -> None:
     """With a rate of 0: next to random low bits, and after steps."""
     for name, write in WRITERS.items():
-        if name == "loaded" and storage.startswith("float16/collage"):
-            continue  # ties stay: low parts lie on float16's own grid
         shapes = [(64, 1024), (65,)] if name == "loaded" else [(6, 9), (7,)]
         optimizer = build("adamw", parameters(storage, shapes), storage, lr=1e-2)
         take_steps(optimizer, range(2))

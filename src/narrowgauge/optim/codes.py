@@ -118,14 +118,6 @@ def _encode_window(
     magnitude = (
         bits & MAGNITUDE
     )  # also for unsigned codes: -0 and a negative NaN would fill the word
-    if code.signed and not code.hold and shift > dropped and shift + code.bits == 32:
-        # The topmost code of a word needs one shift before the addition, and its sign is already in
-        # place.
-        offset = shift - dropped
-        steps = _last_step(code) << shift
-        magnitude = magnitude.clamp(max=steps >> offset)
-        added = addend_of(magnitude, dropped, addend) << offset
-        return (((magnitude << offset) + added) & steps) | _sign(bits)
     magnitude = magnitude.clamp(max=_last_step(code) << dropped)
     step = (magnitude + addend_of(magnitude, dropped, addend)) >> dropped
     if code.hold:
@@ -319,8 +311,6 @@ def _is_own(storage: Storage, bits: Tensor, visible: Tensor, low: Tensor) -> Ten
     # In bits an ulp is the same number above and below a power of two.
     away = visible_bits(storage.visible, visible + low) - bits
     below = VISIBLE[storage.visible][1]
-    if storage.visible == "float16":  # small low parts lie on a grid whose rounding makes ties
-        return (away >= -half(below)) & (away <= half(below))
     most = half(below) - ((bits >> below) & 1)
     return (away >= -most) & (away <= most)
 
@@ -624,7 +614,7 @@ def write_weight(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the visible bits of a float32 weight, and its fields in place."""
     if storage.weight.parts > 1:
-        seen = decode(storage.weight, encode(storage.weight, value, addend, 0), 0)
+        seen = _first_part(storage, value, addend)
         visible = encode_visible(storage, seen, 0)
         shift = lane.fields["weight_low"][1]
         return visible, {"weight_low": encode_low(storage, visible, value - seen, addend, shift)}
@@ -653,7 +643,7 @@ def write_state(
     rest = value
     names = (name, *low_parts(name, code))
     for place, part in enumerate(names):
-        shift = _shift(lane, part)
+        shift = lane.fields[part][1]
         into = _into(code, lane.scales, name, place)
         fields[part] = encode(code.part(place), rest, addend, shift, into)
         if part != names[-1]:
@@ -678,10 +668,6 @@ def num_at_end(storage: Storage, written: Written, lane: Lane) -> Tensor:
     return reduce(torch.maximum, found)
 
 
-def _shift(lane: Lane, part: str) -> int:
-    return lane.fields[part][1] if part in lane.fields else 0  # the visible weight has no field
-
-
 def write_parts(
     storage: Storage,
     lane: Lane,
@@ -695,22 +681,29 @@ def write_parts(
     ``old`` are the parts of the weight before the step, ``change`` is its intended change, and
     ``parts`` are the new weight's and each state's, by name; float32.
     """
-    fields: dict[str, Tensor] = {}
-    stored: list[Tensor] = []
-    for name, values in parts.items():
+    weight, low = parts["weight"]
+    seen = _first_part(storage, weight, None)
+    visible = encode_visible(storage, seen, 0)
+    shift = lane.fields["weight_low"][1]
+    fields = {"weight_low": encode_low(storage, visible, low, None, shift)}
+    moved = seen - old[0]
+    taken = moved + (decode(storage.weight.part(1), fields["weight_low"], shift) - old[1])
+    for name in dict(storage.states):
         code = storage.code(name)
         for place, part in enumerate((name, *low_parts(name, code))):
-            value = values[place]
-            shift = _shift(lane, part)
+            shift = lane.fields[part][1]
             into = _into(code, lane.scales, name, place)
-            fields[part] = encode(code.part(place), value, None, shift, into)
-            if name == "weight":  # its format holds a NaN, also where the code has none
-                seen = decode(code, fields[part], shift)
-                stored.append(torch.where(value.isnan(), value, seen) if code.is_window else seen)
-    del fields["weight"]
-    visible = encode_visible(storage, stored[0], 0)
-    moved = [new - before for new, before in zip(stored, old, strict=True)]
-    return Written(visible, fields, (change, sum(moved[1:], moved[0]), moved[0]))
+            fields[part] = encode(code.part(place), parts[name][place], None, shift, into)
+    return Written(visible, fields, (change, taken, moved))
+
+
+def _first_part(storage: Storage, value: Tensor, addend: Addend) -> Tensor:
+    """Return the visible weight of an expansion. Its format holds a NaN, also where its code has
+    none.
+    """
+    code = storage.weight
+    seen = decode(code, encode(code, value, addend, 0), 0)
+    return torch.where(value.isnan(), value, seen) if code.is_window else seen
 
 
 def _back(

@@ -7,7 +7,7 @@ where they are:
     table    int64 [tensors, width]     for each tensor its addresses and sizes, and its row of numbers
     numbers  float32 [kinds, scalars]   the rule's scalars and the seed, for each param group and step count
     tiles    int32 [programs]           the tensor of each program; a tensor's programs follow one another
-    records  float32 [rows, size]       the largest magnitudes of rows that several programs or ranks share
+    records  float32 [rows, size]       the largest magnitudes of rows that ranks share
 
 A GPU's table and numbers are one buffer, copied to the device once a step. An audited launch also
 sums the terms of each program. A matrix rule has one more address, of its float32 change: one
@@ -22,7 +22,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -65,27 +64,14 @@ def language_on(device: torch.device) -> str:
     return CPP.name if device.type == "cpu" else ""
 
 
-def elements_of_program(storage: Storage, device: torch.device) -> int:
-    """Return the elements of a row that a program steps.
-
-    A longer row has several programs. On a GPU one program bounds and steps a row.
-    """
-    if language_on(device) == CPP.name:
-        return cpp_step.TILE
-    return 1 << 60 if storage.scaled else triton_step.BLOCK
-
-
 # ── programs ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def num_pieces(state: ParameterState, device: torch.device) -> int:
-    """Return the number of programs that step a row."""
-    return -(-state.form[1] // elements_of_program(state.storage, device))
-
-
-def num_programs(state: ParameterState, device: torch.device) -> int:
-    """Return the number of programs that step a state."""
-    return state.form[0] * num_pieces(state, device)
+def elements_of_program(state: ParameterState, device: torch.device) -> int:
+    """Return how many elements a program steps: a row that has scales, else a part of the tensor."""
+    if state.storage.scaled:
+        return max(1, state.form[1])
+    return cpp_step.TILE if language_on(device) == CPP.name else triton_step.BLOCK
 
 
 def audit_of(state: ParameterState, turn: int, device: torch.device) -> tuple[int, int, int]:
@@ -95,20 +81,17 @@ def audit_of(state: ParameterState, turn: int, device: torch.device) -> tuple[in
     An audit reads at least 512 elements, a 16th of the first 131,072, and a 32nd of all, in whole
     programs. The period, after which each program was read once, is a power of two.
     """
-    return _audit_of(*state.form, turn % MOST_PERIOD, elements_of_program(state.storage, device))
-
-
-@lru_cache(1 << 14)
-def _audit_of(rows: int, columns: int, turn: int, most: int) -> tuple[int, int, int]:
-    pieces = -(-columns // most)
-    count = pieces * rows
-    numel = rows * columns
+    numel = state.parameter.numel()
+    size = elements_of_program(state, device)
+    count = -(-numel // size)
     period = max(min(numel // 512, 16), min(numel // 8192, MOST_PERIOD))
     period = max(1, min(period, count))
     period = 1 << (period.bit_length() - 1)
-    column_block = np.arange(turn % period, count, period) % max(1, pieces)
-    widths = np.clip(columns - column_block * most, 0, most)
-    return period, turn % period, int(widths.sum())
+    phase = turn % MOST_PERIOD % period
+    elements = len(range(phase, count, period)) * size
+    if (count - 1) % period == phase:  # the last program may be shorter
+        elements -= count * size - numel
+    return period, phase, elements
 
 
 # ── the table ─────────────────────────────────────────────────────────────────────────────────────
@@ -164,13 +147,11 @@ class Table:
         for row, numbers in zip(self._numbers, places, strict=True):
             row[:-1] = list(map(float, numbers.scalars))
             row[-1:].view(np.int32)[0] = numbers.key
-        if self.storage.scaled:
-            self._share_rows()
 
     def _lay_out(self, states: list[ParameterState], num_numbers: int) -> None:
         """Lay out the memory for other states, and find their programs."""
         self._states = states
-        self._shared = []
+        self._shared = [state for state in states if state.column_groups]
         size = len(states) * self._width
         start = size + size % 2  # the numbers begin at 16 bytes
         num_floats = num_numbers * self._numbers.shape[1]
@@ -181,6 +162,11 @@ class Table:
             if state not in self._known:
                 self._known[state] = self._row(state)
             self._rows[place] = self._known[state]
+        start = 0
+        for state in self._shared:
+            self._rows[states.index(state), PLACE["record"]] = start
+            start += state.form[0]
+        self._num_records = start
         counts = self._rows[:, PLACE["count"]]
         self._rows[:, PLACE["first"]] = np.cumsum(counts) - counts
         programs = np.repeat(np.arange(len(states), dtype=np.int32), counts)
@@ -191,15 +177,14 @@ class Table:
         self._buffer: Tensor | None = None
 
     def _row(self, state: ParameterState) -> list[int]:
-        rows, columns = state.form
         addresses = [0, 0]
         addresses += [state.planes[plane.name].data_ptr() for plane in planes_of(self.storage)]
         if state.kernel.is_matrix:
             addresses.append(0)
         addresses += [state.bounds[name].data_ptr() for name in self.storage.scaled]
-        sizes = {"columns": columns, "rows": rows, "record": -1}
-        sizes["count"] = num_programs(state, self.device)
-        sizes["pieces"] = max(1, num_pieces(state, self.device))
+        extent = elements_of_program(state, self.device)
+        numel = state.parameter.numel()
+        sizes = {"extent": extent, "numel": numel, "count": -(-numel // extent), "record": -1}
         return addresses + [sizes.get(name, 0) for name in SIZES]
 
     def _set_inputs(self) -> None:
@@ -230,21 +215,8 @@ class Table:
         if changes:
             self._rows[:, end - 1] = changes
         if not self._is_cpp:
-            are_columns = self._rows[:, PLACE["columns"]] % 16 == 0
-            self._rows[:, PLACE["aligned"]] = (self._rows[:, :end] % 16 == 0).all(1) & are_columns
-
-    def _share_rows(self) -> None:
-        """Find the states with rows that several programs or ranks step, and give each row a
-        record.
-        """
-        self._shared = []
-        self._num_records = 0
-        for row, state in zip(self._rows, self._states, strict=True):
-            row[PLACE["record"]] = -1
-            if row[PLACE["pieces"]] > 1 or state.column_groups:
-                row[PLACE["record"]] = self._num_records
-                self._num_records += state.form[0]
-                self._shared.append(state)
+            are_whole = (self._rows[:, [PLACE["extent"], PLACE["numel"]]] % 16 == 0).all(1)
+            self._rows[:, PLACE["aligned"]] = (self._rows[:, :end] % 16 == 0).all(1) & are_whole
 
     # ── the launch ────────────────────────────────────────────────────────────────────────────────
 
@@ -295,8 +267,8 @@ class Table:
         return owners, torch.cat([self._add_up(sums)[host[:, 0].long()], host[:, 1:]], 1)
 
     def _find_peaks(self, control: Tensor) -> Tensor:
-        """Return the records of shared rows: their largest magnitudes over all programs and ranks,
-        and their bounds.
+        """Return the records of shared rows: their largest magnitudes over all ranks, and their
+        bounds.
         """
         size = record_size(self.rule, self.storage)
         records = torch.zeros(self._num_records, size, dtype=torch.float32, device=self.device)
