@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import narrowgauge as ng
 from narrowgauge.numerics import multi_tensor_squares
 from narrowgauge.numerics.exact_sums import exact_squares
-from narrowgauge.optim import clip, cpp_step, multi_tensor, triton_step
+from narrowgauge.optim import clip, cpp_step, multi_tensor, proof, triton_step
 from narrowgauge.optim.printed import printed_step
 from narrowgauge.optim.rules import matrix
 from narrowgauge.optim.rules.elementwise import Rule
@@ -82,7 +82,7 @@ def printed(monkeypatch: pytest.MonkeyPatch, language: str) -> Iterator[None]:
     monkeypatch.setattr(triton, "INTERPRET", language == "Triton")
     monkeypatch.setattr(triton_step, "BLOCK", 128)
     monkeypatch.setattr(cpp_step, "TILE", 32)
-    monkeypatch.setattr(multi_tensor, "_reasons", {})
+    monkeypatch.setattr(proof, "_reasons", {})
     for cache in CACHES:
         cache.cache_clear()
     yield
@@ -104,15 +104,11 @@ def language(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @over(KERNELS)
-def test_the_printed_step_has_the_bits_of_the_definition(rule: str, storage: str) -> None:
+def test_the_printed_step_has_the_bits_of_the_definition(
+    language: str, rule: str, storage: str
+) -> None:
     """Ordinary and edge values, infinities, NaNs, odd ends, plain and audited."""
-    assert multi_tensor.why_not_printed(*kernel_of(rule, storage), CPU) == ""
-
-
-@pytest.mark.usefixtures("interpreted")
-@over(KERNELS)
-def test_the_printed_kernel_has_the_bits_of_the_definition(rule: str, storage: str) -> None:
-    assert multi_tensor.why_not_printed(*kernel_of(rule, storage), CPU) == ""
+    assert proof.why_not_printed(*kernel_of(rule, storage), CPU) == ""
 
 
 def unaligned(shape: tuple[int, ...], values: Tensor) -> Tensor:
@@ -293,7 +289,7 @@ def test_how_a_library_is_built(
     """
     if compiler_missing():
         pytest.skip(compiler_missing())
-    monkeypatch.setattr(multi_tensor, "_reasons", {})
+    monkeypatch.setattr(proof, "_reasons", {})
     monkeypatch.setattr(cpp, "_libraries", {})
     cpp_step.functions.cache_clear()
     cache = tmp_path / "ccache"
@@ -330,7 +326,7 @@ def test_threads_build_a_step_once_and_step_alike(
     if compiler_missing():
         pytest.skip(compiler_missing())
     monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path))
-    monkeypatch.setattr(multi_tensor, "_reasons", {})
+    monkeypatch.setattr(proof, "_reasons", {})
     monkeypatch.setattr(cpp, "_libraries", {})
     cpp_step.functions.cache_clear()
     optimizers = []
@@ -411,7 +407,7 @@ def test_a_step_is_one_launch(
 
     names = ("step", "step_and_audit", "add_up", "largest", "squares")
     launched = {name: Launched(name) for name in names}
-    monkeypatch.setattr(multi_tensor, "why_not_printed", lambda *args: "")
+    monkeypatch.setattr(proof, "why_not_printed", lambda *args: "")
     monkeypatch.setattr(multi_tensor_squares, "_is_proven", lambda *args: True)
     monkeypatch.setattr(triton_step, "functions", lambda *args: launched)
     monkeypatch.setattr(multi_tensor_squares, "functions", lambda *args: launched)
@@ -567,12 +563,12 @@ def test_other_bits_are_noticed(monkeypatch: pytest.MonkeyPatch, storage: str, r
     operations = {}
     for name, text in cpp.CPP.operations.items():
         operations[name] = FAULTS[right] if text == right else text
-    monkeypatch.setattr(multi_tensor, "_reasons", {})
+    monkeypatch.setattr(proof, "_reasons", {})
     cpp_step.functions.cache_clear()
     with monkeypatch.context() as patch:
         patch.setattr(cpp_step._Text, "language", replace(cpp.CPP, operations=operations))
         with pytest.warns(UserWarning, match="other bits"):
-            reason = multi_tensor.why_not_printed(*kernel_of("adamw", storage), CPU)
+            reason = proof.why_not_printed(*kernel_of("adamw", storage), CPU)
     cpp_step.functions.cache_clear()
     assert "other bits" in reason
 
@@ -581,7 +577,7 @@ def test_an_error_that_passes_is_not_remembered(monkeypatch: pytest.MonkeyPatch)
     """Such as a full disk."""
     if compiler_missing():
         pytest.skip(compiler_missing())
-    monkeypatch.setattr(multi_tensor, "_reasons", {})
+    monkeypatch.setattr(proof, "_reasons", {})
     cpp_step.functions.cache_clear()
     kernel = kernel_of("adamw", "exact")
 
@@ -591,8 +587,8 @@ def test_an_error_that_passes_is_not_remembered(monkeypatch: pytest.MonkeyPatch)
     with monkeypatch.context() as patch:
         patch.setattr(cpp_step, "build", full)
         with pytest.warns(UserWarning, match="no space left"):
-            assert "no space left" in multi_tensor.why_not_printed(*kernel, CPU)
-    assert multi_tensor.why_not_printed(*kernel, CPU) == ""
+            assert "no space left" in proof.why_not_printed(*kernel, CPU)
+    assert proof.why_not_printed(*kernel, CPU) == ""
 
 
 @pytest.mark.parametrize(

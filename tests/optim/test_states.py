@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import narrowgauge as ng
 from narrowgauge.errors import RecipeError
@@ -32,48 +32,6 @@ def trained(
     optimizer = build(rule, parameters(storage, shapes), storage, lr=1e-3)
     take_steps(optimizer, range(steps))
     return optimizer
-
-
-@STORED
-def test_an_average_swapped_in_and_out_changes_no_bit(storage: str) -> None:
-    optimizer = trained(storage)
-    twin = trained(storage)
-    for step in range(3, 6):
-        weights = [p.detach().clone() for p in parameters_of(optimizer)]
-        with torch.no_grad():
-            for p, weight in zip(parameters_of(optimizer), weights, strict=True):
-                p.mul_(0.75)
-                p.copy_(weight)
-        take_steps(optimizer, range(step, step + 1))
-        take_steps(twin, range(step, step + 1))
-    assert_same_bits(everything(optimizer), everything(twin))
-
-
-WRITES: dict[str, Callable[[Tensor], object]] = {
-    "mask": lambda p: p.mul_(torch.arange(p.numel()).view(p.shape) % 2),
-    "clamp": lambda p: p.clamp_(min=0),
-    "a row": lambda p: p[3].zero_(),
-    "all": Tensor.zero_,
-}
-
-
-@pytest.mark.parametrize("write", WRITES)
-@pytest.mark.parametrize("storage", REPRESENTATIVES)
-def test_a_loop_that_writes_zeros_stays_finite(storage: str, write: str) -> None:
-    """And a written zero is a zero to the next step, but for a compensation that is as large as the
-    old weight's last bits.
-    """
-    optimizer = trained(storage)
-    for step in range(3, 6):
-        with torch.no_grad():
-            for p in parameters_of(optimizer):
-                WRITES[write](p)
-                stored = optimizer.stored(p)
-                assert bool(stored.isfinite().all())
-                if STORAGES[storage].weight.parts == 1:
-                    assert bool((stored[p == 0].abs() <= torch.finfo(p.dtype).tiny).all())
-        take_steps(optimizer, range(step, step + 1))
-        assert all(bool(p.isfinite().all()) for p in parameters_of(optimizer))
 
 
 def sparse(optimizer: ng.Optimizer) -> None:

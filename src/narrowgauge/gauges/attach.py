@@ -35,6 +35,7 @@ from narrowgauge.numerics.dtensor import gradient_of, is_split_over_ranks, local
 from narrowgauge.numerics.widening import matmul
 from narrowgauge.optim.audit import AuditedUpdates, audit, joined_over_ranks, unwrapped
 from narrowgauge.optim.optimizer import Optimizer
+from narrowgauge.optim.values import stored
 from narrowgauge.runs.schema import METRICS, Row
 from narrowgauge.spec.computes import first_of_input
 from narrowgauge.torch_support import inductor
@@ -265,7 +266,7 @@ def _leading(optimizer: torch.optim.Optimizer, p: Tensor, name: str) -> Tensor |
         state = optimizer.state_of(p)
         values = None
         if state is not None and name in dict(state.storage.states):
-            values = state.stored(name, _NUM_VALUES)
+            values = stored(state, name, _NUM_VALUES)
     else:
         values = optimizer.state.get(p, {}).get(name)
     if not isinstance(values, Tensor):

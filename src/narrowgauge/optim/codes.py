@@ -252,14 +252,6 @@ def encode_weight(
     if not storage.tail_bits:
         visible = _in_range(storage, cut(scaled, below, addend))
         return visible, None, visible_value(storage.visible, visible)
-    if storage.visible == "bfloat16" and dropped_bits(storage.weight):
-        # Use the sum before rounding. Its lowest bits are never packed, and rounding to bfloat16
-        # ignores them.
-        bits = canonical_bits(scaled)
-        total = bits + addend_of(bits, dropped_bits(storage.weight), addend)
-        visible = (total + half(below)) & -(1 << below)
-        stored = total & -(1 << dropped_bits(storage.weight))
-        return visible, total, visible_value(storage.visible, stored)
     rounded = cut(scaled, dropped_bits(storage.weight), addend)
     # Find the nearest visible value and the signed rest. Adding half of the tail's range carries
     # exactly if the rest is negative. Only NaNs are large enough to wrap, and `cut` leaves none

@@ -31,6 +31,7 @@ from narrowgauge.optim import codes
 from narrowgauge.optim.kernel import Numbers
 from narrowgauge.optim.rules.matrix import MatrixRule, Options, matrix_shape
 from narrowgauge.optim.state import ParameterState
+from narrowgauge.optim.values import extra_values, read, store_extra
 from narrowgauge.torch_support.triton import runs_on
 
 Batch = Mapping[ParameterState, Numbers]
@@ -93,7 +94,7 @@ def _changes(
         measure = rule.measure and rule.measure(options)
         if measure is None:
             continue
-        weights = state.in_shape(state.read(partial(codes.read_weight, state.storage)))
+        weights = state.in_shape(read(state, partial(codes.read_weight, state.storage)))
         weight = _gather(ranks, place, state.owner, weights)
         del weights
         if weight is not None:
@@ -272,9 +273,9 @@ def _direction(
     for place, matrix in enumerate(_matrices(gradient, size)):
         index = (first + place,) if gradient.ndim == 3 else ()
         measure = None if measures is None else measures[place]
-        extras = {name: state.extra(name, index) for name in state.extras}
+        extras = {name: extra_values(state, name, index) for name in state.extras}
         change, new = rule.direction(matrix, measure, extras, options, state.step + 1)
         for name, values in new.items():
-            state.put_extra(name, values, numbers.seed, skip, index)
+            store_extra(state, name, values, numbers.seed, skip, index)
         matrix.copy_(change)
     return gradient

@@ -51,6 +51,7 @@ from narrowgauge.optim.rules.elementwise import ADAMW, PLAIN_SGD, SGD
 from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule, extras_of, shapes_of_states
 from narrowgauge.optim.state import NO_GRADIENT, ParameterState
 from narrowgauge.optim.step import Step, why_by_definition
+from narrowgauge.optim.values import begin, store_state, store_weight, stored
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.storages import Storage, for_format, for_vectors
 from narrowgauge.spec.update_rules import Range, refuse_pair
@@ -377,7 +378,7 @@ class Optimizer(torch.optim.Optimizer):
                 parameter, storage, kernel, group["storage"], extras
             )
             state.allocate()
-            state.begin()
+            begin(state)
         return states
 
     def ran_compiled(self) -> dict[str, str]:
@@ -437,13 +438,13 @@ class Optimizer(torch.optim.Optimizer):
             for index, parameter in enumerate(parameters):
                 state = self.state[parameter]
                 entry = states.get(parameter, {})
-                state.adopt(local_of(values[parameter]))
+                store_weight(state, local_of(values[parameter]))
                 state.step = int(entry.get("step", state.step))
                 number = step_seed(group["seed"], -1 - index)  # no step uses it
                 seed = torch.tensor(number, dtype=torch.int32, device=state.parameter.device)
                 for name, value in entry.items():
                     if isinstance(value, Tensor) and name != "step":
-                        state.put(name, local_of(value), seed)
+                        store_state(state, name, local_of(value), seed)
             self._fill(group, self._without_low_bits(parameters, values))
 
     def _without_low_bits(
@@ -524,7 +525,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         state = self.state_of(parameter)
         if state is not None and (name == "weight" or name in state.shapes_of_states):
-            values = state.stored(name)
+            values = stored(state, name)
             return values if name in state.extras else placed_like(parameter, values)
         group = self.group_of(parameter)
         rule = self.rule_in(group, parameter)

@@ -6,15 +6,14 @@ them, :meth:`ParameterState.take` restores them bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from functools import cached_property, partial
+from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.numerics.chunks import chunk_size
 from narrowgauge.numerics.dtensor import (
     is_sharded,
     local_of,
@@ -22,14 +21,11 @@ from narrowgauge.numerics.dtensor import (
     sendable,
     split_groups,
 )
-from narrowgauge.numerics.rounding import narrowed
 from narrowgauge.optim import codes
-from narrowgauge.optim.codes import Lane
-from narrowgauge.optim.kernel import Inputs, Kernel, Numbers, advance, audited_terms, average, named
+from narrowgauge.optim.kernel import Kernel
 from narrowgauge.optim.planes import as_rows, planes_of, row_dims, staggered
-from narrowgauge.optim.row_bounds import bound_rows, peaks_of_rows
-from narrowgauge.optim.rules.matrix import MatrixRule, MatrixState
-from narrowgauge.optim.walk import spans
+from narrowgauge.optim.rules.matrix import MatrixState
+from narrowgauge.optim.values import stored
 from narrowgauge.spec.storages import FLOAT32, WINDOW, Code, Storage
 
 NO_GRADIENT = torch.empty(0, dtype=torch.float32, device="cpu")
@@ -82,12 +78,12 @@ class ParameterState:
         self.notes: dict[str, Any] = {}
         self.gradient = NO_GRADIENT
         self.change: Any = None
-        self._extra_codes: dict[str, Code] = {}
+        self.extra_codes: dict[str, Code] = {}
         self.extras: dict[str, Tensor] = {}
         self.extra_bounds: dict[str, Tensor] = {}
         for name, extra in (extras or {}).items():
             code = extra_code(storage, extra.role)
-            self._extra_codes[name] = code
+            self.extra_codes[name] = code
             self.extras[name] = torch.zeros(
                 extra.shape, dtype=codes.alone_dtype(code), device=self.parameter.device
             )
@@ -95,16 +91,6 @@ class ParameterState:
                 self.extra_bounds[name] = self.extras[name].new_zeros(
                     (*extra.shape[:-1], 1), dtype=torch.float32
                 )
-
-    def begin(self) -> None:
-        """Set the master from the parameter. Allocate memory first."""
-
-        def master(lane: Lane) -> dict[str, Tensor]:
-            value = codes.visible_value(self.storage.visible, lane.visible)
-            return codes.write_weight(self.storage, lane, value, None)[1]
-
-        if self.storage.master:
-            self._rewrite(master)
 
     # ── the parameter's memory ────────────────────────────────────────────────────────────────────
 
@@ -218,7 +204,7 @@ class ParameterState:
         if name in saved:
             return saved[name]
         if name in self.shapes_of_states:
-            return self.stored(name)
+            return stored(self, name)
         raise KeyError(name)
 
     # Not a Mapping to isinstance, since frameworks build those anew.
@@ -278,7 +264,7 @@ class ParameterState:
         """Return the tensors of all extras, by saved name."""
         tensors = {}
         for name, tensor in self.extras.items():
-            tensors[codes.saved_as(name, self._extra_codes[name])] = tensor
+            tensors[codes.saved_as(name, self.extra_codes[name])] = tensor
         for name, bound in self.extra_bounds.items():
             tensors[f"{name}_bound"] = bound
         return tensors
@@ -317,113 +303,7 @@ class ParameterState:
 
     def code(self, name: str) -> Code:
         """Return the code of the weight or of a state."""
-        return self._extra_codes.get(name) or self.storage.code(name)
-
-    def stored(self, name: str, count: int | None = None) -> Tensor:
-        """Return a copy of the weight (``"weight"``) or a state in the parameter's shape, in
-        float32, or flat its first ``count`` values.
-
-        A weight rounds to the parameter (:func:`narrowgauge.optim.codes.inside_cell`).
-        """
-        if name in self.extras:
-            return self.extra(name).clone()
-        storage = self.storage
-        is_rounded = name == "weight" and storage.visible != "float32"
-
-        def value(lane: Lane) -> Tensor:
-            if name != "weight":
-                return codes.read_state(storage, lane, name)
-            weight = codes.read_weight(storage, lane)
-            if is_rounded:
-                return codes.inside_cell(storage, lane.visible, weight)
-            return weight
-
-        if count is None:
-            return self.in_shape(self.read(value)).contiguous()
-        if self.row_dims or list(self.order) != sorted(self.order):  # unpacked whole
-            return self.stored(name).reshape(-1)[:count]
-        return self.read(value, count).view(-1)
-
-    def extra(self, name: str, index: tuple[int, ...] = ()) -> Tensor:
-        """Return the float32 values of an extra, or of its ``index``.
-
-        For a float32 extra this is its own memory, not a copy.
-        """
-        bound = None
-        if name in self.extra_bounds:
-            bound = self.extra_bounds[name][index]
-        return codes.alone_value(self._extra_codes[name], self.extras[name][index], bound)
-
-    def put_extra(
-        self,
-        name: str,
-        values: Tensor,
-        seed: Tensor,
-        skip: Tensor | None = None,
-        index: tuple[int, ...] = (),
-    ) -> None:
-        """Store values of an extra, or of its ``index``, unless ``skip`` (0-d bool)."""
-        bound = None
-        if name in self.extra_bounds:
-            bound = values.abs().amax(-1, keepdim=True)
-        new = codes.encode_alone(self._extra_codes[name], values, seed, bound)
-        for tensor, value in ((self.extras[name], new), (self.extra_bounds.get(name), bound)):
-            if tensor is None or value is None:
-                continue
-            if skip is not None:
-                value = torch.where(skip, tensor[index], value)
-            tensor[index].copy_(value)
-
-    def adopt(self, values: Tensor) -> None:
-        """Store ``values`` as the weight, rounded to nearest.
-
-        The parameter becomes its visible part.
-        """
-        weights = self._as_values("weight", values)
-        memory = torch.empty(self.form, dtype=torch.float32, device=weights.device)
-        seen = self.in_shape(memory)
-        for span in spans(self, weights, seen):
-            weight, into = span.others
-            lane = span.lane()
-            weight = codes.into_cell(self.storage, weight)
-            bits, fields = codes.write_weight(self.storage, lane, weight, None)
-            into.copy_(codes.visible_value(self.storage.visible, bits))
-            span.store(fields)
-        visible = narrowed(seen, getattr(torch, self.storage.visible))
-        if self.parameter.dtype is visible.dtype:
-            self.parameter.data.copy_(visible)  # in place, since this memory may have views
-        else:
-            self.parameter.data = visible
-
-    def put_low_bits(self, random: Tensor) -> None:
-        """Fill the weight's low bits of a new state from 32 random bits for each element, int32 in
-        the parameter's shape.
-        """
-        self._rewrite(partial(codes.random_low_bits, self.storage), random)
-
-    def put(self, name: str, values: Tensor, seed: Tensor) -> None:
-        """Store the values of a state.
-
-        A stochastic code rounds stochastically under ``seed`` (0-d int32).
-        """
-        if name in self.extras:
-            self.put_extra(name, values, seed)
-            return
-
-        def write(lane: Lane, value: Tensor) -> dict[str, Tensor]:
-            # The random bits are a hash of the stored weights, as in a step.
-            weight = codes.read_weight(self.storage, lane)
-            addends = codes.addends(self.storage, weight, lane.gradient, seed)
-            return codes.write_state(self.storage, lane, name, value, addends[name])
-
-        self._rewrite(write, self._as_values(name, values))
-
-    def _as_values(self, name: str, values: Tensor) -> Tensor:
-        """Return values in the dtype of the rule, and set the bounds of their rows."""
-        value = values.detach().to(codes.value_dtype(self.storage))
-        if name in self.bounds:
-            self.bounds[name].copy_(peaks_of_rows(self, value))
-        return value
+        return self.extra_codes.get(name) or self.storage.code(name)
 
     @property
     def column_groups(self) -> list[Any]:
@@ -431,68 +311,6 @@ class ParameterState:
         if not self.row_dims or not is_sharded(self.owner):
             return []
         return split_groups(self.owner, columns=self.row_dims)
-
-    # ── by the definition ─────────────────────────────────────────────────────────────────────────
-
-    @property
-    def _at_once(self) -> int:
-        """Return the elements of a span. Beside whole matrices, temporaries are to be few."""
-        most = chunk_size(self.parameter.device)
-        return most // 4 if self.kernel.is_matrix else most
-
-    def read(self, value: Callable[[Lane], Tensor], count: int | None = None) -> Tensor:
-        """Return the values of the lanes as rows and columns in memory order, or of the first
-        ``count`` elements.
-        """
-        dtype = codes.value_dtype(self.storage)
-        result = torch.empty(self.form, dtype=dtype, device=self.parameter.device)
-        if count is not None:
-            result = result.new_empty(1, min(count, self.parameter.numel()))
-        left = result.view(-1)
-        for span in spans(self, at_once=self._at_once):
-            part = value(span.lane()).reshape(-1)[: len(left)]
-            left[: len(part)] = part
-            left = left[len(part) :]
-            if not len(left):
-                break
-        return result
-
-    def _rewrite(self, write: Callable[..., dict[str, Tensor]], *others: Tensor) -> None:
-        """Replace the fields that ``write(lane, *parts of other tensors)`` returns."""
-        for span in spans(self, *others, at_once=self._at_once):
-            span.store(write(span.lane(), *span.others))
-
-    def run(self, numbers: Numbers) -> Tensor | None:
-        """Step by the definition, in place. Return the audit's sums, float64, if it is audited.
-
-        The state has its gradient. That of a matrix rule has its change.
-        """
-        rule = self.kernel.rule
-        scales = bound_rows(self, numbers.values) if self.bounds else None
-        scalars = named(rule, numbers.values)
-        total = numbers.values.new_zeros(self.kernel.num_sums, dtype=torch.float64)
-        others = [self.gradient, *([self.change] if self.kernel.is_matrix else [])]
-        is_skipped = None if numbers.values.is_cpu else scalars["skip"] != 0
-        for span in spans(self, *others, scales=scales, at_once=self._at_once, writes=True):
-            gradient, *changes = span.others
-            change = changes[0] if changes else None
-            lane = span.lane(gradient)
-            inputs = Inputs(rule, self.storage, lane, change, scalars, numbers.seed)
-            written = advance(inputs)
-            if numbers.turn is not None:
-                for place, term in enumerate(audited_terms(inputs, written)):
-                    total[place] += term.double().sum()
-            span.store(written.fields, written.visible, is_skipped)
-        return None if numbers.turn is None else total
-
-    def average(self, numbers: Numbers) -> None:
-        """Write a matrix rule's average of the gradients into ``change``, by the definition."""
-        rule = self.kernel.rule
-        assert isinstance(rule, MatrixRule)
-        scalars = named(rule, numbers.values)
-        for span in spans(self, self.gradient, self.change, at_once=self._at_once):
-            gradient, into = span.others
-            into.copy_(average(rule, self.storage, span.lane(gradient), scalars)[0])
 
 
 class Packed(Tensor):

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from narrowgauge.numerics.hashing import step_seed
 from narrowgauge.numerics.metrics import KERNEL_SUMS
-from narrowgauge.optim import multi_tensor
+from narrowgauge.numerics.multi_tensor_squares import language_on
+from narrowgauge.optim import definition, proof
 from narrowgauge.optim.audit import Auditor
 from narrowgauge.optim.kernel import Kernel, Numbers
 from narrowgauge.optim.matrix_step import Batch, step_matrices
-from narrowgauge.optim.multi_tensor import Table, language_on
+from narrowgauge.optim.multi_tensor import Table
 from narrowgauge.optim.state import ParameterState
 
 PRINTED_ELEMENTS = 1 << 14
@@ -91,12 +92,12 @@ class Step:
     def average(self, batch: Batch) -> None:
         """Average the gradients of matrices into their changes."""
         for state in self._launch(batch, averages=True):
-            state.average(batch[state])
+            definition.average_gradient(state, batch[state])
 
     def write(self, batch: Batch) -> None:
         """Step elementwise rules, or write the changes of matrices."""
         for state in self._launch(batch):
-            sums = state.run(batch[state])
+            sums = definition.run(state, batch[state])
             if sums is not None:
                 self._note(state, sums, batch[state].spacings)
 
@@ -109,7 +110,7 @@ class Step:
         for kernel, alike in members.items():
             device = self.control.device
             reason = why_by_definition(self.compile, alike)
-            reason = reason or multi_tensor.why_not_printed(kernel.rule, kernel.storage, device)
+            reason = reason or proof.why_not_printed(kernel.rule, kernel.storage, device)
             kernel.how_it_ran = f"definition: {reason}" if reason else language_on(device)
             if reason:
                 refused += alike
