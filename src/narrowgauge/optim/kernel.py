@@ -123,7 +123,8 @@ def in_expansions(inputs: Inputs) -> Written:
     rounding = NearestEven(codes.dropped_bits(storage.weight))
     # NaNs of weights and gradients may have any payload. Rounding to few bits would carry it into
     # the sign.
-    weight = tuple(map(quiet, codes.read_parts(storage, lane, "weight")))
+    high, low = map(quiet, codes.read_parts(storage, lane, "weight"))
+    weight = high, low
     exp_avg = codes.read_parts(storage, lane, rule.states[0])
     exp_avg_sq = codes.read_parts(storage, lane, rule.states[1])
     gradient = quiet(lane.gradient * scalars["gradient_scale"])

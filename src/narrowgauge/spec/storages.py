@@ -43,8 +43,8 @@ class Code:
         hold: never round a positive value to zero, since a second moment of zero makes the next
             step unbounded. In an expansion this holds for the leading part.
         scaled: the window is relative to a power of two, one per row of a matrix.
-        parts: number of words per value, each the remainder that the previous ones leave: an
-            expansion.
+        parts: number of words per value, one or two: the second is the remainder that the first
+            leaves.
     """
 
     name: str
@@ -138,10 +138,8 @@ by which a float32 is scaled so that its upper bits are the format's.
 
 
 def low_parts(name: str, code: Code) -> tuple[str, ...]:
-    """Return the names of the low parts of ``name``; empty for a code of one part."""
-    if code.parts == 1:
-        return ()
-    return (f"{name}_low", *(f"{name}_low{part}" for part in range(2, code.parts)))
+    """Return the name of the second part of ``name``; empty for a code of one part."""
+    return (f"{name}_low",) if code.parts == 2 else ()
 
 
 def width_of(group: Sequence[tuple[str, int]]) -> int:
