@@ -104,7 +104,7 @@ def squares(table, tiles, scales, sums):
 
 _CPP = f"""{VECTORS}
 typedef double Doubles __attribute__((vector_size(4 * LANES)));
-typedef int64_t Longs __attribute__((vector_size(4 * LANES)));
+typedef uint64_t Longs __attribute__((vector_size(4 * LANES)));
 #if LANES == 16
 #define HALF(x, k) __builtin_shufflevector(x, x, k, k + 1, k + 2, k + 3, k + 4, k + 5, k + 6, k + 7)
 #elif LANES == 8
@@ -127,6 +127,11 @@ template <int DTYPE> INLINE Floats values_of(const char* p) {{
 template <int DTYPE, class Run> INLINE void over(const char* p, int64_t numel, Run run) {{
   const int size = DTYPE == 2 ? 4 : 2;
   int64_t at = 0;
+  for (; at + GROUP <= numel; at += GROUP) {{
+    prefetch<DTYPE == 2 ? 4 : 2>(p + size * at + 1024);
+    run(values_of<DTYPE>(p + size * at));
+    run(values_of<DTYPE>(p + size * (at + LANES)));
+  }}
   for (; at + LANES <= numel; at += LANES) run(values_of<DTYPE>(p + size * at));
   if (at == numel) return;
   alignas(64) char copy[4 * LANES] = {{}};
@@ -144,20 +149,21 @@ template <int DTYPE> static __attribute__((noinline)) int32_t largest_of_values(
 template <int DTYPE>
 static __attribute__((noinline)) void squares_of(const char* p, int64_t numel, const double* scales, int64_t* sums) {{
   const double shift = 0x1.8p52;
-  const int64_t zero = __builtin_bit_cast(int64_t, shift);
+  const uint64_t zero = __builtin_bit_cast(uint64_t, shift);
   const double first = scales[0], second = scales[1];
   if (second <= 0x1p50) {{
     Longs coarse{{}}, fine{{}};
     const auto add = [&](Doubles v) ALWAYS {{
       const Doubles scaled = v * v * first, moved = scaled + shift;
-      coarse += (Longs)moved - zero;
-      fine += (Longs)((scaled - (moved - shift)) * second + shift) - zero;
+      coarse += (Longs)moved;
+      fine += (Longs)((scaled - (moved - shift)) * second + shift);
     }};
     over<DTYPE>(p, numel, [&](Floats x) ALWAYS {{
       add(__builtin_convertvector(HALF(x, 0), Doubles));
       add(__builtin_convertvector(HALF(x, LANES / 2), Doubles));
     }});
-    for (int k = 0; k < LANES / 2; k++) sums[0] += coarse[k], sums[1] += fine[k];
+    const uint64_t most = (numel + LANES - 1) / LANES * 2 * zero;  // of each lane
+    for (int k = 0; k < LANES / 2; k++) sums[0] += coarse[k] - most, sums[1] += fine[k] - most;
     return;
   }}
   over<DTYPE>(p, numel, [&](Floats x) ALWAYS {{
