@@ -83,7 +83,7 @@ def test_flags_and_defaults_are_torchs(name: str) -> None:
     off = {
         "fused": True,
         "foreach": None,
-        "capturable": True,
+        "capturable": False,
         "differentiable": False,
         "amsgrad": False,
     }

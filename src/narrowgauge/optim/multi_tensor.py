@@ -136,7 +136,8 @@ class Table:
     def _lay_out(self, states: list[ParameterState], num_numbers: int) -> None:
         """Lay out the memory for other states, and find their programs."""
         self._states = states
-        self._shared = [state for state in states if state.column_groups]
+        self._shared = []
+        self._num_records = 0
         size = len(states) * self._width
         start = size + size % 2  # the numbers begin at 16 bytes
         num_floats = num_numbers * self._numbers.shape[1]
@@ -147,11 +148,10 @@ class Table:
             if state not in self._known:
                 self._known[state] = self._row(state)
             self._rows[place] = self._known[state]
-        start = 0
-        for state in self._shared:
-            self._rows[states.index(state), PLACE["record"]] = start
-            start += state.form[0]
-        self._num_records = start
+            if state.column_groups:
+                self._shared.append(state)
+                self._rows[place, PLACE["record"]] = self._num_records
+                self._num_records += state.form[0]
         counts = self._rows[:, PLACE["count"]]
         self._rows[:, PLACE["first"]] = np.cumsum(counts) - counts
         programs = np.repeat(np.arange(len(states), dtype=np.int32), counts)

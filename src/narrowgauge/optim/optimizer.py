@@ -13,6 +13,7 @@ import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -101,8 +102,8 @@ class Optimizer(torch.optim.Optimizer):
             copy begins. Low bits that are known stay.
         keep_float32: returns, from name and parameter, whether a float32 parameter stays as it is.
         maximize: step along the gradient, not against it.
-        flags: of ``torch.optim``. ``amsgrad`` and ``differentiable`` may be false. ``fused``,
-            ``foreach`` and ``capturable`` ask for what is done.
+        flags: of ``torch.optim``. ``amsgrad``, ``differentiable`` and ``capturable`` may be false.
+            ``fused`` and ``foreach`` ask for what is done.
 
     Raises:
         RecipeError: an option is out of range, the storage is unknown, parameters are not in its
@@ -600,11 +601,8 @@ class Optimizer(torch.optim.Optimizer):
             names = self.parameter_names()
             validation.check_in_use(names, self.state, self._model(), self._members)
         gradients = self._gradients()
-        work: list[tuple[Group, list[ParameterState]]] = []
-        states: list[ParameterState] = []
-        for group in self.param_groups:
-            work.append((group, self._with_gradient(group, gradients)))
-            states += work[-1][1]
+        work = [(group, self._with_gradient(group, gradients)) for group in self.param_groups]
+        states = list(chain.from_iterable(members for _, members in work))
         if not states:
             return
         device = validation.check_one_device([state.parameter for state in states])

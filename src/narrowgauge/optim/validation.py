@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 LAWS: dict[str, Laws] = {row.name: row.laws for row in UPDATE_RULES.values()}
 """Allowed values of each rule's options. A rule that is not here checks its own options."""
 
-FLAGS = ("amsgrad", "maximize", "differentiable")
+FLAGS = ("amsgrad", "maximize", "differentiable", "capturable")
 """Options of ``torch.optim`` that no param group here has. They may be false or ``None``."""
-HOW_TO_RUN = ("fused", "foreach", "capturable")
+HOW_TO_RUN = ("fused", "foreach")
 """Options of ``torch.optim`` for what is done anyway."""
 _OF_THE_OPTIMIZER = ("max_grad_norm", "audit_every", "compile")
 
