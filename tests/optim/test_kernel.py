@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 import narrowgauge as ng
-from narrowgauge.optim import proof
-from narrowgauge.torch_support import compile, cpp
+from narrowgauge.torch_support import compile, cpp, proven
 from optim.pairs import everything, parameters
 from tensors import assert_same_bits, take_steps
 
@@ -34,7 +33,7 @@ def test_without_a_compiler_the_definition_runs_and_says_so(
     monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path))  # a library that is there is loaded
     monkeypatch.setattr("shutil.which", lambda name: None)
     monkeypatch.setattr(cpp, "_libraries", {})
-    monkeypatch.setattr(proof, "_reasons", {})
+    monkeypatch.setattr(proven, "_reasons", {})
     compile._warn_once.cache_clear()
     optimizer = ng.AdamW(parameters("word", [(80, 80)]), storage="word", compile=True)
     with pytest.warns(UserWarning, match="no C\\+\\+ compiler"):

@@ -28,7 +28,7 @@ from narrowgauge.optim.rules import matrix
 from narrowgauge.optim.rules.elementwise import Rule
 from narrowgauge.optim.state import ParameterState
 from narrowgauge.spec.storages import STORAGES
-from narrowgauge.torch_support import cpp, torch_names, triton
+from narrowgauge.torch_support import cpp, proven, torch_names, triton
 from narrowgauge.torch_support.machine import compiler_missing, compiler_name
 from optim.pairs import PAIRS, RULES, build, everything, over, parameters
 from script_modules import benchmark_module
@@ -65,7 +65,6 @@ def kernel_of(rule: str, storage: str) -> tuple[Any, Any]:
 CACHES = (
     cpp_step.functions,
     triton_step.functions,
-    multi_tensor_squares._is_proven,
     matrix._multiplies_stacks,
 )
 
@@ -82,7 +81,7 @@ def printed(monkeypatch: pytest.MonkeyPatch, language: str) -> Iterator[None]:
     monkeypatch.setattr(triton, "INTERPRET", language == "Triton")
     monkeypatch.setattr(triton_step, "BLOCK", 128)
     monkeypatch.setattr(cpp_step, "TILE", 32)
-    monkeypatch.setattr(proof, "_reasons", {})
+    monkeypatch.setattr(proven, "_reasons", {})
     for cache in CACHES:
         cache.cache_clear()
     yield
@@ -289,7 +288,7 @@ def test_how_a_library_is_built(
     """
     if compiler_missing():
         pytest.skip(compiler_missing())
-    monkeypatch.setattr(proof, "_reasons", {})
+    monkeypatch.setattr(proven, "_reasons", {})
     monkeypatch.setattr(cpp, "_libraries", {})
     cpp_step.functions.cache_clear()
     cache = tmp_path / "ccache"
@@ -326,7 +325,7 @@ def test_threads_build_a_step_once_and_step_alike(
     if compiler_missing():
         pytest.skip(compiler_missing())
     monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path))
-    monkeypatch.setattr(proof, "_reasons", {})
+    monkeypatch.setattr(proven, "_reasons", {})
     monkeypatch.setattr(cpp, "_libraries", {})
     cpp_step.functions.cache_clear()
     optimizers = []
@@ -408,7 +407,7 @@ def test_a_step_is_one_launch(
     names = ("step", "step_and_audit", "add_up", "largest", "squares")
     launched = {name: Launched(name) for name in names}
     monkeypatch.setattr(proof, "why_not_printed", lambda *args: "")
-    monkeypatch.setattr(multi_tensor_squares, "_is_proven", lambda *args: True)
+    monkeypatch.setattr(multi_tensor_squares, "why_not_printed", lambda *args: "")
     monkeypatch.setattr(triton_step, "functions", lambda *args: launched)
     monkeypatch.setattr(multi_tensor_squares, "functions", lambda *args: launched)
     for module, name in (
@@ -563,7 +562,7 @@ def test_other_bits_are_noticed(monkeypatch: pytest.MonkeyPatch, storage: str, r
     operations = {}
     for name, text in cpp.CPP.operations.items():
         operations[name] = FAULTS[right] if text == right else text
-    monkeypatch.setattr(proof, "_reasons", {})
+    monkeypatch.setattr(proven, "_reasons", {})
     cpp_step.functions.cache_clear()
     with monkeypatch.context() as patch:
         patch.setattr(cpp_step._Text, "language", replace(cpp.CPP, operations=operations))
@@ -577,7 +576,7 @@ def test_an_error_that_passes_is_not_remembered(monkeypatch: pytest.MonkeyPatch)
     """Such as a full disk."""
     if compiler_missing():
         pytest.skip(compiler_missing())
-    monkeypatch.setattr(proof, "_reasons", {})
+    monkeypatch.setattr(proven, "_reasons", {})
     cpp_step.functions.cache_clear()
     kernel = kernel_of("adamw", "exact")
 
@@ -588,7 +587,11 @@ def test_an_error_that_passes_is_not_remembered(monkeypatch: pytest.MonkeyPatch)
         patch.setattr(cpp_step, "build", full)
         with pytest.warns(UserWarning, match="no space left"):
             assert "no space left" in proof.why_not_printed(*kernel, CPU)
+        patch.setattr(multi_tensor_squares, "functions_in_cpp", full)
+        with pytest.warns(UserWarning, match="no space left"):
+            assert not multi_tensor_squares.sums_on([torch.ones(3)])
     assert proof.why_not_printed(*kernel, CPU) == ""
+    assert multi_tensor_squares.sums_on([torch.ones(3)])
 
 
 @pytest.mark.parametrize(

@@ -22,12 +22,12 @@ from narrowgauge.numerics.exact_sums import (
     largest_magnitude,
     steps_of_squares,
 )
-from narrowgauge.torch_support.compile import can_compile
 from narrowgauge.torch_support.cpp import CPP, VECTORS, build
 from narrowgauge.torch_support.edge_values import draw
-from narrowgauge.torch_support.printer import print_graph, prove, trace
+from narrowgauge.torch_support.printer import print_graph, trace
+from narrowgauge.torch_support.proven import language_on, why_not_printed
 from narrowgauge.torch_support.torch_names import send
-from narrowgauge.torch_support.triton import LAUNCH, REDUCERS, TRITON, load, runs_on
+from narrowgauge.torch_support.triton import LAUNCH, REDUCERS, TRITON, load
 
 BLOCK = 1024
 SPAN = 8192
@@ -325,43 +325,27 @@ class SquaresTable(Squares):
                 kernel[(len(self._tiles),)](self._table, self._tiles, *arguments, **LAUNCH)
 
 
-def language_on(device: torch.device) -> str:
-    """Return the language of printed kernels on a device, or an empty string if there is none."""
-    if runs_on(device):
-        return TRITON.name
-    return CPP.name if device.type == "cpu" else ""
-
-
 def sums_on(tensors: Sequence[Tensor]) -> bool:
     """Return whether a :class:`SquaresTable` sums the squares of tensors."""
     device = local_of(tensors[0]).device
-    language = language_on(device)
-    if not language or any(tensor.dtype not in DTYPES for tensor in tensors):
+    if any(tensor.dtype not in DTYPES for tensor in tensors):
         return False
-    return _is_proven(device, language)
+    name = "the norm of all tensors"
+    return not why_not_printed(name, name, device, lambda: _has_the_bits(device))
 
 
-@lru_cache(None)
-def _is_proven(device: torch.device, language: str) -> bool:
-    """Return whether the launches give the bits of the definition. Warn once if not."""
-
-    def compare() -> bool:
-        cases = []
-        for dtype in DTYPES:
-            for size in (1, SPAN, SPAN + 9):
-                for edges in (False, True):
-                    cases.append(draw(dtype, (size,), edges=edges, seed=size))
-        for some in (cases, cases[:2]):  # also few elements, whose grid is finer
-            table = SquaresTable()
-            actual = exact_squares([case.to(device) for case in some], table=table).cpu()
-            peaks = torch.stack([largest_magnitude(case) for case in some])
-            is_sum_equal = torch.equal(actual, exact_squares(some))
-            if not (is_sum_equal and torch.equal(table.peaks.cpu(), peaks)):
-                return False
-        return True
-
-    if language == CPP.name and not can_compile("printed"):
-        return False
-    if device.type != "cpu" and not can_compile("gpu"):
-        return False
-    return not prove("the norm of all tensors", language, compare).reason
+def _has_the_bits(device: torch.device) -> bool:
+    """Return whether the launches give the bits of the definition."""
+    cases = []
+    for dtype in DTYPES:
+        for size in (1, SPAN, SPAN + 9):
+            for edges in (False, True):
+                cases.append(draw(dtype, (size,), edges=edges, seed=size))
+    for some in (cases, cases[:2]):  # also few elements, whose grid is finer
+        table = SquaresTable()
+        actual = exact_squares([case.to(device) for case in some], table=table).cpu()
+        peaks = torch.stack([largest_magnitude(case) for case in some])
+        is_sum_equal = torch.equal(actual, exact_squares(some))
+        if not (is_sum_equal and torch.equal(table.peaks.cpu(), peaks)):
+            return False
+    return True

@@ -29,7 +29,6 @@ from torch import Tensor
 
 from narrowgauge.numerics.dtensor import largest_over_ranks
 from narrowgauge.numerics.metrics import KERNEL_SUMS
-from narrowgauge.numerics.multi_tensor_squares import language_on
 from narrowgauge.optim import cpp_step, triton_step
 from narrowgauge.optim.kernel import Numbers
 from narrowgauge.optim.planes import planes_of
@@ -39,6 +38,7 @@ from narrowgauge.optim.state import ParameterState
 from narrowgauge.spec.storages import Storage
 from narrowgauge.torch_support import triton
 from narrowgauge.torch_support.cpp import CPP
+from narrowgauge.torch_support.proven import language_on
 from narrowgauge.torch_support.torch_names import send, to_device
 
 PLACE = {name: place - len(SIZES) for place, name in enumerate(SIZES)}

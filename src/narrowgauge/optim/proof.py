@@ -4,7 +4,6 @@ edge values. If a bit differs, the definition runs.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from narrowgauge.numerics.multi_tensor_squares import language_on
 from narrowgauge.optim import cpp_step
 from narrowgauge.optim.definition import average_gradient, run
 from narrowgauge.optim.kernel import Kernel, Numbers
@@ -22,11 +20,10 @@ from narrowgauge.optim.rules.matrix import AnyRule
 from narrowgauge.optim.state import ParameterState
 from narrowgauge.optim.values import begin
 from narrowgauge.spec.storages import Storage
-from narrowgauge.torch_support import triton
-from narrowgauge.torch_support.compile import can_compile
+from narrowgauge.torch_support import proven, triton
 from narrowgauge.torch_support.cpp import CPP
 from narrowgauge.torch_support.edge_values import draw, same_numbers, with_nan
-from narrowgauge.torch_support.printer import prove
+from narrowgauge.torch_support.proven import language_on
 from narrowgauge.torch_support.torch_names import to_device
 
 MANY_ROWS = 258
@@ -34,35 +31,14 @@ MANY_ROWS = 258
 GRADIENT = 2
 """The seed of the gradients of a proof."""
 
-_lock = threading.Lock()
-_reasons: dict[tuple[AnyRule, Storage, torch.device, str], str] = {}
-"""Why a printed step is not used, or an empty string: only what every later comparison would find
-too.
-"""
-
 
 def why_not_printed(rule: AnyRule, storage: Storage, device: torch.device) -> str:
-    """Return why the printed step cannot be used on a device, or an empty string.
-
-    Compare it with the definition once.
-    """
+    """Return why the printed step cannot be used on a device, or an empty string."""
     if storage.arithmetic == "float64":
         return "float64 is a reference"
-    language = language_on(device)
-    if not language:
-        return f"nothing is printed for {device.type}"
-    is_compiled = device.type == "cuda" or language == CPP.name
-    if is_compiled and not can_compile("printed" if language == CPP.name else "gpu"):
-        return "there is no compiler"
-    key = rule, storage, device, language
-    with _lock:
-        if key not in _reasons:
-            name = f"the step of all tensors of {rule.name}/{storage.name}"
-            proof = prove(name, language, lambda: _has_the_bits(rule, storage, device))
-            if not proof.is_final:
-                return proof.reason
-            _reasons[key] = proof.reason
-        return _reasons[key]
+    name = f"the step of all tensors of {rule.name}/{storage.name}"
+    key = rule, storage
+    return proven.why_not_printed(name, key, device, lambda: _has_the_bits(rule, storage, device))
 
 
 def _has_the_bits(rule: AnyRule, storage: Storage, device: torch.device) -> bool:

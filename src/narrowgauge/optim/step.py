@@ -16,13 +16,13 @@ from torch import Tensor
 
 from narrowgauge.numerics.hashing import step_seed
 from narrowgauge.numerics.metrics import KERNEL_SUMS
-from narrowgauge.numerics.multi_tensor_squares import language_on
 from narrowgauge.optim import definition, proof
 from narrowgauge.optim.audit import Auditor
 from narrowgauge.optim.kernel import Kernel, Numbers
 from narrowgauge.optim.matrix_step import Batch, step_matrices
 from narrowgauge.optim.multi_tensor import Table
 from narrowgauge.optim.state import ParameterState
+from narrowgauge.torch_support.proven import language_on
 
 PRINTED_ELEMENTS = 1 << 14
 """On a CPU a first step of fewer elements is not compiled, which takes a second once."""
