@@ -87,19 +87,7 @@ def _changes(
 
     All ranks compute between the last gather and the first scatter.
     """
-    measures: list[list[Tensor] | None] = []
-    for place, state in enumerate(batch):
-        measures.append(None)
-        rule = _rule(state)
-        measure = rule.measure and rule.measure(options)
-        if measure is None:
-            continue
-        weights = state.in_shape(read(state, partial(codes.read_weight, state.storage)))
-        weight = _gather(ranks, place, state.owner, weights)
-        del weights
-        if weight is not None:
-            measures[place] = list(map(measure, _matrices(weight)))
-        del weight
+    measures = [_measures(ranks, place, state, options) for place, state in enumerate(batch)]
     for state in batch:
         state.change = state.parameter.new_empty(state.parameter.shape, dtype=torch.float32)
     average(batch)
@@ -125,6 +113,20 @@ def _changes(
                 changes[-1] = _direction(state, gradient, measured, first, options, batch[state])
             del gradient
     return changes
+
+
+def _measures(
+    ranks: Ranks | None, place: int, state: ParameterState, options: Options
+) -> list[Tensor] | None:
+    """Return what a rule reads of each matrix of a weight, on the rank ``place``."""
+    rule = _rule(state)
+    measure = rule.measure and rule.measure(options)
+    if measure is None:
+        return None
+    weights = state.in_shape(read(state, partial(codes.read_weight, state.storage)))
+    weight = _gather(ranks, place, state.owner, weights)
+    del weights
+    return None if weight is None else list(map(measure, _matrices(weight)))
 
 
 def _share(ranks: Ranks | None, batch: Batch, changes: list[Tensor | None]) -> None:

@@ -201,21 +201,10 @@ class Optimizer(torch.optim.Optimizer):
             first.setdefault(parameter, place)
         for key in {"params", "param_names"} & group.keys():
             group[key] = [group[key][place] for place in first.values()]
-        to_round: dict[Tensor, str] = {}
         try:
             require_float64(group["params"])
             validation.check_options(group, self.rule)
-            names = self.parameter_names()
-            for parameter in group["params"]:
-                validation.check_real(parameter)
-                visible = self._row_of(group, parameter).visible
-                if not parameter.requires_grad or parameter.dtype is not torch.float32:
-                    continue
-                if visible == "float32":
-                    continue
-                if self.keep_float32 and self.keep_float32(names[parameter], parameter):
-                    continue
-                to_round[parameter] = visible
+            to_round = self._formats_of_rounding(group)
             if is_any_taken(to_round):
                 asked = validation.known_row(group["storage"])
                 row = float32_row(asked, isinstance(self.rule, MatrixRule))
@@ -237,6 +226,20 @@ class Optimizer(torch.optim.Optimizer):
             self._to_round |= to_round
         if self.auditor.join is not None:
             self.auditor.join = joined_over_ranks(list(self._parameters()))
+
+    def _formats_of_rounding(self, group: Group) -> dict[Tensor, str]:
+        """Return the visible format of each parameter of a group that is to be rounded to one."""
+        names = self.parameter_names()
+        formats: dict[Tensor, str] = {}
+        for parameter in group["params"]:
+            validation.check_real(parameter)
+            visible = self._row_of(group, parameter).visible
+            is_wide = parameter.requires_grad and parameter.dtype is torch.float32
+            if not is_wide or visible == "float32":
+                continue
+            if self.keep_float32 is None or not self.keep_float32(names[parameter], parameter):
+                formats[parameter] = visible
+        return formats
 
     def _round(self, formats: Mapping[Tensor, str]) -> None:
         """Round float32 parameters in place, and store the values that they had."""
