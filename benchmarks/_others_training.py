@@ -4,13 +4,13 @@ published 8-bit states by formula.
 A peer steps the parameters of ``bfloat16/naive``. Published states run over ``bfloat16/master``:
 after each step, what a formula keeps of weight and moments replaces them, so the next step begins
 with the values that the published optimizer would decode. Only matrices are replaced; vectors keep
-``master``, as ours do. Formulas: ``benchmarks/_published_states.py``.
+``master``, as ours do. So do controls, which keep a weight in 8 bits. Formulas: ``benchmarks/_published_states.py``.
 """
 
 from __future__ import annotations
 
 import torch
-from _published_states import PUBLISHED, PublishedStates
+from _published_states import CONTROLS, PUBLISHED, PublishedStates
 from peers import PEERS as ALL_PEERS
 from peers import Peer
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from narrowgauge.trainer.session import Session
 from narrowgauge.trainer.step import differentiate
 
 PEERS = {peer.name: peer for peer in ALL_PEERS}
-FORMULAS = {f"published/{name}": row for name, row in PUBLISHED.items()}
+FORMULAS = {f"published/{name}": row for name, row in PUBLISHED.items()} | dict(CONTROLS)
 
 
 def peer_optimizer(peer: Peer, session: Session) -> torch.optim.Optimizer:

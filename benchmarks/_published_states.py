@@ -22,11 +22,16 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from narrowgauge.numerics.rounding import round_stochastic
+from narrowgauge.spec.formats import get_format
+
 Parts = tuple[Tensor, ...]
+E4M3_ROW = get_format("float8_e4m3fn")
 
 
 @dataclass(frozen=True)
@@ -105,6 +110,40 @@ def by_power_of_two(x: Tensor, dtype: torch.dtype) -> Parts:
 
 def times_scale(parts: Parts, shape: torch.Size) -> Tensor:
     return (parts[0].float() * parts[1]).view(shape)
+
+
+def by_row(x: Tensor, draws: Callable[[Tensor], Tensor] | None = None) -> Parts:
+    """Codes in e4m3 and a power of two for each row, by which its largest is at most 256. With
+    ``draws`` of [0, 1), round stochastically; else to the nearest even.
+    """
+    amax = x.abs().amax(-1, keepdim=True).clamp(min=2.0**-100)
+    scale = torch.exp2(torch.ceil(torch.log2(amax)) - 8)
+    scaled = x / scale
+    if draws is None:
+        return scaled.to(torch.float8_e4m3fn), scale
+    return round_stochastic(scaled, E4M3_ROW, draws(scaled)).to(torch.float8_e4m3fn), scale
+
+
+def encode_weight_by_row(x: Tensor, **options: Any) -> Parts:
+    """A weight of 8 bits alone: the bfloat16 that holds it, and the scale of each row."""
+    codes, scale = by_row(x, **options)
+    return (codes.float() * scale).bfloat16(), scale
+
+
+def encode_triple(x: Tensor) -> Parts:
+    """Three codes by row, each of what is left by those before it."""
+    parts: list[Tensor] = []
+    rest = x
+    for _ in range(3):
+        code = by_row(rest)
+        rest = rest - times_scale(code, x.shape)
+        parts += code
+    return tuple(parts)
+
+
+def decode_triple(parts: Parts, shape: torch.Size) -> Tensor:
+    first, second, third = (times_scale(parts[k : k + 2], shape) for k in (0, 2, 4))
+    return first + (second + third)
 
 
 def encode_half_master(x: Tensor) -> Parts:
@@ -281,6 +320,27 @@ ROWS = (
     PublishedStates("bitsandbytes", "Dettmers et al. 2022 (2110.02861); 0.50.2", MASTER, *MAPPED, least=4096),
 )  # fmt: skip
 PUBLISHED: Mapping[str, PublishedStates] = {row.name: row for row in ROWS}
+
+# Controls: the weight itself in 8 bits, as in FP8-LM's ablation (2310.18313, table 6, #3), and
+# Collage's parts (2405.03637) in 8 bits, for which it gives no formula. The arithmetic is float32's.
+BY_ROW = Kept(by_row, times_scale)
+TRIPLE = Kept(encode_triple, decode_triple)
+SEEN_TRIPLE = Kept(
+    lambda x: (x.bfloat16(), *encode_triple(x)),
+    lambda parts, shape: decode_triple(parts[1:], shape),
+)
+NEAREST = Kept(encode_weight_by_row, lambda parts, shape: parts[0].float())
+STOCHASTIC = Kept(
+    partial(encode_weight_by_row, draws=torch.rand_like), lambda parts, shape: parts[0].float()
+)
+CONTROLS: Mapping[str, PublishedStates] = {
+    "nearest8": PublishedStates("nearest8", "2310.18313, table 6, #3", NEAREST, FLOAT32, FLOAT32),
+    "weight8": PublishedStates("weight8", "2310.18313, table 6, #3", STOCHASTIC, FLOAT32, FLOAT32),
+    "float8/collage-plus": PublishedStates(
+        "float8/collage-plus", "2405.03637", SEEN_TRIPLE, BY_ROW, TRIPLE
+    ),
+}
+"""Rows that must lose, by name."""
 
 
 class CodedAdamW:

@@ -42,6 +42,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from _others_training import FORMULAS, PEERS, cut, formula_bytes, peer_optimizer, peer_step
+from _published_states import CONTROLS
 from _stdlib import stdlib_tokens
 from _timing import exit_by
 from peers import bytes_held, peer_version
@@ -67,7 +68,7 @@ ONCE = "exact"
 """Has the bits of ``master``: one run proves it."""
 STORAGES = (
     MASTER, WORD, "naive", "compact", "states8", "split", "kahan", "collage-light", "collage-plus", "stochastic", "no-master",
-    "float32", ONCE, "weight8", "nearest8", "float8/collage-plus",
+    "float32", ONCE,
 )  # fmt: skip
 COMPUTES = (
     "int8-row/word", "int8-outlier-codes/word", "float8-row/word",
@@ -80,7 +81,7 @@ SIXTEEN_BITS = ("float32", "float16/float32", "naive", "float16/naive")
 """float32 weights with matmuls in bfloat16 and in float16, and 16 bits throughout."""
 OTHERS = (
     NO_DECAY, "torch AdamW bfloat16", "torchao AdamW8bit", "torchao AdamW8bit stochastic", "bitsandbytes AdamW8bit",
-    "optimi AdamW Kahan", "heavyball AdamW ecc", "published/coat", "published/fp8-lm", "published/flashoptim",
+    "optimi AdamW Kahan", "heavyball AdamW ecc", *CONTROLS, "published/coat", "published/fp8-lm", "published/flashoptim",
 )  # fmt: skip
 ROWS = (*STORAGES, *COMPUTES, FULL, *SIXTEEN_BITS, *OTHERS)
 

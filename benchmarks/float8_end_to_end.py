@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
+from _others_training import FORMULAS, cut
 from _parts import Part, add_out, complete, out_folder
 from _stdlib import stdlib_tokens
 from _timing import Report, Row, exit_by, parser
@@ -53,29 +54,33 @@ E5M2 = get_format("float8_e5m2")
 
 
 class Case(NamedTuple):
-    """A recipe, the rounding of its sums of gradients (none: float32), and the micro-batches that
-    are summed.
+    """A recipe, the rounding of its sums of gradients (none: float32), the micro-batches that are
+    summed, and a control of ``_published_states.py`` that its weights are rounded by.
     """
 
     recipe: str
     rounding: str
     micro_batches: int
+    weights: str = ""
 
     def __str__(self) -> str:
         sums = "float32"
         if self.rounding:
             sums = f"e5m2, {self.rounding}"
-        return f"{self.recipe}, sums of {self.micro_batches} in {sums}"
+        recipe = self.recipe
+        if self.weights:
+            recipe = f"{recipe.partition('/')[0]}/{self.weights}"
+        return f"{recipe}, sums of {self.micro_batches} in {sums}"
 
 
 BASELINE = Case("bfloat16/word", "", 4)
 CASES = (
     BASELINE,
     Case("bfloat16/word", "nearest", 64),
-    Case("bfloat16/weight8", "", 4),
-    Case("bfloat16/nearest8", "", 4),
-    Case("float8-row/weight8", "stochastic", 16),
-    Case("float8-row/nearest8", "nearest", 16),
+    Case("bfloat16/master", "", 4, "weight8"),
+    Case("bfloat16/master", "", 4, "nearest8"),
+    Case("float8-row/master", "stochastic", 16, "weight8"),
+    Case("float8-row/master", "nearest", 16, "nearest8"),
     Case("bfloat16/word", "stochastic", 64),
     *(
         Case("bfloat16/word", rounding, number)
@@ -138,6 +143,9 @@ def trained(case: Case, seed: int, steps: int) -> dict[str, Any]:
         session = built(*arguments)
         if case.rounding:
             session.accumulator = Float8Sums(session.model.parameters(), case.rounding, seed)
+        if case.weights:
+            formula = FORMULAS[case.weights]
+            session.optimizer.register_step_post_hook(lambda ours, *_: cut(formula, ours))
         return session
 
     with tempfile.TemporaryDirectory() as folder:

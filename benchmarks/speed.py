@@ -41,7 +41,7 @@ from peers import PACKAGES, PEERS, reason
 from torch import Tensor, nn
 
 import narrowgauge as ng
-from narrowgauge.optim import multi_tensor
+from narrowgauge.optim import multi_tensor, proof
 from narrowgauge.spec.notation import parse
 from narrowgauge.torch_support import triton
 from narrowgauge.trainer import language_model
@@ -140,7 +140,7 @@ def host_times(count: int) -> list[Row]:
     rows = []
     with (
         mock.patch.object(triton, "INTERPRET", True),
-        mock.patch.object(multi_tensor, "why_not_printed", lambda *args: ""),
+        mock.patch.object(proof, "why_not_printed", lambda *args: ""),
         mock.patch.object(multi_tensor.Table, "launch", lambda *args, **options: None),
     ):
         for name, make in makers.items():

@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 from _parts import Part, add_out, complete, out_folder
-from _published_states import PUBLISHED, CodedAdamW, PublishedStates
+from _published_states import CONTROLS, PUBLISHED, CodedAdamW, PublishedStates
 from _timing import NOT_INSTALLED, Report, Row, exit_by, parser
 from peers import PACKAGES, PEERS, Peer, reason
 from torch import Tensor, nn
@@ -205,7 +205,7 @@ def parts(options: argparse.Namespace) -> list[Part]:
         *((f"ours {name}", lambda name=name: our_row(case(), name)) for name in STORAGES),
         *(
             (f"published {name}", lambda row=row: published_row(case(), row))
-            for name, row in PUBLISHED.items()
+            for name, row in {**PUBLISHED, **CONTROLS}.items()
         ),
         *((peer.name, lambda peer=peer: peer_row(case(), peer)) for peer in PEERS),
     ]

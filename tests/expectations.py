@@ -68,9 +68,7 @@ class Storage:
 _WORD = {"weight": (0, 8), "exp_avg": (2, 18), "exp_avg_sq": (14, 18)}
 _COMPACT = {"weight": (0, 8), "exp_avg": (0, 20), "exp_avg_sq": (12, 20)}
 _STATES8 = {"weight": (26, 16), "exp_avg": (1, 20), "exp_avg_sq": (12, 20)}
-_WEIGHT8 = {"weight": (22, 20), "exp_avg": (1, 20), "exp_avg_sq": (12, 20)}
 _LOW = ("weight_low",)
-_LOWER = ("weight_low", "weight_low2")
 
 STORAGES: dict[str, Storage] = {
     "float32": Storage(16, 0.002, stands_for="a lane for each word, and nothing is cut"),
@@ -80,10 +78,6 @@ STORAGES: dict[str, Storage] = {
     "word": Storage(8, 0.1, 0, 8, ("tail",), dealt=_WORD, stands_for="three fields in one word, stochastic, flat"),
     "compact": Storage(7, 0.15, 8, 8, ("tail",), dealt=_COMPACT, stands_for="four lanes, scales by row, stochastic"),
     "states8": Storage(6, "noisy", 8, dealt=_STATES8, stands_for="scales by row, and nothing beside the weight"),
-    "weight8": Storage(
-        6, "noisy", 12, dealt=_WEIGHT8, stands_for="nothing beside a weight that is scaled by row, stochastic"
-    ),
-    "nearest8": Storage(6, "lost", 12, dealt={"exp_avg": (0, 20), "exp_avg_sq": (12, 20)}),
     "float32-states8": Storage(
         10, 0.15, 8, dealt={"exp_avg": (28, 20), "exp_avg_sq": (12, 20)},
         stands_for="two halves of rows of whole words, scales by row",
@@ -114,7 +108,6 @@ STORAGES: dict[str, Storage] = {
         8, "noisy", 8, vectors_whole=False, dealt={"weight": (0, 13)}, stands_for="float16 with scales by row, stochastic"
     ),
     "scalify-float16/scaled16": Storage(8, "lost", 8, stands_for="float16 with scales by row"),
-    "float8/collage-plus": Storage(10, "lost", 12, beside=_LOWER, stands_for="three parts, each relative to its row"),
 }  # fmt: skip
 
 
@@ -147,7 +140,6 @@ COMPUTES: dict[str, Compute] = {
     "bfloat16": Compute(2),
     "float16": Compute(2, default_storage="split", has=("scaled loss",)),
     "float16-throughout": Compute(2, default_storage="naive", has=("scaled loss",)),
-    "float8": Compute(2, default_storage="collage-plus"),
     "float8-tensor": Compute(1, _ALL, has=("served",)),
     "float8-row": Compute(2, has=("served",)),
     "float8-block": Compute(2, ("weight",)),

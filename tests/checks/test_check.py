@@ -281,17 +281,6 @@ def test_a_parameter_of_another_format_is_named_and_not_judged(dtype: torch.dtyp
     assert ("the gradient" in check.unseen) == dtype.is_complex, check
 
 
-@pytest.mark.parametrize("storage", ["nearest8", "weight8"])
-def test_a_stored_weight_unlike_the_visible_one_is_named_and_not_predicted(storage: str) -> None:
-    weight = nn.Parameter(torch.randn(64, 64).bfloat16())
-    check = ng.check(
-        nn.ParameterList([weight]), ng.AdamW([weight], lr=1e-3, storage=storage, weight_decay=0.0)
-    )
-    assert "lost-updates" not in whats(check) and check.unseen == {
-        "updates of 0": f'storage "{storage}"'
-    }
-
-
 def test_a_sample_covers_every_column() -> None:
     assert len((spread(torch.arange(1 << 16).reshape(-1, 64)) % 64).unique()) == 64
 

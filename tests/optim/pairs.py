@@ -61,13 +61,11 @@ OWN_RATE = {"scale_parameter": False, "relative_step": False, "weight_decay": 0.
 SUBSPACE = {"lr": 0.4, "rank": 4, "update_proj_gap": 3, "scale": 1.0}
 RULES = {
     "adamw": Row(ng.AdamW, {"lr": 0.3}, 0.026),
-    "adam": Row(ng.Adam, {"lr": 0.3, "weight_decay": 1e-3}, 0.029, {"nearest8": 1.5}),
-    "sgd": Row(ng.SGD, {"lr": 0.2, "momentum": 0.8}, 3.4e-3, {"weight8": 1.7}),
-    "nesterov": Row(
-        ng.SGD, {"lr": 0.2, "momentum": 0.8, "nesterov": True}, 3.1e-4, {"weight8": 9.5}
-    ),
-    "plain sgd": Row(ng.SGD, {"lr": 0.5}, 4.8e-4, dict.fromkeys(NAIVE, 1.5) | {"weight8": 3.0}),
-    "lion": Row(ng.Lion, {"lr": 0.2}, 0.03, {"weight8": 1.5}),
+    "adam": Row(ng.Adam, {"lr": 0.3, "weight_decay": 1e-3}, 0.029),
+    "sgd": Row(ng.SGD, {"lr": 0.2, "momentum": 0.8}, 3.4e-3),
+    "nesterov": Row(ng.SGD, {"lr": 0.2, "momentum": 0.8, "nesterov": True}, 3.1e-4),
+    "plain sgd": Row(ng.SGD, {"lr": 0.5}, 4.8e-4, dict.fromkeys(NAIVE, 1.5)),
+    "lion": Row(ng.Lion, {"lr": 0.2}, 0.03),
     "own": Row(users_rule, {"lr": 0.1, "betas": (0.9, 0.999, 0.99), "alpha": 2.0}, 0.14),
     "muon": Row(
         ng.Muon,
@@ -85,9 +83,8 @@ RULES = {
 def is_legal(rule: str, storage: str) -> bool:
     row = STORAGES[storage]
     if RULES[rule].matrix:
-        # Before the step a matrix rule knows no scale by row: of a weight, or of Muon's momentum
-        # beside it.
-        is_refused = row.weight.scaled or (rule == "muon" and row.exp_avg.scaled)
+        # Before the step a matrix rule knows no scale by row of Muon's momentum beside the weight.
+        is_refused = rule == "muon" and row.exp_avg.scaled
         return row.arithmetic == "float32" and not is_refused
     return rule == "adamw" or row.arithmetic != "expansion"
 

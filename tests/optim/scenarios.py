@@ -31,8 +31,7 @@ def kind(storage: Storage) -> tuple[object, ...]:
     """What decides by which lines of the library a storage is stepped."""
     stands = ("master",) if storage.master else ("tail",) if storage.tail_bits else storage.beside
     widths = frozenset(plane.bits for plane in planes_of(storage))
-    by_rows = bool(storage.scaled), "weight" in storage.scaled
-    how = len(widths) > 1, 64 in widths, by_rows, storage.is_stochastic
+    how = len(widths) > 1, 64 in widths, bool(storage.scaled), storage.is_stochastic
     return storage.visible, storage.arithmetic, stands, *how
 
 

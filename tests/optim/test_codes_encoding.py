@@ -212,7 +212,7 @@ def test_hold_keeps_every_positive_value_of_a_row_above_zero(code: Code, bound: 
 
 # ── weights ───────────────────────────────────────────────────────────────────────────────────────
 
-WHOLE = [r for r in STORAGES.values() if r.master or (r.weight.parts == 1 and not r.weight.scaled)]
+WHOLE = [r for r in STORAGES.values() if r.master or r.weight.parts == 1]
 IN_BFLOAT16 = [row for row in WHOLE if row.visible != "float16"]
 IN_FLOAT16 = [row for row in WHOLE if row.visible == "float16"]
 

@@ -22,13 +22,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import narrowgauge as ng
 from narrowgauge.numerics import multi_tensor_squares
 from narrowgauge.numerics.exact_sums import exact_squares
-from narrowgauge.optim import clip, cpp_step, multi_tensor, triton_step
+from narrowgauge.optim import clip, cpp_step, multi_tensor, proof, triton_step
 from narrowgauge.optim.printed import printed_step
 from narrowgauge.optim.rules import matrix
 from narrowgauge.optim.rules.elementwise import Rule
 from narrowgauge.optim.state import ParameterState
 from narrowgauge.spec.storages import STORAGES
-from narrowgauge.torch_support import cpp, torch_names, triton
+from narrowgauge.torch_support import cpp, proven, torch_names, triton
 from narrowgauge.torch_support.machine import compiler_missing, compiler_name
 from optim.pairs import PAIRS, RULES, build, everything, over, parameters
 from script_modules import benchmark_module
@@ -65,7 +65,6 @@ def kernel_of(rule: str, storage: str) -> tuple[Any, Any]:
 CACHES = (
     cpp_step.functions,
     triton_step.functions,
-    multi_tensor_squares._is_proven,
     matrix._multiplies_stacks,
 )
 
@@ -82,7 +81,7 @@ def printed(monkeypatch: pytest.MonkeyPatch, language: str) -> Iterator[None]:
     monkeypatch.setattr(triton, "INTERPRET", language == "Triton")
     monkeypatch.setattr(triton_step, "BLOCK", 128)
     monkeypatch.setattr(cpp_step, "TILE", 32)
-    monkeypatch.setattr(multi_tensor, "_reasons", {})
+    monkeypatch.setattr(proven, "_reasons", {})
     for cache in CACHES:
         cache.cache_clear()
     yield
@@ -104,15 +103,11 @@ def language(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @over(KERNELS)
-def test_the_printed_step_has_the_bits_of_the_definition(rule: str, storage: str) -> None:
+def test_the_printed_step_has_the_bits_of_the_definition(
+    language: str, rule: str, storage: str
+) -> None:
     """Ordinary and edge values, infinities, NaNs, odd ends, plain and audited."""
-    assert multi_tensor.why_not_printed(*kernel_of(rule, storage), CPU) == ""
-
-
-@pytest.mark.usefixtures("interpreted")
-@over(KERNELS)
-def test_the_printed_kernel_has_the_bits_of_the_definition(rule: str, storage: str) -> None:
-    assert multi_tensor.why_not_printed(*kernel_of(rule, storage), CPU) == ""
+    assert proof.why_not_printed(*kernel_of(rule, storage), CPU) == ""
 
 
 def unaligned(shape: tuple[int, ...], values: Tensor) -> Tensor:
@@ -293,7 +288,7 @@ def test_how_a_library_is_built(
     """
     if compiler_missing():
         pytest.skip(compiler_missing())
-    monkeypatch.setattr(multi_tensor, "_reasons", {})
+    monkeypatch.setattr(proven, "_reasons", {})
     monkeypatch.setattr(cpp, "_libraries", {})
     cpp_step.functions.cache_clear()
     cache = tmp_path / "ccache"
@@ -330,7 +325,7 @@ def test_threads_build_a_step_once_and_step_alike(
     if compiler_missing():
         pytest.skip(compiler_missing())
     monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path))
-    monkeypatch.setattr(multi_tensor, "_reasons", {})
+    monkeypatch.setattr(proven, "_reasons", {})
     monkeypatch.setattr(cpp, "_libraries", {})
     cpp_step.functions.cache_clear()
     optimizers = []
@@ -411,15 +406,15 @@ def test_a_step_is_one_launch(
 
     names = ("step", "step_and_audit", "add_up", "largest", "squares")
     launched = {name: Launched(name) for name in names}
-    monkeypatch.setattr(multi_tensor, "why_not_printed", lambda *args: "")
-    monkeypatch.setattr(multi_tensor_squares, "_is_proven", lambda *args: True)
+    monkeypatch.setattr(proof, "why_not_printed", lambda *args: "")
+    monkeypatch.setattr(multi_tensor_squares, "why_not_printed", lambda *args: "")
     monkeypatch.setattr(triton_step, "functions", lambda *args: launched)
     monkeypatch.setattr(multi_tensor_squares, "functions", lambda *args: launched)
     for module, name in (
         (multi_tensor, "send"),
         (multi_tensor, "to_device"),
         (multi_tensor_squares, "send"),
-        (clip, "send"),
+        (clip, "to_device"),
     ):
         monkeypatch.setattr(module, name, counted("copies", getattr(torch_names, name)))
     for step in range(10):
@@ -427,9 +422,9 @@ def test_a_step_is_one_launch(
             p.grad = torch.ones_like(p) if step == 0 else p.grad
         calls.clear()
         optimizer.step()
-        # At first also the tiles, the limits, and two tables of the norm; in an audit also the
-        # numbers of elements.
-        assert calls.pop("copies") == {0: 3 if max_grad_norm is None else 5, 9: 2}.get(step, 1)
+        # The limits and the table; at first also the tiles, and two tables of the norm; in an audit
+        # also the numbers of elements.
+        assert calls.pop("copies") == {0: 3 if max_grad_norm is None else 5, 9: 3}.get(step, 2)
         names = ["step_and_audit", "add_up"] if step == 9 else ["step"]
         if max_grad_norm:
             names += ["largest", "squares"]
@@ -491,66 +486,6 @@ def test_equal_matrices_share_two_launches_and_each_product(
 
 
 @pytest.mark.usefixtures("interpreted")
-def test_replays_of_a_captured_step_are_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph is here the list of launches: without a GPU none can be captured.
-
-    What a graph cannot repeat is refused, when it is captured or before its replay.
-    """
-    results = []
-    for is_captured in (True, False):
-        params = parameters("states8", [(4, 16), (3, 5), (7,)])
-        optimizer = ng.AdamW(
-            params, storage="states8", compile=True, lr=0.1, capturable=True, maximize=True, audit_every=2
-        )  # fmt: skip
-        graph: list[tuple[Any, ...]] = []
-
-        def capture(graph: list[tuple[Any, ...]] = graph, step: Any = optimizer.step) -> None:
-            with monkeypatch.context() as patch:
-                patch.setattr(torch.cuda, "is_initialized", lambda: True)
-                patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-                patch.setattr(multi_tensor.Table, "send", None)  # nothing is sent from a graph
-                launch = lambda *args, audited, averages: graph.append(args)  # noqa: E731
-                patch.setattr(multi_tensor.Table, "launch", launch)
-                step()
-
-        def is_refused(function: Callable[[], None], match: str) -> None:
-            with pytest.raises(ng.errors.RecipeError, match=match):
-                function()
-
-        for step in range(5):
-            for k, p in enumerate(params):
-                gradient = gaussian(*p.shape, seed=10 * step + k, dtype=p.dtype)
-                p.grad = gradient if p.grad is None else p.grad.copy_(gradient)
-            optimizer.param_groups[0]["lr"] = 0.1 / (1 + step)
-            if is_captured and step == 0:
-                is_refused(capture, "first step")
-                assert optimizer.state_of(params[0]) is None  # nothing has filled it
-            if is_captured and step == 1:
-                is_refused(optimizer.advance, "no CUDA graph")
-                optimizer.max_grad_norm = 1.0
-                is_refused(capture, "max_grad_norm")
-                optimizer.max_grad_norm = None
-                capture()
-                assert optimizer.num_steps(params[0]) == 1
-                optimizer.skip_above = 9.0
-                is_refused(optimizer.advance, "skip_above")
-                optimizer.skip_above = torch.inf
-            if graph:
-                optimizer.advance()
-                for table, control in graph:
-                    table.launch(control, audited=False)
-            else:
-                optimizer.step()
-        results.append(everything(optimizer))
-        before = weakref.ref(optimizer.state_of(params[0]))
-        graph.clear()
-        optimizer.load_state_dict(optimizer.state_dict())
-        assert before() is None
-        is_refused(optimizer.advance, "no CUDA graph")
-    assert_same_bits(*results)
-
-
-@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("max_grad_norm", [None, 1.0])
 def test_a_step_keeps_no_gradient(max_grad_norm: float | None) -> None:
     """The next forward pass needs their memory.
@@ -574,19 +509,7 @@ def test_programs_that_share_rows_bound_them_together(monkeypatch: pytest.Monkey
     for is_shared in (False, True):
         params = parameters("compact", [(4, 6), (5, 70)])
         optimizer = ng.AdamW(params, storage="compact", compile=True)
-        num_shared: list[int] = []
-        share_rows = multi_tensor.Table._share_rows
-
-        def counted(
-            table: multi_tensor.Table,
-            num_shared: list[int] = num_shared,
-            share_rows: Any = share_rows,
-        ) -> None:
-            share_rows(table)
-            num_shared.append(len(table._shared))
-
         with monkeypatch.context() as patch:
-            patch.setattr(multi_tensor.Table, "_share_rows", counted)
             if is_shared:
                 # A group of this process alone.
                 groups = property(lambda state: [SimpleNamespace(group_name="alone")])
@@ -599,8 +522,8 @@ def test_programs_that_share_rows_bound_them_together(monkeypatch: pytest.Monkey
                     p.grad = gaussian(*p.shape, seed=10 * step + k, dtype=p.dtype)
                 optimizer.step()
         results.append(everything(optimizer))
-        # A program of a GPU steps a whole row.
-        assert num_shared[-2:] == [2 if is_shared else 0 if triton.INTERPRET else 1] * 2
+        (table,) = optimizer._tables.values()
+        assert len(table._shared) == (2 if is_shared else 0)
     assert_same_bits(*results)
 
 
@@ -639,12 +562,12 @@ def test_other_bits_are_noticed(monkeypatch: pytest.MonkeyPatch, storage: str, r
     operations = {}
     for name, text in cpp.CPP.operations.items():
         operations[name] = FAULTS[right] if text == right else text
-    monkeypatch.setattr(multi_tensor, "_reasons", {})
+    monkeypatch.setattr(proven, "_reasons", {})
     cpp_step.functions.cache_clear()
     with monkeypatch.context() as patch:
         patch.setattr(cpp_step._Text, "language", replace(cpp.CPP, operations=operations))
         with pytest.warns(UserWarning, match="other bits"):
-            reason = multi_tensor.why_not_printed(*kernel_of("adamw", storage), CPU)
+            reason = proof.why_not_printed(*kernel_of("adamw", storage), CPU)
     cpp_step.functions.cache_clear()
     assert "other bits" in reason
 
@@ -653,7 +576,7 @@ def test_an_error_that_passes_is_not_remembered(monkeypatch: pytest.MonkeyPatch)
     """Such as a full disk."""
     if compiler_missing():
         pytest.skip(compiler_missing())
-    monkeypatch.setattr(multi_tensor, "_reasons", {})
+    monkeypatch.setattr(proven, "_reasons", {})
     cpp_step.functions.cache_clear()
     kernel = kernel_of("adamw", "exact")
 
@@ -663,8 +586,12 @@ def test_an_error_that_passes_is_not_remembered(monkeypatch: pytest.MonkeyPatch)
     with monkeypatch.context() as patch:
         patch.setattr(cpp_step, "build", full)
         with pytest.warns(UserWarning, match="no space left"):
-            assert "no space left" in multi_tensor.why_not_printed(*kernel, CPU)
-    assert multi_tensor.why_not_printed(*kernel, CPU) == ""
+            assert "no space left" in proof.why_not_printed(*kernel, CPU)
+        patch.setattr(multi_tensor_squares, "functions_in_cpp", full)
+        with pytest.warns(UserWarning, match="no space left"):
+            assert not multi_tensor_squares.sums_on([torch.ones(3)])
+    assert proof.why_not_printed(*kernel, CPU) == ""
+    assert multi_tensor_squares.sums_on([torch.ones(3)])
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ SHAPES = {
 }  # fmt: skip
 # Other rules than AdamW, odd storages, and ranks without a row; the rest is in equivalence/.
 CASES = [
-    "lion states8", "adamw float8/collage-plus", "muon word", "galore stochastic", "galore states8", "gradnorm_lorp exact",
+    "lion states8", "adamw float16/collage-plus", "muon word", "galore stochastic", "galore states8", "gradnorm_lorp exact",
 ]  # fmt: skip
 STEPS = range(3)
 

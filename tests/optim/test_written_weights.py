@@ -17,9 +17,6 @@ from optim.pairs import build, parameters
 from tables import exhaustive
 from tensors import gaussian, parameters_of, take_steps
 
-IN_CODE = [row for row in STORAGES.values() if row.weight.scaled]
-"""Storages whose weights are rounded to a code of fewer bits than the model's format has."""
-
 
 def pruned(weight: Tensor) -> Tensor:
     return weight * (torch.arange(weight.numel()).view(weight.shape) % 2)
@@ -42,12 +39,7 @@ WRITERS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("storage", STORAGES)
 def test_what_is_written_stays(storage: str) -> None:
     """With a rate of 0: next to random low bits, and after steps."""
-    row = STORAGES[storage]
-    code = row.weight  # a weight of fewer bits is rounded to them
-    near = code.scaled
     for name, write in WRITERS.items():
-        if name == "loaded" and storage.startswith("float16/collage"):
-            continue  # ties stay: low parts lie on float16's own grid
         shapes = [(64, 1024), (65,)] if name == "loaded" else [(6, 9), (7,)]
         optimizer = build("adamw", parameters(storage, shapes), storage, lr=1e-2)
         take_steps(optimizer, range(2))
@@ -59,18 +51,10 @@ def test_what_is_written_stays(storage: str) -> None:
             written.append(p.detach().clone())
         take_steps(optimizer, range(2, 4))
         for p, value in zip(parameters_of(optimizer), written, strict=True):
-            if near and "largest" in name:
-                assert p.isfinite().all(), name
-            elif near:
-                torch.testing.assert_close(p.detach(), value, rtol=2.0**-3, atol=2.0**-12)
-            else:
-                assert torch.equal(p.detach(), value), name
-            assert not p[value == 0].any(), name
+            assert torch.equal(p.detach(), value), name
 
 
-@exhaustive(
-    "storage", [row for row in STORAGES.values() if row.visible != "float32" and row not in IN_CODE]
-)
+@exhaustive("storage", [row for row in STORAGES.values() if row.visible != "float32"])
 def test_what_is_stored_rounds_to_what_is_seen(storage: Storage) -> None:
     """Every visible value, beside the ends of what is stored next to it; and after a change of
     storage.

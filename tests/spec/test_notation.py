@@ -27,7 +27,7 @@ def test_every_pair_that_agrees_is_listed() -> None:
     shared = [name for name in STORAGES if "/" not in name]
     owned = {name for name in STORAGES if "/" in name}
     bound = {name for name, row in COMPUTES.items() if row.owns_storages}
-    assert bound == {"float8", "float16-throughout"} and len(owned) >= 5
+    assert bound == {"float16-throughout"} and len(owned) >= 5
     pairs = {
         f"{compute}/{storage}" for compute in COMPUTES if compute not in bound for storage in shared
     } | owned
@@ -52,7 +52,7 @@ def test_aliases_lead_to_full_names() -> None:
         ("FP8-tensor/exact", "float8-tensor/exact"), ("fp16-throughout", "float16-throughout/naive"),
         ("fp16/split", "float16/split"), ("bf16-mixed", "bfloat16/float32"), ("bfloat16-true", "bfloat16/naive"),
         ("bfloat16/exact/native", "bfloat16/exact"), ("fp16/fp32", "float16/float32"),
-        ("float8/collage-plus", "float8/collage-plus"), ("collage-plus", "bfloat16/collage-plus"),
+        ("collage-plus", "bfloat16/collage-plus"),
         # Names of other libraries.
         ("16-mixed", "float16/float32"), ("16-true", "float16/naive"), ("bf16-true", "bfloat16/naive"),
         ("32-true", "float32/float32"), ("32", "float32/float32"), ("amp", "float16/float32"),
@@ -85,10 +85,13 @@ def test_a_compute_of_another_library_is_taken_wherever_a_compute_is_named() -> 
     )
     assert [row.name for row in recipe.computes] == ["int8-row", "float8-block"]
     with pytest.raises(
-        RecipeError, match=r"override '\*' has compute 'float8' in a recipe of 'float8-row'"
+        RecipeError,
+        match=r"override '\*' has compute 'float16-throughout' in a recipe of 'float8-row'",
     ):
         Recipe(
-            COMPUTES["float8-row"], STORAGES["word"], overrides=(Override("*", COMPUTES["float8"]),)
+            COMPUTES["float8-row"],
+            STORAGES["word"],
+            overrides=(Override("*", COMPUTES["float16-throughout"]),),
         )
 
 

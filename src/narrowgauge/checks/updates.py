@@ -25,6 +25,7 @@ from narrowgauge.numerics.dtensor import gradient_of
 from narrowgauge.numerics.metrics import update_metrics, update_sums
 from narrowgauge.numerics.rounding import round_to
 from narrowgauge.optim.optimizer import Optimizer
+from narrowgauge.optim.values import stored
 from narrowgauge.runs.finding import counted
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.significance import MIN_EDQ
@@ -298,9 +299,9 @@ def _grid(p: SteppedParameter) -> torch.dtype | None:
     if isinstance(p.optimizer, Optimizer):
         state = p.optimizer.state_of(p.parameter)
         if state is not None:
-            stored = state.stored("weight", ELEMENTS)
-            weight = state.parameter.detach().reshape(-1)[: len(stored)]
-            if not torch.equal(stored, weight.to(stored.dtype)):
+            known = stored(state, "weight", ELEMENTS)
+            weight = state.parameter.detach().reshape(-1)[: len(known)]
+            if not torch.equal(known, weight.to(known.dtype)):
                 return None
     return dtype
 

@@ -36,6 +36,7 @@ from narrowgauge.numerics.dtensor import gradient_of, is_split_over_ranks, local
 from narrowgauge.numerics.exact_sums import largest_magnitude
 from narrowgauge.optim.audit import AuditedUpdates, audit
 from narrowgauge.optim.optimizer import Optimizer
+from narrowgauge.optim.values import stored
 from narrowgauge.runs.schema import FIRST_EXPONENT, METRICS, NUM_EXPONENTS, Row
 from narrowgauge.spec.computes import Cast, first_of_input
 from narrowgauge.spec.formats import dtype_name
@@ -461,7 +462,7 @@ def _leading(optimizer: torch.optim.Optimizer, p: Tensor, name: str) -> list[Ten
         state = optimizer.state_of(p)
         values = None
         if state is not None and name in dict(state.storage.states):
-            values = state.stored(name, _NUM_VALUES)
+            values = stored(state, name, _NUM_VALUES)
     else:
         values = optimizer.state.get(p, {}).get(name)
     if not isinstance(values, Tensor):

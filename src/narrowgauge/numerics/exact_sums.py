@@ -45,12 +45,6 @@ from narrowgauge.errors import FormatError
 from narrowgauge.numerics.chunks import chunk_size, flat_chunks
 from narrowgauge.numerics.dtensor import add_up, by_group, local_of
 
-JOINED_ELEMENTS = 1 << 16
-JOINED_TOTAL = 1 << 22
-"""Join tensors of at most the first number of elements, up to the second: one call then serves many
-tensors.
-"""
-
 
 def largest_magnitude(x: Tensor) -> Tensor:
     """Return the largest absolute value, float32 0-d.
@@ -125,17 +119,17 @@ class Squares:
         first = next(tensor for _, members in groups for tensor in members)
         zero = torch.zeros((), dtype=torch.float32, device=local_of(first).device)
         for _, members in groups:
-            pieces = _pieces(list(map(local_of, members)))
-            self._groups.append(pieces)
-            peaks.append(torch.stack([zero, *map(largest_magnitude, pieces)]).amax())
+            tensors = list(map(local_of, members))
+            self._groups.append(tensors)
+            peaks.append(torch.stack([zero, *map(largest_magnitude, tensors)]).amax())
         return peaks
 
     def sums(self, scales: Tensor) -> Tensor:
         """Return the squares in steps of the grids of :func:`grid_scales`, int64 ``[groups, 2]``."""
         totals = torch.zeros(len(self._groups), 2, dtype=torch.int64, device=scales.device)
-        for total, pieces in zip(totals, self._groups, strict=True):
-            for piece in pieces:
-                for (chunk,) in flat_chunks(piece):
+        for total, tensors in zip(totals, self._groups, strict=True):
+            for tensor in tensors:
+                for (chunk,) in flat_chunks(tensor):
                     total += torch.stack(grid_steps(chunk, scales))
         return totals
 
@@ -164,30 +158,6 @@ def exact_squares(tensors: Sequence[Tensor], table: Squares | None = None) -> Te
     coarse, fine = torch.stack(sums).sum(0).double()
     total = (coarse + fine / scales[1]) / scales[0]
     return torch.where(largest.isfinite(), total, largest.double())
-
-
-def _pieces(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return all elements in few tensors.
-
-    Flatten contiguous large ones, join small ones, split the rest in chunks.
-    """
-    pieces: list[Tensor] = []
-    small: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
-        if 0 < tensor.numel() <= JOINED_ELEMENTS:
-            small.setdefault(tensor.dtype, []).append(tensor.reshape(-1))
-        elif not tensor.is_contiguous():
-            for chunks in flat_chunks(tensor):
-                pieces += chunks
-        elif tensor.numel():
-            pieces.append(tensor.view(-1))
-    for members in small.values():
-        count = len(members)
-        if sum(member.numel() for member in members) > JOINED_TOTAL:
-            count = JOINED_TOTAL // JOINED_ELEMENTS
-        for start in range(0, len(members), count):
-            pieces.append(torch.cat(members[start : start + count]))
-    return pieces
 
 
 # ── elementwise ───────────────────────────────────────────────────────────────────────────────────

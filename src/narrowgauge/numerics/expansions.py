@@ -1,9 +1,9 @@
-"""Numbers as exact sums of low-precision parts: multi-component floats.
+"""Numbers as exact sums of two low-precision parts: multi-component floats.
 
 Two bfloat16 hold 17 bits together if the second is the rounding error of the first. The rounding
 error of a sum or a product is a number of the format. :func:`two_sum` and :func:`two_prod` compute
-these errors exactly. Everything else is built from these two. An *expansion* is a tuple of parts,
-largest first. Each part is at most half an ulp of the one before it. The expansion is their exact
+these errors exactly. Everything else is built from these two. A *pair* is an expansion of two
+parts, the larger first. The second is at most half an ulp of the first. The pair is their exact
 sum.
 
 A part is a float32 tensor with values of a format of precision p. An operation is the float32
@@ -12,7 +12,7 @@ Rounding to 24 bits and then to p equals rounding once for sums, products, quoti
 roots of p-bit numbers, since 24 >= 2p + 2 (p <= 11).
 
 Errors are relative, with u = 2^-p. They hold if nothing overflows and no part underflows. The
-sources prove the errors of pairs. We measured the errors of triples and of square roots.
+sources prove them.
 
 Source: Dekker 1971; Knuth, TAOCP 2; Figueroa 1995 (rounding twice); Shewchuk 1997; Joldes, Muller &
 Popescu 2017 (pairs); Yu et al. 2024 (Collage), whose Grow, Scaling and Mul are :func:`grow` and
@@ -22,7 +22,6 @@ Popescu 2017 (pairs); Yu et al. 2024 (Collage), whose Grow, Scaling and Mul are 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,7 +30,7 @@ from torch import Tensor
 from narrowgauge.errors import FormatError
 from narrowgauge.numerics.rounding import bits_of, cut_to_even, float_of
 
-Parts = tuple[Tensor, ...]
+Pair = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ class NearestEven:
         return rounded if x.device.type == "cpu" else torch.where(x == x, rounded, math.nan)
 
 
-def two_sum(a: Tensor, b: Tensor, rn: NearestEven) -> tuple[Tensor, Tensor]:
+def two_sum(a: Tensor, b: Tensor, rn: NearestEven) -> Pair:
     """Return ``(s, e)``, the rounded sum and its error: ``s + e == a + b`` exactly, for all parts a
     and b.
 
@@ -77,13 +76,13 @@ def two_sum(a: Tensor, b: Tensor, rn: NearestEven) -> tuple[Tensor, Tensor]:
     return s, (a - (s - of_b)) + (b - of_b)
 
 
-def fast_two_sum(a: Tensor, b: Tensor, rn: NearestEven) -> tuple[Tensor, Tensor]:
+def fast_two_sum(a: Tensor, b: Tensor, rn: NearestEven) -> Pair:
     """Return :func:`two_sum` in 3 operations, if a is 0 or its exponent is at least b's."""
     s = rn(a + b)
     return s, b - (s - a)
 
 
-def two_prod(a: Tensor, b: Tensor, rn: NearestEven) -> tuple[Tensor, Tensor]:
+def two_prod(a: Tensor, b: Tensor, rn: NearestEven) -> Pair:
     """Return ``(p, e)``, the rounded product and its error: ``p + e == a * b`` exactly, unless e
     underflows.
 
@@ -94,93 +93,31 @@ def two_prod(a: Tensor, b: Tensor, rn: NearestEven) -> tuple[Tensor, Tensor]:
     return p, rn(product - p)
 
 
-def renormalise(terms: Sequence[Tensor], length: int, rn: NearestEven) -> Parts:
-    """Return terms as an expansion of ``length`` parts.
-
-    It is exact if the terms fit that many parts, else within u^length.
-
-    There are at least ``length`` terms, largest first: only a zero has a smaller exponent than the
-    next. They may overlap.
-    """
-    parts = list(terms)
-    if len(parts) == length == 2:
-        return fast_two_sum(parts[0], parts[1], rn)
-    # Go up more than once, since larger terms may cancel and leave zeros. Then go down, which
-    # separates the parts.
-    upward = list(reversed(range(len(parts) - 1)))
-    for i in upward * len(upward) + upward[-2::-1]:
-        parts[i], parts[i + 1] = two_sum(parts[i], parts[i + 1], rn)
-    while len(parts) > length:
-        last = parts.pop()
-        parts[-1] = rn(parts[-1] + last)
-    return tuple(parts)
-
-
-def _cascade(levels: list[list[Tensor]], rn: NearestEven) -> list[Tensor]:
-    """Sum each level of magnitude.
-
-    Errors join the next level. Only the last level's errors are lost.
-    """
-    sums = []
-    for place, (total, *terms) in enumerate(levels):
-        for term in terms:
-            if place == len(levels) - 1:
-                total = rn(total + term)
-            else:
-                total, error = two_sum(total, term, rn)
-                levels[place + 1].append(error)
-        sums.append(total)
-    return sums
-
-
-def grow(x: Parts, a: Tensor, rn: NearestEven) -> Parts:
-    """Add a part to an expansion: Collage's Grow, the update of a weight.
-
-    Error for pairs 2u^2, for triples 4u^3.
+def grow(x: Pair, a: Tensor, rn: NearestEven) -> Pair:
+    """Add a part to a pair: Collage's Grow, the update of a weight. Error 2u^2.
 
     The first line is :func:`two_sum`, since an update may be larger than the weight.
     """
-    levels = [[part] for part in x]
-    levels[0].append(a)
-    return renormalise(_cascade(levels, rn), len(x), rn)
+    total, error = two_sum(x[0], a, rn)
+    return fast_two_sum(total, rn(x[1] + error), rn)
 
 
-def mul(x: Parts, y: Parts, rn: NearestEven) -> Parts:
-    """Multiply expansions of one length above 1: Collage's Mul, corrected.
+def mul(x: Pair, y: Pair, rn: NearestEven) -> Pair:
+    """Multiply pairs: Collage's Mul, corrected. Error 5u^2.
 
-    Error for pairs 5u^2, triples 8u^3.
-
-    Partial products are exact, but the smallest ones that count are rounded.
+    The second product of parts is added unrounded, like PyTorch's 16-bit multiply-add.
     """
-    n = len(x)
-    levels: list[list[Tensor]] = [[] for _ in range(n)]
-    least: list[Tensor] = []
-    for i in reversed(range(len(x))):
-        for j in range(n - i):
-            if i + j == n - 1:
-                # All but the first are added unrounded, like PyTorch's 16-bit multiply-add.
-                least.append(x[i] * y[j])
-            else:
-                p, e = two_prod(x[i], y[j], rn)
-                levels[i + j].append(p)
-                levels[i + j + 1].append(e)
-    if len(least) > 1:
-        least[0] = rn(least[0])
-    levels[-1] = least + levels[-1]
-    return renormalise(_cascade(levels, rn), n, rn)
+    product, error = two_prod(x[0], y[0], rn)
+    crossed = rn(rn(x[1] * y[0]) + x[0] * y[1])
+    return fast_two_sum(product, rn(crossed + error), rn)
 
 
-def expansion_of(value: Tensor, length: int, rn: NearestEven) -> Parts:
-    """Split a float32 or float64 value into parts, each nearest to the remainder of the parts
-    before. Error u^length.
+def pair_of(value: Tensor, rn: NearestEven) -> Pair:
+    """Split a float32 or float64 value into the nearest part and the nearest to the rest. Error u^2.
 
     Example:
-        >>> expansion_of(torch.tensor(0.999), 2, NearestEven(16))
+        >>> pair_of(torch.tensor(0.999), NearestEven(16))
         (tensor(1.), tensor(-0.0010))
     """
-    parts = []
-    remainder = value
-    for _ in range(length):
-        parts.append(rn(remainder.float()))
-        remainder = remainder - parts[-1]
-    return tuple(parts)
+    high = rn(value.float())
+    return high, rn((value - high).float())

@@ -22,12 +22,12 @@ from narrowgauge.numerics.exact_sums import (
     largest_magnitude,
     steps_of_squares,
 )
-from narrowgauge.torch_support.compile import can_compile
 from narrowgauge.torch_support.cpp import CPP, VECTORS, build
 from narrowgauge.torch_support.edge_values import draw
-from narrowgauge.torch_support.printer import print_graph, prove, trace
+from narrowgauge.torch_support.printer import print_graph, trace
+from narrowgauge.torch_support.proven import language_on, why_not_printed
 from narrowgauge.torch_support.torch_names import send
-from narrowgauge.torch_support.triton import LAUNCH, REDUCERS, TRITON, load, runs_on
+from narrowgauge.torch_support.triton import LAUNCH, REDUCERS, TRITON, load
 
 BLOCK = 1024
 SPAN = 8192
@@ -104,7 +104,7 @@ def squares(table, tiles, scales, sums):
 
 _CPP = f"""{VECTORS}
 typedef double Doubles __attribute__((vector_size(4 * LANES)));
-typedef int64_t Longs __attribute__((vector_size(4 * LANES)));
+typedef uint64_t Longs __attribute__((vector_size(4 * LANES)));
 #if LANES == 16
 #define HALF(x, k) __builtin_shufflevector(x, x, k, k + 1, k + 2, k + 3, k + 4, k + 5, k + 6, k + 7)
 #elif LANES == 8
@@ -127,6 +127,11 @@ template <int DTYPE> INLINE Floats values_of(const char* p) {{
 template <int DTYPE, class Run> INLINE void over(const char* p, int64_t numel, Run run) {{
   const int size = DTYPE == 2 ? 4 : 2;
   int64_t at = 0;
+  for (; at + GROUP <= numel; at += GROUP) {{
+    prefetch<DTYPE == 2 ? 4 : 2>(p + size * at + 1024);
+    run(values_of<DTYPE>(p + size * at));
+    run(values_of<DTYPE>(p + size * (at + LANES)));
+  }}
   for (; at + LANES <= numel; at += LANES) run(values_of<DTYPE>(p + size * at));
   if (at == numel) return;
   alignas(64) char copy[4 * LANES] = {{}};
@@ -144,20 +149,21 @@ template <int DTYPE> static __attribute__((noinline)) int32_t largest_of_values(
 template <int DTYPE>
 static __attribute__((noinline)) void squares_of(const char* p, int64_t numel, const double* scales, int64_t* sums) {{
   const double shift = 0x1.8p52;
-  const int64_t zero = __builtin_bit_cast(int64_t, shift);
+  const uint64_t zero = __builtin_bit_cast(uint64_t, shift);
   const double first = scales[0], second = scales[1];
   if (second <= 0x1p50) {{
     Longs coarse{{}}, fine{{}};
     const auto add = [&](Doubles v) ALWAYS {{
       const Doubles scaled = v * v * first, moved = scaled + shift;
-      coarse += (Longs)moved - zero;
-      fine += (Longs)((scaled - (moved - shift)) * second + shift) - zero;
+      coarse += (Longs)moved;
+      fine += (Longs)((scaled - (moved - shift)) * second + shift);
     }};
     over<DTYPE>(p, numel, [&](Floats x) ALWAYS {{
       add(__builtin_convertvector(HALF(x, 0), Doubles));
       add(__builtin_convertvector(HALF(x, LANES / 2), Doubles));
     }});
-    for (int k = 0; k < LANES / 2; k++) sums[0] += coarse[k], sums[1] += fine[k];
+    const uint64_t most = (numel + LANES - 1) / LANES * 2 * zero;  // of each lane
+    for (int k = 0; k < LANES / 2; k++) sums[0] += coarse[k] - most, sums[1] += fine[k] - most;
     return;
   }}
   over<DTYPE>(p, numel, [&](Floats x) ALWAYS {{
@@ -319,43 +325,27 @@ class SquaresTable(Squares):
                 kernel[(len(self._tiles),)](self._table, self._tiles, *arguments, **LAUNCH)
 
 
-def language_on(device: torch.device) -> str:
-    """Return the language of printed kernels on a device, or an empty string if there is none."""
-    if runs_on(device):
-        return TRITON.name
-    return CPP.name if device.type == "cpu" else ""
-
-
 def sums_on(tensors: Sequence[Tensor]) -> bool:
     """Return whether a :class:`SquaresTable` sums the squares of tensors."""
     device = local_of(tensors[0]).device
-    language = language_on(device)
-    if not language or any(tensor.dtype not in DTYPES for tensor in tensors):
+    if any(tensor.dtype not in DTYPES for tensor in tensors):
         return False
-    return _is_proven(device, language)
+    name = "the norm of all tensors"
+    return not why_not_printed(name, name, device, lambda: _has_the_bits(device))
 
 
-@lru_cache(None)
-def _is_proven(device: torch.device, language: str) -> bool:
-    """Return whether the launches give the bits of the definition. Warn once if not."""
-
-    def compare() -> bool:
-        cases = []
-        for dtype in DTYPES:
-            for size in (1, SPAN, SPAN + 9):
-                for edges in (False, True):
-                    cases.append(draw(dtype, (size,), edges=edges, seed=size))
-        for some in (cases, cases[:2]):  # also few elements, whose grid is finer
-            table = SquaresTable()
-            actual = exact_squares([case.to(device) for case in some], table=table).cpu()
-            peaks = torch.stack([largest_magnitude(case) for case in some])
-            is_sum_equal = torch.equal(actual, exact_squares(some))
-            if not (is_sum_equal and torch.equal(table.peaks.cpu(), peaks)):
-                return False
-        return True
-
-    if language == CPP.name and not can_compile("printed"):
-        return False
-    if device.type != "cpu" and not can_compile("gpu"):
-        return False
-    return not prove("the norm of all tensors", language, compare).reason
+def _has_the_bits(device: torch.device) -> bool:
+    """Return whether the launches give the bits of the definition."""
+    cases = []
+    for dtype in DTYPES:
+        for size in (1, SPAN, SPAN + 9):
+            for edges in (False, True):
+                cases.append(draw(dtype, (size,), edges=edges, seed=size))
+    for some in (cases, cases[:2]):  # also few elements, whose grid is finer
+        table = SquaresTable()
+        actual = exact_squares([case.to(device) for case in some], table=table).cpu()
+        peaks = torch.stack([largest_magnitude(case) for case in some])
+        is_sum_equal = torch.equal(actual, exact_squares(some))
+        if not (is_sum_equal and torch.equal(table.peaks.cpu(), peaks)):
+            return False
+    return True

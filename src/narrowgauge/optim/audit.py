@@ -74,13 +74,6 @@ class AuditedUpdates:
     at_end: float
     lost_decay: float
 
-    @property
-    def stalls(self) -> bool:
-        """Return whether updates are lost with statistical certainty."""
-        width = student_t(max(1, self.num_audits - 1), CONFIDENCE)
-        is_low = self.edq + width * self.edq_error < MIN_EDQ
-        return self.num_audits >= FEWEST and (is_low or self.at_end > MOST_AT_END)
-
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
@@ -155,6 +148,17 @@ def edq_and_error(windows: Tensor, counts: Tensor | int) -> tuple[Tensor, Tensor
     return edq, (spread * counts / (counts - 1)).sqrt() / dd.sum(-1)
 
 
+def stalling(windows: Tensor, counts: Tensor) -> Tensor:
+    """Return in which windows updates are lost with statistical certainty, or moments are at the
+    end of their range.
+    """
+    edq, error = edq_and_error(windows, counts)
+    widths = [student_t(max(1, n - 1), CONFIDENCE) for n in range(WINDOW + 1)]
+    width = torch.tensor(widths, device="cpu")[counts]
+    at_end = metrics.share_at_end(windows.sum(-2))
+    return ((edq + width * error < MIN_EDQ) | (at_end > MOST_AT_END)) & (counts >= FEWEST)
+
+
 Sums = tuple[list[Tensor], Tensor | HostCopy]
 """Tensors, and for each its ``UPDATE_SUMS`` of one step, float64 ``[tensors, 11]``.
 
@@ -224,27 +228,16 @@ class Auditor:
         return table.sum(0)
 
     def restore(self, parameter: Tensor, rows: Tensor) -> None:
-        """Restore a saved window. A tensor that stalls in it raises no second alarm.
-
-        One of other sums, by an earlier version, is left out.
-        """
-        if rows.shape[-1] != NUM_SUMS:
-            return
+        """Restore a saved window. A tensor that stalls in it raises no second alarm."""
         place = self._places([parameter])
         self._sums[place, : len(rows)] = rows
         self._counts[place] = len(rows)
-        if read(rows).stalls:
+        if stalling(self._sums[place], self._counts[place]):
             self._alarmed.add(parameter)
 
     def stalled(self) -> list[Tensor]:
         """Return the tensors whose window stalls, all at once."""
-        counts = self._counts.clamp(max=WINDOW)
-        edq, error = edq_and_error(self._sums, counts)
-        widths = [student_t(max(1, n - 1), CONFIDENCE) for n in range(WINDOW + 1)]
-        width = torch.tensor(widths, device="cpu")[counts]
-        at_end = metrics.share_at_end(self._sums.sum(1))
-        low = (edq + width * error < MIN_EDQ) | (at_end > MOST_AT_END)
-        low &= counts >= FEWEST
+        low = stalling(self._sums, self._counts.clamp(max=WINDOW))
         if not low.any():
             return []
         return [parameter for parameter, place in self._rows.items() if low[place]]

@@ -18,7 +18,7 @@ from narrowgauge.numerics.dtensor import by_group, local_of
 from narrowgauge.numerics.exact_sums import exact_squares
 from narrowgauge.numerics.multi_tensor_squares import SquaresTable, sums_on
 from narrowgauge.numerics.rounding import reciprocal, sqrt
-from narrowgauge.torch_support.torch_names import send
+from narrowgauge.torch_support.torch_names import to_device
 
 Finite = Callable[[], list[bool]]
 """Returns which gradients of a step were finite, without storing the gradients.
@@ -59,35 +59,32 @@ def decide(norm: Tensor, options: Iterable[Tensor]) -> Tensor:
 
 
 class StepControl:
-    """Decide for each step the factor of the gradients and whether to skip.
+    """Decide for each step the factor of the gradients and whether to skip."""
 
-    ``worth_printing`` returns whether to print the norm for a number of elements on a device.
-    """
-
-    def __init__(self, worth_printing: Callable[[int, torch.device], bool]) -> None:
-        self._worth_printing = worth_printing
+    def __init__(self) -> None:
         self.table = SquaresTable()
-        self._sent: list[float] = []
-        self._limits: Tensor | None = None
 
     @torch.no_grad()
     def __call__(
-        self, gradients: Sequence[Tensor], device: torch.device, *, max_norm: float | None, skip_above: float,
+        self, gradients: Sequence[Tensor], *, is_printed: bool, max_norm: float | None, skip_above: float,
         grad_scale: Tensor | None = None, found_inf: Tensor | None = None,
     ) -> Decision:  # fmt: skip
         """Decide for all gradients. Skip the step if the norm is above ``skip_above``.
 
         Args:
+            gradients: on one device.
+            is_printed: whether to print the norm.
             max_norm: clip to it, as ``torch.nn.utils.clip_grad_norm_`` does; ``None`` does not
                 clip.
             grad_scale, found_inf: the loss scale of a ``torch.amp.GradScaler``, and not 0 if it
                 found a gradient that is not finite; 0-d.
         """
         needs_norm = not (max_norm is None and skip_above == math.inf)
-        limits = self._send(device, max_norm, skip_above)
+        device = local_of(gradients[0]).device
+        values = [1.0, 0.0, math.inf if max_norm is None else max_norm, skip_above]
+        limits = to_device(torch.tensor(values, dtype=torch.float32, device="cpu"), device)
         if not needs_norm and grad_scale is found_inf is None:
             return Decision(limits[:2], None, None)
-        is_printed = self._worth_printing(sum(g.numel() for g in gradients), device)
         table = self.table if is_printed and sums_on(gradients) else None
         no_scale, no_inf, *options = limits.unbind()
         for scalar, default in ((grad_scale, no_scale), (found_inf, no_inf)):
@@ -105,14 +102,3 @@ class StepControl:
             finite = torch.stack(flags).tolist
         decided = decide(options[0].new_zeros(()) if norm is None else norm, options)
         return Decision(decided[:2], None if norm is None else decided[2], finite)
-
-    def _send(self, device: torch.device, max_norm: float | None, skip_above: float) -> Tensor:
-        """Return 1, 0 and both limits, float32 ``[4]`` on a device. Copy them if they changed."""
-        limits = [1.0, 0.0, math.inf if max_norm is None else max_norm, skip_above]
-        if self._limits is None or self._limits.device != device:
-            self._limits = torch.empty(4, dtype=torch.float32, device=device)
-            self._sent = []
-        if limits != self._sent:
-            send(torch.tensor(limits, dtype=torch.float32, device="cpu"), self._limits)
-            self._sent = limits
-        return self._limits

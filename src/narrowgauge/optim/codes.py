@@ -118,14 +118,6 @@ def _encode_window(
     magnitude = (
         bits & MAGNITUDE
     )  # also for unsigned codes: -0 and a negative NaN would fill the word
-    if code.signed and not code.hold and shift > dropped and shift + code.bits == 32:
-        # The topmost code of a word needs one shift before the addition, and its sign is already in
-        # place.
-        offset = shift - dropped
-        steps = _last_step(code) << shift
-        magnitude = magnitude.clamp(max=steps >> offset)
-        added = addend_of(magnitude, dropped, addend) << offset
-        return (((magnitude << offset) + added) & steps) | _sign(bits)
     magnitude = magnitude.clamp(max=_last_step(code) << dropped)
     step = (magnitude + addend_of(magnitude, dropped, addend)) >> dropped
     if code.hold:
@@ -243,8 +235,7 @@ def encode_visible(storage: Storage, x: Tensor, addend: Addend) -> Tensor:
 def encode_weight(
     storage: Storage, x: Tensor, addend: Addend
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Split a weight of one part, not scaled by row, into the visible weight and its tail or
-    master.
+    """Split a weight of one part into the visible weight and its tail or master.
 
     Return the visible bits, the signed tail or the master's bits (or ``None``), and the value of
     both.
@@ -261,14 +252,6 @@ def encode_weight(
     if not storage.tail_bits:
         visible = _in_range(storage, cut(scaled, below, addend))
         return visible, None, visible_value(storage.visible, visible)
-    if storage.visible == "bfloat16" and dropped_bits(storage.weight):
-        # Use the sum before rounding. Its lowest bits are never packed, and rounding to bfloat16
-        # ignores them.
-        bits = canonical_bits(scaled)
-        total = bits + addend_of(bits, dropped_bits(storage.weight), addend)
-        visible = (total + half(below)) & -(1 << below)
-        stored = total & -(1 << dropped_bits(storage.weight))
-        return visible, total, visible_value(storage.visible, stored)
     rounded = cut(scaled, dropped_bits(storage.weight), addend)
     # Find the nearest visible value and the signed rest. Adding half of the tail's range carries
     # exactly if the rest is negative. Only NaNs are large enough to wrap, and `cut` leaves none
@@ -310,11 +293,6 @@ def own_low(storage: Storage, lane: Lane, visible: Tensor, low: Tensor) -> Tenso
     """Return a low part, or 0 where both together do not round to the visible weight: other code
     wrote that.
     """
-    if storage.weight.scaled:
-        back = lane.scales["weight"][1]
-        # A part is rounded up to half an ulp at most, and there the sum is a tie.
-        again = encode(storage.weight, visible + low * (1 - 2.0**-12), None, 0, reciprocal(back))
-        return torch.where(decode(storage.weight, again, 0, back) == visible, low, 0.0)
     return torch.where(_is_own(storage, lane.visible, visible, low), low, 0.0)
 
 
@@ -325,8 +303,6 @@ def _is_own(storage: Storage, bits: Tensor, visible: Tensor, low: Tensor) -> Ten
     # In bits an ulp is the same number above and below a power of two.
     away = visible_bits(storage.visible, visible + low) - bits
     below = VISIBLE[storage.visible][1]
-    if storage.visible == "float16":  # small low parts lie on a grid whose rounding makes ties
-        return (away >= -half(below)) & (away <= half(below))
     most = half(below) - ((bits >> below) & 1)
     return (away >= -most) & (away <= most)
 
@@ -565,7 +541,7 @@ def write(
     ``old`` is the lane as :func:`read` returns it, ``change`` is added to its weight, and
     ``states`` are the new states by name.
     """
-    addend = addends(storage, _key(storage, lane, old.weight), lane.gradient, seed)
+    addend = addends(storage, old.weight, lane.gradient, seed)
     fields: dict[str, Tensor] = {}
     if old.low is not None:
         # Kahan's order: add the compensation to the change first, so that the weight absorbs
@@ -584,25 +560,6 @@ def write(
         fields |= write_state(storage, lane, name, value, addend[name])
     seen = visible_value(storage.visible, visible) - old.visible
     return Written(visible, fields, (change, taken, seen))
-
-
-def _key(storage: Storage, lane: Lane, weight: Tensor) -> Tensor:
-    """Return the hash key of the weight.
-
-    An 8-bit weight lacks bits, so mix in the codes of the states before the step.
-
-    Otherwise thousands of elements would round alike. The audit's second step, without decay, uses
-    the same random bits.
-    """
-    if not storage.weight.scaled:
-        return weight
-    key = bits_of(weight)
-    widths = dict(storage.fields)
-    for place, (name, _) in enumerate(storage.states):
-        word, shift = lane.fields[name]
-        # Place the bits above the gradient's mantissa, and mostly below the weight's.
-        key = key ^ (((word >> shift) & ((1 << min(widths[name], 8)) - 1)) << (7 + 5 * place))
-    return float_of(key)
 
 
 def _weight(storage: Storage, lane: Lane, visible: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -626,16 +583,9 @@ def read_parts(storage: Storage, lane: Lane, name: str) -> tuple[Tensor, ...]:
             parts.append(visible_value(storage.visible, lane.visible))
         else:
             parts.append(decode(code, *lane.fields[part], _back(code, lane.scales, name, place)))
-    if name != "weight":
-        return tuple(parts)
-    visible, low, *lower = parts
-    if code.scaled:
-        # The largest value of the code's few bits: rounded to them, a larger weight would be
-        # infinite.
-        end = 2.0**128 - 2.0 ** (127 - code.mantissa_bits)
-        visible = torch.where(visible.abs() < math.inf, visible.clamp(-end, end), visible)
-    own_part = own_low(storage, lane, visible, low)
-    return (visible, own_part, *(torch.where(own_part == low, tensor, 0.0) for tensor in lower))
+    if name == "weight":
+        parts[1] = own_low(storage, lane, parts[0], parts[1])
+    return tuple(parts)
 
 
 def read_state(storage: Storage, lane: Lane, name: str) -> Tensor:
@@ -656,14 +606,10 @@ def write_weight(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the visible bits of a float32 weight, and its fields in place."""
     if storage.weight.parts > 1:
-        fields = write_state(storage, lane, "weight", value, addend)
-        into = _into(storage.weight, lane.scales, "weight", 0)
-        seen = decode(storage.weight, fields.pop("weight"), 0, _inverse(into))
+        seen = _first_part(storage, value, addend)
         visible = encode_visible(storage, seen, 0)
-        if not storage.weight.scaled:
-            shift = lane.fields["weight_low"][1]
-            fields["weight_low"] = encode_low(storage, visible, value - seen, addend, shift)
-        return visible, fields
+        shift = lane.fields["weight_low"][1]
+        return visible, {"weight_low": encode_low(storage, visible, value - seen, addend, shift)}
     return _split_weight(storage, lane, value, addend)[:2]
 
 
@@ -671,13 +617,6 @@ def _split_weight(
     storage: Storage, lane: Lane, value: Tensor, addend: Addend
 ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
     """Return the visible bits of a weight of one part, its field in place, and the float32 of both."""
-    if storage.weight.scaled:
-        # All of the few bits are visible: a value of the row's code is also one of the visible
-        # format.
-        into = _into(storage.weight, lane.scales, "weight", 0)
-        bits = encode(storage.weight, value, addend, 0, into)
-        stored = _stored(storage.weight, bits, 0, into, value)
-        return encode_visible(storage, stored, 0), {}, stored
     visible, field, stored = encode_weight(storage, value, addend)
     if field is None:
         return visible, {}, stored
@@ -685,17 +624,6 @@ def _split_weight(
     if not storage.master:
         field = place_tail(storage, field, lane.fields[name][1])
     return visible, {name: field}, stored
-
-
-def _stored(code: Code, bits: Tensor, shift: int, into: Tensor | None, value: Tensor) -> Tensor:
-    """Decode the bits of a weight's ``value``.
-
-    The visible format holds a NaN, also where the code has none.
-    """
-    stored = decode(code, bits, shift, _inverse(into))
-    if code.is_window:
-        return torch.where(value.isnan(), value, stored)
-    return stored
 
 
 def write_state(
@@ -707,7 +635,7 @@ def write_state(
     rest = value
     names = (name, *low_parts(name, code))
     for place, part in enumerate(names):
-        shift = _shift(lane, part)
+        shift = lane.fields[part][1]
         into = _into(code, lane.scales, name, place)
         fields[part] = encode(code.part(place), rest, addend, shift, into)
         if part != names[-1]:
@@ -732,10 +660,6 @@ def num_at_end(storage: Storage, written: Written, lane: Lane) -> Tensor:
     return reduce(torch.maximum, found)
 
 
-def _shift(lane: Lane, part: str) -> int:
-    return lane.fields[part][1] if part in lane.fields else 0  # the visible weight has no field
-
-
 def write_parts(
     storage: Storage,
     lane: Lane,
@@ -749,21 +673,29 @@ def write_parts(
     ``old`` are the parts of the weight before the step, ``change`` is its intended change, and
     ``parts`` are the new weight's and each state's, by name; float32.
     """
-    fields: dict[str, Tensor] = {}
-    stored: list[Tensor] = []
-    for name, values in parts.items():
+    weight, low = parts["weight"]
+    seen = _first_part(storage, weight, None)
+    visible = encode_visible(storage, seen, 0)
+    shift = lane.fields["weight_low"][1]
+    fields = {"weight_low": encode_low(storage, visible, low, None, shift)}
+    moved = seen - old[0]
+    taken = moved + (decode(storage.weight.part(1), fields["weight_low"], shift) - old[1])
+    for name in dict(storage.states):
         code = storage.code(name)
         for place, part in enumerate((name, *low_parts(name, code))):
-            value = values[place]
-            shift = _shift(lane, part)
+            shift = lane.fields[part][1]
             into = _into(code, lane.scales, name, place)
-            fields[part] = encode(code.part(place), value, None, shift, into)
-            if name == "weight":
-                stored.append(_stored(code, fields[part], shift, into, value))
-    del fields["weight"]
-    visible = encode_visible(storage, stored[0], 0)
-    moved = [new - before for new, before in zip(stored, old, strict=True)]
-    return Written(visible, fields, (change, sum(moved[1:], moved[0]), moved[0]))
+            fields[part] = encode(code.part(place), parts[name][place], None, shift, into)
+    return Written(visible, fields, (change, taken, moved))
+
+
+def _first_part(storage: Storage, value: Tensor, addend: Addend) -> Tensor:
+    """Return the visible weight of an expansion. Its format holds a NaN, also where its code has
+    none.
+    """
+    code = storage.weight
+    seen = decode(code, encode(code, value, addend, 0), 0)
+    return torch.where(value.isnan(), value, seen) if code.is_window else seen
 
 
 def _back(

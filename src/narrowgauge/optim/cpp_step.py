@@ -1,6 +1,6 @@
 """The step of all tensors on a CPU, as C++: one call over a table of addresses.
 
-A *program* steps one tile: ``TILE`` elements of a row. It walks over the streams
+A *program* steps ``TILE`` elements, or one row where rows have scales. It walks over the streams
 (:class:`narrowgauge.optim.program.Stream`) in groups of two vectors. What is left at the end of a
 row goes through a copy padded with zeros. Programs run on all threads, with one barrier at the end
 of the call.
@@ -23,7 +23,7 @@ from narrowgauge.spec.storages import Storage
 from narrowgauge.torch_support.cpp import CPP, VECTORS, build
 
 TILE = 8192
-"""Elements of a tile: 16 to 32 KB of each stream. A longer row is stepped in several tiles."""
+"""Elements that a program steps: 16 to 32 KB of each stream."""
 AHEAD = 512
 """Bytes between a load and its prefetch.
 
@@ -65,11 +65,11 @@ class _Text(Program):
     language = CPP
     indentation = "  "
     texts: ClassVar = {
-        "bound": "((float*)row[{0}])[line]",
+        "bound": "((float*)row[{0}])[place]",
         "load": "{0}",
         "store": "{0} = {1};",
-        "found": "float* found = records + (record + line) * {0};",
-        "read": "found[{0}]",
+        "found": "float* found = records + (record + place) * {0};",
+        "at": "found[{0}]",
         "new": "float {0} = {1};",
         "set": "{0} = {1};",
         "if": "if ({0}) {{",
@@ -99,7 +99,8 @@ class _Text(Program):
                 "step_and_audit", self.step("step_elements", "audit_elements")
             )
         if self.peaks:
-            text += self.function("find_peaks", self.find_peaks())
+            lines = ["if (record < 0) continue;", *self.find_peaks()]
+            text += self.function("find_peaks", lines)
         text += self.function("step", self.step("step_elements"))
         if isinstance(self.rule, MatrixRule):
             text += self.walk("average_elements", averages=True)
@@ -230,13 +231,12 @@ class _Text(Program):
         sizes[1] = f"wide ? 4 : {sizes[1]}"
         lines += [
             "const int64_t place = program - first;",
-            "const int64_t line = place / pieces, piece = place % pieces;",
-            f"const int64_t origin = piece * {TILE};",
-            f"const int64_t span = columns - origin < {TILE} ? columns - origin : {TILE};",
+            "const int64_t begin = place * extent;",
+            "const int64_t span = numel - begin < extent ? numel - begin : extent;",
             f"const int64_t size[] = {{{', '.join(sizes)}}};",
             "char* p[STREAMS];",
             "for (int k = 0; k < STREAMS; k++)",
-            "  p[k] = (char*)row[k] + size[k] * (line * columns + origin);",
+            "  p[k] = (char*)row[k] + size[k] * begin;",
         ]
         return lines
 
@@ -278,31 +278,6 @@ class _Text(Program):
 
     def declared_peaks(self) -> list[str]:
         return [self.text("new", f"peak_{name}", 0) for name in self.peaks]
-
-    def find_peaks(self) -> list[str]:
-        """Return lines that write a row's record: its largest magnitudes, over all its tiles, and
-        its bounds so far.
-        """
-        lines = [
-            "if (record < 0) continue;",
-            self.text("found", self.record_size()),
-            *self.declared_peaks(),
-            *self.peak_lines(),
-        ]
-        for k, name in enumerate(self.peaks):
-            lines += [
-                f"int32_t* most{k} = (int32_t*)(found + {k});",
-                f"int32_t now{k} = __atomic_load_n(most{k}, __ATOMIC_RELAXED);",
-                f"while (now{k} < int_of(peak_{name}) &&",
-                f"       !__atomic_compare_exchange_n(most{k}, &now{k}, int_of(peak_{name}), "
-                "false, __ATOMIC_RELAXED,",
-                "                                    __ATOMIC_RELAXED)) {}",
-            ]
-        lines.append("if (piece == 0) {")
-        for k, place in enumerate(self.old_bounds()):
-            lines.append(f"  found[{len(self.peaks) + k}] = {place};")
-        lines.append("}")
-        return lines
 
 
 def _function_over_groups(name: str, lines: Sequence[str]) -> str:

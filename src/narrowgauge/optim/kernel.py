@@ -10,11 +10,11 @@ its change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import cached_property, reduce
 from operator import or_
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ from narrowgauge.optim.rules.collage import collage_adamw
 from narrowgauge.optim.rules.elementwise import Rule, Scalars
 from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule
 from narrowgauge.spec.storages import Storage
+from narrowgauge.torch_support.torch_names import to_device
 
 Step = Callable[..., list[Tensor]]
 CONTROL = ("gradient_scale", "skip")
@@ -43,17 +44,46 @@ nothing.
 """
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Numbers:
-    """Hold the scalars of a step for one (rule, step number). States with the same number of steps
-    share them.
+    """Hold the numbers of one step. States of a kernel with the same number of steps share them.
 
-    ``values`` are those of ``CONTROL`` and of the rule, in the rule's dtype. ``seed`` is 0-d int32.
+    Attributes:
+        kernel: of the states.
+        control: the scalars of ``CONTROL``, float32 ``[2]`` on the device.
+        scalars, key: those of the rule, and the seed of the random bits, on the host.
+        turn: the number of its audit; ``None`` does not audit.
     """
 
-    values: Tensor
-    seed: Tensor
-    audited: bool
+    kernel: Kernel
+    control: Tensor
+    scalars: Sequence[float]
+    key: int
+    turn: int | None
+
+    @cached_property
+    def values(self) -> Tensor:
+        """Return the scalars of ``CONTROL`` and of the rule, in the rule's dtype."""
+        dtype = codes.value_dtype(self.kernel.storage)
+        scalars = torch.tensor(self.scalars, dtype=dtype, device="cpu")
+        return torch.cat([self.control.to(dtype), to_device(scalars, self.control.device)])
+
+    @cached_property
+    def seed(self) -> Tensor:
+        """Return the seed, 0-d int32."""
+        return to_device(
+            torch.tensor(self.key, dtype=torch.int32, device="cpu"), self.control.device
+        )
+
+    @property
+    def spacings(self) -> float:
+        """Return the decay that an audit looks for, in ulps of an element; 0 without decay."""
+        rule = self.kernel.rule
+        decay = -float(dict(zip(rule.scalars, self.scalars, strict=True)).get(rule.decay, 0.0))
+        if decay <= 0:
+            return 0.0
+        storage = self.kernel.storage
+        return max(decay, least_decay(storage)) * storage.weight.spacings
 
 
 def named(rule: AnyRule, values: Tensor) -> dict[str, Tensor]:
@@ -93,7 +123,8 @@ def in_expansions(inputs: Inputs) -> Written:
     rounding = NearestEven(codes.dropped_bits(storage.weight))
     # NaNs of weights and gradients may have any payload. Rounding to few bits would carry it into
     # the sign.
-    weight = tuple(map(quiet, codes.read_parts(storage, lane, "weight")))
+    high, low = map(quiet, codes.read_parts(storage, lane, "weight"))
+    weight = high, low
     exp_avg = codes.read_parts(storage, lane, rule.states[0])
     exp_avg_sq = codes.read_parts(storage, lane, rule.states[1])
     gradient = quiet(lane.gradient * scalars["gradient_scale"])
@@ -223,26 +254,15 @@ class Kernel:
     For a matrix rule it only averages, and writes the change that the rule computed on a whole
     matrix.
 
-    Attributes: not_printed: why the next step runs by the definition, or an empty string: the
-        optimizer decides at each step. how_it_ran: in the last step: a language, or why the
-        definition ran. ``None`` if nothing was stepped.
+    Attributes:
+        how_it_ran: in the last step: a language, or why the definition ran. ``None`` if nothing was
+            stepped.
     """
 
     def __init__(self, rule: AnyRule, storage: Storage) -> None:
         self.rule = rule
         self.storage = storage
-        self.not_printed = ""
         self.how_it_ran: str | None = None
         self.is_matrix = isinstance(rule, MatrixRule)
         num_decay = len(DECAY_SUMS) if rule.decay else 0
         self.num_sums = len(CHANGE_SUMS) + len(END_SUMS) + num_decay
-
-    def decay(self, options: Mapping[str, Any], step: int) -> float:
-        """Return the fraction that a step's decay takes from each weight.
-
-        It is 0 if decay is part of the gradient.
-        """
-        if not self.rule.decay:
-            return 0.0
-        scalars = dict(zip(self.rule.scalars, self.rule.prepare(options, step), strict=True))
-        return -float(scalars[self.rule.decay])

@@ -24,10 +24,9 @@ from torch import Tensor, nn
 from narrowgauge.errors import DataError, RecipeError
 from narrowgauge.numerics.dtensor import local_of
 from narrowgauge.numerics.rounding import at_least_float32
-from narrowgauge.optim import codes
-from narrowgauge.optim.rules.matrix import extras_of
-from narrowgauge.optim.state import ParameterState, extra_code
+from narrowgauge.optim.state import ParameterState
 from narrowgauge.optim.validation import agree, known_row, sizes_of
+from narrowgauge.optim.values import stored
 from narrowgauge.spec.storages import STATE_NAMES
 
 if TYPE_CHECKING:
@@ -70,7 +69,7 @@ def states_of(
     states = optimizer.make_states(dict(group), entries)
     for parameter, entry in entries.items():
         state = states[parameter]
-        names = set(state.keys()) - ({"window"} - entry.keys())
+        names = set(state.keys())
         if names != entry.keys():
             lost = names - entry.keys()
             if lost:
@@ -312,8 +311,8 @@ def _read_ours(optimizer: Optimizer, match: Foreign) -> Values:
     state = states_of(optimizer, match.group, {seen: tensors})[seen]
     states: dict[str, Tensor | int] = {"step": state.step}
     for name in state.shapes_of_states:
-        states[name] = state.stored(name)
-    return Values(state.stored("weight") if state.storage.beside else None, states)
+        states[name] = stored(state, name)
+    return Values(stored(state, "weight") if state.storage.beside else None, states)
 
 
 def _read_torchs(match: Foreign) -> Values:
@@ -438,16 +437,11 @@ def whole_states(optimizer: Optimizer, parameter: Tensor) -> set[str]:
 
     Every rank has them whole, whatever the sharding.
     """
-    group = optimizer.group_of(parameter)
-    row = optimizer.storage_of(parameter)
-    states = extras_of(optimizer.rule_in(group, parameter), parameter.shape, group)
-    names = set()
-    for name, state in states.items():
-        code = extra_code(row, state.role)
-        names.add(codes.saved_as(name, code))
-        if code.scaled:
-            names.add(f"{name}_bound")
-    return names
+    state = optimizer.state_of(parameter)
+    if state is None:
+        group = optimizer.group_of(parameter)
+        state = optimizer.make_states(group, [parameter])[parameter]
+    return set(state.tensors_of_extras())
 
 
 def kept_tensors(optimizer: Optimizer) -> Iterator[tuple[str, Tensor, Tensor]]:

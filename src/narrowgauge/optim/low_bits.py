@@ -31,6 +31,7 @@ from narrowgauge.numerics.dtensor import largest_over_ranks, local_of, place_alo
 from narrowgauge.numerics.hashing import named_seed
 from narrowgauge.numerics.rounding import bits_of, random_bits
 from narrowgauge.optim import codes
+from narrowgauge.optim.values import store_low_bits
 from narrowgauge.spec.storages import Storage
 from narrowgauge.torch_support.torch_names import plain_name
 
@@ -44,7 +45,7 @@ checkpoint, and was changed.
 
 def has_low_bits(storage: Storage) -> bool:
     """Return whether a storage keeps more of a weight than the model sees."""
-    return bool(storage.beside) and storage.visible != "float32" and not storage.weight.scaled
+    return bool(storage.beside) and storage.visible != "float32"
 
 
 def random_rows(
@@ -87,7 +88,7 @@ def fill_states(states: Mapping[Any, str], seed: int) -> None:
         random = torch.empty(part.shape or (1,), dtype=torch.int32, device=part.device)
         for rows, bits in random_rows(state.owner, part, seed, states[state]):
             random[rows] = bits
-        state.put_low_bits(random.view(part.shape))
+        store_low_bits(state, random.view(part.shape))
 
 
 def _varying(owners: Sequence[Tensor]) -> list[Tensor]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,26 +31,26 @@ from narrowgauge.optim import codes
 from narrowgauge.optim.kernel import Numbers
 from narrowgauge.optim.rules.matrix import MatrixRule, Options, matrix_shape
 from narrowgauge.optim.state import ParameterState
+from narrowgauge.optim.values import extra_values, read, store_extra
 from narrowgauge.torch_support.triton import runs_on
 
+Batch = Mapping[ParameterState, Numbers]
+"""States with the numbers of their step."""
 MOST_TOGETHER = 1 << 24
 """Elements of matrices that share launches on a GPU. A larger matrix keeps a GPU busy alone."""
 
 
 def step_matrices(
-    states: Iterable[ParameterState],
+    numbers: Batch,
     options: Options,
-    numbers_of: Callable[[ParameterState], Numbers],
-    launch: Callable[[list[ParameterState], bool], list[ParameterState]],
-) -> Iterator[tuple[ParameterState, Tensor]]:
-    """Step the matrices of one param group. Yield those that were audited without a launch, each
-    with its sums.
+    average: Callable[[Batch], None],
+    write: Callable[[Batch], None],
+) -> None:
+    """Step the matrices of one param group.
 
-    ``numbers_of`` returns the scalars of a state's step. ``launch`` averages the gradients of
-    states into their changes (``True``), or writes the changes, and returns the states that it
-    cannot take.
+    ``average`` averages the gradients of states into their changes, ``write`` writes the changes.
     """
-    for ranks, members in _by_ranks(states):
+    for ranks, members in _by_ranks(numbers):
         members.sort(key=lambda state: (-state.owner.numel(), matrix_shape(state.owner.shape)))
         while members:
             count = 1
@@ -63,9 +63,13 @@ def step_matrices(
                     if total > _elements_at_once(state.owner.device):
                         break
                     count += 1
-            batch = {state: numbers_of(state) for state in members[:count]}
+            batch = {state: numbers[state] for state in members[:count]}
             members = members[count:]
-            yield from _step_batch(ranks, batch, options, launch)
+            changes = _changes(ranks, batch, options, average)
+            _share(ranks, batch, changes)
+            write(batch)
+            for state in batch:
+                state.change = None
 
 
 def _elements_at_once(device: torch.device) -> int:
@@ -76,33 +80,17 @@ def _elements_at_once(device: torch.device) -> int:
     return MOST_TOGETHER if runs_on(device) else 0
 
 
-def _step_batch(
-    ranks: Ranks | None,
-    batch: Mapping[ParameterState, Numbers],
-    options: Options,
-    launch: Callable[..., list[ParameterState]],
-) -> Iterator[tuple[ParameterState, Tensor]]:
-    """Step one parameter per rank, or some of this process.
+def _changes(
+    ranks: Ranks | None, batch: Batch, options: Options, average: Callable[[Batch], None]
+) -> list[Tensor | None]:
+    """Return the changes of one parameter per rank, or of some of this process.
 
     All ranks compute between the last gather and the first scatter.
     """
-    measures: list[list[Tensor] | None] = []
-    for place, state in enumerate(batch):
-        measures.append(None)
-        rule = _rule(state)
-        measure = rule.measure and rule.measure(options)
-        if measure is None:
-            continue
-        weights = state.in_shape(state.read(partial(codes.read_weight, state.storage)))
-        weight = _gather(ranks, place, state.owner, weights)
-        del weights
-        if weight is not None:
-            measures[place] = list(map(measure, _matrices(weight)))
-        del weight
+    measures = [_measures(ranks, place, state, options) for place, state in enumerate(batch)]
     for state in batch:
         state.change = state.parameter.new_empty(state.parameter.shape, dtype=torch.float32)
-    for state in launch(list(batch), True):
-        state.average(batch[state])
+    average(batch)
     gradients: list[Any] = []
     for place, state in enumerate(batch):
         gradients.append(_gather(ranks, place, state.owner, state.change))
@@ -124,6 +112,25 @@ def _step_batch(
             if gradient is not None:
                 changes[-1] = _direction(state, gradient, measured, first, options, batch[state])
             del gradient
+    return changes
+
+
+def _measures(
+    ranks: Ranks | None, place: int, state: ParameterState, options: Options
+) -> list[Tensor] | None:
+    """Return what a rule reads of each matrix of a weight, on the rank ``place``."""
+    rule = _rule(state)
+    measure = rule.measure and rule.measure(options)
+    if measure is None:
+        return None
+    weights = state.in_shape(read(state, partial(codes.read_weight, state.storage)))
+    weight = _gather(ranks, place, state.owner, weights)
+    del weights
+    return None if weight is None else list(map(measure, _matrices(weight)))
+
+
+def _share(ranks: Ranks | None, batch: Batch, changes: list[Tensor | None]) -> None:
+    """Give every rank its shards of changes, and the new extras."""
     for place, state in enumerate(batch):
         change = changes[place]
         changes[place] = None
@@ -139,12 +146,6 @@ def _step_batch(
                 # Neither gloo nor NCCL sends integers of 16 bits.
                 octets = values.view(-1).view(torch.uint8)
                 torch.distributed.broadcast(octets, group=ranks.group, group_src=source)
-    for state in launch(list(batch), False):
-        sums = state.run(batch[state])
-        if sums is not None and state.parameter.numel():
-            yield state, sums
-    for state in batch:
-        state.change = None
 
 
 # ── ranks ─────────────────────────────────────────────────────────────────────────────────────────
@@ -274,9 +275,9 @@ def _direction(
     for place, matrix in enumerate(_matrices(gradient, size)):
         index = (first + place,) if gradient.ndim == 3 else ()
         measure = None if measures is None else measures[place]
-        extras = {name: state.extra(name, index) for name in state.extras}
+        extras = {name: extra_values(state, name, index) for name in state.extras}
         change, new = rule.direction(matrix, measure, extras, options, state.step + 1)
         for name, values in new.items():
-            state.put_extra(name, values, numbers.seed, skip, index)
+            store_extra(state, name, values, numbers.seed, skip, index)
         matrix.copy_(change)
     return gradient

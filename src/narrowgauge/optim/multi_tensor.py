@@ -7,7 +7,7 @@ where they are:
     table    int64 [tensors, width]     for each tensor its addresses and sizes, and its row of numbers
     numbers  float32 [kinds, scalars]   the rule's scalars and the seed, for each param group and step count
     tiles    int32 [programs]           the tensor of each program; a tensor's programs follow one another
-    records  float32 [rows, size]       the largest magnitudes of rows that several programs or ranks share
+    records  float32 [rows, size]       the largest magnitudes of rows that ranks share
 
 A GPU's table and numbers are one buffer, copied to the device once a step. An audited launch also
 sums the terms of each program. A matrix rule has one more address, of its float32 change: one
@@ -19,11 +19,7 @@ bit differs, the definition runs.
 
 from __future__ import annotations
 
-import threading
-from collections import defaultdict
-from collections.abc import MutableMapping, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -32,22 +28,18 @@ import torch
 from torch import Tensor
 
 from narrowgauge.numerics.dtensor import largest_over_ranks
-from narrowgauge.numerics.hashing import step_seed
 from narrowgauge.numerics.metrics import KERNEL_SUMS
 from narrowgauge.optim import cpp_step, triton_step
-from narrowgauge.optim.audit import Auditor
-from narrowgauge.optim.kernel import Kernel, Numbers
+from narrowgauge.optim.kernel import Numbers
 from narrowgauge.optim.planes import planes_of
 from narrowgauge.optim.program import SIZES, num_addresses, record_size, streams_of
 from narrowgauge.optim.rules.matrix import AnyRule
 from narrowgauge.optim.state import ParameterState
 from narrowgauge.spec.storages import Storage
 from narrowgauge.torch_support import triton
-from narrowgauge.torch_support.compile import can_compile
 from narrowgauge.torch_support.cpp import CPP
-from narrowgauge.torch_support.edge_values import draw, same_numbers, with_nan
-from narrowgauge.torch_support.printer import prove
-from narrowgauge.torch_support.torch_names import is_captured, send, to_device
+from narrowgauge.torch_support.proven import language_on
+from narrowgauge.torch_support.torch_names import send, to_device
 
 PLACE = {name: place - len(SIZES) for place, name in enumerate(SIZES)}
 """The place of each size, from the end of a row of the table."""
@@ -55,43 +47,16 @@ NO_AUDIT = 1 << 40, 1 << 40
 SUMS = len(KERNEL_SUMS)
 MOST_PERIOD = 32
 """Audits that it takes at most to read each program of a tensor once."""
-MANY_ROWS = 258
-"""Rows of 256 weights in a proof."""
-GRADIENT = 2
-"""The seed of the gradients of a proof."""
-
-HostNumbers = tuple[Sequence[float], int]
-"""The scalars of a rule in one step, and the seed."""
-
-
-def language_on(device: torch.device) -> str:
-    """Return the language of printed steps on a device, or an empty string if there is none."""
-    if triton.runs_on(device):
-        return triton.TRITON.name
-    return CPP.name if device.type == "cpu" else ""
-
-
-def elements_of_program(storage: Storage, device: torch.device) -> int:
-    """Return the elements of a row that a program steps.
-
-    A longer row has several programs. On a GPU one program bounds and steps a row.
-    """
-    if language_on(device) == CPP.name:
-        return cpp_step.TILE
-    return 1 << 60 if storage.scaled else triton_step.BLOCK
 
 
 # ── programs ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def num_pieces(state: ParameterState, device: torch.device) -> int:
-    """Return the number of programs that step a row."""
-    return -(-state.form[1] // elements_of_program(state.storage, device))
-
-
-def num_programs(state: ParameterState, device: torch.device) -> int:
-    """Return the number of programs that step a state."""
-    return state.form[0] * num_pieces(state, device)
+def elements_of_program(state: ParameterState, device: torch.device) -> int:
+    """Return how many elements a program steps: a row that has scales, else a part of the tensor."""
+    if state.storage.scaled:
+        return max(1, state.form[1])
+    return cpp_step.TILE if language_on(device) == CPP.name else triton_step.BLOCK
 
 
 def audit_of(state: ParameterState, turn: int, device: torch.device) -> tuple[int, int, int]:
@@ -101,20 +66,17 @@ def audit_of(state: ParameterState, turn: int, device: torch.device) -> tuple[in
     An audit reads at least 512 elements, a 16th of the first 131,072, and a 32nd of all, in whole
     programs. The period, after which each program was read once, is a power of two.
     """
-    return _audit_of(*state.form, turn % MOST_PERIOD, elements_of_program(state.storage, device))
-
-
-@lru_cache(1 << 14)
-def _audit_of(rows: int, columns: int, turn: int, most: int) -> tuple[int, int, int]:
-    pieces = -(-columns // most)
-    count = pieces * rows
-    numel = rows * columns
+    numel = state.parameter.numel()
+    size = elements_of_program(state, device)
+    count = -(-numel // size)
     period = max(min(numel // 512, 16), min(numel // 8192, MOST_PERIOD))
     period = max(1, min(period, count))
     period = 1 << (period.bit_length() - 1)
-    column_block = np.arange(turn % period, count, period) % max(1, pieces)
-    widths = np.clip(columns - column_block * most, 0, most)
-    return period, turn % period, int(widths.sum())
+    phase = turn % MOST_PERIOD % period
+    elements = len(range(phase, count, period)) * size
+    if (count - 1) % period == phase:  # the last program may be shorter
+        elements -= count * size - numel
+    return period, phase, elements
 
 
 # ── the table ─────────────────────────────────────────────────────────────────────────────────────
@@ -139,33 +101,43 @@ class Table:
         self._shared: list[ParameterState] = []
         self._copies: list[tuple[ParameterState, Tensor]] = []
         self._inputs: list[Tensor] = []
+        self._audited: list[tuple[int, float, float]] = []  # a state's place, elements and ulps
 
     # ── on the host ───────────────────────────────────────────────────────────────────────────────
 
     def set(
         self,
-        states: Sequence[ParameterState],
-        numbers: Sequence[HostNumbers],
-        choices: Sequence[tuple[int, ...]],
+        batch: Mapping[ParameterState, Numbers],
+        *,
+        audits_all: bool = False,
     ) -> None:
-        """Set the states of the next step, which have their gradients.
-
-        ``choices`` are the index in ``numbers``, the ``period`` and the ``phase`` of each state.
+        """Set the states of the next step, which have their gradients. ``audits_all`` reads whole
+        tensors.
         """
-        if list(states) != self._states or len(numbers) != len(self._numbers):
-            self._lay_out(list(states), len(numbers))
+        places = {numbers: place for place, numbers in enumerate(dict.fromkeys(batch.values()))}
+        if list(batch) != self._states or len(places) != len(self._numbers):
+            self._lay_out(list(batch), len(places))
         self._set_inputs()
+        choices = []
+        self._audited = []
+        for place, (state, numbers) in enumerate(batch.items()):
+            audit: Sequence[int] = NO_AUDIT
+            if numbers.turn is not None:
+                *audit, elements = audit_of(state, numbers.turn, self.device)
+                self._audited.append((place, elements, elements * numbers.spacings))
+                if audits_all:
+                    audit = (1, 0)
+            choices.append((places[numbers], *audit))
         self._rows[:, PLACE["number"] :] = choices
-        for row, (scalars, seed) in zip(self._numbers, numbers, strict=True):
-            row[:-1] = list(map(float, scalars))
-            row[-1:].view(np.int32)[0] = seed
-        if self.storage.scaled:
-            self._share_rows()
+        for row, numbers in zip(self._numbers, places, strict=True):
+            row[:-1] = list(map(float, numbers.scalars))
+            row[-1:].view(np.int32)[0] = numbers.key
 
     def _lay_out(self, states: list[ParameterState], num_numbers: int) -> None:
         """Lay out the memory for other states, and find their programs."""
         self._states = states
         self._shared = []
+        self._num_records = 0
         size = len(states) * self._width
         start = size + size % 2  # the numbers begin at 16 bytes
         num_floats = num_numbers * self._numbers.shape[1]
@@ -176,6 +148,10 @@ class Table:
             if state not in self._known:
                 self._known[state] = self._row(state)
             self._rows[place] = self._known[state]
+            if state.column_groups:
+                self._shared.append(state)
+                self._rows[place, PLACE["record"]] = self._num_records
+                self._num_records += state.form[0]
         counts = self._rows[:, PLACE["count"]]
         self._rows[:, PLACE["first"]] = np.cumsum(counts) - counts
         programs = np.repeat(np.arange(len(states), dtype=np.int32), counts)
@@ -186,15 +162,14 @@ class Table:
         self._buffer: Tensor | None = None
 
     def _row(self, state: ParameterState) -> list[int]:
-        rows, columns = state.form
         addresses = [0, 0]
         addresses += [state.planes[plane.name].data_ptr() for plane in planes_of(self.storage)]
         if state.kernel.is_matrix:
             addresses.append(0)
         addresses += [state.bounds[name].data_ptr() for name in self.storage.scaled]
-        sizes = {"columns": columns, "rows": rows, "record": -1}
-        sizes["count"] = num_programs(state, self.device)
-        sizes["pieces"] = max(1, num_pieces(state, self.device))
+        extent = elements_of_program(state, self.device)
+        numel = state.parameter.numel()
+        sizes = {"extent": extent, "numel": numel, "count": -(-numel // extent), "record": -1}
         return addresses + [sizes.get(name, 0) for name in SIZES]
 
     def _set_inputs(self) -> None:
@@ -225,21 +200,8 @@ class Table:
         if changes:
             self._rows[:, end - 1] = changes
         if not self._is_cpp:
-            are_columns = self._rows[:, PLACE["columns"]] % 16 == 0
-            self._rows[:, PLACE["aligned"]] = (self._rows[:, :end] % 16 == 0).all(1) & are_columns
-
-    def _share_rows(self) -> None:
-        """Find the states with rows that several programs or ranks step, and give each row a
-        record.
-        """
-        self._shared = []
-        self._num_records = 0
-        for row, state in zip(self._rows, self._states, strict=True):
-            row[PLACE["record"]] = -1
-            if row[PLACE["pieces"]] > 1 or state.column_groups:
-                row[PLACE["record"]] = self._num_records
-                self._num_records += state.form[0]
-                self._shared.append(state)
+            are_whole = (self._rows[:, [PLACE["extent"], PLACE["numel"]]] % 16 == 0).all(1)
+            self._rows[:, PLACE["aligned"]] = (self._rows[:, :end] % 16 == 0).all(1) & are_whole
 
     # ── the launch ────────────────────────────────────────────────────────────────────────────────
 
@@ -258,18 +220,18 @@ class Table:
         return self._buffer
 
     def launch(
-        self, control: Tensor, *, audited: bool = False, averages: bool = False
-    ) -> Tensor | None:
+        self, control: Tensor, *, averages: bool = False
+    ) -> tuple[list[Tensor], Tensor] | None:
         """Step the states in place, with what was sent, or write the averages of a matrix rule into
         their changes.
 
         ``control`` holds the scalars of ``CONTROL``, float32 ``[2]`` on the device. Return the
-        audit, float64 ``[states, KERNEL_SUMS]``, if ``audited``.
+        audit, if there is one.
         """
         records = self._find_peaks(control) if self._shared else None
         name = "average" if averages else "step"
         sums = None
-        if audited:
+        if self._audited and not averages:
             name = "step_and_audit"
             shape = len(self._tiles), SUMS
             sums = torch.empty(shape, dtype=torch.float32, device=self.device)
@@ -281,11 +243,17 @@ class Table:
             torch.autograd.graph.increment_version([state.parameter for state in self._states])
         self._copies = []
         self._inputs = []
-        return None if sums is None else self._add_up(sums)
+        if sums is None:
+            return None
+        host = to_device(
+            torch.tensor(self._audited, dtype=torch.float64, device="cpu"), self.device
+        )
+        owners = [self._states[place].owner for place, *_ in self._audited]
+        return owners, torch.cat([self._add_up(sums)[host[:, 0].long()], host[:, 1:]], 1)
 
     def _find_peaks(self, control: Tensor) -> Tensor:
-        """Return the records of shared rows: their largest magnitudes over all programs and ranks,
-        and their bounds.
+        """Return the records of shared rows: their largest magnitudes over all ranks, and their
+        bounds.
         """
         size = record_size(self.rule, self.storage)
         records = torch.zeros(self._num_records, size, dtype=torch.float32, device=self.device)
@@ -362,223 +330,3 @@ class Table:
             audited = on_host[first + phase : first + count : period]
             total[:] = audited.sum(0, dtype=np.float64)
         return totals
-
-
-# ── the proof ─────────────────────────────────────────────────────────────────────────────────────
-
-_lock = threading.Lock()
-_reasons: dict[tuple[AnyRule, Storage, torch.device, str], str] = {}
-"""Why a printed step is not used, or an empty string: only what every later comparison would find
-too.
-"""
-
-
-def why_not_printed(rule: AnyRule, storage: Storage, device: torch.device) -> str:
-    """Return why the printed step cannot be used on a device, or an empty string.
-
-    Compare it with the definition once.
-    """
-    if storage.arithmetic == "float64":
-        return "float64 is a reference"
-    language = language_on(device)
-    if not language:
-        return f"nothing is printed for {device.type}"
-    is_compiled = device.type == "cuda" or language == CPP.name
-    if is_compiled and not can_compile("printed" if language == CPP.name else "gpu"):
-        return "there is no compiler"
-    key = rule, storage, device, language
-    with _lock:
-        if key not in _reasons:
-            name = f"the step of all tensors of {rule.name}/{storage.name}"
-            proof = prove(name, language, lambda: _has_the_bits(rule, storage, device))
-            if not proof.is_final:
-                return proof.reason
-            _reasons[key] = proof.reason
-        return _reasons[key]
-
-
-def _has_the_bits(rule: AnyRule, storage: Storage, device: torch.device) -> bool:
-    """Return whether a launch, plain and audited, gives the bits of the definition, which runs on
-    the CPU.
-    """
-    if language_on(device) == CPP.name:
-        cpp_step.build_all(rule, storage)
-    kernel = Kernel(rule, storage)
-    scalars = np.linspace(0.1, 0.9, len(rule.scalars), dtype=np.float32).tolist()
-    seed = 12345
-    values = torch.tensor([1.0, 0.0, *scalars], dtype=torch.float32)
-    numbers = Numbers(values, torch.tensor(seed, dtype=torch.int32), True)
-    expected = _cases(rule, storage, torch.device("cpu"), device)
-    expected_sums: list[Any] = []
-    for state in expected:
-        if kernel.is_matrix:
-            state.average(numbers)
-        expected_sums.append(state.run(numbers))
-    for audited in (False, True):
-        actual = _cases(rule, storage, device, device)
-        table = Table(rule, storage, device)
-        table.set(actual, [(scalars, seed)], [(0, 1, 0)] * len(actual))
-        table.send()
-        control = to_device(values[:2], device)
-        if kernel.is_matrix:
-            table.launch(control, averages=True)
-        sums = table.launch(control, audited=audited)
-        for ours, theirs in zip(actual, expected, strict=True):
-            pairs = zip(_tensors_of(ours), _tensors_of(theirs), strict=True)
-            if not all(same_numbers(actual_x.cpu(), expected_x) for actual_x, expected_x in pairs):
-                return False
-        # Only the first case has no infinities and NaN, of which sums say nothing.
-        if sums is not None:
-            first = sums[0, : kernel.num_sums].cpu()
-            if not torch.allclose(first, expected_sums[0], rtol=1e-3, atol=1e-30, equal_nan=True):
-                return False
-    return True
-
-
-def _tensors_of(state: ParameterState) -> list[Tensor]:
-    return [state.parameter, state.change, *state.tensors()]
-
-
-def _cases(
-    rule: AnyRule, storage: Storage, device: torch.device, proven: torch.device
-) -> list[ParameterState]:
-    """Draw tensors: ordinary values, odd ends, and in the last two rows edge values.
-
-    A fault of a division's last bit shows in one of a thousand weights of 16 bits. An interpreter
-    is too slow for as many.
-    """
-    kernel = Kernel(rule, storage)
-    dtype = getattr(torch, storage.visible)
-    states = []
-    rows = 4 if triton.INTERPRET and proven.type == "cpu" else MANY_ROWS
-
-    def drawn(dtype: torch.dtype, shape: Sequence[int], seed: int, edges: bool) -> Tensor:
-        if not edges:
-            return draw(dtype, shape, edges=False, seed=seed)
-        ordinary = draw(dtype, (shape[0] - 2, shape[1]), edges=False, seed=seed)
-        last = draw(dtype, (2, shape[1]), edges=True, seed=seed)
-        if seed == GRADIENT:
-            last = with_nan(last)
-        return torch.cat([ordinary, last])
-
-    for shape, edges, wide in (
-        ((3, 67), False, False),
-        ((3, 67), True, True),
-        ((rows, 256), True, False),
-    ):
-        weight = drawn(dtype, shape, 1, edges)
-        state = ParameterState(weight.to(device), storage, kernel)
-        state.allocate()
-        state.begin()
-        values = {}
-        for name, like in state.saved().items():
-            if like.ndim:
-                value = drawn(like.dtype, like.shape, 3, edges)
-                values[name] = value.abs() if value.is_floating_point() else value
-        state.take(values)
-        gradient = drawn(dtype, shape, GRADIENT, edges)
-        state.gradient = (gradient.float() if wide else gradient).to(device)
-        state.change = torch.zeros(shape, dtype=torch.float32, device=device)
-        states.append(state)
-    return states
-
-
-# ── the step of an optimizer ──────────────────────────────────────────────────────────────────────
-
-
-@dataclass(slots=True)
-class _Batch:
-    """Hold the states of one kernel in a step.
-
-    ``audited`` has a state's place, and how many elements and ulps are audited.
-    """
-
-    states: list[ParameterState] = field(default_factory=list)
-    numbers: list[HostNumbers] = field(default_factory=list)
-    choices: list[tuple[int, ...]] = field(default_factory=list)
-    audited: list[tuple[int, int, float]] = field(default_factory=list)
-
-
-class Launches:
-    """Step the states of an optimizer by one launch for each (rule, storage) and device.
-
-    Keep ``tables`` between steps.
-    """
-
-    def __init__(self, tables: dict[tuple[Kernel, torch.device], Table]) -> None:
-        self.tables = tables
-        self._batches = defaultdict[tuple[Kernel, torch.device], _Batch](_Batch)
-
-    def take(self, stepper: Any, states: Sequence[ParameterState]) -> list[ParameterState]:
-        """Take states of the group of a :class:`narrowgauge.optim.step.Stepper`.
-
-        Return those that no launch steps.
-        """
-        alike: dict[Any, list[ParameterState]] = defaultdict(list)
-        for state in states:
-            alike[state.kernel, state.parameter.device, state.step + 1].append(state)
-        refused: list[ParameterState] = []
-        for (kernel, device, count), members in alike.items():
-            # A graph has no place for the products of matrices, nor for copies.
-            is_possible = not is_captured() or not any(
-                state.kernel.is_matrix
-                or not (state.is_dense(state.parameter) and state.is_dense(state.gradient))
-                for state in members
-            )
-            kernel.how_it_ran = self._how_to_run(kernel, device)
-            if kernel.how_it_ran != language_on(device) or not is_possible:
-                refused += members
-            else:
-                self._take(stepper, kernel, device, count, members)
-        return refused
-
-    def _how_to_run(self, kernel: Kernel, device: torch.device) -> str:
-        """Return the language of a printed step, or why its definition runs."""
-        reason = kernel.not_printed or why_not_printed(kernel.rule, kernel.storage, device)
-        return f"definition: {reason}" if reason else language_on(device)
-
-    def _take(
-        self, stepper: Any, kernel: Kernel, device: torch.device, count: int, states: Sequence[ParameterState]
-    ) -> None:  # fmt: skip
-        group = stepper.group
-        audit_every = stepper.audit_every
-        is_audited = audit_every > 0 and count % audit_every == 0
-        batch = self._batches[kernel, device]
-        numbers = kernel.rule.prepare(group, count), step_seed(group["seed"], count)
-        batch.numbers.append(numbers)
-        spacings = stepper.audited_spacings(states[0]) if is_audited else 0.0
-        for state in states:
-            audit: Sequence[int] = NO_AUDIT
-            if is_audited:
-                *audit, elements = audit_of(state, count // audit_every, device)
-                batch.audited.append((len(batch.states), elements, elements * spacings))
-            batch.states.append(state)
-            batch.choices.append((len(batch.numbers) - 1, *audit))
-
-    def run(
-        self, control: Tensor, auditor: Auditor, *, sends: bool = True, launches: bool = True, averages: bool = False
-    ) -> None:  # fmt: skip
-        """Step all states that were taken, and pass the audits on. ``control`` is the step's,
-        ``[2]``.
-
-        A captured step only ``launches``. Before each replay the host only ``sends``. Matrices are
-        first averaged.
-        """
-        for (kernel, device), batch in self._batches.items():
-            table = self.tables.get((kernel, device))
-            if table is None:
-                table = Table(kernel.rule, kernel.storage, device)
-                self.tables[kernel, device] = table
-            table.set(batch.states, batch.numbers, batch.choices)
-            if sends:
-                table.send()
-            if not launches:
-                continue
-            is_audited = bool(batch.audited) and not averages
-            sums = table.launch(control.to(device), audited=is_audited, averages=averages)
-            if sums is not None:
-                audited = torch.tensor(batch.audited, dtype=torch.float64, device="cpu")
-                host = to_device(audited, device)
-                rows = torch.cat([sums[host[:, 0].long()], host[:, 1:]], 1)
-                owners = [batch.states[place].owner for place, *_ in batch.audited]
-                auditor.fresh.append((owners, rows))

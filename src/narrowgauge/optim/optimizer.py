@@ -13,7 +13,7 @@ import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -39,11 +39,10 @@ from narrowgauge.optim.loading import (
     unnamed,
 )
 from narrowgauge.optim.low_bits import fill_states, has_low_bits, num_off_grid
-from narrowgauge.optim.multi_tensor import Launches, Table
+from narrowgauge.optim.multi_tensor import Table
 from narrowgauge.optim.parameter_formats import (
     float32_row,
     is_any_taken,
-    refuse_rounding,
     refuse_shared_memory,
     round_in_place,
     rounding_note,
@@ -52,19 +51,18 @@ from narrowgauge.optim.parameter_formats import (
 from narrowgauge.optim.rules.elementwise import ADAMW, PLAIN_SGD, SGD
 from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule, extras_of, shapes_of_states
 from narrowgauge.optim.state import NO_GRADIENT, ParameterState
-from narrowgauge.optim.step import Stepper
+from narrowgauge.optim.step import Step, why_by_definition
+from narrowgauge.optim.values import begin, store_state, store_weight, stored
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.storages import Storage, for_format, for_vectors
 from narrowgauge.spec.update_rules import Range, refuse_pair
 from narrowgauge.torch_support.machine import require_float64
 from narrowgauge.torch_support.torch_hooks import announce
-from narrowgauge.torch_support.torch_names import HostCopy, is_captured, plain_name
+from narrowgauge.torch_support.torch_names import HostCopy, plain_name
 
 Group = dict[str, Any]
 _KEEPERS: MutableMapping[Tensor, Callable[[], Optimizer | None]] = WeakIdKeyDictionary()
 """The optimizer that holds the state of a parameter."""
-PRINTED_ELEMENTS = 1 << 14
-"""On a CPU, print and compile a step of at least this many elements. It takes a second once."""
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -96,16 +94,16 @@ class Optimizer(torch.optim.Optimizer):
             steps.
         seed: seed of the stochastic rounding, the same on every rank.
         audit_every: steps between audits; 0 never audits.
-        compile: print and compile the steps. ``None`` decides at each step: always on a GPU, on a
-            CPU for 2¹⁴ elements or more. :meth:`ran_compiled` tells the outcome. Storages in
-            float64 never run compiled.
+        compile: print and compile the steps. ``None`` leaves out a first step of fewer than 2¹⁴
+            elements on a CPU. :meth:`ran_compiled` tells the outcome. Storages in float64 never run
+            compiled.
         low_bits: where a weight begins of which the model holds 16 bits: at a ``"random"`` place in
             its rounding cell (:mod:`narrowgauge.optim.low_bits`), or at ``"zero"``, as a float32
             copy begins. Low bits that are known stay.
         keep_float32: returns, from name and parameter, whether a float32 parameter stays as it is.
         maximize: step along the gradient, not against it.
-        flags: of ``torch.optim``. ``amsgrad`` and ``differentiable`` may be false. ``fused``,
-            ``foreach`` and ``capturable`` ask for what is done.
+        flags: of ``torch.optim``. ``amsgrad``, ``differentiable`` and ``capturable`` may be false.
+            ``fused`` and ``foreach`` ask for what is done.
 
     Raises:
         RecipeError: an option is out of range, the storage is unknown, parameters are not in its
@@ -148,8 +146,8 @@ class Optimizer(torch.optim.Optimizer):
         self._model: Callable[[], nn.Module | None] = lambda: None
         self._members: set[Tensor] = set()  # parameters that were the model's when it was named
         self._kernels: dict[tuple[str, Storage], Kernel] = {}
-        self._tables: dict[tuple[Kernel, torch.device], Table] = {}
-        self._control = StepControl(self._is_printed)
+        self._tables: dict[Kernel, Table] = {}
+        self._control = StepControl()
         # The loss must be scaled by torch.amp.GradScaler. `prepare` sets it for float16.
         self.scales_loss = False
         self.loss_scale: Tensor | None = None  # that of the last step, if there was one
@@ -157,7 +155,6 @@ class Optimizer(torch.optim.Optimizer):
         self._has_one_seed = False  # on all ranks that hold the same parameter
         self._uncompiled: Callable[..., Any] | None = None
         self._pending: _Pending | None = None
-        self._captured: _Captured | None = None
         self.keep_float32 = keep_float32
         self.maximize = bool(maximize)
         # The visible format of each parameter to be rounded, until all groups are checked.
@@ -204,21 +201,10 @@ class Optimizer(torch.optim.Optimizer):
             first.setdefault(parameter, place)
         for key in {"params", "param_names"} & group.keys():
             group[key] = [group[key][place] for place in first.values()]
-        to_round: dict[Tensor, str] = {}
         try:
             require_float64(group["params"])
             validation.check_options(group, self.rule)
-            names = self.parameter_names()
-            for parameter in group["params"]:
-                validation.check_real(parameter)
-                visible = self._row_of(group, parameter).visible
-                if not parameter.requires_grad or parameter.dtype is not torch.float32:
-                    continue
-                if visible == "float32":
-                    continue
-                if self.keep_float32 and self.keep_float32(names[parameter], parameter):
-                    continue
-                to_round[parameter] = visible
+            to_round = self._formats_of_rounding(group)
             if is_any_taken(to_round):
                 asked = validation.known_row(group["storage"])
                 row = float32_row(asked, isinstance(self.rule, MatrixRule))
@@ -228,7 +214,8 @@ class Optimizer(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.requires_grad:  # a frozen one is checked when it has a gradient
                     self._pair_of(group, parameter, to_round.get(parameter))
-            refuse_rounding(list(to_round), self._parameters())
+            if to_round:
+                refuse_shared_memory(list(self._parameters()), list(to_round))
         except Exception:
             self.param_groups.pop()
             raise
@@ -239,6 +226,20 @@ class Optimizer(torch.optim.Optimizer):
             self._to_round |= to_round
         if self.auditor.join is not None:
             self.auditor.join = joined_over_ranks(list(self._parameters()))
+
+    def _formats_of_rounding(self, group: Group) -> dict[Tensor, str]:
+        """Return the visible format of each parameter of a group that is to be rounded to one."""
+        names = self.parameter_names()
+        formats: dict[Tensor, str] = {}
+        for parameter in group["params"]:
+            validation.check_real(parameter)
+            visible = self._row_of(group, parameter).visible
+            is_wide = parameter.requires_grad and parameter.dtype is torch.float32
+            if not is_wide or visible == "float32":
+                continue
+            if self.keep_float32 is None or not self.keep_float32(names[parameter], parameter):
+                formats[parameter] = visible
+        return formats
 
     def _round(self, formats: Mapping[Tensor, str]) -> None:
         """Round float32 parameters in place, and store the values that they had."""
@@ -381,20 +382,8 @@ class Optimizer(torch.optim.Optimizer):
                 parameter, storage, kernel, group["storage"], extras
             )
             state.allocate()
-            state.begin()
+            begin(state)
         return states
-
-    def _why_not_printed(self, num_elements: int, device: torch.device) -> str:
-        """Return why a step of so many elements runs by its definition, or an empty string."""
-        if self.compile is False:
-            return "compile=False"
-        if self.compile is None and device.type == "cpu" and num_elements < PRINTED_ELEMENTS:
-            return f"{num_elements:,} elements, fewer than {PRINTED_ELEMENTS:,}"
-        return ""
-
-    def _is_printed(self, num_elements: int, device: torch.device) -> bool:
-        """Return whether to print the norm of so many elements."""
-        return not self._why_not_printed(num_elements, device)
 
     def ran_compiled(self) -> dict[str, str]:
         """Return which code the last step ran, by rule and storage: ``"C++"``, ``"Triton"``, or why
@@ -407,8 +396,8 @@ class Optimizer(torch.optim.Optimizer):
             >>> weight = torch.nn.Parameter(torch.ones(8, 8, dtype=torch.bfloat16))
             >>> weight.grad, optimizer = torch.ones_like(weight), ng.AdamW([weight], lr=1e-3)
             >>> optimizer.step()
-            >>> optimizer.ran_compiled()  # few elements on a CPU
-            {'adamw/word': 'definition: 64 elements, fewer than 16,384'}
+            >>> optimizer.ran_compiled()  # it may be the only step
+            {'adamw/word': 'definition: a first step of 64 elements'}
         """
         codes = {}
         for (rule, storage), kernel in self._kernels.items():
@@ -453,13 +442,13 @@ class Optimizer(torch.optim.Optimizer):
             for index, parameter in enumerate(parameters):
                 state = self.state[parameter]
                 entry = states.get(parameter, {})
-                state.adopt(local_of(values[parameter]))
+                store_weight(state, local_of(values[parameter]))
                 state.step = int(entry.get("step", state.step))
                 number = step_seed(group["seed"], -1 - index)  # no step uses it
                 seed = torch.tensor(number, dtype=torch.int32, device=state.parameter.device)
                 for name, value in entry.items():
                     if isinstance(value, Tensor) and name != "step":
-                        state.put(name, local_of(value), seed)
+                        store_state(state, name, local_of(value), seed)
             self._fill(group, self._without_low_bits(parameters, values))
 
     def _without_low_bits(
@@ -510,8 +499,6 @@ class Optimizer(torch.optim.Optimizer):
         """Make the states of parameters without one. Fill their low bits, or leave them at zero."""
         missing = [p for p in parameters if self.state_of(p) is None]
         if missing:
-            # A graph would fill new states in a replay alone.
-            validation.check_captured(is_possible=not is_captured())
             stepped = {*missing, *self.state}
             refuse_shared_memory([p for p in self._parameters() if p in stepped])
             for parameter, state in self.make_states(group, missing).items():
@@ -542,7 +529,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         state = self.state_of(parameter)
         if state is not None and (name == "weight" or name in state.shapes_of_states):
-            values = state.stored(name)
+            values = stored(state, name)
             return values if name in state.extras else placed_like(parameter, values)
         group = self.group_of(parameter)
         rule = self.rule_in(group, parameter)
@@ -602,55 +589,42 @@ class Optimizer(torch.optim.Optimizer):
             loss = None if closure is None else closure()
         with torch.no_grad():
             self._step()
-        if not is_captured():
-            self.num_calls += 1
+        self.num_calls += 1
         return loss
 
     def _step(self) -> None:
-        if not is_captured():
-            self.settle()
+        validation.refuse_capture()
+        self.settle()
         for group in self.param_groups:
             validation.check_step(group, self.rule)
         if not self._has_one_seed:
             self._has_one_seed = True
             validation.check_seeds(self.param_groups)
         if not self._stepped:
-            validation.check_replaced(self.state, list(self._parameters()))
-            validation.check_in_use(self.parameter_names(), self._model(), self._members)
+            names = self.parameter_names()
+            validation.check_in_use(names, self.state, self._model(), self._members)
         gradients = self._gradients()
-        work: list[tuple[Group, list[ParameterState]]] = []
-        states: list[ParameterState] = []
-        for group in self.param_groups:
-            work.append((group, self._with_gradient(group, gradients)))
-            states += work[-1][1]
+        work = [(group, self._with_gradient(group, gradients)) for group in self.param_groups]
+        states = list(chain.from_iterable(members for _, members in work))
         if not states:
             return
         device = validation.check_one_device([state.parameter for state in states])
-        if is_captured():
-            self._capture(work)
-            return
         self._stepped = True
         # torch.amp.GradScaler sets both during a step.
         self.loss_scale = getattr(self, "grad_scale", None)
         found_inf = getattr(self, "found_inf", None)
         if self.scales_loss and found_inf is None:
             validation.refuse_unscaled(gradients.values())
-        num_elements: dict[Kernel, int] = defaultdict(int)
-        for state in states:
-            num_elements[state.kernel] += state.parameter.numel()
         for kernel in self._kernels.values():
             kernel.how_it_ran = None
-            kernel.not_printed = self._why_not_printed(num_elements[kernel], device)
         scaling = {"grad_scale": self.loss_scale, "found_inf": found_inf}
         placed = [gradients[state.owner] for state in states]
-        self.last_control, norm, finite = self._decide(placed, device, **scaling)
+        is_printed = not why_by_definition(self.compile, states)
+        self.last_control, norm, finite = self._decide(placed, is_printed, **scaling)
         control = self.last_control
         # Autocast would round the operands of matrix rules.
         with torch.autocast(device.type, enabled=False):
-            launches = Launches(self._tables)
-            for group, members in work:
-                Stepper(group, control, self.auditor, self.audit_every, launches).step(members)
-            launches.run(control, self.auditor)
+            Step(control, self.auditor, self.audit_every, self._tables, self.compile).run(work)
         self.auditor.start_copy()
         for state in states:
             state.step += 1
@@ -664,85 +638,14 @@ class Optimizer(torch.optim.Optimizer):
         for state in states:
             state.gradient = NO_GRADIENT
 
-    def _decide(
-        self, gradients: Sequence[Tensor], device: torch.device, **scaling: Any
-    ) -> Decision:
-        decision = self._control(
-            gradients, device, max_norm=self.max_grad_norm, skip_above=self.skip_above, **scaling
-        )
+    def _decide(self, gradients: Sequence[Tensor], is_printed: bool, **scaling: Any) -> Decision:
+        scaling |= {"max_norm": self.max_grad_norm, "skip_above": self.skip_above}
+        decision = self._control(gradients, is_printed=is_printed, **scaling)
         self.grad_norm = self.grad_norm if decision.norm is None else decision.norm
         if self.maximize:
             scale, skip = decision.control.split(1)
             decision = decision._replace(control=torch.cat([-scale, skip]))
         return decision
-
-    def _check_captured(self, *, is_possible: bool = True) -> None:
-        """Refuse a step in a CUDA graph that is more than one launch, as one with a norm is."""
-        has_norm = self.max_grad_norm is not None or self.skip_above < math.inf
-        validation.check_captured(is_possible=is_possible and not has_norm)
-
-    def _capture(self, work: list[tuple[Group, list[ParameterState]]]) -> None:
-        """Record the kernels of a step in a CUDA graph.
-
-        They take their numbers from :meth:`advance`.
-        """
-        launches = Launches({})
-        states = [state for _, members in work for state in members]
-        gradients = [(state, state.gradient) for state in states]
-        control = torch.zeros(2, dtype=torch.float32, device=states[0].parameter.device)
-        control[0] = -1.0 if self.maximize else 1.0
-        captured = _Captured(work, gradients, launches.tables, control)
-        is_scaled = self.scales_loss or getattr(self, "found_inf", None) is not None
-        is_first = any(state.step == 0 for state in states)
-        self._check_captured(
-            is_possible=not (is_scaled or is_first or captured.take(self.auditor, launches))
-        )
-        self._captured = captured
-        launches.run(control, self.auditor, sends=False)
-        for state in states:
-            state.gradient = NO_GRADIENT
-
-    def advance(self) -> None:
-        """Prepare the next replay of the CUDA graph that has captured :meth:`step`.
-
-        The replay is then the next step.
-
-        The numbers of the step, such as learning rates and seed, are copied to the device. Steps in
-        a graph are neither clipped nor audited. Read the optimizer after the replay.
-
-        Raises:
-            RecipeError: no graph has captured a step since states were loaded. An option is out of
-                range. ``max_grad_norm`` or ``skip_above`` is set.
-
-        Example:
-            >>> graph = torch.cuda.CUDAGraph()  # doctest: +SKIP
-            >>> with torch.cuda.graph(graph):  # doctest: +SKIP
-            ...     model(batch).sum().backward()
-            ...     optimizer.step()
-            >>> for _ in range(10):  # doctest: +SKIP
-            ...     optimizer.advance()
-            ...     graph.replay()
-        """
-        self.settle()
-        captured = self._captured
-        if captured is None:
-            raise RecipeError(
-                "Cannot advance because no CUDA graph has captured a step.",
-                "Call step() in the graph.",
-            )
-        for group in self.param_groups:
-            validation.check_step(group, self.rule)
-        self._check_captured()
-        launches = Launches(captured.tables)
-        for state, gradient in captured.gradients:
-            state.gradient = gradient
-        captured.take(self.auditor, launches)
-        launches.run(captured.control, self.auditor, launches=False)
-        for state, _ in captured.gradients:
-            state.step += 1
-            state.gradient = NO_GRADIENT
-        self.num_calls += 1
-        self._pending = _Pending(None, [state for state, _ in captured.gradients], None)
 
     def _gradients(self) -> dict[Tensor, Tensor]:
         """Return the gradients of all parameters that have one, in the parameters' formats.
@@ -895,9 +798,7 @@ class Optimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         self._pending = None
         self.auditor = Auditor(join=self.auditor.join)
-        # Both hold the old states.
-        self._captured = None
-        self._tables.clear()
+        self._tables.clear()  # they hold the old states
 
 
 class _Pending(NamedTuple):
@@ -908,26 +809,6 @@ class _Pending(NamedTuple):
     skip: HostCopy | None
     states: list[ParameterState]
     finite: Finite | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Captured:
-    """Hold what a captured step reads: its states and gradients, the tables that its kernels read,
-    and the scalars of ``CONTROL``.
-    """
-
-    work: list[tuple[Group, list[ParameterState]]]
-    gradients: list[tuple[ParameterState, Tensor]]
-    tables: dict[tuple[Kernel, torch.device], Table]
-    control: Tensor
-
-    def take(self, auditor: Auditor, launches: Launches) -> list[ParameterState]:
-        """Set the numbers of the next step. Return the states that a launch cannot step."""
-        refused = []
-        for group, members in self.work:
-            stepper = Stepper(group, self.control, auditor, 0, launches)
-            refused += launches.take(stepper, members)
-        return refused
 
 
 _COPIED = (

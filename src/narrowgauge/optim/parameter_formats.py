@@ -8,7 +8,7 @@ An optimizer whose storage holds 16 bits rounds float32 parameters in place when
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -158,41 +158,12 @@ def wide_note(before: Storage, now: Storage) -> str:
     )
 
 
-def refuse_rounding(parameters: Sequence[Tensor], unrounded: Iterable[Tensor]) -> None:
-    """Refuse parameters that cannot change their format, since others hold their memory.
+def refuse_shared_memory(parameters: Sequence[Tensor], rounded: Sequence[Tensor] = ()) -> None:
+    """Refuse parameters that share their memory.
 
-    ``unrounded`` are of the same optimizer.
+    A step writes dense ones at the same time. One that is ``rounded`` takes memory of its own.
     """
-    refuse_expanded(parameters)
-    keep = "or keep them in float32: keep_float32=, or a param group with storage='float32'."
-    for before, after in _neighbours({*parameters, *unrounded} if parameters else ()):
-        if not {*parameters}.isdisjoint((before, after)):
-            raise RecipeError(
-                f"Cannot round float32 parameters of shapes {tuple(before.shape)} and "
-                f"{tuple(after.shape)} because they share "
-                "their memory.",
-                f"Tie modules by one Parameter (output.weight = embedding.weight), {keep}",
-            )
-
-
-def refuse_shared_memory(parameters: Iterable[Tensor]) -> None:
-    """Refuse dense parameters with common memory: a step writes all of them at the same time."""
-    parameters = list(parameters)
-    refuse_expanded(parameters)
-    for before, after in _neighbours(parameters):
-        spans = [_span(before), _span(after)]
-        if all(end - start == p.numel() * p.element_size() for start, end, p in spans):
-            raise RecipeError(
-                f"Cannot step parameters of shapes {tuple(before.shape)} and {tuple(after.shape)} "
-                "because they share their "
-                "memory.",
-                "Tie modules by one Parameter: output.weight = embedding.weight.",
-            )
-
-
-def refuse_expanded(parameters: Iterable[Tensor]) -> None:
-    """Refuse parameters that show one element at several places, as ``expand`` makes them."""
-    for parameter in map(local_of, parameters):
+    for parameter in map(local_of, rounded or parameters):
         pairs = zip(parameter.shape, parameter.stride(), strict=True)
         if parameter.numel() and any(size > 1 and stride == 0 for size, stride in pairs):
             raise RecipeError(
@@ -200,14 +171,17 @@ def refuse_expanded(parameters: Iterable[Tensor]) -> None:
                 "share their memory.",
                 "Make the smaller tensor the parameter, and expand it in the forward pass.",
             )
-
-
-def _neighbours(parameters: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield pairs of parameters whose memory overlaps."""
     spans = sorted(map(_span, parameters), key=lambda span: span[:2])
-    for (_, end, before), (start, _, after) in pairwise(spans):
-        if start < end:
-            yield before, after
+    for (first, end, before), (start, last, after) in pairwise(spans):
+        are_dense = end - first == before.nbytes and last - start == after.nbytes
+        is_alone = {*rounded}.isdisjoint((before, after)) if rounded else not are_dense
+        if start < end and not is_alone:
+            raise RecipeError(
+                f"Cannot step parameters of shapes {tuple(before.shape)} and {tuple(after.shape)} "
+                "because they share their memory.",
+                "Tie modules by one Parameter (output.weight = embedding.weight), or keep parts of "
+                "one tensor in float32: keep_float32=.",
+            )
 
 
 def _span(parameter: Tensor) -> tuple[int, int, Tensor]:

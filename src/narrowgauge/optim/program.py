@@ -23,15 +23,15 @@ from narrowgauge.spec.storages import VISIBLE, Storage
 from narrowgauge.torch_support.printer import Graph, Language, Printed, print_graph, trace
 
 SIZES = (
-    "columns", "rows", "first", "count", "pieces", "record", "wide", "aligned", "number", "period", "phase",
+    "extent", "numel", "first", "count", "record", "wide", "aligned", "number", "period", "phase",
 )  # fmt: skip
 """The table after the addresses.
 
-The tensor has ``rows`` of ``columns`` elements. Its ``count`` programs begin at ``first``, with
-``pieces`` for each row. Where rows are bounded before the step, their records begin at ``record``,
-else it is -1. A ``wide`` gradient is float32, another one has the weight's format. An ``aligned``
-tensor has rows of whole vectors, at addresses of whole vectors. ``number`` is the row of its
-scalars. An audit sums every ``period``-th program, from ``phase`` on.
+The tensor has ``numel`` elements, each program ``extent`` of them: a row that has scales. Its
+``count`` programs begin at ``first``. Where rows are bounded before the step, their records begin
+at ``record``, else it is -1. A ``wide`` gradient is float32, another one has the weight's format.
+An ``aligned`` tensor has programs of whole vectors, at addresses of whole vectors. ``number`` is
+the row of its scalars. An audit sums every ``period``-th program, from ``phase`` on.
 """
 
 
@@ -126,7 +126,7 @@ def scales_graph(rule: Rule, storage: Storage, language: Language) -> Graph:
     The arguments are ``values``, the largest magnitudes of :func:`row_bounds.bounding`, and the old
     bounds.
     """
-    count = len(bounding(rule, storage))
+    count = len(bounding(rule))
 
     def scales(values: Tensor, slopes: Tensor, *rest: Tensor) -> list[Tensor]:
         weights = rest[0] if count == 2 else torch.zeros_like(slopes)
@@ -147,8 +147,8 @@ class Program:
     Attributes:
         language: of operations.
         texts: of statements: ``bound`` is the place of a row's bound, by column. ``load`` and
-            ``store`` are its value and a new one. ``found`` names a row's record, ``read`` is a
-            number there. ``new`` and ``set`` give a number a name, and another value. ``if``,
+            ``store`` are its value and a new one. ``found`` names a row's record, ``at`` is a
+            place there. ``new`` and ``set`` give a number a name, and another value. ``if``,
             ``else``, ``end`` choose.
         peaks: the streams whose largest magnitudes bound a row.
     """
@@ -164,7 +164,7 @@ class Program:
         self.streams = streams_of(rule, storage)
         self.peaks: tuple[str, ...] = ()
         if storage.scaled and isinstance(rule, Rule):
-            self.peaks = bounding(rule, storage)
+            self.peaks = bounding(rule)
         self.values = [f"v_{k}" for k in range(num_values(rule))]
 
     def text(self, name: str, *arguments: object) -> str:
@@ -226,6 +226,18 @@ class Program:
         column = len(self.streams)
         return [self.text("bound", column + k) for k in range(len(self.storage.scaled))]
 
+    def _found(self, place: int) -> str:
+        return self.text("load", self.text("at", place))
+
+    def find_peaks(self) -> list[str]:
+        """Return lines that write a row's record: its largest magnitudes and its bounds so far."""
+        lines = [self.text("found", self.record_size()), *self.declared_peaks(), *self.peak_lines()]
+        values = [f"peak_{name}" for name in self.peaks]
+        values += [self.text("load", place) for place in self.old_bounds()]
+        for k, value in enumerate(values):
+            lines.append(self.text("store", self.text("at", k), value))
+        return lines
+
     def bounds(self) -> list[str]:
         """Return lines that bound the row of a program, and define the multipliers of each code."""
         if not self.peaks:
@@ -235,10 +247,10 @@ class Program:
         lines = self.declared_peaks()
         stored_peaks = [self.text("found", self.record_size())]
         for k, name in enumerate(self.peaks):
-            stored_peaks.append(self.text("set", f"peak_{name}", self.text("read", k)))
+            stored_peaks.append(self.text("set", f"peak_{name}", self._found(k)))
         for k, place in enumerate(places):
             lines.append(self.text("new", f"old{k}", self.text("load", place)))
-            stored_peaks.append(self.text("set", f"old{k}", self.text("read", len(self.peaks) + k)))
+            stored_peaks.append(self.text("set", f"old{k}", self._found(len(self.peaks) + k)))
         lines += self.choice("record < 0", self.peak_lines(), stored_peaks)
         peaks = [f"peak_{name}" for name in self.peaks]
         olds = [f"old{k}" for k in range(len(places))]

@@ -23,20 +23,12 @@ from narrowgauge.spec.storages import Storage
 if TYPE_CHECKING:
     from narrowgauge.optim.state import ParameterState
 
-SMALLEST_BOUND = 2.0**-8
-"""The smallest bound of a row of weights scaled by row, so that a row of zeros can grow."""
 
-
-def bounding(rule: Rule, storage: Storage) -> tuple[str, ...]:
+def bounding(rule: Rule) -> tuple[str, ...]:
     """Return the tensors whose largest magnitudes bound a row."""
-    if rule.coupled or "weight" in storage.scaled:
+    if rule.coupled:
         return ("gradient", "weight")
     return ("gradient",)
-
-
-def weight_bound(peaks: Tensor) -> Tensor:
-    """Return a bound on a row of weights after a step: twice its largest magnitude now."""
-    return (peaks * 2.0).clamp(min=SMALLEST_BOUND)
 
 
 def scales_of_rows(
@@ -60,8 +52,7 @@ def scales_of_rows(
     scales = {}
     for name, before in old.items():
         # A non-finite gradient must not stay in a bound: inf - inf would be NaN forever.
-        after = weight_bound(weights) if name == "weight" else codes.finite_bound(new[name])
-        bound = torch.where(scalars["skip"] != 0, before, after)
+        bound = torch.where(scalars["skip"] != 0, before, codes.finite_bound(new[name]))
         into = codes.multipliers(bound)[0]
         back = codes.multipliers(before)[1]
         scales[name] = bound, into, back
@@ -77,10 +68,10 @@ def bound_rows(state: ParameterState, values: Tensor) -> dict[str, tuple[Tensor,
     rule = state.kernel.rule
     storage = state.storage
     assert isinstance(rule, Rule)
-    slopes = _peaks(state, state.gradient)
+    slopes = peaks_of_rows(state, state.gradient)
     weights = torch.zeros_like(slopes)
-    if "weight" in bounding(rule, storage):
-        weights = _peaks(state, state.parameter.detach())
+    if "weight" in bounding(rule):
+        weights = peaks_of_rows(state, state.parameter.detach())
     multipliers = {}
     scales = scales_of_rows(rule, storage, slopes, weights, state.bounds, values)
     for name, (bound, into, back) in scales.items():
@@ -89,18 +80,14 @@ def bound_rows(state: ParameterState, values: Tensor) -> dict[str, tuple[Tensor,
     return multipliers
 
 
-def _peaks(state: ParameterState, values: Tensor) -> Tensor:
+def peaks_of_rows(state: ParameterState, values: Tensor) -> Tensor:
     """Return the largest magnitude of each row, float32 ``[rows, 1]``, over all ranks that share
-    the row.
+    the row. A NaN is the largest.
     """
-    rows = largest_of_rows(state.in_rows(values))
+    matrix = state.in_rows(values)
+    rows = torch.zeros(len(matrix), dtype=torch.float32, device=matrix.device)
+    if matrix.numel():
+        rows = torch.cat([part.abs().amax(1).float() for part in row_pieces(matrix)])
     # As integers, in which a NaN is the largest.
     (joined,) = largest_over_ranks([rows.view(torch.int32)], [state.column_groups])
     return joined.view(torch.float32).view(-1, 1)
-
-
-def largest_of_rows(matrix: Tensor) -> Tensor:
-    """Return the largest magnitude of each row of a matrix, float32. A NaN is the largest."""
-    if not matrix.numel():
-        return torch.zeros(len(matrix), dtype=torch.float32, device=matrix.device)
-    return torch.cat([rows.abs().amax(1).float() for rows in row_pieces(matrix)])

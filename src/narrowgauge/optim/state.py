@@ -6,33 +6,27 @@ them, :meth:`ParameterState.take` restores them bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
-from functools import cached_property, partial
+from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.numerics.chunks import chunk_size
 from narrowgauge.numerics.dtensor import (
     is_sharded,
-    largest_over_ranks,
     local_of,
     placed_like,
     sendable,
     split_groups,
 )
-from narrowgauge.numerics.rounding import narrowed
 from narrowgauge.optim import codes
-from narrowgauge.optim.codes import Lane
-from narrowgauge.optim.kernel import Inputs, Kernel, Numbers, advance, audited_terms, average, named
+from narrowgauge.optim.kernel import Kernel
 from narrowgauge.optim.planes import as_rows, planes_of, row_dims, staggered
-from narrowgauge.optim.row_bounds import bound_rows, largest_of_rows, weight_bound
-from narrowgauge.optim.rules.matrix import MatrixRule, MatrixState
-from narrowgauge.optim.walk import spans
-from narrowgauge.spec.storages import FLOAT32, OLD_WINDOW, WINDOW, Code, Storage
+from narrowgauge.optim.rules.matrix import MatrixState
+from narrowgauge.optim.values import stored
+from narrowgauge.spec.storages import FLOAT32, WINDOW, Code, Storage
 
 NO_GRADIENT = torch.empty(0, dtype=torch.float32, device="cpu")
 """Replaces the gradient between steps, so that the last one can be freed."""
@@ -84,12 +78,12 @@ class ParameterState:
         self.notes: dict[str, Any] = {}
         self.gradient = NO_GRADIENT
         self.change: Any = None
-        self._extra_codes: dict[str, Code] = {}
+        self.extra_codes: dict[str, Code] = {}
         self.extras: dict[str, Tensor] = {}
         self.extra_bounds: dict[str, Tensor] = {}
         for name, extra in (extras or {}).items():
             code = extra_code(storage, extra.role)
-            self._extra_codes[name] = code
+            self.extra_codes[name] = code
             self.extras[name] = torch.zeros(
                 extra.shape, dtype=codes.alone_dtype(code), device=self.parameter.device
             )
@@ -97,18 +91,6 @@ class ParameterState:
                 self.extra_bounds[name] = self.extras[name].new_zeros(
                     (*extra.shape[:-1], 1), dtype=torch.float32
                 )
-
-    def begin(self) -> None:
-        """Set the bounds and the master from the parameter. Allocate memory first."""
-        if "weight" in self.bounds:
-            self._set_bounds("weight", self.parameter.detach())
-
-        def master(lane: Lane) -> dict[str, Tensor]:
-            value = codes.visible_value(self.storage.visible, lane.visible)
-            return codes.write_weight(self.storage, lane, value, None)[1]
-
-        if self.storage.master:
-            self._rewrite(master)
 
     # ── the parameter's memory ────────────────────────────────────────────────────────────────────
 
@@ -183,35 +165,26 @@ class ParameterState:
 
         They are DTensors if the parameter is one.
         """
-        return {name: self._saved(name) for name in self.keys()}
-
-    def _saved(self, name: str) -> Tensor:
-        if name == "step":
-            return torch.tensor(float(self.step), dtype=torch.float32, device="cpu")
-        if name == "window":
-            return torch.tensor(float(WINDOW), dtype=torch.float32, device="cpu")
-        if name in self.planes:
-            return placed_like(self.owner, self.planes[name])
-        extras = self.tensors_of_extras()
-        if name in extras:
-            return sendable(self.owner, extras[name])
-        bound = self.bounds[name.removesuffix("_bound")].view(self._shape_of_bounds())
-        return placed_like(self.owner, bound, row_dims=self.row_dims)
+        tensors = {"step": torch.tensor(float(self.step), dtype=torch.float32, device="cpu")}
+        if self._has_window:
+            tensors["window"] = torch.tensor(float(WINDOW), dtype=torch.float32, device="cpu")
+        for name, plane in self.planes.items():
+            tensors[name] = placed_like(self.owner, plane)
+        for name, bound in self.bounds.items():
+            rows = bound.view(self._shape_of_bounds())
+            tensors[f"{name}_bound"] = placed_like(self.owner, rows, row_dims=self.row_dims)
+        for name, tensor in self.tensors_of_extras().items():
+            tensors[name] = sendable(self.owner, tensor)
+        return tensors
 
     def keys(self) -> list[str]:
-        return [
-            "step",
-            *(["window"] if self._moved_codes() else []),
-            *self.planes,
-            *(f"{name}_bound" for name in self.bounds),
-            *self.tensors_of_extras(),
-        ]
+        return list(self.saved())
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.keys())
+        return iter(self.saved())
 
     def __len__(self) -> int:
-        return len(self.keys())
+        return len(self.saved())
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name in self.keys() or name in self.shapes_of_states:
@@ -224,13 +197,14 @@ class ParameterState:
     def __getitem__(self, name: str) -> Any:
         if name in self.notes:
             return self.notes[name]
-        planes = {plane.name: plane for plane in planes_of(self.storage)}
-        if name in planes and planes[name].is_packed and not is_sharded(self.owner):
+        is_packed = {plane.name: plane.is_packed for plane in planes_of(self.storage)}
+        if is_packed.get(name) and not is_sharded(self.owner):
             return self.planes[name].as_subclass(Packed)
-        if name in self.keys():
-            return self._saved(name)
+        saved = self.saved()
+        if name in saved:
+            return saved[name]
         if name in self.shapes_of_states:
-            return self.stored(name)
+            return stored(self, name)
         raise KeyError(name)
 
     # Not a Mapping to isinstance, since frameworks build those anew.
@@ -256,36 +230,20 @@ class ParameterState:
             tensor.copy_(self._checked(values, name, tensor.dtype, tuple(tensor.shape)))
 
     def load(self, saved: Mapping[str, Tensor]) -> None:
-        """Fill the state from the tensors of :meth:`saved`, also of an earlier version."""
+        """Fill the state from the tensors of :meth:`saved`."""
         self.take(saved)
         self.step = int(saved["step"])
-        window = int(saved.get("window", OLD_WINDOW))
-        if window != WINDOW:
-            self._move(window)
+        if saved.get("window", WINDOW) != WINDOW:
+            raise RecipeError(
+                f"Cannot load a state whose codes begin at 2^{int(saved['window'])}, not 2^{WINDOW}.",
+                "Load it by the version that has saved it.",
+            )
 
-    def _moved_codes(self) -> dict[str, Code]:
-        """Return the codes of states whose window was once another one, by state."""
-        codes_of = {name: self.code(name) for name in (*dict(self.storage.states), *self.extras)}
-        return {name: code for name, code in codes_of.items() if code.has_moved}
-
-    def _move(self, window: int) -> None:
-        """Encode states again that were saved in another window."""
-        moved = self._moved_codes()
-
-        def encoded(name: str, word: Tensor, shift: int) -> Tensor:
-            code = moved[name]
-            saved = replace(code, lowest=window if code.signed else 2 * window)
-            return codes.encode(code, codes.decode(saved, word, shift), None, shift)
-
-        def write(lane: Lane) -> dict[str, Tensor]:
-            return {name: encoded(name, *lane.fields[name]) for name in beside}
-
-        beside = moved.keys() - self.extras.keys()
-        if beside:
-            self._rewrite(write)
-        for name in moved.keys() & self.extras.keys():
-            extra = self.extras[name]
-            extra.copy_(encoded(name, extra.to(torch.int32), 0))
+    @property
+    def _has_window(self) -> bool:
+        """Return whether a code has a window whose place a checkpoint names."""
+        roles = (*dict(self.storage.states), *self.extras)
+        return any(self.code(name).lowest in (WINDOW, 2 * WINDOW) for name in roles)
 
     def _checked(
         self, values: Mapping[str, Tensor], name: str, dtype: torch.dtype, shape: tuple[int, ...]
@@ -306,7 +264,7 @@ class ParameterState:
         """Return the tensors of all extras, by saved name."""
         tensors = {}
         for name, tensor in self.extras.items():
-            tensors[codes.saved_as(name, self._extra_codes[name])] = tensor
+            tensors[codes.saved_as(name, self.extra_codes[name])] = tensor
         for name, bound in self.extra_bounds.items():
             tensors[f"{name}_bound"] = bound
         return tensors
@@ -328,10 +286,7 @@ class ParameterState:
             else:
                 yield entry
         for name, bound in self.bounds.items():
-            if name == "weight":
-                beside.append(("weight bound", bound))
-            else:
-                yield f"{name} bound", bound
+            yield f"{name} bound", bound
         yield from self.tensors_of_extras().items()
         yield "", self.parameter.detach()
         yield from beside
@@ -348,119 +303,7 @@ class ParameterState:
 
     def code(self, name: str) -> Code:
         """Return the code of the weight or of a state."""
-        return self._extra_codes.get(name) or self.storage.code(name)
-
-    def stored(self, name: str, count: int | None = None) -> Tensor:
-        """Return a copy of the weight (``"weight"``) or a state in the parameter's shape, in
-        float32, or flat its first ``count`` values.
-
-        A weight rounds to the parameter (:func:`narrowgauge.optim.codes.inside_cell`).
-        """
-        if name in self.extras:
-            return self.extra(name).clone()
-        storage = self.storage
-        is_rounded = name == "weight" and storage.visible != "float32"
-
-        def value(lane: Lane) -> Tensor:
-            if name != "weight":
-                return codes.read_state(storage, lane, name)
-            weight = codes.read_weight(storage, lane)
-            if is_rounded and not storage.weight.scaled:
-                return codes.inside_cell(storage, lane.visible, weight)
-            return weight
-
-        if count is None:
-            return self.in_shape(self.read(value)).contiguous()
-        if self.row_dims or list(self.order) != sorted(self.order):  # unpacked whole
-            return self.stored(name).reshape(-1)[:count]
-        return self.read(value, count).view(-1)
-
-    def extra(self, name: str, index: tuple[int, ...] = ()) -> Tensor:
-        """Return the float32 values of an extra, or of its ``index``.
-
-        For a float32 extra this is its own memory, not a copy.
-        """
-        bound = None
-        if name in self.extra_bounds:
-            bound = self.extra_bounds[name][index]
-        return codes.alone_value(self._extra_codes[name], self.extras[name][index], bound)
-
-    def put_extra(
-        self,
-        name: str,
-        values: Tensor,
-        seed: Tensor,
-        skip: Tensor | None = None,
-        index: tuple[int, ...] = (),
-    ) -> None:
-        """Store values of an extra, or of its ``index``, unless ``skip`` (0-d bool)."""
-        bound = None
-        if name in self.extra_bounds:
-            bound = values.abs().amax(-1, keepdim=True)
-        new = codes.encode_alone(self._extra_codes[name], values, seed, bound)
-        for tensor, value in ((self.extras[name], new), (self.extra_bounds.get(name), bound)):
-            if tensor is None or value is None:
-                continue
-            if skip is not None:
-                value = torch.where(skip, tensor[index], value)
-            tensor[index].copy_(value)
-
-    def adopt(self, values: Tensor) -> None:
-        """Store ``values`` as the weight, rounded to nearest.
-
-        The parameter becomes its visible part.
-        """
-        weights = self._as_values("weight", values)
-        memory = torch.empty(self.form, dtype=torch.float32, device=weights.device)
-        seen = self.in_shape(memory)
-        for span in spans(self, weights, seen):
-            weight, into = span.others
-            lane = span.lane()
-            weight = codes.into_cell(self.storage, weight)
-            bits, fields = codes.write_weight(self.storage, lane, weight, None)
-            into.copy_(codes.visible_value(self.storage.visible, bits))
-            span.store(fields)
-        visible = narrowed(seen, getattr(torch, self.storage.visible))
-        if self.parameter.dtype is visible.dtype:
-            self.parameter.data.copy_(visible)  # in place, since this memory may have views
-        else:
-            self.parameter.data = visible
-
-    def put_low_bits(self, random: Tensor) -> None:
-        """Fill the weight's low bits of a new state from 32 random bits for each element, int32 in
-        the parameter's shape.
-        """
-        self._rewrite(partial(codes.random_low_bits, self.storage), random)
-
-    def put(self, name: str, values: Tensor, seed: Tensor) -> None:
-        """Store the values of a state.
-
-        A stochastic code rounds stochastically under ``seed`` (0-d int32).
-        """
-        if name in self.extras:
-            self.put_extra(name, values, seed)
-            return
-
-        def write(lane: Lane, value: Tensor) -> dict[str, Tensor]:
-            # The random bits are a hash of the stored weights, as in a step.
-            weight = codes.read_weight(self.storage, lane)
-            addends = codes.addends(self.storage, weight, lane.gradient, seed)
-            return codes.write_state(self.storage, lane, name, value, addends[name])
-
-        self._rewrite(write, self._as_values(name, values))
-
-    def _as_values(self, name: str, values: Tensor) -> Tensor:
-        """Return values in the dtype of the rule, and set the bounds of their rows."""
-        value = values.detach().to(codes.value_dtype(self.storage))
-        if name in self.bounds:
-            self._set_bounds(name, value)
-        return value
-
-    def _set_bounds(self, name: str, values: Tensor) -> None:
-        rows = largest_of_rows(self.in_rows(values)).view(torch.int32)
-        (joined,) = largest_over_ranks([rows], [self.column_groups])
-        peaks = joined.view(torch.float32).view(-1, 1)
-        self.bounds[name].copy_(weight_bound(peaks) if name == "weight" else peaks)
+        return self.extra_codes.get(name) or self.storage.code(name)
 
     @property
     def column_groups(self) -> list[Any]:
@@ -468,68 +311,6 @@ class ParameterState:
         if not self.row_dims or not is_sharded(self.owner):
             return []
         return split_groups(self.owner, columns=self.row_dims)
-
-    # ── by the definition ─────────────────────────────────────────────────────────────────────────
-
-    @property
-    def _at_once(self) -> int:
-        """Return the elements of a span. Beside whole matrices, temporaries are to be few."""
-        most = chunk_size(self.parameter.device)
-        return most // 4 if self.kernel.is_matrix else most
-
-    def read(self, value: Callable[[Lane], Tensor], count: int | None = None) -> Tensor:
-        """Return the values of the lanes as rows and columns in memory order, or of the first
-        ``count`` elements.
-        """
-        dtype = codes.value_dtype(self.storage)
-        result = torch.empty(self.form, dtype=dtype, device=self.parameter.device)
-        if count is not None:
-            result = result.new_empty(1, min(count, self.parameter.numel()))
-        left = result.view(-1)
-        for span in spans(self, at_once=self._at_once):
-            part = value(span.lane()).reshape(-1)[: len(left)]
-            left[: len(part)] = part
-            left = left[len(part) :]
-            if not len(left):
-                break
-        return result
-
-    def _rewrite(self, write: Callable[..., dict[str, Tensor]], *others: Tensor) -> None:
-        """Replace the fields that ``write(lane, *parts of other tensors)`` returns."""
-        for span in spans(self, *others, at_once=self._at_once):
-            span.store(write(span.lane(), *span.others))
-
-    def run(self, numbers: Numbers) -> Tensor | None:
-        """Step by the definition, in place. Return the audit's sums, float64, if it is audited.
-
-        The state has its gradient. That of a matrix rule has its change.
-        """
-        rule = self.kernel.rule
-        scales = bound_rows(self, numbers.values) if self.bounds else None
-        scalars = named(rule, numbers.values)
-        total = numbers.values.new_zeros(self.kernel.num_sums, dtype=torch.float64)
-        others = [self.gradient, *([self.change] if self.kernel.is_matrix else [])]
-        is_skipped = None if numbers.values.is_cpu else scalars["skip"] != 0
-        for span in spans(self, *others, scales=scales, at_once=self._at_once, writes=True):
-            gradient, *changes = span.others
-            change = changes[0] if changes else None
-            lane = span.lane(gradient)
-            inputs = Inputs(rule, self.storage, lane, change, scalars, numbers.seed)
-            written = advance(inputs)
-            if numbers.audited:
-                for place, term in enumerate(audited_terms(inputs, written)):
-                    total[place] += term.double().sum()
-            span.store(written.fields, written.visible, is_skipped)
-        return total if numbers.audited else None
-
-    def average(self, numbers: Numbers) -> None:
-        """Write a matrix rule's average of the gradients into ``change``, by the definition."""
-        rule = self.kernel.rule
-        assert isinstance(rule, MatrixRule)
-        scalars = named(rule, numbers.values)
-        for span in spans(self, self.gradient, self.change, at_once=self._at_once):
-            gradient, into = span.others
-            into.copy_(average(rule, self.storage, span.lane(gradient), scalars)[0])
 
 
 class Packed(Tensor):

@@ -1,4 +1,5 @@
-"""One step of a param group: its numbers, matrices, and the definition where no printed step runs.
+"""One step of an optimizer: its numbers, one launch for each kernel, and the definition where no
+printed step runs.
 
 Elementwise rules step all tensors by one launch (:mod:`narrowgauge.optim.multi_tensor`). Matrix
 rules average, gather and write in batches (:mod:`narrowgauge.optim.matrix_step`).
@@ -6,7 +7,8 @@ rules average, gather and write in batches (:mod:`narrowgauge.optim.matrix_step`
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,80 +16,118 @@ from torch import Tensor
 
 from narrowgauge.numerics.hashing import step_seed
 from narrowgauge.numerics.metrics import KERNEL_SUMS
-from narrowgauge.optim import codes
+from narrowgauge.optim import definition, proof
 from narrowgauge.optim.audit import Auditor
-from narrowgauge.optim.kernel import Numbers, least_decay
-from narrowgauge.optim.matrix_step import step_matrices
-from narrowgauge.optim.multi_tensor import Launches
+from narrowgauge.optim.kernel import Kernel, Numbers
+from narrowgauge.optim.matrix_step import Batch, step_matrices
+from narrowgauge.optim.multi_tensor import Table
 from narrowgauge.optim.state import ParameterState
-from narrowgauge.torch_support.torch_names import to_device
+from narrowgauge.torch_support.proven import language_on
+
+PRINTED_ELEMENTS = 1 << 14
+"""On a CPU a first step of fewer elements is not compiled, which takes a second once."""
 
 
-class Stepper:
-    """Take one step of one param group. ``control`` holds the scalars of ``CONTROL``, ``[2]``."""
+def why_by_definition(compile: bool | None, states: Iterable[ParameterState]) -> str:
+    """Return why a step does not ask for compiled code, or an empty string."""
+    if compile is False:
+        return "compile=False"
+    count = sum(state.parameter.numel() for state in states)
+    is_first = all(state.step == 0 and state.parameter.is_cpu for state in states)
+    if compile is None and is_first and count < PRINTED_ELEMENTS:
+        return f"a first step of {count:,} elements"
+    return ""
+
+
+class Step:
+    """Take one step of states that have their gradients.
+
+    Attributes:
+        control: the scalars of ``CONTROL``, float32 ``[2]`` on the device.
+        auditor: takes the audits.
+        audit_every: steps between audits.
+        tables: kept between steps.
+        compile: as in the optimizer.
+    """
 
     def __init__(
-        self, group: Mapping[str, Any], control: Tensor, auditor: Auditor, audit_every: int, launches: Launches
+        self, control: Tensor, auditor: Auditor, audit_every: int, tables: dict[Kernel, Table],
+        compile: bool | None,
     ) -> None:  # fmt: skip
-        self.group = group
         self.control = control
         self.auditor = auditor
         self.audit_every = audit_every
-        self._launches = launches
-        self._numbers: dict[tuple[str, int, torch.dtype], Numbers] = {}
+        self.tables = tables
+        self.compile = compile
 
-    def numbers(self, state: ParameterState) -> Numbers:
-        """Return the scalars and the seed of the next step of a state."""
-        kernel = state.kernel
-        count = state.step + 1
-        dtype = codes.value_dtype(kernel.storage)
-        key = kernel.rule.name, count, dtype
-        if key not in self._numbers:
-            scalars = [1.0, 0.0, *kernel.rule.prepare(self.group, count)]
-            number = step_seed(self.group["seed"], count)
-            device = self.control.device
-            seed = to_device(torch.tensor(number, dtype=torch.int32, device="cpu"), device)
-            values = to_device(torch.tensor(scalars, dtype=dtype, device="cpu"), device)
-            values[:2] = self.control
-            is_audited = self.audit_every > 0 and count % self.audit_every == 0
-            self._numbers[key] = Numbers(values, seed, is_audited)
-        return self._numbers[key]
-
-    def step(self, states: Sequence[ParameterState]) -> None:
-        """Step states of this group once each. They have their gradients."""
+    def run(self, work: Sequence[tuple[Mapping[str, Any], Sequence[ParameterState]]]) -> None:
+        """Step the states of param groups."""
         if self.control.is_cpu and self.control[1]:
             return  # skipped
-        elementwise = [state for state in states if not state.kernel.is_matrix]
-        matrices = [state for state in states if state.kernel.is_matrix]
-        refused = self._launches.take(self, elementwise)
-        for state, sums in step_matrices(matrices, self.group, self.numbers, self._launch):
-            self.note(state, sums)
-        for state in refused:
-            audit = state.run(self.numbers(state))
-            if audit is not None:
-                self.note(state, audit)
+        elementwise: dict[ParameterState, Numbers] = {}
+        for group, states in work:
+            matrices: dict[ParameterState, Numbers] = {}
+            for state, numbers in self.numbers(group, states).items():
+                batch = matrices if state.kernel.is_matrix else elementwise
+                batch[state] = numbers
+            step_matrices(matrices, group, self.average, self.write)
+        self.write(elementwise)
 
-    def _launch(self, states: Sequence[ParameterState], averages: bool) -> list[ParameterState]:
-        """Step matrices by one launch, or average them. Return the states that have none."""
-        launches = Launches(self._launches.tables)
-        refused = launches.take(self, states)
-        launches.run(self.control, self.auditor, averages=averages)
+    def numbers(self, group: Mapping[str, Any], states: Sequence[ParameterState]) -> Batch:
+        """Return the numbers of the next step of states in a param group."""
+        alike: dict[tuple[Kernel, int], Numbers] = {}
+        batch = {}
+        for state in states:
+            count = state.step + 1
+            key = state.kernel, count
+            if key not in alike:
+                scalars = state.kernel.rule.prepare(group, count)
+                seed = step_seed(group["seed"], count)
+                is_audited = self.audit_every > 0 and count % self.audit_every == 0
+                turn = count // self.audit_every if is_audited else None
+                alike[key] = Numbers(state.kernel, self.control, scalars, seed, turn)
+            batch[state] = alike[key]
+        return batch
+
+    def average(self, batch: Batch) -> None:
+        """Average the gradients of matrices into their changes."""
+        for state in self._launch(batch, averages=True):
+            definition.average_gradient(state, batch[state])
+
+    def write(self, batch: Batch) -> None:
+        """Step elementwise rules, or write the changes of matrices."""
+        for state in self._launch(batch):
+            sums = definition.run(state, batch[state])
+            if sums is not None:
+                self._note(state, sums, batch[state].spacings)
+
+    def _launch(self, batch: Batch, *, averages: bool = False) -> list[ParameterState]:
+        """Step or average by one launch for each kernel. Return the states that no launch steps."""
+        members: dict[Kernel, dict[ParameterState, Numbers]] = defaultdict(dict)
+        for state, numbers in batch.items():
+            members[state.kernel][state] = numbers
+        refused: list[ParameterState] = []
+        for kernel, alike in members.items():
+            device = self.control.device
+            reason = why_by_definition(self.compile, alike)
+            reason = reason or proof.why_not_printed(kernel.rule, kernel.storage, device)
+            kernel.how_it_ran = f"definition: {reason}" if reason else language_on(device)
+            if reason:
+                refused += alike
+                continue
+            if kernel not in self.tables:
+                self.tables[kernel] = Table(kernel.rule, kernel.storage, device)
+            table = self.tables[kernel]
+            table.set(alike)
+            table.send()
+            audit = table.launch(self.control, averages=averages)
+            if audit is not None:
+                self.auditor.fresh.append(audit)
         return refused
 
-    def note(self, state: ParameterState, sums: Tensor) -> None:
+    def _note(self, state: ParameterState, sums: Tensor, spacings: float) -> None:
         """Pass the sums over all elements of a state to the auditor, with the host's own sums."""
         num_elements = sums.new_full((1,), state.parameter.numel())
         missing = sums.new_zeros(len(KERNEL_SUMS) - len(sums))
-        spacings = num_elements * self.audited_spacings(state)
-        row = torch.cat([sums, missing, num_elements, spacings])
+        row = torch.cat([sums, missing, num_elements, num_elements * spacings])
         self.auditor.fresh.append(([state.owner], row.unsqueeze(0)))
-
-    def audited_spacings(self, state: ParameterState) -> float:
-        """Return the decay that an audit looks for in the next step, in ulps of an element.
-
-        It is 0 without decay.
-        """
-        decay = state.kernel.decay(self.group, state.step + 1)
-        if decay <= 0:
-            return 0.0
-        return max(decay, least_decay(state.storage)) * state.storage.weight.spacings

@@ -67,11 +67,11 @@ class _Text(Program):
     language = TRITON
     indentation = "    "
     texts: ClassVar = {
-        "bound": "(tl.load(row + {0}).to(tl.pointer_type(tl.float32)) + line)",
+        "bound": "(tl.load(row + {0}).to(tl.pointer_type(tl.float32)) + place)",
         "load": "tl.load({0})",
         "store": "tl.store({0}, {1})",
-        "found": "found = records + (record + line) * {0}",
-        "read": "tl.load(found + {0})",
+        "found": "found = records + (record + place) * {0}",
+        "at": "found + {0}",
         "new": "{0} = {1}",
         "set": "{0} = {1}",
         "if": "if {0}:",
@@ -95,15 +95,9 @@ class _Text(Program):
         lines += [
             f"seed = tl.load(scalars + {scalars}).to(tl.int32, bitcast=True)",
             "place = program - first",
+            "begin = place * extent",
+            "left = tl.minimum(numel - begin, extent).to(tl.int32)",
         ]
-        if self.storage.scaled:
-            lines += ["line = place", "begin = place * columns", "left = columns.to(tl.int32)"]
-        else:
-            lines += [
-                "line = 0",
-                f"begin = place * {BLOCK}",
-                f"left = tl.minimum(columns - begin, {BLOCK}).to(tl.int32)",
-            ]
         for k, stream in enumerate(self.streams):
             lines.append(f"p_{stream.name} = tl.load(row + {k})")
         return lines
@@ -184,16 +178,6 @@ class _Text(Program):
             largest = f"tl.reduce({most}, 0, larger_of)"
             ends.append(f"peak_{name} = {largest}.to(tl.float32, bitcast=True)")
         return [*begin, _over_row(body), *ends]
-
-    def find_peaks(self) -> list[str]:
-        """Return lines that write a row's record: its largest magnitudes and its bounds so far."""
-        lines = [self.text("found", self.record_size()), *self.peak_lines()]
-        for k, name in enumerate(self.peaks):
-            lines.append(self.text("store", f"found + {k}", f"peak_{name}"))
-        for k, place in enumerate(self.old_bounds()):
-            old = f"found + {len(self.peaks) + k}"
-            lines.append(self.text("store", old, self.text("load", place)))
-        return lines
 
 
 def _over_row(body: Sequence[str]) -> str:

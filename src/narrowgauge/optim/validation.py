@@ -26,6 +26,7 @@ from narrowgauge.spec.update_rules import UPDATE_RULES, Laws, Range
 from narrowgauge.torch_support.torch_names import (
     fsdp_groups,
     fsdp_parameters,
+    is_captured,
     plain_name,
     was_taken_by_fsdp,
 )
@@ -36,9 +37,9 @@ if TYPE_CHECKING:
 LAWS: dict[str, Laws] = {row.name: row.laws for row in UPDATE_RULES.values()}
 """Allowed values of each rule's options. A rule that is not here checks its own options."""
 
-FLAGS = ("amsgrad", "maximize", "differentiable")
+FLAGS = ("amsgrad", "maximize", "differentiable", "capturable")
 """Options of ``torch.optim`` that no param group here has. They may be false or ``None``."""
-HOW_TO_RUN = ("fused", "foreach", "capturable")
+HOW_TO_RUN = ("fused", "foreach")
 """Options of ``torch.optim`` for what is done anyway."""
 _OF_THE_OPTIMIZER = ("max_grad_norm", "audit_every", "compile")
 
@@ -102,15 +103,13 @@ def check_one_device(parameters: Iterable[Tensor]) -> torch.device:
     return devices.pop()
 
 
-def check_captured(*, is_possible: bool) -> None:
-    """Refuse a step that a CUDA graph cannot repeat."""
-    if not is_possible:
+def refuse_capture() -> None:
+    """Refuse a CUDA graph: each replay would repeat a step's numbers and random bits."""
+    if is_captured():
         raise RecipeError(
-            "Cannot capture a parameter's first step, or a step that is more than one launch: with "
-            "max_grad_norm or skip_above, of a matrix rule, of a scaled loss, of columns that ranks "
-            "split, or uncompiled.",
-            "Take a step before. Else capture the forward and backward passes alone, and call "
-            "step() after each replay.",
+            "Cannot step while a CUDA graph is captured: each replay would repeat this step's "
+            "learning rate and random bits.",
+            "Capture the forward and backward passes alone, and call step() after each replay.",
         )
 
 
@@ -137,8 +136,7 @@ def check_bounded(rule: AnyRule, storage: Storage) -> None:
     """Refuse a rule whose new states the largest magnitudes of a row do not bound, where states
     have scales by row.
     """
-    states = set(storage.scaled) - {"weight"}
-    if states and not isinstance(rule, MatrixRule) and not rule.monotone:
+    if storage.scaled and not isinstance(rule, MatrixRule) and not rule.monotone:
         raise RecipeError(
             f"Cannot step rule '{rule.name}' in storage '{storage.name}' because its states have "
             "scales by row, and the rule "
@@ -278,52 +276,44 @@ def check_same_rule(
         )
 
 
-def check_replaced(states: Mapping[Any, object], parameters: Sequence[Tensor]) -> None:
-    """Refuse a first step after parameters with a state were replaced, as Accelerate's FSDP2 does."""
-    members = set(parameters)
-    if any(isinstance(p, Tensor) and p not in members for p in states) and not all(
-        p in states for p in parameters
-    ):
-        raise RecipeError(
-            "Cannot step because parameters were replaced after the optimizer stored the bits of "
-            "their weights.",
-            "Call narrowgauge.integrations.accelerate.pass_states_on(optimizer) after "
-            "accelerator.prepare, or prepare the model "
-            "after it was changed.",
-        )
-
-
 def check_in_use(
-    names: Mapping[Tensor, str], model: nn.Module | None, members: set[Tensor]
+    names: Mapping[Tensor, str],
+    states: Mapping[Any, object],
+    model: nn.Module | None,
+    members: set[Tensor],
 ) -> None:
-    """Refuse parameters that never get a gradient, since other parameters have replaced them in the
-    model.
+    """Refuse a first step after parameters were replaced: the old ones never get a gradient, and
+    the new ones lack the bits that were stored.
 
     ``members`` are the parameters that the model had when it was named.
     """
     model_params: dict[str, Tensor] = {}
-    fsdp_shards: set[Tensor] = set()
+    present: set[Tensor] = set()
     if model is not None:
         for name, p in model.named_parameters(remove_duplicate=False):
             model_params[plain_name(name)] = p
+        present.update(model_params.values())
         # FSDP2's own shards. They are not in the modules while the whole parameters are gathered.
         for _, group in fsdp_groups(model):
-            fsdp_shards.update(fsdp_parameters(group))
-    present = {*model_params.values(), *fsdp_shards}
+            present.update(fsdp_parameters(group))
+    replaced = []
     for parameter, name in names.items():
-        if not parameter.requires_grad or parameter.grad is not None:
-            continue
-        is_expected = name in model_params or (model is not None and parameter in members)
-        if (is_expected and parameter not in present) or was_taken_by_fsdp(parameter):
-            raise RecipeError(
-                f"parameter '{name}' of the optimizer has no gradient and never gets one: another "
-                "has taken its place in the "
-                "model.",
-                "Change the model first (fully_shard, resize_token_embeddings), and make the "
-                "optimizer or call "
-                "narrowgauge.prepare then; model.reshard() puts back what FSDP2 has gathered in a "
-                "forward pass.",
-            )
+        if parameter.requires_grad and parameter.grad is None:
+            is_expected = name in model_params or (model is not None and parameter in members)
+            if (is_expected and parameter not in present) or was_taken_by_fsdp(parameter):
+                replaced.append(name)
+    has_left = any(isinstance(p, Tensor) and p not in names for p in states)
+    if has_left:
+        replaced += [name for parameter, name in names.items() if parameter not in states]
+    if replaced:
+        raise RecipeError(
+            f"Cannot step because parameter '{replaced[0]}' has no gradient and never gets one, or "
+            "no stored bits: another took its place after the optimizer was made.",
+            "Change the model first (fully_shard, resize_token_embeddings), and make the optimizer "
+            "or call narrowgauge.prepare then. After accelerator.prepare call "
+            "narrowgauge.integrations.accelerate.pass_states_on(optimizer). model.reshard() puts "
+            "back what FSDP2 has gathered in a forward pass.",
+        )
 
 
 def sizes_of(groups: Iterable[Mapping[str, Any]]) -> list[int]:

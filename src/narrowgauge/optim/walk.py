@@ -113,13 +113,15 @@ def spans(
         scales = {name: codes.multipliers(bound) for name, bound in state.bounds.items()}
     rows, columns = state.form
     most = at_once or chunk_size(weight.device)
+    parts_of_tensors: list[tuple[slice, slice]] = []
     if rows > 1:
-        starts = [(k, 0) for k in range(0, rows if columns else 0, max(1, most // max(1, columns)))]
-    else:
-        starts = [(0, k) for k in range(0, columns if rows else 0, most)]
-    for row, column in starts:
-        lines = slice(row, row + max(1, most // max(1, columns)) if rows > 1 else row + 1)
-        width = slice(None) if rows > 1 else slice(column, column + most)
+        most = max(1, most // max(1, columns))
+        for start in range(0, rows if columns else 0, most):
+            parts_of_tensors.append((slice(start, start + most), slice(None)))
+    elif rows:
+        for start in range(0, columns, most):
+            parts_of_tensors.append((slice(None), slice(start, start + most)))
+    for lines, width in parts_of_tensors:
         first, *parts = [tensor[lines, width] for tensor in tensors]
         planes = dict(zip(names, parts, strict=False))
         local = {name: (into[lines], back[lines]) for name, (into, back) in scales.items()}

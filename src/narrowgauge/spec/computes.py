@@ -567,12 +567,6 @@ _COMPUTES = (
         source="the abstract of 'Distributed Low Precision Training Without Mixed Precision' (1911.07384), not its method",
     ),
     Compute(
-        "float8", *(_wide("bfloat16"),) * 3, native="everywhere", keep=(),
-        default_storage="collage-plus", owns_storages=True,
-        purpose="weights stored as float8 with a scale per row, multiplied as bfloat16",
-        source="Yu et al. 2024; takes only their storages",
-    ),
-    Compute(
         "float8-tensor", *_uniform("float8_e4m3fn", "tensor"), native=_SM89,
         fallback="float8-row",
         purpose="the fastest float8: one scale per tensor, from its amax; an outlier costs all values range",

@@ -165,8 +165,7 @@ def _from_name(text: str) -> Recipe:
         raise RecipeError(f"no recipe is named '{text}'.", f"{near} {_SEE}".strip())
     if compute in REFUSED and compute not in COMPUTES:
         _refuse(text, compute)
-    # Beside a storage, "float8" can only be the compute of that name.
-    row = COMPUTES.get(compute) or get_compute(compute)
+    row = get_compute(compute)
     storage = _find_storage(rest[0] if rest else row.default_storage, row.name)
     reduction = rest[1] if len(rest) == 2 else "native"
     if reduction not in REDUCTIONS:

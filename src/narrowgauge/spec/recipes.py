@@ -159,12 +159,8 @@ def _check_pair(compute: Compute, storage: Storage) -> None:
     if storage.owner:
         advice = f"Take compute '{storage.owner}'."
     else:
-        # "float8" usually means float8 matmuls, which take any storage.
         fitting = [repr(row.short_name) for row in STORAGES.values() if is_pair(compute, row)]
-        advice = f"Take storage {', '.join(fitting)}"
-        if f"{compute.name}-row" in COMPUTES:
-            advice += f", or compute '{compute.name}-row'"
-        advice += "."
+        advice = f"Take storage {', '.join(fitting)}."
     raise RecipeError(
         f"Cannot use compute '{compute.name}' with storage '{storage.name}' because it does not "
         "support it.",

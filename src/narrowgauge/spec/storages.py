@@ -43,8 +43,8 @@ class Code:
         hold: never round a positive value to zero, since a second moment of zero makes the next
             step unbounded. In an expansion this holds for the leading part.
         scaled: the window is relative to a power of two, one per row of a matrix.
-        parts: number of words per value, each the remainder that the previous ones leave: an
-            expansion.
+        parts: number of words per value, one or two: the second is the remainder that the first
+            leaves.
     """
 
     name: str
@@ -79,11 +79,6 @@ class Code:
     def is_window(self) -> bool:
         """Tell whether the code stores a window of binades instead of float32's own exponent."""
         return self.exponent_bits < 8
-
-    @property
-    def has_moved(self) -> bool:
-        """Tell whether states were once saved in another window (:data:`OLD_WINDOW`)."""
-        return self.is_window and not self.scaled and self.exponent_bits > 5
 
     @property
     def highest(self) -> int:
@@ -123,19 +118,12 @@ CODES: dict[str, Code] = {
     "float16-row-pair-held": Code(
         "float16 + float16 of its row", 5, 10, lowest=-30, hold=True, scaled=True, parts=2
     ),
-    "float8-row": Code("float8_e4m3fn", 4, 3, lowest=-14, scaled=True),
-    "float8-row-stochastic": Code(
-        "float8_e4m3fn", 4, 3, rounding="stochastic", lowest=-14, scaled=True
-    ),
-    "float8-row-triple": Code("float8_e4m3fn × 3", 4, 3, lowest=-14, scaled=True, parts=3),
 }
 """Codes by name. A row of the table writes ``weight+first moment+second moment``."""
 WINDOW = CODES["e6m5"].lowest
 """Where the windows of `word` begin: a first moment's at ``2**WINDOW``, a second one's at its square.
 Saved states name it.
 """
-OLD_WINDOW = -54
-"""That of states that do not name it."""
 FLOAT32 = CODES["float32"]
 BFLOAT16 = CODES["bfloat16"]
 
@@ -150,10 +138,8 @@ by which a float32 is scaled so that its upper bits are the format's.
 
 
 def low_parts(name: str, code: Code) -> tuple[str, ...]:
-    """Return the names of the low parts of ``name``; empty for a code of one part."""
-    if code.parts == 1:
-        return ()
-    return (f"{name}_low", *(f"{name}_low{part}" for part in range(2, code.parts)))
+    """Return the name of the second part of ``name``; empty for a code of one part."""
+    return (f"{name}_low",) if code.parts == 2 else ()
 
 
 def width_of(group: Sequence[tuple[str, int]]) -> int:
@@ -302,12 +288,8 @@ class Storage:
 
     @property
     def scaled(self) -> tuple[str, ...]:
-        """Return the names stored relative to a power of two per row: ``weight``, or states."""
-        names = []
-        for name, role in (("weight", "weight"), *self.states):
-            if self.code(role).scaled:
-                names.append(name)
-        return tuple(names)
+        """Return the states stored relative to a power of two per row."""
+        return tuple(name for name, role in self.states if self.code(role).scaled)
 
     @property
     def bytes_per_param(self) -> float:
@@ -412,16 +394,6 @@ STORAGES: dict[str, Storage] = {
             source="Narrowgauge; the bytes that FP8 end-to-end training claims",
         ),
         _row(
-            "weight8", "bfloat16", "float8-row-stochastic+e4m3-row+e5m3-row", fallback="states8",
-            loses="20 bits of the weight (in 2 bytes) and of each moment, all stochastic: no bias, noise of 2^-4 per step",
-            source="Narrowgauge; 8-bit master weights as in FP8-LM's ablation (Peng et al. 2023, 2310.18313, table 6, #3)",
-        ),
-        _row(
-            "nearest8", "bfloat16", "float8-row+e4m3-row+e5m3-row",
-            loses="every update below half an ulp (2^-4 of the weight): a control, which must lose",
-            source="8-bit master weights rounded to nearest, as in FP8-LM's ablation (2310.18313, table 6, #3)",
-        ),
-        _row(
             "float32-states8", "float32", "float32+e4m3-row+e5m3-row", vectors="float32", fallback="float32",
             loses="20 bits of each moment, stochastic; nothing of the weight, which the model sees in float32",
             source="Narrowgauge; what 8-bit optimizers store beside float32 weights (Dettmers et al. 2022, 2110.02861)",
@@ -517,12 +489,6 @@ STORAGES: dict[str, Storage] = {
             fallback="float16/split",
             loses="every update below half an ulp (2^-12 of the weight); second moments stop up to 2^-11 / (1 - beta2) short",
             source="Balança et al. 2024, Scalify (2407.17353): weights and scaled moments in float16, no master; scales by row",
-        ),
-        _row(
-            "float8/collage-plus", "bfloat16", "float8-row-triple+float8-row+float8-row-triple", fallback="compact",
-            arithmetic="expansion",
-            loses="2^-5 of every operation, updates below 2^-13 of the weight",
-            source="Narrowgauge: Yu et al. 2024 (2405.03637) say that Collage extends to 8 bits, and give no formula",
         ),
     )
 }  # fmt: skip

@@ -12,5 +12,6 @@ nothing.
 ``printer``             prints a traced function of pointwise operations as lines of a language
 ``cpp``                 the language of CPUs: C++ with vector types; builds and loads its files
 ``triton``              the language of GPUs: Triton; loads its functions
+``proven``              where printed kernels run, and which have the bits of their definitions
 ======================  ============================================================================
 """

@@ -955,6 +955,7 @@ def test_a_sharded_loop_is_silent_and_says_what_is_not_watched(tmp_path: Path) -
         "tensors without an optimizer",
         "gradients that were not cleared",
         "losses of ranks",
+        "weights of ranks",
     }
     assert run_ranks(sharded_on_a_rank, 2, tmp_path) == [([], unseen, 0.01)] * 2
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from narrowgauge.numerics.expansions import NearestEven, Parts
+from narrowgauge.numerics.expansions import NearestEven
 from narrowgauge.numerics.rounding import bits_of
-from narrowgauge.optim.rules.collage import collage_adamw
+from narrowgauge.optim.rules.collage import Parts, collage_adamw
 from oracles import collage as narrow
 
 BFLOAT16 = NearestEven(16)

@@ -19,18 +19,21 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from narrowgauge.numerics.expansions import NearestEven, Parts, expansion_of, grow, mul
+from narrowgauge.numerics.expansions import NearestEven, Pair, grow, mul, pair_of
 from narrowgauge.numerics.rounding import sqrt
+
+Parts = tuple[Tensor, ...]
+"""One part, or a pair."""
 
 
 def collage_adamw(
-    weight: Parts,
+    weight: Pair,
     gradient: Tensor,
     exp_avg: Parts,
     exp_avg_sq: Parts,
     s: Mapping[str, Tensor],
     rn: NearestEven,
-) -> tuple[Tensor, Parts, Parts, Parts]:
+) -> tuple[Tensor, Pair, Parts, Parts]:
     """Take one step of Collage's AdamW; return the intended change, a part, and the new weight and
     moments.
 
@@ -49,7 +52,7 @@ def collage_adamw(
 
 
 def _average(average: Parts, one_minus_beta: Tensor, *factors: Tensor, rn: NearestEven) -> Parts:
-    """Return ``beta * average + (1 - beta) * product of the factors``.
+    """Return ``beta * average + (1 - beta) * product of the factors``, of one part or a pair.
 
     Beta has as many parts as the average.
     """
@@ -59,5 +62,5 @@ def _average(average: Parts, one_minus_beta: Tensor, *factors: Tensor, rn: Neare
         increment = increment * factor
     if len(average) == 1:
         return (rn(rn(average[0] * beta) + increment),)
-    decayed = mul(average, expansion_of(beta, len(average), rn), rn)
-    return grow(decayed, rn(increment), rn)
+    high, low = average
+    return grow(mul((high, low), pair_of(beta, rn), rn), rn(increment), rn)
