@@ -24,7 +24,7 @@ from checkpoints.test_saving import flip_a_bit, names
 from checkpoints.test_saving import full as full_disk
 from narrowgauge.checkpoints import dcp_files, saving
 from narrowgauge.checkpoints.saving import Saver, latest_checkpoint
-from narrowgauge.checkpoints.state_tensors import load_tensors, restore_tensors, state_tensors
+from narrowgauge.checkpoints.state_tensors import load_states, state_tensors
 from narrowgauge.distributed.ranks import Ranks, all_ranks
 from narrowgauge.errors import RecordError
 from narrowgauge.numerics.dtensor import local_of
@@ -112,9 +112,7 @@ def go_on_with_a_whole_state(rank: int, folder: Path) -> list[bool]:
     path = saver.save(1, state_tensors([("weight", weight)], optimizer), {})
     saver.wait()
     again, restored = make()
-    restore_tensors(
-        load_tensors(path, [("weight", again)], restored), [("weight", again)], restored
-    )
+    load_states(path, [("weight", again)], restored)
     states = optimizer.state_dict()["state"][0], restored.state_dict()["state"][0]
     is_equal = []
     for name, value in states[0].items():

@@ -79,7 +79,7 @@ def test_a_long_run_keeps_its_spikes(make_run: MakeRun) -> None:
     (line,) = figure.data
     assert len(line["x"]) <= MOST_POINTS and line["x"][-1] == 10_000
     assert sorted(set(line["y"])) == [2.0, 3.0, 50.0]
-    assert figure.layout["yaxis"]["range"][1] < 5.0 and "Double-click" in figure.how
+    assert figure.layout["yaxis"]["range"][1] < 5.0 and "double-click" in figure.how
 
 
 def test_events_of_one_kind_share_a_row_and_alarms_come_first(make_run: MakeRun) -> None:

@@ -112,8 +112,7 @@ def test_every_figure_is_drawn_in_the_dark_without_a_word_in_the_console(
     # The text of the axes has the muted colour of the dark theme.
     assert "fill: rgb(154, 163, 178)" in dom and "fill: rgb(93, 101, 114)" not in dom
     assert "&lt;script&gt;document." in dom
-    # The slider stands at the last of three samples, and what a figure draws is a table too.
-    assert re.search(r'type="range"[^>]*max="2"[^>]*aria-valuetext="60"', dom)
+    # What a figure draws is a table too.
     for name, first in (
         ("training-loss", "bfloat16/word · seed 0"),
         ("heat", "layers.0.up.weight"),

@@ -311,7 +311,7 @@ LOSSES = [flip_all, lose, lose_and_edit, lose_and_leave_a_begun_one, lose_with_i
 
 
 @pytest.mark.parametrize("fault", LOSSES)
-def test_a_lost_run_restarts_if_asked(
+def test_a_run_without_checkpoints_is_refused_and_trained_anew(
     fault: Any, place: Path, uninterrupted: dict[str, Run], tmp_path: Path
 ) -> None:
     folder = loop.train(settings(place, tmp_path / "run", **CASES["naive"], stop_after=3))
@@ -322,18 +322,12 @@ def test_a_lost_run_restarts_if_asked(
     for words in (["resume", str(folder)], ["train", "--out", str(folder)]):
         refused = call(*words)
         assert refused.exit_code == 2
-        assert "--restart" in refused.stderr
+        assert f"train --config {folder}/run.toml --out OTHER" in refused.stderr
         assert refused.stderr.count("\n") == 1
     assert (folder / "steps.jsonl").read_bytes() == before
-    assert call("resume", str(folder), "--restart").exit_code == 0
-    run = read_run(folder)
-    if fault is lose_with_its_events:
-        assert (
-            run.summary["weights_fingerprint"]
-            == uninterrupted["naive"].summary["weights_fingerprint"]
-        )
-    else:
-        assert_same_run(run, uninterrupted["naive"])
+    words = ["--config", str(folder / "run.toml"), "--out", str(tmp_path / "anew")]
+    assert call("train", *words, "--stop-after", "8").exit_code == 0
+    assert_same_run(read_run(tmp_path / "anew"), uninterrupted["naive"])
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,6 @@ from narrowgauge.runs.atomic_io import (
     disk_errors,
     load_json,
     sync,
-    system_error,
 )
 
 SCHEMA_VERSION = 5
@@ -319,17 +318,12 @@ def _save_error(path: Path, error: BaseException) -> NarrowgaugeError:
 
     DCP gives the errors of all ranks: take the first.
     """
-    failures: Mapping[int, tuple[BaseException, Any]] = getattr(error, "failures", {})
-    rank, cause = min(((rank, pair[0]) for rank, pair in failures.items()), default=(0, error))
-    cause = system_error(cause) or cause
-    reported = RecordError(
-        f"Cannot write {path}: {cause}.", "Older checkpoints are intact: narrowgauge resume."
-    )
-    if isinstance(cause, OSError):
-        reported = disk_error(path, cause)
-    elif isinstance(cause, NarrowgaugeError):
-        reported = RecordError(cause.message, cause.advice, status=cause.status)
+    failures: Mapping[int, tuple[Any, Any]] = getattr(error, "failures", {0: (error, None)})
+    rank = min(failures)
+    cause = failures[rank][0]
+    if not isinstance(cause, NarrowgaugeError):
+        cause = disk_error(path, cause)
     where = f" (rank {rank})" if rank else ""
     return RecordError(
-        f"{reported.message.removesuffix('.')}{where}.", reported.advice, status=reported.status
+        f"{cause.message.removesuffix('.')}{where}.", cause.advice, status=cause.status
     )

@@ -24,9 +24,7 @@ from torch import Tensor, nn
 from narrowgauge.errors import DataError, RecipeError
 from narrowgauge.numerics.dtensor import local_of
 from narrowgauge.numerics.rounding import at_least_float32
-from narrowgauge.optim import codes
-from narrowgauge.optim.rules.matrix import extras_of
-from narrowgauge.optim.state import ParameterState, extra_code
+from narrowgauge.optim.state import ParameterState
 from narrowgauge.optim.validation import agree, known_row, sizes_of
 from narrowgauge.spec.storages import STATE_NAMES
 
@@ -431,23 +429,6 @@ def full_weights(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
 
 
 # ── names and tensors ─────────────────────────────────────────────────────────────────────────────
-
-
-def whole_states(optimizer: Optimizer, parameter: Tensor) -> set[str]:
-    """Return the saved names of a matrix rule's own states.
-
-    Every rank has them whole, whatever the sharding.
-    """
-    group = optimizer.group_of(parameter)
-    row = optimizer.storage_of(parameter)
-    states = extras_of(optimizer.rule_in(group, parameter), parameter.shape, group)
-    names = set()
-    for name, state in states.items():
-        code = extra_code(row, state.role)
-        names.add(codes.saved_as(name, code))
-        if code.scaled:
-            names.add(f"{name}_bound")
-    return names
 
 
 def kept_tensors(optimizer: Optimizer) -> Iterator[tuple[str, Tensor, Tensor]]:

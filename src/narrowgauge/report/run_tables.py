@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from narrowgauge.runs.finding import counted
 from narrowgauge.runs.record import Run
-from narrowgauge.runs.schema import Row
+from narrowgauge.runs.schema import FIRST_EXPONENT, Row, finite_number
+from narrowgauge.spec.formats import FORMATS, Format
 from narrowgauge.spec.tables import Column, Table, text_columns
+
+if TYPE_CHECKING:
+    from narrowgauge.report.recipe_groups import RunDetails
 
 ROUTINE = frozenset({"start", "resume", "stop", "finish", "checkpoint", "note", "unseen"})
 """What happens in every healthy run. All other events need attention, unknown ones too."""
@@ -73,3 +77,45 @@ def _flat(table: Row, prefix: str = "") -> dict[str, Any]:
         else:
             flat[prefix + name] = value
     return flat
+
+
+SHOWN_FORMATS = (
+    "bfloat16", "float16", "float8_e5m2", "float8_e4m3fn", "float6_e3m2fn", "float6_e2m3fn", "float4_e2m1fn",
+)  # fmt: skip
+_RANGE_COLUMNS = (
+    *text_columns(run="run", values="values", exponents="exponents"),
+    *(Column(name, name) for name in SHOWN_FORMATS),
+)
+
+
+def range_table(named: Sequence[tuple[Run, str]], details: Sequence[RunDetails]) -> Table:
+    """Return a row per run and kind of tensor: which share of its values lies outside of formats."""
+    rows = []
+    for (_, name), run in zip(named, details, strict=True):
+        for kind, counts in run.histograms.items():
+            shares = {}
+            for number, count in enumerate(map(finite_number, counts)):
+                if count is not None and count > 0:
+                    shares[FIRST_EXPONENT + number] = count
+            if not shares:
+                continue
+            row: Row = {"run": name, "values": kind}
+            row["exponents"] = f"{min(shares)} to {max(shares)}"
+            for format in SHOWN_FORMATS:
+                row[format] = _outside(shares, FORMATS[format])
+            rows.append(row)
+    return Table(_RANGE_COLUMNS, rows)
+
+
+def _outside(counts: Mapping[int, float], format: Format) -> str:
+    zero = 0.0
+    over = 0.0
+    for exponent, count in counts.items():
+        if exponent < format.finest_exponent - 1:  # half of the smallest rounds up to it
+            zero += count
+        elif exponent > format.max_exponent:
+            over += count
+    total = sum(counts.values())
+    shares = {"to zero": zero / total, "over": over / total}
+    words = [f"{100 * share:.3g} % {where}" for where, share in shares.items() if share]
+    return ", ".join(words) or "0"

@@ -19,7 +19,6 @@ needs to go on is in run.toml and its checkpoint.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
 from datetime import date, time
 from functools import cached_property
@@ -231,10 +230,7 @@ def read_rows(file: Path, notes: list[str]) -> list[Row]:
 def read_lines(file: Path) -> tuple[list[bytes], list[Row | None]]:
     """Return the whole lines of a file, and the row of each: ``None`` of a damaged line."""
     *texts, _ = (read_bytes(file) or b"").split(b"\n")
-    rows = [_parsed(file.stem, text) for text in texts]
-    if file.stem == "steps":
-        _drop_disordered(rows)
-    return texts, rows
+    return texts, [_parsed(file.stem, text) for text in texts]
 
 
 def note_of(file: Path, rows: list[Row | None]) -> list[str]:
@@ -256,24 +252,6 @@ def _parsed(kind: str, line: bytes) -> Row | None:
     if not isinstance(row, dict) or wrong_value(kind, row):
         return None
     return row
-
-
-def _drop_disordered(rows: list[Row | None]) -> None:
-    """Replace rows by ``None`` whose steps are not between those of their neighbours."""
-    last = -math.inf
-    follower = math.inf
-    followers = []
-    for row in reversed(rows):
-        followers.append(follower)
-        if row is not None:
-            follower = row["step"]
-    for place, row in enumerate(rows):
-        if row is not None:
-            is_too_late = last < followers[-1 - place] < row["step"]
-            if row["step"] <= last or is_too_late:
-                rows[place] = None
-            else:
-                last = row["step"]
 
 
 def restored(value: Any, key: str = "") -> Any:

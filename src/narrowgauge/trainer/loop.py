@@ -16,7 +16,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -28,10 +28,10 @@ from narrowgauge.errors import CorruptionError, Terminated
 from narrowgauge.gauges.hub import RunNotice
 from narrowgauge.gauges.recording.run_recorder import RunRecorder
 from narrowgauge.optim.audit import UpdateLossWarning
-from narrowgauge.runs.atomic_io import disk_errors, sync
-from narrowgauge.runs.finding import counted, sentences
-from narrowgauge.runs.places import FolderLock, is_run
-from narrowgauge.runs.record import Run, read_run
+from narrowgauge.runs.atomic_io import disk_errors
+from narrowgauge.runs.finding import sentences
+from narrowgauge.runs.places import is_run
+from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import EVAL, STEP, Row
 from narrowgauge.spec.models import MODELS, weights_file
 from narrowgauge.trainer import door
@@ -97,7 +97,6 @@ _ROUTINE = {"start", "resume", "stop", "checkpoint", "finish", "skip", "unseen"}
 def train(
     settings: TrainConfig | Mapping[str, Any],
     *,
-    restart: bool = False,
     stream: TextIO | None = None,
     is_verbose: bool = True,
 ) -> Path:
@@ -111,7 +110,6 @@ def train(
 
     Args:
         settings: those that are named; a ``TrainConfig`` names all but those at ``None``.
-        restart: begin again at step 0 if the run has lost its checkpoints.
         stream: for the progress; ``None`` for standard output.
         is_verbose: print steps and evaluations, not only notes.
     Raises:
@@ -137,10 +135,7 @@ def train(
         for notice in (RunNotice, UpdateLossWarning):
             warnings.simplefilter("ignore", notice)  # the events are printed
         require_same(named_settings)
-        with ExitStack() as reading:  # no other process writes meanwhile
-            if run is not None:
-                ranks.of_first(lambda: reading.callback(FolderLock(run.path).release))
-            session, events = _open(config, run, restart)
+        session, events = _open(config, run)
         with recorder_of(session, progress) as recorder:
             for event in events:
                 recorder.event(**event)
@@ -154,9 +149,7 @@ def resume(folder: str | Path, stop_after: int | None = None, **options: Any) ->
     return train({"out": str(folder), "stop_after": stop_after}, **options)
 
 
-def _open(
-    config: TrainConfig, run: Run | None, restart: bool
-) -> tuple[Session, list[dict[str, Any]]]:
+def _open(config: TrainConfig, run: Run | None) -> tuple[Session, list[dict[str, Any]]]:
     """Return the session of a new run, or of its latest good checkpoint, and events: what differs
     from what was asked for, what has changed, and which checkpoints are damaged.
     """
@@ -172,7 +165,7 @@ def _open(
         state = checkpoint.state()
         before = state["settings"]
         began_with = state["data_fingerprint"]
-    elif not restart:
+    else:
         door.require_no_checkpoint(run, damaged)
     data = open_on_ranks(config)
     door.require_same_run(run, before, config, data.fingerprint, began_with)
@@ -181,10 +174,6 @@ def _open(
         session.load(checkpoint)
     door.require_steps_left(folder, config, session.step)
     events = door.changes(before, session.config, session.step)
-    first = run.steps[0]["step"] if run.steps else session.step + 1
-    if first > 1 and session.step > 0:
-        message = f"steps.jsonl lacks the first {counted(first - 1, 'step')}"
-        events.append({"what": "note", "words": message})
     for damage in damaged:
         message = f"{damage} and was not loaded"
         events.append({"what": "damaged-checkpoint", "words": message, "severity": "warning"})
@@ -229,7 +218,7 @@ def _run(session: Session, recorder: RunRecorder, progress: Progress) -> None:
             columns = train_step(session)
             recorder.step(columns.pop("loss"), tokens=config.tokens_per_step, **columns)
             is_last = session.step == config.steps
-            if _is_due(session.step, config.eval_every) and not is_last:
+            if is_last or _is_due(session.step, config.eval_every):
                 recorder.evaluate(evaluate(session))
             # A signal, or the end of a save, may reach the ranks in different steps. All act after
             # the same step.
@@ -240,11 +229,7 @@ def _run(session: Session, recorder: RunRecorder, progress: Progress) -> None:
             if state or is_due:
                 _settle_save(session, recorder)
             if is_due:
-                _save(session)
-        if not is_stopped:
-            run = here.of_first(lambda: read_run(session.folder))
-            if session.step not in [row["step"] for row in run.evals]:
-                recorder.evaluate(evaluate(session))
+                session.save()
         _settle_save(session, recorder)
         session.saver.close()
         recorder.close(not is_stopped, bytes_per_param=session.bytes_per_param())
@@ -260,16 +245,6 @@ def _run(session: Session, recorder: RunRecorder, progress: Progress) -> None:
         raise Terminated
     if progress.failure is not None:
         raise progress.failure
-
-
-def _save(session: Session) -> None:
-    """Write a checkpoint, after the rows before it, and after replicas were compared."""
-    session.verify_replicas()
-    if session.here.is_first:
-        for file in session.folder.glob("*.jsonl"):
-            with disk_errors(file):
-                sync(file)
-    session.save()
 
 
 def _settle_save(session: Session, recorder: RunRecorder) -> None:

@@ -15,8 +15,8 @@ from narrowgauge.analysis.columns import Series, column
 from narrowgauge.report.figures.figure import Figure, Line, over_steps
 from narrowgauge.report.recipe_groups import Group
 
-SMALLEST_SPAN = 0.001
-"""Minimum span of an axis of differences, as a fraction of the loss."""
+SMALLEST = 0.001
+"""Nats that an axis of differences spans at least on each side: noise in the last digits looks small."""
 _LOSS = "loss (nats per token)"
 _CROSS = " A cross marks a value that is not finite."
 
@@ -81,18 +81,13 @@ def difference(
                 continue
             points = minus(column(run, table, name), column(theirs[stats.seed], table, name))
             lines.append(Line(group.index, label, smoothed(points) if table == "steps" else points))
-    # Noise in the last digits must look small.
-    ends = []
-    for run in first.runs:
-        ends += column(run, table, name).finite[-1:].tolist()
-    least = SMALLEST_SPAN / 2 * float(np.abs(ends).mean()) if ends else 0.0
     how = (
         f"Above zero a recipe is worse than {first.label}, below zero better. Each run is compared "
         "with the run of the same seed: the same initial weights and batches, so most of the noise "
         "cancels."
     )
     title = f"{'Training' if table == 'steps' else 'Validation'} loss against {first.label}"
-    include = {"include": [-least, least]}
+    include = {"include": [-SMALLEST, SMALLEST]}
     return over_steps(
         title, how, lines, f"loss minus {first.label}", zeroline=True, autorangeoptions=include
     )
