@@ -87,13 +87,13 @@ def test_events_of_one_kind_share_a_row_and_alarms_come_first(make_run: MakeRun)
         {"what": "start", "step": 0, "advice": "begun"},
         {"what": "lost", "step": 7, "advice": "<b>lost</b>"},
         {"what": "lost", "step": 9, "advice": "again"},
-        {"what": "note"},
+        {"what": "note", "step": 9},
     )
     table = event_table(group_runs([make_run(events=happened)])[0].named)
     assert [(row["what"], row["step"]) for row in table.rows] == [
         ("lost", "7–9"),
         ("start", "0"),
-        ("note", ""),
+        ("note", "9"),
     ]
     assert table.rows[0]["advice"] == "<b>lost</b> (1 more event: see events.jsonl)"
 

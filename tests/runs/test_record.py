@@ -110,6 +110,8 @@ DAMAGED_LINES = {
     "a text for a number": (2, b'{"step":2,"loss":"low"}'),
     "no step": (3, b'{"loss":0.5}'),
     "half a step": (3, b'{"step":2.5,"loss":0.5}'),
+    "a step of before": (3, b'{"step":1,"loss":0.5}'),
+    "a step of after": (2, b'{"step":36,"loss":0.5}'),
     "the last": (4, b'{"step":4,"loss'),
 }
 
@@ -331,7 +333,6 @@ def test_a_run_that_could_not_be_made_leaves_no_files(
         with pytest.raises(RecordError, match="the disk is full"):
             RunWriter.create(tmp_path, {"config": {}})
     assert list(tmp_path.iterdir()) == []
-    for name in ("steps.jsonl", ".tmp-run.toml-77"):
-        (tmp_path / name).touch()
+    (tmp_path / ".tmp-run.toml-77").touch()
     RunWriter.create(tmp_path, {"config": {}}).close()
     assert read_run(tmp_path).steps == []

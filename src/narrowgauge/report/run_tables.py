@@ -27,19 +27,15 @@ def event_table(named: Iterable[tuple[Run, str]]) -> Table:
     groups: dict[tuple[str, Any, Any], list[Row]] = {}
     for run, name in named:
         for event in run.events:
-            what = event.get("what", "")
-            text = event.get("advice", "") if what == "note" else ""
-            groups.setdefault((name, what, text), []).append(event)
+            text = event.get("advice", "") if event["what"] == "note" else ""
+            groups.setdefault((name, event["what"], text), []).append(event)
     rows = []
     for (label, what, _), events in groups.items():
-        first = str(events[0].get("step", ""))
-        last = str(events[-1].get("step", ""))
+        steps = dict.fromkeys([str(events[0]["step"]), str(events[-1]["step"])])
         advice = events[0].get("advice", "")
-        more = len(events) - 1
-        if more:
-            advice = f"{advice} ({counted(more, 'more event')}: see events.jsonl)"
-        steps = first if first == last else f"{first}–{last}"
-        rows.append({"step": steps, "run": label, "what": what, "advice": advice})
+        if len(events) > 1:
+            advice += f" ({counted(len(events) - 1, 'more event')}: see events.jsonl)"
+        rows.append({"step": "–".join(steps), "run": label, "what": what, "advice": advice})
     return Table(_COLUMNS, sorted(rows, key=lambda row: row["what"] in ROUTINE))
 
 
@@ -61,10 +57,10 @@ def setting_tables(named: Sequence[tuple[Run, str]]) -> tuple[Table, Table]:
         values = [row.get(key, "–") for row in settings]
         if len(set(map(repr, values))) == 1:
             shared.append({"setting": key, "value": values[0]})
-            continue
-        columns.append(Column(key, key))
-        for row, value in zip(runs, values, strict=True):
-            row[key] = value
+        else:
+            columns.append(Column(key, key))
+            for row, value in zip(runs, values, strict=True):
+                row[key] = value
     differing = Table(tuple(columns), runs if len(columns) > 1 else [])
     return differing, Table(text_columns(setting="setting", value="value"), shared)
 

@@ -113,23 +113,17 @@ def verdict_of(comparison: Comparison, groups: Sequence[Group], readings: RunRea
 def title_of(runs: Sequence[Run], labels: Sequence[str]) -> str:
     """Return the title of a page of runs."""
     models = dict.fromkeys(Path(str(run.config.get("model", "a model"))).name for run in runs)
-    recipes = f"{len(labels)} recipes"
-    if len(labels) <= 4:
-        recipes = listed(labels)
-    return f"{listed(list(models))} in {recipes}"
+    recipes = listed(labels) if len(labels) <= 4 else f"{len(labels)} recipes"
+    return f"{listed(models)} in {recipes}"
 
 
 def _subtitle(runs: Sequence[Run]) -> str:
     """Return the common properties of all runs: text, length and device."""
-    rows = []
-    for run in runs:
-        steps = f"{run.config['steps']} steps" if "steps" in run.config else ""
-        device = run.run.get("machine", {}).get("device")
-        rows.append((str(run.config.get("data") or ""), steps, str(device or "")))
     words = []
-    for values in zip(*rows, strict=True):
-        if values[0] and len(set(values)) == 1:
-            words.append(values[0])
+    for table, name in (("config", "data"), ("config", "steps"), ("machine", "device")):
+        values = {run.run.get(table, {}).get(name) for run in runs}
+        if len(values) == 1 and values != {None}:
+            words.append(f"{values.pop()} steps" if name == "steps" else str(values.pop()))
     return " · ".join([*words, counted(len(runs), "run")])
 
 

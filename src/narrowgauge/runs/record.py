@@ -19,6 +19,7 @@ needs to go on is in run.toml and its checkpoint.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from datetime import date, time
 from functools import cached_property
@@ -230,7 +231,10 @@ def read_rows(file: Path, notes: list[str]) -> list[Row]:
 def read_lines(file: Path) -> tuple[list[bytes], list[Row | None]]:
     """Return the whole lines of a file, and the row of each: ``None`` of a damaged line."""
     *texts, _ = (read_bytes(file) or b"").split(b"\n")
-    return texts, [_parsed(file.stem, text) for text in texts]
+    rows = [_parsed(file.stem, text) for text in texts]
+    if file.stem == "steps":
+        _drop_disordered(rows)
+    return texts, rows
 
 
 def note_of(file: Path, rows: list[Row | None]) -> list[str]:
@@ -252,6 +256,19 @@ def _parsed(kind: str, line: bytes) -> Row | None:
     if not isinstance(row, dict) or wrong_value(kind, row):
         return None
     return row
+
+
+def _drop_disordered(rows: list[Row | None]) -> None:
+    """Replace rows by ``None`` whose steps are not between those of their neighbours."""
+    places = [place for place, row in enumerate(rows) if row is not None]
+    steps = [row["step"] for row in rows if row is not None]
+    last = -math.inf
+    followers = [*steps, math.inf][1:]
+    for place, step, follower in zip(places, steps, followers, strict=True):
+        if step <= last or last < follower < step:
+            rows[place] = None
+        else:
+            last = step
 
 
 def restored(value: Any, key: str = "") -> Any:

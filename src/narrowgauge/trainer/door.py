@@ -34,17 +34,17 @@ def enter(given: Mapping[str, Any], num_ranks: int = 1) -> tuple[TrainConfig, Ru
     Raises:
         NarrowgaugeError: an invalid setting, or a folder with something else.
     """
-    TrainConfig.from_dict(given)  # an empty path is not the current folder
-    out = given.get("out")
-    if out is not None:
-        restore(Path(out))
-    if out is None or not is_run(Path(out)):
-        if out is not None:
+    config = TrainConfig.from_dict(given)
+    run = None
+    if config.out is not None:
+        out = Path(config.out)
+        restore(out)
+        if is_run(out):
+            run = run_of_trainer(out)
+            own = {name: value for name, value in run.config.items() if name not in _OF_A_SITTING}
+            config = TrainConfig.from_dict({**own, **given}, str(out / "run.toml"))
+        else:
             require_free(out)
-        return TrainConfig.from_dict(given).validated(num_ranks), None
-    run = run_of_trainer(Path(out))
-    settings = {name: value for name, value in run.config.items() if name not in _OF_A_SITTING}
-    config = TrainConfig.from_dict({**settings, **given}, str(run.path / "run.toml"))
     return config.validated(num_ranks), run
 
 

@@ -87,10 +87,8 @@ def thinned(points: Series, most: int = MOST_POINTS) -> Series:
     for start in range(0, len(points), size):
         part = points.y[start : start + size]
         is_gap = np.isnan(part)
-        if is_gap.any():
-            kept.add(start + int(is_gap.argmax()))
-        if not is_gap.all():
-            kept |= {start + int(np.nanargmin(part)), start + int(np.nanargmax(part))}
+        extremes = (is_gap, -np.where(is_gap, np.inf, part), np.where(is_gap, -np.inf, part))
+        kept |= {start + int(values.argmax()) for values in extremes}
     places = sorted(kept)
     return Series(points.x[places], points.y[places])
 
