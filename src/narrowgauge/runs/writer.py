@@ -73,7 +73,11 @@ class RunWriter:
         try:
             writer._lock = FolderLock(writer.path)
             require_free(writer.path)  # another writer may have finished since
-            writer.amend(run)
+            try:
+                writer.amend(run)
+            except BaseException:  # also an interrupt, once the file is there
+                (writer.path / "run.toml").unlink(missing_ok=True)
+                raise
         except BaseException:
             if is_new:
                 with suppress(OSError):  # another writer may use it by now
