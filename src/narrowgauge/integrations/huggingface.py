@@ -44,7 +44,14 @@ def use_adamw(trainer: AnyTrainer, **options: Any) -> AnyTrainer:
             f"{type(unwrapped(trainer.optimizer)).__name__}.",
             "Call use_adamw before train(), and give the trainer no optimizers=.",
         )
-    trainer.optimizer_cls_and_kwargs = adamw_of(trainer.args, **options)
+    args = trainer.args
+    taken = {
+        "lr": args.learning_rate,
+        "betas": (args.adam_beta1, args.adam_beta2),
+        "eps": args.adam_epsilon,
+        "weight_decay": args.weight_decay,
+    }
+    trainer.optimizer_cls_and_kwargs = (AdamW, {**taken, **options})
     return trainer
 
 
@@ -82,27 +89,6 @@ def save_for_torch(trainer: Trainer, checkpoint: str | Path) -> None:
     states = io.BytesIO()
     torch.save(to_torch_state(optimizer), states)
     write_whole(folder / "optimizer.pt", states.getvalue())
-
-
-def adamw_of(args: TrainingArguments, **options: Any) -> tuple[type[AdamW], dict[str, Any]]:
-    """Return :class:`narrowgauge.AdamW` and its options, for ``optimizer_cls_and_kwargs=`` of a
-    Trainer.
-
-    Args:
-        args: their ``learning_rate``, ``adam_beta1``, ``adam_beta2``, ``adam_epsilon`` and
-            ``weight_decay`` are taken.
-        options: further ones, such as ``storage``, or others in place of these.
-    Example:
-        >>> adamw_of(TrainingArguments(learning_rate=1e-3, adam_beta2=0.95), storage="word")[1]["betas"]
-        (0.9, 0.95)
-    """
-    taken = {
-        "lr": args.learning_rate,
-        "betas": (args.adam_beta1, args.adam_beta2),
-        "eps": args.adam_epsilon,
-        "weight_decay": args.weight_decay,
-    }
-    return AdamW, {**taken, **options}
 
 
 class NarrowgaugeCallback(RecordedCallback, TrainerCallback):

@@ -76,10 +76,7 @@ class Run:
     @property
     def config(self) -> Row:
         """Return the settings, as :func:`config_of`."""
-        config = config_of(self.run)
-        if not isinstance(config, dict):
-            raise self._damaged("'config' is not a table")
-        return config
+        return config_of(self.run)
 
     @property
     def data_fingerprint(self) -> str:
@@ -87,24 +84,23 @@ class Run:
 
         Raise ``RecordError`` if ``run.toml`` has none.
         """
-        data = self.run.get("data")
-        if not isinstance(data, dict) or not isinstance(data.get("fingerprint"), str):
-            raise self._damaged("its table [data] holds no fingerprint")
-        return str(data["fingerprint"])
-
-    def _damaged(self, reason: str) -> RecordError:
-        return RecordError(
-            f"{self.path / 'run.toml'} is damaged: {reason}.", "Restore the file from a copy."
-        )
+        try:
+            return str(self.run["data"]["fingerprint"])
+        except (KeyError, TypeError) as error:
+            raise RecordError(
+                f"{self.path / 'run.toml'} is damaged: its table [data] holds no fingerprint.",
+                "Restore the file from a copy.",
+            ) from error
 
 
-def config_of(run: Row) -> Any:
+def config_of(run: Row) -> Row:
     """Return the settings in a ``run.toml``: the ``[config]`` table, or the entries outside of
     tables if there is none.
     """
-    return run.get(
+    config: Row = run.get(
         "config", {name: value for name, value in run.items() if not isinstance(value, dict)}
     )
+    return config
 
 
 def read_run(path: str | Path) -> Run:
@@ -174,11 +170,10 @@ def wrong_setting(run: Row) -> str:
     Empty if all are.
     """
     config = config_of(run)
-    numbers = {"schema_version": run["schema_version"]}
-    for name in ("seed", "steps"):
-        if isinstance(config, dict) and name in config:
-            numbers[name] = config[name]
-    for name, value in numbers.items():
+    if not isinstance(config, dict):
+        return "'config' is not a table"
+    numbers: Row = {name: config[name] for name in ("seed", "steps") if name in config}
+    for name, value in {"schema_version": run["schema_version"], **numbers}.items():
         if not is_whole(value):
             return f"its {name} = {short(value)} is not a whole number"
     return ""

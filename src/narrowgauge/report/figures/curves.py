@@ -47,10 +47,13 @@ def comparison_figures(
         "Each halving is an overflow that skipped a step; each doubling follows many steps without "
         "one. A scale that keeps falling often precedes divergence."
     )
-    history = [
-        over_decades(groups, "grad_norm", "Gradient norm", norm),
-        over_decades(groups, "loss_scale", "Loss scale", scale),
-    ]
+    history = []
+    for name, title, how in (
+        ("grad_norm", "Gradient norm", norm),
+        ("loss_scale", "Loss scale", scale),
+    ):
+        lines = lines_of(groups, "steps", name)
+        history.append(over_steps(title, how, lines, title.lower(), type="log"))
     return {"loss": list(filter(None, losses)), "history": list(filter(None, history))}
 
 
@@ -108,13 +111,3 @@ def smoothed(line: Series) -> Series:
         return Series(x, line.y[is_finite])
     means = np.convolve(line.y[is_finite], np.full(width, 1 / width), mode="valid")
     return Series(x[width - 1 :], means)
-
-
-def over_decades(groups: Sequence[Group], name: str, title: str, how: str) -> Figure | None:
-    """Draw a column of the steps, over a logarithmic axis if its values are positive and span
-    decades.
-    """
-    lines = lines_of(groups, "steps", name)
-    values = np.concatenate([np.empty(0), *(line.points.finite for line in lines)])
-    is_log = bool(values.size and 0 < 3 * values.min() < values.max())
-    return over_steps(title, how, lines, title.lower(), type="log" if is_log else "linear")
