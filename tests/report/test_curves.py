@@ -15,9 +15,10 @@ from narrowgauge.report.figures.curves import comparison_figures
 from narrowgauge.report.figures.figure import MOST_POINTS, Figure
 from narrowgauge.report.figures.verdict_figure import differences
 from narrowgauge.report.recipe_groups import Group, groups_of
-from narrowgauge.report.run_tables import event_table
+from narrowgauge.report.run_tables import event_table, range_table
 from narrowgauge.report.runs_page import run_readings
 from narrowgauge.runs.record import Run
+from narrowgauge.runs.schema import FIRST_EXPONENT, NUM_EXPONENTS
 
 MakeRun = Callable[..., Run]
 
@@ -96,6 +97,28 @@ def test_events_of_one_kind_share_a_row_and_alarms_come_first(make_run: MakeRun)
         ("note", "9"),
     ]
     assert table.rows[0]["advice"] == "<b>lost</b> (1 more event: see events.jsonl)"
+
+
+def test_a_row_says_which_share_of_its_values_a_format_does_not_hold(make_run: MakeRun) -> None:
+    counts = dict.fromkeys(range(NUM_EXPONENTS), 0)
+    counts |= {-20 - FIRST_EXPONENT: 1, 0 - FIRST_EXPONENT: 2, 10 - FIRST_EXPONENT: 1}
+    samples = [
+        {"step": 1, "histograms": {"grad": [9]}},
+        {"step": 2, "histograms": {"grad": [*counts.values()]}},
+    ]
+    (group,) = group_runs([make_run(gauges=samples)])
+    (row,) = range_table(group.named, group.details).rows
+    assert (row["values"], row["exponents"], row["bfloat16"]) == ("grad", "-20 to 10", "0")
+    assert (
+        row["float8_e4m3fn"] == "25 % to zero, 25 % over" and row["float8_e5m2"] == "25 % to zero"
+    )
+
+
+def test_a_column_without_a_value_is_left_out(make_run: MakeRun) -> None:
+    run = make_run()
+    assert "MiB a step" not in compare_runs([run]).table().heads
+    run.summary["step_memory_bytes"] = 2**20
+    assert "MiB a step" in compare_runs([run]).table().heads
 
 
 def test_every_figure_is_valid_json(make_run: MakeRun) -> None:

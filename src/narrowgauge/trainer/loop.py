@@ -213,8 +213,7 @@ def _run(session: Session, recorder: RunRecorder, progress: Progress) -> None:
     progress.say(f"{Path(config.model).name} · {config.recipe.title} · {session.folder}")
     if session.step == 0 and config.model not in MODELS:
         weights = weights_file(Path(config.model))
-        source = f"read from {weights}" if weights else f"drawn from seed {config.seed}"
-        progress.say(f"initial weights: {source}")
+        progress.say(f"initial weights: {weights or 'drawn from the seed'}")
     is_stopped = False
     with _signals() as signals, _ended(session, recorder, progress):
         while session.step < config.steps and not is_stopped:
@@ -224,8 +223,7 @@ def _run(session: Session, recorder: RunRecorder, progress: Progress) -> None:
             if is_last or _is_due(session.step, config.eval_every):
                 recorder.evaluate(evaluate(session))
             # A signal may reach the ranks in different steps. All act after the same step.
-            must_stop = bool(signals) or progress.failure is not None
-            must_stop = bool(here.largest(int(must_stop)))
+            must_stop = here.largest(bool(signals) or progress.failure is not None) > 0
             is_stopped = not is_last and (must_stop or session.step == config.stop_after)
             if is_last or is_stopped or _is_due(session.step, config.checkpoint_every):
                 recorder.event("checkpoint", f"{session.save().name} is complete")

@@ -263,11 +263,16 @@ def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
     is_order_invariant = config.recipe.reduction.order_invariant
     reduction = optimizer.reduction if here.size > 1 or is_order_invariant else None
     accumulator = None
-    parts = len(micro_batches_of_rank(config.gradient_accumulation_steps, here.rank, here.size))
-    if parts > 1 and not is_order_invariant and config.accumulation_dtype == "float32":
+    has_several = config.gradient_accumulation_steps > here.size
+    if has_several and not is_order_invariant and config.accumulation_dtype == "float32":
         accumulator = GradientAccumulator(model.parameters(), dtype=torch.float32)
         if reduction is not None:
             reduction.accumulate_in(accumulator)
+    loss = _loss_of(model, config)
+    return Session(config, folder, data, model, optimizer, loss, accumulator, reduction, here)
+
+
+def _loss_of(model: PreTrainedModel, config: TrainConfig) -> Callable[[Tensor], Tensor]:
     summed: Callable[[Tensor], Tensor] = partial(language_model.loss_sum, model)
     if config.compile:
         summed = language_model.compiled_loss(model)
@@ -276,7 +281,7 @@ def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
         with compute_scope(config.recipe, tokens.device):
             return summed(tokens)
 
-    return Session(config, folder, data, model, optimizer, loss, accumulator, reduction, here)
+    return loss
 
 
 def _require_tokenizer(config: TrainConfig, data: Dataset) -> None:
