@@ -35,6 +35,7 @@ from narrowgauge.runs.atomic_io import (
     disk_errors,
     load_json,
     sync,
+    system_error,
 )
 
 SCHEMA_VERSION = 5
@@ -258,8 +259,11 @@ def _save_error(path: Path, error: BaseException) -> NarrowgaugeError:
     failures: Mapping[int, tuple[Any, Any]] = getattr(error, "failures", {0: (error, None)})
     rank = min(failures)
     cause = failures[rank][0]
-    if not isinstance(cause, NarrowgaugeError):
+    if system_error(cause) is not None:
         cause = disk_error(path, cause)
+    elif not isinstance(cause, NarrowgaugeError):
+        advice = "Older checkpoints are intact: narrowgauge resume."
+        cause = RecordError(f"Cannot write {path}: {cause}.", advice)
     where = f" (rank {rank})" if rank else ""
     return RecordError(
         f"{cause.message.removesuffix('.')}{where}.", cause.advice, status=cause.status

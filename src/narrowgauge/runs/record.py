@@ -76,7 +76,13 @@ class Run:
     @property
     def config(self) -> Row:
         """Return the settings, as :func:`config_of`."""
-        return config_of(self.run)
+        config = config_of(self.run)
+        if not isinstance(config, dict):
+            raise RecordError(
+                f"{self.path / 'run.toml'} is damaged: 'config' is not a table.",
+                "Restore the file from a copy.",
+            )
+        return config
 
     @property
     def data_fingerprint(self) -> str:
@@ -93,14 +99,13 @@ class Run:
             ) from error
 
 
-def config_of(run: Row) -> Row:
+def config_of(run: Row) -> Any:
     """Return the settings in a ``run.toml``: the ``[config]`` table, or the entries outside of
     tables if there is none.
     """
-    config: Row = run.get(
+    return run.get(
         "config", {name: value for name, value in run.items() if not isinstance(value, dict)}
     )
-    return config
 
 
 def read_run(path: str | Path) -> Run:
@@ -170,9 +175,9 @@ def wrong_setting(run: Row) -> str:
     Empty if all are.
     """
     config = config_of(run)
-    if not isinstance(config, dict):
-        return "'config' is not a table"
-    numbers: Row = {name: config[name] for name in ("seed", "steps") if name in config}
+    numbers: Row = {}
+    if isinstance(config, dict):
+        numbers = {name: config[name] for name in ("seed", "steps") if name in config}
     for name, value in {"schema_version": run["schema_version"], **numbers}.items():
         if not is_whole(value):
             return f"its {name} = {short(value)} is not a whole number"

@@ -209,11 +209,10 @@ def recorder_of(session: Session, progress: Progress) -> RunRecorder:
 def _run(session: Session, recorder: RunRecorder, progress: Progress) -> None:
     """Train until the last step, a requested stop or a signal, and end with a checkpoint."""
     config = session.config
-    here = session.here
     progress.say(f"{Path(config.model).name} · {config.recipe.title} · {session.folder}")
     if session.step == 0 and config.model not in MODELS:
-        weights = weights_file(Path(config.model))
-        progress.say(f"initial weights: {weights or 'drawn from the seed'}")
+        source = weights_file(Path(config.model)) or f"drawn from seed {config.seed}"
+        progress.say(f"initial weights: {source}")
     is_stopped = False
     with _signals() as signals, _ended(session, recorder, progress):
         while session.step < config.steps and not is_stopped:
@@ -223,7 +222,7 @@ def _run(session: Session, recorder: RunRecorder, progress: Progress) -> None:
             if is_last or _is_due(session.step, config.eval_every):
                 recorder.evaluate(evaluate(session))
             # A signal may reach the ranks in different steps. All act after the same step.
-            must_stop = here.largest(bool(signals) or progress.failure is not None) > 0
+            must_stop = session.here.largest(bool(signals) or progress.failure is not None) > 0
             is_stopped = not is_last and (must_stop or session.step == config.stop_after)
             if is_last or is_stopped or _is_due(session.step, config.checkpoint_every):
                 recorder.event("checkpoint", f"{session.save().name} is complete")
@@ -233,7 +232,7 @@ def _run(session: Session, recorder: RunRecorder, progress: Progress) -> None:
     progress.say(
         f"Stopped after step {session.step}. Continue with: narrowgauge resume {session.folder}"
     )
-    number = here.largest(signals[0] if signals else 0)
+    number = session.here.largest(signals[0] if signals else 0)
     if number == signal.SIGINT:
         raise KeyboardInterrupt
     if number:
