@@ -27,7 +27,6 @@ import tomli_w
 import torch
 
 from checkpoints.test_saving import flip_a_bit
-from narrowgauge.checkpoints import saving
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.spec.toml import load_toml
@@ -397,21 +396,7 @@ def test_a_full_disk_at_start(
         assert folder.exists() == existed and not (existed and os.listdir(folder))
 
 
-# ── a save that fails ─────────────────────────────────────────────────────────────────────────────
-
-
-def test_a_failed_save_ends_the_run_at_its_step(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(saving, "_publish", fail)
-    config = settings(place, tmp_path / "run", **CASES["naive"], checkpoint_every=5)
-    with pytest.raises(RecordError, match="the disk is full"):
-        loop.train(config)
-    run = read_run(tmp_path / "run")
-    assert len(run.steps) == 5 and not [e for e in run.events if e["what"] == "checkpoint"]
+# ── checkpoints ─────────────────────────────────────────────────────────────────────────────────
 
 
 def test_each_checkpoint_is_an_event_once_it_is_there(
