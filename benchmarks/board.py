@@ -318,7 +318,6 @@ def trained(job: Job, out: Path) -> Record:
                 cut(formula, session.optimizer)
             if session.step % CHECKPOINT_EVERY == 0 and session.step < config.steps:
                 session.save()
-        session.saver.close()
         weights = session.weights_fingerprint()
         size = session.optimizer.bytes_per_param()
         if formula is None:

@@ -82,13 +82,13 @@ def test_resume_passes_on(calls: dict[str, Calls], monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(job, "joined", contextlib.nullcontext)
     call("resume", "runs/a")
     call("resume", "runs/a", "--stop-after", "30")
-    assert call("resume", "runs/a", "--restart").exit_code == 0
+    assert call("resume", "runs/a").exit_code == 0
     assert calls["train"] == [
         ({"out": "runs/a"},),
         ({"out": "runs/a", "stop_after": 30},),
         ({"out": "runs/a"},),
     ]
-    assert calls["train"].options == [{"restart": False}, {"restart": False}, {"restart": True}]
+    assert calls["train"].options == [{}, {}, {}]
 
 
 WITHOUT_TORCH = """

@@ -16,7 +16,7 @@ from trainer.tiny_runs import call
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (("train", "--config", "nowhere"), "DataError: the settings file nowhere cannot be read"),
+        (("train", "--config", "nowhere"), "DataError: Cannot read the settings file nowhere"),
         (
             ("compare", "--recipes", "bfloat16/word"),
             "RankError: Cannot run narrowgauge compare on 4 ranks.",

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from narrowgauge.assembly.preparation import matrices_decay
-from narrowgauge.gauges.recording.step_row import StepReader
+from narrowgauge.gauges.recording.step_row import StepReader, batch_checksum
 from narrowgauge.spec.notation import parse
 from narrowgauge.trainer import language_model
 from narrowgauge.trainer.config import TrainConfig
@@ -102,6 +102,7 @@ def reference() -> OwnRun:
             batches.append(torch.cat(session.batch()))
             reader.begin()
             columns = {**train_step(session), "tokens": (step + 1) * config.tokens_per_step}
+            columns["batch_crc"] = batch_checksum(columns.pop("batch").numpy())
             rows.append(reader.row(step + 1, columns))
     rates, losses = ([row[name] for row in rows] for name in ("lr", "loss"))
     return OwnRun(session.config, initial, batches, rates, losses, rows, _copied(session.model))

@@ -116,6 +116,8 @@ def test_the_callback_records_the_run_and_continues_it(tmp_path: Path) -> None:
         4,
     )
     assert not [event for event in run.events if event["severity"] != "note"]
+    # What this record lacks is asked of the callback, which the user has, and of no recorder.
+    assert not any("ecorder" in words for words in ng.diagnose(run).unseen.values())
     new_trainer().train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     again = ng.read_run(tmp_path / "narrowgauge")
     assert [row["loss"] for row in again.steps] == [row["loss"] for row in run.steps]

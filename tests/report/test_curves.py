@@ -15,9 +15,10 @@ from narrowgauge.report.figures.curves import comparison_figures
 from narrowgauge.report.figures.figure import MOST_POINTS, Figure
 from narrowgauge.report.figures.verdict_figure import differences
 from narrowgauge.report.recipe_groups import Group, groups_of
-from narrowgauge.report.run_tables import event_table
+from narrowgauge.report.run_tables import event_table, range_table
 from narrowgauge.report.runs_page import run_readings
 from narrowgauge.runs.record import Run
+from narrowgauge.runs.schema import FIRST_EXPONENT, NUM_EXPONENTS
 
 MakeRun = Callable[..., Run]
 
@@ -79,7 +80,7 @@ def test_a_long_run_keeps_its_spikes(make_run: MakeRun) -> None:
     (line,) = figure.data
     assert len(line["x"]) <= MOST_POINTS and line["x"][-1] == 10_000
     assert sorted(set(line["y"])) == [2.0, 3.0, 50.0]
-    assert figure.layout["yaxis"]["range"][1] < 5.0 and "Double-click" in figure.how
+    assert figure.layout["yaxis"]["range"][1] < 5.0 and "double-click" in figure.how
 
 
 def test_events_of_one_kind_share_a_row_and_alarms_come_first(make_run: MakeRun) -> None:
@@ -87,15 +88,31 @@ def test_events_of_one_kind_share_a_row_and_alarms_come_first(make_run: MakeRun)
         {"what": "start", "step": 0, "advice": "begun"},
         {"what": "lost", "step": 7, "advice": "<b>lost</b>"},
         {"what": "lost", "step": 9, "advice": "again"},
-        {"what": "note"},
+        {"what": "note", "step": 9},
     )
     table = event_table(group_runs([make_run(events=happened)])[0].named)
     assert [(row["what"], row["step"]) for row in table.rows] == [
         ("lost", "7–9"),
         ("start", "0"),
-        ("note", ""),
+        ("note", "9"),
     ]
     assert table.rows[0]["advice"] == "<b>lost</b> (1 more event: see events.jsonl)"
+
+
+def test_a_row_says_which_share_of_its_values_a_format_does_not_hold(make_run: MakeRun) -> None:
+    counts = [0] * NUM_EXPONENTS
+    for exponent in (-20, 0, 0, 10):
+        counts[exponent - FIRST_EXPONENT] += 1
+    (group,) = group_runs([make_run(gauges=[{"step": 2, "histograms": {"grad": counts}}])])
+    (row,) = range_table(group.named, group.details).rows
+    assert (row["values"], row["exponents"], row["bfloat16"]) == ("grad", "-20 to 10", "0")
+    assert (
+        row["float8_e4m3fn"] == "25 % to zero, 25 % over" and row["float8_e5m2"] == "25 % to zero"
+    )
+
+
+def test_a_column_without_a_value_is_left_out(make_run: MakeRun) -> None:
+    assert "MiB a step" not in compare_runs([make_run()]).table().heads
 
 
 def test_every_figure_is_valid_json(make_run: MakeRun) -> None:

@@ -60,7 +60,6 @@ def report(make_run: MakeRun) -> str:
     """Three runs of two recipes with gauges; a tensor, a message and a setting that would like to
     run.
     """
-    counts = [0] * 40 + [1, 2, 4, 8, 16, 8, 4, 2, 1] + [0] * 63
     gauges = []
     for step in (20, 40, 60):
         gauges.append(
@@ -74,7 +73,7 @@ def report(make_run: MakeRun) -> str:
                     f"{name}.weight": [0.5, 0.1, 0.1, 0.1, 0.1, 0.1]
                     for name in ("layers.0.up", EVIL)
                 },
-                "histograms": {"weight": counts, "grad": counts[10:] + [0] * 10},
+                "histograms": {"weight": [0, 1]},
             }
         )
     events = ({"what": EVIL, "step": 50, "tensor": EVIL, "advice": EVIL},)
@@ -112,8 +111,7 @@ def test_every_figure_is_drawn_in_the_dark_without_a_word_in_the_console(
     # The text of the axes has the muted colour of the dark theme.
     assert "fill: rgb(154, 163, 178)" in dom and "fill: rgb(93, 101, 114)" not in dom
     assert "&lt;script&gt;document." in dom
-    # The slider stands at the last of three samples, and what a figure draws is a table too.
-    assert re.search(r'type="range"[^>]*max="2"[^>]*aria-valuetext="60"', dom)
+    # What a figure draws is a table too.
     for name, first in (
         ("training-loss", "bfloat16/word · seed 0"),
         ("heat", "layers.0.up.weight"),

@@ -115,7 +115,7 @@ def state(**changes: Any) -> str:
         (
             "a.csv",
             "Step,one - loss,two - loss\n1,3.0,2.0\n",
-            "holds no loss. It has one - loss, two - loss",
+            "holds no loss. It has Step, one - loss, two - loss",
         ),
         ("a.csv", "step,loss\n0.5,1.0\n", "not a whole number"),
         ("a.csv", "step;loss\n1;2,5\n", "no commas between its columns"),

@@ -296,15 +296,15 @@ def test_an_edited_batch_size_reads_on_where_the_run_was(
 
 
 def test_a_second_resume_at_once_is_refused(stopped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    true_open = loop.open_on_ranks
+    true_step = loop.train_step
     messages = []
 
-    def opened(*arguments: Any) -> Any:
+    def step(*arguments: Any) -> Any:
         if not messages:
             messages.append(call("resume", str(stopped)).stderr)
-        return true_open(*arguments)
+        return true_step(*arguments)
 
-    monkeypatch.setattr(loop, "open_on_ranks", opened)
+    monkeypatch.setattr(loop, "train_step", step)
     loop.resume(stopped, stop_after=5)
     assert messages == [
         f"RecordError: Cannot write the run {stopped}: another process, or a recorder of this one "

@@ -182,7 +182,7 @@ def test_the_way_through_toml_changes_nothing(config: TrainConfig, data: str) ->
     [
         ("batch-size = 8", "unknown key 'batch-size'. Did you mean 'batch_size'?"),
         ("steps = 0", "steps = 0: it must be at least 1"),
-        ("steps = [", "cannot be read"),
+        ("steps = [", "Cannot read the settings file mine.toml"),
         ('recipe = "none.toml"', "none.toml: No such file or directory"),
         ("recipe = 3", "mine.toml has recipe = 3"),
         ("steps = 5\n[config]\nsteps = 6", "unknown key 'config'"),

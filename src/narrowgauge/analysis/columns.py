@@ -41,10 +41,12 @@ class Series:
 
 
 def loop_of(run: Run) -> str:
-    """Return the source of a record: ``trainer``, ``recorder`` or ``log``."""
+    """Return the source of a record: ``trainer``, ``recorder``, ``callback`` or ``log``."""
     if run.is_foreign:
         return "log"
-    return "recorder" if "recorder" in run.run else "trainer"
+    if "recorder" not in run.run:
+        return "trainer"
+    return "callback" if "callback" in run.run["recorder"] else "recorder"
 
 
 def rows_of(run: Run, table: str) -> list[Row]:

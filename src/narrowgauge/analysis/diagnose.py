@@ -204,7 +204,7 @@ def areas_of(run: Run, skipped: list[int] | None) -> tuple[list[str], dict[str, 
         if _is_shown(run, area):
             shown.append(name)
         else:
-            unseen[name] = area[loop]
+            unseen[name] = str(area.get(loop, area["recorder"]))
     if "lost updates" in unseen and run.steps and len(skipped or ()) == len(run.steps):
         unseen["lost updates"] = "no step was applied"
     for reading in events_of(run, "unseen"):

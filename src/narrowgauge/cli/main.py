@@ -49,7 +49,7 @@ def keep_pages(mmap_threshold: int = 1 << 30, trim_threshold: int = (1 << 31) - 
         libc.mallopt(m_trim_threshold, trim_threshold)
 
 
-def _train(settings: dict[str, Any], restart: bool = False) -> None:
+def _train(settings: dict[str, Any]) -> None:
     """Train as one of the ranks of torchrun, or alone, and print the folder of the run."""
     from narrowgauge.distributed import job
     from narrowgauge.trainer import door
@@ -66,7 +66,7 @@ def _train(settings: dict[str, Any], restart: bool = False) -> None:
     # PyTorch's own, at every step.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
     with job.joined():
-        folder = loop.train(settings, restart=restart)
+        folder = loop.train(settings)
     if job.rank() == 0:
         click.echo(folder)
 
@@ -262,10 +262,7 @@ def train(file: Path | None, **settings: Any) -> None:
 @main.command("resume", short_help="Resume a run, on one or more ranks.")
 @_run_folder
 @click.option("--stop-after", type=_count, metavar="N", help="Stop again after this step.")
-@click.option(
-    "--restart", is_flag=True, help="Begin again at step 0 if the run has lost its checkpoints."
-)
-def resume(folder: Path, stop_after: int | None, restart: bool) -> None:
+def resume(folder: Path, stop_after: int | None) -> None:
     """Resume the run in DIR, on at most as many ranks as a step has micro-batches.
 
     It is train --out DIR without other settings. On one rank the result is bit-identical to an
@@ -275,7 +272,7 @@ def resume(folder: Path, stop_after: int | None, restart: bool) -> None:
 
     door.restore(folder)
     door.run_of_trainer(folder)  # refuse a folder without one
-    _train(flags.given({"out": str(folder), "stop_after": stop_after}), restart)
+    _train(flags.given({"out": str(folder), "stop_after": stop_after}))
 
 
 @main.command(

@@ -4,9 +4,7 @@ and warns.
 
 from __future__ import annotations
 
-import inspect
 import io
-import warnings
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -46,7 +44,14 @@ def use_adamw(trainer: AnyTrainer, **options: Any) -> AnyTrainer:
             f"{type(unwrapped(trainer.optimizer)).__name__}.",
             "Call use_adamw before train(), and give the trainer no optimizers=.",
         )
-    trainer.optimizer_cls_and_kwargs = adamw_of(trainer.args, **options)
+    args = trainer.args
+    taken = {
+        "lr": args.learning_rate,
+        "betas": (args.adam_beta1, args.adam_beta2),
+        "eps": args.adam_epsilon,
+        "weight_decay": args.weight_decay,
+    }
+    trainer.optimizer_cls_and_kwargs = (AdamW, {**taken, **options})
     return trainer
 
 
@@ -86,30 +91,8 @@ def save_for_torch(trainer: Trainer, checkpoint: str | Path) -> None:
     write_whole(folder / "optimizer.pt", states.getvalue())
 
 
-def adamw_of(args: TrainingArguments, **options: Any) -> tuple[type[AdamW], dict[str, Any]]:
-    """Return :class:`narrowgauge.AdamW` and its options, for ``optimizer_cls_and_kwargs=`` of a
-    Trainer.
-
-    Args:
-        args: their ``learning_rate``, ``adam_beta1``, ``adam_beta2``, ``adam_epsilon`` and
-            ``weight_decay`` are taken.
-        options: further ones, such as ``storage``, or others in place of these.
-    Example:
-        >>> adamw_of(TrainingArguments(learning_rate=1e-3, adam_beta2=0.95), storage="word")[1]["betas"]
-        (0.9, 0.95)
-    """
-    taken = {
-        "lr": args.learning_rate,
-        "betas": (args.adam_beta1, args.adam_beta2),
-        "eps": args.adam_epsilon,
-        "weight_decay": args.weight_decay,
-    }
-    return AdamW, {**taken, **options}
-
-
 class NarrowgaugeCallback(RecordedCallback, TrainerCallback):
-    """Record a run of ``transformers.Trainer``, log the optimizer's audit, and warn of settings
-    that defeat it.
+    """Record a run of ``transformers.Trainer``, and log the optimizer's audit.
 
     Each step has a row, with the tokens of its ``input_ids``.
 
@@ -132,13 +115,10 @@ class NarrowgaugeCallback(RecordedCallback, TrainerCallback):
         if self._count is not None:
             self._count.remove()
         self._num_ranks = args.world_size
-        optimizer = unwrapped(named["optimizer"])
-        for warning in _warnings(args, optimizer):
-            warnings.warn(warning, stacklevel=2)
         self._open(
             args.output_dir,
             named["model"],
-            optimizer,
+            unwrapped(named["optimizer"]),
             state.global_step,
             settings=_settings(args, state),
             max_grad_norm=args.max_grad_norm or None,
@@ -152,12 +132,6 @@ class NarrowgaugeCallback(RecordedCallback, TrainerCallback):
         if model.training and tokens is not None:
             self._tokens += tokens.numel() * self._num_ranks
 
-    def on_pre_optimizer_step(
-        self, args: Any, state: TrainerState, control: Any, **named: Any
-    ) -> None:
-        # The schedule steps before the step ends.
-        self._rate = float(unwrapped(named["optimizer"]).param_groups[0]["lr"])
-
     def on_step_begin(self, args: Any, state: TrainerState, control: Any, **named: Any) -> None:
         self._record_step(state)
 
@@ -166,7 +140,7 @@ class NarrowgaugeCallback(RecordedCallback, TrainerCallback):
         if self.recorder is not None and self.recorder.num_steps < state.global_step:
             tokens = self._tokens or None
             self._tokens = 0
-            self.recorder.step(loss, tokens=tokens, lr=self._rate, **columns)
+            self.recorder.step(loss, tokens=tokens, **columns)
 
     def on_log(self, args: Any, state: TrainerState, control: Any, **named: Any) -> None:
         logs = named.get("logs") or {}
@@ -175,14 +149,13 @@ class NarrowgaugeCallback(RecordedCallback, TrainerCallback):
             return
         self._record_step(state, logs["loss"], grad_norm=logs.get("grad_norm"))
         if isinstance(optimizer, Optimizer):
-            readings: dict[str, float] = {"num_skipped": optimizer.num_skipped}
-            reading = audit(optimizer).total
-            if reading is not None:
-                readings["edq"] = reading.edq
-                readings["update_noise"] = reading.noise
-                readings["lost_fraction"] = reading.lost_fraction
-            logs.update(readings)
-            state.log_history[-1].update(readings)
+            numbers: dict[str, float] = {"num_skipped": optimizer.num_skipped}
+            total = audit(optimizer).total
+            if total is not None:
+                numbers |= {"edq": total.edq, "update_noise": total.noise}
+                numbers["lost_fraction"] = total.lost_fraction
+            logs.update(numbers)
+            state.log_history[-1].update(numbers)
 
     def on_evaluate(self, args: Any, state: TrainerState, control: Any, **named: Any) -> None:
         self._record_step(state)
@@ -194,26 +167,6 @@ class NarrowgaugeCallback(RecordedCallback, TrainerCallback):
         self._record_step(state)
         self._count.remove()
         self._close(finished=state.global_step >= state.max_steps)
-
-
-def _warnings(args: TrainingArguments, optimizer: Any) -> list[str]:
-    if not isinstance(optimizer, Optimizer):
-        return []
-    texts = []
-    default = inspect.signature(type(optimizer)).parameters["lr"].default
-    rates = {float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups}
-    if rates == {default} and args.learning_rate != default:
-        texts.append(
-            f"{type(optimizer).__name__} was made without lr and steps at {default:g}, not at "
-            f"TrainingArguments(learning_rate={args.learning_rate:g}). Pass "
-            "optimizer_cls_and_kwargs=adamw_of(args)."
-        )
-    if optimizer.max_grad_norm is not None and args.max_grad_norm:
-        texts.append(
-            f"Gradients are clipped twice: to {args.max_grad_norm:g} by the Trainer and to "
-            f"{optimizer.max_grad_norm:g} by the optimizer. Set TrainingArguments(max_grad_norm=0)."
-        )
-    return texts
 
 
 def _settings(args: TrainingArguments, state: TrainerState) -> dict[str, Any]:

@@ -83,12 +83,6 @@ class NarrowgaugeMonitor(RecordedCallback, Callback):
                 f"Of {count} optimizers, the record shows the rate and the audit of the first.",
                 stacklevel=2,
             )
-        if getattr(optimizer, "max_grad_norm", None) and trainer.gradient_clip_val:
-            warnings.warn(
-                f"Gradients are clipped twice: to {trainer.gradient_clip_val:g} by the Trainer and "
-                f"to {optimizer.max_grad_norm:g} by the optimizer. Leave gradient_clip_val out.",
-                stacklevel=2,
-            )
         self._step = trainer.global_step
         self._loss = None
         self._tokens = None
@@ -109,11 +103,6 @@ class NarrowgaugeMonitor(RecordedCallback, Callback):
             max_grad_norm=limit,
             on_row=partial(_log, trainer),
         )
-
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        if getattr(optimizer, "optimizer", optimizer) is trainer.optimizers[0]:
-            # Lightning's schedules step before the batch ends.
-            self._rate = float(optimizer.param_groups[0]["lr"])
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
@@ -137,7 +126,7 @@ class NarrowgaugeMonitor(RecordedCallback, Callback):
                 f"'{self._loss_name}'.",
                 "Return the loss, or log it: self.log('loss', loss).",
             )
-        self.recorder.step(loss, lr=self._rate, tokens=self._tokens)
+        self.recorder.step(loss, tokens=self._tokens)
         self._loss = None
         self._tokens = None
 

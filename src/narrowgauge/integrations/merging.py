@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from narrowgauge.checks.adapters import is_adapted, product_of
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.dtensor import is_sharded
+from narrowgauge.numerics.rounding import round_to
+from narrowgauge.spec.formats import dtype_name
 
 _BASE = "_narrowgauge_base"
 """Attribute of a merged layer: the base's weight."""
@@ -98,21 +100,9 @@ def _merged(layer: Any) -> Tensor:
     """Return the nearest weight to base + product, of which nothing else is rounded to the base's
     format.
     """
-    weight = layer.get_base_layer().weight.detach()
-    return _nearest(weight.double() + product_of(layer), weight.dtype)
-
-
-def _nearest(exact: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round float64 to a dtype once.
-
-    Torch rounds twice, by way of float32, so round to odd there.
-    """
-    if dtype.itemsize > 2:
-        return exact.to(dtype)
-    narrow = exact.float()
-    error = exact - narrow.double()
-    is_even = narrow.view(torch.int32) % 2 == 0
-    neighbour = torch.nextafter(
-        narrow, torch.copysign(torch.full_like(narrow, torch.inf), error.float())
-    )
-    return torch.where(is_even & (error != 0), neighbour, narrow).to(dtype)
+    weight: Tensor = layer.get_base_layer().weight.detach()
+    exact = weight.double() + product_of(layer)
+    if weight.dtype.itemsize > 2:
+        return exact.to(weight.dtype)
+    # Torch would round twice, by way of float32.
+    return round_to(exact, dtype_name(weight.dtype)).to(weight.dtype)

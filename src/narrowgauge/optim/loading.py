@@ -432,18 +432,6 @@ def full_weights(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
 # ── names and tensors ─────────────────────────────────────────────────────────────────────────────
 
 
-def whole_states(optimizer: Optimizer, parameter: Tensor) -> set[str]:
-    """Return the saved names of a matrix rule's own states.
-
-    Every rank has them whole, whatever the sharding.
-    """
-    state = optimizer.state_of(parameter)
-    if state is None:
-        group = optimizer.group_of(parameter)
-        state = optimizer.make_states(group, [parameter])[parameter]
-    return set(state.tensors_of_extras())
-
-
 def kept_tensors(optimizer: Optimizer) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yield (name, tensor, parameter) for all tensors of model and optimizer that must not change
     between steps.

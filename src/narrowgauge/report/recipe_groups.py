@@ -8,7 +8,6 @@ shows, and release the rows before the next file.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,9 +18,8 @@ from narrowgauge.analysis.comparison.comparison import Comparison
 from narrowgauge.analysis.diagnose import Diagnosis, diagnose
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.report.figures.heat_maps import heat_maps
-from narrowgauge.report.figures.histograms import histogram
 from narrowgauge.runs.record import Run
-from narrowgauge.runs.schema import Row, gauge_metrics
+from narrowgauge.runs.schema import Row
 
 
 @dataclass(frozen=True)
@@ -32,15 +30,13 @@ class RunDetails:
         diagnosis: the diagnosis, or the reason why it failed.
         has_gauges: whether any step was sampled.
         heat_maps: figures by metric.
-        histogram: the figure of exponents; ``None`` without histograms.
-        lowest_edq: lowest EDQ over tensors in the last sample; 1 without any.
+        histograms: counts of exponents by kind of tensor, in the last sample that has them.
     """
 
     diagnosis: Diagnosis | str
     has_gauges: bool
     heat_maps: Mapping[str, Row]
-    histogram: Row | None
-    lowest_edq: float
+    histograms: Mapping[str, Sequence[float]]
 
 
 @dataclass(frozen=True)
@@ -56,7 +52,7 @@ class Group:
     @cached_property
     def details(self) -> tuple[RunDetails, ...]:
         """Return the details of each run."""
-        return tuple(details_of(run, self.index) for run in self.runs)
+        return tuple(map(details_of, self.runs))
 
     @property
     def runs(self) -> tuple[Run, ...]:
@@ -83,17 +79,18 @@ def groups_of(comparison: Comparison) -> list[Group]:
     return groups
 
 
-def details_of(run: Run, index: int) -> RunDetails:
-    """Read the gauges of a run once, and release them unless they were loaded before.
-
-    ``index`` is of its colour.
-    """
+def details_of(run: Run) -> RunDetails:
+    """Read the gauges of a run once, and release them unless they were loaded before."""
     was_held = "gauges" in vars(run)
     try:
         diagnosis = diagnosed(run)
         rows = rows_of(run, "gauges")
+        histograms = [row["histograms"] for row in rows if row.get("histograms")]
         return RunDetails(
-            diagnosis, bool(rows), heat_maps(rows), histogram(rows, index), _lowest_edq(rows)
+            diagnosis,
+            bool(rows),
+            heat_maps(rows),
+            histograms[-1] if histograms else {},
         )
     finally:
         if not was_held:
@@ -108,14 +105,3 @@ def diagnosed(run: Run) -> Diagnosis | str:
         return error.message.rstrip(".")
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-
-
-def _lowest_edq(rows: Sequence[Row]) -> float:
-    if not rows:
-        return 1.0
-    lowest = math.inf
-    for table, _, metrics in gauge_metrics(rows[-1]):
-        edq = metrics.get("edq")
-        if table == "updates" and edq is not None and math.isfinite(edq):
-            lowest = min(lowest, edq)
-    return lowest if lowest < math.inf else 1.0

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from narrowgauge.runs.finding import counted
 from narrowgauge.runs.record import Run
-from narrowgauge.runs.schema import Row
+from narrowgauge.runs.schema import FIRST_EXPONENT, Row, finite_number
+from narrowgauge.spec.formats import FORMATS, Format
 from narrowgauge.spec.tables import Column, Table, text_columns
+
+if TYPE_CHECKING:
+    from narrowgauge.report.recipe_groups import RunDetails
 
 ROUTINE = frozenset({"start", "resume", "stop", "finish", "checkpoint", "note", "unseen"})
 """What happens in every healthy run. All other events need attention, unknown ones too."""
@@ -23,19 +27,15 @@ def event_table(named: Iterable[tuple[Run, str]]) -> Table:
     groups: dict[tuple[str, Any, Any], list[Row]] = {}
     for run, name in named:
         for event in run.events:
-            what = event.get("what", "")
-            text = event.get("advice", "") if what == "note" else ""
-            groups.setdefault((name, what, text), []).append(event)
+            text = event.get("advice", "") if event["what"] == "note" else ""
+            groups.setdefault((name, event["what"], text), []).append(event)
     rows = []
     for (label, what, _), events in groups.items():
-        first = str(events[0].get("step", ""))
-        last = str(events[-1].get("step", ""))
+        steps = dict.fromkeys([str(events[0]["step"]), str(events[-1]["step"])])
         advice = events[0].get("advice", "")
-        more = len(events) - 1
-        if more:
-            advice = f"{advice} ({counted(more, 'more event')}: see events.jsonl)"
-        steps = first if first == last else f"{first}–{last}"
-        rows.append({"step": steps, "run": label, "what": what, "advice": advice})
+        if len(events) > 1:
+            advice += f" ({counted(len(events) - 1, 'more event')}: see events.jsonl)"
+        rows.append({"step": "–".join(steps), "run": label, "what": what, "advice": advice})
     return Table(_COLUMNS, sorted(rows, key=lambda row: row["what"] in ROUTINE))
 
 
@@ -57,10 +57,10 @@ def setting_tables(named: Sequence[tuple[Run, str]]) -> tuple[Table, Table]:
         values = [row.get(key, "–") for row in settings]
         if len(set(map(repr, values))) == 1:
             shared.append({"setting": key, "value": values[0]})
-            continue
-        columns.append(Column(key, key))
-        for row, value in zip(runs, values, strict=True):
-            row[key] = value
+        else:
+            columns.append(Column(key, key))
+            for row, value in zip(runs, values, strict=True):
+                row[key] = value
     differing = Table(tuple(columns), runs if len(columns) > 1 else [])
     return differing, Table(text_columns(setting="setting", value="value"), shared)
 
@@ -73,3 +73,45 @@ def _flat(table: Row, prefix: str = "") -> dict[str, Any]:
         else:
             flat[prefix + name] = value
     return flat
+
+
+SHOWN_FORMATS = (
+    "bfloat16", "float16", "float8_e5m2", "float8_e4m3fn", "float6_e3m2fn", "float6_e2m3fn", "float4_e2m1fn",
+)  # fmt: skip
+_RANGE_COLUMNS = (
+    *text_columns(run="run", values="values", exponents="exponents"),
+    *(Column(name, name) for name in SHOWN_FORMATS),
+)
+
+
+def range_table(named: Sequence[tuple[Run, str]], details: Sequence[RunDetails]) -> Table:
+    """Return a row per run and kind of tensor: which share of its values lies outside of formats."""
+    rows = []
+    for (_, name), run in zip(named, details, strict=True):
+        for kind, counts in run.histograms.items():
+            shares = {}
+            for number, count in enumerate(map(finite_number, counts)):
+                if count is not None and count > 0:
+                    shares[FIRST_EXPONENT + number] = count
+            if not shares:
+                continue
+            row: Row = {"run": name, "values": kind}
+            row["exponents"] = f"{min(shares)} to {max(shares)}"
+            for format in SHOWN_FORMATS:
+                row[format] = _outside(shares, FORMATS[format])
+            rows.append(row)
+    return Table(_RANGE_COLUMNS, rows)
+
+
+def _outside(counts: Mapping[int, float], format: Format) -> str:
+    zero = 0.0
+    over = 0.0
+    for exponent, count in counts.items():
+        if exponent < format.finest_exponent - 1:  # half of the smallest rounds up to it
+            zero += count
+        elif exponent > format.max_exponent:
+            over += count
+    total = sum(counts.values())
+    shares = {"to zero": zero / total, "over": over / total}
+    words = [f"{100 * share:.3g} % {where}" for where, share in shares.items() if share]
+    return ", ".join(words) or "0"

@@ -21,12 +21,11 @@ from narrowgauge.analysis.reading import Reading, reading_table
 from narrowgauge.report.figures.curves import comparison_figures
 from narrowgauge.report.figures.figure import Figure
 from narrowgauge.report.figures.heat_maps import HEAT_MAPS
-from narrowgauge.report.figures.histograms import SHOWN_FORMATS, format_ranges
 from narrowgauge.report.figures.palette import colour, plain
 from narrowgauge.report.figures.verdict_figure import differences
 from narrowgauge.report.page import document, environment
 from narrowgauge.report.recipe_groups import Group, RunDetails, groups_of
-from narrowgauge.report.run_tables import ROUTINE, event_table, setting_tables
+from narrowgauge.report.run_tables import ROUTINE, event_table, range_table, setting_tables
 from narrowgauge.runs.finding import counted, listed, told
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import Row
@@ -64,7 +63,7 @@ def render(comparison: Comparison, refresh: int = 0) -> str:
     verdict = differences(groups, comparison)
     figures = {"verdict": [verdict] if verdict else []}
     figures |= comparison_figures(groups, comparison.baseline)
-    data: Row = {"figures": {}, "formats": format_ranges(), "gauges": []}
+    data: Row = {"figures": {}, "gauges": []}
     for section in figures.values():
         for place, figure in enumerate(section):
             drawn = marked(figure, readings)
@@ -72,18 +71,16 @@ def render(comparison: Comparison, refresh: int = 0) -> str:
             layout = drawn.layout | {"height": drawn.height}
             data["figures"][drawn.name] = {"data": drawn.data, "layout": layout}
     for run in details:
-        data["gauges"].append({"heat": run.heat_maps, "histogram": run.histogram})
+        data["gauges"].append({"heat": run.heat_maps})
     differing, shared = setting_tables(named)
     words: dict[str, Any] = {
         "title": title_of(runs, list(indices)),
         "subtitle": _subtitle(runs),
-        "verdict": verdict_of(comparison, groups, readings), "cost_table": without_empty(comparison.table()),
+        "verdict": verdict_of(comparison, groups, readings), "cost_table": comparison.table(),
         "groups": groups, "indices": indices, "comparison": comparison,
         "readings": readings, "figures": figures, "details": details,
-        # The run whose worst tensor lost most at the end. For healthy runs, the first.
-        "shown": min(range(len(details)), key=lambda run: round(details[run].lowest_edq, 1), default=0),
         "metrics": HEAT_MAPS, "named": named, "events": event_table(named), "routine": ROUTINE,
-        "settings_apart": differing, "settings": shared, "formats": SHOWN_FORMATS,
+        "settings_apart": differing, "settings": shared, "ranges": range_table(named, details),
     }  # fmt: skip
     template = environment().get_template("sections.html.j2")
     macros: Any = template.make_module({**words, "headings": SECTIONS})
@@ -113,35 +110,20 @@ def verdict_of(comparison: Comparison, groups: Sequence[Group], readings: RunRea
     return [*words, *readings.lines]
 
 
-def without_empty(table: Table) -> Table:
-    """Return a table without the columns in which no row has a value."""
-    kept = []
-    for column in table.columns:
-        if any(column.cell(row) not in ("", "–") for row in table.rows):
-            kept.append(column)
-    return dataclasses.replace(table, columns=tuple(kept))
-
-
 def title_of(runs: Sequence[Run], labels: Sequence[str]) -> str:
     """Return the title of a page of runs."""
     models = dict.fromkeys(Path(str(run.config.get("model", "a model"))).name for run in runs)
-    recipes = f"{len(labels)} recipes"
-    if len(labels) <= 4:
-        recipes = listed(labels)
-    return f"{listed(list(models))} in {recipes}"
+    recipes = listed(labels) if len(labels) <= 4 else f"{len(labels)} recipes"
+    return f"{listed(models)} in {recipes}"
 
 
 def _subtitle(runs: Sequence[Run]) -> str:
     """Return the common properties of all runs: text, length and device."""
-    rows = []
-    for run in runs:
-        steps = f"{run.config['steps']} steps" if "steps" in run.config else ""
-        device = run.run.get("machine", {}).get("device")
-        rows.append((str(run.config.get("data") or ""), steps, str(device or "")))
     words = []
-    for values in zip(*rows, strict=True):
-        if values[0] and len(set(values)) == 1:
-            words.append(values[0])
+    for table, name in (("config", "data"), ("config", "steps"), ("machine", "device")):
+        values = {run.run.get(table, {}).get(name) for run in runs}
+        if len(values) == 1 and values != {None}:
+            words.append(f"{values.pop()} steps" if name == "steps" else str(values.pop()))
     return " · ".join([*words, counted(len(runs), "run")])
 
 
@@ -205,13 +187,11 @@ def _folded(recipe: str, members: Sequence[tuple[int, Reading]]) -> Row:
     """Return one row for the readings of one kind: of several tensors, seeds and steps."""
     seeds, readings = zip(*members, strict=True)
     worst = max(readings, key=attrgetter("excess"))
-    tensors = filter(None, map(attrgetter("tensor"), readings))
     return {
         **worst.to_dict(),
         "recipe": recipe,
         "seeds": ", ".join(map(str, sorted(set(seeds)))),
         "step": min(map(attrgetter("step"), readings)),
-        "tensor": told(tensors, 1),
     }
 
 

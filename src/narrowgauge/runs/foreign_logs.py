@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,12 @@ from narrowgauge.spec.toml import load_data
 
 NAMES: dict[str, list[str]] = load_data("log_names", "runs")
 """The names of each column in a log, the best first, with shell wildcards."""
-_STEPS = NAMES.pop("step")
 SOURCE = "source"
 """The table of ``Run.run`` that names the log of another framework's run."""
-
-Series = dict[str, dict[int, Any]]
-"""The values of each name by step; the last of one step counts."""
+LOGS = "Hugging Face trainer_state.json, Lightning metrics.csv, or table (.csv)"
+"""All logs, to follow "a"."""
+_STATE = "trainer_state.json"
+_METRICS = "metrics.csv"
 
 
 def named(names: Iterable[str], column: str) -> str | None:
@@ -35,7 +35,7 @@ def named(names: Iterable[str], column: str) -> str | None:
         >>> named(["epoch", "eval_loss", "lr-AdamW"], "val_loss"), named(["epoch", "lr-AdamW"], "lr"), named(["acc"], "loss")
         ('eval_loss', 'lr-AdamW', None)
     """
-    plain = {name: name.lower().replace(" ", "_") for name in names}
+    plain = {name: str(name).strip().lower().replace(" ", "_") for name in names}
     for pattern in NAMES[column]:
         for name in plain:
             if fnmatchcase(plain[name], pattern):
@@ -43,23 +43,20 @@ def named(names: Iterable[str], column: str) -> str | None:
     return None
 
 
-# ── readers: each raises ValueError for a damaged file ────────────────────────────────────────────
+# ── reading: a damaged file raises ValueError ─────────────────────────────────────────────────────
 
 
-def _read_state(file: Path) -> Series:
+def _read_state(file: Path) -> tuple[list[Row], Row]:
+    """Return the entries of a log of Hugging Face's, and the state that holds them."""
     state = load_json(file.read_bytes())
     rows = state.get("log_history") if isinstance(state, dict) else None
     if not isinstance(rows, list) or {type(row) for row in rows} - {dict}:
         raise ValueError("it holds no list of objects")
-    return _series(rows)
+    return rows, state
 
 
-def _read_csv(file: Path) -> Series:
-    """Read a table.
-
-    Lightning's CSVLogger counts steps from 0: its step 9 is our step 10. Skip a last row being
-    written.
-    """
+def _read_csv(file: Path) -> list[Row]:
+    """Return the rows of a table, but a last one that is being written."""
     text = file.read_text(encoding="utf-8-sig", errors="replace")
     table = csv.DictReader(io.StringIO(text), strict=True)
     try:
@@ -76,30 +73,37 @@ def _read_csv(file: Path) -> Series:
     for number, row in enumerate(rows, 2):
         if None in row or None in row.values():
             raise ValueError(f"line {number} has not as many values as the first line has names")
-    return _series(rows, first=int(file.name == "metrics.csv"))
+    return rows
 
 
-def _series(rows: list[Row], first: int = 0) -> Series:
-    names: dict[str, Any] = {}
+def _by_step(rows: list[Row], shift: int) -> dict[int, Row]:
+    """Return the known columns of rows by step; the last value of one step counts.
+
+    Losses that begin at step 0 are of step 1.
+    """
+    names: dict[str, None] = {}
     for row in rows:
-        for name in row:
-            names.setdefault(str(name).strip().lower(), name)
-    step_names = [names.pop(name) for name in _STEPS if name in names]
-    if rows and not step_names:
-        raise ValueError(f"it has no column of steps ({', '.join(_STEPS[2:])})")
-    series: Series = {}
+        names |= dict.fromkeys(row)
+    step_name = named(names, "step") or ""
+    if rows and not step_name:
+        raise ValueError(f"it has no column of steps ({', '.join(NAMES['step'][2:])})")
+    known = {column: named(names, column) for column in NAMES if column != "step"}
+    by_step: dict[int, Row] = {}
     for row in rows:
-        step = _number(step_names[0], row.get(step_names[0]))
+        step = _number(step_name, row.get(step_name))
         if step is None:
             continue
         if not is_whole(step):
             raise ValueError(
-                f"column '{step_names[0]}' holds {short(step)}, which is not a whole number"
+                f"column '{step_name}' holds {short(step)}, which is not a whole number"
             )
-        for name in names.values():
-            if row.get(name) not in (None, ""):
-                series.setdefault(str(name).strip(), {})[int(step) + first] = row[name]
-    return series
+        columns = by_step.setdefault(int(step) + shift, {})
+        for column, name in known.items():
+            value = None if name is None else _number(name, row.get(name))
+            if value is not None:
+                columns[column] = value
+    first = next((step for step in sorted(by_step) if "loss" in by_step[step]), None)
+    return {step + (first == 0): by_step[step] for step in sorted(by_step)}
 
 
 def _number(name: str, value: Any) -> float | None:
@@ -111,105 +115,79 @@ def _number(name: str, value: Any) -> float | None:
         raise ValueError(f"column '{name}' holds {short(value)}, which is not a number") from None
 
 
-_READERS: dict[str, Callable[[Path], Series]] = {
-    "trainer_state.json": _read_state,
-    "metrics.csv": _read_csv,
-    "*.csv": _read_csv,
-}
-"""The reader of each pattern of file names.
+def log_file(path: Path) -> Path | None:
+    """Return the log at a path: the file itself, or the one in a folder, which names the run.
 
-All but tables are looked for in a folder, which then names the run.
-"""
-LOGS = "Hugging Face trainer_state.json, Lightning metrics.csv, or table (.csv)"
-"""All logs, to follow "a"."""
-
-
-def _pattern_of(file: Path) -> str:
-    return next((pattern for pattern in _READERS if fnmatchcase(file.name.lower(), pattern)), "")
-
-
-def log_files(path: Path) -> list[Path]:
+    The newest checkpoint of Hugging Face's Trainer repeats earlier rows. A folder may hold many
+    tables, so none of them is its log.
+    """
     if path.is_file():
-        return list(filter(_pattern_of, [path]))
-    for pattern in list(_READERS)[:-1]:
-        # The newest checkpoint of Hugging Face's Trainer repeats earlier rows.
-        checkpoints = list(path.glob(f"checkpoint-*/{pattern}"))
-        checkpoints.sort(key=lambda file: (len(file.parent.name), file))
-        files = sorted(filter(Path.is_file, path.glob(pattern))) or checkpoints[-1:]
-        if files:
-            return files
-    return []
+        is_known = path.name == _STATE or path.name.lower().endswith(".csv")
+        return path if is_known else None
+    checkpoints = list(path.glob(f"checkpoint-*/{_STATE}"))
+    checkpoints.sort(key=lambda file: (len(file.parent.name), file))
+    places = [path / _STATE, *checkpoints[-1:], path / _METRICS]
+    return next(filter(Path.is_file, places), None)
 
 
 def is_log(path: Path) -> bool:
     with disk_errors(path):
-        return bool(log_files(path))
+        return log_file(path) is not None
 
 
 def read_log(path: Path) -> dict[str, Any] | None:
     """Return the fields of the :class:`narrowgauge.Run` that a log describes; ``None`` without a
     log.
 
-    The summary is ``None`` if the log says that the run has not ended.
+    The summary is ``None`` if the log says that the run has not ended, as Hugging Face's does.
+    Lightning counts steps from 0: its step 9 is our step 10.
     """
     with disk_errors(path):
-        files = log_files(path)
-        if not files:
+        file = log_file(path)
+        if file is None:
             return None
-        pattern = _pattern_of(files[0])
-        values: Series = {}
+        state: Row = {}
         try:
-            for file in files:
-                for name, series in _READERS[pattern](file).items():
-                    values.setdefault(name, {}).update(series)
-            steps = _rows(values, STEP)
-            evals = [row for row in _rows(values, EVAL) if "val_loss" in row]
-            config, is_finished = _progress(files[0])
+            if file.name == _STATE:
+                rows, state = _read_state(file)
+            else:
+                rows = _read_csv(file)
+            by_step = _by_step(rows, shift=int(file.name == _METRICS))
         except (ValueError, RecursionError) as error:
             raise RecordError(
-                f"{files[0]} is damaged: {error}.", "Restore the file from a copy."
+                f"{file} is damaged: {error}.", "Restore the file from a copy."
             ) from error
+    steps = []
+    evals = []
+    for step, row in by_step.items():
+        of_step = {name: value for name, value in row.items() if name in STEP}
+        if of_step:
+            steps.append({"step": step, **of_step})
+        if "val_loss" in row:
+            evals.append({"step": step, **{name: row[name] for name in row if name in EVAL}})
     if not steps and not evals:
-        columns = ", ".join(sorted(values)[:8]) or "no rows with a step"
+        columns = ", ".join(sorted(map(str, rows[0]))[:8]) if by_step else "no rows with a step"
         raise RecordError(
-            f"{files[0]} holds no loss. It has {columns}.",
+            f"{file} holds no loss. It has {columns}.",
             "If one of its columns is the loss, rename it to one of "
             f"{', '.join(NAMES['loss'][:3])}.",
         )
-    summary: Row = {"steps": max(rows[-1]["step"] for rows in (steps, evals) if rows)}
+    summary: Row = {"steps": max(by_step)}
     if evals:
         summary["val_loss"] = evals[-1]["val_loss"]
-    if path.is_file() and pattern != "*.csv":
-        path = path.parent
-    row = {"path": path, "run": {"config": config, SOURCE: {"file": str(files[-1])}}}
-    row |= {"steps": steps, "evals": evals}
-    return row | {"summary": summary} if is_finished else row
-
-
-def _progress(file: Path) -> tuple[Row, bool]:
-    """Return the settings in a log, and whether its run has ended.
-
-    Only Hugging Face's log says so.
-    """
-    if file.name != "trainer_state.json":
-        return {}, True
-    state = load_json(file.read_bytes())
-    done = state.get("global_step")
+    config = {}
+    is_finished = True
     planned = state.get("max_steps")
-    if isinstance(done, int) and isinstance(planned, int) and planned > 0:
-        return {"steps": planned}, done >= planned
-    return {}, True
-
-
-def _rows(values: Series, columns: Mapping[str, Any]) -> list[Row]:
-    """Return the rows of some columns, ascending. Losses that begin at step 0 are of step 1."""
-    loss = named(values, "loss")
-    first = int(loss is not None and min(values[loss]) == 0)
-    by_step: dict[int, Row] = {}
-    for column in NAMES:
-        name = named(values, column)
-        if name is not None and column in columns:
-            for step, value in values[name].items():
-                row = by_step.setdefault(step + first, {"step": step + first})
-                row[column] = _number(name, value)
-    return [by_step[step] for step in sorted(by_step)]
+    done = state.get("global_step")
+    if isinstance(planned, int) and isinstance(done, int) and planned > 0:
+        config["steps"] = planned
+        is_finished = done >= planned
+    if path.is_file() and file.name in (_STATE, _METRICS):
+        path = path.parent
+    return {
+        "path": path,
+        "run": {"config": config, SOURCE: {"file": str(file)}},
+        "steps": steps,
+        "evals": evals,
+        "summary": summary if is_finished else None,
+    }

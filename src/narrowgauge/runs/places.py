@@ -61,11 +61,9 @@ def in_use(path: Path, *, continues: bool = False) -> str:
         has_runs = any(is_run(path / name) for name in names)
         for name in names:
             file = path / name
-            is_remains = name.startswith(TEMPORARY)
-            if name.removesuffix(".jsonl") in ROW_FILES and not file.stat().st_size:
-                is_remains = True
             is_ours = is_run(file) or name == "compare.json" or is_page(file)
-            if not (is_remains or (continues and has_runs and is_ours)):
+            is_kept = continues and has_runs and is_ours
+            if not (name.startswith(TEMPORARY) or is_kept):
                 return f"the folder is not empty (it holds {name})"
     return ""
 

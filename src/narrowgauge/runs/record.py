@@ -78,7 +78,10 @@ class Run:
         """Return the settings, as :func:`config_of`."""
         config = config_of(self.run)
         if not isinstance(config, dict):
-            raise self._damaged("'config' is not a table")
+            raise RecordError(
+                f"{self.path / 'run.toml'} is damaged: 'config' is not a table.",
+                "Restore the file from a copy.",
+            )
         return config
 
     @property
@@ -87,15 +90,13 @@ class Run:
 
         Raise ``RecordError`` if ``run.toml`` has none.
         """
-        data = self.run.get("data")
-        if not isinstance(data, dict) or not isinstance(data.get("fingerprint"), str):
-            raise self._damaged("its table [data] holds no fingerprint")
-        return str(data["fingerprint"])
-
-    def _damaged(self, reason: str) -> RecordError:
-        return RecordError(
-            f"{self.path / 'run.toml'} is damaged: {reason}.", "Restore the file from a copy."
-        )
+        try:
+            return str(self.run["data"]["fingerprint"])
+        except (KeyError, TypeError) as error:
+            raise RecordError(
+                f"{self.path / 'run.toml'} is damaged: its table [data] holds no fingerprint.",
+                "Restore the file from a copy.",
+            ) from error
 
 
 def config_of(run: Row) -> Any:
@@ -174,11 +175,10 @@ def wrong_setting(run: Row) -> str:
     Empty if all are.
     """
     config = config_of(run)
-    numbers = {"schema_version": run["schema_version"]}
-    for name in ("seed", "steps"):
-        if isinstance(config, dict) and name in config:
-            numbers[name] = config[name]
-    for name, value in numbers.items():
+    numbers: Row = {}
+    if isinstance(config, dict):
+        numbers = {name: config[name] for name in ("seed", "steps") if name in config}
+    for name, value in {"schema_version": run["schema_version"], **numbers}.items():
         if not is_whole(value):
             return f"its {name} = {short(value)} is not a whole number"
     return ""
@@ -260,20 +260,15 @@ def _parsed(kind: str, line: bytes) -> Row | None:
 
 def _drop_disordered(rows: list[Row | None]) -> None:
     """Replace rows by ``None`` whose steps are not between those of their neighbours."""
+    places = [place for place, row in enumerate(rows) if row is not None]
+    steps = [row["step"] for row in rows if row is not None]
     last = -math.inf
-    follower = math.inf
-    followers = []
-    for row in reversed(rows):
-        followers.append(follower)
-        if row is not None:
-            follower = row["step"]
-    for place, row in enumerate(rows):
-        if row is not None:
-            is_too_late = last < followers[-1 - place] < row["step"]
-            if row["step"] <= last or is_too_late:
-                rows[place] = None
-            else:
-                last = row["step"]
+    followers = [*steps, math.inf][1:]
+    for place, step, follower in zip(places, steps, followers, strict=True):
+        if step <= last or last < follower < step:
+            rows[place] = None
+        else:
+            last = step
 
 
 def restored(value: Any, key: str = "") -> Any:

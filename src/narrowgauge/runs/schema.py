@@ -74,14 +74,7 @@ are not counted.
 """
 
 
-def _lost_share(edq: float) -> str:
-    return f"{max(0.0, 1 - edq):.1%}"  # stochastic storages may store more than all of an update
-
-
-_SHOWN: dict[str, Callable[[Any], str]] = {
-    "lost share": _lost_share,
-    "MiB": lambda size: f"{size / 2**20:,.1f}",
-}
+_SHOWN: dict[str, Callable[[Any], str]] = {"MiB": lambda size: f"{size / 2**20:,.1f}"}
 
 
 def _columns(table: Row, metrics: Mapping[str, dict[str, Column]]) -> dict[str, Column]:

@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -47,26 +48,24 @@ def planned(recipes: Sequence[Any], seeds: int | Sequence[int]) -> list[tuple[An
     numbers = range(seeds) if isinstance(seeds, int) else seeds
     if isinstance(recipes, str):
         recipes = [recipes]
-    labels = [recipe_name(recipe) for recipe in recipes]
     if not recipes:
         raise RecipeError("no recipe was named.", "For instance bfloat16/master,bfloat16/word.")
     if not numbers or len(set(numbers)) < len(numbers):
         raise NarrowgaugeError(
             f"Cannot compare with seeds = {seeds!r}.", "Name at least one, none twice."
         )
-    plan = []
-    folders = set()
+    plan: dict[str, tuple[Any, int, str]] = {}
     for seed in numbers:
-        for recipe, label in zip(recipes, labels, strict=True):
+        for recipe in recipes:
+            label = recipe_name(recipe)
             folder = run_name(label, seed)
-            if folder.lower() in folders:
+            if folder.lower() in plan:
                 raise RecipeError(
                     f"two of the recipes are called {label}.",
                     'Name each once, or give each a name of its own: name = "…" in its file.',
                 )
-            folders.add(folder.lower())
-            plan.append((recipe, seed, folder))
-    return plan
+            plan[folder.lower()] = (recipe, seed, folder)
+    return list(plan.values())
 
 
 # ── in a loop of your own ─────────────────────────────────────────────────────────────────────────
@@ -238,35 +237,30 @@ def run_comparison(
         KeyboardInterrupt: after Ctrl-C, with a line that says how to resume.
     """
     folder = Path(str(configs[0].out)).parent
-
-    def say(line: str) -> None:
-        print(line, file=stream, flush=True)
-
+    say = partial(print, file=stream, flush=True)
     say(f"{counted(len(configs), 'run')} in {folder}")
     runs: list[Run] = []
     for number, config in enumerate(configs, 1):
         began = time.monotonic()
         path = Path(str(config.out))
         is_new = not is_run(path) or read_run(path).summary is None
-        try:
-            if is_new:
+        if is_new:
+            try:
                 _train(config, stream)
-        except KeyboardInterrupt as interruption:
-            raise type(interruption)(
-                f"{len(runs)} of {len(configs)} runs are done. Give the same command with --out "
-                f"{folder} to continue."
-            ) from None
-        run = read_run(path)
-        runs.append(run)
-        reason = divergence(run)
-        result = f"diverged ({reason})" if reason else ""
-        if run.summary is not None and not reason:
-            result = f"validation loss {run.summary['val_loss']:.4f}"
+            except KeyboardInterrupt as interruption:
+                raise type(interruption)(
+                    f"{len(runs)} of {len(configs)} runs are done. Give the same command with "
+                    f"--out {folder} to continue."
+                ) from None
+        runs.append(read_run(path))
+        reason = divergence(runs[-1])
+        result = f"diverged ({reason})"
+        if not reason:
+            result = f"validation loss {(runs[-1].summary or {})['val_loss']:.4f}"
         took = duration(time.monotonic() - began) if is_new else "earlier"
         say(f"{number}/{len(configs)}  {config.recipe.title}, seed {config.seed}  {result}  {took}")
-    unigram_loss = runs[0].run["data"].get("unigram_loss")
-    if unigram_loss is not None:
-        say(f"Token frequencies alone have a loss of {unigram_loss:.4f}.")
+    unigram_loss = runs[0].run["data"]["unigram_loss"]
+    say(f"Token frequencies alone have a loss of {unigram_loss:.4f}.")
     requested = [run.path for run in runs]
     for run in runs_in(folder):
         if run.path not in requested and run.summary is not None:

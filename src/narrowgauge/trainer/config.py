@@ -30,7 +30,7 @@ from narrowgauge.spec.models import MODELS, get_model, refuse_own_code, usual_ra
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.sums import ACCUMULATION_DTYPES, SHARDINGS
-from narrowgauge.spec.toml import load_toml
+from narrowgauge.spec.toml import read_file
 from narrowgauge.spec.update_rules import Choice, Range
 from narrowgauge.torch_support.machine import compiler_missing, gpu_compiler_missing, switched_off
 
@@ -169,6 +169,13 @@ class TrainConfig:
         Range(1, 1025, is_integer=True))
     # fmt: on
 
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            require(field, value)
+            if kind_of(field) is float and value is not None:  # TOML may write 1 for 1.0
+                object.__setattr__(self, field.name, float(value))
+
     @property
     def optimizer_options(self) -> dict[str, Any]:
         return {
@@ -225,7 +232,7 @@ class TrainConfig:
         return replace(self, **values)
 
     def validated(self, num_ranks: int = 1) -> TrainConfig:
-        """Check every setting, alone and against the others.
+        """Check the settings against each other.
 
         Checks that need the model happen when it is built.
 
@@ -238,8 +245,6 @@ class TrainConfig:
         # Imported late: the command line makes flags of these settings without this module.
         from narrowgauge.trainer.data.tokens import read_tokens
 
-        for field in fields(self):
-            require(field, getattr(self, field.name))
         require_package("transformers")
         if self.max_grad_norm != math.inf:
             Range(above=True).check("max_grad_norm", self.max_grad_norm)
@@ -306,19 +311,17 @@ class TrainConfig:
 
         ``where`` names the table in error messages.
         """
-        settings = {field.name: field for field in fields(cls)}
-        values: dict[str, Any] = {}
-        for name, value in table.items():
-            if name not in settings:
-                near = suggestion(name, settings)
+        names = [field.name for field in fields(cls)]
+        for name in table:
+            if name not in names:
+                near = suggestion(name, names)
                 raise NarrowgaugeError(
                     f"{where} has an unknown key '{name}'.",
                     near or "narrowgauge train --help: a key is a flag with underscores.",
                 )
-            values[name] = parse(value, where) if name == "recipe" else value
-            require(settings[name], values[name])
-            if kind_of(settings[name]) is float:  # TOML may write 1 for 1.0
-                values[name] = float(value)
+        values = dict(table)
+        if "recipe" in values:
+            values["recipe"] = parse(values["recipe"], where)
         return cls(**values)
 
 
@@ -336,13 +339,7 @@ def read_settings(path: str | Path) -> dict[str, Any]:
     """Return the settings that a UTF-8 TOML file names, or a ``run.toml``, of which the folder is
     left out. Check each.
     """
-    try:
-        table = load_toml(Path(path).read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        reason = " ".join(str(error).split())
-        raise DataError(
-            f"the settings file {path} cannot be read: {reason}.", "Name a UTF-8 TOML file."
-        ) from None
+    table = read_file(path, "settings file", "Name a UTF-8 TOML file.")
     if "schema_version" in table and isinstance(recorded := table.get("config"), dict):
         table = {name: value for name, value in recorded.items() if name != "out"}
     TrainConfig.from_dict(table, str(path))

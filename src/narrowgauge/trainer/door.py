@@ -14,7 +14,7 @@ from typing import Any
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.atomic_io import write_whole
 from narrowgauge.runs.finding import counted
-from narrowgauge.runs.places import FolderLock, is_run, require_free
+from narrowgauge.runs.places import is_run, require_free
 from narrowgauge.runs.record import Run, read_run, read_settings
 from narrowgauge.runs.schema import short
 from narrowgauge.spec.models import MODELS
@@ -34,17 +34,17 @@ def enter(given: Mapping[str, Any], num_ranks: int = 1) -> tuple[TrainConfig, Ru
     Raises:
         NarrowgaugeError: an invalid setting, or a folder with something else.
     """
-    TrainConfig.from_dict(given)  # an empty path is not the current folder
-    out = given.get("out")
-    if out is not None:
-        restore(Path(out))
-    if out is None or not is_run(Path(out)):
-        if out is not None:
+    config = TrainConfig.from_dict(given)
+    run = None
+    if config.out is not None:
+        out = Path(config.out)
+        restore(out)
+        if is_run(out):
+            run = run_of_trainer(out)
+            own = {name: value for name, value in run.config.items() if name not in _OF_A_SITTING}
+            config = TrainConfig.from_dict({**own, **given}, str(out / "run.toml"))
+        else:
             require_free(out)
-        return TrainConfig.from_dict(given).validated(num_ranks), None
-    run = run_of_trainer(Path(out))
-    settings = {name: value for name, value in run.config.items() if name not in _OF_A_SITTING}
-    config = TrainConfig.from_dict({**settings, **given}, str(run.path / "run.toml"))
     return config.validated(num_ranks), run
 
 
@@ -147,8 +147,8 @@ def require_no_checkpoint(run: Run, damaged: Sequence[str]) -> None:
         raise RecordError(
             f"Cannot resume {run.path} because {no_good_checkpoint(damaged)}. Its record has "
             f"{counted(len(run.steps), 'step')}.",
-            f"Restore its checkpoints, or begin again at step 0: narrowgauge resume {run.path} "
-            "--restart.",
+            "Restore its checkpoints, or train it anew: narrowgauge train --config "
+            f"{run.path}/run.toml --out OTHER.",
         )
 
 
@@ -184,9 +184,7 @@ def restore(folder: Path) -> None:
         checkpoint, _ = latest_checkpoint(folder)
         text = "" if checkpoint is None else checkpoint.state().get("run", "")
         if text:
-            lock = FolderLock(folder)
             write_whole(folder / "run.toml", text.encode())
-            lock.release()
 
 
 def run_of_trainer(folder: Path) -> Run:

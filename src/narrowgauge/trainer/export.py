@@ -32,15 +32,8 @@ def export(folder: Path, out: Path) -> Path:
 
 def _write(session: Session, temporary: Path) -> None:
     model: Any = session.model
-    tensors = model.state_dict()
-    # A tied parameter appears once, under its first name.
-    weights = {}
-    dtypes = set()
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if name in tensors:
-            weights[name] = tensors[name].contiguous()
-            if tensor.is_floating_point():
-                dtypes.add(tensor.dtype)
+    tensors = model.state_dict().values()
+    dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
     tables = [model.config]
     if model.can_generate():
         tables.append(model.generation_config)
@@ -53,7 +46,7 @@ def _write(session: Session, temporary: Path) -> None:
             _write_tokenizer(tokenizer, end, temporary, model.config)
             for table in tables:
                 table.bos_token_id = table.eos_token_id = end
-        model.save_pretrained(temporary, state_dict=weights)
+        model.save_pretrained(temporary)
         # Loading casts all weights to the declared dtype: one that changes no value.
         widest = max(dtypes | {torch.float32}, key=lambda dtype: dtype.itemsize)
         model.config.dtype = torch.bfloat16 if dtypes <= {torch.bfloat16} else widest

@@ -16,7 +16,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -28,10 +28,10 @@ from narrowgauge.errors import CorruptionError, Terminated
 from narrowgauge.gauges.hub import RunNotice
 from narrowgauge.gauges.recording.run_recorder import RunRecorder
 from narrowgauge.optim.audit import UpdateLossWarning
-from narrowgauge.runs.atomic_io import disk_errors, sync
+from narrowgauge.runs.atomic_io import disk_errors
 from narrowgauge.runs.finding import counted, sentences
-from narrowgauge.runs.places import FolderLock, is_run
-from narrowgauge.runs.record import Run, read_run
+from narrowgauge.runs.places import is_run
+from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import EVAL, STEP, Row
 from narrowgauge.spec.models import MODELS, weights_file
 from narrowgauge.trainer import door
@@ -39,7 +39,6 @@ from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.session import Session, build, data_of, open_on_ranks
 from narrowgauge.trainer.step import evaluate, train_step
 
-_MUST_STOP = 2
 _SIGNALS = [
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
 ]
@@ -97,7 +96,6 @@ _ROUTINE = {"start", "resume", "stop", "checkpoint", "finish", "skip", "unseen"}
 def train(
     settings: TrainConfig | Mapping[str, Any],
     *,
-    restart: bool = False,
     stream: TextIO | None = None,
     is_verbose: bool = True,
 ) -> Path:
@@ -111,7 +109,6 @@ def train(
 
     Args:
         settings: those that are named; a ``TrainConfig`` names all but those at ``None``.
-        restart: begin again at step 0 if the run has lost its checkpoints.
         stream: for the progress; ``None`` for standard output.
         is_verbose: print steps and evaluations, not only notes.
     Raises:
@@ -137,10 +134,7 @@ def train(
         for notice in (RunNotice, UpdateLossWarning):
             warnings.simplefilter("ignore", notice)  # the events are printed
         require_same(named_settings)
-        with ExitStack() as reading:  # no other process writes meanwhile
-            if run is not None:
-                ranks.of_first(lambda: reading.callback(FolderLock(run.path).release))
-            session, events = _open(config, run, restart)
+        session, events = _open(config, run)
         with recorder_of(session, progress) as recorder:
             for event in events:
                 recorder.event(**event)
@@ -154,9 +148,7 @@ def resume(folder: str | Path, stop_after: int | None = None, **options: Any) ->
     return train({"out": str(folder), "stop_after": stop_after}, **options)
 
 
-def _open(
-    config: TrainConfig, run: Run | None, restart: bool
-) -> tuple[Session, list[dict[str, Any]]]:
+def _open(config: TrainConfig, run: Run | None) -> tuple[Session, list[dict[str, Any]]]:
     """Return the session of a new run, or of its latest good checkpoint, and events: what differs
     from what was asked for, what has changed, and which checkpoints are damaged.
     """
@@ -172,7 +164,7 @@ def _open(
         state = checkpoint.state()
         before = state["settings"]
         began_with = state["data_fingerprint"]
-    elif not restart:
+    else:
         door.require_no_checkpoint(run, damaged)
     data = open_on_ranks(config)
     door.require_same_run(run, before, config, data.fingerprint, began_with)
@@ -217,11 +209,9 @@ def recorder_of(session: Session, progress: Progress) -> RunRecorder:
 def _run(session: Session, recorder: RunRecorder, progress: Progress) -> None:
     """Train until the last step, a requested stop or a signal, and end with a checkpoint."""
     config = session.config
-    here = session.here
     progress.say(f"{Path(config.model).name} · {config.recipe.title} · {session.folder}")
     if session.step == 0 and config.model not in MODELS:
-        weights = weights_file(Path(config.model))
-        source = f"read from {weights}" if weights else f"drawn from seed {config.seed}"
+        source = weights_file(Path(config.model)) or f"drawn from seed {config.seed}"
         progress.say(f"initial weights: {source}")
     is_stopped = False
     with _signals() as signals, _ended(session, recorder, progress):
@@ -229,54 +219,26 @@ def _run(session: Session, recorder: RunRecorder, progress: Progress) -> None:
             columns = train_step(session)
             recorder.step(columns.pop("loss"), tokens=config.tokens_per_step, **columns)
             is_last = session.step == config.steps
-            if _is_due(session.step, config.eval_every) and not is_last:
+            if is_last or _is_due(session.step, config.eval_every):
                 recorder.evaluate(evaluate(session))
-            # A signal, or the end of a save, may reach the ranks in different steps. All act after
-            # the same step.
-            must_stop = bool(signals) or progress.failure is not None
-            state = here.largest(_MUST_STOP if must_stop else int(session.saver.has_ended))
-            is_stopped = not is_last and (state == _MUST_STOP or session.step == config.stop_after)
-            is_due = is_last or is_stopped or _is_due(session.step, config.checkpoint_every)
-            if state or is_due:
-                _settle_save(session, recorder)
-            if is_due:
-                _save(session)
-        if not is_stopped:
-            run = here.of_first(lambda: read_run(session.folder))
-            if session.step not in [row["step"] for row in run.evals]:
-                recorder.evaluate(evaluate(session))
-        _settle_save(session, recorder)
-        session.saver.close()
+            # A signal may reach the ranks in different steps. All act after the same step.
+            must_stop = session.here.largest(bool(signals) or progress.failure is not None) > 0
+            is_stopped = not is_last and (must_stop or session.step == config.stop_after)
+            if is_last or is_stopped or _is_due(session.step, config.checkpoint_every):
+                recorder.event("checkpoint", f"{session.save().name} is complete")
         recorder.close(not is_stopped, bytes_per_param=session.bytes_per_param())
     if not is_stopped:
         return progress.say(f"Finished after {session.step} steps.")
     progress.say(
         f"Stopped after step {session.step}. Continue with: narrowgauge resume {session.folder}"
     )
-    number = here.largest(signals[0] if signals else 0)
+    number = session.here.largest(signals[0] if signals else 0)
     if number == signal.SIGINT:
         raise KeyboardInterrupt
     if number:
         raise Terminated
     if progress.failure is not None:
         raise progress.failure
-
-
-def _save(session: Session) -> None:
-    """Write a checkpoint, after the rows before it, and after replicas were compared."""
-    session.verify_replicas()
-    if session.here.is_first:
-        for file in session.folder.glob("*.jsonl"):
-            with disk_errors(file):
-                sync(file)
-    session.save()
-
-
-def _settle_save(session: Session, recorder: RunRecorder) -> None:
-    """Wait for the checkpoint in flight, and record it. A failed one ends the run here."""
-    step = session.saver.wait()
-    if step is not None:
-        recorder.event("checkpoint", f"step-{step:08d} is complete", at=step)
 
 
 @contextmanager
@@ -290,7 +252,6 @@ def _ended(session: Session, recorder: RunRecorder, progress: Progress) -> Itera
         recorder.event("corruption", words, severity="error", **where)
         raise
     finally:
-        session.saver.leave()
         if session.reduction is not None:
             session.reduction.close()  # its hooks on parameters would keep the process group
         if progress.alarms:

@@ -22,8 +22,8 @@ from torch.amp import GradScaler
 from torch.distributed.device_mesh import init_device_mesh
 
 from narrowgauge.assembly.preparation import matrices_decay, prepare
-from narrowgauge.checkpoints.saving import Checkpoint, Saver, latest_checkpoint
-from narrowgauge.checkpoints.state_tensors import load_tensors, restore_tensors, state_tensors
+from narrowgauge.checkpoints.saving import Checkpoint, latest_checkpoint, save_checkpoint
+from narrowgauge.checkpoints.state_tensors import load_states, state_tensors
 from narrowgauge.distributed.exchanges import all_gather
 from narrowgauge.distributed.job import require_same
 from narrowgauge.distributed.ranks import ALONE, Ranks, all_ranks
@@ -31,15 +31,13 @@ from narrowgauge.distributed.reduction import GradientReduction
 from narrowgauge.distributed.replica_verification import verify_replicas
 from narrowgauge.distributed.sharding import fingerprint_whole
 from narrowgauge.errors import DataError, RecordError
-from narrowgauge.gauges.recording.step_row import batch_checksum
 from narrowgauge.matmul.gemm import EmulationNotice, describe_matmuls
 from narrowgauge.matmul.scopes import compute_scope
 from narrowgauge.matmul.swapping import NarrowLayers, linears_of
 from narrowgauge.optim.accumulation import GradientAccumulator
-from narrowgauge.optim.audit import joined_over_ranks
 from narrowgauge.optim.loading import kept_tensors
 from narrowgauge.optim.optimizer import Optimizer
-from narrowgauge.runs.atomic_io import load_json
+from narrowgauge.runs.atomic_io import disk_errors, load_json, read_bytes, sync
 from narrowgauge.spec.models import weights_file
 from narrowgauge.trainer import language_model
 from narrowgauge.trainer.config import TrainConfig, require_positions
@@ -107,8 +105,9 @@ class Session:
         scaler: scales the loss of a float16 compute.
         step: optimizer steps done.
         sequences: sequences read by these steps, whatever their batch sizes were.
-        batch_crc: checksum of the last step's tokens, of all ranks together.
+        tokens: that this rank has trained on in the last step.
         loader_seconds: how long the slowest rank waited for them.
+        resumed_from: the step of the loaded checkpoint, until the next one is written.
     """
 
     config: TrainConfig
@@ -122,36 +121,29 @@ class Session:
     here: Ranks = ALONE
     step: int = 0
     sequences: int = 0
-    batch_crc: str = ""
+    tokens: Tensor | None = None
     loader_seconds: float = 0.0
-    saver: Saver = field(init=False)
+    resumed_from: int | None = None
     linears: NarrowLayers | None = field(init=False)
     scaler: GradScaler | None = field(init=False)
+    micro_batches: list[MicroBatch] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.scaler = GradScaler(self.device.type) if self.optimizer.scales_loss else None
-        self.saver = Saver(self.folder, self.here.apart())
+        device = self.model.device.type
+        self.scaler = GradScaler(device) if self.optimizer.scales_loss else None
         self.linears = linears_of(self.model)
-
-    @property
-    def device(self) -> torch.device:
-        return next(self.model.parameters()).device
+        parts = self.config.gradient_accumulation_steps
+        self.micro_batches = micro_batches_of_rank(parts, self.here.rank, self.here.size)
 
     @property
     def notes(self) -> list[str]:
         """Notes on how the recipe's matmuls run on this device."""
         notes = []
         for row in self.config.recipe.computes:
-            note = describe_matmuls(row, self.device)
+            note = describe_matmuls(row, self.model.device)
             if self.linears is not None and row.name != row.dtype and "emulated" in note:
                 notes.append(note)
         return notes
-
-    @property
-    def micro_batches(self) -> list[MicroBatch]:
-        return micro_batches_of_rank(
-            self.config.gradient_accumulation_steps, self.here.rank, self.here.size
-        )
 
     def batch(self) -> list[Tensor]:
         """Return this rank's micro-batches of the next step: int64 ``[micro_batch_size,
@@ -159,30 +151,21 @@ class Session:
         """
         c = self.config
         batch = []
-        checksum = 0
-        began = time.perf_counter()
+        began = time.perf_counter_ns()
         for part in self.micro_batches:
             first = self.sequences + part.number * c.micro_batch_size
             tokens = self.data.batch(first, c.micro_batch_size, c.sequence_length, c.seed)
-            batch.append(torch.from_numpy(tokens).to(self.device))
-            if not part.is_absent:
-                checksum += int(batch_checksum(tokens), 16)
-        of_ranks = self.here.gather((time.perf_counter() - began, checksum))
-        seconds, checksums = zip(*of_ranks, strict=True)
-        self.loader_seconds = max(seconds)
-        self.batch_crc = f"{sum(checksums) % 2**64:016x}"
-        return batch
+            batch.append(torch.from_numpy(tokens))
+        self.loader_seconds = self.here.largest(time.perf_counter_ns() - began) / 1e9
+        num_present = sum(not part.is_absent for part in self.micro_batches)
+        self.tokens = torch.cat(batch[:num_present])
+        return [tokens.to(self.model.device) for tokens in batch]
 
     def weights_fingerprint(self) -> str:
         """Return a 64-bit fingerprint of the stored weights, as 16 hexadecimal digits."""
         return fingerprint_whole(
             {name: self.optimizer.stored(p) for name, p in self.model.named_parameters()}
         )
-
-    def verify_replicas(self) -> None:
-        """Compare what several ranks hold. A difference raises CorruptionError on all of them."""
-        if self.here.size > 1:
-            verify_replicas(kept_tensors(self.optimizer), self.step)
 
     def bytes_per_param(self) -> float:
         """Return the bytes of weights, gradients, optimizer states and sums of micro-batches per
@@ -194,15 +177,24 @@ class Session:
                 total += sums.bytes_per_param()
         return total
 
-    def save(self) -> None:
-        """Write a checkpoint; the previous one stays until it is complete.
+    def save(self) -> Path:
+        """Write a checkpoint, after the rows before it; the previous one stays until it is
+        complete.
 
-        On ranks, all call it at the same step. It holds all that the run goes on from, ``run.toml``
-        too.
+        On ranks, all call it at the same step, and compare what they hold. It holds all that the
+        run goes on from, ``run.toml`` too.
+
+        Raises:
+            CorruptionError: ranks differ; on all of them.
         """
+        if self.here.size > 1:
+            verify_replicas(kept_tensors(self.optimizer), self.step)
         run = ""
-        if self.here.is_first and (self.folder / "run.toml").is_file():
-            run = (self.folder / "run.toml").read_text(encoding="utf-8")
+        if self.here.is_first:
+            run = (read_bytes(self.folder / "run.toml") or b"").decode()
+            for file in (*self.folder.glob("*.jsonl"), self.folder):
+                with disk_errors(file):
+                    sync(file)
         tensors = state_tensors(self.model.named_parameters(), self.optimizer)
         state = {
             "step": self.step, "sequences": self.sequences, "num_skipped": self.optimizer.num_skipped,
@@ -211,7 +203,12 @@ class Session:
         }  # fmt: skip
         if self.scaler is not None:
             state["loss_scaler"] = self.scaler.state_dict()
-        self.saver.save(self.step, tensors, state, self.config.keep_checkpoints)
+        path = save_checkpoint(
+            self.folder, self.step, tensors, state, keep=self.config.keep_checkpoints,
+            resumed_from=self.resumed_from, ranks=self.here,
+        )  # fmt: skip
+        self.resumed_from = None
+        return path
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Load a good checkpoint.
@@ -221,16 +218,12 @@ class Session:
         """
         path = checkpoint.path
         state = checkpoint.state()
-        optimizer = self.optimizer
-        named = list(self.model.named_parameters())
-        tensors = self.saver.ranks.together(
-            lambda: load_tensors(path, named, optimizer, self.config.model)
-        )
-        restore_tensors(tensors, named, optimizer)
-        optimizer.num_skipped = state["num_skipped"]
+        named = self.model.named_parameters()
+        self.here.together(lambda: load_states(path, named, self.optimizer, self.config.model))
+        self.optimizer.num_skipped = state["num_skipped"]
         if self.scaler is not None and "loss_scaler" in state:
             self.scaler.load_state_dict(state["loss_scaler"])
-        self.step = self.saver.resumed_from = state["step"]
+        self.step = self.resumed_from = state["step"]
         self.sequences = state["sequences"]
         fingerprint = self.weights_fingerprint()
         if state["fingerprint"] != fingerprint:
@@ -253,8 +246,33 @@ def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
     nn.Module.to(model, device)
     if config.activation_checkpointing:
         language_model.enable_activation_checkpointing(model)
-    optimizer = _optimizer(model, config, here)
-    accumulator, reduction = _sums(model, optimizer, config, here)
+    mesh = None
+    if here.size > 1:
+        axis = "replicate" if config.shard == "none" else "shard"
+        mesh = init_device_mesh(device.type, (here.size,), mesh_dim_names=(axis,))
+    assert config.lr is not None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", EmulationNotice)  # the loop reports it as a note
+        _, made = prepare(
+            model, config.recipe, lr=config.lr, **config.optimizer_options, groups=matrices_decay,
+            max_grad_norm=config.max_grad_norm, seed=config.seed, audit_every=config.audit_every,
+            mesh=mesh, shard=config.shard, average=False,
+        )  # fmt: skip
+    optimizer = cast(Optimizer, made)
+    # One process sums its micro-batches alone, unless the result must not depend on their order.
+    is_order_invariant = config.recipe.reduction.order_invariant
+    reduction = optimizer.reduction if here.size > 1 or is_order_invariant else None
+    accumulator = None
+    has_several = config.gradient_accumulation_steps > here.size
+    if has_several and not is_order_invariant and config.accumulation_dtype == "float32":
+        accumulator = GradientAccumulator(model.parameters(), dtype=torch.float32)
+        if reduction is not None:
+            reduction.accumulate_in(accumulator)
+    loss = _loss_of(model, config)
+    return Session(config, folder, data, model, optimizer, loss, accumulator, reduction, here)
+
+
+def _loss_of(model: PreTrainedModel, config: TrainConfig) -> Callable[[Tensor], Tensor]:
     summed: Callable[[Tensor], Tensor] = partial(language_model.loss_sum, model)
     if config.compile:
         summed = language_model.compiled_loss(model)
@@ -263,45 +281,7 @@ def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
         with compute_scope(config.recipe, tokens.device):
             return summed(tokens)
 
-    return Session(config, folder, data, model, optimizer, loss, accumulator, reduction, here)
-
-
-def _optimizer(model: PreTrainedModel, config: TrainConfig, here: Ranks) -> Optimizer:
-    mesh = None
-    if here.size > 1:
-        axis = "replicate" if config.shard == "none" else "shard"
-        mesh = init_device_mesh(model.device.type, (here.size,), mesh_dim_names=(axis,))
-    assert config.lr is not None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", EmulationNotice)  # the loop reports it as a note
-        _, optimizer = prepare(
-            model, config.recipe, lr=config.lr, **config.optimizer_options, groups=matrices_decay,
-            max_grad_norm=config.max_grad_norm, seed=config.seed, audit_every=config.audit_every,
-            mesh=mesh, shard=config.shard, average=False,
-        )  # fmt: skip
-    return cast(Optimizer, optimizer)
-
-
-def _sums(
-    model: PreTrainedModel, optimizer: Optimizer, config: TrainConfig, here: Ranks
-) -> tuple[GradientAccumulator | None, GradientReduction | None]:
-    """Return what sums the gradients of this rank's micro-batches, and what sums them over ranks,
-    where needed.
-    """
-    is_order_invariant = config.recipe.reduction.order_invariant
-    parts = len(micro_batches_of_rank(config.gradient_accumulation_steps, here.rank, here.size))
-    accumulator = None
-    if parts > 1 and not is_order_invariant and config.accumulation_dtype != "bfloat16":
-        accumulator = GradientAccumulator(
-            model.parameters(), dtype=getattr(torch, config.accumulation_dtype)
-        )
-    # One process sums its micro-batches alone, unless the result must not depend on their order.
-    reduction = optimizer.reduction if here.size > 1 or is_order_invariant else None
-    if reduction is not None:
-        if accumulator is not None:
-            reduction.accumulate_in(accumulator)
-        optimizer.auditor.join = joined_over_ranks(list(optimizer.parameter_names()))
-    return accumulator, reduction
+    return loss
 
 
 def _require_tokenizer(config: TrainConfig, data: Dataset) -> None:

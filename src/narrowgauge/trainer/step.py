@@ -44,7 +44,7 @@ def train_step(session: Session) -> Row:
     session.sequences += session.config.batch_size
     return {
         "loss": float(total),
-        "batch_crc": session.batch_crc,
+        "batch": session.tokens,
         "loader_seconds": session.loader_seconds,
     }
 
@@ -128,7 +128,7 @@ def evaluate(session: Session) -> float:
         for part in micro_batches_of_rank(num_batches, here.rank % num_batches, here.size):
             rows = slice(part.number * size, (part.number + 1) * size)
             batch = session.data.validation(config.eval_sequences, config.sequence_length, rows)
-            tokens = torch.from_numpy(batch).to(session.device)
+            tokens = torch.from_numpy(batch).to(session.model.device)
             # Some models draw here too. Without float32_attention(): the kernel's forward in
             # bfloat16 is fast, only its backward is slow.
             with random_numbers(config.seed, session.step, part.number):

@@ -95,3 +95,15 @@ def loops(rank: int, place: Path) -> list[str]:
 def test_an_evaluation_changes_no_fingerprint_of_sharded_weights(tmp_path: Path) -> None:
     first, second = run_ranks(loops, 2, tmp_path / "ranks", tmp_path)[0]
     assert first == second
+
+
+def test_a_row_has_the_rate_of_its_step(tmp_path: Path) -> None:
+    """Also where the schedule steps before the row is written, as in frameworks."""
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    with ng.RunRecorder(tmp_path / "run", model, optimizer) as recorder:
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] = 0.25
+        recorder.step(2.5)
+    assert read_run(tmp_path / "run").steps[0]["lr"] == 0.5

@@ -136,7 +136,11 @@ class Comparison:
             Column("seeds", "num_seeds", right=True),
             Column("verdict", lambda row: self.classes[row["recipe"]].verdict),
         ]
-        return Table(tuple(columns), list(self.rows))
+        shown = []
+        for entry in columns:  # a column in which no run has a value says nothing
+            if any(entry.cell(row) not in ("", "–") for row in self.rows):
+                shown.append(entry)
+        return Table(tuple(shown), list(self.rows))
 
     def text(self) -> str:
         """Return the verdict, one sentence per line."""

@@ -226,8 +226,8 @@ class RunRecorder(Watch):
             loss: of the step, in nats per token; ``None`` if it is unknown. Reading a tensor waits
                 for its device.
             tokens: trained on in this step; the row holds their sum so far.
-            batch: the step's tokens or inputs, copied to the host. Their checksum reveals repeated
-                batches.
+            batch: the step's tokens or inputs on this rank, copied to the host. The sum of the
+                ranks' checksums reveals repeated batches.
             columns: further columns. ``lr``, ``grad_norm`` (before clipping) and ``seconds``
                 replace those read here, which are the rate of the optimizer's first group, our
                 optimizer's norm, if it clips, and the time since the last call.
@@ -250,7 +250,8 @@ class RunRecorder(Watch):
             values = batch.detach().cpu()
             if values.is_floating_point():
                 values = values.float().view(torch.int32)  # the bits
-            entries["batch_crc"] = batch_checksum(values.numpy())
+            checksums = self._record.here.gather(int(batch_checksum(values.numpy()), 16))
+            entries["batch_crc"] = f"{sum(checksums) % 2**64:016x}"
         entries["compared"] = self.num_compared or None
         entries |= self._columns
         entries |= columns
@@ -487,7 +488,7 @@ class RunRecorder(Watch):
         super().after_step(optimizer)
         self._has_unwritten = self._steps_itself
         rate = optimizer.param_groups[0].get("lr")
-        if self._has_unwritten and rate is not None:
+        if rate is not None:
             self._columns["lr"] = float(rate)  # a schedule may step before the row is written
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:

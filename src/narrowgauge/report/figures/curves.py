@@ -15,8 +15,8 @@ from narrowgauge.analysis.columns import Series, column
 from narrowgauge.report.figures.figure import Figure, Line, over_steps
 from narrowgauge.report.recipe_groups import Group
 
-SMALLEST_SPAN = 0.001
-"""Minimum span of an axis of differences, as a fraction of the loss."""
+SMALLEST = 0.001
+"""Nats that an axis of differences spans at least on each side: noise in the last digits looks small."""
 _LOSS = "loss (nats per token)"
 _CROSS = " A cross marks a value that is not finite."
 
@@ -47,10 +47,13 @@ def comparison_figures(
         "Each halving is an overflow that skipped a step; each doubling follows many steps without "
         "one. A scale that keeps falling often precedes divergence."
     )
-    history = [
-        over_decades(groups, "grad_norm", "Gradient norm", norm),
-        over_decades(groups, "loss_scale", "Loss scale", scale),
-    ]
+    history = []
+    for name, title, how in (
+        ("grad_norm", "Gradient norm", norm),
+        ("loss_scale", "Loss scale", scale),
+    ):
+        lines = lines_of(groups, "steps", name)
+        history.append(over_steps(title, how, lines, title.lower(), type="log"))
     return {"loss": list(filter(None, losses)), "history": list(filter(None, history))}
 
 
@@ -81,18 +84,13 @@ def difference(
                 continue
             points = minus(column(run, table, name), column(theirs[stats.seed], table, name))
             lines.append(Line(group.index, label, smoothed(points) if table == "steps" else points))
-    # Noise in the last digits must look small.
-    ends = []
-    for run in first.runs:
-        ends += column(run, table, name).finite[-1:].tolist()
-    least = SMALLEST_SPAN / 2 * float(np.abs(ends).mean()) if ends else 0.0
     how = (
         f"Above zero a recipe is worse than {first.label}, below zero better. Each run is compared "
         "with the run of the same seed: the same initial weights and batches, so most of the noise "
         "cancels."
     )
     title = f"{'Training' if table == 'steps' else 'Validation'} loss against {first.label}"
-    include = {"include": [-least, least]}
+    include = {"include": [-SMALLEST, SMALLEST]}
     return over_steps(
         title, how, lines, f"loss minus {first.label}", zeroline=True, autorangeoptions=include
     )
@@ -113,13 +111,3 @@ def smoothed(line: Series) -> Series:
         return Series(x, line.y[is_finite])
     means = np.convolve(line.y[is_finite], np.full(width, 1 / width), mode="valid")
     return Series(x[width - 1 :], means)
-
-
-def over_decades(groups: Sequence[Group], name: str, title: str, how: str) -> Figure | None:
-    """Draw a column of the steps, over a logarithmic axis if its values are positive and span
-    decades.
-    """
-    lines = lines_of(groups, "steps", name)
-    values = np.concatenate([np.empty(0), *(line.points.finite for line in lines)])
-    is_log = bool(values.size and 0 < 3 * values.min() < values.max())
-    return over_steps(title, how, lines, title.lower(), type="log" if is_log else "linear")

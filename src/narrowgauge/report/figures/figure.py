@@ -87,10 +87,8 @@ def thinned(points: Series, most: int = MOST_POINTS) -> Series:
     for start in range(0, len(points), size):
         part = points.y[start : start + size]
         is_gap = np.isnan(part)
-        if is_gap.any():
-            kept.add(start + int(is_gap.argmax()))
-        if not is_gap.all():
-            kept |= {start + int(np.nanargmin(part)), start + int(np.nanargmax(part))}
+        extremes = (is_gap, -np.where(is_gap, np.inf, part), np.where(is_gap, -np.inf, part))
+        kept |= {start + int(values.argmax()) for values in extremes}
     places = sorted(kept)
     return Series(points.x[places], points.y[places])
 
@@ -141,7 +139,7 @@ def _trace(line: Line, points: Series) -> Row:
 
 
 def fit_axis(lines: Sequence[Line], layout: Row) -> str:
-    """End the upright axis at the lines, and return sentences on what lies beyond."""
+    """End the upright axis at the lines, and return a sentence on what lies beyond."""
     values: list[Array] = [line.points.finite for line in lines if line.points.finite.size]
     if not values:
         return ""
@@ -154,13 +152,5 @@ def fit_axis(lines: Sequence[Line], layout: Row) -> str:
     high = float(inside.max())
     margin = 0.15 * (high - low)
     layout["yaxis"]["range"] = [rounded(low - margin), rounded(high + margin)]
-    if every.max() <= high + margin:
-        return ""
-    beyond = []
-    for line in lines:
-        if line.points.finite.max(initial=0.0) > 1.5 * limit:
-            beyond.append(line.name)
-    words = " Double-click to see spikes whole."
-    if beyond:
-        words += f" Beyond the axis: {', '.join(beyond)}."
-    return words
+    is_cut = every.max() > high + margin
+    return " Some values lie beyond the axis: double-click to see all." if is_cut else ""

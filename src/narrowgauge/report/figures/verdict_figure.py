@@ -14,11 +14,8 @@ from narrowgauge.report.figures.palette import colour, plain, symbol_of
 from narrowgauge.report.recipe_groups import Group
 from narrowgauge.runs.schema import Row
 
-FAR = 10.0
-"""Do not draw a recipe if its difference exceeds this multiple of the threshold.
-
-Else the others would overlap.
-"""
+FAR = 15.0
+"""The axis ends at this multiple of the threshold. Else the recipes inside would overlap."""
 
 
 def differences(groups: Sequence[Group], comparison: Comparison) -> Figure | None:
@@ -27,26 +24,20 @@ def differences(groups: Sequence[Group], comparison: Comparison) -> Figure | Non
     """
     threshold = comparison.acceptable
     drawn: list[str] = []
-    beyond = []
     data = []
     reach = [0.0]
-    has_single = False
     for group in groups:
         paired = comparison.classes[group.label].difference
         if paired is None or not math.isfinite(paired.mean):
             continue
-        if abs(paired.mean) > FAR * threshold:
-            beyond.append(f"{group.label} ({shown_difference(paired.mean, paired.half)})")
-            continue
         data.append(_bar(group, paired, len(drawn)))
         drawn.append(plain(group.label))
-        has_single = has_single or not math.isfinite(paired.half)
         sides = (paired.low, paired.high, paired.mean)
         reach += map(abs, filter(math.isfinite, sides))
     if not drawn or comparison.baseline is None or not 0 < threshold < math.inf:
         return None
     # An interval may be much wider than any difference, and may leave the figure.
-    limit = 1.1 * max(1.5 * threshold, min(max(reach), 1.5 * FAR * threshold))
+    limit = 1.1 * max(1.5 * threshold, min(max(reach), FAR * threshold))
     layout = layout_of("nats per token", "")
     layout["xaxis"] |= {"range": [-limit, limit], "zeroline": True, "nticks": 4}
     layout["yaxis"] |= {
@@ -62,12 +53,9 @@ def differences(groups: Sequence[Group], comparison: Comparison) -> Figure | Non
         "interval of the mean over "
         f"seeds, of runs with the same seed. The band is the threshold, ± {threshold:.2g} nats: "
         "inside it a recipe is as good; "
-        "a bar over its edge is not resolved by these seeds."
+        "a bar over its edge is not resolved by these seeds. A mark without a bar is one seed "
+        "alone; a recipe without a mark lies far beyond the axis."
     )
-    if has_single:
-        how += " A mark without a bar is one seed alone, which has no interval."
-    if beyond:
-        how += f" Far beyond the axis: {', '.join(beyond)}."
     return Figure(
         "verdict-figure",
         "Difference from the baseline",

@@ -66,7 +66,7 @@
 
   async function draw(place) {
     const name = place.dataset.plot;
-    const spec = { heat, "ranges-figure": ranges }[name]?.() ?? structuredClone(data.figures[name]);
+    const spec = (name === "heat" ? heat() : null) ?? structuredClone(data.figures[name]);
     const isLog = document.querySelector(`[data-log="${name}"]`)?.checked;
     if (isLog) Object.assign(spec.layout.xaxis, { type: "log", uirevision: "log" });
     place.style.minHeight = `${spec.layout.height}px`;
@@ -90,10 +90,10 @@
     if (!valuesOf(place).open) return;
     const rows = document.createElement("tbody");
     for (const trace of place.data) {
-      if (!trace.visible || trace.hoverinfo === "skip" || trace.meta?.format) continue;
+      if (!trace.visible || trace.hoverinfo === "skip") continue;
       (trace.z ?? [trace.y]).forEach((line, tensor) => line.forEach((value, at) => {
         if (value === null) return;
-        const [label, digits] = trace.customdata?.[tensor][at] ?? [trace.name ?? trace.meta?.title ?? "mark", value];
+        const [label, digits] = trace.customdata?.[tensor][at] ?? [trace.name ?? "mark", value];
         const row = rows.insertRow();
         for (const text of [plain(label), trace.x[at], digits]) row.insertCell().textContent = text;
       }));
@@ -128,46 +128,6 @@
     return { data: [{ ...trace, customdata, colorbar, hovertemplate }], layout: map.layout };
   }
 
-  function ranges() {
-    const spec = data.gauges[chosen("run")].histogram;
-    if (!spec) return nothing("This run has no histograms.");
-    const [slider] = choices("sample");
-    const isLast = slider.value === slider.max;
-    slider.max = spec.steps.length - 1;
-    if (isLast) slider.value = slider.max;
-    const step = String(spec.steps[slider.value]);
-    slider.setAttribute("aria-valuetext", step);
-    slider.nextElementSibling.value = step;
-    const format = data.formats.find((row) => row.name === chosen("format"));
-    const annotations = [];
-    const traces = spec.data.map((trace, panel) => {
-      if (trace.type !== "bar") {
-        const mine = trace.meta.format === format.name;
-        return { ...trace, line: { ...trace.line, color: mine ? "@accent" : "@muted" }, opacity: mine ? 1 : 0.55 };
-      }
-      const y = spec.frames[slider.value][panel];
-      annotations.push(panelTitle(trace, y, format, panel));
-      return { ...trace, y: y ?? trace.x.map(() => null) };
-    });
-    const upright = { type: "line", xref: "x", yref: "paper", y0: 0, y1: 1 };
-    const edge = (x, dash) => ({ ...upright, x0: x, x1: x, line: { color: "@accent", width: 1, dash } });
-    const shapes = [
-      { ...upright, type: "rect", x0: format.normal, x1: format.max, fillcolor: "@band", line: { width: 0 }, layer: "below" },
-      edge(format.subnormal, "dot"), edge(format.normal, "solid"), edge(format.max, "solid"),
-    ];
-    return { data: traces, layout: { ...spec.layout, shapes, annotations } };
-  }
-
-  function panelTitle(trace, y, format, panel) {
-    const outside = (test) => (y || []).reduce((sum, value, place) => sum + (test(trace.x[place]) ? value || 0 : 0), 0);
-    const percent = (value) => Number((100 * value).toPrecision(3)).toString();
-    const shares = `${percent(outside((x) => x < format.zero_below))} % to zero, ${percent(outside((x) => x > format.last))} % over`;
-    return {
-      text: `<b>${trace.meta.title}</b>  ${y ? shares : "not sampled at this step"}`, xref: "paper", x: 0, xanchor: "left", showarrow: false,
-      yref: `y${panel + 2} domain`, y: 1, yanchor: "bottom", font: { color: "@ink" },
-    };
-  }
-
   // ── controls ────────────────────────────────────────────────────────────────────────────────────────────────────
   function listen() {
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => drawAll());
@@ -182,9 +142,7 @@
     });
     for (const place of all("[data-plot]")) valuesOf(place).addEventListener("toggle", () => showValues(place));
     document.addEventListener("input", ({ target }) => {
-      const controls = target.dataset.choice === "run" ? choices("run") : [target];
-      for (const control of controls) control.value = target.value;
-      drawAll(controls.map((control) => control.closest("figure").querySelector(".plot")));
+      drawAll([target.closest("figure").querySelector(".plot")]);
     });
   }
   function makeSortable(table) {

@@ -38,7 +38,7 @@ SUFFIXES = (".jsonl", ".md", ".py", ".txt")
 
 _PIECE_CHARACTERS = 1 << 18
 _LONG_WORD = re.compile(r"\S{4096}")
-_BATCH_CHARACTERS = 1 << 22
+_BATCH_DOCUMENTS = 64
 _PAGE_BYTES = 1 << 12
 _MAX_PAGES = 1 << 10
 _END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>")
@@ -296,16 +296,10 @@ def _encoded(
 ) -> Iterator[tuple[int, list[int]]]:
     """Yield the hash of each document's name, and its tokens.
 
-    Some millions of characters are encoded at once.
+    Some documents are encoded at once, on all cores.
     """
-    batch: list[Document] = []
-    size = 0
-    for document in chain(documents, [None]):
-        if document is not None:
-            batch.append(document)
-            size += len(document.text)
-            if size < _BATCH_CHARACTERS:
-                continue
+    stream = iter(documents)
+    while batch := list(islice(stream, _BATCH_DOCUMENTS)):
         parts = [list(pieces(text)) for _, text in batch]
         encodings = iter(
             tokenizer.encode_batch_fast([*chain.from_iterable(parts)], add_special_tokens=False)
@@ -315,5 +309,3 @@ def _encoded(
             for encoding in islice(encodings, len(part)):
                 ids += encoding.ids
             yield hash_name(name), ids
-        batch = []
-        size = 0
