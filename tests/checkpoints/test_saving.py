@@ -19,7 +19,7 @@ import torch
 
 import narrowgauge.checkpoints.saving as checkpoint_module
 from narrowgauge.checkpoints import dcp_files
-from narrowgauge.checkpoints.saving import Checkpoint, damage, latest_checkpoint, save_checkpoint
+from narrowgauge.checkpoints.saving import Checkpoint, Saver, damage, latest_checkpoint
 from narrowgauge.errors import RecordError
 from tensors import assert_same_bits, tensors_in
 
@@ -55,7 +55,10 @@ FILE = "shard-00001-model-00001-of-00001.safetensors"
 def save(
     folder: Path, step: int, content: dict[str, torch.Tensor], state: dict[str, Any], keep: int = 2
 ) -> Path:
-    return save_checkpoint(folder, step, content, state, keep=keep)
+    saver = Saver(folder)
+    path = saver.save(step, content, state, keep)
+    saver.wait()
+    return path
 
 
 def names(folder: Path) -> list[str]:
@@ -73,11 +76,17 @@ def test_everything_comes_back_bit_for_bit(tmp_path: Path) -> None:
     assert not damage(path) and Checkpoint(path, 40).state() == STATE
 
 
-def test_views_of_one_memory_are_written_each(tmp_path: Path) -> None:
+def test_a_checkpoint_has_the_bits_of_the_moment_when_it_was_asked_for(tmp_path: Path) -> None:
     weight = torch.arange(4.0)
-    path = save(tmp_path, 1, {"a": weight, "b": weight, "c": weight[1:]}, {})
-    saved = tensors_in(path)
-    assert [saved[name].tolist() for name in "abc"] == [[0, 1, 2, 3], [0, 1, 2, 3], [1, 2, 3]]
+    saver = Saver(tmp_path)
+    path = saver.save(1, {"a": weight, "b": weight, "c": weight[1:]}, {})
+    weight.add_(1)
+    saver.wait()
+    assert [tensors_in(path)[name].tolist() for name in "abc"] == [
+        [0, 1, 2, 3],
+        [0, 1, 2, 3],
+        [1, 2, 3],
+    ]
 
 
 def test_only_the_newest_are_kept_and_the_same_step_is_replaced(tmp_path: Path) -> None:
@@ -152,7 +161,10 @@ def test_a_new_checkpoint_outlives_damaged_ones(
     for earlier in (30, 40, 50):
         save(tmp_path, earlier, tensors(earlier), {}, keep=3)
     flip_a_bit(tmp_path / "checkpoints" / "step-00000050" / FILE)
-    save_checkpoint(tmp_path, step, tensors(step), {}, keep=keep, resumed_from=40)
+    saver = Saver(tmp_path)
+    saver.resumed_from = 40
+    saver.save(step, tensors(step), {}, keep)
+    saver.wait()
     assert names(tmp_path) == [f"step-{number:08d}" for number in kept_steps]
 
 
@@ -186,17 +198,18 @@ def test_a_full_disk_keeps_the_old_checkpoint_and_no_half_one(
 
 
 NURSERY = """
-import os, random, signal, sys
+import os, random, signal, sys, threading
 from pathlib import Path
 import torch
-from narrowgauge.checkpoints.saving import save_checkpoint
+from narrowgauge.checkpoints.saving import Saver
 
 torch.set_num_threads(1)
 
 
 def save(folder, step):
-    tensors = {"w": torch.full((1000,), float(step)), "m": torch.arange(5) + step}
-    save_checkpoint(folder, step, tensors, {"step": step})
+    saver = Saver(folder)
+    saver.save(step, {"w": torch.full((1000,), float(step)), "m": torch.arange(5) + step}, {"step": step})
+    saver.wait()
 
 
 def in_child(work):
@@ -218,10 +231,10 @@ def saving_until_killed(folder, moment):
         passed += 1
         if passed == moment:
             os.kill(os.getpid(), signal.SIGKILL)
-    sys.setprofile(count)
+    threading.setprofile(count)
     for step in range(2, 6):
         save(folder, step)
-    sys.setprofile(None)
+    threading.setprofile(None)
     (folder / "moments").write_text(str(passed))
 
 

@@ -23,7 +23,7 @@ import narrowgauge as ng
 from checkpoints.test_saving import flip_a_bit, names
 from checkpoints.test_saving import full as full_disk
 from narrowgauge.checkpoints import dcp_files, saving
-from narrowgauge.checkpoints.saving import latest_checkpoint, save_checkpoint
+from narrowgauge.checkpoints.saving import Saver, latest_checkpoint
 from narrowgauge.checkpoints.state_tensors import load_states, state_tensors
 from narrowgauge.distributed.ranks import Ranks, all_ranks
 from narrowgauge.errors import RecordError
@@ -35,8 +35,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 def meet() -> tuple[Any, Ranks]:
-    """The mesh of all ranks, and the ranks."""
-    return init_device_mesh("cpu", (dist.get_world_size(),)), all_ranks()
+    """The mesh of all ranks, and the ranks with a group of their own."""
+    return init_device_mesh("cpu", (dist.get_world_size(),)), all_ranks().apart()
 
 
 def save_with_a_full_disk(rank: int, folder: Path, full: str) -> tuple[str, int, float]:
@@ -44,18 +44,19 @@ def save_with_a_full_disk(rank: int, folder: Path, full: str) -> tuple[str, int,
     index.
     """
     mesh, ranks = meet()
+    saver = Saver(folder, ranks)
     values = distribute_tensor(torch.arange(10.0), mesh, [Shard(0)], src_data_rank=None)
-    first = {"w": values, "plain": torch.ones(2)}
-    save_checkpoint(folder, 1, first, {"n": 1}, keep=1, ranks=ranks)
+    saver.save(1, {"w": values, "plain": torch.ones(2)}, {"n": 1}, keep=1)
+    saver.wait()
 
     if rank == ("first", "second").index(full):
         if full == "second":
             dcp_files.HuggingFaceStorageWriter.write_data = full_disk  # type: ignore[method-assign]
         else:
             saving._publish = full_disk
+    saver.save(2, {"w": values + 1, "plain": torch.ones(2)}, {"n": 2}, keep=1)
     with pytest.raises(RecordError) as caught:
-        second = {"w": values + 1, "plain": torch.ones(2)}
-        save_checkpoint(folder, 2, second, {"n": 2}, keep=1, ranks=ranks)
+        saver.wait()
     checkpoint, damaged = latest_checkpoint(folder, ranks)
     assert not damaged
     return caught.value.message, checkpoint.step, float(tensors_in(checkpoint.path)["w"].sum())
@@ -63,9 +64,11 @@ def save_with_a_full_disk(rank: int, folder: Path, full: str) -> tuple[str, int,
 
 def save_without_a_shared_disk(rank: int, folder: Path) -> str:
     mesh, ranks = meet()
+    saver = Saver(folder / str(rank), ranks)
     values = distribute_tensor(torch.arange(10.0), mesh, [Shard(0)], src_data_rank=None)
+    saver.save(1, {"w": values}, {})
     with pytest.raises(RecordError) as caught:
-        save_checkpoint(folder / str(rank), 1, {"w": values}, {}, ranks=ranks)
+        saver.wait()
     return caught.value.message
 
 
@@ -78,13 +81,14 @@ def test_half_a_checkpoint_is_not_called_complete(tmp_path: Path) -> None:
 def save_replicas(rank: int, folder: Path) -> None:
     """Two replicas of two shards each, and a vector that no mesh knows."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
-    ranks = all_ranks()
+    ranks = all_ranks().apart()
     placed = distribute_tensor(
         torch.arange(14.0).view(7, 2), mesh, [Replicate(), Shard(0)], src_data_rank=None
     )
-    tensors = {"w": placed, "plain": torch.ones(2), "number": torch.tensor(3)}
+    saver = Saver(folder, ranks)
     for step in (1, 2):
-        save_checkpoint(folder, step, tensors, {}, ranks=ranks)
+        saver.save(step, {"w": placed, "plain": torch.ones(2), "number": torch.tensor(3)}, {})
+        saver.wait()
 
 
 def go_on_with_a_whole_state(rank: int, folder: Path) -> list[bool]:
@@ -104,8 +108,9 @@ def go_on_with_a_whole_state(rank: int, folder: Path) -> list[bool]:
     weight, optimizer = make()
     weight.grad = distribute_tensor(torch.randn(4, 4), mesh, [Shard(0)])
     optimizer.step()
-    tensors = state_tensors([("weight", weight)], optimizer)
-    path = save_checkpoint(folder, 1, tensors, {}, ranks=ranks)
+    saver = Saver(folder, ranks)
+    path = saver.save(1, state_tensors([("weight", weight)], optimizer), {})
+    saver.wait()
     again, restored = make()
     load_states(path, [("weight", again)], restored)
     states = optimizer.state_dict()["state"][0], restored.state_dict()["state"][0]

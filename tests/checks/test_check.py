@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import narrowgauge as ng
 from narrowgauge.analysis.kinds import KINDS
@@ -648,3 +649,104 @@ def test_no_reading_is_inside_its_bound_and_nothing_is_below_a_lower_limit() -> 
             0, "start", "", kind.name, 1.0 + kind.bound / 2, 1.0, kind.bound or 1.0, side=kind.side
         )
         assert len(ng.analysis.Readings([inside])) == (kind.side == "within"), kind.name
+
+
+# ── loops of others that were accused ─────────────────────────────────────────────────────────────
+
+
+class Adapted(nn.Module):
+    """Adapters over a frozen base that is recomputed, whose inputs get gradients by a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(32, 16).requires_grad_(False)
+        self.embedding.register_forward_hook(lambda m, args, x: x.requires_grad_())
+        self.base = nn.Linear(16, 16).requires_grad_(False)
+        self.adapter = nn.Linear(16, 16)
+        self.head = nn.Linear(16, 32)
+
+    def block(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.adapter(x)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = checkpoint(self.block, self.embedding(ids), use_reentrant=True)
+        return self.head(x)
+
+
+def cross_entropy(model: Any, ids: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(ids)[:, :-1].mT.float(), ids[:, 1:])
+
+
+class Standardized(nn.Sequential):
+    """A bias before a batch norm, whose gradient is zero but for rounding."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8))
+
+
+def of_classes(model: Any, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(x)
+    labels = torch.randint(0, 8, (len(x),), generator=torch.Generator().manual_seed(1))
+    return nn.functional.cross_entropy(4 * logits.float(), labels)
+
+
+class Masked(nn.Sequential):
+    """New tokens alone train: a hook masks the gradient of the others."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(nn.Embedding(32, 16), nn.Linear(16, 32))
+        new = (torch.arange(32) >= 24).float()[:, None]
+        self[0].weight.register_hook(lambda gradient: gradient * new)
+
+
+def scaled_by_hand(model: Any, ids: Tensor) -> None:
+    (cross_entropy(model, ids) * 2.0**16).backward()
+
+
+IDS = torch.randint(0, 32, (4, 12), generator=torch.Generator().manual_seed(1))
+X = 2 + torch.randn(64, 16, generator=torch.Generator().manual_seed(1))
+ACCUSED_ONCE: dict[str, tuple[Any, Any, Any, Any]] = {
+    "reentrant recomputation": (Adapted, IDS, cross_entropy, None),
+    "a bias before a batch norm": (Standardized, X, of_classes, None),
+    "a gradient that a hook masks": (Masked, IDS, cross_entropy, None),
+    "a loss scale by hand": (
+        lambda: nn.Sequential(nn.Embedding(32, 16), nn.Linear(16, 32)), IDS, cross_entropy, scaled_by_hand,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ACCUSED_ONCE)
+def test_a_healthy_loop_is_not_accused(name: str) -> None:
+    make, batch, loss, backward = ACCUSED_ONCE[name]
+    model = make()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-3)
+    check = ng.check(model, optimizer, batch=batch, loss=loss, backward=backward)
+    assert check.ok, check
+
+
+def test_the_slope_of_recomputed_adapters_is_measured() -> None:
+    model = Adapted()
+    optimizer = torch.optim.AdamW([*model.adapter.parameters(), *model.head.parameters()])
+    lines = ng.check(model, optimizer, batch=IDS, loss=cross_entropy).lines
+    assert any("the gradient of 4 tensors says" in line for line in lines)
+
+
+class OwnAdam(torch.optim.Optimizer):
+    """States in bfloat16, which a step of one's own may round at random."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p].setdefault("exp_avg_sq", torch.ones_like(p, dtype=torch.bfloat16))
+
+
+def test_moments_of_a_class_of_ones_own_are_not_judged() -> None:
+    model = nn.Linear(8, 8)
+    optimizer = OwnAdam(model.parameters(), {"lr": 1e-3, "betas": (0.9, 0.999)})
+    optimizer.step()
+    assert ng.check(model, optimizer).ok

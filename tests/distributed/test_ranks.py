@@ -13,7 +13,7 @@ from ranks import run_ranks
 
 
 def test_a_process_on_its_own_needs_no_group() -> None:
-    assert all_ranks() == ALONE == Ranks(0, 1)
+    assert all_ranks() == ALONE == ALONE.apart() == Ranks(0, 1)
     assert ALONE.is_first and ALONE.device == torch.device("cpu")
     for ask in (ALONE.of_first, ALONE.together):
         with pytest.raises(ZeroDivisionError):
@@ -21,22 +21,24 @@ def test_a_process_on_its_own_needs_no_group() -> None:
 
 
 def ask(rank: int) -> list[object]:
-    """What two ranks ask each other."""
-    ranks = all_ranks()
-    assert (ranks.rank, ranks.size, ranks.is_first) == (rank, 2, rank == 0)
-    return [
-        ranks.gather({"rank": rank}),
-        ranks.largest(15 if rank else 0),
-        ranks.largest(-rank),
-        ranks.of_first(lambda: f"of rank {rank}"),
-        ranks.together(lambda: f"of rank {rank}"),
-    ]
+    """What two ranks ask each other, in the default group and in one of their own."""
+    answers: list[object] = []
+    for ranks in (all_ranks(), all_ranks().apart()):
+        assert (ranks.rank, ranks.size, ranks.is_first) == (rank, 2, rank == 0)
+        answers += [
+            ranks.gather({"rank": rank}),
+            ranks.largest(15 if rank else 0),
+            ranks.largest(-rank),
+            ranks.of_first(lambda: f"of rank {rank}"),
+            ranks.together(lambda: f"of rank {rank}"),
+        ]
+    return answers
 
 
 def test_ranks_learn_the_same(tmp_path: Path) -> None:
     for rank, answers in enumerate(run_ranks(ask, 2, tmp_path)):
         shared = [[{"rank": 0}, {"rank": 1}], 15, 0, "of rank 0", f"of rank {rank}"]
-        assert answers == shared
+        assert answers == shared * 2
 
 
 def fail(rank: int) -> list[str]:

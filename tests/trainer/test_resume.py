@@ -27,6 +27,8 @@ import tomli_w
 import torch
 
 from checkpoints.test_saving import flip_a_bit
+from narrowgauge.checkpoints import saving
+from narrowgauge.checkpoints.saving import Saver
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.spec.toml import load_toml
@@ -38,21 +40,22 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 # Reads a task a line: the words of a command, where its output goes, and which signal comes at
 # which system call.
 NURSERY = '''
-import json, os, signal, sys
+import json, os, signal, sys, threading
 import transformers.models.llama.modeling_llama
 from narrowgauge.cli.main import main
 import narrowgauge.trainer.loop
 
 def watch(moments, places):
     """Count the calls on files that the command names: caches of compiled code take and poll locks as others use them."""
-    count, files = 0, set()
+    count, files, lock = 0, set(), threading.Lock()
     words = {text.encode(): number for text, number in moments.items() if not text.isdigit()}
     def due(function, name):
         def call(*given, **named):
             nonlocal count
             ours = given[0] in files if name in ("write", "fsync") else str(given[0]).startswith(places)
-            count += ours
-            number = moments.get(str(count)) if ours else None
+            with lock:  # a checkpoint is written by another thread
+                count += ours
+                number = moments.get(str(count)) if ours else None
             if name == "write":
                 number = next((words.pop(text) for text in list(words) if text in given[1]), number)
             if number == signal.SIGKILL and name == "write":
@@ -396,7 +399,28 @@ def test_a_full_disk_at_start(
         assert folder.exists() == existed and not (existed and os.listdir(folder))
 
 
-# ── checkpoints ─────────────────────────────────────────────────────────────────────────────────
+# ── a save that fails ─────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_failed_save_ends_the_run_at_the_next_step(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def has_ended(saver: Saver) -> bool:
+        """Wait for the save, so that it ends before the next step does."""
+        if saver._thread is not None:
+            saver._thread.join()
+        return saver._thread is not None
+
+    monkeypatch.setattr(saving, "_publish", fail)
+    monkeypatch.setattr(Saver, "has_ended", property(has_ended))
+    config = settings(place, tmp_path / "run", **CASES["naive"], checkpoint_every=5)
+    with pytest.raises(RecordError, match="the disk is full"):
+        loop.train(config)
+    run = read_run(tmp_path / "run")
+    assert len(run.steps) == 6 and not [e for e in run.events if e["what"] == "checkpoint"]
 
 
 def test_each_checkpoint_is_an_event_once_it_is_there(

@@ -20,6 +20,7 @@ import json
 import os
 import re
 import shutil
+import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
@@ -42,6 +43,7 @@ SCHEMA_VERSION = 5
 _FOLDER = "checkpoints"
 _STATE = "state.json"
 _MANIFEST = "manifest.json"
+_PATIENCE_SECONDS = 10.0
 _NAME = re.compile(r"step-(\d{8,})")
 
 
@@ -152,58 +154,119 @@ def _remove(path: Path) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
 
 
-# ── saving ────────────────────────────────────────────────────────────────────────────────────────
+# ── saving during later steps ─────────────────────────────────────────────────────────────────────
 
 
-def save_checkpoint(
-    folder: Path,
-    step: int,
-    tensors: Mapping[str, Any],
-    state: Mapping[str, Any],
-    *,
-    keep: int = 2,
-    resumed_from: int | None = None,
-    ranks: Ranks = ALONE,
-) -> Path:
-    """Write a checkpoint of a run, and return its folder. All ranks call this.
+class Saver:
+    """Write the checkpoints of a run, one at a time, during training.
+
+    ``save`` copies the tensors to the CPU before it returns, so a checkpoint has the bits of its
+    step. Another thread writes it. When ``has_ended`` on any rank, all ranks call ``wait``, which
+    raises the error of a failed save.
 
     Args:
         folder: the run folder, on a disk that all ranks share. No other job may write to it.
-        tensors: DTensors, and plain tensors that are the same on all ranks.
-        state: a JSON object. Floats, including NaN, round-trip exactly.
-        keep: number of newest checkpoints to keep, at least 1.
-        resumed_from: the step of the checkpoint that the run goes on from, if this is the first
-            save since. Newer ones are damaged, and are removed.
-    Raises:
-        RecordError: it could not be written; on all ranks. Older ones are intact.
+        ranks: a separate process group.
+    Attributes:
+        resumed_from: the step of the checkpoint that the run goes on from. The next save removes
+            newer ones: they are damaged.
     """
-    from narrowgauge.checkpoints import dcp_files
 
-    final = Path(folder) / _FOLDER / f"step-{step:08d}"
-    temporary = final.with_name(f"{TEMPORARY}{final.name}")
-    text = json.dumps(state, indent=1)
-    manifest = {"schema_version": SCHEMA_VERSION, "step": step}
-    limit = step if resumed_from is None else resumed_from
-    ranks.of_first(lambda: _clean(temporary))
-    try:
-        dcp_files.write(tensors, temporary, ranks)
-        shards = temporary.glob(f"shard-{ranks.rank + 1:05d}-*")
-        files = ranks.gather(ranks.together(lambda: _synced(shards)))
-        ranks.of_first(lambda: _publish(temporary, final, text, manifest, files))
-        ranks.of_first(lambda: _remove_old(final, keep, limit))
-    except (Exception, dcp_files.CheckpointException) as error:
-        if ranks.is_first:
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise _save_error(final, error) from error
-    return final
+    def __init__(self, folder: Path, ranks: Ranks = ALONE) -> None:
+        self._place = Path(folder) / _FOLDER
+        self.ranks = ranks
+        self.resumed_from: int | None = None
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._step = 0
 
+    def save(
+        self, step: int, tensors: Mapping[str, Any], state: Mapping[str, Any], keep: int = 2
+    ) -> Path:
+        """Copy a checkpoint's tensors, start to write it, and return its folder.
 
-def _clean(temporary: Path) -> None:
-    """Remove the remains of a killed process, and make the temporary folder."""
-    with disk_errors(temporary):
-        for remains in temporary.parent.glob(f"{TEMPORARY}*"):
-            shutil.rmtree(remains, ignore_errors=True)
-        temporary.mkdir(parents=True, exist_ok=True)
+        Args:
+            tensors: DTensors, and plain tensors that are the same on all ranks.
+            state: a JSON object. Floats, including NaN, round-trip exactly.
+            keep: number of newest checkpoints to keep, at least 1.
+        Raises:
+            RecordError: this checkpoint, or the one before, could not be written; on all ranks.
+        """
+        from narrowgauge.checkpoints import dcp_files
+
+        self.wait()
+        self._step = step
+        final = self._folder_of(step)
+        temporary = self._place / f"{TEMPORARY}{final.name}"
+        limit = step if self.resumed_from is None else self.resumed_from
+        self.resumed_from = None
+        manifest = {"schema_version": SCHEMA_VERSION, "step": step}
+        text = json.dumps(state, indent=1)
+        self.ranks.of_first(lambda: self._clean(temporary))
+        copy = self.ranks.together(lambda: dcp_files.TakenCopy(tensors))
+
+        def write() -> None:
+            try:
+                dcp_files.write(copy, temporary, self.ranks)
+                shards = temporary.glob(f"shard-{self.ranks.rank + 1:05d}-*")
+                files = self.ranks.gather(self.ranks.together(lambda: _synced(shards)))
+                self.ranks.of_first(lambda: _publish(temporary, final, text, manifest, files))
+                self.ranks.of_first(lambda: _remove_old(final, keep, limit))
+            except BaseException as error:  # raised by wait()
+                self._error = error
+                if self.ranks.is_first:
+                    shutil.rmtree(temporary, ignore_errors=True)
+
+        # A daemon thread: a rank that must exit cannot wait for ranks that are gone.
+        self._thread = threading.Thread(target=write, name="checkpoint", daemon=True)
+        self._thread.start()
+        return final
+
+    def _folder_of(self, step: int) -> Path:
+        return self._place / f"step-{step:08d}"
+
+    def _clean(self, temporary: Path) -> None:
+        """Remove the remains of a killed process, and make the temporary folder."""
+        with disk_errors(self._place):
+            for remains in self._place.glob(f"{TEMPORARY}*"):
+                shutil.rmtree(remains, ignore_errors=True)
+            temporary.mkdir(parents=True, exist_ok=True)
+
+    def leave(self) -> None:
+        """Wait a while for the checkpoint in flight, before this process ends with an error.
+
+        The other ranks may be gone.
+        """
+        if self._thread is not None:
+            self._thread.join(_PATIENCE_SECONDS if self.ranks.size > 1 else None)
+
+    @property
+    def has_ended(self) -> bool:
+        """Return whether a save has ended on this rank, and nobody has waited for it."""
+        return self._thread is not None and not self._thread.is_alive()
+
+    def wait(self) -> int | None:
+        """Wait for the checkpoint in flight, and return its step; ``None`` without one.
+
+        All ranks call it.
+
+        Raises:
+            RecordError: it could not be written; on all ranks.
+        """
+        if self._thread is None:
+            return None
+        self._thread.join()
+        self._thread = None
+        error = self._error
+        self._error = None
+        if error is not None:
+            raise _save_error(self._folder_of(self._step), error) from error
+        return self._step
+
+    def close(self) -> None:
+        """Wait as :meth:`wait`, and destroy the process group of the ranks; all call this."""
+        self.wait()
+        self.ranks.close()
 
 
 def _synced(files: Iterable[Path]) -> dict[str, dict[str, Any]]:

@@ -418,7 +418,11 @@ class _Compared:
         if factor and multiple.rest <= bound * abs(factor) * scale:
             num_parts = len(self.alone.parts) // self.num_ranks
             equals = equal_to(factor, num_parts, self.num_ranks)
-            return KINDS["gradient-factor"].reading(name, factor, 1.0, bound, equals=equals)
+            kind = KINDS["gradient-factor"]
+            if ", which is 2^" in equals and factor >= 256 and self.step.loss_scale == 1.0:
+                equals += ". If the step divides by a loss scale of its own, all is well"
+                kind = replace(kind, severity="note")
+            return kind.reading(name, factor, 1.0, bound, equals=equals)
         words = ""
         if factor and self.terms():
             columns = torch.stack([term[name].flatten() for term in self.terms()], 1)

@@ -143,7 +143,10 @@ class Rounding:
             self.units[key[0]] = max(self.units.get(key[0], 0.0), unit)
         self.unit = max(self.units.values(), default=0.0)
         self.all, self.each = distances(gradients, shadows)
-        self.worst = max(self.each, key=self.each.__getitem__, default="")
+        # A gradient that is zero but for rounding, as of a bias before a batch norm, is not ranked.
+        scales = lengths(shadows)
+        own = {n: error for n, error in self.each.items() if float(shadows[n].norm()) >= scales[n]}
+        self.worst = max(own, key=own.__getitem__, default="")
         self.largest = self.each.get(self.worst, 0.0)
         self.slack = FLIPPED if mode.flips.total() else 1.0
         # One tensor that stands out is ranked alone.
@@ -198,9 +201,10 @@ class Rounding:
         if self.unit and self.roundings >= kind.bound * self.slack:
             words = (
                 f"All roundings together give {self.all:.2g} of the gradient, {self.roundings:.3g} "
-                f"roundings of {self.format}, and no single place gives most of it. In float16 look "
-                "at the loss scale"
+                f"roundings of {self.format}, and no single place gives most of it"
             )
+            if self.format == "float16":
+                words += ". Look at the loss scale"
             return [kind.reading("", self.all, 0.0, kind.bound * self.unit, place=words)]
         return []
 
@@ -239,8 +243,8 @@ class Rounding:
 
     def _measured(self, sites: Collection[Site]) -> float:
         self._passes += 1
-        exact = {self.focus: self.shadows[self.focus]} if self.focus else self.shadows
-        return distances(self.repeat(sites), exact)[0]
+        together, by_tensor = distances(self.repeat(sites), self.shadows)
+        return by_tensor[self.focus] if self.focus else together
 
     def _rank(self) -> None:
         sites = list(self.units)

@@ -13,7 +13,8 @@ import hashlib
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -27,10 +28,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The processes of the default group, seen from one of them.
+    """The processes of a group, seen from one of them.
 
     All processes make each call, in the same order.
 
+    Args:
+        group: their process group; ``None`` for the default one.
     Example:
         >>> Ranks().gather(7), Ranks().of_first(lambda: 7), Ranks().together(lambda: 7), Ranks().largest(7)
         ([7], 7, 7, 7)
@@ -38,6 +41,7 @@ class Ranks:
 
     rank: int = 0
     size: int = 1
+    group: Any = field(default=None, repr=False)
 
     @property
     def is_first(self) -> bool:
@@ -48,7 +52,7 @@ class Ranks:
         """Return the device of small messages: the CPU, unless the group can only communicate GPU
         tensors.
         """
-        on_cpu = self.size == 1 or "gloo" in str(dist.get_backend_config())
+        on_cpu = self.size == 1 or "gloo" in str(dist.get_backend_config(self.group))
         if on_cpu:
             return torch.device("cpu")
         return torch.device("cuda", torch.cuda.current_device())
@@ -58,14 +62,14 @@ class Ranks:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=self.group)
         return values
 
     def largest(self, number: int) -> int:
         if self.size == 1:
             return number
         largest = torch.tensor(number, dtype=torch.int64, device=self.device)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
         return int(largest)
 
     def of_first(self, function: Callable[[], T]) -> T:
@@ -75,7 +79,7 @@ class Ranks:
         """
         results: list[Any] = [self.together(lambda: function() if self.is_first else None)]
         if self.size > 1:
-            dist.broadcast_object_list(results, src=0)
+            dist.broadcast_object_list(results, group=self.group, group_src=0)
         result: T = results[0]
         return result
 
@@ -105,6 +109,20 @@ class Ranks:
         if first is not None and (theirs := failures[first]) is not None:
             raise theirs
         return results[0]
+
+    def close(self) -> None:
+        """Destroy the group that :meth:`apart` made. The default group stays."""
+        if self.group is not None:
+            dist.destroy_process_group(self.group)
+
+    def apart(self) -> Ranks:
+        """Return the same ranks in a separate process group on the CPU, with two hours for large
+        files.
+        """
+        group = None
+        if self.size > 1:
+            group = dist.new_group(backend="gloo", timeout=timedelta(hours=2))
+        return Ranks(self.rank, self.size, group)
 
 
 ALONE = Ranks()

@@ -29,7 +29,7 @@ from narrowgauge.gauges.hub import RunNotice
 from narrowgauge.gauges.recording.run_recorder import RunRecorder
 from narrowgauge.optim.audit import UpdateLossWarning
 from narrowgauge.runs.atomic_io import disk_errors
-from narrowgauge.runs.finding import counted, sentences
+from narrowgauge.runs.finding import sentences
 from narrowgauge.runs.places import is_run
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import EVAL, STEP, Row
@@ -39,6 +39,7 @@ from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.session import Session, build, data_of, open_on_ranks
 from narrowgauge.trainer.step import evaluate, train_step
 
+_MUST_STOP = 2
 _SIGNALS = [
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
 ]
@@ -173,10 +174,6 @@ def _open(config: TrainConfig, run: Run | None) -> tuple[Session, list[dict[str,
         session.load(checkpoint)
     door.require_steps_left(folder, config, session.step)
     events = door.changes(before, session.config, session.step)
-    first = run.steps[0]["step"] if run.steps else session.step + 1
-    if first > 1 and session.step > 0:
-        message = f"steps.jsonl lacks the first {counted(first - 1, 'step')}"
-        events.append({"what": "note", "words": message})
     for damage in damaged:
         message = f"{damage} and was not loaded"
         events.append({"what": "damaged-checkpoint", "words": message, "severity": "warning"})
@@ -221,11 +218,18 @@ def _run(session: Session, recorder: RunRecorder, progress: Progress) -> None:
             is_last = session.step == config.steps
             if is_last or _is_due(session.step, config.eval_every):
                 recorder.evaluate(evaluate(session))
-            # A signal may reach the ranks in different steps. All act after the same step.
-            must_stop = session.here.largest(bool(signals) or progress.failure is not None) > 0
-            is_stopped = not is_last and (must_stop or session.step == config.stop_after)
-            if is_last or is_stopped or _is_due(session.step, config.checkpoint_every):
-                recorder.event("checkpoint", f"{session.save().name} is complete")
+            # A signal, or the end of a save, may reach the ranks in different steps. All act after
+            # the same step.
+            must_stop = bool(signals) or progress.failure is not None
+            state = session.here.largest(_MUST_STOP if must_stop else int(session.saver.has_ended))
+            is_stopped = not is_last and (state == _MUST_STOP or session.step == config.stop_after)
+            is_due = is_last or is_stopped or _is_due(session.step, config.checkpoint_every)
+            if state or is_due:
+                _settle_save(session, recorder)
+            if is_due:
+                session.save()
+        _settle_save(session, recorder)
+        session.saver.close()
         recorder.close(not is_stopped, bytes_per_param=session.bytes_per_param())
     if not is_stopped:
         return progress.say(f"Finished after {session.step} steps.")
@@ -241,6 +245,13 @@ def _run(session: Session, recorder: RunRecorder, progress: Progress) -> None:
         raise progress.failure
 
 
+def _settle_save(session: Session, recorder: RunRecorder) -> None:
+    """Wait for the checkpoint in flight, and record it. A failed one ends the run here."""
+    step = session.saver.wait()
+    if step is not None:
+        recorder.event("checkpoint", f"step-{step:08d} is complete", at=step)
+
+
 @contextmanager
 def _ended(session: Session, recorder: RunRecorder, progress: Progress) -> Iterator[None]:
     """Record corruption, and release what a run holds, however it ends."""
@@ -252,6 +263,7 @@ def _ended(session: Session, recorder: RunRecorder, progress: Progress) -> Itera
         recorder.event("corruption", words, severity="error", **where)
         raise
     finally:
+        session.saver.leave()
         if session.reduction is not None:
             session.reduction.close()  # its hooks on parameters would keep the process group
         if progress.alarms:

@@ -22,7 +22,7 @@ from torch.amp import GradScaler
 from torch.distributed.device_mesh import init_device_mesh
 
 from narrowgauge.assembly.preparation import matrices_decay, prepare
-from narrowgauge.checkpoints.saving import Checkpoint, latest_checkpoint, save_checkpoint
+from narrowgauge.checkpoints.saving import Checkpoint, Saver, latest_checkpoint
 from narrowgauge.checkpoints.state_tensors import load_states, state_tensors
 from narrowgauge.distributed.exchanges import all_gather
 from narrowgauge.distributed.job import require_same
@@ -107,7 +107,6 @@ class Session:
         sequences: sequences read by these steps, whatever their batch sizes were.
         tokens: that this rank has trained on in the last step.
         loader_seconds: how long the slowest rank waited for them.
-        resumed_from: the step of the loaded checkpoint, until the next one is written.
     """
 
     config: TrainConfig
@@ -123,7 +122,7 @@ class Session:
     sequences: int = 0
     tokens: Tensor | None = None
     loader_seconds: float = 0.0
-    resumed_from: int | None = None
+    saver: Saver = field(init=False)
     linears: NarrowLayers | None = field(init=False)
     scaler: GradScaler | None = field(init=False)
     micro_batches: list[MicroBatch] = field(init=False)
@@ -131,6 +130,7 @@ class Session:
     def __post_init__(self) -> None:
         device = self.model.device.type
         self.scaler = GradScaler(device) if self.optimizer.scales_loss else None
+        self.saver = Saver(self.folder, self.here.apart())
         self.linears = linears_of(self.model)
         parts = self.config.gradient_accumulation_steps
         self.micro_batches = micro_batches_of_rank(parts, self.here.rank, self.here.size)
@@ -177,7 +177,7 @@ class Session:
                 total += sums.bytes_per_param()
         return total
 
-    def save(self) -> Path:
+    def save(self) -> None:
         """Write a checkpoint, after the rows before it; the previous one stays until it is
         complete.
 
@@ -192,7 +192,7 @@ class Session:
         run = ""
         if self.here.is_first:
             run = (read_bytes(self.folder / "run.toml") or b"").decode()
-            for file in (*self.folder.glob("*.jsonl"), self.folder):
+            for file in self.folder.glob("*.jsonl"):
                 with disk_errors(file):
                     sync(file)
         tensors = state_tensors(self.model.named_parameters(), self.optimizer)
@@ -203,12 +203,7 @@ class Session:
         }  # fmt: skip
         if self.scaler is not None:
             state["loss_scaler"] = self.scaler.state_dict()
-        path = save_checkpoint(
-            self.folder, self.step, tensors, state, keep=self.config.keep_checkpoints,
-            resumed_from=self.resumed_from, ranks=self.here,
-        )  # fmt: skip
-        self.resumed_from = None
-        return path
+        self.saver.save(self.step, tensors, state, self.config.keep_checkpoints)
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Load a good checkpoint.
@@ -219,11 +214,13 @@ class Session:
         path = checkpoint.path
         state = checkpoint.state()
         named = self.model.named_parameters()
-        self.here.together(lambda: load_states(path, named, self.optimizer, self.config.model))
+        self.saver.ranks.together(
+            lambda: load_states(path, named, self.optimizer, self.config.model)
+        )
         self.optimizer.num_skipped = state["num_skipped"]
         if self.scaler is not None and "loss_scaler" in state:
             self.scaler.load_state_dict(state["loss_scaler"])
-        self.step = self.resumed_from = state["step"]
+        self.step = self.saver.resumed_from = state["step"]
         self.sequences = state["sequences"]
         fingerprint = self.weights_fingerprint()
         if state["fingerprint"] != fingerprint:

@@ -674,3 +674,51 @@ def test_a_group_whose_rate_is_zero_while_another_trains_is_told() -> None:
     assert "learning rate of 0 in group 1" in words
     optimizer.param_groups[0]["lr"] = 0.0
     assert not run(3, one_step), "the run has ended"
+
+
+# ── the count of steps ────────────────────────────────────────────────────────────────────────────
+
+
+def count_alone(model: nn.Module, optimizer: Any) -> None:
+    for state in optimizer.state.values():
+        state["step"].zero_()
+
+
+def all_states(model: nn.Module, optimizer: Any) -> None:
+    for state in optimizer.state.values():
+        for x in state.values():
+            x.zero_()
+
+
+def a_rollback(model: nn.Module, optimizer: Any) -> None:
+    count_alone(model, optimizer)
+    for p in model.parameters():
+        p.data.mul_(0.5)
+
+
+@pytest.mark.parametrize(
+    ("change", "is_told"), [(count_alone, True), (all_states, False), (a_rollback, False)]
+)
+def test_a_count_that_falls_alone_is_told(change: Callable[..., None], is_told: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(16, 16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    ng.watch(model, optimizer)
+    one_step = loop(model, optimizer, 8, 16)
+    assert not run(10, one_step)
+    change(model, optimizer)
+    messages = run(2, one_step)
+    assert [("count of steps is 0 after 9" in words) for words in messages] == [True] * is_told
+
+
+def test_the_rate_is_that_of_now() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(16, 16).to(B16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    watch = ng.watch(model, optimizer)
+    run(3, loop(model, optimizer, 8, 16, dtype=B16))
+    share = watch.numbers()["effective_lr/group0"] / 0.5
+    optimizer.param_groups[0]["lr"] = 0.1
+    run(1, loop(model, optimizer, 8, 16, dtype=B16))  # not a sampled step
+    assert watch.numbers()["lr/group0"] == 0.1
+    assert watch.numbers()["effective_lr/group0"] == pytest.approx(0.1 * share)

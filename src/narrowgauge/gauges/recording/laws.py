@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,7 +93,8 @@ class Snapshot:
         rank_losses: of all ranks.
         moved: the largest change of each tensor over the learning rate, where steps are about 1.
         drifting: frozen tensors that changed by a few roundings since the last sampled step.
-        rates: the learning rate of each group.
+        rates: the learning rate of each group by its number.
+        count: steps that a state of the optimizer has counted.
     """
 
     step: int
@@ -109,7 +110,8 @@ class Snapshot:
     rank_losses: Collection[float] = ()
     moved: Mapping[str, float] | None = None
     drifting: Collection[str] | None = None
-    rates: Sequence[float] = ()
+    rates: Mapping[int, float] = field(default_factory=dict)
+    count: float | None = None
 
     @property
     def arrived(self) -> float:
@@ -316,16 +318,29 @@ def weights_jump(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Readin
 
 def zero_rate(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]:
     """Read a group whose learning rate has fallen to zero while another group trains on."""
-    if not any(now.rates):
-        return
-    for group, rate in enumerate(now.rates):
+    highest = max(now.rates.values(), default=0.0)
+    for group, rate in now.rates.items():
+        if not highest:
+            return
         counts["trained", group] += rate > 0
         if counts["trained", group]:
             counts["still", group] += rate == 0
         number = counts["still", group]
         if number >= FEWEST_BATCHES and rate == 0:
-            words = f" in group {group}, while others train at up to {max(now.rates):.3g}"
+            words = f" in group {group}, while others train at up to {highest:.3g}"
             yield KINDS["zero-rate"].reading("", number, 0, step=now.step, words=words)
+
+
+def falling_count(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]:
+    """Read a count of steps that falls, where neither weights nor moments go back with it."""
+    if now.norms is None:
+        return
+    before = counts["count"]
+    counts["count"] = now.count or 0
+    is_back = now.is_written or now.is_swapped or now.count is None
+    if not is_back and counts["count"] < before:
+        more = ", and the moments are as before"
+        yield KINDS["step-count"].reading("", counts["count"], before, step=now.step, more=more)
 
 
 def frozen_drifts(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]:
@@ -346,4 +361,5 @@ def frozen_drifts(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Readi
 LAWS: tuple[Law, ...] = (
     wrong_mode, uniform_loss, rank_loss, not_restored, gradients_kept, first_nonfinite, zero_gradients, zero_gradient,
     clip_norm, weights_jump, frozen_drifts, zero_rate,
+    falling_count,
 )  # fmt: skip

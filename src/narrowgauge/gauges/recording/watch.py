@@ -153,6 +153,7 @@ class Watch(Listener):
         self._shares: dict[Tensor, list[float]] = {}
         self._step = 0
         self._numbers: dict[str, float] = {}
+        self._share_of_group: dict[int, float] = {}
         self._told: dict[str, float] = {}
         self._logged: dict[tuple[str, str], float] = {}
         self._has_moved: set[str] = set()
@@ -176,7 +177,8 @@ class Watch(Listener):
         self._strays: dict[str, tuple[Tensor, Tensor]] = {}
         self._frozen: dict[str, tuple[Tensor, Tensor]] = {}
         # Between steps:
-        self._unread: list[tuple[int, list[str], HostCopy]] = []
+        self._unread: list[tuple[int, list[str], HostCopy, float | None]] = []
+        self._step_count: float | None = None  # before the step
         self._num_calls = 0  # of step()
         self._was_evaluated = False
         # After the first step, until the second.
@@ -294,12 +296,18 @@ class Watch(Listener):
     def numbers(self) -> dict[str, float]:
         """Return the newest numbers by name, for Weights & Biases, TensorBoard or MLflow.
 
-        ``lr/groupN`` and ``effective_lr/groupN`` are of the last sampled step, ``grad_norm`` is of
-        this rank's gradients that reached the last step. ``frozen_tensors`` never moved, and
+        ``lr/groupN`` is the group's rate of now, ``effective_lr/groupN`` that times the share of the
+        update that was stored in the last sampled step. ``grad_norm`` is of this rank's gradients
+        that reached the last step. ``frozen_tensors`` never moved, and
         ``untrained_tensors`` have a gradient and no optimizer. On several ranks, ``/min`` and
         ``/max`` of ``rank_loss``, and of ``rank_grad_norm``, the smallest tensor's before the sum.
         """
-        return dict(self._numbers)
+        numbers = dict(self._numbers)
+        for index, rate in self._rates().items():
+            if f"lr/group{index}" in numbers:
+                numbers[f"lr/group{index}"] = rate
+                numbers[f"effective_lr/group{index}"] = rate * self._share_of_group.get(index, 1.0)
+        return numbers
 
     def step(self, loss: float | Tensor | None = None) -> None:
         """Watch the loss of a step too, after the optimizer's step.
@@ -455,6 +463,7 @@ class Watch(Listener):
         self._see_repeated(optimizer, gradients)
         if self._split and step == 1 and optimizer is self.optimizers[0]:
             self._find_parts(gradients)
+        self._step_count = None if self._goes_on else self._count()
         self._flag(optimizer, gradients)
         if sampled:
             self._judge(step, drifting=self._drifting())
@@ -463,7 +472,7 @@ class Watch(Listener):
     def _judge_passes(self, step: int) -> None:
         """Judge the passes since the last step, and what they left."""
         passes = self._passes
-        self._judge(step, passes=passes, rates=list(self._rates()))
+        self._judge(step, passes=passes, rates=self._rates())
         self._was_evaluated = passes.is_evaluated
         self._passes = Passes(num_dropping=passes.num_dropping)
         # After two steps with walks.
@@ -561,7 +570,7 @@ class Watch(Listener):
             is_ready = x.dtype is torch.float32 and x.device == device
             flags.append(x if is_ready else x.to(device, torch.float32))
         vector = torch.stack(flags) if flags else torch.zeros(0, device=device)
-        self._unread.append((step, list(self._flags), HostCopy(vector)))
+        self._unread.append((step, list(self._flags), HostCopy(vector), self._step_count))
         probe = self._probes.get(optimizer)
         if probe is not None:
             self._was_cleared.pop(probe, None)
@@ -634,25 +643,44 @@ class Watch(Listener):
         for names in self._stepped_by_others():
             yield from KINDS["parameters-twice"].of(names, step)
 
-    def _rates(self) -> Iterator[float]:
-        """Yield the learning rate of each group; nothing where one is on a device."""
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                rate = group.get("lr")
-                if isinstance(rate, (int, float)):
-                    yield float(rate)
+    def _rates(self) -> dict[int, float]:
+        """Return the learning rate of each group by its number, without those on a device."""
+        rates = {}
+        groups = itertools.chain.from_iterable(
+            optimizer.param_groups for optimizer in self.optimizers
+        )
+        for number, group in enumerate(groups):
+            if isinstance(group.get("lr"), (int, float)):
+                rates[number] = float(group["lr"])
+        return rates
+
+    def _count(self) -> float | None:
+        """Return the count of steps in the first trained parameter's state, on the host; ``None``
+        where all its moments were reset too.
+        """
+        for p in list(self._trained.values())[:1]:
+            state = self._optimizer_of[p].state.get(p, {})
+            step = state.get("step")
+            if isinstance(step, Tensor) and step.is_cuda:
+                return None
+            if isinstance(step, (int, float, Tensor)):
+                moments = [x for x in state.values() if isinstance(x, Tensor) and x.ndim]
+                if not step and not any(bool(x.any()) for x in moments):
+                    return None
+                return float(step)
+        return None
 
     def _has_master(self, p: Tensor) -> bool:
         """Return whether an optimizer steps a master of a weight, which the loop writes back."""
         return master_of(p, self._trained.values()) is not None
 
     def _read(self) -> None:
-        for step, keys, copied in self._unread:
+        for step, keys, copied, count in self._unread:
             values = dict(zip(keys, copied.cpu().tolist(), strict=True))
-            self._see_values(step, values)
+            self._see_values(step, values, count)
         self._unread = []
 
-    def _see_values(self, step: int, values: dict[str, float]) -> None:
+    def _see_values(self, step: int, values: dict[str, float], count: float | None) -> None:
         """See the numbers of a step that have reached the host."""
         parts: dict[str, dict[str, float]] = {"grad": {}, "output": {}, "cleared": {}}
         for key, value in values.items():
@@ -670,6 +698,7 @@ class Watch(Listener):
             is_skipped=bool(values.get("skipped")),
             is_written=bool(values.get("written")),
             is_swapped=bool(values.get("swapped")),
+            count=count,
         )
         self._report(self._laws.read(now))
         self._numbers["grad_norm"] = math.hypot(*norms.values())
@@ -804,6 +833,7 @@ class Watch(Listener):
         share = stored / intended
         error = 3 * math.sqrt(variance) / intended
         worst = min(members, key=lambda p: sums[p][1] / sums[p][0])
+        self._share_of_group[index] = share
         self._numbers[f"lr/group{index}"] = rate
         self._numbers[f"effective_lr/group{index}"] = rate * share
         kind = KINDS["effective-rate"]
