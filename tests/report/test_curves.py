@@ -13,6 +13,7 @@ import pytest
 from narrowgauge.analysis.comparison.comparison import compare_runs
 from narrowgauge.report.figures.curves import comparison_figures
 from narrowgauge.report.figures.figure import MOST_POINTS, Figure
+from narrowgauge.report.figures.ranges import ranges_figure
 from narrowgauge.report.figures.verdict_figure import differences
 from narrowgauge.report.recipe_groups import Group, groups_of
 from narrowgauge.report.run_tables import event_table, range_table
@@ -109,6 +110,22 @@ def test_a_row_says_which_share_of_its_values_a_format_does_not_hold(make_run: M
     assert (
         row["float8_e4m3fn"] == "25 % to zero, 25 % over" and row["float8_e5m2"] == "25 % to zero"
     )
+
+
+def test_exponents_are_drawn_beside_the_formats() -> None:
+    counts = [0.0] * NUM_EXPONENTS
+    for exponent, count in ((-20, 1.0), (0, 3.0)):
+        counts[exponent - FIRST_EXPONENT] = count
+    figure = ranges_figure("word", {"grad": counts, "input": [0.0] * NUM_EXPONENTS})
+    assert figure is not None
+    line, *bars = figure.data
+    assert line["name"] == "grad" and (line["x"][0], line["x"][-1]) == (-20, 0)
+    assert (line["y"][0], line["y"][1], line["y"][-1]) == (0.25, None, 0.75)
+    ends = {}
+    for bar in bars:
+        ends.setdefault(bar["name"], []).extend(bar["x"])
+    assert ends["float8_e4m3fn"] == [-9, -6, -6, 8.8074]  # 448 = 1.75 · 2^8
+    assert ranges_figure("word", {}) is None
 
 
 def test_a_column_without_a_value_is_left_out(make_run: MakeRun) -> None:

@@ -22,6 +22,7 @@ from narrowgauge.report.figures.curves import comparison_figures
 from narrowgauge.report.figures.figure import Figure
 from narrowgauge.report.figures.heat_maps import HEAT_MAPS
 from narrowgauge.report.figures.palette import colour, plain
+from narrowgauge.report.figures.ranges import ranges_figure
 from narrowgauge.report.figures.verdict_figure import differences
 from narrowgauge.report.page import document, environment
 from narrowgauge.report.recipe_groups import Group, RunDetails, groups_of
@@ -63,6 +64,10 @@ def render(comparison: Comparison, refresh: int = 0) -> str:
     verdict = differences(groups, comparison)
     figures = {"verdict": [verdict] if verdict else []}
     figures |= comparison_figures(groups, comparison.baseline)
+    drawn_ranges = [
+        ranges_figure(name, run.histograms) for (_, name), run in zip(named, details, strict=True)
+    ]
+    figures["ranges"] = list(filter(None, drawn_ranges))[:1]
     data: Row = {"figures": {}, "gauges": []}
     for section in figures.values():
         for place, figure in enumerate(section):
