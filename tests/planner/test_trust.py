@@ -59,8 +59,8 @@ def test_experts_stay_in_16_bits_under_nf4() -> None:
     model = read_model("qwen3-30b-a3b")
     usual = estimate("hf-trainer", parts=parts, model=model)
     asked = estimate("hf-trainer", parts={**parts, "experts": "nf4"}, model=model)
-    assert usual.memory.groups["weights"] > 2 * model.expert_parameters
-    assert asked.memory.groups["weights"] < 0.6 * model.expert_parameters + 5e9
+    assert usual.memory.groups["weights"] > 2 * model.parameters["experts"]
+    assert asked.memory.groups["weights"] < 0.6 * model.parameters["experts"] + 5e9
 
 
 def test_each_part_is_stored_as_its_row_says() -> None:

@@ -129,13 +129,12 @@ def parameters_of(ask: Ask, layers: int) -> tuple[float, float]:
     """
     a = ask.architecture
     layout = ask.layout
-    outer = a.outer_parameters
-    share = layers / a.num_layers
-    inner = a.num_parameters - outer - a.expert_parameters
+    outer = a.parameters["first"] + a.parameters["last"]
     if layout.pipeline > 1 and not a.tie_embeddings:
-        outer -= a.vocab_size * a.hidden_size  # the head is on another stage
-    experts = a.expert_parameters * share / layout.expert_tensor_ranks / layout.expert
-    return (inner * share + outer) / layout.tensor, experts
+        outer -= a.head.num_elements  # it is on another stage
+    share = layers / a.num_layers
+    experts = a.parameters["experts"] * share / layout.expert_tensor_ranks / layout.expert
+    return (a.parameters["layers"] * share + outer) / layout.tensor, experts
 
 
 def layer_exchanges(ask: Ask, layers: int, compute: float, attention: float) -> Iterator[Term]:

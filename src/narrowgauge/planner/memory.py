@@ -200,7 +200,7 @@ def _largest_layer(ask: Ask) -> float:
     layout = ask.layout
     largest = a.largest_layer / layout.tensor
     if a.mixture:
-        of_layer = a.expert_parameters / a.mixture.num_layers
+        of_layer = a.parameters["experts"] / a.num_mixture_layers
         largest += of_layer / layout.expert / layout.expert_tensor_ranks
     return largest
 
@@ -348,7 +348,7 @@ def _buffer_terms(ask: Ask, stage: Stage) -> Iterator[Term]:
         yield _product("buffers", "two layers, gathered", count, "parameters", ask.weight_bytes)
         yield _product("buffers", "gradients of two layers", count, "parameters", gradient)
         state = state_of_ask(ask)
-        outer = state.embedding.weights + state.head.weights
+        outer = state.first.weights + state.last.weights
         if ask.gathered:
             outer *= ask.weight_bytes / stored
         formula = "embedding, head and last norm stay gathered from forward to backward"

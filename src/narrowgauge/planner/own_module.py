@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from narrowgauge.errors import DataError
 from narrowgauge.planner.built_models import with_all
-from narrowgauge.planner.shapes import Architecture, Counts, Matmul
+from narrowgauge.planner.shapes import Architecture, Counts, Layers, Weight
 from narrowgauge.spec.update_rules import UPDATE_RULES
 
 _FLASH = "_scaled_dot_product_flash_attention"
@@ -162,18 +162,18 @@ def _shape(model: nn.Module, counts: Counts) -> Architecture:
     *inner, head = linears
     matmuls = []
     for (out, size), count in Counter(weight.shape for weight in inner).items():
-        matmuls.append(Matmul(f"{out}x{size}", size, out, count, "mlp", "none"))
-    vocab, width = head.shape
-    matmuls.append(Matmul("lm_head", width, vocab, 1, "head", "column"))
+        matmuls.append(Weight(f"{out}x{size}", size, out, count, "mlp"))
+    vocab = head.shape[0]
     rows = [table.shape[0] for table in tables if table is not head and table.shape[1] == hidden]
     positions = sum(rows)
     is_tied = vocab not in rows
     if not is_tied:
         positions -= vocab
     widest = max(weight.shape[0] for weight in inner or linears)
+    layers = Layers(depth, tuple(matmuls), 0, inner_size=widest)
     result = Architecture(
-        type(model).__name__, depth, hidden, vocab, tuple(matmuls), 0, 0, 1, 1, hidden, hidden, widest,
-        is_gated=False, tie_embeddings=is_tied, positions=positions, counts=counts,
+        type(model).__name__, (layers,), hidden, vocab, 1, 1, hidden, hidden, is_gated=False, tie_embeddings=is_tied,
+        positions=positions, counts=counts,
     )  # fmt: skip
     return with_all(result, sum(p.numel() for p in model.parameters()))
 

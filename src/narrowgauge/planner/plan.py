@@ -436,8 +436,7 @@ def _refuse_parts(architecture: Architecture, parts: Mapping[str, str], base: st
             f"Cannot store frozen weights in {base!r}.",
             suggestion_or_all(base, BASES),
         )
-    present = {"experts"} if architecture.expert_parameters else set()
-    present |= {matmul.part for matmul in architecture.matmuls if matmul.part == "mlp"}
+    present = {matmul.part for matmul in architecture.matmuls}
     for name in {"experts", "mlp"} & set(parts) - present:
         raise RecipeError(
             f"Cannot store the part {name!r} because {architecture.name} has none.",
