@@ -25,7 +25,10 @@ WIDER = 1.5
 @cache
 def published_runs() -> tuple[dict[str, Any], ...]:
     """Return the published runs that ship with the planner, each with its source."""
-    return tuple(load_data("runs", "planner")["run"])
+    runs = []
+    for row in load_data("runs", "planner")["publications"]:
+        runs += [{**run, "source": row["source"]} for run in row["runs"]]
+    return tuple(runs)
 
 
 @cache
