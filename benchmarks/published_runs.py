@@ -572,7 +572,7 @@ def main() -> int:
         )
         if options.explain and point.name.startswith(options.explain):
             for term in point.terms:
-                print(f"    {term.group:13} {term.value:9.3f}  {term.formula}")
+                print(f"    {term.group:13} {term.value:9.3f}  {term.text}")
     memory = report_memory(points)
     for line in left_out:
         print(f"left out: {line}")

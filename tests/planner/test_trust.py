@@ -184,9 +184,11 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not() -> None:
 def test_a_model_of_the_hub_is_read_from_its_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.file_download.HF_HUB_CACHE", str(tmp_path))
     folder = tmp_path / "models--org--name" / "snapshots" / "1"
     folder.mkdir(parents=True)
+    (tmp_path / "models--org--name" / "refs").mkdir()
+    (tmp_path / "models--org--name" / "refs" / "main").write_text("1")
     config = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2,
               "intermediate_size": 128, "vocab_size": 100}  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")

@@ -7,7 +7,6 @@ We read its parameters and guess none.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -162,7 +161,9 @@ def read_model(text: str) -> Architecture:
     path = Path(text).expanduser()
     file = path / "config.json" if path.is_dir() else path
     if re.fullmatch(r"[\w.-]+/[\w.-]+", text) and not path.exists():
-        file = _cached_config(text)
+        from huggingface_hub import try_to_load_from_cache
+
+        file = Path(str(try_to_load_from_cache(text, "config.json")))
     if not key or not file.is_file():
         near = suggestion(key, (*MODELS, *PRESET_NAMES, *_PRESETS["aliases"]))
         raise RecipeError(
@@ -179,16 +180,3 @@ def read_model(text: str) -> Architecture:
         raise DataError(f"{file} holds {type(config).__name__}, no table.", advice)
     refuse_own_code(file)
     return of_config(config, str(path))
-
-
-def _cached_config(name: str) -> Path:
-    """Return the newest ``config.json`` of a model in the hub's cache, or a path that does not
-    exist.
-
-    Source: huggingface_hub, "Understand caching": ``models--org--name/snapshots/REVISION``.
-    """
-    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
-    cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
-    folder = cache / f"models--{name.replace('/', '--')}" / "snapshots"
-    files = sorted(folder.glob("*/config.json"), key=lambda file: file.stat().st_mtime)
-    return files[-1] if files else folder / "config.json"

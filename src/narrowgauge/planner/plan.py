@@ -149,7 +149,7 @@ def plan_longest(model: Any, *, like: float | None = None, **asked: Any) -> Plan
             return True
 
     jobs(_STEP_OF_LENGTH)  # raises if the question is wrong at every length
-    # Context ranks need a multiple of them, so lengths are doubled first.
+    # Context ranks need a multiple of them.
     odd = []
     for where in question.machines:
         part = where.chips // (where.chips & -where.chips)
@@ -158,15 +158,13 @@ def plan_longest(model: Any, *, like: float | None = None, **asked: Any) -> Plan
     unit = _STEP_OF_LENGTH * math.lcm(*odd)
     if is_too_long(unit):
         unit = _STEP_OF_LENGTH
-    low = unit
-    while low < _LONGEST and not is_too_long(2 * low):
-        low *= 2
-    if is_too_long(low):
+    sizes = range(unit, _LONGEST, unit)
+    place = bisect_left(sizes, True, key=is_too_long)
+    if not place:
         raise NarrowgaugeError(
-            f"No sequence fits, even of {low} tokens.", "Ask narrowgauge plan run what would fit."
+            f"No sequence fits, even of {unit} tokens.", "Ask narrowgauge plan run what would fit."
         )
-    sizes = range(low, 2 * low, unit)
-    length = sizes[bisect_left(sizes, True, key=is_too_long) - 1]
+    length = sizes[place - 1]
     between = range(length + unit - _STEP_OF_LENGTH, length, -_STEP_OF_LENGTH)
     length = next((size for size in between if not is_too_long(size)), length)
     answer = jobs(length)
@@ -261,38 +259,53 @@ class Question:
     def changes(self) -> Iterator[tuple[str, Question]]:
         """Yield changes by how little they change the training."""
         program = self.program_on(self.machines[0].chip)
+        tunes = program.has_adapters
         chunked = replace(program, loss="chunked")
         on_host = replace(chunked, saved="host")
-        if program.loss == "whole":
-            yield "--program loss=chunked", replace(self, program=chunked)
-        if program.has_adapters and not program.saved:
-            yield "--program loss=chunked,saved=host", replace(self, program=on_host)
-        if program.has_adapters and not program.part("mlp").is_narrow:
-            yield "--base nf4", replace(self, base="nf4")
-            both = replace(self, base="nf4", program=chunked)
-            yield "--base nf4 --program loss=chunked", both
-        if program.has_adapters and self.architecture.mixture and "experts" not in self.parts:
-            narrow = replace(self, base="nf4", parts={**self.parts, "experts": "nf4"})
-            yield "--base nf4 --part experts=nf4", narrow
-        if self.recipes and not program.has_adapters:
-            for recipe in ("bfloat16/word", "bfloat16/states8"):
-                yield f"--recipe {recipe}", replace(self, recipes=recipe)
-        if set(self.fixed) - {"micro_batch"}:
-            free = {name: self.fixed[name] for name in ("micro_batch",) if name in self.fixed}
-            yield "without --layout", replace(self, fixed=free)
-        if not program.has_adapters and not program.offload:
-            away = replace(chunked, offload=True)
-            yield "--program offload=true,loss=chunked", replace(self, program=away)
+        away = replace(chunked, offload=True)
+        narrow = {**self.parts, "experts": "nf4"}
+        has_experts = self.architecture.mixture is not None and "experts" not in self.parts
+        is_wide = tunes and not program.part("mlp").is_narrow
+        free = {name: value for name, value in self.fixed.items() if name == "micro_batch"}
+        changes: list[tuple[bool, str, dict[str, Any]]] = [
+            (program.loss == "whole", "--program loss=chunked", {"program": chunked}),
+            (
+                tunes and not program.saved,
+                "--program loss=chunked,saved=host",
+                {"program": on_host},
+            ),
+            (is_wide, "--base nf4", {"base": "nf4"}),
+            (is_wide, "--base nf4 --program loss=chunked", {"base": "nf4", "program": chunked}),
+            (
+                tunes and has_experts,
+                "--base nf4 --part experts=nf4",
+                {"base": "nf4", "parts": narrow},
+            ),
+        ]
+        for recipe in ("bfloat16/word", "bfloat16/states8"):
+            is_other = bool(self.recipes) and not tunes
+            changes.append((is_other, f"--recipe {recipe}", {"recipes": recipe}))
+        changes += [
+            (free != self.fixed, "without --layout", {"fixed": free}),
+            (
+                not (tunes or program.offload),
+                "--program offload=true,loss=chunked",
+                {"program": away},
+            ),
+        ]
         length = self.length
-        while length > _SHORTEST and self.tokens_per_step is None:
+        while length > _SHORTEST:
             length //= 2
-            yield f"--sequence-length {length}", replace(self, length=length)
-        if not program.has_adapters:
-            tuned = replace(self, lora=_RANK, base="nf4", recipes=(), program="")
-            yield f"--lora {_RANK} --base nf4", tuned
+            is_open = self.tokens_per_step is None
+            changes.append((is_open, f"--sequence-length {length}", {"length": length}))
+        tuned = {"lora": _RANK, "base": "nf4", "recipes": (), "program": ""}
+        changes.append((not tunes, f"--lora {_RANK} --base nf4", tuned))
         for factor in (2, 4, 8, 16):
             larger = tuple(_with_chips(where, factor) for where in self.machines)
-            yield f"--chips {larger[0].chips}", replace(self, machines=larger)
+            changes.append((True, f"--chips {larger[0].chips}", {"machines": larger}))
+        for is_possible, text, fields in changes:
+            if is_possible:
+                yield text, replace(self, **fields)
 
 
 def read_question(
