@@ -184,7 +184,7 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not() -> None:
 def test_a_model_of_the_hub_is_read_from_its_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("huggingface_hub.file_download.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     folder = tmp_path / "models--org--name" / "snapshots" / "1"
     folder.mkdir(parents=True)
     (tmp_path / "models--org--name" / "refs").mkdir()

@@ -10,6 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
+from torch import nn
+
 from narrowgauge.errors import DataError, NarrowgaugeError
 from narrowgauge.planner.shapes import (
     Architecture,
@@ -28,7 +31,6 @@ _EXPERTS_PER_TOKEN = (
     "top_k",
     "moe_top_k",
 )
-_ACTIVATIONS = ("hidden_activation", "hidden_act", "activation_function", "activation")
 _FLOAT32_NORMS = ("Gemma", "VaultGemma", "Olmo2", "Olmo3")
 _HEAD_NORM = re.compile(r"\.(q|k|qk|query|key)_?(layer)?_?norm$")
 _WHOLE = {"full_attention", "attention", "global"}
@@ -46,7 +48,6 @@ def of_config(config: Mapping[str, Any], name: str) -> Architecture:
     Raises:
         DataError: transformers cannot build a causal language model from it.
     """
-    import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     keys = dict(config)
@@ -98,7 +99,8 @@ def _architecture(model: Any, config: Any, name: str) -> Architecture:
     head = model.get_output_embeddings()
     heads = _size(config, "num_attention_heads", "n_head", "num_heads")
     hidden = _size(config, "hidden_size", "n_embd")
-    modules = _layers(model, _size(config, "num_hidden_layers", "n_layer", "num_layers"))
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    modules = max(lists, key=lambda layers: _total(layers.parameters()), default=[])
     types = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)
     types = types or [""] * len(modules)
     counts: Counter[Layers] = Counter()
@@ -135,20 +137,12 @@ def _architecture(model: Any, config: Any, name: str) -> Architecture:
     kv_heads = (outputs / head_dim - heads) / 2
     if latent or kv_heads < 1 or not all(layers.has_attention for layers in kinds):
         kv_heads = _size(config, "num_key_value_heads", default=heads)
-    is_gated = _is_gated(kinds)
-    activation = "silu" if is_gated else "gelu"
-    for key in reversed(_ACTIVATIONS):
-        value = getattr(config, key, None)
-        if isinstance(value, str):
-            activation = value
     positions = 0
-    is_beside = False
     for path, module in model.named_modules():
-        is_beside = is_beside or bool(_OUTSIDE.search(path))
         if type(module).__name__.endswith("Embedding") and re.search("wpe|position", path):
             rows, columns = module.weight.shape
-            if columns == hidden:
-                positions += rows
+            positions += rows * (columns == hidden)
+    is_beside = any(_OUTSIDE.search(path) for path, _ in model.named_modules())
     norm, head_norms = _norms(attention[0], hidden, head_dim)
     result = Architecture(
         name,
@@ -159,12 +153,12 @@ def _architecture(model: Any, config: Any, name: str) -> Architecture:
         round(kv_heads),
         query_dim,
         value_dim,
-        is_gated=is_gated,
+        is_gated=_is_gated(kinds),
         tie_embeddings=head.weight is embedding.weight,
         positions=positions,
         norm=norm,
         head_norms=head_norms,
-        activation=activation,
+        activation="gelu_new" if "gelu_new" in vars(config).values() else "",
         has_fused_inputs=len(inputs) == 1 and not latent,
         latent=latent,
         left_out="parts beside the text decoder" if is_beside else "",
@@ -178,17 +172,6 @@ def with_all(result: Architecture, total: int) -> Architecture:
     What is not counted yet is outside the layers: final norms, an embedding's norm, a vision tower.
     """
     return replace(result, outer_vectors=result.outer_vectors + total - result.num_parameters)
-
-
-def _layers(model: Any, depth: int) -> list[Any]:
-    """Return the decoder's layers; empty if there is no list of them."""
-    import torch.nn as nn
-
-    for path, module in model.named_modules():
-        is_list = isinstance(module, nn.ModuleList) and len(module) == depth
-        if is_list and not _OUTSIDE.search(path):
-            return list(module)
-    return []
 
 
 def _layer(module: Any, kind: str, config: Any, hidden: int) -> Layers:
@@ -289,13 +272,13 @@ def _expert_matmuls(leaf: str, shape: Any, hidden: int, has_bias: bool) -> Itera
 
 def _is_gated(kinds: Iterable[Layers]) -> bool:
     """Tell whether MLPs have about twice as many outputs of gate and up as inputs of down."""
-    sizes = Counter[str]()
+    wide = inner = 0
     for layers in kinds:
         for matmul in layers.matmuls:
             if matmul.part != "attention":
-                inner = {"column": matmul.out_features, "row": matmul.in_features}
-                sizes[matmul.split] += inner.get(matmul.split, 0) * matmul.count
-    return sizes["column"] > 1.5 * sizes["row"]
+                wide += matmul.count * matmul.out_features * (matmul.split == "column")
+                inner += matmul.count * matmul.in_features * (matmul.split == "row")
+    return wide > 1.5 * inner
 
 
 def _norms_of(layer: Any) -> list[Any]:

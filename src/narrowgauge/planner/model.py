@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import DataError, RecipeError, suggestion
-from narrowgauge.planner.built_models import of_config
 from narrowgauge.planner.shapes import (
     Architecture,
     LatentAttention,
@@ -179,4 +178,6 @@ def read_model(text: str) -> Architecture:
     if not isinstance(config, dict):
         raise DataError(f"{file} holds {type(config).__name__}, no table.", advice)
     refuse_own_code(file)
+    from narrowgauge.planner.built_models import of_config
+
     return of_config(config, str(path))

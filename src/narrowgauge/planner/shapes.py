@@ -165,7 +165,7 @@ class Architecture:
         norm: ``"rms"`` has gains, ``"rms-float32"`` applies them in float32, ``"layer"`` may have
             gains and biases.
         head_norms: norms of queries and keys: ``"none"``, per ``"head"``, or over ``"all"`` heads.
-        activation: the MLP's function, in Hugging Face's spelling.
+        activation: the MLP's function, in Hugging Face's spelling, if it is several operations.
         has_fused_inputs: queries, keys and values are one matmul.
         counts: of a step of a user's module; None for formulas.
         left_out: parts of the model without planned time and activations; empty if none.
@@ -185,7 +185,7 @@ class Architecture:
     positions: int = 0
     norm: Norm = "rms"
     head_norms: Literal["none", "head", "all"] = "none"
-    activation: str = "silu"
+    activation: str = ""
     has_fused_inputs: bool = False
     latent: LatentAttention | None = None
     left_out: str = ""

@@ -83,7 +83,6 @@ class Plan:
             lines.append(f"The host of a node holds {bytes_text(best.host_bytes)} of {memory}.")
         for row, reason in self.left_out.items():
             lines.append(f"Left out: {row}: {reason}")
-        lines += _more_chips(self.options)
         lines.append(f"{_checked(best)} {nearest_run(best)}")
         assumed = "; ".join(dict.fromkeys(_assumptions(self)))
         lines.append(f"Assumed: {assumed}.")
@@ -262,17 +261,6 @@ def _checked(job: Estimate) -> str:
     if runs_of("speed", job.kind) and not is_checked(job.kind, job.chip):
         line += f"; none on {job.chip.name}, so they are wider"
     return f"{line}."
-
-
-def _more_chips(jobs: Sequence[Estimate]) -> Iterator[str]:
-    """Say what more chips change beside the speed, if several numbers of one chip are compared."""
-    counts = sorted({job.num_chips for job in jobs})
-    if len({job.chip.name for job in jobs}) == 1 and len(counts) > 1:
-        yield (
-            f"From {counts[0]:,} to {counts[-1]:,} chips: at equal tokens a step the learning rate "
-            "stays; at k times the tokens Adam's grows by about √k (arXiv 2205.10287). The bits of "
-            "a run change with the chips, but for /reproducible sums."
-        )
 
 
 def _assumptions(plan: Plan) -> Iterator[str]:
