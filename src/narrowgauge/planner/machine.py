@@ -141,5 +141,5 @@ def read_cluster(path: str | Path) -> Cluster:
             raise DataError(f"{path} does not say its {name}.", advice)
     for name, law in _LAWS.items():
         if name in table:
-            law.check(f"{name} of {path}", table[name])
+            law.check(name, table[name])
     return cluster_of(str(table.pop("chip")), **table, name=Path(path).stem)

@@ -46,10 +46,8 @@ def nearest_run(job: Estimate) -> str:
     )
 
 
-def correction_of(planned: Estimate, measured: Any) -> float:
+def correction_of(planned: Estimate, measured: float) -> float:
     """Return planned over measured rate of a run like this one."""
-    if not (isinstance(measured, int | float) and 0 < measured < math.inf):
-        raise DataError(f"Cannot plan like a run of {measured} tokens/s.", "Name a rate above 0.")
     peak = planned.chip.peak_flops
     if not planned.recipe.compute.is_wide:
         peak = 1e12 * max(planned.chip.peak_tflops.values())

@@ -52,7 +52,7 @@ _STEP_OF_LENGTH = 128
 _RATES = ("interconnect_gbit_per_second", "host_memory_gb", "chips_per_node")
 _NUMBERS = {
     "sequence_length": COUNT, "chips": COUNT, "lora": Range(is_integer=True), "tokens_per_step": Range(1), "tokens": Range(1),
-    "price": Range(1e-6),
+    "price": Range(1e-6), "like": Range(1e-3),
 }  # fmt: skip
 """The values of a question's numbers."""
 EQUAL_RATES = 0.02
@@ -108,7 +108,7 @@ def plan(
         >>> best.fits, best.layout.shard
         (True, 8)
     """
-    refuse_numbers({**asked, "tokens": tokens, "price": price})
+    refuse_numbers({**asked, "tokens": tokens, "price": price, "like": like})
     if price is not None and tokens is None:
         raise NarrowgaugeError("Cannot price a run without its tokens.", "Name tokens (--tokens).")
     question = read_question(model, **asked)
@@ -134,7 +134,7 @@ def plan_longest(model: Any, *, like: float | None = None, **asked: Any) -> Plan
         >>> plan_longest("llama-1b", chip="RTX-4090", recipes="bfloat16/word").best.sequence_length > 10_000
         True
     """
-    refuse_numbers(asked)
+    refuse_numbers({**asked, "like": like})
     question = read_question(model, **asked, sequence_length=_STEP_OF_LENGTH)
     positions = question.architecture.positions or _LONGEST
 
