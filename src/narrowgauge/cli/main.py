@@ -145,7 +145,7 @@ for _name, (_help, *_) in show.TABLES.items():
 )
 @flags.json_list
 def show_storages(params: float | None, as_json: bool) -> None:
-    table = show.state_table(params) if params else show.table("storages")
+    table = show.state_table(params) if params is not None else show.table("storages")
     _print(as_json, table.rows, table)
 
 
