@@ -522,15 +522,22 @@ def write_runs() -> None:
     lines = [
         "# Written by benchmarks/published_runs.py --write: training runs that others measured and "
         "published, by source.",
+        "# What all runs of a publication share stands above them.",
         "# tokens_per_second is that of a chip, memory_gb what the framework's allocator printed. "
         "Of equal jobs, one is here.",
     ]
     for source in dict.fromkeys(sources.values()):
-        lines += ["", "[[publications]]", f"source = {_toml(source)}", "runs = ["]
-        for key, row in rows.items():
-            if sources[key] == source:
-                fields = ", ".join(f"{name} = {_toml(value)}" for name, value in row.items())
-                lines.append(f"    {{ {fields} }},")
+        chosen = [row for key, row in rows.items() if sources[key] == source]
+        shared = {"source": source}
+        for name, value in chosen[0].items():
+            if len(chosen) > 1 and all(row.get(name) == value for row in chosen):
+                shared[name] = value
+        lines += ["", "[[publications]]"]
+        lines += [f"{name} = {_toml(value)}" for name, value in shared.items()]
+        lines.append("runs = [")
+        for row in chosen:
+            own = [f"{name} = {_toml(value)}" for name, value in row.items() if name not in shared]
+            lines.append(f"    {{ {', '.join(own)} }},")
         lines.append("]")
     (DATA / "runs.toml").write_text("\n".join(lines) + "\n", encoding="utf-8")
 

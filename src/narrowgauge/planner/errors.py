@@ -26,8 +26,9 @@ WIDER = 1.5
 def published_runs() -> tuple[dict[str, Any], ...]:
     """Return the published runs that ship with the planner, each with its source."""
     runs = []
-    for row in load_data("runs", "planner")["publications"]:
-        runs += [{**run, "source": row["source"]} for run in row["runs"]]
+    for shared in load_data("runs", "planner")["publications"]:
+        own = shared.pop("runs")
+        runs += [{**shared, **run} for run in own]
     return tuple(runs)
 
 
