@@ -100,7 +100,7 @@ def _architecture(model: Any, config: Any, name: str) -> Architecture:
     heads = _size(config, "num_attention_heads", "n_head", "num_heads")
     hidden = _size(config, "hidden_size", "n_embd")
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    modules = max(lists, key=lambda layers: _total(layers.parameters()), default=[])
+    modules: Any = max(lists, key=lambda layers: _total(layers.parameters()), default=[])
     types = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)
     types = types or [""] * len(modules)
     counts: Counter[Layers] = Counter()
