@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -43,6 +43,7 @@ from narrowgauge.planner.words import Plan
 from narrowgauge.spec.chips import Chip, read_chip
 from narrowgauge.spec.models import MODELS
 from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.toml import refuse_unknown
 from narrowgauge.spec.update_rules import COUNT, Range
 
 _SEQUENCE_LENGTH = 4096
@@ -115,7 +116,7 @@ def plan(
     jobs, left_out = question.answer()
     if like is not None:
         question = replace(question, correction=correction_of(jobs[0], like))
-        jobs = [replace(job, correction=question.correction) for job in jobs]
+        jobs = question.corrected(jobs)
     changes: list[tuple[str, Estimate]] = []
     if advise and not jobs[0].fits:
         changes = question.instead()
@@ -169,9 +170,8 @@ def plan_longest(model: Any, *, like: float | None = None, **asked: Any) -> Plan
     length = next((size for size in between if not is_too_long(size)), length)
     answer = jobs(length)
     if like is not None:
-        correction = correction_of(answer[0], like)
-        answer = tuple(replace(job, correction=correction) for job in answer)
-    return Plan(answer, question.name)
+        question = replace(question, correction=correction_of(answer[0], like))
+    return Plan(tuple(question.corrected(answer)), question.name)
 
 
 @dataclass(frozen=True)
@@ -191,6 +191,10 @@ class Question:
     parts: Mapping[str, Any] = field(default_factory=dict)
     tokens_per_step: float | None = None
     correction: float = 1.0
+
+    def corrected(self, jobs: Iterable[Estimate]) -> list[Estimate]:
+        """Return jobs as fast as a measured run."""
+        return [replace(job, correction=self.correction) for job in jobs]
 
     def program_on(self, chip: Chip) -> Program:
         """Return the training loop on a chip, with its table of parts."""
@@ -406,6 +410,7 @@ def _with_chips(where: Cluster, factor: int) -> Cluster:
 
 def _machines(cluster: Any, chip: Any, chips: Any, rates: Mapping[str, Any]) -> Iterator[Cluster]:
     """Yield the clusters of a question."""
+    refuse_unknown(rates, _RATES, "a plan", NarrowgaugeError)
     clusters = _listed(cluster)
     kinds = _listed(chip)
     counts = _listed(chips)
@@ -415,16 +420,11 @@ def _machines(cluster: Any, chip: Any, chips: Any, rates: Mapping[str, Any]) -> 
             why = f"a cluster has its own {next(iter(rates), 'chips')}"
         advice = "Name chips (--chip H100-SXM --chips 8), or clusters, which have their chips and rates (--cluster FILE)."
         raise ChipError(f"Cannot plan because {why}.", advice)
-    for name in rates:
-        if name not in _RATES:
-            advice = suggestion_or_all(name, _RATES)
-            raise NarrowgaugeError(f"Cannot plan with {name!r}, which is no argument.", advice)
     for where in clusters:
         yield where if isinstance(where, Cluster) else read_cluster(where)
     for kind in kinds:
-        chip_row = kind if isinstance(kind, Chip) else read_chip(kind)
         for count in counts or [1]:
-            yield cluster_of(chip_row, count, **rates)
+            yield cluster_of(kind if isinstance(kind, Chip) else read_chip(kind), count, **rates)
 
 
 def refuse_numbers(asked: Mapping[str, Any]) -> None:
