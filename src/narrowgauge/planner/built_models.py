@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -99,71 +99,81 @@ def _architecture(model: Any, config: Any, name: str) -> Architecture:
     head = model.get_output_embeddings()
     heads = _size(config, "num_attention_heads", "n_head", "num_heads")
     hidden = _size(config, "hidden_size", "n_embd")
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    modules: Any = max(lists, key=lambda layers: _total(layers.parameters()), default=[])
-    types = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)
-    types = types or [""] * len(modules)
-    counts: Counter[Layers] = Counter()
-    attention = None  # the first layer that has it
-    for module, kind in zip(modules, types, strict=True):
-        layers = _layer(module, kind, config, hidden)
-        counts[layers] += 1
-        if layers.has_attention:
-            attention = attention or (module, layers)
+    rows = _kinds(model, config, hidden)
+    attention = next((row for row in rows if row[1].has_attention), None)
     if not (attention and heads and embedding is not None and head is not None):
         raise DataError(
             f"Cannot plan {name}, because it is not a decoder of attention layers.",
             f"Count its state: narrowgauge show storages --params {total}.",
         )
+    counts = Counter(layers for _, layers in rows)
     kinds = tuple(layers.times(count) for layers, count in counts.items())
-    head_dim = _size(config, "head_dim", default=hidden // heads)
-    query_dim = value_dim = head_dim
-    latent = None
-    rank = _size(config, "kv_lora_rank")
-    if rank:
-        plain = _size(config, "qk_nope_head_dim")
-        rotary = _size(config, "qk_rope_head_dim")
-        value_dim = _size(config, "v_head_dim")
-        query_dim = plain + rotary
-        latent = LatentAttention(
-            _size(config, "q_lora_rank") or None, rank, plain, rotary, value_dim
-        )
-    inputs = set()
-    outputs = 0  # of the projections of attention's input
-    for matmul in attention[1].matmuls:
-        if (matmul.part, matmul.split, matmul.in_features) == ("attention", "column", hidden):
-            inputs.add(matmul.name)
-            outputs += matmul.out_features * matmul.count
-    kv_heads = (outputs / head_dim - heads) / 2
-    if latent or kv_heads < 1 or not all(layers.has_attention for layers in kinds):
-        kv_heads = _size(config, "num_key_value_heads", default=heads)
-    positions = 0
-    for path, module in model.named_modules():
-        if type(module).__name__.endswith("Embedding") and re.search("wpe|position", path):
-            rows, columns = module.weight.shape
-            positions += rows * (columns == hidden)
     is_beside = any(_OUTSIDE.search(path) for path, _ in model.named_modules())
-    norm, head_norms = _norms(attention[0], hidden, head_dim)
+    fields = _attention_fields(config, attention[1], kinds)
+    norm, head_norms = _norms(attention[0], hidden, fields["query_dim"])
     result = Architecture(
         name,
         kinds,
         hidden,
         head.weight.shape[0],
-        heads,
-        round(kv_heads),
-        query_dim,
-        value_dim,
         is_gated=_is_gated(kinds),
         tie_embeddings=head.weight is embedding.weight,
-        positions=positions,
+        positions=_positions(model, hidden),
         norm=norm,
         head_norms=head_norms,
         activation="gelu_new" if "gelu_new" in vars(config).values() else "",
-        has_fused_inputs=len(inputs) == 1 and not latent,
-        latent=latent,
         left_out="parts beside the text decoder" if is_beside else "",
+        **fields,
     )
     return with_all(result, total)
+
+
+def _kinds(model: Any, config: Any, hidden: int) -> list[tuple[Any, Layers]]:
+    """Return the decoder's layers: each module, and what it is."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    modules: Any = max(lists, key=lambda layers: _total(layers.parameters()), default=[])
+    types = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)
+    rows = []
+    for module, kind in zip(modules, types or [""] * len(modules), strict=True):
+        rows.append((module, _layer(module, kind, config, hidden)))
+    return rows
+
+
+def _positions(model: Any, hidden: int) -> int:
+    """Count the learned positions."""
+    positions = 0
+    for path, module in model.named_modules():
+        if type(module).__name__.endswith("Embedding") and re.search("wpe|position", path):
+            rows, columns = module.weight.shape
+            positions += rows * (columns == hidden)
+    return positions
+
+
+def _attention_fields(config: Any, layer: Layers, kinds: Sequence[Layers]) -> dict[str, Any]:
+    """Return the fields of an architecture that describe its attention; ``layer`` has it."""
+    heads = _size(config, "num_attention_heads", "n_head", "num_heads")
+    hidden = _size(config, "hidden_size", "n_embd")
+    head_dim = _size(config, "head_dim", default=hidden // heads)
+    fields: dict[str, Any] = {"num_heads": heads, "query_dim": head_dim, "value_dim": head_dim}
+    inputs = set()
+    outputs = 0  # of the projections of attention's input
+    for matmul in layer.matmuls:
+        if (matmul.part, matmul.split, matmul.in_features) == ("attention", "column", hidden):
+            inputs.add(matmul.name)
+            outputs += matmul.out_features * matmul.count
+    rank = _size(config, "kv_lora_rank")
+    if rank:
+        plain = _size(config, "qk_nope_head_dim")
+        rotary = _size(config, "qk_rope_head_dim")
+        value_dim = _size(config, "v_head_dim")
+        query_rank = _size(config, "q_lora_rank") or None
+        fields["latent"] = LatentAttention(query_rank, rank, plain, rotary, value_dim)
+        fields |= {"query_dim": plain + rotary, "value_dim": value_dim}
+    kv_heads = (outputs / head_dim - heads) / 2
+    if rank or kv_heads < 1 or not all(layers.has_attention for layers in kinds):
+        kv_heads = _size(config, "num_key_value_heads", default=heads)
+    fields["num_kv_heads"] = round(kv_heads)
+    return {**fields, "has_fused_inputs": len(inputs) == 1 and not rank}
 
 
 def with_all(result: Architecture, total: int) -> Architecture:
@@ -184,30 +194,32 @@ def _layer(module: Any, kind: str, config: Any, hidden: int) -> Layers:
     for weight in _matmuls_of(module, config, hidden):
         counts[weight] += weight.count
     matmuls = []
-    vectors = _total(module.parameters())
-    shared_size = inner_size = 0
-    experts = None
     for weight, count in counts.items():
         matmul = replace(weight, count=count)
         if matmul.part == "attention" and not has_attention:
             matmul = replace(matmul, split="none")
         matmuls.append(matmul)
-        vectors -= matmul.num_parameters
-        if matmul.split == "row" and matmul.is_expert:
-            experts = experts or matmul
-        elif matmul.split == "row" and matmul.name.startswith("shared."):
-            shared_size += matmul.in_features
-        elif matmul.split == "row" and matmul.part == "mlp":
-            inner_size = inner_size or matmul.in_features
-    mixture = None
-    if experts:
-        chosen = round(experts.tokens_share * experts.count)
-        mixture = Mixture(experts.count, chosen, experts.in_features, shared_size)
+    vectors = _total(module.parameters()) - sum(matmul.num_parameters for matmul in matmuls)
     window = _size(config, "sliding_window", "attention_chunk_size", "window_size") or None
     if kind in _WHOLE or getattr(config, "use_sliding_window", True) is False:
         window = None
     wide = [norm for norm in _norms_of(module) if _width(norm, hidden) == hidden]
-    return Layers(1, tuple(matmuls), vectors, len(wide), has_attention, window, inner_size, mixture)
+    layer = Layers(1, tuple(matmuls), vectors, len(wide), has_attention, window)
+    return _with_inner(layer)
+
+
+def _with_inner(layer: Layers) -> Layers:
+    """Return a layer with the sizes of its MLP or of its experts."""
+    downs = [matmul for matmul in layer.matmuls if matmul.split == "row"]
+    shared = [down for down in downs if down.name.startswith("shared.")]
+    dense = [down for down in downs if down.part == "mlp" and down not in shared]
+    experts = next((down for down in downs if down.is_expert), None)
+    mixture = None
+    if experts:
+        chosen = round(experts.tokens_share * experts.count)
+        shared_size = sum(down.in_features for down in shared)
+        mixture = Mixture(experts.count, chosen, experts.in_features, shared_size)
+    return replace(layer, inner_size=dense[0].in_features if dense else 0, mixture=mixture)
 
 
 def _matmuls_of(layer: Any, config: Any, hidden: int) -> Iterator[Weight]:
@@ -243,13 +255,18 @@ def _matmuls_of(layer: Any, config: Any, hidden: int) -> Iterator[Weight]:
                 matmul = replace(matmul, split="none")
         elif out == hidden and (inner != hidden or "down" in leaf):
             matmul = replace(matmul, split="row")
-        if "shared" in module:
-            matmul = replace(matmul, name=f"shared.{leaf}")
-            if min(value.shape) == 1:
-                matmul = replace(matmul, split="none")
-        elif matmul.part == "mlp" and re.search(r"gate$|router", module):
-            matmul = replace(matmul, name="router", part="experts", split="none")
-        yield matmul
+        yield _of_mixture(matmul, module)
+
+
+def _of_mixture(matmul: Weight, module: str) -> Weight:
+    """Return a matrix as a router or a shared expert if its module is one."""
+    if "shared" in module:
+        is_vector = 1 in (matmul.in_features, matmul.out_features)
+        split = "none" if is_vector else matmul.split
+        return replace(matmul, name=f"shared.{matmul.name}", split=split)
+    if matmul.part == "mlp" and re.search(r"gate$|router", module):
+        return replace(matmul, name="router", part="experts", split="none")
+    return matmul
 
 
 def _expert_matmuls(leaf: str, shape: Any, hidden: int, has_bias: bool) -> Iterator[Weight]:

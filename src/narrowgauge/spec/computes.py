@@ -134,14 +134,6 @@ class Cast:
         object.__setattr__(self, "block", block_of(self.granularity))
         object.__setattr__(self, "is_wide", self.granularity == "none")
         object.__setattr__(self, "needs_bits", self.rounding != "nearest")
-        self._validate()
-
-    def _validate(self) -> None:
-        if self.block is None and self.granularity not in _TURNED:
-            raise RecipeError(
-                f"Cannot let a cast to {self} share a scale by '{self.granularity}'.",
-                f"Take {', '.join(_TURNED)}, or a block such as 1x32 with powers of two.",
-            )
         for name, words in _WORDS.items():
             value = getattr(self, name)
             if value not in words:
@@ -149,12 +141,20 @@ class Cast:
                     f"Cannot make a cast with {name} = {value!r} because no cast has it.",
                     f"Take one of {', '.join(words)}.",
                 )
+        self._validate()
+
+    def _validate(self) -> None:
         is_16_bits = self.element.kind == "float" and self.element.bits in (16, 32, 64)
         is_code = self.element.kind != "scale" and self.element.bits <= 8 and not is_16_bits
         is_power = self.scale in ("power-of-two", "float8_e8m0fnu")
         is_pair = self.format == "float4_e2m1fn" and self.scale == "float8_e4m3fn"
         is_plain = self.granularity == "tensor" and self.scale == "float32"
+        is_shared = self.block is not None or self.granularity in _TURNED
         laws = (
+            (
+                is_shared, f"share a scale by '{self.granularity}'",
+                f"Take {', '.join(_TURNED)}, or a block such as 1x32 with powers of two.",
+            ),
             (0 <= self.outliers < math.inf, f"have {self.outliers} as its outliers", "Take 0 or a finite magnitude."),
             (is_16_bits or not self.is_wide, "be rounded without a scale", 'Give a granularity, such as "row".'),
             (
