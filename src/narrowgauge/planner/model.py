@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.errors import DataError, RecipeError, suggestion
+from narrowgauge.errors import DataError, RecipeError, require_package, suggestion
 from narrowgauge.planner.shapes import (
     Architecture,
     LatentAttention,
@@ -160,6 +160,7 @@ def read_model(text: str) -> Architecture:
     path = Path(text).expanduser()
     file = path / "config.json" if path.is_dir() else path
     if re.fullmatch(r"[\w.-]+/[\w.-]+", text) and not path.exists():
+        require_package("transformers")
         from huggingface_hub import try_to_load_from_cache
 
         file = Path(str(try_to_load_from_cache(text, "config.json")))
@@ -178,6 +179,7 @@ def read_model(text: str) -> Architecture:
     if not isinstance(config, dict):
         raise DataError(f"{file} holds {type(config).__name__}, no table.", advice)
     refuse_own_code(file)
+    require_package("transformers")
     from narrowgauge.planner.built_models import of_config
 
     return of_config(config, str(path))
