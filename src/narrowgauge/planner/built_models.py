@@ -20,6 +20,7 @@ from narrowgauge.planner.shapes import (
     Layers,
     Mixture,
     Norm,
+    Split,
     Weight,
 )
 
@@ -273,18 +274,18 @@ def _expert_matmuls(leaf: str, shape: Any, hidden: int, has_bias: bool) -> Itera
     """Yield the matrices of one tensor of all experts of a layer."""
     count, *sides = shape
     width = next((side for side in sides if side != hidden), hidden)
-    if "down" in leaf or leaf == "w2":
-        yield Weight(f"experts.{leaf}", width, hidden, count, "experts", "row", has_bias=has_bias)
-        return
     # Count gate and up as two matmuls, as presets do, so both names of a model give one answer.
     names = [leaf]
     if leaf == "gate_up_proj":
         names = ["gate_proj", "up_proj"]
         width //= 2
+    split: Split = "column"
+    ends = hidden, width
+    if "down" in leaf or leaf == "w2":
+        split = "row"
+        ends = width, hidden
     for name in names:
-        yield Weight(
-            f"experts.{name}", hidden, width, count, "experts", "column", has_bias=has_bias
-        )
+        yield Weight(f"experts.{name}", *ends, count, "experts", split, has_bias=has_bias)
 
 
 def _is_gated(kinds: Iterable[Layers]) -> bool:
