@@ -10,9 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import nn
-
 from narrowgauge.errors import DataError, NarrowgaugeError
 from narrowgauge.planner.shapes import (
     Architecture,
@@ -49,6 +46,7 @@ def of_config(config: Mapping[str, Any], name: str) -> Architecture:
     Raises:
         DataError: transformers cannot build a causal language model from it.
     """
+    import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     keys = dict(config)
@@ -131,6 +129,8 @@ def _architecture(model: Any, config: Any, name: str) -> Architecture:
 
 def _kinds(model: Any, config: Any, hidden: int) -> list[tuple[Any, Layers]]:
     """Return the decoder's layers: each module, and what it is."""
+    from torch import nn
+
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     modules: Any = max(lists, key=lambda layers: _total(layers.parameters()), default=[])
     types = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)

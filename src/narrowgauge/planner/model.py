@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import DataError, RecipeError, require_package, suggestion
+from narrowgauge.planner.built_models import of_config
 from narrowgauge.planner.shapes import (
     Architecture,
     LatentAttention,
@@ -180,6 +181,4 @@ def read_model(text: str) -> Architecture:
         raise DataError(f"{file} holds {type(config).__name__}, no table.", advice)
     refuse_own_code(file)
     require_package("transformers")
-    from narrowgauge.planner.built_models import of_config
-
     return of_config(config, str(path))
