@@ -35,6 +35,7 @@ COMMANDS = {
     "show-reductions": "show reductions",
     "show-recipe-word": "show recipe float8-row/word",
     "show-recipe-compact": "show recipe mxfp8/compact/reproducible",
+    "show-compute-nvfp4": "show compute nvfp4",
     "plan-state": "show storages --params 10e9",
     "plan-run": f"plan run --model llama-8b {WORD} --chips 8 --tokens 1e12",
     "plan-run-explain": f"plan run --model llama-8b {WORD} --chips 8 --explain",

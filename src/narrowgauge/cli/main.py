@@ -166,6 +166,14 @@ def show_recipe(name: str, as_json: bool) -> None:
     _print(as_json, *show.page_recipe(name))
 
 
+@show_group.command("compute", short_help="The three products of one compute, by operand.")
+@click.argument("name")
+@flags.json_list
+def show_compute(name: str, as_json: bool) -> None:
+    """Print how the compute NAME casts each operand of a linear layer's three products."""
+    _print(as_json, *show.page_compute(name))
+
+
 @show_group.command("step", short_help="The step of a storage, as it is compiled.")
 @click.argument("storage")
 @click.option("--rule", default="adamw", metavar="NAME", help="The update rule.  [default: adamw]")

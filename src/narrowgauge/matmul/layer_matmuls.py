@@ -7,7 +7,7 @@
 
 :mod:`narrowgauge.spec.computes` says how each operand is cast. :meth:`Call.cast` casts a tensor to an
 operand ``[side, contraction]``, and :func:`~narrowgauge.matmul.gemm.multiply` multiplies two of them.
-Linear layers, experts, inference and the profiler call these functions. ``narrowgauge show recipe``
+Linear layers, experts, inference and the profiler call these functions. ``narrowgauge show compute``
 prints the casts.
 
 ``torch.compile`` sees through a layer: its casts are operations of the model's graph, and fuse with

@@ -18,7 +18,6 @@ from functools import cache
 from typing import Literal
 
 from narrowgauge.errors import FormatError, suggestion
-from narrowgauge.spec.toml import load_data
 
 Kind = Literal["float", "int", "scale"]
 Specials = Literal["ieee", "all_ones", "negative_zero", "none"]
@@ -145,9 +144,34 @@ class Format:
         return math.ldexp(significand, self.finest_exponent + field - self.signed)
 
 
-FORMATS: dict[str, Format] = {
-    name: Format(name, **row) for name, row in load_data("formats").items()
-}
+_IEEE = "IEEE 754-2019, section 3.4"
+_OCP8 = "OCP 8-bit Floating Point Specification v1.0; Micikevicius et al., arXiv 2209.05433"
+_FNUZ = "Noune et al., 8-bit Numerical Formats for Deep Neural Networks, arXiv 2206.02915"
+_MX = "OCP Microscaling Formats (MX) Specification v1.0"
+_INT = "Two's complement; ISO/IEC 9899:2024, section 6.2.6.2"
+
+_FORMATS = (
+    Format("float64", 64, 11, 52, 1023, "ieee", "exact sums, norms, subspaces, audits; masters of float64 and master64", _IEEE),
+    Format("float32", 32, 8, 23, 127, "ieee", "the baseline; master weights and accumulation", _IEEE),
+    Format("tfloat32", 19, 8, 10, 127, "ieee", "float32 matmuls on tensor cores", "NVIDIA A100 whitepaper, 2020"),
+    Format("float16", 16, 5, 10, 15, "ieee", "fine steps, short range: needs loss scaling", _IEEE),
+    Format(
+        "bfloat16", 16, 8, 7, 127, "ieee", "range of float32, 8 significant bits: weights and activations",
+        "Intel BFLOAT16 Hardware Numerics Definition, 2018; Kalamkar et al., arXiv 1905.12322",
+    ),
+    Format("float8_e4m3fn", 8, 4, 3, 7, "all_ones", "forward matmuls: weights and activations", _OCP8),
+    Format("float8_e5m2", 8, 5, 2, 15, "ieee", "backward matmuls: gradients, which need range", _OCP8),
+    Format("float8_e4m3fnuz", 8, 4, 3, 8, "negative_zero", "float8_e4m3 on AMD CDNA3", _FNUZ),
+    Format("float8_e5m2fnuz", 8, 5, 2, 16, "negative_zero", "float8_e5m2 on AMD CDNA3", _FNUZ),
+    Format("float8_e8m0fnu", 8, 8, 0, 127, "all_ones", "the scale of an MX block", _MX, kind="scale"),
+    Format("float6_e3m2fn", 6, 3, 2, 3, "none", "MXFP6 elements with range", _MX),
+    Format("float6_e2m3fn", 6, 2, 3, 1, "none", "MXFP6 elements with precision", _MX),
+    Format("float4_e2m1fn", 4, 2, 1, 1, "none", "MXFP4 and NVFP4 elements", _MX),
+    Format("int8", 8, 0, 7, 0, "none", "integer matmuls, codes with a scale", _INT, kind="int"),
+    Format("int4", 4, 0, 3, 0, "none", "weights with a scale per group", _INT, kind="int"),
+)  # fmt: skip
+
+FORMATS: dict[str, Format] = {format.name: format for format in _FORMATS}
 
 
 def dtype_name(dtype: object) -> str:

@@ -181,7 +181,7 @@ TABLES: dict[str, tuple[str, Callable[[], list[Row]], str]] = {
 """By name: a line of help, what makes the rows, and the keys that only JSON has."""
 
 
-# ── one recipe ────────────────────────────────────────────────────────────────────────────────────
+# ── one recipe, one compute ───────────────────────────────────────────────────────────────────────
 
 
 def page_recipe(name: str) -> tuple[list[Row], list[Table]]:
@@ -206,12 +206,23 @@ def page_recipe(name: str) -> tuple[list[Row], list[Table]]:
     matmuls = _matmuls(recipe.compute)
     row = {**_recipe_rows([recipe])[0], "facts": facts, "stored": stored, "matmuls": matmuls}
     whole = {"part": "in all", "format": "", "bytes": recipe.bytes_per_param, "rounding": ""}
-    tables = [_fact_table(recipe.name, facts), _table([*stored, whole]), _table(matmuls)]
+    tables = [_fact_table("recipe", recipe.name, facts), _table([*stored, whole]), _table(matmuls)]
     return [row], tables
 
 
-def _fact_table(name: str, facts: dict[str, str]) -> Table:
-    columns = (Column("recipe", itemgetter(0)), Column(name, itemgetter(1)))
+def page_compute(name: str) -> tuple[list[Row], list[Table]]:
+    """Return the three products of a compute: rows for JSON, and the tables to print.
+
+    Args:
+        name: of a compute, here or in another library.
+    """
+    compute = notation.get_compute(name)
+    rows = _matmuls(compute)
+    return rows, [_fact_table("compute", compute.name, _facts(compute)), _table(rows)]
+
+
+def _fact_table(kind: str, name: str, facts: dict[str, str]) -> Table:
+    columns = (Column(kind, itemgetter(0)), Column(name, itemgetter(1)))
     return Table(columns, list(filter(itemgetter(1), facts.items())))
 
 
