@@ -5,8 +5,7 @@ A linear layer multiplies three times: ``output`` = x · wᵀ, ``grad_input`` = 
 = dyᵀ · x. Each is a :class:`Product` of two operands. Each operand has a :class:`Cast`: its format,
 granularity (which values share a scale), rounding and scaling. A :class:`Slot` says which tensor an
 operand is, and which of its dimensions the matmul contracts. Kernels, profiler, tests,
-documentation and ``narrowgauge show`` read the same table. A new compute is a new row of
-``data/computes.toml``.
+documentation and ``narrowgauge show`` read the same table. A new compute is a new row here.
 
 An operand is a matrix ``[rows, contraction]``. So ``row`` is one scale per dot product, ``1x32``
 one per 32 terms of it, and ``column`` one per term. A scale per term cannot be factored out: it
@@ -22,7 +21,6 @@ from typing import Any, Literal, get_args
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.spec.formats import Format, bytes_per_number, get_format
-from narrowgauge.spec.toml import load_data
 
 Granularity = str
 """``"none"``, ``"tensor"``, ``"row"``, ``"column"``, or a block ``"rows x terms"`` such as
@@ -463,20 +461,188 @@ class Compute:
         return bytes_per_number(format)
 
 
-def _compute(name: str, row: dict[str, Any]) -> Compute:
-    """Return a row of ``data/computes.toml``."""
-    casts = {key: Cast(**fields) for key, fields in row.pop("casts").items()}
-    for place in PLACES:
-        left, right, *accumulation = row.get(place, "all all").split()
-        row[place] = Product(casts[left], casts[right], *accumulation)
-    if "keep" in row:
-        row["keep"] = tuple(row["keep"])
-    return Compute(name, **row)
+def _wide(name: str) -> Product:
+    return Product(Cast(name), Cast(name))
 
 
-COMPUTES: dict[str, Compute] = {
-    name: _compute(name, row) for name, row in load_data("computes").items()
-}
+Products = tuple[Product, Product, Product]
+
+
+def _products(
+    x: Cast,
+    weight: Cast,
+    gradient: Cast,
+    accumulation: Accumulation = "float32",
+    forward: Accumulation | None = None,
+) -> Products:
+    """Return three matmuls whose operands are each cast in one way.
+
+    ``forward`` sets the output's accumulation.
+    """
+    return (
+        Product(x, weight, forward or accumulation),
+        Product(gradient, weight, accumulation),
+        Product(gradient, x, accumulation),
+    )
+
+
+def _uniform(
+    format: str, granularity: Granularity, gradients: str = "", scaling: Scaling = "current"
+) -> Products:
+    cast = Cast(format, granularity, scaling=scaling)
+    forward: Accumulation = "fast" if granularity == "tensor" else "promoted"
+    return _products(cast, cast, replace(cast, format=gradients or format), "promoted", forward)
+
+
+def _blocks() -> Products:
+    """Return blocks of 1×128 for activations and gradients, of 128×128 for weights."""
+    activation = Cast("float8_e4m3fn", "1x128", "power-of-two")
+    return _products(activation, replace(activation, granularity="128x128"), activation, "promoted")
+
+
+def _mxfp4() -> Products:
+    """Return e2m1 everywhere, with stochastic gradients.
+
+    Both operands of grad_weight are rotated.
+    """
+    forward = Cast("float4_e2m1fn", "1x32", "float8_e8m0fnu", scale_rounding="floor")
+    gradient = replace(forward, rounding="stochastic", scale_rounding="up")
+    return (
+        Product(forward, forward),
+        Product(gradient, forward),
+        Product(replace(gradient, rotation="hadamard"), replace(forward, rotation="hadamard")),
+    )
+
+
+def _nvfp4(fit: Fit = "largest") -> Products:
+    """Return e2m1 everywhere.
+
+    Weights have blocks of 16×16, so that forward and backward multiply by the same codes.
+    """
+    forward = Cast("float4_e2m1fn", "1x16", "float8_e4m3fn", fit=fit)
+    weight = replace(forward, granularity="16x16")
+    gradient = replace(forward, rounding="stochastic", fit="largest")
+    return (
+        Product(forward, weight),
+        Product(gradient, weight),
+        Product(replace(gradient, rotation="hadamard"), replace(forward, rotation="hadamard")),
+    )
+
+
+def _int8() -> Products:
+    """Quantize x and w once, by row, for all three matmuls.
+
+    Quantize gradients twice, stochastically.
+    """
+    column = replace(_INT8, granularity="column")
+    gradient = replace(_INT8, rounding="stochastic")
+    return (
+        Product(_INT8, _INT8, "int32"),
+        Product(gradient, column, "int32"),
+        Product(gradient, column, "int32"),
+    )
+
+
+_INT8 = Cast("int8", "row")
+_MXFP8 = Cast("float8_e4m3fn", "1x32", "float8_e8m0fnu")
+_SM89 = "float8 matmuls of Ada and Hopper or later"
+_TE = "NVIDIA TransformerEngine"
+_MX = "OCP Microscaling Formats v1.0; Rouhani et al. 2023 (2310.10537)"
+
+_COMPUTES = (
+    Compute(
+        "float32", *(_wide("float32"),) * 3, dtype="float32", native="everywhere", keep=(),
+        default_storage="float32",
+        purpose="the reference for all other computes", source="IEEE 754",
+    ),
+    Compute(
+        "bfloat16", *(_wide("bfloat16"),) * 3, native="everywhere", keep=(),
+        purpose="8 bits of precision, float32's range, accumulation in float32", source="Kalamkar et al. 2019",
+    ),
+    Compute(
+        "float16", *(_wide("float16"),) * 3, dtype="float16", native="CUDA", keep=(),
+        default_storage="split",
+        purpose="11 bits of precision, 2^-24 … 65504 only: the loss is scaled, and steps that overflow are skipped",
+        source="Micikevicius et al. 2018",
+    ),
+    Compute(
+        "float16-throughout", *(_wide("float16"),) * 3, dtype="float16", native="CUDA", keep=(),
+        default_storage="naive", owns_storages=True,
+        purpose="no float32 copy of anything: weights, gradients and moments are float16",
+        source="the abstract of 'Distributed Low Precision Training Without Mixed Precision' (1911.07384), not its method",
+    ),
+    Compute(
+        "float8", *(_wide("bfloat16"),) * 3, native="everywhere", keep=(),
+        default_storage="collage-plus", owns_storages=True,
+        purpose="weights stored as float8 with a scale per row, multiplied as bfloat16",
+        source="Yu et al. 2024; takes only their storages",
+    ),
+    Compute(
+        "float8-tensor", *_uniform("float8_e4m3fn", "tensor"), native=_SM89,
+        fallback="float8-row",
+        purpose="the fastest float8: one scale per tensor, from its amax; an outlier costs all values range",
+        source=f"{_TE}, current scaling, E4M3; Micikevicius et al. 2022 (2209.05433) have e5m2 for gradients",
+    ),
+    Compute(
+        "float8-row", *_uniform("float8_e4m3fn", "row"), native=_SM89,
+        fallback="float8-block",
+        purpose="the safe float8: a scale per token and per output, so that rows are independent",
+        source="torchao, rowwise, where scales are powers of two",
+    ),
+    Compute(
+        "float8-block", *_blocks(), native="blocks of 128 on Hopper",
+        purpose="long runs: e4m3 everywhere, blocks of 1×128 and, for weights, 128×128, power-of-two scales",
+        source=f"DeepSeek-V3 (2412.19437), section 3.3; power-of-two scales as in {_TE}",
+    ),
+    Compute(
+        "int8-row", *_int8(), native="CPUs with VNNI, CUDA",
+        purpose="faster than bfloat16 on a CPU: int8 quantized once and saved, stochastic gradients, exact accumulation",
+        source="Xi et al. 2024, Jetfire (2403.12422), for int8 in all three matmuls; torchao, int8 mixed precision",
+    ),
+    Compute(
+        "int8-outlier-codes",
+        Product(replace(_INT8, outliers=6.0), _INT8, "int32"), _wide("bfloat16"), _wide("bfloat16"),
+        native="CPUs with VNNI, CUDA",
+        purpose="fine-tuning and inference: input features with outliers in 16 bits, all others in int8; a byte a weight",
+        source="Dettmers et al. 2022, LLM.int8() (2208.07339), section 3.2, threshold 6; bitsandbytes",
+    ),
+    Compute(
+        "mxfp8", *_products(_MXFP8, _MXFP8, _MXFP8), native="Blackwell, MI350",
+        purpose="float8 with a power-of-two scale per 32 values: an outlier affects its block only; scales round up",
+        source="NVIDIA 2025, Recipes for Pre-training LLMs with MXFP8 (2506.08027); TransformerEngine; torchao, RCEIL",
+    ),
+    Compute(
+        "mxfp4", *_mxfp4(), native="B200, B300, MI350",
+        fallback="mxfp8",
+        purpose="four bits with power-of-two scales: stochastic rounding and rotation keep gradients unbiased",
+        source=f"{_MX}; Tseng et al. 2025, Training LLMs with MXFP4 (2502.20586)",
+    ),
+    Compute(
+        "nvfp4", *_nvfp4(), native="Blackwell", keep_last=0.15,
+        fallback="mxfp8",
+        purpose="four bits with an e4m3 scale per 16 values, of weights per 16×16; the last blocks of the model stay wide",
+        source="NVIDIA 2025, Pretraining LLMs with NVFP4 (2509.25149), section 4; TransformerEngine, NVFP4BlockScaling",
+    ),
+    Compute(
+        "nvfp4-4over6", *_nvfp4("four-or-six"), native="Blackwell", keep_last=0.15,
+        fallback="nvfp4",
+        purpose="nvfp4 whose blocks of weights and inputs end at 4 or at 6, whichever is nearer to the values",
+        source="Cook et al. 2025, Four Over Six (2512.02010); TransformerEngine, nvfp4_4over6",
+    ),
+    Compute(
+        "scalify", *_uniform("float8_e4m3fn", "tensor", "float8_e5m2", scaling="static"), transform="scalify", native=_SM89,
+        fallback="float8-row",
+        purpose="float8 without an amax per cast: tensors carry power-of-two scales, measured at few places",
+        source="Balança et al. 2024, Scalify (2407.17353)",
+    ),
+    Compute(
+        "scalify-float16", *(_wide("float16"),) * 3, dtype="float16", transform="scalify", native="CUDA", keep=(),
+        purpose="float16 throughout without a loss scale: gradients carry power-of-two scales of their own",
+        source="Balança et al. 2024, Scalify (2407.17353)",
+    ),
+)  # fmt: skip
+
+COMPUTES: dict[str, Compute] = {compute.name: compute for compute in _COMPUTES}
 
 
 # ── slots: the six operands ───────────────────────────────────────────────────────────────────────
