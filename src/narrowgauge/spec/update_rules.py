@@ -15,7 +15,6 @@ from typing import Any
 
 from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.spec.storages import Storage
-from narrowgauge.spec.toml import load_data
 
 # ── what an option may be ─────────────────────────────────────────────────────────────────────────
 
@@ -191,31 +190,71 @@ class UpdateRule:
         return "eps"
 
 
-def _option(name: str, row: dict[str, Any]) -> Option:
-    default = row.pop("default", None)
-    trained = row.pop("trained", None)
-    if isinstance(default, list):
-        default = tuple(default)
-    law: Range | Choice = FLAG
-    if "values" in row:
-        nothing = () if default else (None,)
-        law = Choice((*row["values"], *nothing))
-    elif not isinstance(default, bool):
-        law = Range(**row)
-    return Option(name, default, law, trained)
+_ADAM: Mapping[str, float] = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+_MOMENTS = (("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq"))
+_SUBSPACE = (
+    Option("rank", 128, COUNT),
+    Option("update_proj_gap", 200, COUNT),
+)
 
+_RULES = (
+    UpdateRule(
+        "adamw", "AdamW", "two moments, decoupled decay", _ADAM, moments=_MOMENTS,
+        source="Kingma & Ba, ICLR 2015 (1412.6980); Loshchilov & Hutter, ICLR 2019 (1711.05101)",
+    ),
+    UpdateRule(
+        # An L2 penalty of 0.1 would outweigh most gradients. The default is none, as in
+        # torch.optim.
+        "adam", "Adam", "two moments, decay as a penalty in the gradient", {**_ADAM, "weight_decay": 0.0},
+        moments=_MOMENTS, source="Kingma & Ba, ICLR 2015 (1412.6980)",
+    ),
+    UpdateRule(
+        "sgd", "SGD", "along the gradient, with momentum where one is given", {"weight_decay": 0.0},
+        (
+            Option("momentum", 0.0, Range()), Option("dampening", 0.0, Range(-math.inf, above=True)),
+            Option("nesterov", False, FLAG),
+        ),
+        rate=None,  # its steps are as large as the gradient, which no rule of a model's size knows
+        source="Sutskever et al., ICML 2013",
+    ),
+    UpdateRule(
+        "lion", "Lion", "one moment; its sign is the step", {"beta1": 0.9, "beta2": 0.99, "weight_decay": 0.3},
+        rate=1 / 3,  # of 3 to 10 in the paper, with as much more decay
+        moments=_MOMENTS[:1], source="Chen et al., NeurIPS 2023 (2302.06675)",
+    ),
+    UpdateRule(
+        "muon", "Muon", "one moment, whose singular values become 1", _ADAM,
+        (
+            Option("momentum", 0.95, Range(0, 1)), Option("nesterov", True, FLAG),
+            Option("ns_steps", 5, COUNT),
+            Option("adjust_lr_fn", None, Choice(("original", "match_rms_adamw", None)), trained="match_rms_adamw"),
+            Option("ns_dtype", "bfloat16", Choice(("bfloat16", "float32"))),
+        ),
+        # With match_rms_adamw its steps are as large as AdamW's (2502.16982).
+        is_matrix=True, moments=(("momentum_buffer", "exp_avg"),), source="Jordan et al. 2024; Liu et al. 2025 (2502.16982)",
+    ),
+    UpdateRule(
+        "adafactor", "Adafactor", "second moments as one value per row and per column", _ADAM,
+        (
+            Option("beta2_decay", -0.8, Range(-math.inf, 0, above=True)),
+            Option("eps", (1e-30, 1e-3), Range(is_pair=True)), Option("clip_threshold", 1.0, Range(0, above=True)),
+            Option("scale_parameter", True, FLAG, trained=False), Option("relative_step", True, FLAG, trained=False),
+        ),
+        is_matrix=True, moments=(), source="Shazeer & Stern, ICML 2018 (1804.04235)",
+    ),
+    UpdateRule(
+        "galore", "GaLore", "AdamW in a low-rank subspace of each gradient", _ADAM,
+        (*_SUBSPACE, Option("scale", 0.25, Range())),
+        is_matrix=True, moments=(), source="Zhao et al., ICML 2024 (2403.03507)",
+    ),
+    UpdateRule(
+        "gradnorm_lorp", "GradNormLoRP", "after the paper: columns as lengths and low-rank directions", _ADAM,
+        (*_SUBSPACE, Option("scale", 1.0, Range())),
+        is_matrix=True, moments=(), source="Huang et al., AAAI 2025 (2412.19616)",
+    ),
+)  # fmt: skip
 
-def _rule(name: str, row: dict[str, Any]) -> UpdateRule:
-    options = [_option(key, option) for key, option in row.pop("options", {}).items()]
-    if "moments" in row:
-        row["moments"] = tuple(map(tuple, row["moments"]))
-    row["rate"] = row.get("rate", 1.0) or None
-    return UpdateRule(name, options=tuple(options), **row)
-
-
-UPDATE_RULES: dict[str, UpdateRule] = {
-    name: _rule(name, row) for name, row in load_data("update_rules").items()
-}
+UPDATE_RULES: dict[str, UpdateRule] = {row.name: row for row in _RULES}
 """The rules by name."""
 
 
