@@ -64,7 +64,7 @@ def correction_of(planned: Estimate, measured: float) -> float:
 def _distance(run: dict[str, Any], job: Estimate) -> float:
     chip = CHIPS[run["chip"]]
     is_narrow = run["precision"] not in ("float16", "bfloat16")
-    distance = _OTHER_KIND * (run["kind"] != job.kind)
+    distance: float = _OTHER_KIND * (run["kind"] != job.kind)
     distance += _OTHER_PRECISION * (is_narrow == job.recipe.compute.is_wide)
     if chip.architecture != job.chip.architecture:
         distance += _OTHER_ARCHITECTURE

@@ -161,7 +161,7 @@ def _subspace_bytes(storage: Storage, optimizer: str, matmul: Weight) -> int:
 
 
 def _code_bytes(code: Code) -> int:
-    return width_of([(code.name, code.bits)]) // 8
+    return width_of(((code.name, code.bits),)) // 8
 
 
 def state_of_ask(ask: Ask) -> ModelState:

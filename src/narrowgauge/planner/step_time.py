@@ -197,8 +197,8 @@ def _stage_terms(ask: Ask, layers: int, has_head: bool) -> Iterator[Term]:
         text = "{} other stages, {:.3g} s a micro-batch, / {}"
         name = "filling and draining the pipeline"
         depth = layout.interleave
-        numbers = layout.pipeline - 1, waiting, depth
-        yield term("bubble", name, waiting / depth / library, text, *numbers)
+        stages = layout.pipeline - 1
+        yield term("bubble", name, waiting / depth / library, text, stages, waiting, depth)
 
 
 def _waiting_terms(ask: Ask, number: float, seconds: float) -> Iterator[Term]:
