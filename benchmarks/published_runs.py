@@ -37,7 +37,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import questions
 from _published import Run, load, measured_tokens_per_second
@@ -484,24 +484,33 @@ def write_errors() -> None:
 
 
 def write_runs() -> None:
-    """Write the published runs that the planner prints beside its answers: all rounds, and the
-    facts of questions in view.
+    """Write the published runs that the planner prints beside its answers, by source: all rounds,
+    and the facts of questions in view. Of equal jobs, the first is written.
     """
-    lines = [
-        "# Written by benchmarks/published_runs.py --write: training runs that others measured and "
-        "published.",
-        "# tokens_per_second is that of a chip, memory_gb what the framework's allocator printed.",
-        "",
-    ]
+    rows: dict[tuple[Any, ...], dict[str, Any]] = {}
+    sources = {}
+
+    def add(model: str, job: Estimate, source: str, facts: dict[str, float]) -> None:
+        fields = {
+            "parameters": job.architecture.num_parameters,
+            "kind": job.kind,
+            "precision": job.recipe.compute.name,
+            "chip": job.chip.name if job.chip.name in CHIPS else "",
+            "chips": job.num_chips,
+            "length": job.sequence_length,
+        }
+        key = tuple(fields.values())
+        if key not in rows:
+            rows[key] = {"model": model, **fields, **facts}
+            sources[key] = source
+
     for later in (False, True):
         for held_out in (False, True):
             for point in predict_all(load(held_out, later))[0]:
                 facts = {"tokens_per_second": round(point.measured, 1)}
                 if point.peak:
                     facts["memory_gb"] = round(point.peak / 1e9, 1)
-                lines.append(
-                    _run_row(point.run.model, point.job, point.kind, point.run.source, facts)
-                )
+                add(point.run.model, point.job, point.run.source, facts)
     for name in dict.fromkeys(answer.question["name"] for answer in asked()):
         answers = [answer for answer in asked() if answer.question["name"] == name]
         question = answers[0].question
@@ -509,33 +518,32 @@ def write_runs() -> None:
         model = question["ask"]["model"]
         if question["ask"].get("base", "bfloat16") != "bfloat16":
             model += f", {question['ask']['base']} base"
-        lines.append(
-            _run_row(model, answers[0].job, answers[0].job.kind, question["source"], facts)
-        )
-    (DATA / "runs.toml").write_text("run = [\n" + "\n".join(lines[3:]) + "\n]\n", encoding="utf-8")
-    text = (DATA / "runs.toml").read_text(encoding="utf-8")
-    (DATA / "runs.toml").write_text("\n".join(lines[:3]) + text, encoding="utf-8")
+        add(model, answers[0].job, question["source"], facts)
+    lines = [
+        "# Written by benchmarks/published_runs.py --write: training runs that others measured and "
+        "published, by source.",
+        "# What all runs of a publication share stands above them.",
+        "# tokens_per_second is that of a chip, memory_gb what the framework's allocator printed. "
+        "Of equal jobs, one is here.",
+    ]
+    for source in dict.fromkeys(sources.values()):
+        chosen = [row for key, row in rows.items() if sources[key] == source]
+        shared = {"source": source}
+        for name, value in chosen[0].items():
+            if len(chosen) > 1 and all(row.get(name) == value for row in chosen):
+                shared[name] = value
+        lines += ["", "[[publications]]"]
+        lines += [f"{name} = {_toml(value)}" for name, value in shared.items()]
+        lines.append("runs = [")
+        for row in chosen:
+            own = [f"{name} = {_toml(value)}" for name, value in row.items() if name not in shared]
+            lines.append(f"    {{ {', '.join(own)} }},")
+        lines.append("]")
+    (DATA / "runs.toml").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def _run_row(model: str, job: Estimate, kind: str, source: str, facts: dict[str, float]) -> str:
-    """Return a line of TOML."""
-    precision = job.recipe.compute.name
-    fields = {
-        "model": model,
-        "parameters": job.architecture.num_parameters,
-        "kind": kind,
-        "precision": precision,
-        "chip": job.chip.name if job.chip.name in CHIPS else "",
-        "chips": job.num_chips,
-        "length": job.sequence_length,
-        **facts,
-        "source": source,
-    }
-    return (
-        "    { "
-        + ", ".join(f"{key} = {json.dumps(value)}" for key, value in fields.items())
-        + " },"
-    )
+def _toml(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def main() -> int:
@@ -571,7 +579,7 @@ def main() -> int:
         )
         if options.explain and point.name.startswith(options.explain):
             for term in point.terms:
-                print(f"    {term.group:13} {term.value:9.3f}  {term.formula}")
+                print(f"    {term.group:13} {term.value:9.3f}  {term.text}")
     memory = report_memory(points)
     for line in left_out:
         print(f"left out: {line}")

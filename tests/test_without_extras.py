@@ -84,3 +84,12 @@ def test_a_missing_package_is_asked_for_in_one_line(tmp_path: Path) -> None:
         'plotly, which is not installed. pip install "narrowgauge[report]"'
     )
     assert not any(tmp_path.iterdir())
+
+
+def test_a_configuration_asks_for_transformers(tmp_path: Path) -> None:
+    """It once ended in a traceback."""
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
+    for model in ("config.json", "org/name"):
+        done = run(COMMAND, "plan", "run", "--model", model, "--chip", "H100-SXM", folder=tmp_path)
+        assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+        assert 'pip install "narrowgauge[train]"' in done.stderr

@@ -17,7 +17,7 @@ import expectations
 from expectations import INTEGERS
 from narrowgauge.numerics.rounding import round_to
 from narrowgauge.spec.formats import FORMATS
-from oracles.minifloat import Grid, scale_nearest
+from oracles.minifloat import Grid, scale_nearest, spacing, values_of
 
 NAMES = [name for name in FORMATS if name != "float64"]
 FLOATS = [name for name in NAMES if FORMATS[name].kind == "float"]
@@ -75,9 +75,8 @@ def decisive(name: str) -> Tensor:
     neighbours of each.
     """
     row = FORMATS[name]
-    codes = range(0, 1 << row.bits, max(1, (1 << row.bits) >> 12))
-    values = np.array([v for v in map(row.decode, codes) if math.isfinite(v)])
-    steps = np.array([row.spacing(v) for v in values]) / 2
+    values = np.array(values_of(name, max(1, (1 << row.bits) >> 12)))
+    steps = np.array([spacing(name, v) for v in values]) / 2
     places = np.concatenate(
         [values, values + steps, values - steps, values + steps / 2, values - steps / 2]
     )
@@ -174,7 +173,7 @@ def test_stochastic_takes_one_of_the_two_neighbours() -> None:
         x = decisive(name)
         x = x[x.abs() < FORMATS[name].max]
         below = round_to(x, name, "toward_zero")
-        above = below + torch.tensor([FORMATS[name].spacing(v) for v in x.tolist()]).copysign(x)
+        above = below + torch.tensor([spacing(name, v) for v in x.tolist()]).copysign(x)
         for source in (x, x.double()):
             ours = round_to(source, name, "stochastic", seed=3)
             away = ours != below
@@ -198,7 +197,7 @@ def test_stochastic_is_unbiased(name: str, dtype: torch.dtype) -> None:
     draws = 100_000
     # A normal value, one below the smallest normal or near it, and one far below the smallest step.
     for low in (1.0, 0.0):
-        step = FORMATS[name].spacing(low)
+        step = spacing(name, low)
         for part in (0.5, 0.25 + 2.0**-10, 2.0**-7, 1 - 2.0**-6):
             x = torch.full((draws,), low + part * step, dtype=torch.float64).to(dtype)
             exact = (float(x[0]) - low) / step

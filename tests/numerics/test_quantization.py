@@ -33,6 +33,7 @@ from narrowgauge.spec.formats import FORMATS, Format
 from narrowgauge.torch_support.compile import compiled
 from oracles import casting as oracle
 from oracles.codes import hashed
+from oracles.minifloat import values_of
 from tables import exhaustive
 from tensors import gaussian
 
@@ -88,10 +89,8 @@ def every_bfloat16() -> Tensor:
 def numbers(name: str) -> Tensor:
     """Every finite value of a narrow format, ascending; of a wide one's, those of a few exponents."""
     row = FORMATS[name]
-    codes = range(1 << row.bits) if row.bits <= 8 else range(0, 1 << row.bits, 1 << (row.bits - 14))
-    return torch.tensor(
-        sorted({v for v in map(row.decode, codes) if math.isfinite(v)}), dtype=torch.float64
-    ).float()
+    step = 1 if row.bits <= 8 else 1 << (row.bits - 14)
+    return torch.tensor(values_of(name, step), dtype=torch.float64).float()
 
 
 def same(ours: Tensor, theirs: Tensor) -> bool:

@@ -25,12 +25,15 @@ def master(program: str = "", layout: Layout | None = None, **fields: Any) -> Es
 
 def wider(shape: Architecture) -> Architecture:
     """Return a model whose MLPs have a percent more features."""
-    matmuls = []
-    for matmul in shape.matmuls:
-        if matmul.part == "mlp" and matmul.split == "column":
-            matmul = replace(matmul, out_features=round(1.01 * matmul.out_features))
-        matmuls.append(matmul)
-    return replace(shape, matmuls=tuple(matmuls))
+    kinds = []
+    for layers in shape.layers:
+        matmuls = []
+        for matmul in layers.matmuls:
+            if matmul.part == "mlp" and matmul.split == "column":
+                matmul = replace(matmul, out_features=round(1.01 * matmul.out_features))
+            matmuls.append(matmul)
+        kinds.append(replace(layers, matmuls=tuple(matmuls)))
+    return replace(shape, layers=tuple(kinds))
 
 
 @pytest.mark.parametrize("length", LENGTHS)

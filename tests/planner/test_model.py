@@ -5,6 +5,7 @@ of their configuration.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -99,8 +100,8 @@ def test_a_preset_is_the_class_of_its_configuration(name: str) -> None:
     """The defaults of Mixtral's and DeepSeek-V3's configurations are their released models."""
     preset = read_model(name)
     read = of_config(CLASSES[name], name)
-    fields = ("num_parameters", "expert_parameters", "largest_layer", "num_heads", "num_kv_heads", "query_dim", "value_dim",
-              "is_gated", "norm", "norms_per_layer", "head_norms", "activation", "has_fused_inputs", "latent", "mixture",
+    fields = ("num_parameters", "parameters", "largest_layer", "num_heads", "num_kv_heads", "query_dim", "value_dim",
+              "is_gated", "norm", "intermediate_size", "head_norms", "activation", "has_fused_inputs", "latent", "mixture",
               "tie_embeddings", "positions")  # fmt: skip
     assert {f: getattr(preset, f) for f in fields} == {f: getattr(read, f) for f in fields}
     assert preset.flops_per_token(4096) == read.flops_per_token(4096)
@@ -154,22 +155,36 @@ def test_causal_attention_is_half_and_windows_are_counted() -> None:
         == 12 * 32 * 4096 * 4096
     )
     sizes: dict[str, Any] = {"num_layers": 1, "hidden_size": 8, "num_heads": 1, "vocab_size": 8}
-    near = decoder("near", window=16, **sizes)
+    [layers] = decoder("near", **sizes).layers
+    near = replace(layers, window=16)
     keys = [min(position + 1, 16) for position in range(64)]
     assert near.mean_keys(64) == pytest.approx(
         sum(keys) / 64, rel=0.04
     )  # the formula leaves out the diagonal's half
     gemma = of_config(config("gemma2"), "half")
-    assert (gemma.window, gemma.window_share) == (16, 0.5)
-    assert gemma.mean_keys(64) == pytest.approx((near.mean_keys(64) + 32) / 2)
+    assert [(layers.count, layers.window) for layers in gemma.layers] == [(2, 16), (2, None)]
+    per_key = 6 * gemma.num_heads * (gemma.query_dim + gemma.value_dim)
+    assert gemma.attention_flops(64) == pytest.approx(per_key * 2 * (near.mean_keys(64) + 32))
 
 
-def test_hybrids_are_counted_by_their_matmuls() -> None:
-    """Qwen3-Next: three of four layers are linear attention. They once were refused."""
-    keys = {**config("llama"), "model_type": "qwen3_next", "head_dim": 32, "num_experts": 6, "num_experts_per_tok": 2,
-            "moe_intermediate_size": 48, "shared_expert_intermediate_size": 48}  # fmt: skip
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "qwen3_next": {"head_dim": 32, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+                   "shared_expert_intermediate_size": 48},
+    "jamba": {"num_experts": 4, "attn_layer_period": 4, "attn_layer_offset": 2, "mamba_d_state": 8},
+    "nemotron_h": {"hybrid_override_pattern": "M-M*", "head_dim": 16},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_hybrids_are_rows_of_their_kinds_of_layers(family: str) -> None:
+    """One of four layers has attention, the others are counted by their matmuls. Jamba was once
+    planned as if all had it.
+    """
+    keys = {**config("llama"), "model_type": family, **HYBRIDS[family]}
     shape = of_config(dict(keys), "hybrid")
     assert shape.num_parameters == sum(value.numel() for value in built(keys).parameters())
-    assert shape.num_attention_layers == 1 and shape.num_kv_heads == 2 and shape.mixer_width > 0
+    assert sum(layers.count for layers in shape.layers if layers.has_attention) == 1
+    assert shape.num_layers == 4 and shape.num_kv_heads == 2
+    assert any(layers.mixer_width > 0 for layers in shape.layers)
     per_key = 3 * 2 * shape.num_heads * (shape.query_dim + shape.value_dim)
     assert shape.attention_flops(64) == per_key * 32

@@ -54,16 +54,16 @@ def test_states_are_those_that_the_optimizer_keeps(name: str, storage: str) -> N
 def test_muon_leaves_embedding_and_head_to_adamw() -> None:
     muon = state_of(LLAMA, STORAGES["master"], "muon")
     adamw = state_of(LLAMA, STORAGES["master"])
-    assert muon.embedding == adamw.embedding and muon.head == adamw.head
+    assert muon.first == adamw.first and muon.last == adamw.last
     assert muon.layers.optimizer == pytest.approx(8 / 12 * adamw.layers.optimizer, rel=1e-3)
 
 
 def test_a_tied_head_has_no_state_of_its_own() -> None:
     shapes = [decoder("one", **SIZES, vocab_size=ROWS, tie_embeddings=tie) for tie in (True, False)]
     tied, untied = (state_of(shape, STORAGES["word"]) for shape in shapes)
-    assert untied.embedding == tied.embedding
-    assert untied.head.weights - tied.head.weights == 2 * ROWS * COLS
-    assert untied.head.optimizer > tied.head.optimizer
+    assert untied.first == tied.first
+    assert untied.last.weights - tied.last.weights == 2 * ROWS * COLS
+    assert untied.last.optimizer > tied.last.optimizer
     # On the last stage it exists too.
     jobs = [estimate(layout=Layout(pipeline=2, zero=0), model=shape) for shape in shapes]
     tied_last, last = (on_stage(job, 0.5, 1)[1] for job in jobs)

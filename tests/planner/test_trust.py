@@ -59,8 +59,8 @@ def test_experts_stay_in_16_bits_under_nf4() -> None:
     model = read_model("qwen3-30b-a3b")
     usual = estimate("hf-trainer", parts=parts, model=model)
     asked = estimate("hf-trainer", parts={**parts, "experts": "nf4"}, model=model)
-    assert usual.memory.groups["weights"] > 2 * model.expert_parameters
-    assert asked.memory.groups["weights"] < 0.6 * model.expert_parameters + 5e9
+    assert usual.memory.groups["weights"] > 2 * model.parameters["experts"]
+    assert asked.memory.groups["weights"] < 0.6 * model.parameters["experts"] + 5e9
 
 
 def test_each_part_is_stored_as_its_row_says() -> None:
@@ -156,7 +156,7 @@ def test_what_fits_instead_is_named_and_fits() -> None:
 
 def test_the_nearest_run_is_near() -> None:
     runs = published_runs()
-    assert len(runs) >= 260
+    assert len(runs) >= 180
     for run in runs:
         assert run["source"] and run["chip"] in CHIPS and run["parameters"] > 1e6
     layout = Layout(micro_batch=2)
@@ -184,9 +184,11 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not() -> None:
 def test_a_model_of_the_hub_is_read_from_its_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     folder = tmp_path / "models--org--name" / "snapshots" / "1"
     folder.mkdir(parents=True)
+    (tmp_path / "models--org--name" / "refs").mkdir()
+    (tmp_path / "models--org--name" / "refs" / "main").write_text("1")
     config = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2,
               "intermediate_size": 128, "vocab_size": 100}  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")

@@ -139,13 +139,13 @@ for _name, (_help, *_) in show.TABLES.items():
 @show_group.command("storages", help=show.TABLES["storages"][0])
 @click.option(
     "--params",
-    type=planning.amount(1),
+    type=planning.AMOUNT,
     metavar="X",
     help="Parameters (10e9): bytes of their state.",
 )
 @flags.json_list
 def show_storages(params: float | None, as_json: bool) -> None:
-    table = show.state_table(params) if params else show.table("storages")
+    table = show.state_table(params) if params is not None else show.table("storages")
     _print(as_json, table.rows, table)
 
 

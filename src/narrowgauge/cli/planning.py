@@ -5,7 +5,6 @@ One command for each question.
 
 from __future__ import annotations
 
-import math
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,9 +14,9 @@ import click
 
 from narrowgauge.cli import flags
 from narrowgauge.cli.exit_status import help_without_command
-from narrowgauge.planner.layouts import read_layout
+from narrowgauge.planner.layouts import read_fields, read_layout
 from narrowgauge.planner.model import PRESET_NAMES
-from narrowgauge.planner.program import BASES, PARTS, PROGRAMS, read_part, read_program
+from narrowgauge.planner.program import BASES, PARTS, PROGRAMS, read_program
 from narrowgauge.spec import tables
 from narrowgauge.spec.update_rules import UPDATE_RULES
 
@@ -26,47 +25,30 @@ WIDTH = 120
 _SUFFIXES = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
 
-def amount(least: float) -> flags.Parsed:
-    """Return a parser of a number such as ``10e9`` or ``10B``."""
+def _amount(text: str) -> float:
+    """Parse a number such as ``10e9`` or ``10B``."""
+    digits = text.strip()
+    scale = _SUFFIXES.get(digits[-1:].lower(), 1.0)
+    try:
+        return float(digits if scale == 1.0 else digits[:-1]) * scale
+    except ValueError:
+        raise click.BadParameter(f"'{text}' is not a number such as 10e9 or 10B.") from None
 
-    def read(text: str) -> float:
-        digits = text.strip()
-        scale = _SUFFIXES.get(digits[-1:].lower(), 1.0)
-        if scale != 1.0:
-            digits = digits[:-1]
-        try:
-            number = float(digits) * scale
-        except ValueError:
-            number = math.nan
-        if not least <= number < 1e18:
-            raise click.BadParameter(
-                f"'{text}' is not a number of at least {least:g}, such as 10e9 or 10B."
-            )
-        return number
 
-    return flags.Parsed(read)
+AMOUNT = flags.Parsed(_amount)
 
 
 def _counts(text: str) -> list[int]:
     """Parse whole numbers with commas between them."""
     parts = _names(text)
-    if not parts or not all(part.isdecimal() and 0 < int(part) < 10**7 for part in parts):
+    if not parts or not all(map(str.isdecimal, parts)):
         raise click.BadParameter(f"'{text}' is not a list of numbers of at least 1, such as 8,16.")
-    return [int(part) for part in parts]
+    return list(map(int, parts))
 
 
 def _parts(text: str) -> dict[str, str]:
     """Parse parts and how they are stored: ``head=trained,experts=nf4``."""
-    rows: dict[str, str] = {}
-    for part in _names(text):
-        name, _, value = map(str.strip, part.partition("="))
-        if not value:
-            raise click.BadParameter(f"'{part}' has no format, such as {name}=trained.")
-        if name in rows:
-            raise click.BadParameter(f"'{name}' is named twice.")
-        read_part(value)
-        rows[name] = value
-    return rows
+    return read_fields(text, "table of parts", (), PARTS, "For instance head=trained.")[1]
 
 
 def _names(text: str) -> list[str]:
@@ -121,7 +103,7 @@ _QUESTION = (
     _chip,
     _chips,
     click.option(
-        "--interconnect", "interconnect_gbit_per_second", type=amount(1e-3), metavar="X",
+        "--interconnect", "interconnect_gbit_per_second", type=AMOUNT, metavar="X",
         help="Rate of a node's network, Gbit/s in one direction.  [default: as usual for the chip]",
     ),
     click.option(
@@ -129,7 +111,7 @@ _QUESTION = (
         help="A TOML file of chips, nodes and links, instead of --chip; several are compared.",
     ),
     click.option(
-        "--tokens-per-step", type=amount(1), metavar="X", help="Tokens per step.  [default: by chips]"
+        "--tokens-per-step", type=AMOUNT, metavar="X", help="Tokens per step.  [default: by chips]"
     ),
     click.option(
         "--program", metavar="NAME,FIELD=X,…", type=flags.Parsed(read_program),
@@ -151,7 +133,7 @@ _QUESTION = (
         help=f"How parts are stored: {', '.join(PARTS)}; formats, frozen, trained, loraR, joined by +.",
     ),
     click.option(
-        "--like", metavar="X", type=amount(1e-3), help="Measured tokens/s of all chips of the first row."
+        "--like", metavar="X", type=AMOUNT, help="Measured tokens/s of all chips of the first row."
     ),
     _optimizer,
     _layout,
@@ -181,9 +163,9 @@ def _question(command: Callable[..., Any]) -> Callable[..., Any]:
     help="Tokens per sequence.  [default: 4096 at most]",
 )
 @click.option(
-    "--tokens", type=amount(1), metavar="X", help="Tokens of the whole run (300e9), for days."
+    "--tokens", type=AMOUNT, metavar="X", help="Tokens of the whole run (300e9), for days."
 )
-@click.option("--price", type=amount(1e-6), metavar="X", help="Price of a chip-hour.")
+@click.option("--price", type=AMOUNT, metavar="X", help="Price of a chip-hour.")
 @click.option("--explain", is_flag=True, help="Print every term of the best option.")
 @flags.json_object
 def run_command(as_json: bool, explain: bool, **asked: Any) -> None:

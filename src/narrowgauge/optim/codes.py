@@ -734,7 +734,7 @@ def alone_dtype(code: Code) -> torch.dtype:
         return torch.float32
     if code == BFLOAT16:
         return torch.bfloat16
-    return INTEGER[width_of([(code.name, code.bits)])]
+    return INTEGER[width_of(((code.name, code.bits),))]
 
 
 def saved_as(name: str, code: Code) -> str:

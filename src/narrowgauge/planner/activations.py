@@ -20,7 +20,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from narrowgauge.planner.program import DEFAULT, Program, adapters_of
-from narrowgauge.planner.shapes import Architecture
+from narrowgauge.planner.shapes import Architecture, LatentAttention, Layers, Mixture
 from narrowgauge.spec.computes import Compute
 from narrowgauge.spec.formats import bytes_per_number
 from narrowgauge.spec.recipes import Recipe
@@ -123,13 +123,11 @@ def layer_bytes(
     for the scores of unfused attention.
     """
     widths = widths_of(recipe, gathered, program)
-    layer = _Layer(a, recipe.compute, widths, program)
     per_token = stream = 0.0
-    for is_mixture, count in ((False, a.num_dense_layers), (True, a.num_mixture_layers)):
-        if not count:
-            continue
-        share = count / a.num_layers
-        for tensor in layer.tensors(is_mixture, repeated, sequence_length):
+    for kind in a.layers:
+        share = kind.count / a.num_layers
+        layer = _Layer(a, kind, recipe.compute, widths, program)
+        for tensor in layer.tensors(repeated, sequence_length):
             if repeated != "modules" or not tensor.is_repeated:
                 per_token += share * tensor.bytes_per_token
                 if tensor.is_stream:
@@ -144,28 +142,31 @@ def layer_bytes(
 @dataclass(frozen=True, slots=True)
 class _Layer:
     architecture: Architecture
+    kind: Layers
     compute: Compute
     widths: Widths
     program: Program
 
-    def tensors(
-        self, is_mixture: bool, repeated: str, sequence_length: int
-    ) -> Iterator[SavedTensor]:
+    def tensors(self, repeated: str, sequence_length: int) -> Iterator[SavedTensor]:
         """Yield what a layer saves for backward under a kind of recomputation."""
+        a = self.architecture
+        kind = self.kind
         if repeated == "operations":
-            yield from self.every_second_matmul(is_mixture=is_mixture)
+            yield from self.every_second_matmul()
             return
-        yield from self.norms()
-        share = self.architecture.attention_share
-        for tensor in self.attention():
-            yield tensor._replace(bytes_per_token=share * tensor.bytes_per_token)
-        # Layers of another kind: the inputs and outputs of their matmuls.
-        mixer = self.widths.matmul * self.architecture.mixer_width
-        yield SavedTensor("matmuls of other mixers", mixer)
-        yield from self.mixture() if is_mixture else self.mlp()
-        if self.program.attention == "eager" and not repeated:
-            scores = share * SCORE_BYTES * self.architecture.num_heads * sequence_length
-            yield SavedTensor("scores", scores)
+        norms = kind.norms * self.norm_bytes(a.hidden_size)
+        yield SavedTensor("norms", norms, is_stream=True)
+        if kind.has_attention:
+            yield from self.attention()
+            if self.program.attention == "eager" and not repeated:
+                yield SavedTensor("scores", SCORE_BYTES * a.num_heads * sequence_length)
+        else:
+            mixer = self.widths.matmul * kind.mixer_width
+            yield SavedTensor("inputs and outputs of another mixer's matmuls", mixer)
+        if kind.inner_size:
+            yield from self.mlp()
+        if kind.mixture:
+            yield from self.mixture(kind.mixture)
 
     def norm_bytes(self, size: int, groups: int = 1, stream: float | None = None) -> float:
         """Return the bytes that a norm saves per token, with ``groups`` statistics and ``stream``
@@ -181,12 +182,6 @@ class _Layer:
         # The input as float32, its scale, and the normalized value before the gain.
         normalized = 4.0 if kind == "rms-float32" else stream
         return (4 + normalized) * size + _STATISTIC * groups
-
-    def norms(self) -> Iterator[SavedTensor]:
-        a = self.architecture
-        yield SavedTensor(
-            "norms", a.norms_per_layer * self.norm_bytes(a.hidden_size), is_stream=True
-        )
 
     def inputs(self, size: float, consumers: int = 1, *, is_saved_anyway: bool = False) -> float:
         """Return the bytes that matmuls save of one input per token.
@@ -213,7 +208,7 @@ class _Layer:
         queries = a.num_heads * a.query_dim
         values = a.num_heads * a.value_dim
         if a.latent:
-            yield from self._latent_tensors()
+            yield from self._latent_tensors(a.latent)
             keys = queries
             saved_values = values
         else:
@@ -247,11 +242,9 @@ class _Layer:
                 ranks += matmul.in_features * matmul.count
         yield SavedTensor("inputs of the adapters' second matrices", e * ranks / a.num_layers)
 
-    def _latent_tensors(self) -> Iterator[SavedTensor]:
-        a = self.architecture
-        latent = self.architecture.latent
-        assert latent is not None
-        yield SavedTensor("input of the projections", self.inputs(a.hidden_size, 2), True, True)
+    def _latent_tensors(self, latent: LatentAttention) -> Iterator[SavedTensor]:
+        inputs = self.inputs(self.architecture.hidden_size, 2)
+        yield SavedTensor("input of the projections", inputs, True, True)
         for rank in (latent.query_rank, latent.key_value_rank):
             if rank:
                 norm = self.norm_bytes(rank, stream=self.widths.matmul)
@@ -270,23 +263,21 @@ class _Layer:
         yield SavedTensor(name, copies * tensors * self.widths.matmul * size)
         yield SavedTensor(f"product of the {name}", copies * self.inputs(size), is_repeated=True)
 
-    def every_second_matmul(self, *, is_mixture: bool) -> Iterator[SavedTensor]:
+    def every_second_matmul(self) -> Iterator[SavedTensor]:
         """Yield what torchtitan saves with per-operation checkpointing: a layer's input, attention,
         and every second matmul.
         """
         a = self.architecture
         e = self.widths.matmul
-        matmuls = []
-        for matmul in a.layer_matmuls:
-            if matmul.part == "attention" or matmul.is_of_mixture == is_mixture:
-                matmuls.append(matmul)
         yield SavedTensor("input of the layer", self.widths.stream * a.hidden_size, is_stream=True)
-        yield SavedTensor("attention", e * a.num_heads * a.value_dim + _STATISTIC * a.num_heads)
+        if self.kind.has_attention:
+            kept = e * a.num_heads * a.value_dim + _STATISTIC * a.num_heads
+            yield SavedTensor("attention", kept)
         size = 0
-        for matmul in matmuls[::2]:
+        for matmul in self.kind.matmuls[::2]:
             chosen = 1
-            if matmul.is_expert and a.mixture:
-                chosen = a.mixture.experts_per_token
+            if matmul.is_expert and self.kind.mixture:
+                chosen = self.kind.mixture.experts_per_token
             size += matmul.out_features * chosen
         yield SavedTensor("every second matmul", e * size)
 
@@ -297,14 +288,12 @@ class _Layer:
         if a.is_gated and not a.has_fused_inputs:
             gates = 2
         yield SavedTensor("input of the MLP", self.inputs(a.hidden_size, gates), True, True)
-        yield from self.inner("MLP", a.intermediate_size)
+        yield from self.inner("MLP", self.kind.inner_size)
 
-    def mixture(self) -> Iterator[SavedTensor]:
+    def mixture(self, mixture: Mixture) -> Iterator[SavedTensor]:
         """Yield the router, each token's copies for its experts, and their inner tensors."""
         a = self.architecture
-        mixture = a.mixture
         e = self.widths.matmul
-        assert mixture is not None
         chosen = mixture.experts_per_token
         # The router's input, its float32 probabilities, and the chosen experts: their weights, and
         # three lists of indices.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
 from narrowgauge.planner.activations import Widths, widths_of
 from narrowgauge.planner.efficiency import Efficiency, efficiency_of
@@ -121,20 +122,16 @@ class Ask:
     def trained_parameters(self) -> int:
         """Count the parameters that train, adapters included."""
         a = self.architecture
+        program = self.program
         if a.counts:
             return a.counts.trained
-        if self.program.trains_all:
-            return a.num_parameters
-        trained = sum(matmul.num_elements for matmul in adapters_of(a, self.program))
-        for matmul in a.matmuls:
-            if self.program.part_of(matmul).trains:
-                trained += matmul.num_parameters
-        if self.program.part("embeddings").trains:
-            trained += a.positions * a.hidden_size
-            if not (a.tie_embeddings and self.program.part("head").trains):
-                trained += a.vocab_size * a.hidden_size
-        if self.program.part("norms").trains:
-            trained += a.vectors + a.outer_vectors
+        trained = sum(matmul.num_elements for matmul in adapters_of(a, program))
+        for weight in chain.from_iterable(a.weights.values()):
+            if program.part_of(weight).trains:
+                trained += weight.num_parameters
+        is_tied_only = a.tie_embeddings and not program.part("embeddings").trains
+        if is_tied_only and program.part("head").trains:
+            trained += a.head.num_elements
         return trained
 
     @cached_property

@@ -12,9 +12,9 @@ from narrowgauge.planner.program import Program
 from narrowgauge.planner.roofline import multiplies
 from narrowgauge.spec.chips import Chip
 from narrowgauge.spec.computes import COMPUTES
-from narrowgauge.spec.notation import parse
+from narrowgauge.spec.notation import parse, representative_names
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.spec.storages import STORAGES, Storage
+from narrowgauge.spec.storages import Storage
 from narrowgauge.spec.update_rules import UPDATE_RULES, refuse_pair
 
 DEFAULT_RECIPES = ("bfloat16/master", "bfloat16/word", "bfloat16/compact", "bfloat16/states8", "float8-row/word",
@@ -48,7 +48,7 @@ def compared_recipes(
     if asked and asked != "all":
         return read_recipes(asked, optimizer)
     if asked == "all":
-        return list(suited_recipes(_all_names(chip), chip, optimizer))
+        return list(suited_recipes(_all_names(), chip, optimizer))
     suited = []
     for recipe in suited_recipes(DEFAULT_RECIPES, chip, optimizer):
         is_short = recipe.dtype == "float16" and "bfloat16" in chip.peak_tflops
@@ -94,19 +94,15 @@ def _refuse_storage(storage: Storage, optimizer: str) -> None:
     refuse_pair(optimizer, kept_storage, is_matrix=rule.is_matrix, is_adamw=optimizer == "adamw")
 
 
-def _all_names(chip: Chip) -> list[str]:
-    """Return every storage of 16-bit weights, and every other compute with its storage."""
-    names = []
-    for storage in STORAGES.values():
-        if storage.name.startswith("float16/"):
-            names.append(storage.name)
-        elif "bfloat16" in chip.peak_tflops and not storage.owner:
-            names.append(f"bfloat16/{storage.name}")
-    for compute in COMPUTES.values():
-        # Users must request computes that change the whole model or are for fine-tuning.
+def _all_names() -> Iterator[str]:
+    """Yield every compute with its storage, and every storage with its compute or bfloat16.
+
+    Users must request computes that change the whole model or are for fine-tuning.
+    """
+    for name in representative_names():
+        compute = COMPUTES[name.partition("/")[0]]
         if not compute.transform and compute.name not in _TUNING:
-            names.append(f"{compute.name}/{compute.default_storage}")
-    return list(dict.fromkeys(names))
+            yield name
 
 
 def suited_recipes(names: Iterable[str], chip: Chip, optimizer: str) -> Iterator[Recipe]:

@@ -25,7 +25,11 @@ WIDER = 1.5
 @cache
 def published_runs() -> tuple[dict[str, Any], ...]:
     """Return the published runs that ship with the planner, each with its source."""
-    return tuple(load_data("runs", "planner")["run"])
+    runs = []
+    for shared in load_data("runs", "planner")["publications"]:
+        own = shared.pop("runs")
+        runs += [{**shared, **run} for run in own]
+    return tuple(runs)
 
 
 @cache

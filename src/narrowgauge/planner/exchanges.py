@@ -18,7 +18,7 @@ from typing import Any
 
 from narrowgauge.planner.ask import Ask
 from narrowgauge.planner.machine import Cluster
-from narrowgauge.planner.terms import Term
+from narrowgauge.planner.terms import Term, term
 
 LINK_LATENCY_SECONDS = 4e-6
 """Latency of one step of a ring within a node.
@@ -129,13 +129,12 @@ def parameters_of(ask: Ask, layers: int) -> tuple[float, float]:
     """
     a = ask.architecture
     layout = ask.layout
-    outer = a.outer_parameters
-    share = layers / a.num_layers
-    inner = a.num_parameters - outer - a.expert_parameters
+    outer = a.parameters["first"] + a.parameters["last"]
     if layout.pipeline > 1 and not a.tie_embeddings:
-        outer -= a.vocab_size * a.hidden_size  # the head is on another stage
-    experts = a.expert_parameters * share / layout.expert_tensor_ranks / layout.expert
-    return (inner * share + outer) / layout.tensor, experts
+        outer -= a.head.num_elements  # it is on another stage
+    share = layers / a.num_layers
+    experts = a.parameters["experts"] * share / layout.expert_tensor_ranks / layout.expert
+    return (a.parameters["layers"] * share + outer) / layout.tensor, experts
 
 
 def layer_exchanges(ask: Ask, layers: int, compute: float, attention: float) -> Iterator[Term]:
@@ -267,9 +266,9 @@ def _exposed(
     slowed = hidden * shares["slowed.link" if is_near else "slowed.network"]
     is_assumed = not is_near and ask.cluster.interconnect_gbit_per_second is None
     text = sent[0] + ", {}{}: {:.3g} s, {:.3g} hidden, {:.3g} slower"
-    where = (path, " (assumed)" if is_assumed else "")
-    formula = (text, *sent[1:], *where, seconds, hidden, slowed)
-    return Term("communication", name, seconds - hidden + slowed, formula, "a ring")
+    where = path, " (assumed)" if is_assumed else ""
+    numbers = (*sent[1:], *where, seconds, hidden, slowed)
+    return term("communication", name, seconds - hidden + slowed, text, *numbers)
 
 
 def _repeated(experts_per_token: int, nodes: int) -> float:

@@ -103,7 +103,7 @@ def linear_seconds(
             tokens *= experts * tensor / ranks[0]
             count /= experts
             reached = shares["experts"]
-            kernels = architecture.num_mixture_layers  # one grouped kernel for a layer's experts
+            kernels /= architecture.num_experts  # one grouped kernel for a layer's experts
         out = matmul.out_features
         inputs = matmul.in_features
         if matmul.split == "column":
@@ -165,12 +165,12 @@ def mixture_seconds(ask: Ask) -> Seconds:
     """Return the waiting time of mixtures in addition to matmuls: routers, sorting, and host
     launches.
     """
-    mixture = ask.architecture.mixture
     shares = ask.efficiency
-    if mixture is None:
-        return Seconds()
-    launches = shares["expert_seconds"] * mixture.num_experts / ask.layout.expert
-    return _by_thirds((shares["mixture_seconds"] + launches) * mixture.num_layers)
+    seconds = 0.0
+    for count, mixture in ask.architecture.mixtures:
+        launches = shares["expert_seconds"] * mixture.num_experts / ask.layout.expert
+        seconds += count * (shares["mixture_seconds"] + launches)
+    return _by_thirds(seconds)
 
 
 def elementwise_seconds(ask: Ask) -> Seconds:
@@ -181,11 +181,11 @@ def elementwise_seconds(ask: Ask) -> Seconds:
     streams = a.num_layers * _STREAMS
     if not a.positions:
         streams += a.num_layers * _ROTARY_STREAMS
-    inner = a.num_dense_layers * a.intermediate_size
-    if a.mixture:
-        visited = a.mixture.experts_per_token
-        streams += a.mixture.num_layers * _DISPATCHED * visited
-        inner += a.mixture.num_layers * (visited * a.mixture.expert_size + a.mixture.shared_size)
+    inner = sum(layers.count * layers.inner_size for layers in a.layers)
+    for count, mixture in a.mixtures:
+        visited = mixture.experts_per_token
+        streams += count * _DISPATCHED * visited
+        inner += count * (visited * mixture.expert_size + mixture.shared_size)
     inner *= _GATED if a.is_gated else _UNGATED
     widths = ask.widths
     moved = streams * a.hidden_size * widths.stream / ask.layout.stream_ranks

@@ -124,31 +124,22 @@ def cluster_of(
     return Cluster(kind, chips, size, name=name or f"{chips} × {kind.name}", **rates)
 
 
-_EXAMPLES: dict[str, str | float] = {
-    "chip": "H100-SXM", "chips": 8, "chips_per_node": 8, "interconnect_gbit_per_second": 3200.0,
-    "host_memory_gb": 2048.0,
-}  # fmt: skip
-"""Keys of a cluster in a file, with examples of their values."""
-
-
 def read_cluster(path: str | Path) -> Cluster:
     """Read a cluster from a TOML file with the arguments of :func:`cluster_of`.
 
     Its stem is the name.
 
     Raises:
-        DataError: the file is unreadable, a key or type is unknown, or a required key is missing.
+        NarrowgaugeError: the file is unreadable, a key or value is unknown, or a required key is
+            missing.
     """
-    table = read_file(path, "cluster", "Write chip = 'H100-SXM' and chips = 8.")
-    refuse_unknown(table, _EXAMPLES, str(path))
-    for name, example in _EXAMPLES.items():
-        advice = f"Write {name} = {example!r}."
+    advice = "Write chip = 'H100-SXM' and chips = 8."
+    table = read_file(path, "cluster", advice)
+    refuse_unknown(table, ("chip", *_LAWS), str(path))
+    for name in ("chip", "chips"):
         if name not in table:
-            if name in ("chip", "chips"):
-                raise DataError(f"{path} does not say its {name}.", advice)
-            continue
-        kind = type(example)
-        if type(table[name]) not in (kind, int if kind is float else kind):
-            problem = f"{path}: {name} = {table[name]!r} is not {kind.__name__}."
-            raise DataError(problem, advice)
-    return cluster_of(**table, name=Path(path).stem)
+            raise DataError(f"{path} does not say its {name}.", advice)
+    for name, law in _LAWS.items():
+        if name in table:
+            law.check(name, table[name])
+    return cluster_of(str(table.pop("chip")), **table, name=Path(path).stem)

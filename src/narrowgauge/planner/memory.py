@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from narrowgauge.planner.activations import layer_bytes
 from narrowgauge.planner.ask import Ask
@@ -24,19 +24,9 @@ from narrowgauge.planner.state import (
     shared,
     state_of_ask,
 )
-from narrowgauge.planner.terms import Term, Terms
+from narrowgauge.planner.terms import Term, Terms, term
 from narrowgauge.spec.formats import bytes_per_number
 
-_SOURCES = dict.fromkeys(
-    ("weights", "gradients", "optimizer"),
-    "Rajbhandari et al., ZeRO, arXiv 1910.02054, section 5; sums as Megatron-LM's buffers, Micikevicius et al. 2018",
-) | {
-    "activations": "Korthikanti et al., arXiv 2205.05198, section 4; as in layers that run (planner/activations.py)",
-    "logits": "compiled: logits and their gradient; eager: 16-bit and float32 logits, log-softmax and its gradient",
-    "buffers": "torch FSDP2: the layer in use and the next; torchtitan's stages gather weights once a step; bitsandbytes",
-    "overhead": "commonly observed: CUDA contexts, NCCL's channels, cuBLAS's workspace; no publication",
-}
-"""Publications of each group of a memory."""
 OVERHEAD = {"context": 0.7e9, "communication buffers": 1.0e9, "workspaces": 0.1e9}
 """Memory without a formula, in bytes: driver, collectives (with several ranks), libraries."""
 FRAGMENTATION = 0.08
@@ -49,14 +39,10 @@ What it reserves beyond its tensors is the fragmentation.
 _EXACT_SUM_BYTES = 16  # of two float64 words that sum them exactly
 
 
-def _term(group: str, name: str, value: float, formula: str | tuple[Any, ...]) -> Term:
-    return Term(group, name, value, formula, _SOURCES[group])
-
-
 def _product(group: str, name: str, count: float, noun: str, width: float, note: str = "") -> Term:
     """Return the term of ``count`` things of ``width`` bytes."""
-    formula = ("{:,.10g} {} × {:,.6g} B{}", count, noun, width, note)
-    return _term(group, name, count * width, formula)
+    value = count * width
+    return term(group, name, value, "{:,.10g} {} × {:,.6g} B{}", count, noun, width, note)
 
 
 class Stage(NamedTuple):
@@ -130,27 +116,23 @@ def worst_moment(ask: Ask, stage: Stage) -> Terms:
     always = [weights, optimizer, *sums]
     if a.counts:
         width = a.counts.activations / a.counts.tokens
-        text = ("{:g} tokens × {:,.0f} B, counted on fake tensors", ask.tokens, width)
-        peak = _term("activations", "at the peak of a step", width * ask.tokens, text)
+        peak = _product("activations", "at the peak of a step", ask.tokens, "tokens", width)
         least = min(gradients.value, a.counts.gradients)
-        at_peak = gradients._replace(value=least, formula="at this moment, counted")
+        at_peak = _gradients(least, "at this moment, counted")
         return _largest([*always, at_peak, peak, *buffers], [*always, gradients])
     # Autograd adds to earlier gradients. Megatron-LM has buffers for them. Both exist during
     # forward.
     late = early = gradients
     if sums and not layout.is_fsdp:
-        formula = "each is added to the sum as soon as it is made"
-        late = early = gradients._replace(value=0.0, formula=formula)
+        late = early = _gradients(0.0, "each is added to the sum as soon as it is made")
     elif layout.is_fsdp and (layout.micro_batches == 1 or sums):
-        formula = "none at this moment, all later"
-        early = gradients._replace(value=0.0, formula=formula)
+        early = _gradients(0.0, "none at this moment, all later")
     # Temporary gradients: of the head, the first in backward, and of the current layer.
     at_start = []
     if not early.value and _is_last(ask, stage) and ask.program.part("head").trains:
         value = a.vocab_size * a.hidden_size * _visible_bytes(ask) / layout.tensor
-        at_start.append(
-            _term("gradients", "gradient of the head", value, "the first that backward makes")
-        )
+        first = "the first that backward makes"
+        at_start.append(term("gradients", "gradient of the head", value, first))
     at_end = []
     if not late.value and layout.zero < 3:
         size = _largest_layer(ask)
@@ -168,6 +150,10 @@ def worst_moment(ask: Ask, stage: Stage) -> Terms:
         [early, *always, *saved, *again, passing, *buffers, *at_start],
         [late, *always, layer, passing, *buffers, *at_end],
     )
+
+
+def _gradients(value: float, formula: str) -> Term:
+    return term("gradients", "gradients", value, formula)
 
 
 def _largest(*moments: list[Term]) -> Terms:
@@ -200,7 +186,7 @@ def _largest_layer(ask: Ask) -> float:
     layout = ask.layout
     largest = a.largest_layer / layout.tensor
     if a.mixture:
-        of_layer = a.expert_parameters / a.mixture.num_layers
+        of_layer = a.parameters["experts"] / a.num_mixture_layers
         largest += of_layer / layout.expert / layout.expert_tensor_ranks
     return largest
 
@@ -221,23 +207,20 @@ def _state_terms(ask: Ask, stage: Stage) -> tuple[Term, Term, Term]:
     state = _state(ask, stage)
     terms = []
     per = bytes_per_parameter(ask.storage)
-    for place, (group, name) in enumerate(
-        (("weights",) * 2, ("gradients",) * 2, ("optimizer", "states beside the weights"))
-    ):
-        ranks = ask.layout.tensor * ask.layout.pipeline * ask.layout.sharing(3 - place)
+    names = ("weights", "gradients", "states beside the weights")
+    text = "parts as the program stores them"
+    if ask.program.trains_all:
         text = "{:,} parameters × {:g} B / {} ranks, vectors and what is not shared as they are"
-        if not ask.program.trains_all:
-            text = "parts as the program stores them"
-        numbers = (text, ask.architecture.num_parameters, per[place], ranks)
-        terms.append(_term(group, name, state[place], numbers))
+    for place, group in enumerate(("weights", "gradients", "optimizer")):
+        ranks = ask.layout.tensor * ask.layout.pipeline * ask.layout.sharing(3 - place)
+        numbers = ask.architecture.num_parameters, per[place], ranks
+        terms.append(term(group, names[place], state[place], text, *numbers))
     weights, gradients, optimizer = terms
-    is_away = ask.program.offload
-    if is_away:
-        optimizer = optimizer._replace(value=0.0, formula="on the host")
-    if ask.program.release or is_away:
+    if ask.program.offload:
+        optimizer = term("optimizer", names[2], 0.0, "on the host")
+    if ask.program.release or ask.program.offload:
         size = min(gradients.value, _largest_layer(ask) * _gradient_bytes(ask))
-        formula = "of one layer: each is updated and freed, or sent away"
-        gradients = gradients._replace(value=size, formula=formula)
+        gradients = _gradients(size, "of one layer: each is updated and freed, or sent away")
     return weights, gradients, optimizer
 
 
@@ -310,7 +293,7 @@ def _activation_terms(ask: Ask, stage: Stage) -> tuple[list[Term], Term]:
         if program.saved == "host":
             value = inputs.value * min(1.0, 2 / stage.in_flight)
             formula = "of the two layers in use, the others on the host"
-            inputs = inputs._replace(value=value, formula=formula)
+            inputs = term("activations", inputs.name, value, formula)
         return [inputs], layer
     if layout.recompute == "selective":
         per_layer, casts = _layer_bytes(ask, program.selective)
@@ -348,11 +331,11 @@ def _buffer_terms(ask: Ask, stage: Stage) -> Iterator[Term]:
         yield _product("buffers", "two layers, gathered", count, "parameters", ask.weight_bytes)
         yield _product("buffers", "gradients of two layers", count, "parameters", gradient)
         state = state_of_ask(ask)
-        outer = state.embedding.weights + state.head.weights
+        outer = state.first.weights + state.last.weights
         if ask.gathered:
             outer *= ask.weight_bytes / stored
         formula = "embedding, head and last norm stay gathered from forward to backward"
-        yield _term("buffers", "outer weights, gathered", outer, formula)
+        yield term("buffers", "outer weights, gathered", outer, formula)
     narrow = 0.0
     if program.parts:
         for matmul in ask.architecture.layer_matmuls:
@@ -387,7 +370,8 @@ def _overhead_terms(terms: Terms, layout: Layout) -> Iterator[Term]:
     """Yield memory without a formula. What is allocated and freed during a step can fragment."""
     for name, value in OVERHEAD.items():
         if layout.num_ranks > 1 or name != "communication buffers":
-            yield _term("overhead", name, value, f"{value / 1e9:g} GB")
+            yield term("overhead", name, value, "{:g} GB", value / 1e9)
     changing = terms.without("weights", "optimizer").total
-    formula = ("{:.0%} of {:.3g} GB that change", FRAGMENTATION, changing / 1e9)
-    yield _term("overhead", "fragmentation", FRAGMENTATION * changing, formula)
+    value = FRAGMENTATION * changing
+    text = "{:.0%} of {:.3g} GB that change"
+    yield term("overhead", "fragmentation", value, text, FRAGMENTATION, changing / 1e9)

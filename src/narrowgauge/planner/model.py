@@ -7,21 +7,21 @@ We read its parameters and guess none.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.errors import DataError, RecipeError, suggestion
+from narrowgauge.errors import DataError, RecipeError, require_package, suggestion
 from narrowgauge.planner.built_models import of_config
 from narrowgauge.planner.shapes import (
     Architecture,
     LatentAttention,
-    Matmul,
+    Layers,
     Mixture,
-    Part,
     Split,
+    Weight,
 )
 from narrowgauge.spec.models import MODELS, Model, refuse_own_code
 from narrowgauge.spec.toml import load_data
@@ -39,6 +39,7 @@ def decoder(
     intermediate_size: int | None = None,
     has_biases: bool = False,
     mixture: Mixture | None = None,
+    dense_layers: int = 0,
     latent: LatentAttention | None = None,
     **fields: Any,
 ) -> Architecture:
@@ -49,6 +50,7 @@ def decoder(
         num_kv_heads: None for the number of heads; head_dim: None for width over heads;
             intermediate_size: None for four times the width.
         has_biases: all matmuls but the head have biases, and norms too.
+        dense_layers: those with an MLP beside a ``mixture``.
         fields: further fields of :class:`Architecture`.
     """
     kv_heads = num_kv_heads or num_heads
@@ -58,57 +60,53 @@ def decoder(
     vectors = 2 * norm
     if fields.get("head_norms") == "head":
         vectors += 2 * query_dim
-    matmuls: list[Matmul] = []
-    part: Part = "attention"
-    count = num_layers
 
-    def add(name: str, inner: int, out: int, split: Split, share: float = 1.0) -> None:
-        matmuls.append(Matmul(name, inner, out, count, part, split, share, has_biases))
+    def weight(name: str, inner: int, out: int, split: Split = "column") -> Weight:
+        return Weight(name, inner, out, 1, "attention", split, has_bias=has_biases)
 
-    def add_mlp(inner: int, prefix: str = "", share: float = 1.0) -> None:
+    def mlp(inner: int, prefix: str = "") -> list[Weight]:
+        rows = [weight(f"{prefix}up_proj", hidden_size, inner)]
         if fields.get("is_gated", True):
-            add(f"{prefix}gate_proj", hidden_size, inner, "column", share)
-        add(f"{prefix}up_proj", hidden_size, inner, "column", share)
-        add(f"{prefix}down_proj", inner, hidden_size, "row", share)
+            rows.insert(0, weight(f"{prefix}gate_proj", hidden_size, inner))
+        rows.append(weight(f"{prefix}down_proj", inner, hidden_size, "row"))
+        return [replace(row, part="mlp") for row in rows]
 
+    projections = {"q_proj": num_heads, "k_proj": kv_heads, "v_proj": kv_heads}
+    attention = [weight(key, hidden_size, n * query_dim) for key, n in projections.items()]
     if latent:
         query_dim = latent.plain_dim + latent.rotary_dim
         value_dim = latent.value_dim
         rank = latent.key_value_rank
         vectors += rank
-        add("kv_a_proj", hidden_size, rank + latent.rotary_dim, "none")
-        add("kv_b_proj", rank, num_heads * (latent.plain_dim + value_dim), "column")
+        attention = [
+            weight("kv_a_proj", hidden_size, rank + latent.rotary_dim, "none"),
+            weight("kv_b_proj", rank, num_heads * (latent.plain_dim + value_dim)),
+            weight("q_proj", hidden_size, num_heads * query_dim),
+        ]
         if latent.query_rank:
             vectors += latent.query_rank
-            add("q_b_proj", latent.query_rank, num_heads * query_dim, "column")
-            add("q_a_proj", hidden_size, latent.query_rank, "none")
-        else:
-            add("q_proj", hidden_size, num_heads * query_dim, "column")
-    else:
-        add("q_proj", hidden_size, num_heads * query_dim, "column")
-        add("k_proj", hidden_size, kv_heads * query_dim, "column")
-        add("v_proj", hidden_size, kv_heads * query_dim, "column")
-    add("o_proj", num_heads * value_dim, hidden_size, "row")
-    part = "mlp"
+            attention[2:] = [
+                weight("q_b_proj", latent.query_rank, num_heads * query_dim),
+                weight("q_a_proj", hidden_size, latent.query_rank, "none"),
+            ]
+    attention.append(weight("o_proj", num_heads * value_dim, hidden_size, "row"))
+    dense = Layers(1, (*attention, *mlp(size)), vectors, inner_size=size)
+    kinds: tuple[Layers, ...] = (dense.times(num_layers),)
     if mixture:
-        count = num_layers - mixture.num_layers
-    if count:
-        add_mlp(size)
-    if mixture:
-        part = "experts"
-        count = mixture.num_layers
-        router = Matmul("router", hidden_size, mixture.num_experts, count, part, "none")
-        matmuls.append(router)
-        count *= mixture.num_experts
-        add_mlp(mixture.expert_size, "experts.", mixture.experts_per_token / mixture.num_experts)
-        part = "mlp"
-        count = mixture.num_layers
+        share = mixture.experts_per_token / mixture.num_experts
+        experts = [Weight("router", hidden_size, mixture.num_experts, 1, "experts")]
+        for row in mlp(mixture.expert_size, "experts."):
+            row = replace(row, part="experts", count=mixture.num_experts, tokens_share=share)
+            experts.append(row)
         if mixture.shared_size:
-            add_mlp(mixture.shared_size, "shared.")
-    matmuls.append(Matmul("lm_head", hidden_size, vocab_size, 1, "head", "column"))
+            experts += mlp(mixture.shared_size, "shared.")
+        sparse = Layers(1, (*attention, *experts), vectors, mixture=mixture)
+        kinds = (sparse.times(num_layers - dense_layers),)
+        if dense_layers:
+            kinds = (dense.times(dense_layers), *kinds)
     return Architecture(
-        name, num_layers, hidden_size, vocab_size, tuple(matmuls), num_layers * vectors, norm, num_heads, kv_heads,
-        query_dim, value_dim, size, mixture=mixture, latent=latent, **fields,
+        name, kinds, hidden_size, vocab_size, num_heads, kv_heads, query_dim, value_dim, norm, latent=latent,
+        **fields,
     )  # fmt: skip
 
 
@@ -163,7 +161,10 @@ def read_model(text: str) -> Architecture:
     path = Path(text).expanduser()
     file = path / "config.json" if path.is_dir() else path
     if re.fullmatch(r"[\w.-]+/[\w.-]+", text) and not path.exists():
-        file = _cached_config(text)
+        require_package("transformers")
+        from huggingface_hub import try_to_load_from_cache
+
+        file = Path(str(try_to_load_from_cache(text, "config.json")))
     if not key or not file.is_file():
         near = suggestion(key, (*MODELS, *PRESET_NAMES, *_PRESETS["aliases"]))
         raise RecipeError(
@@ -179,17 +180,5 @@ def read_model(text: str) -> Architecture:
     if not isinstance(config, dict):
         raise DataError(f"{file} holds {type(config).__name__}, no table.", advice)
     refuse_own_code(file)
+    require_package("transformers")
     return of_config(config, str(path))
-
-
-def _cached_config(name: str) -> Path:
-    """Return the newest ``config.json`` of a model in the hub's cache, or a path that does not
-    exist.
-
-    Source: huggingface_hub, "Understand caching": ``models--org--name/snapshots/REVISION``.
-    """
-    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
-    cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
-    folder = cache / f"models--{name.replace('/', '--')}" / "snapshots"
-    files = sorted(folder.glob("*/config.json"), key=lambda file: file.stat().st_mtime)
-    return files[-1] if files else folder / "config.json"

@@ -17,6 +17,8 @@ _OTHER_KIND = 2.0
 _OTHER_ARCHITECTURE = 1.0
 _OTHER_CHIP = 0.3
 _OTHER_PRECISION = 0.5
+_SIZES = {"parameters": 0.7, "length": 0.3, "chips": 0.15}
+"""Weights of the logarithms of ratios."""
 
 
 def nearest_run(job: Estimate) -> str:
@@ -44,10 +46,8 @@ def nearest_run(job: Estimate) -> str:
     )
 
 
-def correction_of(planned: Estimate, measured: Any) -> float:
+def correction_of(planned: Estimate, measured: float) -> float:
     """Return planned over measured rate of a run like this one."""
-    if not (isinstance(measured, int | float) and 0 < measured < math.inf):
-        raise DataError(f"Cannot plan like a run of {measured} tokens/s.", "Name a rate above 0.")
     peak = planned.chip.peak_flops
     if not planned.recipe.compute.is_wide:
         peak = 1e12 * max(planned.chip.peak_tflops.values())
@@ -63,16 +63,14 @@ def correction_of(planned: Estimate, measured: Any) -> float:
 
 def _distance(run: dict[str, Any], job: Estimate) -> float:
     chip = CHIPS[run["chip"]]
-    distance = 0.0
-    if run["kind"] != job.kind:
-        distance += _OTHER_KIND
+    is_narrow = run["precision"] not in ("float16", "bfloat16")
+    distance: float = _OTHER_KIND * (run["kind"] != job.kind)
+    distance += _OTHER_PRECISION * (is_narrow == job.recipe.compute.is_wide)
     if chip.architecture != job.chip.architecture:
         distance += _OTHER_ARCHITECTURE
     elif chip.name != job.chip.name:
         distance += _OTHER_CHIP
-    is_narrow = run["precision"] not in ("float16", "bfloat16")
-    if is_narrow == job.recipe.compute.is_wide:
-        distance += _OTHER_PRECISION
-    distance += 0.7 * abs(math.log(run["parameters"] / job.architecture.num_parameters))
-    distance += 0.3 * abs(math.log(run["length"] / job.sequence_length))
-    return distance + 0.15 * abs(math.log(run["chips"] / job.num_chips))
+    sizes = job.architecture.num_parameters, job.sequence_length, job.num_chips
+    for (name, weight), size in zip(_SIZES.items(), sizes, strict=True):
+        distance += weight * abs(math.log(run[name] / size))
+    return distance

@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from narrowgauge.errors import DataError
 from narrowgauge.planner.built_models import with_all
-from narrowgauge.planner.shapes import Architecture, Counts, Matmul
+from narrowgauge.planner.shapes import Architecture, Counts, Layers, Weight
 from narrowgauge.spec.update_rules import UPDATE_RULES
 
 _FLASH = "_scaled_dot_product_flash_attention"
@@ -85,13 +85,8 @@ def of_module(
             "Name a batch of at least one sample.",
         )
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        fakes: dict[int, Any] = {}
-        for buffer in model.buffers():
-            fakes[id(buffer)] = mode.from_tensor(buffer.detach())
-        for parameter in model.parameters():
-            fake = mode.from_tensor(parameter.detach())
-            fakes[id(parameter)] = nn.Parameter(fake, parameter.requires_grad)
-        fake_model = copy.deepcopy(model, fakes)
+        with FakeCopyMode(mode):
+            fake_model = copy.deepcopy(model)
         inputs = tree_map_only(Tensor, mode.from_tensor, batch)
         live = LiveBytes(list(fake_model.parameters()))
         flops = FlopCounterMode(display=False)
@@ -143,37 +138,30 @@ def _shape(model: nn.Module, counts: Counts) -> Architecture:
 
     One head stands for attention, so nothing is split over tensor ranks.
     """
-    linears: list[Tensor] = []
-    tables: list[Tensor] = []
-    depth = 1
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
-            linears.append(module.weight)
-        elif isinstance(module, nn.Embedding):
-            tables.append(module.weight)
-        elif isinstance(module, nn.ModuleList | nn.Sequential):
-            depth = max(depth, len(module))
+    linears = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
     if not linears:
         raise DataError(
             f"Cannot plan {type(model).__name__}, because it has no nn.Linear.",
             "Plan its config.json.",
         )
-    hidden = Counter(weight.shape[1] for weight in linears).most_common(1)[0][0]
+    depth = 1
+    rows = []  # of tables beside the head
     *inner, head = linears
+    vocab, hidden = head.shape
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList | nn.Sequential):
+            depth = max(depth, len(module))
+        elif isinstance(module, nn.Embedding) and module.weight is not head:
+            rows += [module.num_embeddings] * (module.embedding_dim == hidden)
     matmuls = []
     for (out, size), count in Counter(weight.shape for weight in inner).items():
-        matmuls.append(Matmul(f"{out}x{size}", size, out, count, "mlp", "none"))
-    vocab, width = head.shape
-    matmuls.append(Matmul("lm_head", width, vocab, 1, "head", "column"))
-    rows = [table.shape[0] for table in tables if table is not head and table.shape[1] == hidden]
-    positions = sum(rows)
+        matmuls.append(Weight(f"{out}x{size}", size, out, count, "mlp"))
     is_tied = vocab not in rows
-    if not is_tied:
-        positions -= vocab
     widest = max(weight.shape[0] for weight in inner or linears)
+    layers = Layers(depth, tuple(matmuls), 0, inner_size=widest)
     result = Architecture(
-        type(model).__name__, depth, hidden, vocab, tuple(matmuls), 0, 0, 1, 1, hidden, hidden, widest,
-        is_gated=False, tie_embeddings=is_tied, positions=positions, counts=counts,
+        type(model).__name__, (layers,), hidden, vocab, 1, 1, hidden, hidden, is_gated=False, tie_embeddings=is_tied,
+        positions=sum(rows) - vocab * (not is_tied), counts=counts,
     )  # fmt: skip
     return with_all(result, sum(p.numel() for p in model.parameters()))
 

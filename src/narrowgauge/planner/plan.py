@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -43,6 +43,7 @@ from narrowgauge.planner.words import Plan
 from narrowgauge.spec.chips import Chip, read_chip
 from narrowgauge.spec.models import MODELS
 from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.toml import refuse_unknown
 from narrowgauge.spec.update_rules import COUNT, Range
 
 _SEQUENCE_LENGTH = 4096
@@ -52,7 +53,7 @@ _STEP_OF_LENGTH = 128
 _RATES = ("interconnect_gbit_per_second", "host_memory_gb", "chips_per_node")
 _NUMBERS = {
     "sequence_length": COUNT, "chips": COUNT, "lora": Range(is_integer=True), "tokens_per_step": Range(1), "tokens": Range(1),
-    "price": Range(1e-6),
+    "price": Range(1e-6), "like": Range(1e-3),
 }  # fmt: skip
 """The values of a question's numbers."""
 EQUAL_RATES = 0.02
@@ -108,14 +109,14 @@ def plan(
         >>> best.fits, best.layout.shard
         (True, 8)
     """
-    refuse_numbers({**asked, "tokens": tokens, "price": price})
+    refuse_numbers({**asked, "tokens": tokens, "price": price, "like": like})
     if price is not None and tokens is None:
         raise NarrowgaugeError("Cannot price a run without its tokens.", "Name tokens (--tokens).")
     question = read_question(model, **asked)
     jobs, left_out = question.answer()
     if like is not None:
         question = replace(question, correction=correction_of(jobs[0], like))
-        jobs = [replace(job, correction=question.correction) for job in jobs]
+        jobs = question.corrected(jobs)
     changes: list[tuple[str, Estimate]] = []
     if advise and not jobs[0].fits:
         changes = question.instead()
@@ -134,7 +135,7 @@ def plan_longest(model: Any, *, like: float | None = None, **asked: Any) -> Plan
         >>> plan_longest("llama-1b", chip="RTX-4090", recipes="bfloat16/word").best.sequence_length > 10_000
         True
     """
-    refuse_numbers(asked)
+    refuse_numbers({**asked, "like": like})
     question = read_question(model, **asked, sequence_length=_STEP_OF_LENGTH)
     positions = question.architecture.positions or _LONGEST
 
@@ -149,7 +150,7 @@ def plan_longest(model: Any, *, like: float | None = None, **asked: Any) -> Plan
             return True
 
     jobs(_STEP_OF_LENGTH)  # raises if the question is wrong at every length
-    # Context ranks need a multiple of them, so lengths are doubled first.
+    # Context ranks need a multiple of them.
     odd = []
     for where in question.machines:
         part = where.chips // (where.chips & -where.chips)
@@ -158,22 +159,19 @@ def plan_longest(model: Any, *, like: float | None = None, **asked: Any) -> Plan
     unit = _STEP_OF_LENGTH * math.lcm(*odd)
     if is_too_long(unit):
         unit = _STEP_OF_LENGTH
-    low = unit
-    while low < _LONGEST and not is_too_long(2 * low):
-        low *= 2
-    if is_too_long(low):
+    sizes = range(unit, _LONGEST, unit)
+    place = bisect_left(sizes, True, key=is_too_long)
+    if not place:
         raise NarrowgaugeError(
-            f"No sequence fits, even of {low} tokens.", "Ask narrowgauge plan run what would fit."
+            f"No sequence fits, even of {unit} tokens.", "Ask narrowgauge plan run what would fit."
         )
-    sizes = range(low, 2 * low, unit)
-    length = sizes[bisect_left(sizes, True, key=is_too_long) - 1]
+    length = sizes[place - 1]
     between = range(length + unit - _STEP_OF_LENGTH, length, -_STEP_OF_LENGTH)
     length = next((size for size in between if not is_too_long(size)), length)
     answer = jobs(length)
     if like is not None:
-        correction = correction_of(answer[0], like)
-        answer = tuple(replace(job, correction=correction) for job in answer)
-    return Plan(answer, question.name)
+        question = replace(question, correction=correction_of(answer[0], like))
+    return Plan(tuple(question.corrected(answer)), question.name)
 
 
 @dataclass(frozen=True)
@@ -193,6 +191,10 @@ class Question:
     parts: Mapping[str, Any] = field(default_factory=dict)
     tokens_per_step: float | None = None
     correction: float = 1.0
+
+    def corrected(self, jobs: Iterable[Estimate]) -> list[Estimate]:
+        """Return jobs as fast as a measured run."""
+        return [replace(job, correction=self.correction) for job in jobs]
 
     def program_on(self, chip: Chip) -> Program:
         """Return the training loop on a chip, with its table of parts."""
@@ -261,38 +263,53 @@ class Question:
     def changes(self) -> Iterator[tuple[str, Question]]:
         """Yield changes by how little they change the training."""
         program = self.program_on(self.machines[0].chip)
+        tunes = program.has_adapters
         chunked = replace(program, loss="chunked")
         on_host = replace(chunked, saved="host")
-        if program.loss == "whole":
-            yield "--program loss=chunked", replace(self, program=chunked)
-        if program.has_adapters and not program.saved:
-            yield "--program loss=chunked,saved=host", replace(self, program=on_host)
-        if program.has_adapters and not program.part("mlp").is_narrow:
-            yield "--base nf4", replace(self, base="nf4")
-            both = replace(self, base="nf4", program=chunked)
-            yield "--base nf4 --program loss=chunked", both
-        if program.has_adapters and self.architecture.mixture and "experts" not in self.parts:
-            narrow = replace(self, base="nf4", parts={**self.parts, "experts": "nf4"})
-            yield "--base nf4 --part experts=nf4", narrow
-        if self.recipes and not program.has_adapters:
-            for recipe in ("bfloat16/word", "bfloat16/states8"):
-                yield f"--recipe {recipe}", replace(self, recipes=recipe)
-        if set(self.fixed) - {"micro_batch"}:
-            free = {name: self.fixed[name] for name in ("micro_batch",) if name in self.fixed}
-            yield "without --layout", replace(self, fixed=free)
-        if not program.has_adapters and not program.offload:
-            away = replace(chunked, offload=True)
-            yield "--program offload=true,loss=chunked", replace(self, program=away)
+        away = replace(chunked, offload=True)
+        narrow = {**self.parts, "experts": "nf4"}
+        has_experts = self.architecture.mixture is not None and "experts" not in self.parts
+        is_wide = tunes and not program.part("mlp").is_narrow
+        free = {name: value for name, value in self.fixed.items() if name == "micro_batch"}
+        changes: list[tuple[bool, str, dict[str, Any]]] = [
+            (program.loss == "whole", "--program loss=chunked", {"program": chunked}),
+            (
+                tunes and not program.saved,
+                "--program loss=chunked,saved=host",
+                {"program": on_host},
+            ),
+            (is_wide, "--base nf4", {"base": "nf4"}),
+            (is_wide, "--base nf4 --program loss=chunked", {"base": "nf4", "program": chunked}),
+            (
+                tunes and has_experts,
+                "--base nf4 --part experts=nf4",
+                {"base": "nf4", "parts": narrow},
+            ),
+        ]
+        for recipe in ("bfloat16/word", "bfloat16/states8"):
+            is_other = bool(self.recipes) and not tunes
+            changes.append((is_other, f"--recipe {recipe}", {"recipes": recipe}))
+        changes += [
+            (free != self.fixed, "without --layout", {"fixed": free}),
+            (
+                not (tunes or program.offload),
+                "--program offload=true,loss=chunked",
+                {"program": away},
+            ),
+        ]
         length = self.length
-        while length > _SHORTEST and self.tokens_per_step is None:
+        while length > _SHORTEST:
             length //= 2
-            yield f"--sequence-length {length}", replace(self, length=length)
-        if not program.has_adapters:
-            tuned = replace(self, lora=_RANK, base="nf4", recipes=(), program="")
-            yield f"--lora {_RANK} --base nf4", tuned
+            is_open = self.tokens_per_step is None
+            changes.append((is_open, f"--sequence-length {length}", {"length": length}))
+        tuned = {"lora": _RANK, "base": "nf4", "recipes": (), "program": ""}
+        changes.append((not tunes, f"--lora {_RANK} --base nf4", tuned))
         for factor in (2, 4, 8, 16):
             larger = tuple(_with_chips(where, factor) for where in self.machines)
-            yield f"--chips {larger[0].chips}", replace(self, machines=larger)
+            changes.append((True, f"--chips {larger[0].chips}", {"machines": larger}))
+        for is_possible, text, fields in changes:
+            if is_possible:
+                yield text, replace(self, **fields)
 
 
 def read_question(
@@ -393,6 +410,7 @@ def _with_chips(where: Cluster, factor: int) -> Cluster:
 
 def _machines(cluster: Any, chip: Any, chips: Any, rates: Mapping[str, Any]) -> Iterator[Cluster]:
     """Yield the clusters of a question."""
+    refuse_unknown(rates, _RATES, "a plan", NarrowgaugeError)
     clusters = _listed(cluster)
     kinds = _listed(chip)
     counts = _listed(chips)
@@ -402,16 +420,11 @@ def _machines(cluster: Any, chip: Any, chips: Any, rates: Mapping[str, Any]) -> 
             why = f"a cluster has its own {next(iter(rates), 'chips')}"
         advice = "Name chips (--chip H100-SXM --chips 8), or clusters, which have their chips and rates (--cluster FILE)."
         raise ChipError(f"Cannot plan because {why}.", advice)
-    for name in rates:
-        if name not in _RATES:
-            advice = suggestion_or_all(name, _RATES)
-            raise NarrowgaugeError(f"Cannot plan with {name!r}, which is no argument.", advice)
     for where in clusters:
         yield where if isinstance(where, Cluster) else read_cluster(where)
     for kind in kinds:
-        chip_row = kind if isinstance(kind, Chip) else read_chip(kind)
         for count in counts or [1]:
-            yield cluster_of(chip_row, count, **rates)
+            yield cluster_of(kind if isinstance(kind, Chip) else read_chip(kind), count, **rates)
 
 
 def refuse_numbers(asked: Mapping[str, Any]) -> None:
@@ -436,8 +449,7 @@ def _refuse_parts(architecture: Architecture, parts: Mapping[str, str], base: st
             f"Cannot store frozen weights in {base!r}.",
             suggestion_or_all(base, BASES),
         )
-    present = {"experts"} if architecture.expert_parameters else set()
-    present |= {matmul.part for matmul in architecture.matmuls if matmul.part == "mlp"}
+    present = {matmul.part for matmul in architecture.matmuls}
     for name in {"experts", "mlp"} & set(parts) - present:
         raise RecipeError(
             f"Cannot store the part {name!r} because {architecture.name} has none.",

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from narrowgauge.errors import RecipeError, suggestion_or_all
 from narrowgauge.planner.layouts import read_fields
-from narrowgauge.planner.shapes import Architecture, Matmul
+from narrowgauge.planner.shapes import Architecture, Weight
 from narrowgauge.spec.chips import Chip
 from narrowgauge.spec.sums import ACCUMULATION_DTYPES
 from narrowgauge.spec.toml import load_data
@@ -169,13 +169,11 @@ class Program:
                 return row._replace(dtype=self.rest) if row.dtype == _REST else row
         return _TRAINED
 
-    def part_of(self, matmul: Matmul) -> Part:
-        """Return the row of a matrix. A router is stored like attention."""
-        if matmul.is_expert:
+    def part_of(self, weight: Weight) -> Part:
+        """Return the row of a weight. A router is stored like attention."""
+        if weight.is_expert:
             return self.part("experts")
-        if matmul.part in ("mlp", "head"):
-            return self.part(matmul.part)
-        return self.part("attention")
+        return self.part("attention" if weight.part == "experts" else weight.part)
 
     @property
     def reference(self) -> Part | None:
@@ -217,7 +215,7 @@ class Program:
         return f"{self.text}: {', '.join(words)}"
 
 
-def adapters_of(a: Architecture, program: Program) -> Iterator[Matmul]:
+def adapters_of(a: Architecture, program: Program) -> Iterator[Weight]:
     """Yield both matrices of each adapter, ``[rank, in_features]`` and ``[out_features, rank]``."""
     if not program.has_adapters:
         return

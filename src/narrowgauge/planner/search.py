@@ -201,8 +201,7 @@ def _shapes(ask: Ask, fixed: Mapping[str, Any]) -> Iterator[Layout]:
     tensors = _values(fixed, "tensor", filter(node.__ge__, _TENSOR))
     stages = _values(fixed, "pipeline", _stages(ask))
     longest = min(MOST_CONTEXT, max(1, ask.sequence_length // LEAST_PART))
-    divisors = [ranks for ranks in range(1, longest + 1) if chips % ranks == 0]
-    contexts = _values(fixed, "context", divisors)
+    contexts = _values(fixed, "context", _divisors(chips, longest))
     for tensor, pipeline, context in product(tensors, stages, contexts):
         ranks, rest = divmod(chips, tensor * pipeline * context)
         is_interleaved_one = pipeline == 1 and fixed.get("interleave", 1) > 1
@@ -232,42 +231,39 @@ def _shapes(ask: Ask, fixed: Mapping[str, Any]) -> Iterator[Layout]:
                 )
 
 
-def _stages(ask: Ask) -> Iterator[int]:
-    """Yield numbers of stages: powers of two, and stages of equally many layers (embedding and head
+def _divisors(number: int, most: int) -> list[int]:
+    return [value for value in range(1, most + 1) if number % value == 0]
+
+
+def _stages(ask: Ask) -> list[int]:
+    """Return numbers of stages: powers of two, and stages of equally many layers (embedding and head
     may count as a layer each).
     """
-    yield 1
     layers = ask.architecture.num_layers
-    if ask.cluster.chips <= ask.cluster.chips_per_node:
-        return
-    for number in range(2, min(_MOST_STAGES, layers) + 1):
-        is_even = layers % number == 0 or (layers + 2) % number == 0
-        if ask.cluster.chips % number == 0 and (is_even or number.bit_count() == 1):
-            yield number
+    stages = [1]
+    if ask.cluster.chips > ask.cluster.chips_per_node:
+        for number in _divisors(ask.cluster.chips, min(_MOST_STAGES, layers)):
+            is_even = layers % number == 0 or (layers + 2) % number == 0
+            if is_even or number.bit_count() == 1:
+                stages.append(number)
+    return stages
 
 
-def _expert_ranks(ask: Ask, ranks: int) -> Iterator[int]:
-    """Yield numbers of expert ranks within ``ranks``: one, a node's, usual ones, and all."""
-    yield 1
-    if ask.architecture.mixture:
-        most = math.gcd(ask.architecture.num_experts, ranks)
-        yield math.gcd(most, ask.cluster.chips_per_node)
-        for number in _EXPERT:
-            if most % number == 0:
-                yield number
-        yield most
+def _expert_ranks(ask: Ask, ranks: int) -> list[int]:
+    """Return numbers of expert ranks within ``ranks``: one, a node's, usual ones, and all."""
+    if ask.architecture.mixture is None:
+        return [1]
+    most = math.gcd(ask.architecture.num_experts, ranks)
+    usual = [number for number in _EXPERT if most % number == 0]
+    return [1, math.gcd(most, ask.cluster.chips_per_node), *usual, most]
 
 
-def _depths(layers: int, pipeline: int) -> Iterator[int]:
-    """Yield numbers of groups of layers that a stage may have."""
-    yield 1
-    if pipeline > 1:
-        per_stage = layers // pipeline
-        if layers % pipeline:
-            per_stage = math.ceil((layers + 2) / pipeline)
-        for number in range(2, min(per_stage, _MOST_GROUPS) + 1):
-            if per_stage % number == 0:
-                yield number
+def _depths(layers: int, pipeline: int) -> list[int]:
+    """Return numbers of groups of layers that a stage may have."""
+    per_stage = layers // pipeline
+    if layers % pipeline:
+        per_stage = math.ceil((layers + 2) / pipeline)
+    return _divisors(per_stage, min(per_stage, _MOST_GROUPS)) if pipeline > 1 else [1]
 
 
 def _shards(fixed: Mapping[str, Any], ranks: int, of_node: int, pipeline: int) -> Iterator[int]:

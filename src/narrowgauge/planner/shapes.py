@@ -1,23 +1,23 @@
-"""Architectures: the shape of a decoder down to each matmul.
+"""Architectures: the shape of a decoder, as kinds of equal layers down to each weight.
 
-Parameters and operations are sums over one list of matmuls, so they always agree.
+Parameters, operations, state and exchanges are sums over one list of weights, so they always agree.
+A hybrid is a list of several kinds.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-Part = Literal["attention", "mlp", "experts", "head"]
+Part = Literal["attention", "mlp", "experts", "head", "embeddings", "norms"]
 Split = Literal["column", "row", "none"]
 Norm = Literal["rms", "rms-float32", "layer"]
 
 
-@dataclass(frozen=True, slots=True)
-class Mixture:
-    """Describe the experts of a mixture: a router chooses ``experts_per_token`` of ``num_experts``
-    in each of ``num_layers``.
+class Mixture(NamedTuple):
+    """Describe the experts of a layer: a router chooses ``experts_per_token`` of ``num_experts``.
 
     ``shared_size`` is the total intermediate size of the experts that every token visits.
     """
@@ -25,12 +25,10 @@ class Mixture:
     num_experts: int
     experts_per_token: int
     expert_size: int
-    num_layers: int
     shared_size: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class LatentAttention:
+class LatentAttention(NamedTuple):
     """Describe attention with keys and values expanded from a latent vector (MLA).
 
     Args:
@@ -62,8 +60,8 @@ class Counts(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Matmul:
-    """Describe equal multiplied weights, ``[out_features, in_features]`` each.
+class Weight:
+    """Describe equal weights, ``[out_features, in_features]`` each. Vectors are one row.
 
     Args:
         count: number of weights in the model.
@@ -77,7 +75,7 @@ class Matmul:
     out_features: int
     count: int
     part: Part
-    split: Split
+    split: Split = "none"
     tokens_share: float = 1.0
     has_bias: bool = False
 
@@ -85,11 +83,6 @@ class Matmul:
     def is_expert(self) -> bool:
         """Tell whether expert parallelism shards it."""
         return self.name.startswith("experts.")
-
-    @property
-    def is_of_mixture(self) -> bool:
-        """Tell whether it is in a mixture's layer, shared experts included."""
-        return self.part == "experts" or self.name.startswith("shared.")
 
     @property
     def num_elements(self) -> int:
@@ -105,90 +98,185 @@ class Matmul:
         return 2 * self.num_elements * self.tokens_share
 
 
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """Describe equal layers.
+
+    Args:
+        count: number of layers.
+        matmuls: every multiplied weight of all of them.
+        vectors: parameters of norms and other vectors in all of them, without biases of matmuls.
+        norms: norms of the residual stream's width in a layer.
+        has_attention: else the matmuls of its part "attention" are those of another mixer.
+        window: attended tokens; None for all.
+        inner_size: intermediate size of a dense MLP; 0 without one.
+    """
+
+    count: int
+    matmuls: tuple[Weight, ...]
+    vectors: int
+    norms: int = 2
+    has_attention: bool = True
+    window: int | None = None
+    inner_size: int = 0
+    mixture: Mixture | None = None
+
+    def times(self, count: int) -> Layers:
+        """Return ``count`` times these layers."""
+        matmuls = [replace(matmul, count=count * matmul.count) for matmul in self.matmuls]
+        return replace(
+            self, count=count * self.count, matmuls=tuple(matmuls), vectors=count * self.vectors
+        )
+
+    @property
+    def mixer_width(self) -> float:
+        """Count the inputs and outputs of the matmuls of another mixer than attention, in a layer."""
+        total = 0
+        for matmul in self.matmuls:
+            if matmul.part == "attention" and not self.has_attention:
+                total += matmul.count * (matmul.in_features + matmul.out_features)
+        return total / self.count
+
+    def mean_keys(self, sequence_length: int, *, is_causal: bool = True) -> float:
+        """Return the attended keys per token of a layer with attention.
+
+        This is half the sequence with the mask, all of it in Megatron's convention. A window ``w``
+        shortens the causal mean to ``w - w² / 2s``.
+        """
+        if self.window is None or self.window >= sequence_length:
+            return sequence_length / 2 if is_causal else float(sequence_length)
+        near = float(self.window)
+        if is_causal:
+            near -= self.window**2 / (2 * sequence_length)
+        return near
+
+
 @dataclass(frozen=True)
 class Architecture:
     """Describe the shape of a decoder.
 
     Args:
-        matmuls: every multiplied weight, the head last, also if tied to the embedding.
-        vectors: parameters of norms and other vectors in all layers, including biases of matmuls.
-        outer_vectors: other parameters outside the layers, without embedding, positions, head and
-            its biases. They include norms and parts that no text decoder has, such as a vision
-            tower.
+        layers: its kinds of layers.
+        outer_vectors: other parameters outside the layers, without embedding, positions and head.
+            They include norms, biases, and parts that no text decoder has, such as a vision tower.
         num_heads, num_kv_heads, query_dim, value_dim: of attention.
-        intermediate_size: of an MLP.
         is_gated: the MLP multiplies two projections (SwiGLU, GeGLU) instead of one.
         positions: number of learned positions; 0 for rotary or other fixed positions.
         norm: ``"rms"`` has gains, ``"rms-float32"`` applies them in float32, ``"layer"`` may have
             gains and biases.
-        norms_per_layer: norms of the residual stream's width.
         head_norms: norms of queries and keys: ``"none"``, per ``"head"``, or over ``"all"`` heads.
-        activation: the MLP's function, in Hugging Face's spelling.
+        activation: the MLP's function, in Hugging Face's spelling, if it is several operations.
         has_fused_inputs: queries, keys and values are one matmul.
-        window, window_share: attended tokens per layer, None for all; and the fraction of layers
-            with that window.
-        num_attention_layers: layers with attention; None for all. The other ones are counted by
-            their matmuls, whose names begin with ``mixer.``.
         counts: of a step of a user's module; None for formulas.
         left_out: parts of the model without planned time and activations; empty if none.
     """
 
     name: str
-    num_layers: int
+    layers: tuple[Layers, ...]
     hidden_size: int
     vocab_size: int
-    matmuls: tuple[Matmul, ...]
-    vectors: int
-    outer_vectors: int
     num_heads: int
     num_kv_heads: int
     query_dim: int
     value_dim: int
-    intermediate_size: int
+    outer_vectors: int = 0
     is_gated: bool = True
     tie_embeddings: bool = False
     positions: int = 0
     norm: Norm = "rms"
-    norms_per_layer: int = 2
     head_norms: Literal["none", "head", "all"] = "none"
-    activation: str = "silu"
+    activation: str = ""
     has_fused_inputs: bool = False
-    window: int | None = None
-    window_share: float = 1.0
-    mixture: Mixture | None = None
     latent: LatentAttention | None = None
     left_out: str = ""
-    num_attention_layers: int | None = None
     counts: Counts | None = None
 
     def __hash__(self) -> int:
         return hash((self.name, self.num_parameters))
 
-    @property
-    def num_dense_layers(self) -> int:
-        """Count layers with an MLP instead of a mixture."""
-        return self.num_layers - self.num_mixture_layers
-
-    @property
-    def num_mixture_layers(self) -> int:
-        """Count layers with a mixture."""
-        return self.mixture.num_layers if self.mixture else 0
-
-    @property
-    def attention_share(self) -> float:
-        """Return the fraction of layers that have attention."""
-        if self.num_attention_layers is None:
-            return 1.0
-        return self.num_attention_layers / self.num_layers
+    # weights
 
     @cached_property
-    def mixer_width(self) -> float:
-        """Count the inputs and outputs of the matmuls of other mixers, for a mean layer."""
-        total = 0
-        for matmul in self.matmuls:
-            if matmul.name.startswith("mixer."):
-                total += matmul.count * (matmul.in_features + matmul.out_features)
-        return total / self.num_layers
+    def layer_matmuls(self) -> tuple[Weight, ...]:
+        """Return the matmuls of the layers: all but the head."""
+        return tuple(matmul for layers in self.layers for matmul in layers.matmuls)
+
+    @cached_property
+    def head(self) -> Weight:
+        """Return the head's weight; a tied one is the embedding."""
+        return Weight("lm_head", self.hidden_size, self.vocab_size, 1, "head", "column")
+
+    @cached_property
+    def matmuls(self) -> tuple[Weight, ...]:
+        """Return every multiplied weight, the head last, also if tied to the embedding."""
+        return (*self.layer_matmuls, self.head)
+
+    @cached_property
+    def weights(self) -> dict[str, list[Weight]]:
+        """Return all parameters by place: the layers and their experts, the first and the last
+        stage of a pipeline.
+        """
+        vectors = sum(layers.vectors for layers in self.layers)
+        places: dict[str, list[Weight]] = {
+            "layers": [Weight("norms", vectors, 1, 1, "norms")],
+            "experts": [],
+            "first": [replace(self.head, name="embed_tokens", part="embeddings")],
+            "last": [Weight("norm", self.outer_vectors, 1, 1, "norms")],
+        }
+        if self.positions:
+            learned = Weight("positions", self.hidden_size, self.positions, 1, "embeddings")
+            places["first"].append(learned)
+        for matmul in self.layer_matmuls:
+            places["experts" if matmul.is_expert else "layers"].append(matmul)
+        if not self.tie_embeddings:
+            places["last"].append(self.head)
+        return places
+
+    @cached_property
+    def parameters(self) -> dict[str, int]:
+        """Count the parameters of each place of ``weights``."""
+        return {
+            place: sum(weight.num_parameters for weight in weights)
+            for place, weights in self.weights.items()
+        }
+
+    @cached_property
+    def num_parameters(self) -> int:
+        """Count all parameters; a tied embedding counts once."""
+        return sum(self.parameters.values())
+
+    @cached_property
+    def largest_layer(self) -> int:
+        """Count the parameters of the largest layer without its experts."""
+        sizes = []
+        for layers in self.layers:
+            size = layers.vectors
+            for matmul in layers.matmuls:
+                size += 0 if matmul.is_expert else matmul.num_parameters
+            sizes.append(size / layers.count)
+        return round(max(sizes))
+
+    # layers
+
+    @cached_property
+    def num_layers(self) -> int:
+        return sum(layers.count for layers in self.layers)
+
+    @property
+    def mixtures(self) -> Iterator[tuple[int, Mixture]]:
+        """Yield the numbers of layers with experts, and their experts."""
+        for layers in self.layers:
+            if layers.mixture:
+                yield layers.count, layers.mixture
+
+    @cached_property
+    def num_mixture_layers(self) -> int:
+        return sum(count for count, _ in self.mixtures)
+
+    @cached_property
+    def mixture(self) -> Mixture | None:
+        """Return the experts of a layer; None without any."""
+        return next((mixture for _, mixture in self.mixtures), None)
 
     @property
     def num_experts(self) -> int:
@@ -196,61 +284,11 @@ class Architecture:
         return self.mixture.num_experts if self.mixture else 1
 
     @property
-    def layer_matmuls(self) -> tuple[Matmul, ...]:
-        """Return the matmuls of the layers: all but the head."""
-        return self.matmuls[:-1]
+    def intermediate_size(self) -> int:
+        """Return the intermediate size of a dense MLP."""
+        return max(layers.inner_size for layers in self.layers)
 
-    @cached_property
-    def outer_parameters(self) -> int:
-        """Count the parameters outside the layers; the head's weight counts unless tied."""
-        head = self.matmuls[-1]
-        total = (self.vocab_size + self.positions) * self.hidden_size + self.outer_vectors
-        total += head.num_parameters
-        if self.tie_embeddings:
-            total -= head.num_elements
-        return total
-
-    @cached_property
-    def num_parameters(self) -> int:
-        """Count all parameters; a tied embedding counts once."""
-        total = self.outer_parameters + self.vectors
-        for matmul in self.layer_matmuls:
-            total += matmul.num_parameters
-        return total
-
-    @cached_property
-    def expert_parameters(self) -> int:
-        """Count the parameters of routed experts, which expert parallelism shards."""
-        return sum(matmul.num_parameters for matmul in self.matmuls if matmul.is_expert)
-
-    @cached_property
-    def largest_layer(self) -> int:
-        """Count the parameters of the largest layer without its experts."""
-        sizes = {"attention": self.vectors / self.num_layers, "mlp": 0.0, "experts": 0.0}
-        layers = {
-            "attention": self.num_layers,
-            "mlp": self.num_dense_layers,
-            "experts": self.num_mixture_layers,
-        }
-        for matmul in self.layer_matmuls:
-            if not matmul.is_expert:
-                kind = "experts" if matmul.is_of_mixture else matmul.part
-                sizes[kind] += matmul.num_parameters / layers[kind]
-        return round(sizes["attention"] + max(sizes["mlp"], sizes["experts"]))
-
-    def mean_keys(self, sequence_length: int, *, is_causal: bool = True) -> float:
-        """Return the attended keys per token, averaged over tokens and layers.
-
-        This is half the sequence with the mask, all of it in Megatron's convention. A window ``w``
-        shortens the causal mean to ``w - w² / 2s``.
-        """
-        unwindowed = sequence_length / 2 if is_causal else float(sequence_length)
-        if self.window is None or self.window >= sequence_length:
-            return unwindowed
-        near = float(self.window)
-        if is_causal:
-            near -= self.window**2 / (2 * sequence_length)
-        return self.window_share * near + (1 - self.window_share) * unwindowed
+    # operations
 
     def attention_flops(self, sequence_length: int, *, is_causal: bool = True) -> float:
         """Count operations of scores and values per token, forward and backward, in all layers.
@@ -263,9 +301,11 @@ class Architecture:
         """
         if self.counts:  # all that no linear layer does
             return max(0.0, self.counts.operations - self._matmul_flops)
-        per_key = 2 * self.num_heads * (self.query_dim + self.value_dim)
-        layers = self.num_layers * self.attention_share
-        return 3 * layers * per_key * self.mean_keys(sequence_length, is_causal=is_causal)
+        keys = 0.0
+        for layers in self.layers:
+            if layers.has_attention:
+                keys += layers.count * layers.mean_keys(sequence_length, is_causal=is_causal)
+        return 6 * self.num_heads * (self.query_dim + self.value_dim) * keys
 
     def flops_per_token(self, sequence_length: int) -> float:
         """Count a training step's operations per token: ``6`` per multiplied parameter that a token

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from narrowgauge.planner.ask import OPTIMIZER_STATES, Ask
 from narrowgauge.planner.layouts import Layout
 from narrowgauge.planner.program import DEFAULT, Part, Program, adapters_of
-from narrowgauge.planner.shapes import Architecture, Matmul
+from narrowgauge.planner.shapes import Architecture, Weight
 from narrowgauge.spec.storages import VISIBLE, Code, Storage, for_vectors, width_of
 from narrowgauge.spec.update_rules import UPDATE_RULES
 
@@ -70,17 +70,14 @@ def bytes_per_parameter(storage: Storage) -> Bytes:
 
 
 class ModelState(NamedTuple):
-    """Hold a model's state by stage: embedding and learned positions on the first, head and last
-    norm on the last.
-
-    A tied head is on both stages if they differ. ``layers`` exclude experts. ``reference`` is a
-    frozen copy of the model.
+    """Hold a model's state by place (:attr:`Architecture.weights`). A tied head is on the first and
+    the last stage if they differ. ``reference`` is a frozen copy of the model.
     """
 
     layers: Bytes
     experts: Bytes
-    embedding: Bytes
-    head: Bytes
+    first: Bytes
+    last: Bytes
     reference: Bytes
 
 
@@ -91,71 +88,55 @@ def state_of(
 ) -> ModelState:  # fmt: skip
     """Return the state of a model on each of ``tensor`` ranks.
 
-    ``expert_tensor`` ranks shard an expert's matrices.
-
-    A rule for matrices leaves vectors to AdamW, and all but Adafactor leave it embedding and head,
-    too. The program's table of parts says what is frozen, and in which format.
+    ``expert_tensor`` ranks shard an expert's matrices. The program's table of parts says what is
+    frozen, and in which format.
     """
-    of_vectors = outer = optimizer
-    if UPDATE_RULES[optimizer].is_matrix:
-        of_vectors = "adamw"
-        if optimizer != "adafactor":
-            outer = "adamw"
-    vector_storage = for_vectors(storage).keeping(OPTIMIZER_STATES[of_vectors])
-    vectors = _vector_state(vector_storage, program.part("norms"))
-    embeddings = program.part("embeddings")
-    positions = _vector_state(storage.keeping(OPTIMIZER_STATES[outer]), embeddings)
-
-    def state(matmul: Matmul, rule: str, ranks: int, part: Part) -> Bytes:
-        biases = vectors.times(matmul.count * matmul.out_features * matmul.has_bias)
-        return biases.plus(_matrix_state(storage, rule, matmul, ranks, part))
-
-    layers = vectors.times(a.vectors)
-    experts = Bytes()
-    for matmul in a.layer_matmuls:
-        part = program.part_of(matmul)
-        if matmul.is_expert:
-            experts = experts.plus(state(matmul, optimizer, expert_tensor, part))
-        else:
-            layers = layers.plus(state(matmul, optimizer, tensor, part))
+    places = {}
+    for place, weights in a.weights.items():
+        ranks = expert_tensor if place == "experts" else tensor
+        places[place] = Bytes()
+        for weight in weights:
+            part = program.part_of(weight)
+            places[place] = places[place].plus(_state(storage, optimizer, weight, ranks, part))
+            if weight.has_bias:
+                biases = Weight("biases", weight.count * weight.out_features, 1, 1, "norms")
+                of_biases = _state(storage, optimizer, biases, 1, program.part_of(biases))
+                places[place] = places[place].plus(of_biases)
     for matmul in adapters_of(a, program):
-        layers = layers.plus(state(matmul, optimizer, tensor, Part()))
-    embedding = Matmul("embed_tokens", a.hidden_size, a.vocab_size, 1, "head", "column")
-    first = state(embedding, outer, tensor, embeddings)
-    first = first.plus(positions, a.positions * a.hidden_size)
-    last = vectors.times(a.outer_vectors)
-    if not a.tie_embeddings:
-        last = last.plus(state(a.matmuls[-1], outer, tensor, program.part("head")))
+        added = _state(storage, optimizer, matmul, tensor, Part())
+        places["layers"] = places["layers"].plus(added)
     copy = Bytes()
     if program.reference is not None:
         copy = Bytes(program.reference.bytes * a.num_parameters / tensor)
-    return ModelState(layers, experts, first, last, copy)
+    return ModelState(**places, reference=copy)
 
 
-def _vector_state(storage: Storage, part: Part) -> Bytes:
-    """Return the state of one parameter of a vector."""
-    return bytes_per_parameter(storage) if part.trains else Bytes(part.bytes)
+def _state(storage: Storage, optimizer: str, weight: Weight, ranks: int, part: Part) -> Bytes:
+    """Return the state of weights without biases; ``ranks`` shard those that are split.
 
-
-def _matrix_state(
-    storage: Storage, optimizer: str, matmul: Matmul, ranks: int, part: Part
-) -> Bytes:
-    """Return the state of a matmul's weights; ``ranks`` shard them if the matmul is split."""
-    share = 1.0 if matmul.split == "none" else 1 / ranks
+    A rule for matrices leaves vectors to AdamW, and all but Adafactor leave it embedding and head,
+    too.
+    """
+    left = {"norms"} if optimizer == "adafactor" else {"norms", "embeddings", "head"}
+    if UPDATE_RULES[optimizer].is_matrix and weight.part in left:
+        optimizer = "adamw"
+    if weight.part == "norms":
+        storage = for_vectors(storage)
+    share = 1.0 if weight.split == "none" else 1 / ranks
     if not part.trains:
-        return Bytes(part.bytes * matmul.num_elements * share)
+        return Bytes(part.bytes * weight.num_elements * share)
     row = storage.keeping(OPTIMIZER_STATES[optimizer])
-    beside = row.bytes_per_row * matmul.count * matmul.out_features
+    beside = row.bytes_per_row * weight.count * weight.out_features
     if optimizer == "adafactor":
-        beside += _FACTOR_BYTES * matmul.count * (matmul.in_features + matmul.out_features)
-    state = bytes_per_parameter(row).times(matmul.num_elements).plus(Bytes(optimizer=beside))
+        beside += _FACTOR_BYTES * weight.count * (weight.in_features + weight.out_features)
+    state = bytes_per_parameter(row).times(weight.num_elements).plus(Bytes(optimizer=beside))
     whole = 0.0
     if optimizer in RANKS:
-        whole = float(matmul.count * _subspace_bytes(storage, optimizer, matmul))
+        whole = float(weight.count * _subspace_bytes(storage, optimizer, weight))
     return state.times(share).plus(Bytes(whole=whole))
 
 
-def _subspace_bytes(storage: Storage, optimizer: str, matmul: Matmul) -> int:
+def _subspace_bytes(storage: Storage, optimizer: str, matmul: Weight) -> int:
     """Return the bytes of a matrix's basis and of the moments of its coordinates.
 
     Every rank holds all of them.
@@ -180,7 +161,7 @@ def _subspace_bytes(storage: Storage, optimizer: str, matmul: Matmul) -> int:
 
 
 def _code_bytes(code: Code) -> int:
-    return width_of([(code.name, code.bits)]) // 8
+    return width_of(((code.name, code.bits),)) // 8
 
 
 def state_of_ask(ask: Ask) -> ModelState:
@@ -200,9 +181,9 @@ def on_stage(ask: Ask, layers: float, stage: int) -> tuple[Bytes, Bytes]:
     rest = state.layers.plus(state.reference).times(share)
     is_last = stage == ask.layout.pipeline - 1
     if stage == 0 or (is_last and ask.architecture.tie_embeddings):
-        rest = rest.plus(state.embedding)
+        rest = rest.plus(state.first)
     if is_last:
-        rest = rest.plus(state.head)
+        rest = rest.plus(state.last)
     return state.experts.times(share / ask.layout.expert), rest
 
 

@@ -27,7 +27,7 @@ from narrowgauge.planner.layer_times import (
     optimizer_seconds,
 )
 from narrowgauge.planner.layouts import unsuited
-from narrowgauge.planner.terms import Term, Terms
+from narrowgauge.planner.terms import Term, Terms, term
 
 UNSTEADY_GROUP = "checkpoints"
 """Group that published throughputs of short runs omit."""
@@ -40,12 +40,12 @@ _AGAIN = {
 }
 """Fraction of forward's work that selective recomputation repeats, by group."""
 _GROUPS = {
-    "matmuls": ("linear layers and head", "roofline, measured fraction of the peak"),
-    "casts": ("casts to narrow formats", "roofline, measured fraction of the bandwidth"),
-    "attention": ("attention", "arXiv 2307.08691, 2407.08608"),
-    "elementwise": ("norms, residuals, gates", "bytes moved by the program's kernels"),
-    "loss": ("softmax and cross entropy", "bytes moved by the program's loss"),
-    "gaps": ("routers, sorting and launches of mixtures", "Megatron-Bridge's mixtures"),
+    "matmuls": "linear layers and head",
+    "casts": "casts to narrow formats",
+    "attention": "attention",
+    "elementwise": "norms, residuals, gates",
+    "loss": "softmax and cross entropy",
+    "gaps": "routers, sorting and launches of mixtures",
 }
 
 
@@ -67,20 +67,18 @@ def step_terms(ask: Ask) -> Terms:
     if not ask.program.trains_all:
         number = ask.trained_parameters * layers / ask.architecture.num_layers / sharing
     seconds = optimizer_seconds(ask, number)
-    formula = ("{:.3g} parameters × {:g} B read and written", number, ask.bytes_per_param)
+    text = "{:.3g} parameters × {:g} B read and written"
     name = "states read and written"
-    optimizer = Term("optimizer", name, seconds, formula, "bytes of the storage")
+    optimizer = term("optimizer", name, seconds, text, number, ask.bytes_per_param)
     terms = [*_stage_terms(ask, layers, has_head), optimizer]
     terms += _waiting_terms(ask, number, sum(term.value for term in terms))
     if ask.correction != 1:
-        terms = [_corrected(term, ask.correction) for term in terms]
+        # All terms share the error of the plan.
+        for place, part in enumerate(terms):
+            value = part.value * ask.correction
+            text = "{} × {:.3g} (--like)"
+            terms[place] = term(part.group, part.name, value, text, part.text, ask.correction)
     return Terms(tuple(terms))
-
-
-def _corrected(term: Term, correction: float) -> Term:
-    """Return a term as a measured run had it: all terms share the error of the plan."""
-    formula = ("{} × {:.3g} (--like)", term.text, correction)
-    return term._replace(value=term.value * correction, formula=formula)
 
 
 def check_ask(ask: Ask) -> None:
@@ -186,25 +184,21 @@ def _stage_terms(ask: Ask, layers: int, has_head: bool) -> Iterator[Term]:
     busy = sum(groups.values())
     for group, seconds in groups.items():
         if seconds:
-            name, source = _GROUPS[group]
-            formula = ("{} × {:.3g} s, {} layers on {}", batches, seconds, layers, ask.chip.name)
-            yield Term(group, name, batches * seconds, formula, source)
-    between = ("{} × {:.3g} s × (1 / {:.3g} - 1)", batches, busy, library)
-    source = f"{ask.program.text} on {ask.chip.architecture}: what it reaches of its kernels' sum"
-    yield Term("gaps", "between kernels", batches * busy * (1 / library - 1), between, source)
+            text = "{} × {:.3g} s, {} layers on {}"
+            numbers = batches, seconds, layers, ask.chip.name
+            yield term(group, _GROUPS[group], batches * seconds, text, *numbers)
+    text = "{} × {:.3g} s × (1 / {:.3g} - 1)"
+    waiting = batches * busy * (1 / library - 1)
+    yield term("gaps", "between kernels", waiting, text, batches, busy, library)
     yield from layer_exchanges(ask, layers, busy, groups["attention"])
     yield from state_exchanges(ask, layers, busy)
     if layout.pipeline > 1:
         waiting = max(sum(body.values()) + sum(tail.values()) - busy, 0.0)
-        depth = layout.interleave
-        text = (
-            "{} other stages, {:.3g} s a micro-batch, / {}",
-            layout.pipeline - 1,
-            waiting,
-            depth,
-        )
+        text = "{} other stages, {:.3g} s a micro-batch, / {}"
         name = "filling and draining the pipeline"
-        yield Term("bubble", name, waiting / depth / library, text, "arXiv 2104.04473")
+        depth = layout.interleave
+        stages = layout.pipeline - 1
+        yield term("bubble", name, waiting / depth / library, text, stages, waiting, depth)
 
 
 def _waiting_terms(ask: Ask, number: float, seconds: float) -> Iterator[Term]:
@@ -217,11 +211,10 @@ def _waiting_terms(ask: Ask, number: float, seconds: float) -> Iterator[Term]:
     if chips > 1:
         # The expected excess of the slowest chip over the mean.
         late = spread * math.sqrt(2 * math.log(chips))
-        formula = ("{:.3g} s × {:.3g} × √(2 ln {})", seconds, spread, chips)
-        source = "an assumption; Sinha et al., SC 2022"
-        yield Term("waiting", "for the slowest chip", seconds * late, formula, source)
+        text = "{:.3g} s × {:.3g} × √(2 ln {})"
+        yield term("waiting", "for the slowest chip", seconds * late, text, seconds, spread, chips)
         seconds *= 1 + late
     saved = number * ask.bytes_per_param / (1e9 * ask.chip.host_gb_per_second * shares["host"])
-    text = ("{:.3g} s to the host's memory every {:,.0f} s", saved, CHECKPOINT_SECONDS)
+    text = "{:.3g} s to the host's memory every {:,.0f} s"
     copying = seconds * saved / CHECKPOINT_SECONDS
-    yield Term(UNSTEADY_GROUP, "copying states", copying, text, "an assumption")
+    yield term(UNSTEADY_GROUP, "copying states", copying, text, saved, CHECKPOINT_SECONDS)

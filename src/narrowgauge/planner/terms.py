@@ -16,23 +16,54 @@ class Term(NamedTuple):
 
     Args:
         group: its group, such as ``"optimizer"``; a key of a plan's JSON.
-        formula: with its numbers: ``"32.5e9 parameters × 10 B / 64 ranks"``; or a template and its
-            numbers, since a search writes none.
-        source: the publication, or ``"definition"`` without a measurement.
+        formula, numbers: a template and its numbers, since a search writes none: ``"{:,}
+            parameters × {:g} B / {} ranks"``.
     """
 
     group: str
     name: str
     value: float
-    formula: str | tuple[Any, ...]
-    source: str = "definition"
+    formula: str
+    numbers: tuple[Any, ...] = ()
 
     @property
     def text(self) -> str:
-        """Return the formula as text."""
-        if isinstance(self.formula, str):
-            return self.formula
-        return str(self.formula[0]).format(*self.formula[1:])
+        """Return the formula with its numbers."""
+        return self.formula.format(*self.numbers)
+
+    @property
+    def source(self) -> str:
+        """Return the publication of the group."""
+        return SOURCES[self.group]
+
+
+def term(group: str, name: str, value: float, formula: str, *numbers: Any) -> Term:
+    """Return an addend."""
+    return Term(group, name, value, formula, numbers)
+
+
+SOURCES = {
+    **dict.fromkeys(
+        ("weights", "gradients"),
+        "Rajbhandari et al., ZeRO, arXiv 1910.02054, section 5; sums as Megatron-LM's buffers, Micikevicius et al. 2018",
+    ),
+    "optimizer": "bytes of the storage; Rajbhandari et al., ZeRO, arXiv 1910.02054, section 5",
+    "activations": "Korthikanti et al., arXiv 2205.05198, section 4; as in layers that run (planner/activations.py)",
+    "logits": "compiled: logits and their gradient; eager: 16-bit and float32 logits, log-softmax and its gradient",
+    "buffers": "torch FSDP2: the layer in use and the next; torchtitan's stages gather weights once a step; bitsandbytes",
+    "overhead": "commonly observed: CUDA contexts, NCCL's channels, cuBLAS's workspace; no publication",
+    "matmuls": "roofline, measured fraction of the peak",
+    "casts": "roofline, measured fraction of the bandwidth",
+    "attention": "arXiv 2307.08691, 2407.08608",
+    "elementwise": "bytes moved by the program's kernels",
+    "loss": "bytes moved by the program's loss",
+    "gaps": "what a program reaches of its kernels' sum on a chip; Megatron-Bridge's mixtures",
+    "communication": "a ring",
+    "bubble": "arXiv 2104.04473",
+    "waiting": "an assumption; Sinha et al., SC 2022",
+    "checkpoints": "an assumption",
+}  # fmt: skip
+"""Publications of each group of a memory or a step."""
 
 
 @dataclass(frozen=True)

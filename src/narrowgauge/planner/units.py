@@ -4,10 +4,23 @@ from __future__ import annotations
 
 from narrowgauge.planner.layouts import AXES, Layout
 
-# 480 GB is easier to compare with a chip's memory than 0.48 TB. So terabytes begin at ten.
-_BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
-_SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
-_COUNTS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
+_UNITS: dict[str, tuple[tuple[float, float, str], ...]] = {
+    # 480 GB is easier to compare with a chip's memory than 0.48 TB. So terabytes begin at ten.
+    "bytes": ((1e13, 1e12, "TB"), (1e9, 1e9, "GB"), (1e6, 1e6, "MB"), (0.0, 1e3, "kB")),
+    "s": ((1.0, 1.0, "s"), (1e-3, 1e-3, "ms"), (0.0, 1e-6, "µs")),
+    "time": (
+        (1.75 * 86_400, 86_400.0, "d"), (7200.0, 3600.0, "h"), (120.0, 60.0, "min"), (1.0, 1.0, "s"),
+        (0.0, 1e-3, "ms"),
+    ),
+    "count": ((1e12, 1e12, "T"), (1e9, 1e9, "B"), (1e6, 1e6, "M"), (1e3, 1e3, "k"), (0.0, 1.0, "")),
+}  # fmt: skip
+"""Units of each quantity: the least value, the size and the name."""
+
+
+def unit_of(value: float, quantity: str) -> tuple[float, str]:
+    """Return the size and name of the largest unit of a quantity that suits a value."""
+    rows = _UNITS[quantity]
+    return next((size, unit) for least, size, unit in rows if abs(value) >= least)
 
 
 def bytes_text(num_bytes: float) -> str:
@@ -32,15 +45,9 @@ def duration_text(seconds: float) -> str:
         >>> duration_text(864000), duration_text(93600), duration_text(5.5 * 86400), duration_text(0.0123)
         ('10 d', '26 h', '5.5 d', '12.3 ms')
     """
-    for unit, size, least in (("d", 86400.0, 1.75), ("h", 3600.0, 2.0), ("min", 60.0, 2.0)):
-        value = seconds / size
-        if abs(value) >= 100:
-            return f"{value:,.0f} {unit}"
-        if abs(value) >= least:
-            return f"{value:.3g} {unit}"
-    if abs(seconds) >= 1 or seconds == 0:
-        return f"{seconds:.3g} s"
-    return f"{1e3 * seconds:.3g} ms"
+    size, unit = unit_of(seconds or 1.0, "time")
+    value = seconds / size
+    return f"{value:,.0f} {unit}" if abs(value) >= 100 else f"{value:.3g} {unit}"
 
 
 def count_text(number: float) -> str:
@@ -50,22 +57,8 @@ def count_text(number: float) -> str:
         >>> count_text(32.5e9), count_text(10e9), count_text(1_331_200_000), count_text(128)
         ('32.5B', '10B', '1.33B', '128')
     """
-    for scale, unit in _COUNTS:
-        if abs(number) >= scale:
-            return f"{number / scale:.3g}{unit}"
-    return f"{number:.3g}"
-
-
-def unit_of(value: float, quantity: str) -> tuple[float, str]:
-    """Return the size and name of the largest unit of ``"bytes"`` or ``"s"`` that makes a value at
-    least one.
-    """
-    units = _SECONDS if quantity == "s" else _BYTES
-    for scale, unit in units:
-        least = 10 * scale if unit == "TB" else scale
-        if abs(value) >= least:
-            return scale, unit
-    return units[-1]
+    size, unit = unit_of(number, "count")
+    return f"{number / size:.3g}{unit}"
 
 
 def layout_text(layout: Layout) -> str:

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from operator import itemgetter
-from typing import Any
 
 from narrowgauge.planner.candidates import keeps_rate
-from narrowgauge.planner.errors import is_checked, runs_of
+from narrowgauge.planner.errors import Ends, is_checked, runs_of
 from narrowgauge.planner.estimate import MOST_RESTARTS, RESTARTS, SECONDS_PER_DAY, Estimate
 from narrowgauge.planner.nearest import nearest_run
 from narrowgauge.planner.roofline import multiplies
@@ -83,15 +83,14 @@ class Plan:
             lines.append(f"The host of a node holds {bytes_text(best.host_bytes)} of {memory}.")
         for row, reason in self.left_out.items():
             lines.append(f"Left out: {row}: {reason}")
-        lines += _more_chips(self.options)
         lines.append(f"{_checked(best)} {nearest_run(best)}")
         assumed = "; ".join(dict.fromkeys(_assumptions(self)))
         lines.append(f"Assumed: {assumed}.")
         return lines
 
     def tables(self) -> list[Table]:
-        """Return the options of each cluster, what fits instead, and the time of each group in the
-        best option's step.
+        """Return the options of each cluster, what fits instead, the whole run, and the time of each
+        group in the best option's step.
         """
         best = self.best
         title = f"{self.model}: {count_text(best.architecture.num_parameters)} parameters"
@@ -101,16 +100,20 @@ class Plan:
             title += f"; states of {best.optimizer}"
         tables = []
         for place in _places(self.options):
-            rows = [job for job in self.options if job.cluster.name == place]
+            rows = [_option(job) for job in self.options if job.cluster.name == place]
             length = f"sequences of {best.sequence_length:,} tokens"
-            tables.append(_table(_OPTION, rows, f"{title}; {place}; {length}"))
+            tables.append(_table(f"{title}; {place}; {length}", rows))
         if self.instead:
-            title = "Nothing fits as asked. With a change it does"
-            tables.append(Table(_CHANGE, list(self.instead), title))
+            rows = [_change(*change) for change in self.instead]
+            tables.append(_table("Nothing fits as asked. With a change it does", rows))
         if self.tokens is not None:
-            tables.append(_run_table(self.options, self.tokens, self.price))
+            rows = [_run(job, self.tokens, self.price or 0.0) for job in self.options]
+            tables.append(_table(f"A run of {count_text(self.tokens)} tokens", rows))
         if best.fits:
-            tables.append(_groups_table(best.step, f"A step of {best.tokens_per_step:,} tokens"))
+            groups = sorted(best.step.groups.items(), key=itemgetter(1), reverse=True)
+            total = best.step.total
+            rows = [_group(*group, total) for group in groups if group[1] >= _LEAST_SHARE * total]
+            tables.append(_table(f"A step of {best.tokens_per_step:,} tokens", rows))
         return tables
 
     def explanation(self) -> list[str]:
@@ -124,21 +127,28 @@ class Plan:
         ]
 
 
-# ── tables: options, terms and groups ─────────────────────────────────────────────────────────────
+# ── tables: options, changes, the run and its groups ──────────────────────────────────────────────
+
+Cells = tuple[tuple[str, str], ...]
+"""The titles of a row's columns, each with its text."""
+_LEFT = ("recipe", "fits", "matmuls", "change", "cluster", "group")
 
 
-def _table(columns: Sequence[Column], rows: Sequence[Estimate], title: str) -> Table:
+def _table(title: str, rows: Sequence[Cells]) -> Table:
     """Return a table without columns of empty cells, and of clusters and steps if all are equal."""
-    left_out = set()
-    if len(_places(rows)) == 1:
-        left_out.add("cluster")
-    if len({job.tokens_per_step for job in rows}) == 1:
-        left_out.add("a step")
-    shown = []
-    for column in columns:
-        if column.title not in left_out and any(map(column.cell, rows)):
-            shown.append(column)
-    return Table(tuple(shown), list(rows), title)
+    columns = []
+    for place, (name, _) in enumerate(rows[0]):
+        texts = {row[place][1] for row in rows}
+        is_same = name in ("cluster", "a step") and len(texts) == 1
+        if texts != {""} and not is_same:
+            cell = partial(_cell, place)
+            is_code = rows[0][0][0] == name == "recipe"
+            columns.append(Column(name, cell, code=is_code, right=name not in _LEFT))
+    return Table(tuple(columns), list(rows), title)
+
+
+def _cell(place: int, row: Cells) -> str:
+    return row[place][1]
 
 
 def _places(jobs: Sequence[Estimate]) -> list[str]:
@@ -146,89 +156,58 @@ def _places(jobs: Sequence[Estimate]) -> list[str]:
     return list(dict.fromkeys(job.cluster.name for job in jobs))
 
 
-def _fits_text(job: Estimate) -> str:
-    """Write whether it fits; "barely" if the high end of its memory does not."""
-    if not job.fits:
-        return "no"
-    return "yes" if job.has_room else "barely"
-
-
-def _memory_ends(job: Estimate) -> str:
-    if job.memory_interval is None:
+def _ends(interval: Ends | None, scale: float, style: str) -> str:
+    """Write an interval."""
+    if interval is None:
         return "unchecked"
-    low, high = job.memory_interval
-    return f"{low / 1e9:.3g}–{high / 1e9:.3g}"
+    return "–".join(format(end / scale, style) for end in interval)
 
 
-def _rate_ends(job: Estimate) -> str:
-    if job.rate_interval is None:
-        return "unchecked"
-    low, high = job.rate_interval
-    return f"{low:,.0f}–{high:,.0f}"
-
-
-def _matmuls_text(job: Estimate) -> str:
-    return "" if multiplies(job.recipe.compute, job.chip) else "emulated"
-
-
-def _change_column(title: str, read: Any) -> Column:
-    return Column(title, lambda row: read(row[1]), right=title != "recipe")
-
-
-_OPTION = (
-    Column("recipe", lambda job: job.recipe.title, code=True),
-    Column("B/param", lambda job: f"{job.bytes_per_param:g}", right=True),
-    Column("a chip", lambda job: bytes_text(job.memory.total), right=True),
-    Column("80 %", _memory_ends, right=True),
-    Column("tensors", lambda job: bytes_text(job.allocated_bytes), right=True),
-    Column("free", lambda job: bytes_text(job.headroom_bytes), right=True),
-    Column("fits", _fits_text),
-    Column("tokens/s", lambda job: f"{job.tokens_per_second:,.0f}", right=True),
-    Column("80 %", _rate_ends, right=True),
-    Column("MFU", lambda job: f"{job.mfu:.0%}", right=True),
-    Column("a step", lambda job: count_text(job.tokens_per_step), right=True),
-    Column("matmuls", _matmuls_text),
-)
-"""Columns of a row of a plan. ``tensors`` is what ``torch.cuda.max_memory_allocated`` prints."""
-_CHANGE = (
-    Column("change", itemgetter(0)),
-    _change_column("recipe", lambda job: job.recipe.title),
-    _change_column("a chip", lambda job: bytes_text(job.memory.total)),
-    _change_column("free", lambda job: bytes_text(job.headroom_bytes)),
-    _change_column("tokens/s", lambda job: f"{job.tokens_per_second:,.0f}"),
-)
-"""Columns of a change of the question that fits."""
-
-
-def _run_table(jobs: Sequence[Estimate], tokens: float, price: float | None) -> Table:
-    def hours(job: Estimate) -> float:
-        return 24 * job.num_chips * job.days(tokens)
-
-    def interval(job: Estimate) -> str:
-        ends = job.days_interval(tokens) or ()
-        return " to ".join(duration_text(SECONDS_PER_DAY * days) for days in ends)
-
-    columns = [
-        Column("recipe", lambda job: job.recipe.title, code=True),
-        Column("cluster", lambda job: job.cluster.name),
-        Column("time", lambda job: duration_text(SECONDS_PER_DAY * job.days(tokens)), right=True),
-        Column("80 %", interval, right=True),
-        Column("chip hours", lambda job: f"{hours(job):,.0f}", right=True),
-    ]
-    if price:
-        columns.append(Column("price", lambda job: f"{hours(job) * price:,.0f}", right=True))
-    return _table(columns, jobs, f"A run of {count_text(tokens)} tokens")
-
-
-def _groups_table(step: Terms, title: str) -> Table:
-    """Return the groups of a step, the largest first."""
-    groups = sorted(step.groups.items(), key=itemgetter(1), reverse=True)
-    columns = (
-        Column("group", itemgetter(0)),
-        Column("time", lambda item: duration_text(item[1]), right=True),
-        Column("share", lambda item: f"{item[1] / step.total:.0%}", right=True),
+def _option(job: Estimate) -> Cells:
+    """Return the row of a job. ``tensors`` is what ``torch.cuda.max_memory_allocated`` prints."""
+    fits = "no"
+    if job.fits:
+        fits = "yes" if job.has_room else "barely"
+    return (
+        ("recipe", job.recipe.title),
+        ("B/param", f"{job.bytes_per_param:g}"),
+        ("a chip", bytes_text(job.memory.total)),
+        ("80 %", _ends(job.memory_interval, 1e9, ".3g")),
+        ("tensors", bytes_text(job.allocated_bytes)),
+        ("free", bytes_text(job.headroom_bytes)),
+        ("fits", fits),
+        ("tokens/s", f"{job.tokens_per_second:,.0f}"),
+        ("80 %", _ends(job.rate_interval, 1, ",.0f")),
+        ("MFU", f"{job.mfu:.0%}"),
+        ("a step", count_text(job.tokens_per_step)),
+        ("matmuls", "" if multiplies(job.recipe.compute, job.chip) else "emulated"),
     )
-    return Table(columns, [item for item in groups if item[1] >= _LEAST_SHARE * step.total], title)
+
+
+def _change(text: str, job: Estimate) -> Cells:
+    """Return the row of a change of the question that fits."""
+    shown = ("recipe", "a chip", "free", "tokens/s")
+    return (("change", text), *(cell for cell in _option(job) if cell[0] in shown))
+
+
+def _run(job: Estimate, tokens: float, price: float) -> Cells:
+    """Return the row of a whole run."""
+    days = job.days(tokens)
+    hours = 24 * job.num_chips * days
+    ends = job.days_interval(tokens) or ()
+    return (
+        ("recipe", job.recipe.title),
+        ("cluster", job.cluster.name),
+        ("time", duration_text(SECONDS_PER_DAY * days)),
+        ("80 %", " to ".join(duration_text(SECONDS_PER_DAY * end) for end in ends)),
+        ("chip hours", f"{hours:,.0f}"),
+        ("price", f"{hours * price:,.0f}" if price else ""),
+    )
+
+
+def _group(name: str, seconds: float, total: float) -> Cells:
+    share = f"{seconds / total:.0%}"
+    return ("group", name), ("time", duration_text(seconds)), ("share", share)
 
 
 def _term_lines(terms: Terms, unit: str) -> Iterator[str]:
@@ -284,20 +263,10 @@ def _checked(job: Estimate) -> str:
     return f"{line}."
 
 
-def _more_chips(jobs: Sequence[Estimate]) -> Iterator[str]:
-    """Say what more chips change beside the speed, if several numbers of one chip are compared."""
-    counts = sorted({job.num_chips for job in jobs})
-    if len({job.chip.name for job in jobs}) == 1 and len(counts) > 1:
-        yield (
-            f"From {counts[0]:,} to {counts[-1]:,} chips: at equal tokens a step the learning rate "
-            "stays; at k times the tokens Adam's grows by about √k (arXiv 2205.10287). The bits of "
-            "a run change with the chips, but for /reproducible sums."
-        )
-
-
 def _assumptions(plan: Plan) -> Iterator[str]:
     """Yield the plan's assumptions: programs, networks, parts of the model, and losses of recipes."""
     best = plan.best
+    a = best.architecture
     for job in plan.options:
         yield f"{job.program} (--program, --part)"
     for job in plan.options:
@@ -305,26 +274,30 @@ def _assumptions(plan: Plan) -> Iterator[str]:
         if cluster.interconnect_gbit_per_second is None and cluster.chips > cluster.chips_per_node:
             rate = cluster.network_bytes_per_second * 8e-9 * cluster.chips_per_node
             yield f"{rate:,.0f} Gbit/s a node of {job.chip.name} (--interconnect)"
-    if best.correction != 1:
-        yield f"{1 / best.correction:.2f} × the planned speed, as in the run of --like"
-    yield f"{best.recipe.title} loses {best.recipe.storage.loses}"
-    if plan.tokens is not None:
-        yield f"{RESTARTS:.0%} for restarts in the time of the run, up to {MOST_RESTARTS:.0%} in its interval"
     lossy = [job.recipe.title for job in plan.options if not keeps_rate(job.recipe.storage)]
-    if lossy:
-        yield f"{', '.join(dict.fromkeys(lossy))} lose small updates, or hold or freeze second moments, and are listed last"
-    preset = MODELS.get(best.architecture.name)
-    if preset is not None and best.sequence_length > preset.max_positions:
-        yield f"positions beyond {preset.name}'s {preset.max_positions:,} (a config.json with larger max_position_embeddings)"
+    longest = best.sequence_length
+    if a.name in MODELS:
+        longest = MODELS[a.name].max_positions
     usual = ""
     is_usual = LEAST_TOKENS_PER_STEP <= best.tokens_per_step <= MOST_TOKENS_PER_STEP
     if not (best.program.has_adapters or is_usual):
         least = count_text(LEAST_TOKENS_PER_STEP)
         usual = f", where published ones have {least} to {count_text(MOST_TOKENS_PER_STEP)}"
-    yield f"steps of {best.tokens_per_step:,} tokens{usual} (--tokens-per-step)"
-    if best.layout.context > 2:
-        yield "context ranks as fast as their bytes: torchtitan's took 22 to 55 % more time than planned, over 4 and 8 ranks"
-    if best.architecture.left_out:
-        yield f"no time or activations of {best.architecture.left_out}"
-    if best.architecture.counts:
-        yield "data and shard ranks only: tensor, pipeline and context ranks would change the module"
+    told = (
+        (best.correction != 1, f"{1 / best.correction:.2f} × the planned speed, as in the run of --like"),
+        (True, f"{best.recipe.title} loses {best.recipe.storage.loses}"),
+        (plan.tokens, f"{RESTARTS:.0%} for restarts in the time of the run, up to {MOST_RESTARTS:.0%} in its interval"),
+        (lossy, f"{', '.join(dict.fromkeys(lossy))} lose small updates, or hold or freeze second moments, and are listed last"),
+        (
+            longest < best.sequence_length,
+            f"positions beyond {a.name}'s {longest:,} (a config.json with larger max_position_embeddings)",
+        ),
+        (True, f"steps of {best.tokens_per_step:,} tokens{usual} (--tokens-per-step)"),
+        (
+            best.layout.context > 2,
+            "context ranks as fast as their bytes: torchtitan's took 22 to 55 % more time than planned, over 4 and 8 ranks",
+        ),
+        (a.left_out, f"no time or activations of {a.left_out}"),
+        (a.counts, "data and shard ranks only: tensor, pipeline and context ranks would change the module"),
+    )  # fmt: skip
+    yield from (text for is_told, text in told if is_told)

@@ -132,12 +132,6 @@ class Cast:
         object.__setattr__(self, "block", block_of(self.granularity))
         object.__setattr__(self, "is_wide", self.granularity == "none")
         object.__setattr__(self, "needs_bits", self.rounding != "nearest")
-        self._validate()
-
-    def _validate(self) -> None:
-        if self.block is None and self.granularity not in _TURNED:
-            advice = f"Take {', '.join(_TURNED)}, or a block such as 1x32 with powers of two."
-            self._refuse(f"share a scale by '{self.granularity}'", advice)
         for name, words in _WORDS.items():
             value = getattr(self, name)
             if value not in words:
@@ -145,43 +139,54 @@ class Cast:
                     f"Cannot make a cast with {name} = {value!r} because no cast has it.",
                     f"Take one of {', '.join(words)}.",
                 )
-        if not 0 <= self.outliers < math.inf:
-            self._refuse(f"have {self.outliers} as its outliers", "Take 0 or a finite magnitude.")
-        is_16_bits = self.element.kind == "float" and self.element.bits in (16, 32, 64)
-        if self.is_wide and not is_16_bits:
-            self._refuse("be rounded without a scale", 'Give a granularity, such as "row".')
-        if not self.is_wide and (
-            is_16_bits or self.element.kind == "scale" or self.element.bits > 8
-        ):
-            self._refuse(
-                "have scales", 'Leave the granularity "none", or take a format of 4 to 8 bits.'
-            )
-        if self.is_wide and (self.needs_bits or self.scale != "float32"):
-            self._refuse(
-                "be rounded stochastically or have scales", "Leave rounding and scale out."
-            )
-        if self.scale == "float8_e4m3fn" and self.block is None:
-            self._refuse(
-                "have scales of two levels outside blocks", 'Take a block, such as "1x16".'
-            )
-        if self.scaling == "static" and (self.granularity != "tensor" or self.scale != "float32"):
-            self._refuse(
-                "have static scales", 'Static scales are 1: take the granularity "tensor".'
-            )
-        if self.scale_rounding != "up" and (
-            self.scale not in ("power-of-two", "float8_e8m0fnu") or self.needs_bits
-        ):
-            self._refuse("round scales down", "Only powers of two of casts to nearest can be.")
-        is_two_levels_of_e2m1 = self.format == "float4_e2m1fn" and self.scale == "float8_e4m3fn"
-        if self.fit != "largest" and (not is_two_levels_of_e2m1 or self.needs_bits):
-            self._refuse(
-                "fit 4 or 6", "That is for float4_e2m1fn with float8_e4m3fn scales, to nearest."
-            )
-        if self.outliers and (self.is_wide or self.block is not None):
-            self._refuse("leave outlier columns out", 'Take the granularity "row" or "tensor".')
+        self._validate()
 
-    def _refuse(self, what: str, advice: str) -> None:
-        raise RecipeError(f"Cannot let a cast to {self} {what}.", advice)
+    def _validate(self) -> None:
+        is_16_bits = self.element.kind == "float" and self.element.bits in (16, 32, 64)
+        is_code = self.element.kind != "scale" and self.element.bits <= 8 and not is_16_bits
+        is_power = self.scale in ("power-of-two", "float8_e8m0fnu")
+        is_pair = self.format == "float4_e2m1fn" and self.scale == "float8_e4m3fn"
+        is_plain = self.granularity == "tensor" and self.scale == "float32"
+        is_shared = self.block is not None or self.granularity in _TURNED
+        laws = (
+            (
+                is_shared, f"share a scale by '{self.granularity}'",
+                f"Take {', '.join(_TURNED)}, or a block such as 1x32 with powers of two.",
+            ),
+            (0 <= self.outliers < math.inf, f"have {self.outliers} as its outliers", "Take 0 or a finite magnitude."),
+            (is_16_bits or not self.is_wide, "be rounded without a scale", 'Give a granularity, such as "row".'),
+            (
+                is_code or self.is_wide, "have scales",
+                'Leave the granularity "none", or take a format of 4 to 8 bits.',
+            ),
+            (
+                not self.is_wide or (self.scale == "float32" and not self.needs_bits),
+                "be rounded stochastically or have scales", "Leave rounding and scale out.",
+            ),
+            (
+                self.scale != "float8_e4m3fn" or self.block is not None,
+                "have scales of two levels outside blocks", 'Take a block, such as "1x16".',
+            ),
+            (
+                is_plain or self.scaling != "static", "have static scales",
+                'Static scales are 1: take the granularity "tensor".',
+            ),
+            (
+                self.scale_rounding == "up" or (is_power and not self.needs_bits), "round scales down",
+                "Only powers of two of casts to nearest can be.",
+            ),
+            (
+                self.fit == "largest" or (is_pair and not self.needs_bits), "fit 4 or 6",
+                "That is for float4_e2m1fn with float8_e4m3fn scales, to nearest.",
+            ),
+            (
+                not self.outliers or not (self.is_wide or self.block is not None), "leave outlier columns out",
+                'Take the granularity "row" or "tensor".',
+            ),
+        )  # fmt: skip
+        for holds, what, advice in laws:
+            if not holds:
+                raise RecipeError(f"Cannot let a cast to {self} {what}.", advice)
 
     @property
     def carrier(self) -> str:

@@ -1,11 +1,10 @@
-"""Number formats: bit fields, range, precision, and the value of every code.
+"""Number formats: bit fields, range and precision.
 
 A floating-point format has a sign, ``exponent_bits`` that select a power of two, and
 ``mantissa_bits`` that divide the interval up to the next power into equal steps. ``bias`` sets the
 range of the powers. Below the smallest power the steps no longer shrink (subnormals). A convention
-defines which codes are infinity or NaN. Exact integer arithmetic computes everything else: largest
-and smallest value, epsilon, the value of a code, the code of a value. An integer format has equal
-steps everywhere.
+defines which codes are infinity or NaN. Everything else follows: largest and smallest value, epsilon. An
+integer format has equal steps everywhere.
 
     sign  exponent  mantissa     value = ± 2^(exponent − bias) × 1.mantissa     exponent > 0
      0      0111      100              ± 2^(1 − bias)          × 0.mantissa     exponent = 0
@@ -55,10 +54,10 @@ class Format:
     min: float = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        largest = self._magnitude_value(self._limit(negative=False))
-        least = self._magnitude_value(0)
+        largest = self._largest()
+        least = math.ldexp(1.0, self.min_exponent)
         if self.signed:
-            least = -self._magnitude_value(self._limit(negative=True))
+            least = -largest - (self.kind == "int")
         # Set once, since casts ask for them in each call.
         object.__setattr__(self, "max", largest)
         object.__setattr__(self, "min", least)
@@ -133,136 +132,16 @@ class Format:
             return 1.0
         return math.ldexp(1.0, -self.mantissa_bits)
 
-    def spacing(self, value: float) -> float:
-        """Return the ulp at ``value``: the distance between adjacent values in its power-of-two
-        interval.
-
-        Out of range, return the ulp at the end of the range. For NaN, return NaN.
-
-        Example:
-            >>> get_format("bfloat16").spacing(1000.0)
-            4.0
-        """
-        if math.isnan(value):
-            return math.nan
-        magnitude = min(abs(value), max(self.max, -self.min))
-        return math.ldexp(1.0, self._step_exponent(magnitude))
-
-    def decode(self, code: int) -> float:
-        """Return the exact value of a code. Float64 represents all of them.
-
-        Args:
-            code: the bits as an unsigned integer.
-        Raises:
-            FormatError: the code has more bits than the format.
-        Example:
-            >>> get_format("float8_e4m3fn").decode(0x7E)
-            448.0
-        """
-        if not 0 <= code < 1 << self.bits:
-            raise FormatError(
-                f"Cannot decode {code:#x} in {self.name} because its codes are 0 to "
-                f"{(1 << self.bits) - 1:#x}.",
-                "Give the bits as an unsigned integer.",
-            )
-        negative = self.signed and bool(code >> (self.bits - 1))
+    def _largest(self) -> float:
+        """Return the value of the largest code that is a number."""
+        ones = (1 << self.mantissa_bits) - 1
         if self.kind == "int":
-            return float(code - (negative << self.bits))
-        magnitude = code & self._magnitude_mask
-        if self.specials == "negative_zero" and negative and magnitude == 0:
-            return math.nan
-        beyond = magnitude - self._limit(negative)
-        value = math.nan
-        if beyond <= 0:
-            value = self._magnitude_value(magnitude)
-        elif self.infinities and beyond == 1:
-            value = math.inf
-        return -value if negative else value
-
-    def encode(self, value: float, *, saturate: bool = False) -> int:
-        """Return the code nearest to a value, ties to the even mantissa, as an unsigned integer.
-
-        Values out of range become infinity. Without infinities they become NaN, and without NaN the
-        end of the range. With ``saturate`` they become the end of the range in every format. NaN
-        becomes NaN, or zero in a format without NaN. For a scale, values at or below zero are out
-        of range. Positive values below the smallest power become it.
-
-        Example:
-            >>> hex(get_format("bfloat16").encode(0.1))
-            '0x3dcd'
-        """
-        negative = math.copysign(1.0, value) < 0
-        if math.isnan(value):
-            return self._nan_code(negative)
-        # A scale has no zero: zero is out of range on the negative side.
-        limit = self._limit(negative or (value == 0 and not self.signed))
-        magnitude = limit + 1
-        if not math.isinf(value):
-            magnitude = self._nearest_magnitude(abs(value))
-        if magnitude > limit:
-            if self.infinities and not saturate:
-                return self._join(negative, limit + 1)
-            if self.nans and not saturate:
-                return self._nan_code(negative)
-            magnitude = max(limit, 0)
-        return self._join(negative, magnitude)
-
-    @property
-    def _magnitude_mask(self) -> int:
-        return (1 << (self.bits - self.signed)) - 1
-
-    def _limit(self, negative: bool) -> int:
-        """Return the code of the largest magnitude on one side; −1 if that side is empty."""
-        if negative and not self.signed:
-            return -1
-        if self.kind == "int":
-            return self._magnitude_mask + negative
-        if self.specials == "ieee":
-            return (((1 << self.exponent_bits) - 1) << self.mantissa_bits) - 1
-        return self._magnitude_mask - (self.specials == "all_ones")
-
-    def _magnitude_value(self, magnitude: int) -> float:
-        if self.kind == "int":
-            return float(magnitude)
-        field = magnitude >> self.mantissa_bits
-        mantissa = magnitude & ((1 << self.mantissa_bits) - 1)
-        if self.signed and field == 0:
-            return math.ldexp(mantissa, self.finest_exponent)
-        hidden = 1 << self.mantissa_bits
-        return math.ldexp(hidden + mantissa, self.finest_exponent + field - self.signed)
-
-    def _step_exponent(self, magnitude: float) -> int:
-        # frexp(0) is (0, 0). Zero has the finest step, like all values below the smallest normal.
-        exponent = self.min_exponent
-        if magnitude:
-            exponent = math.frexp(magnitude)[1] - 1
-        return max(exponent - self.mantissa_bits, self.finest_exponent)
-
-    def _nearest_magnitude(self, magnitude: float) -> int:
-        step = max(self._step_exponent(magnitude), self.nearest_floor)
-        # Exact: a power of two, and the quotient lies below 2^54.  round() takes ties to even.
-        count = round(math.ldexp(magnitude, -step))
-        code = ((step - self.finest_exponent) << self.mantissa_bits) + count
-        if self.signed:
-            return code
-        return max(code - 1, 0)
-
-    def _join(self, negative: bool, magnitude: int) -> int:
-        if not negative or not self.signed or (magnitude == 0 and not self.negative_zero):
-            return magnitude
-        if self.kind == "int":
-            return -magnitude % (1 << self.bits)
-        return magnitude | 1 << (self.bits - 1)
-
-    def _nan_code(self, negative: bool) -> int:
-        if self.specials == "none":
-            return 0
-        if self.specials == "negative_zero":
-            return 1 << (self.bits - 1)
-        code = self._limit(negative=False) + 1
-        if self.specials == "ieee":
-            code += 1 << self.mantissa_bits >> 1
-        return self._join(negative, code)
+            return float(ones)
+        code = (1 << (self.exponent_bits + self.mantissa_bits)) - 1
+        code -= {"ieee": ones + 1, "all_ones": 1}.get(self.specials, 0)
+        field = code >> self.mantissa_bits
+        significand = (1 << self.mantissa_bits) + (code & ones)
+        return math.ldexp(significand, self.finest_exponent + field - self.signed)
 
 
 _IEEE = "IEEE 754-2019, section 3.4"

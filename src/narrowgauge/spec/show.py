@@ -21,7 +21,7 @@ from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.storages import STORAGES, VISIBLE, Code, Storage, width_of
 from narrowgauge.spec.sums import REDUCTIONS, Reduction
 from narrowgauge.spec.tables import Column, Row, Table, cell_text
-from narrowgauge.spec.update_rules import UPDATE_RULES, UpdateRule, option_text
+from narrowgauge.spec.update_rules import UPDATE_RULES, Range, UpdateRule, option_text
 
 
 def table(name: str) -> Table:
@@ -44,6 +44,7 @@ def _table(rows: list[Row], hidden: str = "") -> Table:
 
 def state_table(params: float) -> Table:
     """Return the bytes of weights, gradients and states of ``params`` parameters, by storage."""
+    Range(1).check("params", params)
     rows = []
     for storage in STORAGES.values():
         per = storage.bytes_per_param

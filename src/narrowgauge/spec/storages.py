@@ -16,12 +16,15 @@ The optimizer, tests, documentation and ``narrowgauge show`` read the same table
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
 
 Rounding = Literal["nearest", "stochastic"]
+Word = tuple[tuple[str, int], ...]
+"""Fields of a word: names and bits."""
+Words = tuple[Word, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +145,7 @@ def low_parts(name: str, code: Code) -> tuple[str, ...]:
     return (f"{name}_low",) if code.parts == 2 else ()
 
 
-def width_of(group: Sequence[tuple[str, int]]) -> int:
+def width_of(group: Word) -> int:
     """Return the bits of the word that holds a group of fields: 8, 16 or 32.
 
     A float64 has a word of 64.
@@ -151,12 +154,12 @@ def width_of(group: Sequence[tuple[str, int]]) -> int:
     return next(width for width in (8, 16, 32, 64) if total <= width)
 
 
-def _bits_of(group: Sequence[tuple[str, int]]) -> int:
+def _bits_of(group: Word) -> int:
     return sum(bits for _, bits in group)
 
 
 @lru_cache
-def packed(fields: tuple[tuple[str, int], ...]) -> tuple[tuple[tuple[str, int], ...], ...]:
+def packed(fields: Word) -> Words:
     """Pack fields, ``(name, bits)`` each, into words: those of 16, 32, 64 bits alone, others in the
     fewest bits, then words.
     """
@@ -171,7 +174,7 @@ def packed(fields: tuple[tuple[str, int], ...]) -> tuple[tuple[tuple[str, int], 
         return tuple(alone)
     ways = [way for way in _partitions(tuple(narrow)) if max(map(_bits_of, way)) <= 32]
 
-    def cost(way: tuple[tuple[tuple[str, int], ...], ...]) -> tuple[int, ...]:
+    def cost(way: Words) -> tuple[int, ...]:
         # Among equals, leave the first field (the tail) alone, since other kernels read it.
         return sum(map(width_of, way)), len(way), len(way[0])
 
@@ -181,9 +184,7 @@ def packed(fields: tuple[tuple[str, int], ...]) -> tuple[tuple[tuple[str, int], 
 _ALONE = (16, 32, 64)
 
 
-def _partitions(
-    fields: tuple[tuple[str, int], ...],
-) -> Iterator[tuple[tuple[tuple[str, int], ...], ...]]:
+def _partitions(fields: Word) -> Iterator[Words]:
     if not fields:
         yield ()
         return
@@ -273,7 +274,7 @@ class Storage:
         return low_parts("weight", self.weight)
 
     @property
-    def fields(self) -> tuple[tuple[str, int], ...]:
+    def fields(self) -> Word:
         """Return all fields except the visible weight: ``(name, bits)``."""
         width = self.tail_bits or self.weight.bits
         result = dict.fromkeys(self.beside, width)
@@ -283,7 +284,7 @@ class Storage:
         return tuple(result.items())
 
     @property
-    def packing(self) -> tuple[tuple[tuple[str, int], ...], ...]:
+    def packing(self) -> Words:
         return packed(self.fields)
 
     @property
