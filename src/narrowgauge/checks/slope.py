@@ -105,11 +105,7 @@ class Slope:
         return self.passes.run(call, Shadow(torch.float64, shifts=shifts))
 
     def _direction(self, name: str) -> Tensor:
-        p = self.passes.leaves[name].detach()
-        seed = list(self.passes.leaves).index(name)
-        noise = torch.randn(p.shape, generator=torch.Generator().manual_seed(seed))
-        size = float(p.double().square().mean().sqrt()) or 0.02
-        return noise.to(p.device).double() * size
+        return _random_direction(self.passes.leaves[name], list(self.passes.leaves).index(name))
 
     def _loss_at(self, names: Sequence[str], step: float) -> float:
         shifts = []
@@ -195,6 +191,13 @@ class Slope:
         if stops:
             kind = replace(kind, severity="note")
         return [kind.reading(of_all(wrong), product, expected, bound, first=first, stops=stops)]
+
+
+def _random_direction(p: Tensor, seed: int) -> Tensor:
+    """Return random numbers of a tensor's size."""
+    noise = torch.randn(p.shape, generator=torch.Generator().manual_seed(seed))
+    size = float(p.detach().double().square().mean().sqrt()) or 0.02
+    return noise.to(p.device).double() * size
 
 
 class _Stops(TorchFunctionMode):

@@ -69,6 +69,13 @@ _KEYS: dict[int, tuple[weakref.ref[Gauges], Key]] = {}
 _ATTACHED: weakref.WeakSet[Gauges] = weakref.WeakSet()
 
 
+_UNSEEN = {
+    True: "the model was compiled before, or did not run; call torch.compiler.reset() first",
+    False: "the model is in eval mode, and only training is watched; call model.train()",
+}
+"""Why no linear layer was recorded, for a model that trains and one that does not."""
+
+
 class Gauges(Listener):
     """Measure a model on sampled steps; ``ng.RunRecorder(…, gauges_every=20)`` makes them.
 
@@ -106,10 +113,7 @@ class Gauges(Listener):
         self.is_recording = False
         self._hub = hub
         self._on_row = on_row
-        stepped = {*members_of(optimizer)}
-        self._parameters = {
-            plain_name(name): p for name, p in hub.model.named_parameters() if p in stepped
-        }
+        self._parameters = _stepped(hub.model, optimizer)
         self._samples: dict[Key, Tensor] = {}
         self._largest: dict[Key, Tensor] = {}
         self._layers: dict[str, Any] = {}
@@ -256,12 +260,14 @@ class Gauges(Listener):
         if self._has_warned or is_recorded or not self._layers:
             return
         self._has_warned = True
-        reason = "the model is in eval mode, and only training is watched; call model.train()"
-        if self._hub.model.training:
-            reason = (
-                "the model was compiled before, or did not run; call torch.compiler.reset() first"
-            )
+        reason = _UNSEEN[self._hub.model.training]
         self._hub.say(f"the gauges recorded no linear layer at step {step}: {reason}")
+
+
+def _stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return the parameters of a model that an optimizer steps, by name."""
+    stepped = {*members_of(optimizer)}
+    return {plain_name(name): p for name, p in model.named_parameters() if p in stepped}
 
 
 def _multiplies(module: nn.Module) -> bool:
