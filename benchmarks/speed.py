@@ -300,7 +300,7 @@ def training(name: str, shape: tuple[int, int], rounds: int) -> list[Row]:
     plain = Loop(name, shape, compiled=False)
     compiled = Loop(name, shape, compiled=True)
     with tempfile.TemporaryDirectory() as folder:
-        data = open_data(stdlib_tokens(name), config.held_out, config.seed)
+        data = open_data(stdlib_tokens(name), config.held_out)
         session = build(config, Path(folder), data)
         contenders = [
             Contender("ours, bfloat16/word", lambda: train_step(session)),
