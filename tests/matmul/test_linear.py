@@ -486,7 +486,11 @@ def test_vmap_without_gradients_multiplies_each_sample(compute: str) -> None:
     x = torch.randn(3, 8, 32).bfloat16()
     with torch.no_grad():
         samples = torch.stack([model(sample) for sample in x])
-        assert torch.equal(torch.func.vmap(model)(x), samples)
+        mapped = torch.func.vmap(model)(x)
+    if compute == "bfloat16":  # whose products of a batch round otherwise on some processors
+        torch.testing.assert_close(mapped, samples, rtol=2.0**-7, atol=2.0**-7)
+    else:
+        assert torch.equal(mapped, samples)
 
 
 @pytest.mark.parametrize("cached", [False, True])

@@ -60,6 +60,7 @@ from narrowgauge.numerics.dtensor import is_sharded
 from narrowgauge.numerics.hashing import fingerprint
 from narrowgauge.runs.finding import counted
 from narrowgauge.spec.formats import dtype_name
+from narrowgauge.torch_support.torch_hooks import has_own_hooks
 from narrowgauge.torch_support.torch_names import unwrapped_model
 
 MARGIN = 4.0
@@ -126,7 +127,10 @@ def gradient_readings(
     stepped = _stepped(leaves, before)
     del before
     if stepped:
-        return Measured([*KINDS["step-in-backward"].of(stepped)], [], [])
+        kind = KINDS["step-in-backward"]
+        if all(has_own_hooks(leaves[name]) for name in stepped):  # on purpose
+            kind = replace(kind, severity="note")
+        return Measured([*kind.of(stepped)], [], [])
     step = first
     draws = bool(ranks.largest(int(first.draws)))
     if draws:

@@ -145,7 +145,10 @@ class Rounding:
         self.all, self.each = distances(gradients, shadows)
         # A gradient that is zero but for rounding, as of a bias before a batch norm, is not ranked.
         scales = lengths(shadows)
-        own = {n: error for n, error in self.each.items() if float(shadows[n].norm()) >= scales[n]}
+        own = {}
+        for name, error in self.each.items():
+            if float(shadows[name].norm()) > 0.999 * scales[name]:
+                own[name] = error
         self.worst = max(own, key=own.__getitem__, default="")
         self.largest = self.each.get(self.worst, 0.0)
         self.slack = FLIPPED if mode.flips.total() else 1.0

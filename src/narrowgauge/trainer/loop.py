@@ -20,7 +20,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.checkpoints.saving import latest_checkpoint
 from narrowgauge.distributed.job import require_same, threads_of
 from narrowgauge.distributed.ranks import all_ranks
@@ -29,7 +28,7 @@ from narrowgauge.gauges.hub import RunNotice
 from narrowgauge.gauges.recording.run_recorder import RunRecorder
 from narrowgauge.optim.audit import UpdateLossWarning
 from narrowgauge.runs.atomic_io import disk_errors
-from narrowgauge.runs.finding import sentences
+from narrowgauge.runs.finding import counted, sentences
 from narrowgauge.runs.places import is_run
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import EVAL, STEP, Row
@@ -77,7 +76,7 @@ class Progress:
         is_due = step % self.config.log_every == 0 or step in (1, self.config.steps)
         if kind == "events" and row["what"] not in _ROUTINE:
             what = row["what"].replace("-", " ")
-            if row["what"] in KINDS:
+            if row.get("severity") != "note":
                 if self.alarms.get(what) == step:
                     return  # told of another tensor
                 self.alarms[what] = step
@@ -174,6 +173,10 @@ def _open(config: TrainConfig, run: Run | None) -> tuple[Session, list[dict[str,
         session.load(checkpoint)
     door.require_steps_left(folder, config, session.step)
     events = door.changes(before, session.config, session.step)
+    first = run.steps[0]["step"] if run.steps else session.step + 1
+    if first > 1 and session.step > 0:
+        message = f"steps.jsonl lacks the first {counted(first - 1, 'step')}"
+        events.append({"what": "note", "words": message})
     for damage in damaged:
         message = f"{damage} and was not loaded"
         events.append({"what": "damaged-checkpoint", "words": message, "severity": "warning"})
