@@ -76,11 +76,11 @@ class Progress:
         is_due = step % self.config.log_every == 0 or step in (1, self.config.steps)
         if kind == "events" and row["what"] not in _ROUTINE:
             what = row["what"].replace("-", " ")
-            if row.get("severity") != "note":
+            is_asked = what.startswith(("note", "changed"))
+            if row.get("severity") != "note" and not is_asked:
                 if self.alarms.get(what) == step:
                     return  # told of another tensor
                 self.alarms[what] = step
-            is_asked = what.startswith(("note", "changed"))
             self.say(f"{what}: {sentences(row['advice'])}", always=is_asked)
         elif kind == "evals":
             self.say(f"{place}  {EVAL['val_loss'].text(row)}")
