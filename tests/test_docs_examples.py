@@ -5,11 +5,13 @@ print what the page says.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
 import pytest
 import torch
+import transformers
 
 from narrowgauge.analysis import log
 from narrowgauge.cli.main import main
@@ -28,10 +30,13 @@ EXAMPLE = re.compile(
 
 
 @pytest.fixture(autouse=True)
-def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(log, "_LISTENERS", [])
     torch.manual_seed(0)
+    verbosity = transformers.logging.get_verbosity()
+    yield
+    transformers.logging.set_verbosity(verbosity)  # which its Trainer raises
 
 
 def text_of(page: str) -> str:
