@@ -39,6 +39,19 @@ def event_table(named: Iterable[tuple[Run, str]]) -> Table:
     return Table(_COLUMNS, sorted(rows, key=lambda row: row["what"] in ROUTINE))
 
 
+def frequencies_alone(run: Row) -> list[str]:
+    """Return a sentence on the loss of token frequencies alone, if ``run.toml`` has it.
+
+    Example:
+        >>> frequencies_alone({"data": {"unigram_loss": 5.5}}), frequencies_alone({})
+        (['Token frequencies alone have a loss of 5.5000.'], [])
+    """
+    loss = run.get("data", {}).get("unigram_loss")
+    if loss is None:
+        return []
+    return [f"Token frequencies alone have a loss of {loss:.4f}."]
+
+
 _NOT_SHOWN = "config.out"
 """A meaningless setting that differs between any two runs."""
 
@@ -84,34 +97,46 @@ _RANGE_COLUMNS = (
 )
 
 
+def counts_by_exponent(histogram: Sequence[Any]) -> dict[int, float]:
+    """Return the counts above zero of a histogram, by exponent.
+
+    Example:
+        >>> counts_by_exponent([0, 3, None, 1])
+        {-63: 3.0, -61: 1.0}
+    """
+    counts = {}
+    for exponent, count in enumerate(map(finite_number, histogram), FIRST_EXPONENT):
+        if count is not None and count > 0:
+            counts[exponent] = count
+    return counts
+
+
 def range_table(named: Sequence[tuple[Run, str]], details: Sequence[RunDetails]) -> Table:
     """Return a row per run and kind of tensor: which share of its values lies outside of formats."""
     rows = []
     for (_, name), run in zip(named, details, strict=True):
-        for kind, counts in run.histograms.items():
-            shares = {}
-            for number, count in enumerate(map(finite_number, counts)):
-                if count is not None and count > 0:
-                    shares[FIRST_EXPONENT + number] = count
-            if not shares:
+        for kind, histogram in run.histograms.items():
+            counts = counts_by_exponent(histogram)
+            if not counts:
                 continue
-            row: Row = {"run": name, "values": kind}
-            row["exponents"] = f"{min(shares)} to {max(shares)}"
+            row: Row = {
+                "run": name,
+                "values": kind,
+                "exponents": f"{min(counts)} to {max(counts)}",
+            }
             for format in SHOWN_FORMATS:
-                row[format] = _outside(shares, FORMATS[format])
+                row[format] = _outside(counts, FORMATS[format])
             rows.append(row)
     return Table(_RANGE_COLUMNS, rows)
 
 
 def _outside(counts: Mapping[int, float], format: Format) -> str:
-    zero = 0.0
-    over = 0.0
+    parts = {"to zero": 0.0, "over": 0.0}
     for exponent, count in counts.items():
         if exponent < format.finest_exponent - 1:  # half of the smallest rounds up to it
-            zero += count
+            parts["to zero"] += count
         elif exponent > format.max_exponent:
-            over += count
+            parts["over"] += count
     total = sum(counts.values())
-    shares = {"to zero": zero / total, "over": over / total}
-    words = [f"{100 * share:.3g} % {where}" for where, share in shares.items() if share]
+    words = [f"{100 * (part / total):.3g} % {where}" for where, part in parts.items() if part]
     return ", ".join(words) or "0"

@@ -26,7 +26,13 @@ from narrowgauge.report.figures.ranges import ranges_figure
 from narrowgauge.report.figures.verdict_figure import differences
 from narrowgauge.report.page import document, environment
 from narrowgauge.report.recipe_groups import Group, RunDetails, groups_of
-from narrowgauge.report.run_tables import ROUTINE, event_table, range_table, setting_tables
+from narrowgauge.report.run_tables import (
+    ROUTINE,
+    event_table,
+    frequencies_alone,
+    range_table,
+    setting_tables,
+)
 from narrowgauge.runs.finding import counted, listed, told
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import Row
@@ -105,9 +111,7 @@ def verdict_of(comparison: Comparison, groups: Sequence[Group], readings: RunRea
     words = [f"{groups[0].label} is unfinished."]
     if row["val_loss"] is not None:
         words = [f"{groups[0].label} has a validation loss of {row['val_loss']:.4f}."]
-    unigram_loss = groups[0].runs[0].run.get("data", {}).get("unigram_loss")
-    if unigram_loss is not None:
-        words.append(f"Token frequencies alone have a loss of {unigram_loss:.4f}.")
+    words += frequencies_alone(groups[0].runs[0].run)
     if readings.table.rows:
         words.append(
             f"{counted(len(readings.table.rows), 'kind')} of readings beyond their bound: below."

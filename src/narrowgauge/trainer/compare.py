@@ -23,6 +23,7 @@ from narrowgauge.analysis.comparison.comparison import Comparison, compare_runs
 from narrowgauge.analysis.comparison.labels import parsed_recipe, recipe_name, run_name
 from narrowgauge.errors import NarrowgaugeError, RecipeError, RecordError, require_package
 from narrowgauge.report.publishing import publish
+from narrowgauge.report.run_tables import frequencies_alone
 from narrowgauge.runs.finding import counted, duration
 from narrowgauge.runs.places import is_run, require_free
 from narrowgauge.runs.record import Run, read_run
@@ -259,8 +260,8 @@ def run_comparison(
             result = f"validation loss {(runs[-1].summary or {})['val_loss']:.4f}"
         took = duration(time.monotonic() - began) if is_new else "earlier"
         say(f"{number}/{len(configs)}  {config.recipe.title}, seed {config.seed}  {result}  {took}")
-    unigram_loss = runs[0].run["data"]["unigram_loss"]
-    say(f"Token frequencies alone have a loss of {unigram_loss:.4f}.")
+    for words in frequencies_alone(runs[0].run):
+        say(words)
     requested = [run.path for run in runs]
     for run in runs_in(folder):
         if run.path not in requested and run.summary is not None:

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 
 from narrowgauge.report.figures.figure import Figure, rounded
 from narrowgauge.report.figures.palette import colour, plain
-from narrowgauge.report.run_tables import SHOWN_FORMATS
-from narrowgauge.runs.schema import FIRST_EXPONENT, Row, finite_number
+from narrowgauge.report.run_tables import SHOWN_FORMATS, counts_by_exponent
+from narrowgauge.runs.schema import Row
 from narrowgauge.spec.formats import FORMATS
 
 _HOW = (
@@ -30,17 +30,14 @@ def ranges_figure(run: str, histograms: Mapping[str, Sequence[float]]) -> Figure
     """
     data: list[Row] = []
     exponents = set[int]()
-    for kind, counts in histograms.items():
-        present = {}
-        for number, count in enumerate(map(finite_number, counts)):
-            if count is not None and count > 0:
-                present[FIRST_EXPONENT + number] = count
-        if not present:
+    for kind, histogram in histograms.items():
+        counts = counts_by_exponent(histogram)
+        if not counts:
             continue
-        exponents.update(present)
-        x = list(range(min(present), max(present) + 1))
-        total = sum(present.values())
-        shares = [rounded(present[at] / total, 3) if at in present else None for at in x]
+        exponents.update(counts)
+        x = list(range(min(counts), max(counts) + 1))
+        total = sum(counts.values())
+        shares = [rounded(counts[at] / total, 3) if at in counts else None for at in x]
         data.append({
             "type": "scatter", "mode": "lines", "x": x, "y": shares, "name": plain(kind), "connectgaps": True,
             "line": {"color": colour(len(data)), "shape": "hvh", "width": 1.8},
