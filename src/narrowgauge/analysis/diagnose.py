@@ -2,9 +2,9 @@
 not show.
 
 Events of the trainer and of ``ng.RunRecorder`` are readings. Any other record is read here, by the
-same laws of rows. The diagnosis adds counts over the whole record, such as failed steps. A run without a reading
-may still have a fault: shifted labels leave normal rows. So the diagnosis lists the areas that it
-looked at, and the areas that this record cannot show.
+same laws of rows. The diagnosis adds counts over the whole record, such as failed steps. A run
+without a reading may still have a fault: shifted labels leave normal rows. So the diagnosis lists the
+areas that it looked at, and the areas that this record cannot show.
 """
 
 from __future__ import annotations
@@ -142,8 +142,8 @@ def diagnose(run: str | Path | Run, other: str | Path | Run | None = None) -> Di
     Raises:
         RecordError: there is no run, or its record is damaged.
 
-    Cost: below a second for 10,000 steps. It takes longer for samples of the gauges that no recorder read,
-    of many tensors.
+    Cost: below a second for 10,000 steps. It takes longer for samples of the gauges that no recorder
+    read, of many tensors.
 
     Example:
         >>> import tempfile, narrowgauge as ng

@@ -4,9 +4,11 @@ recorded loop.
 Gauges watch only tensors that are in memory anyway: the operands of linear layers' matmuls, forward
 and backward; weights and gradients; queries and keys. So a run with gauges has the same bits as one
 without. One exception was measured: a compiler fuses a narrow cast with what makes its operand, and
-rounds this operand first where it is recorded. On a sampled step each tensor costs one reduction and a copy of some of its
-rows. At the end of the step the copies are measured, and one transfer moves the numbers to the
-host. They are one row of ``gauges.jsonl``.
+rounds this operand first where it is recorded.
+
+On a sampled step each tensor costs one reduction and a copy of some of its rows. At the end of the
+step the copies are measured, and one transfer moves the numbers to the host. They are one row of
+``gauges.jsonl``.
 
 Compiled code records tensors through a custom operator with a side effect that the compiler must
 keep. The operator is in the graph only on sampled steps, which use a second version of the compiled

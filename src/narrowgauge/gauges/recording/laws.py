@@ -319,9 +319,9 @@ def weights_jump(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Readin
 def zero_rate(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]:
     """Read a group whose learning rate has fallen to zero while another group trains on."""
     highest = max(now.rates.values(), default=0.0)
+    if not highest:
+        return
     for group, rate in now.rates.items():
-        if not highest:
-            return
         counts["trained", group] += rate > 0
         if counts["trained", group]:
             counts["still", group] += rate == 0
