@@ -8,7 +8,7 @@ how. A page cites it by its key; what stands between the two comments is written
 A name of ``evidence/tables.toml`` cites a table instead, of rows × columns × an aggregate of the
 runs in a cell; ``section NAME`` cites a whole section, as RESULTS.md does. ::
 
-    python docs/evidence.py     write README, RESULTS, CLAIMS and the pages of docs/
+    python docs/evidence.py     write README, RESULTS, CLAIMS, the pages of docs/ and the planner's losses
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from narrowgauge.errors import RecipeError
+from narrowgauge.spec.notation import parse
 from narrowgauge.spec.significance import student_t
 from narrowgauge.spec.toml import load_toml
 
@@ -93,6 +95,12 @@ def pairs(runs: Iterable[Row], baseline: Iterable[Row]) -> Pairs:
     return max(machines.values(), key=len, default=[])
 
 
+def half_interval(values: Sequence[float]) -> float:
+    """Return half the 95 % interval of the mean of one value per seed."""
+    seeds = len(values)
+    return student_t(seeds - 1) * math.sqrt(statistics.variance(values) / seeds)
+
+
 def interval(values: Sequence[float]) -> str:
     """Return the mean of one value per seed, ± half its 95 % interval, and the seeds if few."""
     mean = statistics.fmean(values)
@@ -101,8 +109,7 @@ def interval(values: Sequence[float]) -> str:
     text = f"{mean:+.4f}"
     seeds = len(values)
     if seeds > 1:
-        half = student_t(seeds - 1) * math.sqrt(statistics.variance(values) / seeds)
-        text += f" ± {half:.4f}"
+        text += f" ± {half_interval(values):.4f}"
     if seeds < 3:
         text += f" ({seeds} seed{'s' * (seeds > 1)})"
     return text
@@ -205,6 +212,33 @@ def table(spec: Row) -> str:
     return markdown([spec["head"], *(column["title"] for column in spec["columns"])], lines)
 
 
+def is_recipe(name: str) -> bool:
+    """Return whether the package has this recipe today."""
+    try:
+        parse(name)
+    except RecipeError:
+        return False
+    return True
+
+
+def losses() -> str:
+    """Return the losses of our recipes that were measured with three seeds, as lines of TOML."""
+    where = {"model": "llama-1m", "lr": 1e-3, "beta2": 0.95}
+    records = lines_of("benchmarks/board.jsonl")
+    masters = chosen(records, {**where, "row": "master"})
+    lines = []
+    for row in dict.fromkeys(run["row"] for run in records):
+        runs = chosen(records, {**where, "row": row})
+        recipe = row if "/" in row else f"bfloat16/{row}"
+        both = pairs(runs, masters)
+        if len(both) >= 3 and both[0][0]["recipe"] == recipe and is_recipe(recipe):
+            costs = apart(both)
+            # 0.0 takes its sign from a cost that rounds to -0.0.
+            cost = round(statistics.fmean(costs), 4) + 0.0
+            lines.append(f'"{recipe}" = [{cost:.4f}, {half_interval(costs):.4f}]')
+    return "\n".join(sorted(lines))
+
+
 @cache
 def is_older(commit: str | None, day: str, paths: tuple[str, ...]) -> bool:
     """Return whether the measured files changed after a figure was recorded; false without git."""
@@ -238,6 +272,8 @@ def section_table(name: str) -> str:
 def written(name: str) -> str:
     """Return what stands at a citation: a table between empty lines, or the figure of a row."""
     tables = load_toml((ROOT / "evidence" / "tables.toml").read_text(encoding="utf-8"))
+    if name == "losses":
+        return f"\n{losses()}\n# "
     if name.startswith("section "):
         return f"\n\n{section_table(name.removeprefix('section '))}\n\n"
     return f"\n\n{table(tables[name])}\n\n" if name in tables else figure(evidence()[name])
@@ -249,7 +285,8 @@ def filled(text: str) -> str:
 
 
 def pages() -> list[Path]:
-    return [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+    pages = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+    return [*pages, ROOT / "src/narrowgauge/planner/data/losses.toml"]
 
 
 def main() -> None:

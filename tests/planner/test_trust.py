@@ -48,6 +48,26 @@ def test_a_batch_that_is_given_is_the_step() -> None:
     assert best.sequence_length == 1 and best.tokens_per_step == 8
 
 
+@pytest.mark.parametrize(
+    ("recipe", "changed", "is_measured"),
+    [
+        ("bfloat16/naive", {}, True),
+        ("bfloat16/naive/reproducible", {}, True),
+        ("bfloat16/naive", {"optimizer": "lion"}, False),
+        ("bfloat16/naive", {"lora": 8}, False),
+        ("int8-row/naive", {}, False),
+    ],
+)
+def test_a_loss_stands_beside_what_was_measured_alone(
+    recipe: str, changed: dict[str, Any], is_measured: bool
+) -> None:
+    best = plan("llama-1m", recipes=recipe, chip="H100-SXM", **changed).best
+    if is_measured:
+        assert best.measured_loss is not None and best.measured_loss[0] > 0.1
+    else:
+        assert best.measured_loss is None
+
+
 # ── parts ─────────────────────────────────────────────────────────────────────────────────────────
 
 

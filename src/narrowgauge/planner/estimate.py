@@ -13,7 +13,9 @@ from narrowgauge.planner.program import adapters_of
 from narrowgauge.planner.step_time import step_terms
 from narrowgauge.planner.terms import Terms
 from narrowgauge.spec.tables import Row
+from narrowgauge.spec.toml import load_data
 
+_LOSSES: dict[str, list[float]] = load_data("losses", "planner")
 SECONDS_PER_DAY = 86_400
 RESTARTS = 0.10
 MOST_RESTARTS = 0.25
@@ -29,7 +31,8 @@ UNCHECKED = 1.15
 preferred.
 """
 _ROW = ("num_chips", "fits", "headroom_bytes", "allocated_bytes", "host_bytes", "sequence_length",
-        "tokens_per_step", "tokens_per_second", "rate_interval", "memory_interval", "mfu", "limited_by")  # fmt: skip
+        "tokens_per_step", "tokens_per_second", "rate_interval", "memory_interval", "mfu", "limited_by",
+        "measured_loss")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -129,6 +132,18 @@ class Estimate(Ask):
         if error is None:
             return None
         return self.tokens_per_second / error[1], self.tokens_per_second / error[0]
+
+    @property
+    def measured_loss(self) -> list[float] | None:
+        """Return the validation loss of the recipe less that of ``bfloat16/master`` in nats, and
+        half its 95 % interval: of llama-1m, not of this model. None if it was not measured so, or
+        if the plan does not train all weights by AdamW.
+        """
+        recipe = self.recipe
+        is_measured = self.optimizer == "adamw" and self.program.trains_all
+        if not is_measured or recipe.overrides:
+            return None
+        return _LOSSES.get(f"{recipe.compute.name}/{recipe.storage.short_name}")
 
     def days(self, num_tokens: float) -> float:
         """Return the days of a whole run over ``num_tokens`` tokens: its steps, and the usual
