@@ -113,17 +113,18 @@ def stage_layers(num_layers: int, stages: int) -> tuple[int, bool]:
     """Return the layers of the slowest stage, and whether it is the last stage, which has the head.
 
     Stages are equal if possible. Else the first and the last have one layer less, for embedding and
-    head.
+    head; of two stages the last.
 
     Example:
-        >>> stage_layers(32, 4), stage_layers(126, 16), stage_layers(61, 16)
-        ((8, True), (8, False), (4, False))
+        >>> stage_layers(32, 4), stage_layers(126, 16), stage_layers(61, 2)
+        ((8, True), (8, False), (31, False))
     """
     if num_layers % stages == 0:
         return num_layers // stages, True
     if num_layers <= stages:
         return 1, False
-    return math.ceil((num_layers + 2) / stages), False
+    shorter = min(2, stages - 1)
+    return math.ceil((num_layers + shorter) / stages), False
 
 
 def _micro_batch_seconds(ask: Ask) -> tuple[dict[str, float], dict[str, float]]:
