@@ -194,7 +194,7 @@ def table(spec: Row) -> str:
     Args:
         spec: ``columns`` and ``rows`` with a title and parts of a cell. A row may be the name of
             runs alone, and without ``rows`` every name has one. A column may ``pick`` one of several
-            names in a row.
+            names in a row, and may name other ``records``.
     """
     records = lines_of(f"benchmarks/{spec['records']}.jsonl")
     names = dict.fromkeys(run["row"] for run in chosen(records, spec["where"]))
@@ -204,10 +204,13 @@ def table(spec: Row) -> str:
         row = named if isinstance(row, str) else row
         cells = [row["title"]]
         for column in spec["columns"]:
-            where = spec["where"] | row.get("where", {}) | column.get("where", {})
+            shared: Row = {**spec, **row, "where": spec["where"] | row.get("where", {})}
+            if "records" in column:
+                shared = {}  # these runs have nothing in common with those of the other columns
+            where = shared.get("where", {}) | column.get("where", {})
             if "pick" in column:
                 where["row"] = row.get(column["pick"])
-            cells.append(cell({**spec, **row, **column, "where": where}))
+            cells.append(cell({**shared, **column, "where": where}))
         lines.append(cells)
     return markdown([spec["head"], *(column["title"] for column in spec["columns"])], lines)
 

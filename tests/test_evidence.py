@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ evidence = script_module("docs/evidence.py")
 FIELDS = {
     "key", "claim", "target", "missed", "seeds", "machine", "commit", "date", "command", "held_out", "measures",
 }  # fmt: skip
+CODE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 MARGIN = 1.0
 """In nats: how far below the unigram level a baseline must end."""
 
@@ -27,6 +29,8 @@ def test_a_page_holds_the_figures_of_the_evidence(
     monkeypatch.setattr(evidence, "is_older", lambda *args: False)
     text = page.read_text(encoding="utf-8").replace(evidence.OLDER, "")
     assert evidence.filled(text) == text, "run python docs/evidence.py"
+    by_hand = CODE.sub("", evidence.CITATION.sub("", text))
+    assert not re.search(r"\d ± ?\d", by_hand), "cite an interval"
 
 
 def test_every_row_says_how_it_was_measured() -> None:

@@ -126,18 +126,12 @@ def _encode_window(
     step = _moved(step, shift)
     if not code.signed:
         return step
-    sign = _sign(bits)
+    # A NaN has no sign: to a negative one an added mantissa carries into the sign.
+    sign = bits & (bits + MANTISSA) & SIGN
     place = shift + code.bits - 1
     if place < 31:
         sign = (sign >> (31 - place)) & (1 << place)
     return step | sign
-
-
-def _sign(bits: Tensor) -> Tensor:
-    """Return the sign bits of floats, none for a NaN: to a negative one an added mantissa carries
-    into the sign.
-    """
-    return bits & (bits + MANTISSA) & SIGN
 
 
 def _decode_window(code: Code, word: Tensor, shift: int, scale: Tensor | None) -> Tensor:
@@ -639,7 +633,8 @@ def write_state(
         into = _into(code, lane.scales, name, place)
         fields[part] = encode(code.part(place), rest, addend, shift, into)
         if part != names[-1]:
-            rest = rest - decode(code, fields[part], shift, _inverse(into))
+            scale = None if into is None else reciprocal(into)
+            rest = rest - decode(code, fields[part], shift, scale)
     return fields
 
 
@@ -716,10 +711,6 @@ def _into(
     if not code.scaled:
         return None
     return scales[name][0] * 2.0 ** (place * (code.mantissa_bits + 1))
-
-
-def _inverse(into: Tensor | None) -> Tensor | None:
-    return None if into is None else reciprocal(into)
 
 
 # ── a tensor of its own ───────────────────────────────────────────────────────────────────────────

@@ -550,17 +550,22 @@ class Optimizer(torch.optim.Optimizer):
         return 0 if state is None else state.step
 
     def bytes_per_param(self) -> float:
-        """Return bytes per parameter of live weights, gradients (in the parameters' format) and
-        states.
+        """Return bytes per parameter of weights, gradients (in the parameters' format) and states.
+
+        Before the first step, count the states that it will make.
         """
         total = count = 0
-        for parameter in self._parameters():
-            local = local_of(parameter)
-            count += local.numel()
-            total += 2 * local.nbytes
-            state = self.state_of(parameter)
-            if state is not None:
-                total += sum(tensor.nbytes for tensor in state.tensors())
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                local = local_of(parameter)
+                count += local.numel()
+                total += 2 * local.nbytes
+                state = self.state_of(parameter)
+                if not self.state and parameter.requires_grad:
+                    empty = local.to("meta")
+                    state = self.make_states(group, [empty])[empty]
+                if state is not None:
+                    total += sum(tensor.nbytes for tensor in state.tensors())
         return total / max(1, count)
 
     # ── the step ──────────────────────────────────────────────────────────────────────────────────

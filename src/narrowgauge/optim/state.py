@@ -82,7 +82,7 @@ class ParameterState:
         self.extras: dict[str, Tensor] = {}
         self.extra_bounds: dict[str, Tensor] = {}
         for name, extra in (extras or {}).items():
-            code = extra_code(storage, extra.role)
+            code = FLOAT32 if extra.role is None else storage.code(extra.role)
             self.extra_codes[name] = code
             self.extras[name] = torch.zeros(
                 extra.shape, dtype=codes.alone_dtype(code), device=self.parameter.device
@@ -334,8 +334,3 @@ class Packed(Tensor):
 _CHANGING = (
     "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__iand__", "__ior__", "__ixor__",
 )  # fmt: skip
-
-
-def extra_code(storage: Storage, role: str | None) -> Code:
-    """Return the code of a separate state."""
-    return FLOAT32 if role is None else storage.code(role)

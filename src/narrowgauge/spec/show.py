@@ -123,8 +123,13 @@ def _rate_text(rule: UpdateRule) -> str:
 def _alias_rows() -> list[Row]:
     rows = [{"name": name, **alias} for name, alias in ALIASES.items()]
     for name, row in REFUSED.items():
-        source = row.get("why", "ambiguous: say which")
-        rows.append({"name": name, "recipe": row["nearest"], "source": source})
+        rows.append(
+            {
+                "name": name,
+                "recipe": row["nearest"],
+                "source": row.get("why", "ambiguous: say which"),
+            }
+        )
     return rows
 
 
