@@ -181,7 +181,6 @@ def rows(options: argparse.Namespace) -> list[Row]:
                     lr=lr,
                     seed=seed,
                     gauges_every=0,
-                    compile=False,
                 )
                 ends.append(trained(case, config.filled()))
             row["B/param"] = ends[0]["bytes"]

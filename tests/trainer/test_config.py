@@ -39,7 +39,7 @@ def data(tmp_path: Path) -> str:
 def test_defaults_are_a_run_that_can_start(data: str, elsewhere: Path) -> None:
     config = TrainConfig(data=data).validated()
     filled = config.filled()
-    assert (filled.lr, filled.warmup_steps, filled.compile) == (3e-3, None, False)
+    assert (filled.lr, filled.warmup_steps) == (3e-3, None)
     assert config.out == str(Path("runs") / "llama-1m-bfloat16-word-1")
     assert not any(elsewhere.iterdir()), "checking writes nothing"
 
@@ -48,19 +48,6 @@ def test_the_learning_rate_follows_the_size() -> None:
     for model, rate in (("llama-1m", 3e-3), ("llama-1b", 3e-4)):
         assert TrainConfig(model=model).filled().lr == rate
         assert TrainConfig(model="some/folder").filled(MODELS[model].num_parameters).lr == rate
-
-
-@pytest.mark.parametrize(
-    ("model", "steps", "compiled"),
-    [("llama-1m", 999, False), ("llama-1m", 1000, True), ("llama-8m", 1, True)],
-)
-def test_compilation_follows_size(
-    model: str, steps: int, compiled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for missing in ("", "no compiler is here"):
-        monkeypatch.setattr(config_module, "_compiler_missing", lambda reason=missing: reason)
-        filled = TrainConfig(model=model, steps=steps).filled()
-        assert filled.compile is (compiled and not missing)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +100,6 @@ INVENTED = Recipe(dataclasses.replace(COMPUTES["float8-row"], keep=()), STORAGES
         ),
         ({"warmup_steps": 11, "steps": 10}, "a warm-up of 11 steps is longer than the run of 10"),
         ({"out": ""}, "out is empty"),
-        ({"activation_checkpointing": 1}, "must be true or false"),
         ({"recipe": "bfloat16/word"}, "must be a recipe"),
         ({"recipe": INVENTED}, "differs from the table's of that name"),
         ({"model": "./nowhere"}, "the model folder ./nowhere does not exist"),
@@ -166,7 +152,6 @@ OVERRIDDEN = {
             lr=0.1 + 0.2,
             eps=1e-300,
             max_grad_norm=math.inf,
-            compile=True,
             stop_after=3,
         ),
         TrainConfig(recipe=parse(OVERRIDDEN), out="some where/é"),

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import torch
 
-from narrowgauge.errors import ChipError, NarrowgaugeError
+from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.gauges.recording.step_row import StepReader
 from narrowgauge.runs.record import read_run
-from narrowgauge.trainer import config, loop, session
+from narrowgauge.trainer import loop, session
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.step import train_step
 from trainer.tiny_runs import CASES, SHAPE, call, settings, words_of
@@ -277,21 +277,6 @@ def test_matrices_alone_decay(place: Path, tmp_path: Path) -> None:
     for name, parameter in run.model.named_parameters():
         factor = 1 if parameter.dim() < 2 else 1 - 0.1 * 3e-3
         torch.testing.assert_close(parameter.detach(), factor * before[name], rtol=1e-6, atol=0)
-
-
-# ── compilers ─────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_without_a_compiler_a_run_is_eager(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CXX", str(tmp_path / "none"))
-    monkeypatch.setattr(config, "COMPILE_STEPS", 2)
-    run = read_run(loop.train(settings(place, tmp_path / "run", steps=2)))
-    assert run.config["compile"] is False
-    with pytest.raises(ChipError, match="Cannot compile the model because no C"):
-        loop.train(settings(place, tmp_path / "other", steps=2, compile=True))
-    assert not (tmp_path / "other").exists()
 
 
 class Output(io.StringIO):

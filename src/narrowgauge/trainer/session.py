@@ -11,7 +11,6 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -97,7 +96,7 @@ class Session:
     """A run in memory.
 
     Args:
-        loss: ``(tokens) -> summed cross entropy`` of the model, compiled or not.
+        loss: ``(tokens) -> summed cross entropy`` of the model.
         accumulator: sums the gradients of micro-batches, if this process has several and the
             reduction does not.
         reduction: sums the gradients of micro-batches over ranks; ``None`` for one process with
@@ -241,8 +240,6 @@ def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
     require_positions(config, positions or config.sequence_length)
     config = config.filled(model.num_parameters())
     nn.Module.to(model, device)
-    if config.activation_checkpointing:
-        language_model.enable_activation_checkpointing(model)
     mesh = None
     if here.size > 1:
         axis = "replicate" if config.shard == "none" else "shard"
@@ -270,13 +267,9 @@ def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
 
 
 def _loss_of(model: PreTrainedModel, config: TrainConfig) -> Callable[[Tensor], Tensor]:
-    summed: Callable[[Tensor], Tensor] = partial(language_model.loss_sum, model)
-    if config.compile:
-        summed = language_model.compiled_loss(model)
-
     def loss(tokens: Tensor) -> Tensor:
         with compute_scope(config.recipe, tokens.device):
-            return summed(tokens)
+            return language_model.loss_sum(model, tokens)
 
     return loss
 
@@ -321,11 +314,11 @@ def open_on_ranks(config: TrainConfig) -> Dataset:
 def load(folder: str | Path) -> Session:
     """Load a run folder's session at its newest good checkpoint, for export or sampling.
 
-    Not compiled, no gauges, no data.
+    It has no gauges and no data.
     """
     folder = Path(folder)
     run = run_of_trainer(folder)
-    config = TrainConfig.from_dict({**run.config, "compile": False}, str(folder / "run.toml"))
+    config = TrainConfig.from_dict(run.config, str(folder / "run.toml"))
     checkpoint, damaged = latest_checkpoint(folder, all_ranks())
     if checkpoint is None:
         raise RecordError(
