@@ -7,7 +7,6 @@ first, and import PyTorch (some seconds) only then.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import platform
@@ -30,7 +29,6 @@ from narrowgauge.spec.recipes import Recipe
 
 _path = flags.PATH
 _count = click.IntRange(min=1)
-FOLLOW_SECONDS = 30
 _run_folder = click.argument("folder", metavar="DIR", type=_path)
 
 
@@ -54,12 +52,8 @@ def _train(settings: dict[str, Any]) -> None:
     from narrowgauge.distributed import job
     from narrowgauge.trainer import door
 
-    if job.world_size() == 1:  # refuse what is wrong before PyTorch is loaded
-        config, run = door.enter(settings)
-        settings = {**settings, "out": str(config.out)}
-        line = door.nothing_left(run, config)
-        if line:
-            return click.echo(line)
+    if job.world_size() == 1:
+        door.enter(settings)  # refuse what is wrong before PyTorch is loaded
     from narrowgauge.trainer import loop
 
     keep_pages()
@@ -327,12 +321,7 @@ def compare(
 @click.option(
     "--table", is_flag=True, help="Print the table of costs as markdown instead of writing a page."
 )
-@click.option(
-    "--follow",
-    is_flag=True,
-    help="Write the page again while the runs grow; the browser reloads it.",
-)
-def report(runs: tuple[Path, ...], out: Path | None, table: bool, follow: bool) -> None:
+def report(runs: tuple[Path, ...], out: Path | None, table: bool) -> None:
     """Write one HTML page about runs.
 
     Each RUN is a run folder, the folder of a comparison, or the log of another framework: a Hugging
@@ -344,14 +333,7 @@ def report(runs: tuple[Path, ...], out: Path | None, table: bool, follow: bool) 
     say = partial(click.echo, err=True)
     if table:
         click.echo(compare_runs(publishing.read_runs(runs, say)).table().markdown(), nl=False)
-    if follow:
-        with contextlib.suppress(AttributeError, OSError):
-            os.nice(19)  # training goes first
-        with contextlib.suppress(KeyboardInterrupt):
-            for number, page in enumerate(publishing.follow(runs, out, FOLLOW_SECONDS)):
-                if number == 0:
-                    click.echo(page)
-    elif not table or out is not None:
+    if not table or out is not None:
         click.echo(publishing.report(runs, out, say))
 
 

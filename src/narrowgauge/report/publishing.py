@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import gc
-import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from narrowgauge.analysis.comparison.comparison import Comparison, compare_runs
@@ -47,43 +46,23 @@ def report(
     paths: Sequence[str | Path],
     out: str | Path | None = None,
     say: Callable[[str], object] = warnings.warn,
-    *,
-    refresh: int = 0,
 ) -> Path:
     """Write one page about existing runs, named as for :func:`read_runs`. Return its path.
 
-    If ``out`` is None, write ``report.html`` into the only folder in ``paths``. With ``refresh``,
-    the page of unfinished runs loads itself again after so many seconds.
+    If ``out`` is None, write ``report.html`` into the only folder in ``paths``.
     """
     if out is None and len(paths) != 1:
         raise NarrowgaugeError(
             f"{len(paths)} folders were named and no page to write.", "Give --out page.html."
         )
     first = Path(paths[0])
+    page = (first.parent if first.is_file() else first) / "report.html"
     if out is not None:
         page = Path(out)
-    else:
-        page = (first.parent if first.is_file() else first) / "report.html"
     require_page(page)
     runs = read_runs(paths, say)
     gc.freeze()  # else Python repeatedly collects garbage among a million rows
-    if all(run.summary is not None for run in runs):
-        refresh = 0
-    return write_report(compare_runs(runs), page, refresh)
-
-
-def follow(paths: Sequence[Path], out: Path | None, seconds: int) -> Iterator[Path]:
-    """Write the page of runs again and again until all are finished; yield its path each time.
-
-    A rendering rests ten times as long as it took.
-    """
-    is_finished = False
-    while not is_finished:
-        began = time.monotonic()
-        is_finished = all(run.summary is not None for run in read_runs(paths))
-        yield report(paths, out, refresh=seconds)
-        if not is_finished:
-            time.sleep(max(seconds, 10 * (time.monotonic() - began)))
+    return write_report(compare_runs(runs), page)
 
 
 def require_page(page: Path) -> None:
@@ -95,13 +74,13 @@ def require_page(page: Path) -> None:
         )
 
 
-def write_report(comparison: Comparison, page: Path, refresh: int = 0) -> Path:
+def write_report(comparison: Comparison, page: Path) -> Path:
     """Write the page of a comparison, or replace one of ours. Return its path."""
     require_page(page)
     # Imported late: the page dominates the loading time.
     from narrowgauge.report.runs_page import render
 
-    write_whole(page, render(comparison, refresh).encode())
+    write_whole(page, render(comparison).encode())
     return page
 
 

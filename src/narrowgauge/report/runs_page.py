@@ -7,9 +7,9 @@ diagnosis fails, its section says so.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,7 @@ from markupsafe import Markup
 from narrowgauge.analysis.comparison.comparison import Comparison
 from narrowgauge.analysis.reading import Reading, reading_table
 from narrowgauge.report.figures.curves import comparison_figures
-from narrowgauge.report.figures.figure import Figure
 from narrowgauge.report.figures.heat_maps import HEAT_MAPS
-from narrowgauge.report.figures.palette import colour, plain
 from narrowgauge.report.figures.ranges import ranges_figure
 from narrowgauge.report.figures.verdict_figure import differences
 from narrowgauge.report.page import document, environment
@@ -45,11 +43,10 @@ SECTIONS: dict[str, str] = {
 """Headings of the page's sections in order, by id. A section with nothing to show is left out."""
 
 
-def render(comparison: Comparison, refresh: int = 0) -> str:
+def render(comparison: Comparison) -> str:
     """Return the report on a comparison as one HTML document.
 
-    Runs may be unfinished or without gauges. The browser loads the page again after ``refresh``
-    seconds; 0 is never.
+    Runs may be unfinished or without gauges.
 
     Invariant: the document fetches nothing and shows every name and message as text. The same runs
     give the same document.
@@ -75,12 +72,9 @@ def render(comparison: Comparison, refresh: int = 0) -> str:
     ]
     figures["ranges"] = list(filter(None, drawn_ranges))[:1]
     data: Row = {"figures": {}, "gauges": []}
-    for section in figures.values():
-        for place, figure in enumerate(section):
-            drawn = marked(figure, readings)
-            section[place] = drawn
-            layout = drawn.layout | {"height": drawn.height}
-            data["figures"][drawn.name] = {"data": drawn.data, "layout": layout}
+    for figure in chain(*figures.values()):
+        layout = figure.layout | {"height": figure.height}
+        data["figures"][figure.name] = {"data": figure.data, "layout": layout}
     for run in details:
         data["gauges"].append({"heat": run.heat_maps})
     differing, shared = setting_tables(named)
@@ -100,7 +94,7 @@ def render(comparison: Comparison, refresh: int = 0) -> str:
         html = getattr(macros, f"{name}_section")().strip()
         if html:
             sections[name] = Markup(html)
-    return document(data, refresh, **words, sections=sections, headings=SECTIONS)
+    return document(data, **words, sections=sections, headings=SECTIONS)
 
 
 def verdict_of(comparison: Comparison, groups: Sequence[Group], readings: RunReadings) -> list[str]:
@@ -136,11 +130,8 @@ def _subtitle(runs: Sequence[Run]) -> str:
     return " · ".join([*words, counted(len(runs), "run")])
 
 
-# ── readings: a row for each kind and recipe, one line for the runs without any, and marks in the f
+# ── readings: a row for each kind and recipe, and one line for the runs without any
 
-MARKED = ("training-loss", "validation-loss", "grad-norm")
-"""Figures over steps that mark each run's first reading."""
-_HOW = " A dotted upright line is the first reading beyond its bound; hover over its top."
 _READING_COLUMNS = (
     *name_columns(recipe="recipe"), *text_columns(seeds="seeds"),
     *reading_table([]).columns, *text_columns(what_to_do="advice"),
@@ -154,19 +145,16 @@ class RunReadings:
     Args:
         table: readings beyond their bound, a row for each recipe and kind: the first step, and the
             numbers of the worst.
-        first: for each run with a reading: its recipe's index, its name, and its first reading.
         lines: sentences about the other runs.
     """
 
     table: Table
-    first: Sequence[tuple[int, str, Reading]]
     lines: Sequence[str]
 
 
 def run_readings(groups: Iterable[Group]) -> RunReadings:
     """Return the diagnosis of a page's runs."""
     rows = list[Row]()
-    first = []
     lines = []
     healthy: dict[str, list[str]] = {}
     for group in groups:
@@ -181,7 +169,6 @@ def run_readings(groups: Iterable[Group]) -> RunReadings:
             elif diagnosis.ok:
                 healthy.setdefault(diagnosis.verdict, []).append(name)
             else:
-                first.append((group.index, name, diagnosis.readings[0]))
                 for reading in diagnosis.readings:
                     kind = (reading.what, reading.stage)
                     kinds.setdefault(kind, []).append((stats.seed, reading))
@@ -189,7 +176,7 @@ def run_readings(groups: Iterable[Group]) -> RunReadings:
         rows += sorted(folded, key=itemgetter("step"))
     for verdict, names in healthy.items():
         lines.append(f"{told(names, 6)}: {verdict}")
-    return RunReadings(Table(_READING_COLUMNS, rows), first, lines)
+    return RunReadings(Table(_READING_COLUMNS, rows), lines)
 
 
 def _folded(recipe: str, members: Sequence[tuple[int, Reading]]) -> Row:
@@ -202,22 +189,3 @@ def _folded(recipe: str, members: Sequence[tuple[int, Reading]]) -> Row:
         "seeds": ", ".join(map(str, sorted(set(seeds)))),
         "step": min(map(attrgetter("step"), readings)),
     }
-
-
-def marked(figure: Figure, readings: RunReadings) -> Figure:
-    """Add an upright line at each run's first reading to a figure over steps, if it is one of
-    :data:`MARKED`.
-    """
-    if figure.name not in MARKED or not readings.first:
-        return figure
-    marks = [_mark(group, name, reading) for group, name, reading in readings.first]
-    return dataclasses.replace(figure, data=[*figure.data, *marks], how=figure.how + _HOW)
-
-
-def _mark(group: int, name: str, reading: Reading) -> Row:
-    return {
-        "type": "scatter", "mode": "lines+markers", "x": [reading.step, reading.step], "y": [0, 0.98], "yaxis": "y2",
-        "meta": {"group": group}, "line": {"color": colour(group, 0.8), "width": 1.5, "dash": "dot"},
-        "marker": {"symbol": "triangle-down", "size": [0, 10], "color": colour(group), "opacity": 1},
-        "hovertemplate": f"{plain(reading.what)}: step {reading.step}<extra>{plain(name)}</extra>",
-    }  # fmt: skip

@@ -29,13 +29,12 @@ from narrowgauge.gauges.recording.run_recorder import RunRecorder
 from narrowgauge.optim.audit import UpdateLossWarning
 from narrowgauge.runs.atomic_io import disk_errors
 from narrowgauge.runs.finding import counted, sentences
-from narrowgauge.runs.places import is_run
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import EVAL, STEP, Row
 from narrowgauge.spec.models import MODELS, weights_file
 from narrowgauge.trainer import door
 from narrowgauge.trainer.config import TrainConfig
-from narrowgauge.trainer.session import Session, build, data_of, open_on_ranks
+from narrowgauge.trainer.session import Session, build, data_of, emulated, open_on_ranks
 from narrowgauge.trainer.step import evaluate, train_step
 
 _MUST_STOP = 2
@@ -123,10 +122,11 @@ def train(
     ranks = all_ranks()
     config, run = ranks.of_first(lambda: door.enter(named_settings, ranks.size))
     progress = Progress(config, stream, is_verbose)
+    folder = Path(str(config.out))
     line = door.nothing_left(run, config)
     if line:
         progress.say(line)
-        return Path(str(config.out))
+        return folder
     with (
         threads_of(config.threads, config.recipe.reduction.order_invariant),
         warnings.catch_warnings(),
@@ -135,11 +135,11 @@ def train(
             warnings.simplefilter("ignore", notice)  # the events are printed
         require_same(named_settings)
         session, events = _open(config, run)
-        with recorder_of(session, progress) as recorder:
+        with _recorder_of(session, progress, run is not None) as recorder:
             for event in events:
                 recorder.event(**event)
             _run(session, recorder, progress)
-    return Path(str(config.out))
+    return folder
 
 
 def resume(folder: str | Path, stop_after: int | None = None, **options: Any) -> Path:
@@ -155,7 +155,7 @@ def _open(config: TrainConfig, run: Run | None) -> tuple[Session, list[dict[str,
     folder = Path(str(config.out))
     if run is None:
         session = build(config, folder, open_on_ranks(config))
-        notes = [*session.data.notes, *session.notes]
+        notes = [*session.data.notes, *emulated(session)]
         return session, [{"what": "note", "words": note} for note in notes]
     checkpoint, damaged = latest_checkpoint(folder, all_ranks())
     before = run.config
@@ -183,14 +183,13 @@ def _open(config: TrainConfig, run: Run | None) -> tuple[Session, list[dict[str,
     return session, events
 
 
-def recorder_of(session: Session, progress: Progress) -> RunRecorder:
+def _recorder_of(session: Session, progress: Progress, goes_on: bool) -> RunRecorder:
     """Create the record of a run, or open it and go back to the step of the session.
 
     Must precede the first step, whose compiled code calls the gauges.
     """
     config = session.config
     folder = session.folder
-    goes_on = session.here.of_first(lambda: is_run(folder))
     tables = {} if goes_on else {"data": data_of(session)}
     recorder = RunRecorder(
         folder, session.model, session.optimizer, recipe=config.recipe, settings=config.to_dict(),
