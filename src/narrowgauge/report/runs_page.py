@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, groupby
 from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any
@@ -23,16 +23,14 @@ from narrowgauge.report.figures.heat_maps import HEAT_MAPS
 from narrowgauge.report.figures.ranges import ranges_figure
 from narrowgauge.report.figures.verdict_figure import differences
 from narrowgauge.report.page import document, environment
-from narrowgauge.report.recipe_groups import Group, RunDetails, groups_of
+from narrowgauge.report.page_runs import PageRun, colours_of, page_runs
 from narrowgauge.report.run_tables import (
     ROUTINE,
     event_table,
     frequencies_alone,
-    range_table,
     setting_tables,
 )
 from narrowgauge.runs.finding import counted, listed, told
-from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import Row
 from narrowgauge.spec.tables import Table, name_columns, text_columns
 
@@ -54,38 +52,22 @@ def render(comparison: Comparison) -> str:
     Cost: about half a second per ten thousand steps, half of it for the diagnosis. The document is 2 MB for
         Plotly plus about 0.1 MB per run.
     """
-    groups = groups_of(comparison)
-    readings = run_readings(groups)
-    named: list[tuple[Run, str]] = []
-    details: list[RunDetails] = []
-    indices = {}
-    for group in groups:
-        named += group.named
-        details += group.details
-        indices[group.label] = group.index
-    runs = [run for run, _ in named]
-    verdict = differences(groups, comparison)
-    figures = {"verdict": [verdict] if verdict else []}
-    figures |= comparison_figures(groups, comparison.baseline)
-    drawn_ranges = [
-        ranges_figure(name, run.histograms) for (_, name), run in zip(named, details, strict=True)
-    ]
-    figures["ranges"] = list(filter(None, drawn_ranges))[:1]
-    data: Row = {"figures": {}, "gauges": []}
+    runs = page_runs(comparison)
+    readings = run_readings(runs)
+    verdict = differences(comparison)
+    ranges = [ranges_figure(run.name, run.inside.histograms) for run in runs]
+    figures = {"verdict": [verdict] if verdict else [], "ranges": list(filter(None, ranges))[:1]}
+    figures |= comparison_figures(runs, comparison.baseline)
+    data: Row = {"figures": {}, "gauges": [{"heat": run.inside.heat_maps} for run in runs]}
     for figure in chain(*figures.values()):
         layout = figure.layout | {"height": figure.height}
         data["figures"][figure.name] = {"data": figure.data, "layout": layout}
-    for run in details:
-        data["gauges"].append({"heat": run.heat_maps})
-    differing, shared = setting_tables(named)
+    differing, shared = setting_tables(runs)
     words: dict[str, Any] = {
-        "title": title_of(runs, list(indices)),
-        "subtitle": _subtitle(runs),
-        "verdict": verdict_of(comparison, groups, readings), "cost_table": comparison.table(),
-        "groups": groups, "indices": indices, "comparison": comparison,
-        "readings": readings, "figures": figures, "details": details,
-        "metrics": HEAT_MAPS, "named": named, "events": event_table(named), "routine": ROUTINE,
-        "settings_apart": differing, "settings": shared, "ranges": range_table(named, details),
+        "title": title_of(runs), "subtitle": _subtitle(runs), "verdict": verdict_of(comparison, readings),
+        "cost_table": comparison.table(), "colours": colours_of(comparison), "readings": readings,
+        "figures": figures, "runs": runs, "metrics": HEAT_MAPS, "events": event_table(runs),
+        "routine": ROUTINE, "settings_apart": differing, "settings": shared,
     }  # fmt: skip
     template = environment().get_template("sections.html.j2")
     macros: Any = template.make_module({**words, "headings": SECTIONS})
@@ -97,15 +79,15 @@ def render(comparison: Comparison) -> str:
     return document(data, **words, sections=sections, headings=SECTIONS)
 
 
-def verdict_of(comparison: Comparison, groups: Sequence[Group], readings: RunReadings) -> list[str]:
+def verdict_of(comparison: Comparison, readings: RunReadings) -> list[str]:
     """Return the sentences of the verdict: of one recipe, its loss and what its record shows."""
-    if len(groups) != 1:
+    if len(comparison.classes) != 1:
         return list(comparison.verdict)
-    row = comparison.rows[0]
-    words = [f"{groups[0].label} is unfinished."]
-    if row["val_loss"] is not None:
-        words = [f"{groups[0].label} has a validation loss of {row['val_loss']:.4f}."]
-    words += frequencies_alone(groups[0].runs[0].run)
+    ((label, recipe),) = comparison.classes.items()
+    words = [f"{label} is unfinished."]
+    if recipe.row["val_loss"] is not None:
+        words = [f"{label} has a validation loss of {recipe.row['val_loss']:.4f}."]
+    words += frequencies_alone(recipe.runs[0].run.run)
     if readings.table.rows:
         words.append(
             f"{counted(len(readings.table.rows), 'kind')} of readings beyond their bound: below."
@@ -113,18 +95,19 @@ def verdict_of(comparison: Comparison, groups: Sequence[Group], readings: RunRea
     return [*words, *readings.lines]
 
 
-def title_of(runs: Sequence[Run], labels: Sequence[str]) -> str:
+def title_of(runs: Sequence[PageRun]) -> str:
     """Return the title of a page of runs."""
-    models = dict.fromkeys(Path(str(run.config.get("model", "a model"))).name for run in runs)
+    models = dict.fromkeys(Path(str(run.run.config.get("model", "a model"))).name for run in runs)
+    labels = dict.fromkeys(run.recipe for run in runs)
     recipes = listed(labels) if len(labels) <= 4 else f"{len(labels)} recipes"
     return f"{listed(models)} in {recipes}"
 
 
-def _subtitle(runs: Sequence[Run]) -> str:
+def _subtitle(runs: Sequence[PageRun]) -> str:
     """Return the common properties of all runs: text, length and device."""
     words = []
     for table, name in (("config", "data"), ("config", "steps"), ("machine", "device")):
-        values = {run.run.get(table, {}).get(name) for run in runs}
+        values = {run.run.run.get(table, {}).get(name) for run in runs}
         if len(values) == 1 and values != {None}:
             words.append(f"{values.pop()} steps" if name == "steps" else str(values.pop()))
     return " · ".join([*words, counted(len(runs), "run")])
@@ -152,27 +135,27 @@ class RunReadings:
     lines: Sequence[str]
 
 
-def run_readings(groups: Iterable[Group]) -> RunReadings:
+def run_readings(runs: Iterable[PageRun]) -> RunReadings:
     """Return the diagnosis of a page's runs."""
-    rows = list[Row]()
+    kinds: dict[tuple[str, str, str], list[tuple[int, Reading]]] = {}
     lines = []
     healthy: dict[str, list[str]] = {}
-    for group in groups:
-        kinds: dict[tuple[str, str], list[tuple[int, Reading]]] = {}
-        for stats, (_, name), details in zip(group.stats, group.named, group.details, strict=True):
-            diagnosis = details.diagnosis
-            if isinstance(diagnosis, str):
-                lines.append(
-                    f"{name}: the diagnosis failed, which concerns nothing else on this page "
-                    f"({diagnosis})."
-                )
-            elif diagnosis.ok:
-                healthy.setdefault(diagnosis.verdict, []).append(name)
-            else:
-                for reading in diagnosis.readings:
-                    kind = (reading.what, reading.stage)
-                    kinds.setdefault(kind, []).append((stats.seed, reading))
-        folded = [_folded(group.label, members) for members in kinds.values()]
+    for run in runs:
+        diagnosis = run.inside.diagnosis
+        if isinstance(diagnosis, str):
+            lines.append(
+                f"{run.name}: the diagnosis failed, which concerns nothing else on this page "
+                f"({diagnosis})."
+            )
+        elif diagnosis.ok:
+            healthy.setdefault(diagnosis.verdict, []).append(run.name)
+        else:
+            for reading in diagnosis.readings:
+                kind = (run.recipe, reading.what, reading.stage)
+                kinds.setdefault(kind, []).append((run.seed, reading))
+    rows = []
+    for _, same_recipe in groupby(kinds.items(), key=lambda item: item[0][0]):
+        folded = [_folded(kind[0], members) for kind, members in same_recipe]
         rows += sorted(folded, key=itemgetter("step"))
     for verdict, names in healthy.items():
         lines.append(f"{told(names, 6)}: {verdict}")
