@@ -81,60 +81,45 @@ def test_ranks_make_one_run_and_one_rank_speaks(alone: Run, place: Path, tmp_pat
     assert all(silent == [""] for silent in outputs[1:])
 
 
-def train_on_a_copy(rank: int, place: Path, copies: list[Path], out: Path) -> str:
-    """One rank of a training whose token map is its machine's own."""
-    changes = {**BASE, "data": str(place / "tokens")}
-    true_open = session.open_data
-
-    def open_own(folder: str, *more: Any) -> Any:
-        return true_open(copies[rank], *more)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session, "open_data", open_own)
-        return train_here(rank, place, {out: changes})[0]
-
-
-def test_ranks_with_other_tokens_are_refused(place: Path, tmp_path: Path) -> None:
-    copies = [place / "tokens", tmp_path / "stale"]
-    shutil.copytree(*copies)
-    content = (copies[1] / "tokens.bin").read_bytes()
-    (copies[1] / "tokens.bin").write_bytes(content[2:] + content[:2])
-    messages = run_ranks(train_on_a_copy, 2, tmp_path / "ranks", place, copies, tmp_path / "run")
-    assert "rank 1 has tokens = " in messages[0]
-    assert messages[0] == messages[1]
-    assert not (tmp_path / "run").exists()
-
-
-def train_with_a_bad_rank(rank: int, place: Path, out: Path, changes: dict[str, Any]) -> str:
-    """One rank of a training in which the third batch is not finite on the second rank alone."""
-    with pytest.MonkeyPatch.context() as patch:
-        if rank == 1:
-            spoil(patch, {2}, lambda loss: loss * math.nan)
-        return train_here(rank, place, {out: changes})[0]
-
-
-def test_ranks_skip_a_bad_step_together(place: Path, tmp_path: Path) -> None:
-    run_ranks(train_with_a_bad_rank, 2, tmp_path / "ranks", place, tmp_path / "run", BASE)
-    run = read_run(tmp_path / "run")
-    assert [row["skipped"] for row in run.steps] == [False, False, True, False]
-
-
 VERIFIED = {
     **BASE, "steps": 12, "batch_size": 4, "gradient_accumulation_steps": 4, "checkpoint_every": 2, "gauges_every": 3,
     "eval_every": 4, "shard": "none",
 }  # fmt: skip
 
 
-def test_verifying_changes_no_bit(place: Path, tmp_path: Path) -> None:
-    runs = {}
-    for every in (0, 2):
-        runs[tmp_path / str(every)] = {**VERIFIED, "checkpoint_every": every}
-    run_ranks(train_here, 2, tmp_path / "ranks", place, runs)
-    plain, verified = map(read_run, runs)
+def train_in_three_ways(rank: int, place: Path, folder: Path, stale: Path) -> str:
+    """One rank of two trainings with checkpoints or none, of one whose third batch is not finite on
+    the second rank alone, and of one whose token map is its machine's own: return its refusal.
+    """
+    train_here(
+        rank, place, {folder / f"every {n}": {**VERIFIED, "checkpoint_every": n} for n in (0, 2)}
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            spoil(patch, {2}, lambda loss: loss * math.nan)
+        train_here(rank, place, {folder / "spoilt": BASE})
+    true_open = session.open_data
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(session, "open_data", lambda folder, *more: true_open(stale, *more))
+        return train_here(rank, place, {folder / "refused": BASE})[0]
+
+
+def test_two_ranks_verify_without_a_changed_bit_skip_together_and_want_the_same_tokens(
+    place: Path, tmp_path: Path
+) -> None:
+    stale = Path(shutil.copytree(place / "tokens", tmp_path / "stale"))
+    content = (stale / "tokens.bin").read_bytes()
+    (stale / "tokens.bin").write_bytes(content[2:] + content[:2])
+    messages = run_ranks(train_in_three_ways, 2, tmp_path / "ranks", place, tmp_path, stale)
+    assert "rank 1 has tokens = " in messages[0] and messages[0] == messages[1]
+    assert not (tmp_path / "refused").exists()
+    skipped = [row["skipped"] for row in read_run(tmp_path / "spoilt").steps]
+    assert skipped == [False, False, True, False]
+    plain, verified = (read_run(tmp_path / f"every {n}") for n in (0, 2))
     assert [lasting(row) for row in plain.steps] == [lasting(row) for row in verified.steps]
-    assert [row["histograms"] for row in plain.gauges] == [
-        row["histograms"] for row in verified.gauges
-    ]
+    histograms = [[row["histograms"] for row in run.gauges] for run in (plain, verified)]
+    assert histograms[0] == histograms[1]
     assert len(plain.steps) == 12 and {name for row in plain.steps for name in row} <= STEP.keys()
 
 
