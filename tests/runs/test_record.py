@@ -162,18 +162,6 @@ def test_rewind_forgets_steps_evals_and_the_summary_and_keeps_events(folder: Pat
     assert run.summary is None
 
 
-def test_an_existing_run_folder_or_file_is_refused(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(RecordError, match="a run is there already") as caught:
-        RunWriter.create(folder, RUN)
-    assert f"narrowgauge resume {folder}" in caught.value.advice
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "thesis.tex").touch()
-    with pytest.raises(RecordError, match=r"not empty \(it holds thesis\.tex\)"):
-        RunWriter.create(tmp_path / "other", RUN)
-    with pytest.raises(RecordError, match="it is a file"):
-        RunWriter.create(folder / "run.toml", RUN)
-
-
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [

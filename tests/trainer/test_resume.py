@@ -380,33 +380,6 @@ def test_its_command_resumes_a_run(
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
 
 
-@pytest.mark.parametrize(("at", "existed"), [(1, True), (3, False), (5, True), (8, False)])
-def test_a_full_disk_at_start(
-    at: int, existed: bool, place: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    true_fsync = os.fsync
-    count = 0
-    folder = tmp_path / "run"
-    if existed:
-        folder.mkdir()
-
-    def fsync(descriptor: int) -> None:
-        nonlocal count
-        count += 1
-        if count == at:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        true_fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    refused = call(*words_of(settings(place, folder, steps=1, eval_sequences=4)))
-    if refused.exit_code == 0:  # what a recorder adds to run.toml later ends no run
-        assert read_run(folder).summary is not None
-    else:
-        assert refused.exit_code == 1 and refused.stderr.count("\n") == 1, refused.stderr
-    if not (folder / "run.toml").exists():
-        assert folder.exists() == existed and not (existed and os.listdir(folder))
-
-
 # ── a save that fails ─────────────────────────────────────────────────────────────────────────────
 
 
