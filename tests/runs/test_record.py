@@ -96,13 +96,6 @@ def test_a_torn_last_line_is_dropped_and_cut_off(folder: Path, torn: bytes) -> N
     assert [row["step"] for row in read_run(folder).steps] == [1, 2, 3, 4, 5]
 
 
-def test_every_cut_of_the_file_leaves_the_whole_lines_before_it(folder: Path) -> None:
-    data = (folder / "steps.jsonl").read_bytes()
-    for length in range(len(data)):
-        (folder / "steps.jsonl").write_bytes(data[:length])
-        assert len(read_run(folder).steps) == data[:length].count(b"\n")
-
-
 DAMAGED_LINES = {
     "no closing quote": (2, b'{"step:2,"loss":0.5}'),
     "no object": (2, b"5"),

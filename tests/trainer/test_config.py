@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import tomli_w
 
-from narrowgauge.errors import NarrowgaugeError, RecordError
+from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.spec.models import MODELS
 from narrowgauge.spec.notation import parse
@@ -18,7 +18,6 @@ from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.storages import STORAGES
 from narrowgauge.spec.toml import load_toml
 from narrowgauge.trainer import config as config_module
-from narrowgauge.trainer import door
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.data.tokens import Document, load_tokenizer, write_tokens
 
@@ -129,14 +128,6 @@ def test_a_new_run_takes_the_first_free_number(elsewhere: Path, data: str) -> No
     assert TrainConfig(data=data).validated().out == str(Path("runs") / "llama-1m-bfloat16-word-2")
 
 
-def test_a_folder_in_use_is_refused_and_an_empty_one_is_not(data: str, elsewhere: Path) -> None:
-    (elsewhere / "run").mkdir()
-    assert door.enter({"out": "run", "data": data})[1] is None
-    (elsewhere / "run" / "notes.txt").touch()
-    with pytest.raises(RecordError, match="not empty"):
-        door.enter({"out": "run", "data": data})
-
-
 OVERRIDDEN = {
     "recipe": "bfloat16/word",
     "name": "mine",
@@ -181,16 +172,3 @@ def test_wrong_settings_files_are_refused_in_one_line(
         config_module.read_settings("mine.toml")
     assert word in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_settings_of_a_run_are_read_without_its_folder(tmp_path: Path) -> None:
-    (tmp_path / "run.toml").write_text(
-        'schema_version = 2\n[config]\nsteps = 7\nout = "runs/a"\n[data]\nseed = 3\n'
-    )
-    assert config_module.read_settings(tmp_path / "run.toml") == {"steps": 7}
-
-
-def test_a_run_may_be_a_warm_up() -> None:
-    config = TrainConfig(steps=5, warmup_steps=5, lr=1.0)
-    config.require_agreement()
-    assert [config.learning_rate(step) for step in (1, 5)] == [0.2, 1.0]

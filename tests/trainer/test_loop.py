@@ -93,12 +93,10 @@ def test_the_record_holds_what_was_promised(place: Path, tmp_path: Path) -> None
     assert [row["step"] for row in run.evals] == [3, 6, 8]
     assert summary["val_loss"] == run.evals[-1]["val_loss"]
     for number, row in enumerate(run.steps, 1):
-        assert row["step"] == number and row["tokens"] == number * 64
-        assert row["loss"] > 0
+        assert (row["step"], row["tokens"], row["skipped"]) == (number, number * 64, False)
         assert row["lr"] == config.learning_rate(number)
-        assert row["grad_norm"] > 0
-        assert row["skipped"] is False
-        assert row["tokens_per_second"] > 0 and 0 <= row["loader_seconds"] < row["seconds"]
+        assert min(row["loss"], row["grad_norm"], row["tokens_per_second"]) > 0
+        assert 0 <= row["loader_seconds"] < row["seconds"]
         assert ("edq" in row) == (number % 2 == 0)
     assert run.steps[-1]["loss"] < run.steps[0]["loss"]
     assert run.run["config"]["recipe"] == "bfloat16/word"
