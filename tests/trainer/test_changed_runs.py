@@ -109,27 +109,24 @@ def test_omitted_flags_change_nothing(door: str, stopped: Path, finished: Run) -
     assert not changes_of(run) and run.config["lr"] == 0.003
 
 
-@pytest.mark.parametrize(
-    ("flag", "value", "says"),
-    [
-        ("lr", "0.007", "lr was 0.003 up to step 4 and is 0.007 from there on"),
-        ("log-every", "2", "log_every was 1 up to step 4 and is 2 from there on"),
-        ("keep-checkpoints", "3", "keep_checkpoints was 2 up to step 4 and is 3 from there on"),
-        ("weight-decay", "0.0", "weight_decay was 0.1 up to step 4 and is 0.0 from there on"),
-        ("warmup-steps", "2", "warmup_steps was not set up to step 4 and is 2 from there on"),
-        ("steps", "9", "steps was 8 up to step 4 and is 9 from there on"),
-    ],
-)
-def test_a_flag_that_is_given_holds_from_there_on_and_is_told(
-    flag: str, value: str, says: str, stopped: Path
-) -> None:
-    assert (
-        call("train", "--out", str(stopped), f"--{flag}", value, "--stop-after", "5").exit_code == 0
-    )
-    assert changes_of(read_run(stopped)) == [says]
-    assert call("resume", str(stopped)).exit_code == 0  # and holds in the next sitting
+GIVEN = {
+    "steps": ("8", "9"), "lr": ("0.003", "0.007"), "warmup_steps": ("not set", "2"),
+    "weight_decay": ("0.1", "0.0"), "keep_checkpoints": ("2", "3"), "log_every": ("1", "2"),
+}  # fmt: skip
+
+
+def test_flags_that_are_given_hold_from_there_on_and_are_told(stopped: Path) -> None:
+    words = []
+    told = []
+    for name, (before, value) in GIVEN.items():
+        words += [f"--{name.replace('_', '-')}", value]
+        told.append(f"{name} was {before} up to step 4 and is {value} from there on")
+    assert call("train", "--out", str(stopped), *words, "--stop-after", "5").exit_code == 0
+    assert changes_of(read_run(stopped)) == told
+    assert call("resume", str(stopped)).exit_code == 0  # and hold in the next sitting
     run = read_run(stopped)
-    assert changes_of(run) == [says] and str(run.config[flag.replace("-", "_")]) == value
+    assert changes_of(run) == told
+    assert {name: str(run.config[name]) for name in GIVEN} == {n: v for n, (_, v) in GIVEN.items()}
 
 
 OTHERS = {

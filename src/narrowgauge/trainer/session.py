@@ -217,6 +217,7 @@ def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     require_positions(config, positions or config.sequence_length)
     config = config.filled(model.num_parameters())
+    assert config.lr is not None
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     nn.Module.to(model, device)
     size = all_ranks().size
@@ -227,7 +228,7 @@ def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", EmulationNotice)  # a note of the run
         _, optimizer = prepare(
-            model, config.recipe, lr=config.lr or 0.0, **config.optimizer_options, groups=matrices_decay,
+            model, config.recipe, lr=config.lr, **config.optimizer_options, groups=matrices_decay,
             max_grad_norm=config.max_grad_norm, seed=config.seed, audit_every=config.audit_every,
             mesh=mesh, shard=config.shard, average=False,
         )  # fmt: skip
