@@ -110,8 +110,8 @@ def test_omitted_flags_change_nothing(door: str, stopped: Path, finished: Run) -
 
 
 GIVEN = {
-    "steps": ("8", "9"), "lr": ("0.003", "0.007"), "warmup_steps": ("not set", "2"),
-    "weight_decay": ("0.1", "0.0"), "keep_checkpoints": ("2", "3"), "log_every": ("1", "2"),
+    "steps": ("8", "9"), "lr": ("0.003", "0.007"), "weight_decay": ("0.1", "0.0"),
+    "keep_checkpoints": ("2", "3"), "log_every": ("1", "2"), "warmup_steps": ("not set", "2"),
 }  # fmt: skip
 
 

@@ -264,7 +264,6 @@ def resume(folder: Path, stop_after: int | None) -> None:
     """
     from narrowgauge.trainer import door
 
-    door.restore(folder)
     door.run_of_trainer(folder)  # refuse a folder without one
     _train(flags.given({"out": str(folder), "stop_after": stop_after}))
 

@@ -188,7 +188,11 @@ def restore(folder: Path) -> None:
 
 
 def run_of_trainer(folder: Path) -> Run:
-    """Return the record of a run of ``narrowgauge train``. Its settings are not parsed."""
+    """Return the record of a run of ``narrowgauge train``. Its settings are not parsed.
+
+    Its ``run.toml`` may have to come from its checkpoint.
+    """
+    restore(folder)
     run = read_run(folder)
     if run.is_foreign or "recorder" in run.run:
         program = run.run.get("recorder", {}).get("program") or "another program"
