@@ -86,7 +86,8 @@ def test_an_edited_setting_holds_from_there_on_and_is_told(stopped: Path) -> Non
     ]
     assert len(run.steps) == 6 and run.steps[3]["lr"] < 0.003 and run.summary is not None
     state = json.loads((stopped / "checkpoints" / "step-00000006" / "state.json").read_text())
-    assert (state["settings"]["lr"], state["settings"]["steps"]) == (0.007, 6)
+    saved = load_toml(state["run"])["config"]
+    assert (saved["lr"], saved["steps"]) == (0.007, 6)
 
 
 def changes_of(run: Run) -> list[str]:

@@ -73,29 +73,27 @@ def _text(value: Any) -> str:
     return "not set" if value is None else short(value)
 
 
-def require_same_run(
-    run: Run, before: Mapping[str, Any], config: TrainConfig, fingerprint: str, began_with: str
-) -> None:
+def require_same_run(before: Run, config: TrainConfig, fingerprint: str) -> None:
     """Refuse settings that decide a run's numbers from the start: model, storage, seed, split,
     length of sequences, and tokens, known by their ``fingerprint``.
 
-    ``before`` are the settings of its checkpoint, ``began_with`` the fingerprint then.
+    ``before`` is the run as its checkpoint knows it.
     """
-    first = TrainConfig.from_dict(before)
+    first = TrainConfig.from_dict(before.config)
     fixed = ["seed", "held_out", "sequence_length"]
     if first.model in MODELS or config.model in MODELS:  # a model folder may have moved
         fixed.append("model")
     if first.recipe.storage != config.recipe.storage:
         fixed.append("recipe")
-    for name, old, new in changed_settings(before, config.to_dict()):
+    for name, old, new in changed_settings(before.config, config.to_dict()):
         if name in fixed:
             raise RecordError(
-                f"Cannot continue {run.path} with {name} = {new} because it began with {old}.",
+                f"Cannot continue {before.path} with {name} = {new} because it began with {old}.",
                 "Leave it as it was, or start another run with another --out.",
             )
-    if fingerprint != began_with:
+    if fingerprint != before.data_fingerprint:
         raise RecordError(
-            f"Cannot continue {run.path} because the tokens in {config.data} are not those that it "
+            f"Cannot continue {before.path} because the tokens in {config.data} are not those that it "
             "started with.",
             "Restore its token map, or name its new place with --data.",
         )

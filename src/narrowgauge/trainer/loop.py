@@ -32,6 +32,7 @@ from narrowgauge.runs.finding import counted, sentences
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import EVAL, STEP, Row
 from narrowgauge.spec.models import MODELS, weights_file
+from narrowgauge.spec.toml import load_toml
 from narrowgauge.trainer import door
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.session import Session, build, data_of, emulated, open_on_ranks
@@ -158,21 +159,18 @@ def _open(config: TrainConfig, run: Run | None) -> tuple[Session, list[dict[str,
         notes = [*session.data.notes, *emulated(session)]
         return session, [{"what": "note", "words": note} for note in notes]
     checkpoint, damaged = latest_checkpoint(folder, all_ranks())
-    before = run.config
-    began_with = run.data_fingerprint
+    before = run
     if checkpoint is not None:
-        state = checkpoint.state()
-        before = state["settings"]
-        began_with = state["data_fingerprint"]
+        before = Run(folder, load_toml(checkpoint.state()["run"]))
     else:
         door.require_no_checkpoint(run, damaged)
     data = open_on_ranks(config)
-    door.require_same_run(run, before, config, data.fingerprint, began_with)
+    door.require_same_run(before, config, data.fingerprint)
     session = build(config, folder, data)
     if checkpoint is not None:
         session.load(checkpoint)
     door.require_steps_left(folder, config, session.step)
-    events = door.changes(before, session.config, session.step)
+    events = door.changes(before.config, session.config, session.step)
     first = run.steps[0]["step"] if run.steps else session.step + 1
     if first > 1 and session.step > 0:
         message = f"steps.jsonl lacks the first {counted(first - 1, 'step')}"

@@ -185,7 +185,7 @@ class Session:
         tensors = state_tensors(self.model.named_parameters(), self.optimizer)
         state = {
             "step": self.step, "sequences": self.sequences, "num_skipped": self.optimizer.num_skipped,
-            "settings": self.config.to_dict(), "run": run, "data_fingerprint": self.data.fingerprint,
+            "run": run,
         }  # fmt: skip
         if self.scaler is not None:
             state["loss_scaler"] = self.scaler.state_dict()
