@@ -139,6 +139,10 @@ def train(
         with _recorder_of(session, progress, run is not None) as recorder:
             for event in events:
                 recorder.event(**event)
+            progress.say(f"{Path(config.model).name} · {config.recipe.title} · {folder}")
+            if session.step == 0 and config.model not in MODELS:
+                source = weights_file(Path(config.model)) or f"drawn from seed {config.seed}"
+                progress.say(f"initial weights: {source}")
             _run(session, recorder, progress)
     return folder
 
@@ -206,10 +210,6 @@ def _recorder_of(session: Session, progress: Progress, goes_on: bool) -> RunReco
 def _run(session: Session, recorder: RunRecorder, progress: Progress) -> None:
     """Train until the last step, a requested stop or a signal, and end with a checkpoint."""
     config = session.config
-    progress.say(f"{Path(config.model).name} · {config.recipe.title} · {session.folder}")
-    if session.step == 0 and config.model not in MODELS:
-        source = weights_file(Path(config.model)) or f"drawn from seed {config.seed}"
-        progress.say(f"initial weights: {source}")
     is_stopped = False
     with _signals() as signals, _ended(session, recorder, progress):
         while session.step < config.steps and not is_stopped:
@@ -237,10 +237,8 @@ def _run(session: Session, recorder: RunRecorder, progress: Progress) -> None:
         f"Stopped after step {session.step}. Continue with: narrowgauge resume {session.folder}"
     )
     number = session.here.largest(signals[0] if signals else 0)
-    if number == signal.SIGINT:
-        raise KeyboardInterrupt
     if number:
-        raise Terminated
+        raise KeyboardInterrupt if number == signal.SIGINT else Terminated
     if progress.failure is not None:
         raise progress.failure
 
