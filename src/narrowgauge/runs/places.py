@@ -151,8 +151,16 @@ def run_folders(paths: Sequence[str | Path]) -> list[Path]:
     """
     places: list[Path] = []
     for path in map(Path, paths):
-        inside = [path] if is_run(path) else _runs_inside(path)
-        if not inside:
+        inside: list[Path] = []
+        with disk_errors(path):
+            if path.is_dir():
+                inside = sorted(filter(Path.is_dir, path.iterdir()))
+        runs = list(filter(is_run, inside))
+        if is_run(path) or (is_log(path) and not runs):
+            runs = [path]
+        elif not is_log(path):
+            runs = [place for place in inside if is_run(place) or is_log(place)]
+        if not runs:
             problem = "neither it nor a folder in it has a run.toml, or a log of another framework"
             if not path.exists():
                 problem = "there is no such folder or file"
@@ -162,18 +170,8 @@ def run_folders(paths: Sequence[str | Path]) -> list[Path]:
                 f"No run in {path}: {problem}.",
                 f"Name a run folder, the folder of a comparison, or a {LOGS}.",
             )
-        places += inside
+        places += runs
     return list(dict.fromkeys(places))
-
-
-def _runs_inside(path: Path) -> list[Path]:
-    folders: list[Path] = []
-    with disk_errors(path):
-        if path.is_dir():
-            folders = sorted(filter(Path.is_dir, path.iterdir()))
-    if is_log(path):
-        return list(filter(is_run, folders)) or [path]
-    return [place for place in folders if is_run(place) or is_log(place)]
 
 
 def only_run(path: str | Path) -> Path:
