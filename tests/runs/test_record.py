@@ -23,6 +23,7 @@ from narrowgauge.runs.atomic_io import write_whole
 from narrowgauge.runs.record import read_run
 from narrowgauge.runs.schema import VERSION
 from narrowgauge.runs.writer import RunWriter
+from trainer.tiny_runs import bytes_of
 
 RUN = {
     "recipe": "bfloat16/word",
@@ -135,11 +136,11 @@ def test_a_damaged_summary_is_no_summary(folder: Path) -> None:
 
 
 def test_rewind_forgets_steps_evals_and_the_summary_and_keeps_events(folder: Path) -> None:
-    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    before = bytes_of(folder)
     with RunWriter.open(folder) as writer:
         writer.rewind(4)
-        assert before.pop("summary.json")  # the run is not finished any more
-        assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+        assert before.pop(folder / "summary.json")  # the run is not finished any more
+        assert bytes_of(folder) == before
         writer.rewind(3)
         writer.append("steps", {"step": 4, "loss": 9.0})
         writer.rewind(4)
@@ -246,11 +247,11 @@ def test_a_whole_file_survives_a_failed_replacement(
     def refuse(*_: object) -> None:
         raise OSError(number, os.strerror(number))
 
-    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    before = bytes_of(folder)
     monkeypatch.setattr(narrowgauge.runs.atomic_io.os, "fsync", refuse)
     with pytest.raises(RecordError, match="the disk is full"):
         write_whole(folder / "summary.json", b"half")
-    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+    assert bytes_of(folder) == before
 
 
 def test_gauges_that_are_read_late_add_their_note(folder: Path) -> None:

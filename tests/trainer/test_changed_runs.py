@@ -18,7 +18,7 @@ from narrowgauge.runs.record import Run, read_run
 from narrowgauge.spec.toml import load_toml
 from narrowgauge.trainer import loop
 from narrowgauge.trainer.data.dataset import Dataset
-from trainer.tiny_runs import CASES, assert_same_run, call, lasting, settings, words_of
+from trainer.tiny_runs import CASES, assert_same_run, bytes_of, call, lasting, settings, words_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CASE = {**CASES["naive"], "gauges_every": 2}
@@ -52,16 +52,13 @@ def edit(folder: Path, **changes: Any) -> None:
 
 def refused(folder: Path, *words: str) -> str:
     """What a command that is refused says, by default a resume; it changes nothing."""
-    before = {}
-    for path in folder.rglob("*"):
-        if path.is_file():
-            before[path] = path.read_bytes()
+    before = bytes_of(folder)
     result = call(*(words or ("resume", str(folder))))
     assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1), (
         result.exception
     )
     assert re.match("(Record|Data)Error: ", result.stderr)
-    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    assert bytes_of(folder) == before
     return result.stderr
 
 

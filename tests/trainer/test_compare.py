@@ -26,7 +26,7 @@ from narrowgauge.spec.recipes import Recipe
 from narrowgauge.trainer import loop
 from narrowgauge.trainer.compare import compare, define, run_comparison
 from narrowgauge.trainer.config import TrainConfig
-from trainer.tiny_runs import lasting, settings
+from trainer.tiny_runs import bytes_of, lasting, settings
 
 
 def trained(recipe: str, seed: int, log: Record) -> dict[str, float]:
@@ -173,18 +173,13 @@ def test_a_folder_holds_the_definition_the_runs_the_rows_and_the_page(
 
 
 def test_finished_runs_are_kept(first: tuple[Path, str], base: TrainConfig) -> None:
-    before = {}
-    for name in NAMES:
-        for path in (first[0] / name).rglob("*"):
-            before[path] = path.stat().st_mtime_ns
+    folders = [first[0] / name for name in NAMES]
+    before = list(map(bytes_of, folders))
     assert done(base, first[0]).count("earlier") == 4
     omitted = define(RECIPES, {"data": base.data}, seeds=2, out=first[0])
-    assert [config.to_dict() for config in omitted] == [
-        {**read_run(first[0] / name).config, "out": str(first[0] / name)} for name in NAMES
-    ]
-    assert {
-        path: path.stat().st_mtime_ns for name in NAMES for path in (first[0] / name).rglob("*")
-    } == before
+    for config, folder in zip(omitted, folders, strict=True):
+        assert config.to_dict() == {**read_run(folder).config, "out": str(folder)}
+    assert list(map(bytes_of, folders)) == before
 
 
 def test_runs_on_other_tokens_are_not_compared(

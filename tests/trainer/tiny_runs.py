@@ -52,6 +52,10 @@ def call(*words: str) -> Result:
     return CliRunner().invoke(main, list(words), prog_name="narrowgauge")
 
 
+def bytes_of(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def lasting(row: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if name not in TIMINGS}
 
