@@ -61,12 +61,46 @@ def alone(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return read_run(loop.train(settings(place, tmp_path_factory.mktemp("alone") / "run", **BASE)))
 
 
-def test_ranks_make_one_run_and_one_rank_speaks(alone: Run, place: Path, tmp_path: Path) -> None:
-    size = 4
-    outputs = run_ranks(train_here, size, tmp_path / "ranks", place, {tmp_path / "run": BASE})
-    run = read_run(tmp_path / "run")
+VERIFIED = {
+    **BASE, "steps": 12, "batch_size": 4, "gradient_accumulation_steps": 4, "checkpoint_every": 2, "gauges_every": 3,
+    "eval_every": 4, "shard": "none",
+}  # fmt: skip
+
+
+def train_twice(rank: int, place: Path, folder: Path) -> list[Any]:
+    """One rank of a training, and of one in which a bit of a second moment of rank 1 flips after
+    step 5.
+    """
+    outcomes = train_here(rank, place, {folder / "run": BASE})
+    true_batch = Session.batch
+
+    def batch(self: Session) -> list[torch.Tensor]:
+        if (rank, self.step) == (1, 5):
+            tensors = kept_tensors(self.optimizer)
+            tensor = next(tensor for name, tensor, _ in tensors if name.startswith("exp_avg_sq of"))
+            tensor.data.view(-1).view(torch.int32)[5] ^= 1 << 30
+        return true_batch(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Session, "batch", batch)
+        flipped = {folder / "flipped": {**VERIFIED, "checkpoint_every": 4}}
+        return outcomes + train_here(rank, place, flipped)
+
+
+@pytest.fixture(scope="module")
+def of_three(place: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+    """The folder of both trainings, and their outcomes on each of three ranks."""
+    folder = tmp_path_factory.mktemp("three")
+    return folder, run_ranks(train_twice, 3, folder / "ranks", place, folder)
+
+
+def test_ranks_make_one_run_and_one_rank_speaks(
+    alone: Run, of_three: tuple[Path, list[Any]]
+) -> None:
+    folder, outputs = of_three
+    run = read_run(folder / "run")
     assert [row["step"] for row in run.steps] == [1, 2, 3, 4]
-    assert run.run["machine"]["ranks"] == size
+    assert run.run["machine"]["ranks"] == 3
     for row in run.steps:
         assert 0 <= row["wait_seconds"] < row["communication_seconds"] < row["seconds"]
     assert "communication_seconds" not in alone.steps[0]
@@ -78,13 +112,28 @@ def test_ranks_make_one_run_and_one_rank_speaks(alone: Run, place: Path, tmp_pat
     assert [row["step"] for row in run.gauges] == [2, 4] and run.summary is not None
     assert run.summary["edq"] == pytest.approx(1, abs=1e-5) and run.summary["bytes_per_param"] == 16
     assert outputs[0][0].count("validation loss") == 2
-    assert all(silent == [""] for silent in outputs[1:])
+    assert all(silent == "" for silent, _ in outputs[1:])
 
 
-VERIFIED = {
-    **BASE, "steps": 12, "batch_size": 4, "gradient_accumulation_steps": 4, "checkpoint_every": 2, "gauges_every": 3,
-    "eval_every": 4, "shard": "none",
-}  # fmt: skip
+def test_a_flipped_bit_ends_the_run_with_a_checkpoint_from_before(
+    of_three: tuple[Path, list[Any]],
+) -> None:
+    folder, outputs = of_three
+    first, *other_ranks = [corruption for _, corruption in outputs]
+    message, rank, tensor = first
+    assert other_ranks == [first] * 2
+    assert rank == 1
+    assert tensor.startswith("exp_avg_sq of")
+    assert "rank 1" in message
+    events = read_run(folder / "flipped").events
+    (event,) = [event for event in events if event["what"] == "corruption"]
+    assert (event["rank"], event["tensor"]) == (1, tensor)
+    assert 5 <= event["step"] <= 9
+    saved = sorted(
+        int(place.name.partition("-")[2])
+        for place in (folder / "flipped" / "checkpoints").glob("step-*")
+    )
+    assert saved and saved[-1] <= 5
 
 
 def train_in_three_ways(rank: int, place: Path, folder: Path, stale: Path) -> str:
@@ -121,41 +170,3 @@ def test_two_ranks_verify_without_a_changed_bit_skip_together_and_want_the_same_
     histograms = [[row["histograms"] for row in run.gauges] for run in (plain, verified)]
     assert histograms[0] == histograms[1]
     assert len(plain.steps) == 12 and {name for row in plain.steps for name in row} <= STEP.keys()
-
-
-def train_with_a_flipped_bit(rank: int, place: Path, out: Path) -> Any:
-    """One rank of a training in which a bit of a second moment of rank 1 flips after step 5."""
-    true_batch = Session.batch
-
-    def batch(self: Session) -> list[torch.Tensor]:
-        if (rank, self.step) == (1, 5):
-            tensors = kept_tensors(self.optimizer)
-            tensor = next(tensor for name, tensor, _ in tensors if name.startswith("exp_avg_sq of"))
-            tensor.data.view(-1).view(torch.int32)[5] ^= 1 << 30
-        return true_batch(self)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Session, "batch", batch)
-        return train_here(rank, place, {out: {**VERIFIED, "checkpoint_every": 4}})[0]
-
-
-def test_a_flipped_bit_ends_the_run_with_a_checkpoint_from_before(
-    place: Path, tmp_path: Path
-) -> None:
-    first, *other_ranks = run_ranks(
-        train_with_a_flipped_bit, 3, tmp_path / "ranks", place, tmp_path / "run"
-    )
-    message, rank, tensor = first
-    assert other_ranks == [first] * 2
-    assert rank == 1
-    assert tensor.startswith("exp_avg_sq of")
-    assert "rank 1" in message
-    events = read_run(tmp_path / "run").events
-    (event,) = [event for event in events if event["what"] == "corruption"]
-    assert (event["rank"], event["tensor"]) == (1, tensor)
-    assert 5 <= event["step"] <= 9
-    saved = sorted(
-        int(folder.name.partition("-")[2])
-        for folder in (tmp_path / "run" / "checkpoints").glob("step-*")
-    )
-    assert saved and saved[-1] <= 5
