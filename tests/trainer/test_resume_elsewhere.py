@@ -23,7 +23,7 @@ CASES: dict[str, dict[str, Any]] = {
     "loss scale": {"recipe": "float16/split/reproducible"},
 }
 BASE: dict[str, Any] = {
-    "steps": 4, "batch_size": 6, "gradient_accumulation_steps": 6, "audit_every": 1, "eval_every": 4, "eval_sequences": 1,
+    "steps": 3, "batch_size": 4, "gradient_accumulation_steps": 4, "audit_every": 1, "eval_every": 3, "eval_sequences": 1,
 }  # fmt: skip
 
 
