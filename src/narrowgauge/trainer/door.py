@@ -8,17 +8,19 @@ Nothing here needs PyTorch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import RecordError
-from narrowgauge.runs.atomic_io import write_whole
+from narrowgauge.runs.atomic_io import read_bytes, write_whole
 from narrowgauge.runs.finding import counted
 from narrowgauge.runs.places import is_run, require_free
-from narrowgauge.runs.record import Run, read_run, read_settings
+from narrowgauge.runs.record import Run, read_run, wrong_setting
 from narrowgauge.runs.schema import short
 from narrowgauge.spec.models import MODELS
 from narrowgauge.spec.tables import json_value
+from narrowgauge.spec.toml import load_toml
 from narrowgauge.trainer.config import TrainConfig
 
 _OF_A_SITTING = ("out", "stop_after")
@@ -172,17 +174,15 @@ def restore(folder: Path) -> None:
     """
     if not (folder / "checkpoints").is_dir():
         return
-    try:
-        read_settings(folder)
-    except RecordError as error:
-        if "has record schema" in error.message:
-            raise
-        from narrowgauge.checkpoints.saving import latest_checkpoint
+    content = read_bytes(folder / "run.toml") or b""
+    with suppress(ValueError):
+        if not wrong_setting(load_toml(content.decode())):
+            return
+    from narrowgauge.checkpoints.saving import latest_checkpoint
 
-        checkpoint, _ = latest_checkpoint(folder)
-        text = "" if checkpoint is None else checkpoint.state().get("run", "")
-        if text:
-            write_whole(folder / "run.toml", text.encode())
+    checkpoint, _ = latest_checkpoint(folder)
+    if checkpoint is not None:
+        write_whole(folder / "run.toml", checkpoint.state()["run"].encode())
 
 
 def run_of_trainer(folder: Path) -> Run:
