@@ -77,8 +77,9 @@ for line in sys.stdin:
     if child == 0:
         out = os.open(task["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(out, 1), os.dup2(out, 2)
-        # The signal a terminal sends; a process started by a test runner may have been told to ignore it.
+        # The signals a terminal sends; a process started by a test runner may have been told to ignore them.
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
         calls = watch(task["moments"], tuple(word for word in task["words"] if word.startswith("/")))
         try:
             main(task["words"])

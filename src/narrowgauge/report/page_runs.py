@@ -70,7 +70,9 @@ def page_runs(comparison: Comparison) -> list[PageRun]:
     runs = []
     for colour, (label, recipe) in enumerate(comparison.classes.items()):
         for stats in recipe.runs:
-            name = label if len(recipe.runs) == 1 else f"{label} · seed {stats.seed}"
+            name = label
+            if len(recipe.runs) > 1:
+                name = f"{label} · seed {stats.seed}"
             runs.append(PageRun(stats.run, name, label, colour, stats.seed))
     return runs
 

@@ -56,9 +56,8 @@ def report(
             f"{len(paths)} folders were named and no page to write.", "Give --out page.html."
         )
     first = Path(paths[0])
-    page = (first.parent if first.is_file() else first) / "report.html"
-    if out is not None:
-        page = Path(out)
+    folder = first.parent if first.is_file() else first
+    page = Path(out or folder / "report.html")
     require_page(page)
     runs = read_runs(paths, say)
     gc.freeze()  # else Python repeatedly collects garbage among a million rows

@@ -237,8 +237,10 @@ def _run(session: Session, recorder: RunRecorder, progress: Progress) -> None:
         f"Stopped after step {session.step}. Continue with: narrowgauge resume {session.folder}"
     )
     number = session.here.largest(signals[0] if signals else 0)
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
     if number:
-        raise KeyboardInterrupt if number == signal.SIGINT else Terminated
+        raise Terminated
     if progress.failure is not None:
         raise progress.failure
 

@@ -77,9 +77,9 @@ def difference(
     for run in runs:
         if run.recipe != first and run.seed in theirs:
             points = minus(column(run.run, table, name), theirs[run.seed])
-            lines.append(
-                Line(run.colour, run.name, smoothed(points) if table == "steps" else points)
-            )
+            if table == "steps":
+                points = smoothed(points)
+            lines.append(Line(run.colour, run.name, points))
     how = (
         f"Above zero a recipe is worse than {first}, below zero better. Each run is compared with "
         "the run of the same seed: the same initial weights and batches, so most of the noise "
