@@ -120,10 +120,10 @@ def test_flags_that_are_given_hold_from_there_on_and_are_told(stopped: Path) -> 
         words += [f"--{name.replace('_', '-')}", value]
         told.append(f"{name} was {before} up to step 4 and is {value} from there on")
     assert call("train", "--out", str(stopped), *words, "--stop-after", "5").exit_code == 0
-    assert changes_of(read_run(stopped)) == told
+    assert sorted(changes_of(read_run(stopped))) == sorted(told)
     assert call("resume", str(stopped)).exit_code == 0  # and hold in the next sitting
     run = read_run(stopped)
-    assert changes_of(run) == told
+    assert sorted(changes_of(run)) == sorted(told)
     assert {name: str(run.config[name]) for name in GIVEN} == {n: v for n, (_, v) in GIVEN.items()}
 
 
