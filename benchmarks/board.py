@@ -151,7 +151,6 @@ class Job:
         config = TrainConfig(
             **sizes,
             recipe=recipe,
-            compile=False,
             data=self.data,
             keep_checkpoints=1,
             gauges_every=0,

@@ -158,7 +158,6 @@ def trained(case: Case, seed: int, steps: int) -> dict[str, Any]:
             eval_sequences=EVALUATED,
             data=str(stdlib_tokens(SETTING.model)),
             threads=1,
-            compile=False,
             recipe=parse(case.recipe),
             lr=SETTING.lr / 3,
             min_lr_ratio=3 * SETTING.final_lr / SETTING.lr,

@@ -36,7 +36,6 @@ from torch import nn
 
 from narrowgauge.assembly.preparation import prepare
 from narrowgauge.matmul.gemm import EmulationNotice
-from narrowgauge.matmul.scopes import compute_scope
 from narrowgauge.optim import optimizers
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.update_rules import UPDATE_RULES
@@ -155,12 +154,8 @@ def trained(case: Case, config: TrainConfig) -> dict[str, float]:
         average=False,
     )
 
-    def loss(tokens: torch.Tensor) -> torch.Tensor:
-        with compute_scope(config.recipe, tokens.device):
-            return language_model.loss_sum(model, tokens)
-
     with tempfile.TemporaryDirectory() as folder:
-        session = Session(config, Path(folder), data, model, optimizer, loss)
+        session = Session(config, Path(folder), data, model, optimizer)
         while session.step < config.steps:
             train_step(session)
         return {"loss": evaluate(session), "bytes": float(session.optimizer.bytes_per_param())}
@@ -181,7 +176,6 @@ def rows(options: argparse.Namespace) -> list[Row]:
                     lr=lr,
                     seed=seed,
                     gauges_every=0,
-                    compile=False,
                 )
                 ends.append(trained(case, config.filled()))
             row["B/param"] = ends[0]["bytes"]

@@ -296,7 +296,6 @@ def training(name: str, shape: tuple[int, int], rounds: int) -> list[Row]:
         steps=100_000,
         schedule="constant",
         warmup_steps=0,
-        compile=True,
     )
     plain = Loop(name, shape, compiled=False)
     compiled = Loop(name, shape, compiled=True)

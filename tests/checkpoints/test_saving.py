@@ -238,7 +238,7 @@ def saving_until_killed(folder, moment):
     (folder / "moments").write_text(str(passed))
 
 
-place, rounds = Path(sys.argv[1]), 60
+place, rounds = Path(sys.argv[1]), 30
 generator, moments = random.Random(0), 0
 for number in range(rounds + 1):
     folder = place / str(number)
@@ -260,7 +260,7 @@ def test_kill_9_at_any_moment_leaves_a_checkpoint_that_loads(tmp_path: Path) -> 
     for line in done.stdout.splitlines():
         exits[line.split()[0]] = int(line.split()[1])
     killed = [name for name, status in exits.items() if status == -signal.SIGKILL]
-    assert len(killed) >= 55
+    assert len(killed) >= 26
     steps = []
     for name in killed:
         latest, damaged = latest_checkpoint(tmp_path / name)

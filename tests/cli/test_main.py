@@ -4,7 +4,6 @@ mistake.
 
 from __future__ import annotations
 
-import contextlib
 import subprocess
 import sys
 from pathlib import Path
@@ -15,11 +14,9 @@ import pytest
 import torch
 
 import narrowgauge.trainer
-from narrowgauge.distributed import job
 from narrowgauge.errors import Terminated
 from narrowgauge.report import publishing
 from narrowgauge.runs.writer import RunWriter
-from narrowgauge.trainer import door
 from narrowgauge.trainer.data.tokens import Document, load_tokenizer, write_tokens
 from trainer.tiny_runs import ENVIRONMENT, call
 
@@ -67,28 +64,10 @@ def asked(calls: dict[str, Calls], *words: str) -> dict[str, Any]:
 def test_a_flag_overrules_the_file_and_the_file_the_default(
     calls: dict[str, Calls], tmp_path: Path
 ) -> None:
-    (tmp_path / "my.toml").write_text(
-        "steps = 7\nbatch_size = 4\nactivation_checkpointing = true\ncompile = true\n"
-    )
-    settings = asked(calls, "--config", "my.toml", "--steps", "9", "--no-activation-checkpointing")
-    names = ("steps", "batch_size", "activation_checkpointing", "compile")
-    assert [settings[name] for name in names] == [9, 4, False, True]
+    (tmp_path / "my.toml").write_text("steps = 7\nbatch_size = 4\n")
+    settings = asked(calls, "--config", "my.toml", "--steps", "9")
+    assert [settings[name] for name in ("steps", "batch_size")] == [9, 4]
     assert "sequence_length" not in settings
-
-
-def test_resume_passes_on(calls: dict[str, Calls], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "run_of_trainer", lambda folder: None)
-    monkeypatch.setattr(job, "world_size", lambda: 2)
-    monkeypatch.setattr(job, "joined", contextlib.nullcontext)
-    call("resume", "runs/a")
-    call("resume", "runs/a", "--stop-after", "30")
-    assert call("resume", "runs/a").exit_code == 0
-    assert calls["train"] == [
-        ({"out": "runs/a"},),
-        ({"out": "runs/a", "stop_after": 30},),
-        ({"out": "runs/a"},),
-    ]
-    assert calls["train"].options == [{}, {}, {}]
 
 
 WITHOUT_TORCH = """

@@ -38,7 +38,7 @@ SHAPE: dict[str, Any] = {
 }  # fmt: skip
 _SETTINGS: dict[str, Any] = {
     "steps": STEPS, "batch_size": 4, "sequence_length": 32, "lr": 3e-3, "warmup_steps": 2, "audit_every": 2,
-    "gauges_every": 0, "eval_every": 0, "checkpoint_every": 0, "compile": False,
+    "gauges_every": 0, "eval_every": 0, "checkpoint_every": 0,
 }  # fmt: skip
 
 

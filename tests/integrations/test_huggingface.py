@@ -72,73 +72,54 @@ def test_losses_and_weights_are_those_of_a_loop_of_ones_own(
     assert same_weights(trainer.model, model)
 
 
-def test_the_defaults_train_and_resume_with_the_same_bits(tmp_path: Path) -> None:
-    every = {"save_strategy": "steps", "save_steps": 3}
-    uninterrupted = trainer_of(tmp_path / "whole", {"storage": "word"}, **every)
-    uninterrupted.train()
-    logged = ng.read_run(tmp_path / "whole")  # the folder with checkpoint-3 and checkpoint-6
-    assert [row["loss"] for row in logged.steps] == history(uninterrupted, "loss")
-    assert logged.summary is not None
-    assert ng.read_run(tmp_path / "whole" / "checkpoint-3" / "trainer_state.json").summary is None
-    again = trainer_of(tmp_path / "again", {"storage": "word"}, **every)
-    again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
-    assert history(again, "loss") == history(uninterrupted, "loss")
-    assert same_weights(uninterrupted.model, again.model)
-
-
-def test_the_callback_records_the_run_and_continues_it(tmp_path: Path) -> None:
+def test_the_callback_records_the_run_and_a_resume_has_the_same_bits(tmp_path: Path) -> None:
     every = {"save_strategy": "steps", "save_steps": 3, "eval_strategy": "steps", "eval_steps": 3}
-    options = {"storage": "word", "audit_every": 2}
 
     def new_trainer() -> Any:
+        callbacks = [NarrowgaugeCallback(gauges_every=3)]
         return trainer_of(
-            tmp_path,
-            options,
-            callbacks=[NarrowgaugeCallback(gauges_every=3)],
-            **every,
+            tmp_path, {"storage": "word", "audit_every": 2}, callbacks=callbacks, **every
         )
 
     trainer = new_trainer()
     trainer.train()
     run = ng.read_run(tmp_path / "narrowgauge")
-    assert [row["loss"] for row in run.steps] == history(trainer, "loss")
-    assert len(run.steps) == STEPS
+    logged = ng.read_run(tmp_path / "checkpoint-6")  # the Trainer's own log
+    losses = history(trainer, "loss")
+    assert [row["loss"] for row in run.steps] == [row["loss"] for row in logged.steps] == losses
+    assert len(losses) == STEPS and logged.summary is not None
+    assert ng.read_run(tmp_path / "checkpoint-3" / "trainer_state.json").summary is None
     assert [row["lr"] for row in run.steps] == history(trainer, "learning_rate")
     assert len(history(trainer, "edq")) >= 3 and history(trainer, "num_skipped") == [0] * STEPS
-    assert [row["step"] for row in run.evals] == [3, 6]
-    assert {row["step"] for row in run.gauges} == {
-        3,
-        6,
-    }
-    assert run.summary["steps"] == STEPS
-    assert (run.config["steps"], run.config["batch_size"]) == (
-        STEPS,
-        4,
-    )
+    assert [row["step"] for row in run.evals] == [row["step"] for row in run.gauges] == [3, 6]
+    assert run.summary["steps"] == run.config["steps"] == STEPS and run.config["batch_size"] == 4
     assert not [event for event in run.events if event["severity"] != "note"]
     # What this record lacks is asked of the callback, which the user has, and of no recorder.
     assert not any("ecorder" in words for words in ng.diagnose(run).unseen.values())
-    new_trainer().train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    again = ng.read_run(tmp_path / "narrowgauge")
-    assert [row["loss"] for row in again.steps] == [row["loss"] for row in run.steps]
-    assert again.summary["weights_fingerprint"] == run.summary["weights_fingerprint"]
+    again = new_trainer()
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert same_weights(trainer.model, again.model) and history(again, "loss") == losses
+    resumed = ng.read_run(tmp_path / "narrowgauge")
+    assert [row["loss"] for row in resumed.steps] == losses
+    assert resumed.summary["weights_fingerprint"] == run.summary["weights_fingerprint"]
 
 
-def test_a_loss_that_is_not_finite_is_recorded_as_it_is(tmp_path: Path) -> None:
+@pytest.mark.parametrize("hides", [False, True])
+def test_a_loss_that_is_not_finite_is_recorded_as_it_is(hides: bool, tmp_path: Path) -> None:
     """The Trainer logs it as 0 unless its filter is off.
 
     The norm of the gradient tells it either way.
     """
-    for number, hides in enumerate((False, True)):
-        trainer = trainer_of(
-            tmp_path / str(number), {"storage": "word"}, callbacks=[NarrowgaugeCallback()], max_steps=1,
-            logging_nan_inf_filter=hides,
-        )  # fmt: skip
-        with torch.no_grad():
-            trainer.model.lm_head.weight.fill_(math.nan)
+    trainer = trainer_of(
+        tmp_path, {"max_grad_norm": 1.0}, callbacks=[NarrowgaugeCallback()], max_steps=1,
+        logging_nan_inf_filter=hides,
+    )  # fmt: skip
+    with torch.no_grad():
+        trainer.model.lm_head.weight.fill_(math.nan)
+    with pytest.warns(UserWarning, match="clipped twice"):
         trainer.train()
-        row = ng.read_run(tmp_path / str(number) / "narrowgauge").steps[0]
-        assert math.isnan(row["loss"]) is not hides and math.isnan(row["grad_norm"])
+    row = ng.read_run(tmp_path / "narrowgauge").steps[0]
+    assert math.isnan(row["loss"]) is not hides and math.isnan(row["grad_norm"])
 
 
 def test_the_callback_leaves_the_logs_as_the_arguments_say(tmp_path: Path) -> None:
@@ -242,11 +223,3 @@ def test_a_checkpoint_of_ours_continues_with_torchs_optimizer(tmp_path: Path) ->
     (folder / "trainer_state.json").write_text(json.dumps({**state, "global_step": 2}))
     with pytest.raises(ng.errors.RecipeError, match="saved at step 2"):
         save_for_torch(ours, folder)
-
-
-def test_the_callback_warns_of_two_clippings(tmp_path: Path) -> None:
-    trainer = trainer_of(
-        tmp_path, {"max_grad_norm": 1.0}, callbacks=[NarrowgaugeCallback()], max_steps=1
-    )
-    with pytest.warns(UserWarning, match="clipped twice"):
-        trainer.train()

@@ -12,11 +12,11 @@ import pytest
 
 from narrowgauge.analysis.comparison.comparison import compare_runs
 from narrowgauge.report.figures.curves import comparison_figures
-from narrowgauge.report.figures.figure import MOST_POINTS, Figure
+from narrowgauge.report.figures.figure import Figure
 from narrowgauge.report.figures.ranges import ranges_figure
 from narrowgauge.report.figures.verdict_figure import differences
-from narrowgauge.report.recipe_groups import Group, groups_of
-from narrowgauge.report.run_tables import event_table, range_table
+from narrowgauge.report.page_runs import PageRun, page_runs
+from narrowgauge.report.run_tables import event_table
 from narrowgauge.report.runs_page import run_readings
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import FIRST_EXPONENT, NUM_EXPONENTS
@@ -24,12 +24,12 @@ from narrowgauge.runs.schema import FIRST_EXPONENT, NUM_EXPONENTS
 MakeRun = Callable[..., Run]
 
 
-def group_runs(runs: Sequence[Run]) -> list[Group]:
-    return groups_of(compare_runs(runs))
+def compared(runs: Sequence[Run]) -> list[PageRun]:
+    return page_runs(compare_runs(runs))
 
 
 def figures_by_name(runs: Sequence[Run], baseline: str | None = None) -> dict[str, Figure]:
-    sections = comparison_figures(group_runs(runs), baseline)
+    sections = comparison_figures(compared(runs), baseline)
     return {figure.name: figure for section in sections.values() for figure in section}
 
 
@@ -56,7 +56,7 @@ def test_a_reading_of_several_runs_is_a_row_with_the_first_step(make_run: MakeRu
         for seed, bad in enumerate((60, 30))
     ]
     row, *_ = run_readings(
-        group_runs(runs)
+        compared(runs)
     ).table.rows  # the others are of the loss, which stays flat
     assert (row["what"], row["step"], row["seeds"]) == ("nonfinite-step", 30, "0, 1")
 
@@ -79,7 +79,7 @@ def test_a_long_run_keeps_its_spikes(make_run: MakeRun) -> None:
     run = make_run(steps=10_000, loss=lambda step: 50.0 if step == 4321 else 2.0 + step % 2)
     figure = figures_by_name([run])["training-loss"]
     (line,) = figure.data
-    assert len(line["x"]) <= MOST_POINTS and line["x"][-1] == 10_000
+    assert line["x"][-1] == 10_000
     assert sorted(set(line["y"])) == [2.0, 3.0, 50.0]
     assert figure.layout["yaxis"]["range"][1] < 5.0 and "double-click" in figure.how
 
@@ -91,25 +91,13 @@ def test_events_of_one_kind_share_a_row_and_alarms_come_first(make_run: MakeRun)
         {"what": "lost", "step": 9, "advice": "again"},
         {"what": "note", "step": 9},
     )
-    table = event_table(group_runs([make_run(events=happened)])[0].named)
+    table = event_table(compared([make_run(events=happened)]))
     assert [(row["what"], row["step"]) for row in table.rows] == [
         ("lost", "7–9"),
         ("start", "0"),
         ("note", "9"),
     ]
     assert table.rows[0]["advice"] == "<b>lost</b> (1 more event: see events.jsonl)"
-
-
-def test_a_row_says_which_share_of_its_values_a_format_does_not_hold(make_run: MakeRun) -> None:
-    counts = [0] * NUM_EXPONENTS
-    for exponent in (-20, 0, 0, 10):
-        counts[exponent - FIRST_EXPONENT] += 1
-    (group,) = group_runs([make_run(gauges=[{"step": 2, "histograms": {"grad": counts}}])])
-    (row,) = range_table(group.named, group.details).rows
-    assert (row["values"], row["exponents"], row["bfloat16"]) == ("grad", "-20 to 10", "0")
-    assert (
-        row["float8_e4m3fn"] == "25 % to zero, 25 % over" and row["float8_e5m2"] == "25 % to zero"
-    )
 
 
 def test_exponents_are_drawn_beside_the_formats() -> None:
@@ -164,7 +152,7 @@ def test_each_recipe_has_its_difference_and_interval_and_the_band_is_the_thresho
         for seed, loss in enumerate(values)
     ]
     comparison = compare_runs(runs)
-    figure = differences(groups_of(comparison), comparison)
+    figure = differences(comparison)
     expected = {paired.recipe: paired for paired in comparison.differences}
     names = [trace["name"] for trace in figure.data]
     assert names == ["bfloat16/word", "bfloat16/split"] == figure.layout["yaxis"]["ticktext"]

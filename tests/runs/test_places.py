@@ -14,7 +14,7 @@ from narrowgauge.errors import RecordError
 from narrowgauge.runs.places import FolderLock, new_folder, only_run
 from narrowgauge.runs.writer import RunWriter
 from narrowgauge.trainer.data.tokens import Document, load_tokenizer, write_tokens
-from trainer.tiny_runs import call
+from trainer.tiny_runs import bytes_of, call
 
 
 def run_at(folder: Path, **tables: object) -> Path:
@@ -70,10 +70,6 @@ WRITE = {
     "tokenize": "tokenize text.txt PLACE",
     "export": "export first PLACE",
 }
-
-
-def bytes_of(folder: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize("held", HOLD)

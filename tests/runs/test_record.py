@@ -23,6 +23,7 @@ from narrowgauge.runs.atomic_io import write_whole
 from narrowgauge.runs.record import read_run
 from narrowgauge.runs.schema import VERSION
 from narrowgauge.runs.writer import RunWriter
+from trainer.tiny_runs import bytes_of
 
 RUN = {
     "recipe": "bfloat16/word",
@@ -96,13 +97,6 @@ def test_a_torn_last_line_is_dropped_and_cut_off(folder: Path, torn: bytes) -> N
     assert [row["step"] for row in read_run(folder).steps] == [1, 2, 3, 4, 5]
 
 
-def test_every_cut_of_the_file_leaves_the_whole_lines_before_it(folder: Path) -> None:
-    data = (folder / "steps.jsonl").read_bytes()
-    for length in range(len(data)):
-        (folder / "steps.jsonl").write_bytes(data[:length])
-        assert len(read_run(folder).steps) == data[:length].count(b"\n")
-
-
 DAMAGED_LINES = {
     "no closing quote": (2, b'{"step:2,"loss":0.5}'),
     "no object": (2, b"5"),
@@ -142,11 +136,11 @@ def test_a_damaged_summary_is_no_summary(folder: Path) -> None:
 
 
 def test_rewind_forgets_steps_evals_and_the_summary_and_keeps_events(folder: Path) -> None:
-    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    before = bytes_of(folder)
     with RunWriter.open(folder) as writer:
         writer.rewind(4)
-        assert before.pop("summary.json")  # the run is not finished any more
-        assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+        assert before.pop(folder / "summary.json")  # the run is not finished any more
+        assert bytes_of(folder) == before
         writer.rewind(3)
         writer.append("steps", {"step": 4, "loss": 9.0})
         writer.rewind(4)
@@ -160,18 +154,6 @@ def test_rewind_forgets_steps_evals_and_the_summary_and_keeps_events(folder: Pat
     assert [row["step"] for row in run.evals] == [2]
     assert len(run.events) == 1
     assert run.summary is None
-
-
-def test_an_existing_run_folder_or_file_is_refused(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(RecordError, match="a run is there already") as caught:
-        RunWriter.create(folder, RUN)
-    assert f"narrowgauge resume {folder}" in caught.value.advice
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "thesis.tex").touch()
-    with pytest.raises(RecordError, match=r"not empty \(it holds thesis\.tex\)"):
-        RunWriter.create(tmp_path / "other", RUN)
-    with pytest.raises(RecordError, match="it is a file"):
-        RunWriter.create(folder / "run.toml", RUN)
 
 
 @pytest.mark.parametrize(
@@ -265,11 +247,11 @@ def test_a_whole_file_survives_a_failed_replacement(
     def refuse(*_: object) -> None:
         raise OSError(number, os.strerror(number))
 
-    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    before = bytes_of(folder)
     monkeypatch.setattr(narrowgauge.runs.atomic_io.os, "fsync", refuse)
     with pytest.raises(RecordError, match="the disk is full"):
         write_whole(folder / "summary.json", b"half")
-    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+    assert bytes_of(folder) == before
 
 
 def test_gauges_that_are_read_late_add_their_note(folder: Path) -> None:

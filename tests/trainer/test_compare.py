@@ -26,7 +26,7 @@ from narrowgauge.spec.recipes import Recipe
 from narrowgauge.trainer import loop
 from narrowgauge.trainer.compare import compare, define, run_comparison
 from narrowgauge.trainer.config import TrainConfig
-from trainer.tiny_runs import lasting, settings
+from trainer.tiny_runs import bytes_of, lasting, settings
 
 
 def trained(recipe: str, seed: int, log: Record) -> dict[str, float]:
@@ -78,28 +78,24 @@ def test_what_a_loop_may_return(returned: Any, loss: float | None) -> None:
     assert comparison.rows[0]["diverged"] is (loss is None)
 
 
-def test_contradictory_requests_are_refused() -> None:
-    with pytest.raises(NarrowgaugeError, match="gave no validation loss for mine"):
-        compare(lambda recipe, seed, log: None, ["mine"])
-    with pytest.raises(
-        NarrowgaugeError, match=r"two of the recipes are called bfloat16/word\. Name each once"
-    ):
-        compare(trained, ["bf16/word", "bfloat16/word"])
-    with pytest.raises(NarrowgaugeError, match="seeds = 0"):
-        compare(trained, ["bfloat16/word"], seeds=0)
+LOOPS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "gave no validation loss for mine": (lambda log: None, {"recipes": ["mine"]}),
+    r"two of the recipes are called bfloat16/word\. Name each once": (
+        lambda log: 2.0, {"recipes": ["bf16/word", "bfloat16/word"]},
+    ),
+    "seeds = 0": (lambda log: 2.0, {"recipes": ["mine"], "seeds": 0}),
+    "no recipe was named": (lambda log: 2.0, {"recipes": []}),
+    "val_loss is 'abc'": (lambda log: "abc", {"recipes": ["mine"]}),
+    "step was given 2.5": (lambda log: log.step(2.5), {"recipes": ["mine"]}),
+    "not one number": (lambda log: log.step({"loss": torch.ones(2)}), {"recipes": ["mine"]}),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("act", "says"),
-    [
-        (lambda log: "abc", "val_loss is 'abc'"),
-        (lambda log: log.step(2.5), "step was given 2.5"),
-        (lambda log: log.step({"loss": torch.ones(2, dtype=torch.float32)}), "not one number"),
-    ],
-)
-def test_a_value_that_is_not_a_number_is_refused_in_one_line(act: Any, says: str) -> None:
+@pytest.mark.parametrize("says", LOOPS)
+def test_what_cannot_be_compared_is_refused_in_one_line(says: str) -> None:
+    act, options = LOOPS[says]
     with pytest.raises(NarrowgaugeError, match=says):
-        compare(lambda recipe, seed, log: act(log), ["mine"])
+        compare(lambda recipe, seed, log: act(log), **options)
 
 
 def watched(recipe: str, seed: int, log: Record) -> float:
@@ -177,18 +173,13 @@ def test_a_folder_holds_the_definition_the_runs_the_rows_and_the_page(
 
 
 def test_finished_runs_are_kept(first: tuple[Path, str], base: TrainConfig) -> None:
-    before = {}
-    for name in NAMES:
-        for path in (first[0] / name).rglob("*"):
-            before[path] = path.stat().st_mtime_ns
+    folders = [first[0] / name for name in NAMES]
+    before = list(map(bytes_of, folders))
     assert done(base, first[0]).count("earlier") == 4
     omitted = define(RECIPES, {"data": base.data}, seeds=2, out=first[0])
-    assert [config.to_dict() for config in omitted] == [
-        {**read_run(first[0] / name).config, "out": str(first[0] / name)} for name in NAMES
-    ]
-    assert {
-        path: path.stat().st_mtime_ns for name in NAMES for path in (first[0] / name).rglob("*")
-    } == before
+    for config, folder in zip(omitted, folders, strict=True):
+        assert config.to_dict() == {**read_run(folder).config, "out": str(folder)}
+    assert list(map(bytes_of, folders)) == before
 
 
 def test_runs_on_other_tokens_are_not_compared(
@@ -232,24 +223,15 @@ def test_an_interrupted_comparison_says_how_to_resume_and_resumes_with_the_same_
     assert metrics_of(out, NAMES[:2]) == metrics_of(first[0], NAMES[:2])
 
 
-def test_recipes_and_seeds_may_be_added(base: TrainConfig, tmp_path: Path) -> None:
-    short = replace(base, steps=1)
+def test_recipes_and_seeds_may_be_added_at_the_same_rate(base: TrainConfig, tmp_path: Path) -> None:
+    short = replace(base, steps=1, lr=0.02)
     done(short, tmp_path, RECIPES[:1], 1)
-    assert done(short, tmp_path).count("earlier") == 1
+    assert done(replace(short, lr=None), tmp_path).count("earlier") == 1
     done(short, tmp_path, RECIPES[1:], 1)  # the page still has both recipes
-    assert [row["num_seeds"] for row in json.loads((tmp_path / "compare.json").read_text())] == [
-        2,
-        2,
-    ]
-
-
-def test_a_continued_comparison_keeps_its_learning_rate(base: TrainConfig, tmp_path: Path) -> None:
-    short = replace(base, steps=1)
-    done(replace(short, lr=0.02), tmp_path, RECIPES[:1], 1)
-    done(replace(short, lr=None), tmp_path, RECIPES[:1], 2)
-    assert {read_run(place).config["lr"] for place in tmp_path.iterdir() if place.is_dir()} == {
-        0.02
-    }
+    rows = json.loads((tmp_path / "compare.json").read_text())
+    assert [row["num_seeds"] for row in rows] == [2, 2]
+    folders = filter(Path.is_dir, tmp_path.iterdir())
+    assert {read_run(place).config["lr"] for place in folders} == {0.02}
 
 
 def test_a_run_that_diverges_is_a_result(base: TrainConfig, tmp_path: Path) -> None:
@@ -273,19 +255,3 @@ def test_an_error_before_the_first_run_leaves_nothing(
 def test_another_definition_is_refused(first: tuple[Path, str], base: TrainConfig) -> None:
     with pytest.raises(RecordError, match=r"has lr = 0\.003, not 0\.001"):
         done(replace(base, lr=1e-3), first[0])
-
-
-def test_contradictions_are_refused_before_anything_is_created(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    overrides = []
-    for compute in ("mxfp8", "mxfp4"):
-        overrides.append([{"pattern": "*", "compute": compute}])
-    alike = []
-    for override in overrides:
-        alike.append(parse({"recipe": "bfloat16/word", "name": "A", "override": override}))
-    for recipes, says in (([], "no recipe was named"), (alike, r"called bfloat16/word \(A\)")):
-        with pytest.raises(RecipeError, match=says):
-            define(recipes, {})
-    assert not any(tmp_path.iterdir())

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import tomli_w
 
-from narrowgauge.errors import NarrowgaugeError, RecordError
+from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.spec.models import MODELS
 from narrowgauge.spec.notation import parse
@@ -18,7 +18,6 @@ from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.storages import STORAGES
 from narrowgauge.spec.toml import load_toml
 from narrowgauge.trainer import config as config_module
-from narrowgauge.trainer import door
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.data.tokens import Document, load_tokenizer, write_tokens
 
@@ -39,7 +38,7 @@ def data(tmp_path: Path) -> str:
 def test_defaults_are_a_run_that_can_start(data: str, elsewhere: Path) -> None:
     config = TrainConfig(data=data).validated()
     filled = config.filled()
-    assert (filled.lr, filled.warmup_steps, filled.compile) == (3e-3, None, False)
+    assert (filled.lr, filled.warmup_steps) == (3e-3, None)
     assert config.out == str(Path("runs") / "llama-1m-bfloat16-word-1")
     assert not any(elsewhere.iterdir()), "checking writes nothing"
 
@@ -48,19 +47,6 @@ def test_the_learning_rate_follows_the_size() -> None:
     for model, rate in (("llama-1m", 3e-3), ("llama-1b", 3e-4)):
         assert TrainConfig(model=model).filled().lr == rate
         assert TrainConfig(model="some/folder").filled(MODELS[model].num_parameters).lr == rate
-
-
-@pytest.mark.parametrize(
-    ("model", "steps", "compiled"),
-    [("llama-1m", 999, False), ("llama-1m", 1000, True), ("llama-8m", 1, True)],
-)
-def test_compilation_follows_size(
-    model: str, steps: int, compiled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for missing in ("", "no compiler is here"):
-        monkeypatch.setattr(config_module, "_compiler_missing", lambda reason=missing: reason)
-        filled = TrainConfig(model=model, steps=steps).filled()
-        assert filled.compile is (compiled and not missing)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +99,6 @@ INVENTED = Recipe(dataclasses.replace(COMPUTES["float8-row"], keep=()), STORAGES
         ),
         ({"warmup_steps": 11, "steps": 10}, "a warm-up of 11 steps is longer than the run of 10"),
         ({"out": ""}, "out is empty"),
-        ({"activation_checkpointing": 1}, "must be true or false"),
         ({"recipe": "bfloat16/word"}, "must be a recipe"),
         ({"recipe": INVENTED}, "differs from the table's of that name"),
         ({"model": "./nowhere"}, "the model folder ./nowhere does not exist"),
@@ -143,14 +128,6 @@ def test_a_new_run_takes_the_first_free_number(elsewhere: Path, data: str) -> No
     assert TrainConfig(data=data).validated().out == str(Path("runs") / "llama-1m-bfloat16-word-2")
 
 
-def test_a_folder_in_use_is_refused_and_an_empty_one_is_not(data: str, elsewhere: Path) -> None:
-    (elsewhere / "run").mkdir()
-    assert door.enter({"out": "run", "data": data})[1] is None
-    (elsewhere / "run" / "notes.txt").touch()
-    with pytest.raises(RecordError, match="not empty"):
-        door.enter({"out": "run", "data": data})
-
-
 OVERRIDDEN = {
     "recipe": "bfloat16/word",
     "name": "mine",
@@ -166,7 +143,6 @@ OVERRIDDEN = {
             lr=0.1 + 0.2,
             eps=1e-300,
             max_grad_norm=math.inf,
-            compile=True,
             stop_after=3,
         ),
         TrainConfig(recipe=parse(OVERRIDDEN), out="some where/é"),
@@ -196,16 +172,3 @@ def test_wrong_settings_files_are_refused_in_one_line(
         config_module.read_settings("mine.toml")
     assert word in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_settings_of_a_run_are_read_without_its_folder(tmp_path: Path) -> None:
-    (tmp_path / "run.toml").write_text(
-        'schema_version = 2\n[config]\nsteps = 7\nout = "runs/a"\n[data]\nseed = 3\n'
-    )
-    assert config_module.read_settings(tmp_path / "run.toml") == {"steps": 7}
-
-
-def test_a_run_may_be_a_warm_up() -> None:
-    config = TrainConfig(steps=5, warmup_steps=5, lr=1.0)
-    config.require_agreement()
-    assert [config.learning_rate(step) for step in (1, 5)] == [0.2, 1.0]

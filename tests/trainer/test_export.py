@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from narrowgauge.errors import DataError, RecordError
+from narrowgauge.errors import DataError
 from narrowgauge.trainer import loop, session
 from narrowgauge.trainer.data.tokens import (
     END_OF_TEXT,
@@ -90,14 +90,3 @@ def test_weights_need_tokens_of_their_tokenizer(run: Path, place: Path, tmp_path
     (model / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(DataError, match="have another vocabulary"):
         loop.train(replace(config, out=str(tmp_path / "other")))
-
-
-def test_nothing_is_overwritten(run: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "precious").write_text("1")
-    with pytest.raises(RecordError, match="is not empty"):
-        export(run, out)
-    assert (out / "precious").read_text() == "1"
-    with pytest.raises(RecordError, match="it is a file"):
-        export(run, out / "precious")

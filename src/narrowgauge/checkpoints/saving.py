@@ -5,7 +5,7 @@ checksums.
 
     checkpoints/step-00000040/
         shard-00001-model-00001-of-00001.safetensors   tensors of the first rank, and so on
-        state.json                                     step, settings, skipped steps, loss scale
+        state.json                                     step, run.toml, skipped steps, loss scale
         manifest.json                                  size and BLAKE2b-256 of the others, and its own BLAKE2b-256
 
 A checkpoint is written to a temporary folder, synced to the disk and then renamed. Only then are

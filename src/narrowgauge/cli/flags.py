@@ -71,11 +71,9 @@ def of_settings(*, compared: bool = False) -> list[click.Parameter]:
             default = default.to_value()
         if default is not None:
             help += f"  [default: {str(default).lower()}]"
-        words = f"--{name}/--no-{name}" if kind is bool else f"--{name}"
-        read, metavar = _OF_KIND.get(kind, (kind, None))
-        flags.append(
-            click.Option([words, field.name], type=read, default=None, help=help, metavar=metavar)
-        )
+        read, metavar = _OF_KIND[kind]
+        words = [f"--{name}", field.name]
+        flags.append(click.Option(words, type=read, default=None, help=help, metavar=metavar))
     return flags
 
 

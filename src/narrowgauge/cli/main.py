@@ -54,12 +54,8 @@ def _train(settings: dict[str, Any]) -> None:
     from narrowgauge.distributed import job
     from narrowgauge.trainer import door
 
-    if job.world_size() == 1:  # refuse what is wrong before PyTorch is loaded
-        config, run = door.enter(settings)
-        settings = {**settings, "out": str(config.out)}
-        line = door.nothing_left(run, config)
-        if line:
-            return click.echo(line)
+    if job.world_size() == 1:
+        door.enter(settings)  # refuse what is wrong before PyTorch is loaded
     from narrowgauge.trainer import loop
 
     keep_pages()
@@ -270,7 +266,6 @@ def resume(folder: Path, stop_after: int | None) -> None:
     """
     from narrowgauge.trainer import door
 
-    door.restore(folder)
     door.run_of_trainer(folder)  # refuse a folder without one
     _train(flags.given({"out": str(folder), "stop_after": stop_after}))
 

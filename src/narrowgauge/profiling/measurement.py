@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch.utils.benchmark import Timer
 
+from narrowgauge.matmul.swapping import COMPILE_OPTIONS
 from narrowgauge.planner.model import read_model
 from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.spec.recipes import Recipe
@@ -74,9 +75,15 @@ def measure(
 
 
 def training_session(config: TrainConfig, *, compile: bool = True) -> Session:
-    """Return the trainer's own session on random tokens, without audits."""
+    """Return the trainer's own session on random tokens, without audits. Its layers are compiled."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
     size = read_model(config.model).vocab_size
     count = max(_RANDOM_TOKENS, 2 * config.tokens_per_step)
     tokens = np.random.default_rng(config.seed).integers(0, size, count).astype(np.uint32)
     data = Dataset(tokens, tokens, size)
-    return build(replace(config, compile=compile, audit_every=0), Path(), data)
+    session = build(replace(config, audit_every=0), Path(), data)
+    for module in session.model.modules() if compile else ():
+        if isinstance(module, GradientCheckpointingLayer):  # each decoder layer of transformers
+            module.compile(options=COMPILE_OPTIONS)
+    return session

@@ -62,14 +62,13 @@ def _encoded(content: bytes) -> str:
 # ── pages from templates ──────────────────────────────────────────────────────────────────────────
 
 
-def document(data: Row, refresh: int = 0, **words: Any) -> str:
+def document(data: Row, **words: Any) -> str:
     """Return a page as one HTML document.
 
     It fetches nothing.
 
     Args:
         data: the figures, as the page's script reads them.
-        refresh: seconds after which a browser loads the file again; 0 is never.
         words: values for the template.
     """
     script = asset("page.js")
@@ -78,7 +77,6 @@ def document(data: Row, refresh: int = 0, **words: Any) -> str:
     template = environment().get_template("page.html.j2")
     page = template.render(
         **words,
-        refresh=refresh,
         policy=markupsafe.Markup(policy),
         style=markupsafe.Markup(asset("page.css")),
         script=markupsafe.Markup(script),

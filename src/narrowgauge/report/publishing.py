@@ -53,17 +53,15 @@ def report(
     """Write one page about existing runs, named as for :func:`read_runs`. Return its path.
 
     If ``out`` is None, write ``report.html`` into the only folder in ``paths``. With ``refresh``,
-    the page of unfinished runs loads itself again after so many seconds.
+    a browser loads the page of unfinished runs again after so many seconds.
     """
     if out is None and len(paths) != 1:
         raise NarrowgaugeError(
             f"{len(paths)} folders were named and no page to write.", "Give --out page.html."
         )
     first = Path(paths[0])
-    if out is not None:
-        page = Path(out)
-    else:
-        page = (first.parent if first.is_file() else first) / "report.html"
+    folder = first.parent if first.is_file() else first
+    page = Path(out or folder / "report.html")
     require_page(page)
     runs = read_runs(paths, say)
     gc.freeze()  # else Python repeatedly collects garbage among a million rows

@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from narrowgauge.runs.finding import counted
-from narrowgauge.runs.record import Run
-from narrowgauge.runs.schema import FIRST_EXPONENT, Row, finite_number
-from narrowgauge.spec.formats import FORMATS, Format
+from narrowgauge.runs.schema import Row
 from narrowgauge.spec.tables import Column, Table, text_columns
 
 if TYPE_CHECKING:
-    from narrowgauge.report.recipe_groups import RunDetails
+    from narrowgauge.report.page_runs import PageRun
 
 ROUTINE = frozenset({"start", "resume", "stop", "finish", "checkpoint", "note", "unseen"})
 """What happens in every healthy run. All other events need attention, unknown ones too."""
 _COLUMNS = text_columns(step="step", run="run", what="what", advice="advice")
 
 
-def event_table(named: Iterable[tuple[Run, str]]) -> Table:
+def event_table(runs: Iterable[PageRun]) -> Table:
     """Return a row per run and kind of event: its steps, its first advice, and the number of
     others. Each note has its own.
     """
     groups: dict[tuple[str, Any, Any], list[Row]] = {}
-    for run, name in named:
-        for event in run.events:
+    for run in runs:
+        for event in run.run.events:
             text = event.get("advice", "") if event["what"] == "note" else ""
-            groups.setdefault((name, event["what"], text), []).append(event)
+            groups.setdefault((run.name, event["what"], text), []).append(event)
     rows = []
     for (label, what, _), events in groups.items():
         steps = dict.fromkeys([str(events[0]["step"]), str(events[-1]["step"])])
@@ -56,12 +54,12 @@ _NOT_SHOWN = "config.out"
 """A meaningless setting that differs between any two runs."""
 
 
-def setting_tables(named: Sequence[tuple[Run, str]]) -> tuple[Table, Table]:
+def setting_tables(page_runs: Sequence[PageRun]) -> tuple[Table, Table]:
     """Return the settings that differ between runs, a row per run, and the others, a row per
     setting.
     """
-    settings = [_flat(run.run) for run, _ in named]
-    runs: list[Row] = [{"run": name} for _, name in named]
+    settings = [_flat(run.run.run) for run in page_runs]
+    runs: list[Row] = [{"run": run.name} for run in page_runs]
     shared = []
     columns = [Column("run", "run")]
     for key in dict.fromkeys(chain(*settings)):
@@ -86,57 +84,3 @@ def _flat(table: Row, prefix: str = "") -> dict[str, Any]:
         else:
             flat[prefix + name] = value
     return flat
-
-
-SHOWN_FORMATS = (
-    "bfloat16", "float16", "float8_e5m2", "float8_e4m3fn", "float6_e3m2fn", "float6_e2m3fn", "float4_e2m1fn",
-)  # fmt: skip
-_RANGE_COLUMNS = (
-    *text_columns(run="run", values="values", exponents="exponents"),
-    *(Column(name, name) for name in SHOWN_FORMATS),
-)
-
-
-def counts_by_exponent(histogram: Sequence[Any]) -> dict[int, float]:
-    """Return the counts above zero of a histogram, by exponent.
-
-    Example:
-        >>> counts_by_exponent([0, 3, None, 1])
-        {-63: 3.0, -61: 1.0}
-    """
-    counts = {}
-    for exponent, count in enumerate(map(finite_number, histogram), FIRST_EXPONENT):
-        if count is not None and count > 0:
-            counts[exponent] = count
-    return counts
-
-
-def range_table(named: Sequence[tuple[Run, str]], details: Sequence[RunDetails]) -> Table:
-    """Return a row per run and kind of tensor: which share of its values lies outside of formats."""
-    rows = []
-    for (_, name), run in zip(named, details, strict=True):
-        for kind, histogram in run.histograms.items():
-            counts = counts_by_exponent(histogram)
-            if not counts:
-                continue
-            row: Row = {
-                "run": name,
-                "values": kind,
-                "exponents": f"{min(counts)} to {max(counts)}",
-            }
-            for format in SHOWN_FORMATS:
-                row[format] = _outside(counts, FORMATS[format])
-            rows.append(row)
-    return Table(_RANGE_COLUMNS, rows)
-
-
-def _outside(counts: Mapping[int, float], format: Format) -> str:
-    parts = {"to zero": 0.0, "over": 0.0}
-    for exponent, count in counts.items():
-        if exponent < format.finest_exponent - 1:  # half of the smallest rounds up to it
-            parts["to zero"] += count
-        elif exponent > format.max_exponent:
-            parts["over"] += count
-    total = sum(counts.values())
-    words = [f"{100 * (part / total):.3g} % {where}" for where, part in parts.items() if part]
-    return ", ".join(words) or "0"

@@ -7,9 +7,9 @@ diagnosis fails, its section says so.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain, groupby
 from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any
@@ -19,22 +19,18 @@ from markupsafe import Markup
 from narrowgauge.analysis.comparison.comparison import Comparison
 from narrowgauge.analysis.reading import Reading, reading_table
 from narrowgauge.report.figures.curves import comparison_figures
-from narrowgauge.report.figures.figure import Figure
 from narrowgauge.report.figures.heat_maps import HEAT_MAPS
-from narrowgauge.report.figures.palette import colour, plain
 from narrowgauge.report.figures.ranges import ranges_figure
 from narrowgauge.report.figures.verdict_figure import differences
 from narrowgauge.report.page import document, environment
-from narrowgauge.report.recipe_groups import Group, RunDetails, groups_of
+from narrowgauge.report.page_runs import PageRun, colours_of, page_runs
 from narrowgauge.report.run_tables import (
     ROUTINE,
     event_table,
     frequencies_alone,
-    range_table,
     setting_tables,
 )
 from narrowgauge.runs.finding import counted, listed, told
-from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import Row
 from narrowgauge.spec.tables import Table, name_columns, text_columns
 
@@ -48,7 +44,7 @@ SECTIONS: dict[str, str] = {
 def render(comparison: Comparison, refresh: int = 0) -> str:
     """Return the report on a comparison as one HTML document.
 
-    Runs may be unfinished or without gauges. The browser loads the page again after ``refresh``
+    Runs may be unfinished or without gauges. A browser loads the page again after ``refresh``
     seconds; 0 is never.
 
     Invariant: the document fetches nothing and shows every name and message as text. The same runs
@@ -57,41 +53,22 @@ def render(comparison: Comparison, refresh: int = 0) -> str:
     Cost: about half a second per ten thousand steps, half of it for the diagnosis. The document is 2 MB for
         Plotly plus about 0.1 MB per run.
     """
-    groups = groups_of(comparison)
-    readings = run_readings(groups)
-    named: list[tuple[Run, str]] = []
-    details: list[RunDetails] = []
-    indices = {}
-    for group in groups:
-        named += group.named
-        details += group.details
-        indices[group.label] = group.index
-    runs = [run for run, _ in named]
-    verdict = differences(groups, comparison)
-    figures = {"verdict": [verdict] if verdict else []}
-    figures |= comparison_figures(groups, comparison.baseline)
-    drawn_ranges = [
-        ranges_figure(name, run.histograms) for (_, name), run in zip(named, details, strict=True)
-    ]
-    figures["ranges"] = list(filter(None, drawn_ranges))[:1]
-    data: Row = {"figures": {}, "gauges": []}
-    for section in figures.values():
-        for place, figure in enumerate(section):
-            drawn = marked(figure, readings)
-            section[place] = drawn
-            layout = drawn.layout | {"height": drawn.height}
-            data["figures"][drawn.name] = {"data": drawn.data, "layout": layout}
-    for run in details:
-        data["gauges"].append({"heat": run.heat_maps})
-    differing, shared = setting_tables(named)
+    runs = page_runs(comparison)
+    readings = run_readings(runs)
+    verdict = differences(comparison)
+    ranges = [ranges_figure(run.name, run.inside.histograms) for run in runs]
+    figures = {"verdict": [verdict] if verdict else [], "ranges": list(filter(None, ranges))[:1]}
+    figures |= comparison_figures(runs, comparison.baseline)
+    data: Row = {"figures": {}, "gauges": [{"heat": run.inside.heat_maps} for run in runs]}
+    for figure in chain(*figures.values()):
+        layout = figure.layout | {"height": figure.height}
+        data["figures"][figure.name] = {"data": figure.data, "layout": layout}
+    differing, shared = setting_tables(runs)
     words: dict[str, Any] = {
-        "title": title_of(runs, list(indices)),
-        "subtitle": _subtitle(runs),
-        "verdict": verdict_of(comparison, groups, readings), "cost_table": comparison.table(),
-        "groups": groups, "indices": indices, "comparison": comparison,
-        "readings": readings, "figures": figures, "details": details,
-        "metrics": HEAT_MAPS, "named": named, "events": event_table(named), "routine": ROUTINE,
-        "settings_apart": differing, "settings": shared, "ranges": range_table(named, details),
+        "title": title_of(runs), "subtitle": _subtitle(runs), "verdict": verdict_of(comparison, readings),
+        "cost_table": comparison.table(), "colours": colours_of(comparison), "readings": readings,
+        "figures": figures, "runs": runs, "metrics": HEAT_MAPS, "events": event_table(runs),
+        "routine": ROUTINE, "settings_apart": differing, "settings": shared,
     }  # fmt: skip
     template = environment().get_template("sections.html.j2")
     macros: Any = template.make_module({**words, "headings": SECTIONS})
@@ -100,18 +77,18 @@ def render(comparison: Comparison, refresh: int = 0) -> str:
         html = getattr(macros, f"{name}_section")().strip()
         if html:
             sections[name] = Markup(html)
-    return document(data, refresh, **words, sections=sections, headings=SECTIONS)
+    return document(data, **words, refresh=refresh, sections=sections, headings=SECTIONS)
 
 
-def verdict_of(comparison: Comparison, groups: Sequence[Group], readings: RunReadings) -> list[str]:
+def verdict_of(comparison: Comparison, readings: RunReadings) -> list[str]:
     """Return the sentences of the verdict: of one recipe, its loss and what its record shows."""
-    if len(groups) != 1:
+    if len(comparison.classes) != 1:
         return list(comparison.verdict)
-    row = comparison.rows[0]
-    words = [f"{groups[0].label} is unfinished."]
-    if row["val_loss"] is not None:
-        words = [f"{groups[0].label} has a validation loss of {row['val_loss']:.4f}."]
-    words += frequencies_alone(groups[0].runs[0].run)
+    ((label, recipe),) = comparison.classes.items()
+    words = [f"{label} is unfinished."]
+    if recipe.row["val_loss"] is not None:
+        words = [f"{label} has a validation loss of {recipe.row['val_loss']:.4f}."]
+    words += frequencies_alone(recipe.runs[0].run.run)
     if readings.table.rows:
         words.append(
             f"{counted(len(readings.table.rows), 'kind')} of readings beyond their bound: below."
@@ -119,28 +96,26 @@ def verdict_of(comparison: Comparison, groups: Sequence[Group], readings: RunRea
     return [*words, *readings.lines]
 
 
-def title_of(runs: Sequence[Run], labels: Sequence[str]) -> str:
+def title_of(runs: Sequence[PageRun]) -> str:
     """Return the title of a page of runs."""
-    models = dict.fromkeys(Path(str(run.config.get("model", "a model"))).name for run in runs)
+    models = dict.fromkeys(Path(str(run.run.config.get("model", "a model"))).name for run in runs)
+    labels = dict.fromkeys(run.recipe for run in runs)
     recipes = listed(labels) if len(labels) <= 4 else f"{len(labels)} recipes"
     return f"{listed(models)} in {recipes}"
 
 
-def _subtitle(runs: Sequence[Run]) -> str:
+def _subtitle(runs: Sequence[PageRun]) -> str:
     """Return the common properties of all runs: text, length and device."""
     words = []
     for table, name in (("config", "data"), ("config", "steps"), ("machine", "device")):
-        values = {run.run.get(table, {}).get(name) for run in runs}
+        values = {run.run.run.get(table, {}).get(name) for run in runs}
         if len(values) == 1 and values != {None}:
             words.append(f"{values.pop()} steps" if name == "steps" else str(values.pop()))
     return " · ".join([*words, counted(len(runs), "run")])
 
 
-# ── readings: a row for each kind and recipe, one line for the runs without any, and marks in the f
+# ── readings: a row for each kind and recipe, and one line for the runs without any
 
-MARKED = ("training-loss", "validation-loss", "grad-norm")
-"""Figures over steps that mark each run's first reading."""
-_HOW = " A dotted upright line is the first reading beyond its bound; hover over its top."
 _READING_COLUMNS = (
     *name_columns(recipe="recipe"), *text_columns(seeds="seeds"),
     *reading_table([]).columns, *text_columns(what_to_do="advice"),
@@ -154,42 +129,38 @@ class RunReadings:
     Args:
         table: readings beyond their bound, a row for each recipe and kind: the first step, and the
             numbers of the worst.
-        first: for each run with a reading: its recipe's index, its name, and its first reading.
         lines: sentences about the other runs.
     """
 
     table: Table
-    first: Sequence[tuple[int, str, Reading]]
     lines: Sequence[str]
 
 
-def run_readings(groups: Iterable[Group]) -> RunReadings:
+def run_readings(runs: Iterable[PageRun]) -> RunReadings:
     """Return the diagnosis of a page's runs."""
-    rows = list[Row]()
-    first = []
+    kinds: dict[tuple[str, str, str], list[tuple[int, Reading]]] = {}
     lines = []
     healthy: dict[str, list[str]] = {}
-    for group in groups:
-        kinds: dict[tuple[str, str], list[tuple[int, Reading]]] = {}
-        for stats, (_, name), details in zip(group.stats, group.named, group.details, strict=True):
-            diagnosis = details.diagnosis
-            if isinstance(diagnosis, str):
-                lines.append(
-                    f"{name}: the diagnosis failed, which concerns nothing else on this page "
-                    f"({diagnosis})."
-                )
-            elif diagnosis.ok:
-                healthy.setdefault(diagnosis.verdict, []).append(name)
-            else:
-                first.append((group.index, name, diagnosis.readings[0]))
-                for reading in diagnosis.readings:
-                    kind = (reading.what, reading.stage)
-                    kinds.setdefault(kind, []).append((stats.seed, reading))
-        folded = [_folded(group.label, members) for members in kinds.values()]
+    for run in runs:
+        diagnosis = run.inside.diagnosis
+        if isinstance(diagnosis, str):
+            lines.append(
+                f"{run.name}: the diagnosis failed, which concerns nothing else on this page "
+                f"({diagnosis})."
+            )
+        elif diagnosis.ok:
+            healthy.setdefault(diagnosis.verdict, []).append(run.name)
+        else:
+            for reading in diagnosis.readings:
+                kind = (run.recipe, reading.what, reading.stage)
+                kinds.setdefault(kind, []).append((run.seed, reading))
+    rows = []
+    for _, same_recipe in groupby(kinds.items(), key=lambda item: item[0][0]):
+        folded = [_folded(kind[0], members) for kind, members in same_recipe]
         rows += sorted(folded, key=itemgetter("step"))
     for verdict, names in healthy.items():
         lines.append(f"{told(names, 6)}: {verdict}")
-    return RunReadings(Table(_READING_COLUMNS, rows), first, lines)
+    return RunReadings(Table(_READING_COLUMNS, rows), lines)
 
 
 def _folded(recipe: str, members: Sequence[tuple[int, Reading]]) -> Row:
@@ -202,22 +173,3 @@ def _folded(recipe: str, members: Sequence[tuple[int, Reading]]) -> Row:
         "seeds": ", ".join(map(str, sorted(set(seeds)))),
         "step": min(map(attrgetter("step"), readings)),
     }
-
-
-def marked(figure: Figure, readings: RunReadings) -> Figure:
-    """Add an upright line at each run's first reading to a figure over steps, if it is one of
-    :data:`MARKED`.
-    """
-    if figure.name not in MARKED or not readings.first:
-        return figure
-    marks = [_mark(group, name, reading) for group, name, reading in readings.first]
-    return dataclasses.replace(figure, data=[*figure.data, *marks], how=figure.how + _HOW)
-
-
-def _mark(group: int, name: str, reading: Reading) -> Row:
-    return {
-        "type": "scatter", "mode": "lines+markers", "x": [reading.step, reading.step], "y": [0, 0.98], "yaxis": "y2",
-        "meta": {"group": group}, "line": {"color": colour(group, 0.8), "width": 1.5, "dash": "dot"},
-        "marker": {"symbol": "triangle-down", "size": [0, 10], "color": colour(group), "opacity": 1},
-        "hovertemplate": f"{plain(reading.what)}: step {reading.step}<extra>{plain(name)}</extra>",
-    }  # fmt: skip

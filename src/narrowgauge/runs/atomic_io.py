@@ -43,6 +43,11 @@ def disk_error(path: Path, error: Exception) -> RecordError:
     return RecordError(message, "Free some space, then give the same command again.", status=1)
 
 
+def damaged(file: Path, reason: object) -> RecordError:
+    """Return the error of a file that cannot be read any more."""
+    return RecordError(f"{file} is damaged: {reason}.", "Restore the file from a copy.")
+
+
 def system_error(error: BaseException) -> OSError | None:
     """Return an error of the operating system, also one that another error's message quotes, as
     safetensors does.

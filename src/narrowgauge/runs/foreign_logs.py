@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import RecordError
-from narrowgauge.runs.atomic_io import disk_errors, load_json
+from narrowgauge.runs.atomic_io import damaged, disk_errors, load_json
 from narrowgauge.runs.schema import EVAL, STEP, Row, is_whole, short
 from narrowgauge.spec.toml import load_data
 
@@ -154,9 +154,7 @@ def read_log(path: Path) -> dict[str, Any] | None:
                 rows = _read_csv(file)
             by_step = _by_step(rows, shift=int(file.name == _METRICS))
         except (ValueError, RecursionError) as error:
-            raise RecordError(
-                f"{file} is damaged: {error}.", "Restore the file from a copy."
-            ) from error
+            raise damaged(file, error) from error
     steps = []
     evals = []
     for step, row in by_step.items():

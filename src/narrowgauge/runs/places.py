@@ -44,47 +44,39 @@ def is_page(file: Path) -> bool:
 # ── to write ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def in_use(path: Path, *, continues: bool = False) -> str:
-    """Return why a new folder cannot be made at ``path``; empty if it can.
+def require_free(
+    path: str | Path, task: str = "create a run in", *, continues: bool = False
+) -> None:
+    """Refuse to write into a run, a file, or a folder with anything that is not ours.
 
     What a killed process leaves does not count.
 
     Args:
+        task: begins the message.
         continues: accept a folder with nothing but runs and their comparison.
     """
+    path = Path(path)
+    advice = "Choose another folder."
+    problem = ""
     with disk_errors(path):
         if is_run(path):
-            return "a run is there already"
-        if path.exists() and not path.is_dir():
-            return "it is a file"
-        names = sorted(os.listdir(path), reverse=True) if path.is_dir() else []
-        has_runs = any(is_run(path / name) for name in names)
-        for name in names:
-            file = path / name
-            is_ours = is_run(file) or name == "compare.json" or is_page(file)
-            is_kept = continues and has_runs and is_ours
-            if not (name.startswith(TEMPORARY) or is_kept):
-                return f"the folder is not empty (it holds {name})"
-    return ""
-
-
-def require_free(
-    path: str | Path, task: str = "create a run in", *, continues: bool = False
-) -> None:
-    """Refuse to write into a file, or into a folder with anything that is not ours.
-
-    ``task`` begins the message. ``continues`` is as for :func:`in_use`.
-    """
-    path = Path(path)
-    problem = in_use(path, continues=continues)
+            problem = "a run is there already"
+            advice = f"Choose another folder, or go on with {_continuation(path)}."
+        elif path.is_dir():
+            names = sorted(os.listdir(path))
+            runs = [name for name in names if is_run(path / name)]
+            for name in names:
+                is_ours = name in runs or name == "compare.json" or is_page(path / name)
+                is_kept = continues and runs and is_ours
+                if not (name.startswith(TEMPORARY) or is_kept):
+                    problem = f"the folder is not empty (it holds {name})"
+        elif path.exists():
+            problem = "it is a file"
     if problem:
-        advice = "Choose another folder."
-        if is_run(path):
-            advice = f"Choose another folder, or go on with {continuation(path)}."
         raise RecordError(f"Cannot {task} {path}: {problem}.", advice)
 
 
-def continuation(path: Path) -> str:
+def _continuation(path: Path) -> str:
     """Return what continues the run in a folder: its record says which program wrote it."""
     if b"\n[recorder]" in (read_bytes(path / "run.toml") or b""):
         return "RunRecorder(…, resume=True) in its program"
@@ -159,8 +151,16 @@ def run_folders(paths: Sequence[str | Path]) -> list[Path]:
     """
     places: list[Path] = []
     for path in map(Path, paths):
-        inside = [path] if is_run(path) else _runs_inside(path)
-        if not inside:
+        inside: list[Path] = []
+        with disk_errors(path):
+            if path.is_dir():
+                inside = sorted(filter(Path.is_dir, path.iterdir()))
+        runs = list(filter(is_run, inside))
+        if is_run(path) or (is_log(path) and not runs):
+            runs = [path]
+        elif not is_log(path):
+            runs = [place for place in inside if is_run(place) or is_log(place)]
+        if not runs:
             problem = "neither it nor a folder in it has a run.toml, or a log of another framework"
             if not path.exists():
                 problem = "there is no such folder or file"
@@ -170,18 +170,8 @@ def run_folders(paths: Sequence[str | Path]) -> list[Path]:
                 f"No run in {path}: {problem}.",
                 f"Name a run folder, the folder of a comparison, or a {LOGS}.",
             )
-        places += inside
+        places += runs
     return list(dict.fromkeys(places))
-
-
-def _runs_inside(path: Path) -> list[Path]:
-    folders: list[Path] = []
-    with disk_errors(path):
-        if path.is_dir():
-            folders = sorted(filter(Path.is_dir, path.iterdir()))
-    if is_log(path):
-        return list(filter(is_run, folders)) or [path]
-    return [place for place in folders if is_run(place) or is_log(place)]
 
 
 def only_run(path: str | Path) -> Path:

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import RecordError
-from narrowgauge.runs.atomic_io import load_json, read_bytes
+from narrowgauge.runs.atomic_io import damaged, load_json, read_bytes
 from narrowgauge.runs.finding import counted
 from narrowgauge.runs.foreign_logs import SOURCE, read_log
 from narrowgauge.runs.places import is_run, only_run
@@ -76,36 +76,20 @@ class Run:
     @property
     def config(self) -> Row:
         """Return the settings, as :func:`config_of`."""
-        config = config_of(self.run)
-        if not isinstance(config, dict):
-            raise RecordError(
-                f"{self.path / 'run.toml'} is damaged: 'config' is not a table.",
-                "Restore the file from a copy.",
-            )
-        return config
+        return config_of(self.run)
 
     @property
     def data_fingerprint(self) -> str:
-        """Return the fingerprint of the tokens at the start of the run.
-
-        Raise ``RecordError`` if ``run.toml`` has none.
-        """
-        try:
-            return str(self.run["data"]["fingerprint"])
-        except (KeyError, TypeError) as error:
-            raise RecordError(
-                f"{self.path / 'run.toml'} is damaged: its table [data] holds no fingerprint.",
-                "Restore the file from a copy.",
-            ) from error
+        """Return the fingerprint of the tokens at the start of the run; empty if it is lost."""
+        return str(self.run.get("data", {}).get("fingerprint", ""))
 
 
-def config_of(run: Row) -> Any:
+def config_of(run: Row) -> Row:
     """Return the settings in a ``run.toml``: the ``[config]`` table, or the entries outside of
     tables if there is none.
     """
-    return run.get(
-        "config", {name: value for name, value in run.items() if not isinstance(value, dict)}
-    )
+    outside = {name: value for name, value in run.items() if not isinstance(value, dict)}
+    return dict(run.get("config", outside))
 
 
 def read_run(path: str | Path) -> Run:
@@ -148,37 +132,28 @@ def read_settings(path: Path) -> Row:
     file = path / "run.toml"
     data = read_bytes(file)
     if data is None:
-        reason = "there is no such folder or file"
-        if path.exists():
-            reason = "the folder has no run.toml"
-        if path.is_file():
-            reason = "the file is no log that can be read"
         raise RecordError(
-            f"No run in {path}: {reason}.",
-            "Name the folder that was given as --out.",
+            f"No run in {path}: it has no run.toml.", "Name the folder that was given as --out."
         )
     try:
         run: Row = load_toml(data.decode())
         if wrong := wrong_setting(run):
             raise ValueError(wrong)
-    except (ValueError, KeyError) as error:
-        raise RecordError(
-            f"{file} is damaged: {error}.", "Restore the file from a copy."
-        ) from error
+    except ValueError as error:
+        raise damaged(file, error) from error
     _require_known(run, path)
     return run
 
 
 def wrong_setting(run: Row) -> str:
-    """Name a number in ``run.toml`` that readers count with and that is not whole.
-
-    Empty if all are.
-    """
+    """Describe what readers count with in a ``run.toml`` and cannot. Empty if nothing."""
+    for name in ("config", "data"):
+        if not isinstance(run.get(name, {}), dict):
+            return f"its '{name}' is not a table"
     config = config_of(run)
-    numbers: Row = {}
-    if isinstance(config, dict):
-        numbers = {name: config[name] for name in ("seed", "steps") if name in config}
-    for name, value in {"schema_version": run["schema_version"], **numbers}.items():
+    counts = {"schema_version": run.get("schema_version"), "seed": 0, "steps": 0, **config}
+    for name in ("schema_version", "seed", "steps"):
+        value = counts[name]
         if not is_whole(value):
             return f"its {name} = {short(value)} is not a whole number"
     return ""
@@ -241,9 +216,9 @@ def note_of(file: Path, rows: list[Row | None]) -> list[str]:
     """Return a sentence about the damaged lines of a file, if there are any."""
     if None not in rows:
         return []
-    damaged = counted(rows.count(None), "damaged row")
+    number = counted(rows.count(None), "damaged row")
     first = rows.index(None) + 1
-    return [f"{file.name} has {damaged} of {len(rows)}, the first in line {first}; left out"]
+    return [f"{file.name} has {number} of {len(rows)}, the first in line {first}; left out"]
 
 
 def _parsed(kind: str, line: bytes) -> Row | None:

@@ -16,7 +16,7 @@ exponents of all tensors of a kind.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -40,8 +40,6 @@ Type = Literal["step", "count", "number", "flag", "text", "recipe", "object", "l
 class Column:
     """One column of a record: a row of ``data/columns.toml``, which explains the fields.
 
-    ``show`` formats for the console.
-
     ``metrics`` are the entries of each list of a ``lists`` column, in order.
     """
 
@@ -50,8 +48,14 @@ class Column:
     help: str
     unit: str = ""
     label: str = ""
-    show: Callable[[Any], str] = str
+    format: str = "{}"
     metrics: tuple[Column, ...] = ()
+
+    def show(self, value: Any) -> str:
+        """Format a value for the console."""
+        if self.format == "MiB":
+            return f"{value / 2**20:,.1f}"
+        return self.format.format(value)
 
     def text(self, row: Row) -> str:
         """Return the label and the row's value as the console prints them."""
@@ -74,15 +78,10 @@ are not counted.
 """
 
 
-_SHOWN: dict[str, Callable[[Any], str]] = {"MiB": lambda size: f"{size / 2**20:,.1f}"}
-
-
 def _columns(table: Row, metrics: Mapping[str, dict[str, Column]]) -> dict[str, Column]:
     columns = {}
     for name, row in table.items():
-        text = row.pop("format", "{}")
-        entries = tuple(metrics.get(name, {}).values())
-        columns[name] = Column(name, **row, show=_SHOWN.get(text, text.format), metrics=entries)
+        columns[name] = Column(name, **row, metrics=tuple(metrics.get(name, {}).values()))
     return columns
 
 

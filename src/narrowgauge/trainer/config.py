@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import (
-    ChipError,
     DataError,
     NarrowgaugeError,
     RankError,
@@ -32,10 +30,9 @@ from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.sums import ACCUMULATION_DTYPES, SHARDINGS
 from narrowgauge.spec.toml import read_file
 from narrowgauge.spec.update_rules import Choice, Range
-from narrowgauge.torch_support.machine import compiler_missing, gpu_compiler_missing, switched_off
 
 _KINDS: dict[type, str] = {
-    str: "text", int: "an integer", float: "a number", bool: "true or false", Recipe: "a recipe",
+    str: "text", int: "an integer", float: "a number", Recipe: "a recipe",
 }  # fmt: skip
 
 
@@ -49,9 +46,7 @@ def count(default: int | None, help: str, least: int = 1) -> Any:
 
 
 def kind_of(field: dataclasses.Field[Any]) -> type:
-    """Return the type of a setting that is not None: ``str``, ``int``, ``float``, ``bool`` or
-    ``Recipe``.
-    """
+    """Return the type of a setting that is not None: ``str``, ``int``, ``float`` or ``Recipe``."""
     return next(kind for kind in _KINDS if kind.__name__ == str(field.type).split(" ")[0])
 
 
@@ -102,9 +97,6 @@ OF_A_RUN = ("recipe", "seed", "out", "stop_after")
 """Settings that the runs of a comparison do not share."""
 
 _DEFAULT = parse("bfloat16/word")
-# From these sizes on, compilation pays off within a run.
-COMPILE_PARAMETERS = 5_000_000
-COMPILE_STEPS = 1000
 
 
 @dataclass(frozen=True)
@@ -160,8 +152,6 @@ class TrainConfig:
         0, "Steps between fingerprints of every tensor, by which narrowgauge diagnose compares two runs; 0: none.", 0)
     log_every: int = count(10, "Steps between printed lines; every step is recorded.")
     stop_after: int | None = count(None, "Stop after this step with a checkpoint, as if interrupted.  [default: never]")
-    activation_checkpointing: bool = setting(False, "Recompute activations in the backward pass to save memory.")
-    compile: bool | None = setting(None, "Compile the model.  [default: from 5 million parameters or 1000 steps on, if possible]")
     shard: str = setting(
         "full", "On several ranks, shard weights, gradients and states over them: full or none.", Choice(tuple(SHARDINGS)))
     threads: int | None = setting(
@@ -207,29 +197,16 @@ class TrainConfig:
         return self.lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * remaining)
 
     def filled(self, num_parameters: int = 0) -> TrainConfig:
-        """Return the same settings with each None filled in: by the model or by the steps.
+        """Return the same settings with a learning rate, derived from the model's size if it is None.
 
         Args:
             num_parameters: size of a model that is not a preset.
-        Raises:
-            ChipError: the settings ask for a compiled model, and nothing can be compiled here.
         """
-        size = num_parameters
+        if self.lr is not None:
+            return self
         if self.model in MODELS:
-            size = MODELS[self.model].num_parameters
-        values: dict[str, Any] = {}
-        if self.lr is None:
-            values["lr"] = usual_rate(size)
-        if self.compile is None:
-            is_worth = self.steps >= COMPILE_STEPS or size >= COMPILE_PARAMETERS
-            values["compile"] = is_worth and not _compiler_missing()
-        elif self.compile and (missing := _compiler_missing()):
-            raise ChipError(
-                f"Cannot compile the model because {missing}.",
-                "Name a compiler that works with the variable CXX, or train without: --no-compile "
-                "(compile = false).",
-            )
-        return replace(self, **values)
+            num_parameters = MODELS[self.model].num_parameters
+        return replace(self, lr=usual_rate(num_parameters))
 
     def validated(self, num_ranks: int = 1) -> TrainConfig:
         """Check the settings against each other.
@@ -344,18 +321,3 @@ def read_settings(path: str | Path) -> dict[str, Any]:
         table = {name: value for name, value in recorded.items() if name != "out"}
     TrainConfig.from_dict(table, str(path))
     return table
-
-
-def _compiler_missing() -> str:
-    """Return why a model cannot be compiled here, or an empty string.
-
-    GPU kernels do not need C++.
-    """
-    torch = sys.modules.get("torch")
-    is_gpu_used = Path("/dev/nvidiactl").exists()
-    if torch is not None:
-        is_gpu_used = torch.cuda.is_available()
-    reason = switched_off()
-    if reason:
-        return reason
-    return gpu_compiler_missing() if is_gpu_used else compiler_missing()

@@ -8,17 +8,19 @@ Nothing here needs PyTorch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import RecordError
-from narrowgauge.runs.atomic_io import write_whole
+from narrowgauge.runs.atomic_io import read_bytes, write_whole
 from narrowgauge.runs.finding import counted
 from narrowgauge.runs.places import is_run, require_free
-from narrowgauge.runs.record import Run, read_run, read_settings
+from narrowgauge.runs.record import Run, read_run, wrong_setting
 from narrowgauge.runs.schema import short
 from narrowgauge.spec.models import MODELS
 from narrowgauge.spec.tables import json_value
+from narrowgauge.spec.toml import load_toml
 from narrowgauge.trainer.config import TrainConfig
 
 _OF_A_SITTING = ("out", "stop_after")
@@ -73,29 +75,27 @@ def _text(value: Any) -> str:
     return "not set" if value is None else short(value)
 
 
-def require_same_run(
-    run: Run, before: Mapping[str, Any], config: TrainConfig, fingerprint: str, began_with: str
-) -> None:
+def require_same_run(before: Run, config: TrainConfig, fingerprint: str) -> None:
     """Refuse settings that decide a run's numbers from the start: model, storage, seed, split,
     length of sequences, and tokens, known by their ``fingerprint``.
 
-    ``before`` are the settings of its checkpoint, ``began_with`` the fingerprint then.
+    ``before`` is the run as its checkpoint knows it.
     """
-    first = TrainConfig.from_dict(before)
+    first = TrainConfig.from_dict(before.config)
     fixed = ["seed", "held_out", "sequence_length"]
     if first.model in MODELS or config.model in MODELS:  # a model folder may have moved
         fixed.append("model")
     if first.recipe.storage != config.recipe.storage:
         fixed.append("recipe")
-    for name, old, new in changed_settings(before, config.to_dict()):
+    for name, old, new in changed_settings(before.config, config.to_dict()):
         if name in fixed:
             raise RecordError(
-                f"Cannot continue {run.path} with {name} = {new} because it began with {old}.",
+                f"Cannot continue {before.path} with {name} = {new} because it began with {old}.",
                 "Leave it as it was, or start another run with another --out.",
             )
-    if fingerprint != began_with:
+    if fingerprint != before.data_fingerprint:
         raise RecordError(
-            f"Cannot continue {run.path} because the tokens in {config.data} are not those that it "
+            f"Cannot continue {before.path} because the tokens in {config.data} are not those that it "
             "started with.",
             "Restore its token map, or name its new place with --data.",
         )
@@ -174,21 +174,23 @@ def restore(folder: Path) -> None:
     """
     if not (folder / "checkpoints").is_dir():
         return
-    try:
-        read_settings(folder)
-    except RecordError as error:
-        if "has record schema" in error.message:
-            raise
-        from narrowgauge.checkpoints.saving import latest_checkpoint
+    content = read_bytes(folder / "run.toml") or b""
+    with suppress(ValueError):
+        if not wrong_setting(load_toml(content.decode())):
+            return
+    from narrowgauge.checkpoints.saving import latest_checkpoint
 
-        checkpoint, _ = latest_checkpoint(folder)
-        text = "" if checkpoint is None else checkpoint.state().get("run", "")
-        if text:
-            write_whole(folder / "run.toml", text.encode())
+    checkpoint, _ = latest_checkpoint(folder)
+    if checkpoint is not None:
+        write_whole(folder / "run.toml", checkpoint.state()["run"].encode())
 
 
 def run_of_trainer(folder: Path) -> Run:
-    """Return the record of a run of ``narrowgauge train``. Its settings are not parsed."""
+    """Return the record of a run of ``narrowgauge train``. Its settings are not parsed.
+
+    Its ``run.toml`` may have to come from its checkpoint.
+    """
+    restore(folder)
     run = read_run(folder)
     if run.is_foreign or "recorder" in run.run:
         program = run.run.get("recorder", {}).get("program") or "another program"

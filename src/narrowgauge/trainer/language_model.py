@@ -11,8 +11,7 @@ which is divided once.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,12 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from narrowgauge.distributed.sharding import fsdp_modules
 from narrowgauge.errors import DataError, NarrowgaugeError
-from narrowgauge.matmul.swapping import COMPILE_OPTIONS, linears_of
 from narrowgauge.numerics.rounding import at_least_float32
 from narrowgauge.spec.models import MODELS, Model, weights_file
-from narrowgauge.torch_support.anatomy import parts
 from narrowgauge.trainer.config import known_model
 
 if TYPE_CHECKING:  # transformers takes seconds to import: each function below imports what it needs
@@ -91,67 +87,17 @@ def _require_causal(model: PreTrainedModel, folder: Path) -> None:
         )
 
 
-def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the summed cross entropy of ``[..., vocabulary]``, in float32, or float64 for float64
-    logits.
-    """
-    return F.cross_entropy(at_least_float32(logits.flatten(0, -2)), targets, reduction="sum")
-
-
-def loss_sum(
-    model: PreTrainedModel,
-    tokens: Tensor,
-    loss_of: Callable[[Tensor, Tensor], Tensor] = _cross_entropy,
-) -> Tensor:
+def loss_sum(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     """Return the summed cross entropy of predicting each next token, a float32 or float64 scalar in
     nats.
 
     Args:
         tokens: int64 ``[batch, sequence + 1]``; inputs are all but the last of each row, targets
             all but the first.
-        loss_of: of the logits and targets; by default the summed cross entropy.
     """
-    return loss_of(
-        model(input_ids=tokens[:, :-1], use_cache=False).logits, tokens[:, 1:].reshape(-1)
-    )
-
-
-def enable_activation_checkpointing(model: PreTrainedModel) -> None:
-    """Save only the input of each decoder layer for backward and recompute the rest there, with the
-    same bits.
-    """
-    if not model.supports_gradient_checkpointing:
-        raise DataError(
-            f"Cannot recompute activations because {type(model).__name__} does not support it."
-        )
-    # transformers 5.23 renamed the method; both take the options by position.
-    name = "activation_checkpointing_enable"
-    enable = getattr(model, name, None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
-
-
-def compiled_loss(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
-    """Return :func:`loss_sum` of this model as a compiled function of the tokens alone.
-
-    Each ``GradientCheckpointingLayer`` of transformers is compiled in place, which changes no name,
-    parameter or ``state_dict``, and the cross entropy is compiled too. Everything else runs
-    eagerly. All layers share one graph.
-    """
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    sharded = list(map(id, fsdp_modules(model)))
-    modules = list(model.modules())
-    options: Any = {
-        "options": COMPILE_OPTIONS if linears_of(model) is not None else None,
-        "fullgraph": not parts(model).experts,  # the numbers of their tokens are data
-    }
-    for module in modules:
-        if id(module) in sharded and isinstance(module, GradientCheckpointingLayer):
-            # FSDP2 gathers in hooks around the forward, which no graph can hold.
-            module.forward = torch.compile(module.forward, **options)
-        elif isinstance(module, GradientCheckpointingLayer):
-            module.compile(**options)
-    return partial(loss_sum, model, loss_of=torch.compile(_cross_entropy, fullgraph=True))
+    logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
+    values = at_least_float32(logits.flatten(0, -2))
+    return F.cross_entropy(values, tokens[:, 1:].reshape(-1), reduction="sum")
 
 
 def _preset_config(row: Model, vocab_size: int | None) -> PretrainedConfig:

@@ -29,13 +29,13 @@ from narrowgauge.gauges.recording.run_recorder import RunRecorder
 from narrowgauge.optim.audit import UpdateLossWarning
 from narrowgauge.runs.atomic_io import disk_errors
 from narrowgauge.runs.finding import counted, sentences
-from narrowgauge.runs.places import is_run
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import EVAL, STEP, Row
 from narrowgauge.spec.models import MODELS, weights_file
+from narrowgauge.spec.toml import load_toml
 from narrowgauge.trainer import door
 from narrowgauge.trainer.config import TrainConfig
-from narrowgauge.trainer.session import Session, build, data_of, open_on_ranks
+from narrowgauge.trainer.session import Session, build, data_of, emulated, open_on_ranks
 from narrowgauge.trainer.step import evaluate, train_step
 
 _MUST_STOP = 2
@@ -123,10 +123,11 @@ def train(
     ranks = all_ranks()
     config, run = ranks.of_first(lambda: door.enter(named_settings, ranks.size))
     progress = Progress(config, stream, is_verbose)
+    folder = Path(str(config.out))
     line = door.nothing_left(run, config)
     if line:
         progress.say(line)
-        return Path(str(config.out))
+        return folder
     with (
         threads_of(config.threads, config.recipe.reduction.order_invariant),
         warnings.catch_warnings(),
@@ -135,11 +136,15 @@ def train(
             warnings.simplefilter("ignore", notice)  # the events are printed
         require_same(named_settings)
         session, events = _open(config, run)
-        with recorder_of(session, progress) as recorder:
+        with _recorder_of(session, progress, run is not None) as recorder:
             for event in events:
                 recorder.event(**event)
+            progress.say(f"{Path(config.model).name} · {config.recipe.title} · {folder}")
+            if session.step == 0 and config.model not in MODELS:
+                source = weights_file(Path(config.model)) or f"drawn from seed {config.seed}"
+                progress.say(f"initial weights: {source}")
             _run(session, recorder, progress)
-    return Path(str(config.out))
+    return folder
 
 
 def resume(folder: str | Path, stop_after: int | None = None, **options: Any) -> Path:
@@ -155,24 +160,21 @@ def _open(config: TrainConfig, run: Run | None) -> tuple[Session, list[dict[str,
     folder = Path(str(config.out))
     if run is None:
         session = build(config, folder, open_on_ranks(config))
-        notes = [*session.data.notes, *session.notes]
+        notes = [*session.data.notes, *emulated(session)]
         return session, [{"what": "note", "words": note} for note in notes]
     checkpoint, damaged = latest_checkpoint(folder, all_ranks())
-    before = run.config
-    began_with = run.data_fingerprint
+    before = run
     if checkpoint is not None:
-        state = checkpoint.state()
-        before = state["settings"]
-        began_with = state["data_fingerprint"]
+        before = Run(folder, load_toml(checkpoint.state()["run"]))
     else:
         door.require_no_checkpoint(run, damaged)
     data = open_on_ranks(config)
-    door.require_same_run(run, before, config, data.fingerprint, began_with)
+    door.require_same_run(before, config, data.fingerprint)
     session = build(config, folder, data)
     if checkpoint is not None:
         session.load(checkpoint)
     door.require_steps_left(folder, config, session.step)
-    events = door.changes(before, session.config, session.step)
+    events = door.changes(before.config, session.config, session.step)
     first = run.steps[0]["step"] if run.steps else session.step + 1
     if first > 1 and session.step > 0:
         message = f"steps.jsonl lacks the first {counted(first - 1, 'step')}"
@@ -183,14 +185,13 @@ def _open(config: TrainConfig, run: Run | None) -> tuple[Session, list[dict[str,
     return session, events
 
 
-def recorder_of(session: Session, progress: Progress) -> RunRecorder:
+def _recorder_of(session: Session, progress: Progress, goes_on: bool) -> RunRecorder:
     """Create the record of a run, or open it and go back to the step of the session.
 
     Must precede the first step, whose compiled code calls the gauges.
     """
     config = session.config
     folder = session.folder
-    goes_on = session.here.of_first(lambda: is_run(folder))
     tables = {} if goes_on else {"data": data_of(session)}
     recorder = RunRecorder(
         folder, session.model, session.optimizer, recipe=config.recipe, settings=config.to_dict(),
@@ -209,10 +210,6 @@ def recorder_of(session: Session, progress: Progress) -> RunRecorder:
 def _run(session: Session, recorder: RunRecorder, progress: Progress) -> None:
     """Train until the last step, a requested stop or a signal, and end with a checkpoint."""
     config = session.config
-    progress.say(f"{Path(config.model).name} · {config.recipe.title} · {session.folder}")
-    if session.step == 0 and config.model not in MODELS:
-        source = weights_file(Path(config.model)) or f"drawn from seed {config.seed}"
-        progress.say(f"initial weights: {source}")
     is_stopped = False
     with _signals() as signals, _ended(session, recorder, progress):
         while session.step < config.steps and not is_stopped:

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,14 +25,14 @@ from narrowgauge.checkpoints.saving import Checkpoint, Saver, latest_checkpoint
 from narrowgauge.checkpoints.state_tensors import load_states, state_tensors
 from narrowgauge.distributed.exchanges import all_gather
 from narrowgauge.distributed.job import require_same
-from narrowgauge.distributed.ranks import ALONE, Ranks, all_ranks
+from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.reduction import GradientReduction
 from narrowgauge.distributed.replica_verification import verify_replicas
 from narrowgauge.distributed.sharding import fingerprint_whole
 from narrowgauge.errors import DataError, RecordError
 from narrowgauge.matmul.gemm import EmulationNotice, describe_matmuls
 from narrowgauge.matmul.scopes import compute_scope
-from narrowgauge.matmul.swapping import NarrowLayers, linears_of
+from narrowgauge.matmul.swapping import linears_of
 from narrowgauge.optim.accumulation import GradientAccumulator
 from narrowgauge.optim.loading import kept_tensors
 from narrowgauge.optim.optimizer import Optimizer
@@ -97,12 +96,10 @@ class Session:
     """A run in memory.
 
     Args:
-        loss: ``(tokens) -> summed cross entropy`` of the model, compiled or not.
-        accumulator: sums the gradients of micro-batches, if this process has several and the
-            reduction does not.
+        accumulator: sums the gradients of micro-batches, if this process has several. A reduction
+            calls it itself.
         reduction: sums the gradients of micro-batches over ranks; ``None`` for one process with
             nothing to sum.
-        scaler: scales the loss of a float16 compute.
         step: optimizer steps done.
         sequences: sequences read by these steps, whatever their batch sizes were.
         tokens: that this rank has trained on in the last step.
@@ -114,20 +111,15 @@ class Session:
     data: Dataset
     model: PreTrainedModel
     optimizer: Optimizer
-    loss: Callable[[Tensor], Tensor]
     accumulator: GradientAccumulator | None = None
     reduction: GradientReduction | None = None
-    here: Ranks = ALONE
     step: int = 0
     sequences: int = 0
     tokens: Tensor | None = None
     loader_seconds: float = 0.0
-    saver: Saver = field(init=False)
-    linears: NarrowLayers | None = field(init=False)
-    scaler: GradScaler | None = field(init=False)
-    micro_batches: list[MicroBatch] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.here = all_ranks()
         device = self.model.device.type
         self.scaler = GradScaler(device) if self.optimizer.scales_loss else None
         self.saver = Saver(self.folder, self.here.apart())
@@ -135,15 +127,10 @@ class Session:
         parts = self.config.gradient_accumulation_steps
         self.micro_batches = micro_batches_of_rank(parts, self.here.rank, self.here.size)
 
-    @property
-    def notes(self) -> list[str]:
-        """Notes on how the recipe's matmuls run on this device."""
-        notes = []
-        for row in self.config.recipe.computes:
-            note = describe_matmuls(row, self.model.device)
-            if self.linears is not None and row.name != row.dtype and "emulated" in note:
-                notes.append(note)
-        return notes
+    def loss(self, tokens: Tensor) -> Tensor:
+        """Return the summed cross entropy of some sequences."""
+        with compute_scope(self.config.recipe, tokens.device):
+            return language_model.loss_sum(self.model, tokens)
 
     def batch(self) -> list[Tensor]:
         """Return this rank's micro-batches of the next step: int64 ``[micro_batch_size,
@@ -198,8 +185,7 @@ class Session:
         tensors = state_tensors(self.model.named_parameters(), self.optimizer)
         state = {
             "step": self.step, "sequences": self.sequences, "num_skipped": self.optimizer.num_skipped,
-            "fingerprint": self.weights_fingerprint(), "settings": self.config.to_dict(), "run": run,
-            "data_fingerprint": self.data.fingerprint,
+            "run": run,
         }  # fmt: skip
         if self.scaler is not None:
             state["loss_scaler"] = self.scaler.state_dict()
@@ -209,7 +195,7 @@ class Session:
         """Load a good checkpoint.
 
         Raises:
-            RecordError: it is of another model, or its weights differ from the saved ones.
+            RecordError: it is of another model.
         """
         path = checkpoint.path
         state = checkpoint.state()
@@ -222,63 +208,51 @@ class Session:
             self.scaler.load_state_dict(state["loss_scaler"])
         self.step = self.saver.resumed_from = state["step"]
         self.sequences = state["sequences"]
-        fingerprint = self.weights_fingerprint()
-        if state["fingerprint"] != fingerprint:
-            raise RecordError(
-                f"{path} gives weights {fingerprint}, and {state['fingerprint']} was saved.",
-                "The checkpoint is intact, so the code of the storage has changed: resume with the "
-                "version that wrote it.",
-            )
 
 
 def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
     """Build a session at step 0, with the settings filled in for the model."""
-    here = all_ranks()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     _require_tokenizer(config, data)
     model = language_model.build(config.model, vocab_size=data.vocab_size, seed=config.seed)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     require_positions(config, positions or config.sequence_length)
     config = config.filled(model.num_parameters())
-    nn.Module.to(model, device)
-    if config.activation_checkpointing:
-        language_model.enable_activation_checkpointing(model)
-    mesh = None
-    if here.size > 1:
-        axis = "replicate" if config.shard == "none" else "shard"
-        mesh = init_device_mesh(device.type, (here.size,), mesh_dim_names=(axis,))
     assert config.lr is not None
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    nn.Module.to(model, device)
+    size = all_ranks().size
+    mesh = None
+    if size > 1:
+        axis = "replicate" if config.shard == "none" else "shard"
+        mesh = init_device_mesh(device.type, (size,), mesh_dim_names=(axis,))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", EmulationNotice)  # the loop reports it as a note
-        _, made = prepare(
+        warnings.simplefilter("ignore", EmulationNotice)  # a note of the run
+        _, optimizer = prepare(
             model, config.recipe, lr=config.lr, **config.optimizer_options, groups=matrices_decay,
             max_grad_norm=config.max_grad_norm, seed=config.seed, audit_every=config.audit_every,
             mesh=mesh, shard=config.shard, average=False,
         )  # fmt: skip
-    optimizer = cast(Optimizer, made)
+    assert isinstance(optimizer, Optimizer)
     # One process sums its micro-batches alone, unless the result must not depend on their order.
     is_order_invariant = config.recipe.reduction.order_invariant
-    reduction = optimizer.reduction if here.size > 1 or is_order_invariant else None
+    reduction = optimizer.reduction if size > 1 or is_order_invariant else None
     accumulator = None
-    has_several = config.gradient_accumulation_steps > here.size
+    has_several = config.gradient_accumulation_steps > size
     if has_several and not is_order_invariant and config.accumulation_dtype == "float32":
         accumulator = GradientAccumulator(model.parameters(), dtype=torch.float32)
         if reduction is not None:
             reduction.accumulate_in(accumulator)
-    loss = _loss_of(model, config)
-    return Session(config, folder, data, model, optimizer, loss, accumulator, reduction, here)
+    return Session(config, folder, data, model, optimizer, accumulator, reduction)
 
 
-def _loss_of(model: PreTrainedModel, config: TrainConfig) -> Callable[[Tensor], Tensor]:
-    summed: Callable[[Tensor], Tensor] = partial(language_model.loss_sum, model)
-    if config.compile:
-        summed = language_model.compiled_loss(model)
-
-    def loss(tokens: Tensor) -> Tensor:
-        with compute_scope(config.recipe, tokens.device):
-            return summed(tokens)
-
-    return loss
+def emulated(session: Session) -> list[str]:
+    """Return a note on each compute whose matmuls are emulated on this device."""
+    notes = []
+    for row in session.config.recipe.computes:
+        note = describe_matmuls(row, session.model.device)
+        if session.linears is not None and row.name != row.dtype and "emulated" in note:
+            notes.append(note)
+    return notes
 
 
 def _require_tokenizer(config: TrainConfig, data: Dataset) -> None:
@@ -321,11 +295,11 @@ def open_on_ranks(config: TrainConfig) -> Dataset:
 def load(folder: str | Path) -> Session:
     """Load a run folder's session at its newest good checkpoint, for export or sampling.
 
-    Not compiled, no gauges, no data.
+    It has no gauges and no data.
     """
     folder = Path(folder)
     run = run_of_trainer(folder)
-    config = TrainConfig.from_dict({**run.config, "compile": False}, str(folder / "run.toml"))
+    config = TrainConfig.from_dict(run.config, str(folder / "run.toml"))
     checkpoint, damaged = latest_checkpoint(folder, all_ranks())
     if checkpoint is None:
         raise RecordError(

@@ -63,9 +63,9 @@ def differentiate(session: Session) -> Tensor:
     scaler = session.scaler
     parts = session.micro_batches
     shares = []
-    accumulator = session.accumulator
-    if reduction is not None:
-        accumulator = None  # the reduction calls it itself
+    accumulator = None
+    if reduction is None:
+        accumulator = session.accumulator
     if accumulator is not None:
         accumulator.discard()  # half a batch of a step that failed
     # A cache of casts of sharded weights would keep the whole model on each rank.

@@ -13,7 +13,7 @@ import numpy as np
 
 from narrowgauge.analysis.columns import Series, column
 from narrowgauge.report.figures.figure import Figure, Line, over_steps
-from narrowgauge.report.recipe_groups import Group
+from narrowgauge.report.page_runs import PageRun
 
 SMALLEST = 0.001
 """Nats that an axis of differences spans at least on each side: noise in the last digits looks small."""
@@ -21,78 +21,74 @@ _LOSS = "loss (nats per token)"
 _CROSS = " A cross marks a value that is not finite."
 
 
+_HISTORY = {
+    "grad_norm": (
+        "Gradient norm",
+        "Norm of all gradients before clipping. A norm that rises steadily, or jumps tenfold, often "
+        f"precedes a loss spike by a few steps.{_CROSS}",
+    ),
+    "loss_scale": (
+        "Loss scale",
+        "Each halving is an overflow that skipped a step; each doubling follows many steps without "
+        "one. A scale that keeps falling often precedes divergence.",
+    ),
+}
+
+
 def comparison_figures(
-    groups: Sequence[Group], baseline: str | None = None
+    runs: Sequence[PageRun], baseline: str | None = None
 ) -> dict[str, list[Figure]]:
     """Return all figures with data, by section.
 
-    ``baseline`` is the label of the group to compare with (None: the first).
+    ``baseline`` is the label of the recipe to compare with (None: the first).
     """
+    lower = f"Lower is better.{_CROSS}"
     losses = [
-        over_steps(
-            "Training loss", f"Lower is better.{_CROSS}", lines_of(groups, "steps", "loss"), _LOSS, fits=True
-        ),
-        difference(groups, "steps", "loss", baseline),
-    ]  # fmt: skip
-    if len(groups) == 1:
-        how = f"The loss on held-out text; lower is better.{_CROSS}"
-        lines = lines_of(groups, "evals", "val_loss")
+        over_steps("Training loss", lower, lines_of(runs, "steps", "loss"), _LOSS, fits=True),
+        difference(runs, "steps", "loss", baseline),
+        difference(runs, "evals", "val_loss", baseline),
+    ]
+    if len({run.recipe for run in runs}) == 1:
+        how = f"The loss on held-out text. {lower}"
+        lines = lines_of(runs, "evals", "val_loss")
         losses.append(over_steps("Validation loss", how, lines, _LOSS, fits=True))
-    losses.append(difference(groups, "evals", "val_loss", baseline))
-    norm = (
-        "Norm of all gradients before clipping. A norm that rises steadily, or jumps tenfold, often "
-        f"precedes a loss spike by a few steps.{_CROSS}"
-    )
-    scale = (
-        "Each halving is an overflow that skipped a step; each doubling follows many steps without "
-        "one. A scale that keeps falling often precedes divergence."
-    )
     history = []
-    for name, title, how in (
-        ("grad_norm", "Gradient norm", norm),
-        ("loss_scale", "Loss scale", scale),
-    ):
-        lines = lines_of(groups, "steps", name)
+    for name, (title, how) in _HISTORY.items():
+        lines = lines_of(runs, "steps", name)
         history.append(over_steps(title, how, lines, title.lower(), type="log"))
     return {"loss": list(filter(None, losses)), "history": list(filter(None, history))}
 
 
-def lines_of(groups: Sequence[Group], table: str, name: str) -> list[Line]:
+def lines_of(runs: Sequence[PageRun], table: str, name: str) -> list[Line]:
     """Return one column of ``steps`` or ``evals`` of every run."""
-    lines = []
-    for group in groups:
-        for run, label in group.named:
-            lines.append(Line(group.index, label, column(run, table, name)))
-    return lines
+    return [Line(run.colour, run.name, column(run.run, table, name)) for run in runs]
 
 
 def difference(
-    groups: Sequence[Group], table: str, name: str, baseline: str | None = None
+    runs: Sequence[PageRun], table: str, name: str, baseline: str | None = None
 ) -> Figure | None:
     """Draw a loss minus the baseline's loss with the same seed; ``None`` of one recipe.
 
     The training loss is a mean over 2 % of the run: both saw the same batches.
     """
-    if len(groups) < 2:
-        return None
-    first = next((group for group in groups if group.label == baseline), groups[0])
-    theirs = first.seeds()
+    first = baseline or runs[0].recipe
+    theirs = {run.seed: column(run.run, table, name) for run in runs if run.recipe == first}
     lines = []
-    for group in groups:
-        for (run, label), stats in zip(group.named, group.stats, strict=True):
-            if group is first or stats.seed not in theirs:
-                continue
-            points = minus(column(run, table, name), column(theirs[stats.seed], table, name))
-            lines.append(Line(group.index, label, smoothed(points) if table == "steps" else points))
+    for run in runs:
+        if run.recipe != first and run.seed in theirs:
+            points = minus(column(run.run, table, name), theirs[run.seed])
+            if table == "steps":
+                points = smoothed(points)
+            lines.append(Line(run.colour, run.name, points))
     how = (
-        f"Above zero a recipe is worse than {first.label}, below zero better. Each run is compared "
-        "with the run of the same seed: the same initial weights and batches, so most of the noise "
+        f"Above zero a recipe is worse than {first}, below zero better. Each run is compared with "
+        "the run of the same seed: the same initial weights and batches, so most of the noise "
         "cancels."
     )
-    title = f"{'Training' if table == 'steps' else 'Validation'} loss against {first.label}"
+    title = f"{'Training' if table == 'steps' else 'Validation'} loss against {first}"
     include = {"include": [-SMALLEST, SMALLEST]}
     return over_steps(
-        title, how, lines, f"loss minus {first.label}", zeroline=True, autorangeoptions=include
+        title, how, lines, f"loss minus {first}", zeroline=True, autorangeoptions=include
     )
 
 

@@ -15,8 +15,6 @@ from narrowgauge.analysis.columns import Array, Series
 from narrowgauge.report.figures.palette import colour, dash_of, plain, symbol_of
 from narrowgauge.runs.schema import Row
 
-MOST_POINTS = 1500
-"""A longer line keeps the extremes of its stretches, so that no spike is lost."""
 MOST_MARKERS = 40
 """A line of more points has no markers."""
 
@@ -71,28 +69,6 @@ def layout_of(x: str, y: str, **yaxis: object) -> Row:
     }
 
 
-def thinned(points: Series, most: int = MOST_POINTS) -> Series:
-    """Keep the lowest and the highest point of each stretch of a long line, its ends, and a gap.
-
-    Example:
-        >>> long = Series(np.arange(6000.0), np.where(np.arange(6000) == 4321, 50.0, 2.0))
-        >>> short = thinned(long)
-        >>> len(short) <= MOST_POINTS + 2, float(short.y.max()), float(short.x[-1])
-        (True, 50.0, 5999.0)
-    """
-    if len(points) <= most:
-        return points
-    size = math.ceil(3 * len(points) / most)
-    kept = {0, len(points) - 1}
-    for start in range(0, len(points), size):
-        part = points.y[start : start + size]
-        is_gap = np.isnan(part)
-        extremes = (is_gap, -np.where(is_gap, np.inf, part), np.where(is_gap, -np.inf, part))
-        kept |= {start + int(values.argmax()) for values in extremes}
-    places = sorted(kept)
-    return Series(points.x[places], points.y[places])
-
-
 def over_steps(
     title: str, how: str, lines: Sequence[Line], y: str, *, fits: bool = False, **yaxis: object
 ) -> Figure | None:
@@ -114,7 +90,7 @@ def over_steps(
         how += fit_axis(lines, layout)
     data = []
     for line in lines:
-        points = thinned(line.points)
+        points = line.points
         data.append(_trace(line, points) | {
             "mode": "lines+markers" if len(points) <= MOST_MARKERS else "lines",
             "line": {"color": colour(line.group), "width": 1.8, "dash": dash_of(line.group)},

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -143,12 +144,7 @@ def _heat_map(metric: Metric, tensors: Mapping[str, Array], steps: Array) -> Row
     labels = [plain(list(tensors)[line]) for line in lines]
     sampled = np.flatnonzero(~np.isnan(values).all(axis=0))
     columns = np.array_split(sampled, min(len(sampled), MOST_COLUMNS))
-    worst = []
-    for column in columns:
-        low = np.fmin.reduce(values[lines][:, column], axis=1)
-        high = np.fmax.reduce(values[lines][:, column], axis=1)
-        worst.append(np.where(high - metric.good >= metric.good - low, high, low))
-    z = metric.scaled(np.stack(worst, axis=1))
+    z = metric.scaled(_worst(values[lines], columns, metric.good))
     x = steps[[column[-1] for column in columns]]
     low_end, high_end = metric.scaled(np.array([metric.low, metric.high])).tolist()
     places = list(range(len(lines)))
@@ -171,3 +167,13 @@ def _heat_map(metric: Metric, tensors: Mapping[str, Array], steps: Array) -> Row
             f"the worst of {len(sampled)} samples in each of {len(columns)} columns."
         )
     return {"data": [trace], "layout": layout, "how": how}
+
+
+def _worst(values: Array, columns: Sequence[Any], good: float) -> Array:
+    """Join columns: of each row the value farthest from ``good``."""
+    worst = []
+    for column in columns:
+        low = np.fmin.reduce(values[:, column], axis=1)
+        high = np.fmax.reduce(values[:, column], axis=1)
+        worst.append(np.where(high - good >= good - low, high, low))
+    return np.stack(worst, axis=1)

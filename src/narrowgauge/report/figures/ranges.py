@@ -10,10 +10,12 @@ from collections.abc import Mapping, Sequence
 
 from narrowgauge.report.figures.figure import Figure, rounded
 from narrowgauge.report.figures.palette import colour, plain
-from narrowgauge.report.run_tables import SHOWN_FORMATS, counts_by_exponent
-from narrowgauge.runs.schema import Row
+from narrowgauge.runs.schema import FIRST_EXPONENT, Row, finite_number
 from narrowgauge.spec.formats import FORMATS
 
+SHOWN_FORMATS = (
+    "bfloat16", "float16", "float8_e5m2", "float8_e4m3fn", "float6_e3m2fn", "float6_e2m3fn", "float4_e2m1fn",
+)  # fmt: skip
 _HOW = (
     "The fraction of values in each power of two, on a log scale, in the last sample of {run}. The "
     "thick bars at the top are the ranges of number formats, the thin ones their subnormals, where "
@@ -31,7 +33,10 @@ def ranges_figure(run: str, histograms: Mapping[str, Sequence[float]]) -> Figure
     data: list[Row] = []
     exponents = set[int]()
     for kind, histogram in histograms.items():
-        counts = counts_by_exponent(histogram)
+        counts = {}
+        for exponent, count in enumerate(map(finite_number, histogram), FIRST_EXPONENT):
+            if count is not None and count > 0:
+                counts[exponent] = count
         if not counts:
             continue
         exponents.update(counts)

@@ -5,20 +5,18 @@ the threshold.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 from narrowgauge.analysis.comparison.comparison import Comparison
 from narrowgauge.analysis.comparison.intervals import PairedDifference, shown_difference
 from narrowgauge.report.figures.figure import Figure, layout_of, rounded
 from narrowgauge.report.figures.palette import colour, plain, symbol_of
-from narrowgauge.report.recipe_groups import Group
 from narrowgauge.runs.schema import Row
 
 FAR = 15.0
 """The axis ends at this multiple of the threshold. Else the recipes inside would overlap."""
 
 
-def differences(groups: Sequence[Group], comparison: Comparison) -> Figure | None:
+def differences(comparison: Comparison) -> Figure | None:
     """Return each recipe's paired difference from the baseline, with its 95 % interval; ``None`` if
     there is none.
     """
@@ -26,12 +24,12 @@ def differences(groups: Sequence[Group], comparison: Comparison) -> Figure | Non
     drawn: list[str] = []
     data = []
     reach = [0.0]
-    for group in groups:
-        paired = comparison.classes[group.label].difference
+    for index, (label, recipe) in enumerate(comparison.classes.items()):
+        paired = recipe.difference
         if paired is None or not math.isfinite(paired.mean):
             continue
-        data.append(_bar(group, paired, len(drawn)))
-        drawn.append(plain(group.label))
+        data.append(_bar(index, plain(label), paired, len(drawn)))
+        drawn.append(plain(label))
         sides = (paired.low, paired.high, paired.mean)
         reach += map(abs, filter(math.isfinite, sides))
     if not drawn or comparison.baseline is None or not 0 < threshold < math.inf:
@@ -66,15 +64,15 @@ def differences(groups: Sequence[Group], comparison: Comparison) -> Figure | Non
     )
 
 
-def _bar(group: Group, paired: PairedDifference, line: int) -> Row:
+def _bar(index: int, label: str, paired: PairedDifference, line: int) -> Row:
     half = paired.half if math.isfinite(paired.half) else 0.0
     return {
-        "type": "scatter", "mode": "markers", "x": [rounded(paired.mean)], "y": [line], "name": plain(group.label),
+        "type": "scatter", "mode": "markers", "x": [rounded(paired.mean)], "y": [line], "name": label,
         "error_x": {
-            "type": "data", "array": [rounded(half)], "visible": half > 0, "color": colour(group.index),
+            "type": "data", "array": [rounded(half)], "visible": half > 0, "color": colour(index),
             "thickness": 2.5, "width": 6,
         },
-        "marker": {"size": 11, "color": colour(group.index), "symbol": symbol_of(group.index)},
-        "meta": {"group": group.index},
-        "hovertemplate": f"{plain(shown_difference(paired.mean, paired.half))} nats<extra>{plain(group.label)}</extra>",
+        "marker": {"size": 11, "color": colour(index), "symbol": symbol_of(index)},
+        "meta": {"group": index},
+        "hovertemplate": f"{plain(shown_difference(paired.mean, paired.half))} nats<extra>{label}</extra>",
     }  # fmt: skip

@@ -178,14 +178,20 @@ def read_tokens(path: str | Path) -> TokenMap:
             reason = "it is a file"
         advice = "Make one from text: narrowgauge tokenize TEXT OUT, then --data OUT."
         raise DataError(f"Cannot use the token map {folder}: {reason}.", advice) from error
-    state = hashlib.blake2b(json.dumps(identity).encode() + documents.tobytes(), digest_size=16)
+    fingerprint = _fingerprint(ids, json.dumps(identity).encode() + documents.tobytes())
+    return TokenMap(folder, ids, documents, identity[2], identity[3], fingerprint)
+
+
+def _fingerprint(ids: np.ndarray, beside: bytes) -> str:
+    """Return a hash of some pages of the tokens, spread evenly, and of what is ``beside`` them."""
+    state = hashlib.blake2b(beside, digest_size=16)
     content = ids.view(np.uint8)
     num_pages = -(-len(content) // _PAGE_BYTES)
     num_read = min(num_pages, _MAX_PAGES)
     for page in range(num_read):
         first = page * num_pages // num_read * _PAGE_BYTES
         state.update(content[first : first + _PAGE_BYTES].tobytes())
-    return TokenMap(folder, ids, documents, identity[2], identity[3], state.hexdigest())
+    return state.hexdigest()
 
 
 # ── writing ───────────────────────────────────────────────────────────────────────────────────────
