@@ -43,6 +43,19 @@ def swap_experts(model: nn.Module, row: str | Compute) -> NarrowLayers:
     return swap_linears(model, lambda name: row if ".experts." in name else None)
 
 
+def layers_of(
+    experts: Any, expert: int, names: tuple[str, ...], row: str | Compute
+) -> nn.ModuleDict:
+    """One expert's weights as narrow layers of their own."""
+    layers = nn.ModuleDict()
+    for name in names:
+        weight = getattr(experts, name).detach()[expert]
+        layers[name] = nn.Linear(*weight.shape[::-1], bias=False, dtype=torch.bfloat16)
+        layers[name].weight.data.copy_(weight)
+    swap_linears(layers, row)
+    return layers
+
+
 def test_names_and_config_stay_and_values_are_transformers_own_where_the_row_is() -> None:
     model = mixtral()
     plain = mixtral()
@@ -84,12 +97,7 @@ def test_a_token_gets_the_weighted_sum_of_what_its_experts_layers_say(row: Compu
     sums = torch.zeros(20, 2, 32)
     for expert in range(4):
         token, place = (chosen == expert).nonzero(as_tuple=True)
-        layers = nn.ModuleDict()
-        for projection in ("gate_up_proj", "down_proj"):
-            weight = getattr(experts, projection).detach()[expert]
-            layers[projection] = nn.Linear(*weight.shape[::-1], bias=False, dtype=torch.bfloat16)
-            layers[projection].weight.data.copy_(weight)
-        swap_linears(layers, row)
+        layers = layers_of(experts, expert, ("gate_up_proj", "down_proj"), row)
         gate, up = layers["gate_up_proj"](x[token]).chunk(2, -1)
         sums[token, place] = layers["down_proj"](nn.functional.silu(gate) * up).float()
     assert torch.equal(y, (sums * shares[..., None]).sum(1).bfloat16())
@@ -142,12 +150,7 @@ def test_experts_in_a_module_s_own_code_are_layers_of_their_own(in_a_loop: bool,
     assert sorted(linears.layers) == ["experts.w1", "experts.w2", "experts.w3"]
     expected = []
     for expert, rows in enumerate(x.split(counts.tolist())):
-        layers = nn.ModuleDict()
-        for name in ("w1", "w2", "w3"):
-            weight = getattr(experts, name).detach()[expert]
-            layers[name] = nn.Linear(*weight.shape[::-1], bias=False, dtype=torch.bfloat16)
-            layers[name].weight.data.copy_(weight)
-        swap_linears(layers, row, keep=())
+        layers = layers_of(experts, expert, ("w1", "w2", "w3"), row)
         expected.append(layers["w2"](F.silu(layers["w1"](rows)) * layers["w3"](rows)))
     y = experts(x, counts)
     assert torch.equal(y, torch.cat(expected))

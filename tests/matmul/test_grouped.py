@@ -23,26 +23,25 @@ from oracles import cuda_matmuls as device_rules
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-ENDS = (10, 10, 30, 37)  # the second of four experts got no tokens
-TOKENS, IN, OUT = 40, 48, 40  # and three tokens have no expert
+ENDS = (10, 10, 30, 37)  # the second of four experts got no tokens, and three tokens have no expert
 
 
-def operands(
-    experts: int = 4, dtype: torch.dtype = torch.bfloat16
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x with one outlier feature, weights, biases, the output's gradient."""
-    draw = torch.Generator().manual_seed(0)
-    x = torch.randn(TOKENS, IN, generator=draw)
+def mixture(
+    ends: tuple[int, ...],
+    tokens: int,
+    sides: tuple[int, int],
+    dtype: torch.dtype = torch.bfloat16,
+) -> tuple[Tensor, ...]:
+    """x with one outlier feature, weights, offsets, biases, the output's gradient."""
+    draw = torch.Generator().manual_seed(1)
+    inputs, outputs = sides
+    x = torch.randn(tokens, inputs, generator=draw)
     x[:, 3] *= 20
-    weights = torch.randn(experts, OUT, IN, generator=draw)
-    bias = torch.randn(experts, OUT, generator=draw)
-    grad = torch.randn(TOKENS, OUT, generator=draw)
-    return (
-        x.to(dtype),
-        weights.to(dtype).requires_grad_(),
-        bias.to(dtype).requires_grad_(),
-        grad.to(dtype),
-    )
+    weights = torch.randn(len(ends), outputs, inputs, generator=draw)
+    biases = torch.randn(len(ends), outputs, generator=draw)
+    grad = torch.randn(tokens, outputs, generator=draw)
+    offsets = torch.tensor(ends, dtype=torch.int32)
+    return x.to(dtype), weights.to(dtype), offsets, biases.to(dtype), grad.to(dtype)
 
 
 def plain(
@@ -66,11 +65,12 @@ def plain(
 def test_each_expert_is_a_linear_layer_of_its_own(
     row: str, dtype: torch.dtype, with_bias: bool
 ) -> None:
-    x, weights, bias, grad = operands(dtype=dtype)
-    own_bias = bias if with_bias else None
+    x, weights, offsets, bias, grad = mixture(ENDS, 40, (48, 40), dtype)
+    weights.requires_grad_()
+    own_bias = bias.requires_grad_() if with_bias else None
     layer = GroupedLinear(4, "experts.down_proj", COMPUTES[row])
     set_draw([layer], seed=77)
-    y = layer(x.requires_grad_(), weights, torch.tensor(ENDS, dtype=torch.int32), own_bias)
+    y = layer(x.requires_grad_(), weights, offsets, own_bias)
     y[: ENDS[-1]].backward(grad[: ENDS[-1]])
     for expert, (start, stop) in enumerate(pairwise((0, *ENDS))):
         tokens = slice(start, stop)
@@ -110,19 +110,6 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     native._works.cache_clear()
     grouped.works.cache_clear()
-
-
-def mixture(ends: tuple[int, ...], tokens: int, sides: tuple[int, int]) -> tuple[Tensor, ...]:
-    """x, weights, offsets, biases, the output's gradient."""
-    draw = torch.Generator().manual_seed(1)
-    inputs, outputs = sides
-    x = torch.randn(tokens, inputs, generator=draw)
-    x[:, 3] *= 20
-    weights = torch.randn(len(ends), outputs, inputs, generator=draw)
-    biases = torch.randn(len(ends), outputs, generator=draw)
-    grad = torch.randn(tokens, outputs, generator=draw)
-    offsets = torch.tensor(ends, dtype=torch.int32)
-    return x.bfloat16(), weights.bfloat16(), offsets, biases.bfloat16(), grad.bfloat16()
 
 
 @pytest.mark.parametrize("ends", [(40, 40, 200, 201, 290), (0, 0, 128, 300), (1,)], ids=str)

@@ -108,62 +108,6 @@ def group_of(ranks: Sequence[int]) -> Any:
     return groups[key]
 
 
-class Exchange:
-    """Sum one flat gradient over ranks by the backend, in the gradient's format or a wider one.
-
-    Then divide once.
-
-    Attributes:
-        on_gradient: called with this rank's gradient before it is sent.
-        spans: when each sum of this step began and ended: seconds, or events of a GPU.
-    """
-
-    on_gradient: Callable[[Tensor], None] | None = None
-
-    def __init__(self, grid: RankGrid, row: Reduction, average: bool) -> None:
-        self.grid = grid
-        self.row = row
-        self.average = average
-        self.spans: list[tuple[Any, Any]] = []
-
-    def take(self, gradient: Tensor, output: Tensor, *, is_last: bool = True) -> None:
-        """:meth:`add`, after a call of ``on_gradient``. Note when it begins and ends."""
-        if self.on_gradient is not None:
-            self.on_gradient(gradient)
-        began = _now(gradient.device)
-        self.add(gradient, output, is_last=is_last)
-        self.spans.append((began, _now(gradient.device)))
-
-    def add(self, gradient: Tensor, output: Tensor, *, is_last: bool = True) -> None:
-        """Add a gradient, and write this rank's piece of the sum over ranks to ``output``.
-
-        Args:
-            gradient: shape [shards * n], of this rank's micro-batch. It may be overwritten.
-            output: shape [n], of the same dtype. It may stay unset until the last micro-batch.
-            is_last: whether this is the step's last micro-batch.
-        """
-        grid = self.grid
-        part = wide = gradient.to(getattr(torch, self.row.wire)) if self.row.wire else gradient
-        if grid.shards > 1:
-            part = wide.new_empty(output.shape)
-            reduce_scatter(part, wide, grid.shard_group)
-        if grid.replicas > 1:
-            dist.all_reduce(part, group=grid.replica_group)
-        if self.average and grid.size > 1:
-            part = part.div_(grid.size)
-        output.copy_(part)
-
-    def discard(self) -> None:
-        """Forget the micro-batches since the last step."""
-
-    def has_lost(self) -> bool:
-        """Return whether a finite value had no place in a sum since the last call."""
-        return False
-
-    def num_bytes(self) -> int:
-        return 0
-
-
 def _now(device: torch.device) -> Any:
     # A GPU's queue runs behind the host.
     if device.type != "cuda":
@@ -200,18 +144,23 @@ FIRST_MARGIN = 256.0
 """A GPU's sums are wide if the first gradient is within this factor of what narrow sums hold."""
 
 
-class ExactExchange(Exchange):
-    """Sum exactly over ranks and micro-batches; see
-    :class:`~narrowgauge.numerics.exact_sums.ExactSums`.
+class Exchange:
+    """Sum one flat gradient over ranks, and divide the sum once: by the backend, in the gradient's
+    format or a wider one, or exactly (:class:`~narrowgauge.numerics.exact_sums.ExactSums`).
 
-    Sums become wide, for all of float32's range, when a value needs it. A CPU sees that before it
-    adds. A GPU would have to wait for the values, so it looks once, in the first sum, and then with
-    a margin. Later it keeps a flag, see :meth:`has_lost`.
+    Exact sums are over micro-batches too. They become wide, for all of float32's range, when a
+    value needs it. A CPU sees that before it adds. A GPU would have to wait for the values, so it
+    looks once, in the first sum, and then with a margin. Later it keeps a flag, see
+    :meth:`has_lost`.
 
-    Cost: it sends each micro-batch's gradient once, and with replicas the sum once a step. Several micro-batches in a step take
-        16 bytes for each element that this rank keeps, 40 in wide sums.
+    Attributes:
+        on_gradient: called with this rank's gradient before it is sent.
+        spans: when each sum of this step began and ended: seconds, or events of a GPU.
+    Cost: an exact sum sends each micro-batch's gradient once, and with replicas the sum once a step. Several micro-batches in a
+        step take 16 bytes for each element that this rank keeps, 40 in wide sums.
     """
 
+    on_gradient: Callable[[Tensor], None] | None = None
     _sums: ExactSums | None = None
     _has_begun = False
     _is_wide = False
@@ -219,7 +168,42 @@ class ExactExchange(Exchange):
         None  # on a GPU: a value since the last step did not fit narrow sums
     )
 
-    def add(self, gradient: Tensor, output: Tensor, *, is_last: bool = True) -> None:
+    def __init__(self, grid: RankGrid, row: Reduction, average: bool) -> None:
+        self.grid = grid
+        self.row = row
+        self.divisor = grid.size if average else 1
+        self.spans: list[tuple[Any, Any]] = []
+
+    def take(self, gradient: Tensor, output: Tensor, *, is_last: bool = True) -> None:
+        """Add a gradient, and write this rank's piece of the sum over ranks to ``output``.
+
+        Args:
+            gradient: shape [shards * n], of this rank's micro-batch. It may be overwritten.
+            output: shape [n], of the same dtype. It may stay unset until the last micro-batch.
+            is_last: whether this is the step's last micro-batch.
+        """
+        if self.on_gradient is not None:
+            self.on_gradient(gradient)
+        began = _now(gradient.device)
+        if self.row.order_invariant:
+            self._add_exactly(gradient, output, is_last)
+        else:
+            self._add(gradient, output)
+        self.spans.append((began, _now(gradient.device)))
+
+    def _add(self, gradient: Tensor, output: Tensor) -> None:
+        grid = self.grid
+        part = wide = gradient.to(getattr(torch, self.row.wire)) if self.row.wire else gradient
+        if grid.shards > 1:
+            part = wide.new_empty(output.shape)
+            reduce_scatter(part, wide, grid.shard_group)
+        if grid.replicas > 1:
+            dist.all_reduce(part, group=grid.replica_group)
+        if self.divisor > 1:
+            part = part.div_(self.divisor)
+        output.copy_(part)
+
+    def _add_exactly(self, gradient: Tensor, output: Tensor, is_last: bool) -> None:
         rows = self._received(gradient)
         if not self._is_wide:
             self._look(rows)
@@ -227,9 +211,8 @@ class ExactExchange(Exchange):
             part = output
         else:
             part = output.new_empty(rows.shape[1])
-        divisor = self.grid.size if self.average else 1
         if is_last and not self._has_begun:
-            sum_rows(rows, part, divisor, is_wide=self._is_wide)
+            sum_rows(rows, part, self.divisor, is_wide=self._is_wide)
         else:
             if self._sums is None or self._sums.numel != rows.shape[1]:
                 self._sums = ExactSums(rows.shape[1], rows.device)
@@ -238,7 +221,7 @@ class ExactExchange(Exchange):
             self._sums.add_(rows)
             self._has_begun = not is_last
             if is_last:
-                self._sums.total(part, divisor)
+                self._sums.total(part, self.divisor)
                 self._sums.clear_()
             else:
                 output.zero_()  # FSDP2 shows it as a gradient
@@ -270,6 +253,7 @@ class ExactExchange(Exchange):
         return True
 
     def discard(self) -> None:
+        """Forget the micro-batches since the last step."""
         self._has_begun = False
         if self._is_beyond is not None:
             self._is_beyond.zero_()

@@ -171,26 +171,26 @@ def _multiply_integers(a: Tensor, b: Tensor) -> Tensor:
     """Return the exact product of int8 codes ``[rows, contraction]`` and ``[contraction,
     columns]``, rounded to float32.
     """
+    shape = a.shape[0], b.shape[1]
+    terms = INT32_TERMS
+    multiply_part: Any = torch._int_mm
     if a.is_cuda:
-        return native.sum_integers(a, b)
-    is_emulated = is_widened(torch.int8, "cpu")
-    if is_emulated:
+        # Its kernel takes more than 16 rows.
+        a, b = native.filled(a, least_rows=17), native.filled(b)
+    elif is_widened(torch.int8, "cpu"):
         terms = EXACT_TERMS
+        multiply_part = torch.mm
         a, b = a.float(), b.float()
     else:  # a long transposed left side is slow
-        terms = INT32_TERMS
         a, b = _row_major(a.contiguous()), _row_major(b)
-    multiply_part: Any = torch.mm if is_emulated else torch._int_mm
-    total: Any = None
+    sums: list[Tensor] = []
     for lhs, rhs in zip(a.split(terms, 1), b.split(terms, 0), strict=True):
-        part = multiply_part(lhs, rhs)
-        if total is not None:
-            part = total.double() + part
-        total = part
-    if is_emulated:  # the product of 0 and a negative number is -0: integers have no such sign
-        total = total + 0.0
-    sums: Tensor = total.float()
-    return sums
+        sums.append(multiply_part(lhs.contiguous() if a.is_cuda else lhs, rhs))
+    total = sums[0]
+    if len(sums) > 1:
+        total = torch.stack(sums).sum(0, dtype=torch.float64)
+    # The product of 0 and a negative number is -0 in float32: integers have no such sign.
+    return total[: shape[0], : shape[1]].float() + 0.0
 
 
 def _row_major(x: Tensor) -> Tensor:

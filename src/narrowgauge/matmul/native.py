@@ -28,7 +28,6 @@ from narrowgauge.numerics.quantization import (
     square_scales_in_columns,
     tiled_scales,
 )
-from narrowgauge.numerics.widening import INT32_TERMS
 from narrowgauge.spec.computes import Cast, Product
 from narrowgauge.spec.kernels import Kernel, kernel_for
 from narrowgauge.torch_support import torch_names
@@ -99,7 +98,7 @@ def _padded(x: Tensor, rows: int, columns: int) -> Tensor:
     return F.pad(x, (0, extra[0], 0, extra[1]))
 
 
-def _filled(x: Tensor, least_rows: int = 0) -> Tensor:
+def filled(x: Tensor, least_rows: int = 0) -> Tensor:
     """Return one-byte codes, padded to whole multiples of the kernels' sides."""
     rows = max(x.shape[0], least_rows)
     columns = x.shape[1]
@@ -111,8 +110,8 @@ def _filled(x: Tensor, least_rows: int = 0) -> Tensor:
 
 def _float8(lhs: Operand, rhs: Operand, dtype: torch.dtype, fast: bool) -> Sums:
     """Multiply by ``torch._scaled_mm`` with scales of tensors or of all rows."""
-    a = _filled(lhs.data).contiguous()
-    b = _filled(rhs.data).contiguous()
+    a = filled(lhs.data).contiguous()
+    b = filled(rhs.data).contiguous()
     is_whole = all(x.outer is None or x.outer.numel() == 1 for x in (lhs, rhs))
     # With scales of rows, older libraries' kernel writes only bfloat16.
     if dtype == torch.float32 or (dtype != torch.bfloat16 and not is_whole):
@@ -143,8 +142,8 @@ def _float8_blocks(lhs: Operand, rhs: Operand, dtype: torch.dtype, *_: Any) -> S
 
     Add every 128 terms to the sum in float32.
     """
-    a = _filled(lhs.data).contiguous()
-    b = _filled(rhs.data).contiguous()
+    a = filled(lhs.data).contiguous()
+    b = filled(rhs.data).contiguous()
     first, by_first = _scales_of_128(lhs)
     second, by_second = _scales_of_128(rhs)
     return _product_of(a, b, [first], [second], by_first, by_second, dtype)
@@ -163,8 +162,8 @@ def _micro_scaled(lhs: Operand, rhs: Operand, dtype: torch.dtype, *_: Any, block
     """Multiply by ``scaled_mm`` with scales of 16 or 32 values in tiles, and the tensors' scales if
     they have any.
     """
-    a = _filled(lhs.data).contiguous()
-    b = _filled(rhs.data).contiguous()
+    a = filled(lhs.data).contiguous()
+    b = filled(rhs.data).contiguous()
     assert lhs.inner is not None and rhs.inner is not None
     inner = lhs.inner.view(torch.uint8), rhs.inner.view(torch.uint8)
     # Scales of 16 × 16 values are repeated: the kernel reads one for each row. Nothing bound here
@@ -235,25 +234,6 @@ def _tile_both(
     if other_times > 1:
         other_scales = other_scales.repeat_interleave(other_times, 0)
     return tiled_scales(scales), tiled_scales(other_scales)
-
-
-def sum_integers(a: Tensor, b: Tensor) -> Tensor:
-    """Return exact sums of int8 codes ``[rows, contraction]`` and ``[contraction, columns]``, by
-    the GPU's ``torch._int_mm``.
-
-    It takes more than 16 rows, and multiples of 8 for the other sides.
-    """
-    rows = a.shape[0]
-    columns = b.shape[1]
-    a = _filled(a, least_rows=17)
-    b = _filled(b)
-    sums = []
-    for lhs, rhs in zip(a.split(INT32_TERMS, 1), b.split(INT32_TERMS, 0), strict=True):
-        sums.append(torch._int_mm(lhs.contiguous(), rhs))
-    total = sums[0]
-    if len(sums) > 1:
-        total = torch.stack(sums).sum(0)
-    return total[:rows, :columns]
 
 
 _FUNCTIONS: dict[str, Callable[[Operand, Operand, torch.dtype, bool], Sums]] = {
