@@ -17,6 +17,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from matmul import zoo
 from narrowgauge.assembly.preparation import prepare
 from narrowgauge.errors import RecipeError
 from narrowgauge.trainer.language_model import build, loss_sum
@@ -184,6 +185,13 @@ def test_a_module_that_is_no_such_norm_is_refused() -> None:
 
     with pytest.raises(RecipeError, match="Centred"):
         scalify(nn.Sequential(Centred()))
+
+
+def test_attention_with_a_learned_bias_is_refused_in_one_line() -> None:
+    model = zoo.build("T5")
+    scalify(model)
+    with pytest.raises(RecipeError, match="attention with a mask that is learned"):
+        model(**zoo.inputs_of("T5"))
 
 
 class RecordedLinear(nn.Linear):
