@@ -155,12 +155,14 @@ class Exchange:
 
     Attributes:
         on_gradient: called with this rank's gradient before it is sent.
+        piece: of an exact sum over replicas, this rank's piece until it is gathered.
         spans: when each sum of this step began and ended: seconds, or events of a GPU.
     Cost: an exact sum sends each micro-batch's gradient once, and with replicas the sum once a step. Several micro-batches in a
         step take 16 bytes for each element that this rank keeps, 40 in wide sums.
     """
 
     on_gradient: Callable[[Tensor], None] | None = None
+    piece: Tensor | None = None
     _sums: ExactSums | None = None
     _has_begun = False
     _is_wide = False
@@ -174,19 +176,24 @@ class Exchange:
         self.divisor = grid.size if average else 1
         self.spans: list[tuple[Any, Any]] = []
 
-    def take(self, gradient: Tensor, output: Tensor, *, is_last: bool = True) -> None:
+    def take(
+        self, gradient: Tensor, output: Tensor, *, is_last: bool = True, gathers: bool = True
+    ) -> None:
         """Add a gradient, and write this rank's piece of the sum over ranks to ``output``.
 
         Args:
             gradient: shape [shards * n], of this rank's micro-batch. It may be overwritten.
             output: shape [n], of the same dtype. It may stay unset until the last micro-batch.
             is_last: whether this is the step's last micro-batch.
+            gathers: whether to gather the pieces of replicas at once; else see :meth:`gather`.
         """
         if self.on_gradient is not None:
             self.on_gradient(gradient)
         began = _now(gradient.device)
         if self.row.order_invariant:
             self._add_exactly(gradient, output, is_last)
+            if self.piece is not None and gathers:
+                output.copy_(self.gather()[: output.numel()])
         else:
             self._add(gradient, output)
         self.spans.append((began, _now(gradient.device)))
@@ -226,9 +233,15 @@ class Exchange:
             else:
                 output.zero_()  # FSDP2 shows it as a gradient
         if is_last and self.grid.replicas > 1:
-            gathered = part.new_empty(self.grid.replicas * part.numel())
-            all_gather(gathered, part, self.grid.replica_group)
-            output.copy_(gathered[: output.numel()])
+            self.piece = part
+
+    def gather(self) -> Tensor:
+        """Return the pieces of all replicas, padded to equal lengths."""
+        piece, self.piece = self.piece, None
+        assert piece is not None
+        gathered = piece.new_empty(self.grid.replicas * piece.numel())
+        all_gather(gathered, piece, self.grid.replica_group)
+        return gathered
 
     def _look(self, rows: Tensor) -> None:
         """Widen the sums if the first values ask for it.
@@ -255,6 +268,7 @@ class Exchange:
     def discard(self) -> None:
         """Forget the micro-batches since the last step."""
         self._has_begun = False
+        self.piece = None
         if self._is_beyond is not None:
             self._is_beyond.zero_()
         if self._sums is not None:
