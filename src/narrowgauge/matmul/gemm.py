@@ -51,9 +51,7 @@ def multiply(
         with torch.autocast(lhs.data.device.type, enabled=False):  # the operands are cast already
             y = _emulate(lhs, rhs, dtype, bias)
     else:
-        # Float32 sums, so that a bias is added before the result is rounded.
-        sum_dtype = dtype if bias is None else torch.float32
-        y = scaled(*native.multiply_codes(kernel, lhs, rhs, product, sum_dtype), bias, dtype)
+        y = native.multiply_codes(kernel, lhs, rhs, product, dtype, bias)
     if (*y.shape,) == shape and not y._is_view():
         return y
     # A view could not be changed in place by the model.
@@ -81,7 +79,7 @@ def _emulate(lhs: Operand, rhs: Operand, dtype: torch.dtype, bias: Tensor | None
         return torch.addmm(bias.to(dtype), a, b)
     else:
         values = torch.mm(a, b)
-    return scaled(values, lhs.outer, rhs.outer, bias, dtype)
+    return native.scaled(values, lhs.outer, rhs.outer, bias, dtype)
 
 
 def is_native(product: Product, device: torch.device) -> bool:
@@ -201,35 +199,3 @@ def _row_major(x: Tensor) -> Tensor:
     if x.is_contiguous():
         return x.as_strided(x.shape, (max(x.shape[1], 1), 1))
     return x
-
-
-def scaled(
-    values: Tensor, first: Tensor | None, second: Tensor | None, bias: Tensor | None, dtype: torch.dtype
-) -> Tensor:  # fmt: skip
-    """Return sums times the outer scales of the left and the right operand, plus a bias."""
-    if first is second is bias is None:
-        return values.to(dtype)
-    if first is not None:
-        first = first.reshape(-1, 1)
-    if second is not None:
-        second = second.reshape(1, -1)
-    result = torch.empty(values.shape, dtype=dtype, device=values.device)
-    fused(values.numel(), _scale, values, first, second, bias, result)
-    return result
-
-
-def _scale(
-    values: Tensor,
-    by_row: Tensor | None,
-    by_column: Tensor | None,
-    bias: Tensor | None,
-    out: Tensor,
-) -> None:
-    values = values.float()
-    if by_row is not None:
-        values = values * by_row
-    if by_column is not None:
-        values = values * by_column
-    if bias is not None:
-        values = values + bias.float()
-    out.copy_(values)

@@ -71,18 +71,56 @@ def architecture_of(device: torch.device) -> str | None:
 
 
 def multiply_codes(
-    kernel: Kernel, lhs: Operand, rhs: Operand, product: Product, dtype: torch.dtype
-) -> Sums:
-    """Return the product of two operands that the kernel takes, in ``dtype``, or in float32
-    (``mxfp4``: bfloat16) if it cannot.
+    kernel: Kernel,
+    lhs: Operand,
+    rhs: Operand,
+    product: Product,
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Return the product of two operands that the kernel takes, plus a bias, in ``dtype``.
 
     The accumulation ``fast`` is in the tensor core's register alone, if the kernel can.
     """
-    sums = _FUNCTIONS[kernel.name](lhs, rhs, dtype, product.accumulation == "fast")
-    shape = len(lhs.data), len(rhs.data)
-    if (*sums.values.shape,) == shape:
-        return sums
-    return sums._replace(values=sums.values[: shape[0], : shape[1]])
+    # Float32 sums, so that a bias is added before the result is rounded.
+    sum_dtype = dtype if bias is None else torch.float32
+    sums = _FUNCTIONS[kernel.name](lhs, rhs, sum_dtype, product.accumulation == "fast")
+    values = sums.values
+    if (*values.shape,) != (len(lhs.data), len(rhs.data)):
+        values = values[: len(lhs.data), : len(rhs.data)]
+    return scaled(values, sums.left, sums.right, bias, dtype)
+
+
+def scaled(
+    values: Tensor, first: Tensor | None, second: Tensor | None, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:  # fmt: skip
+    """Return sums times the outer scales of the left and the right operand, plus a bias."""
+    if first is second is bias is None:
+        return values.to(dtype)
+    if first is not None:
+        first = first.reshape(-1, 1)
+    if second is not None:
+        second = second.reshape(1, -1)
+    result = torch.empty(values.shape, dtype=dtype, device=values.device)
+    fused(values.numel(), _scale, values, first, second, bias, result)
+    return result
+
+
+def _scale(
+    values: Tensor,
+    by_row: Tensor | None,
+    by_column: Tensor | None,
+    bias: Tensor | None,
+    out: Tensor,
+) -> None:
+    values = values.float()
+    if by_row is not None:
+        values = values * by_row
+    if by_column is not None:
+        values = values * by_column
+    if bias is not None:
+        values = values + bias.float()
+    out.copy_(values)
 
 
 def _padded(x: Tensor, rows: int, columns: int) -> Tensor:
@@ -291,9 +329,10 @@ def _works(kernel: Kernel, lhs: Cast, rhs: Cast, device: torch.device) -> bool:
         exactly = matrices[0] @ matrices[1].t()
         product = Product(casts[0], casts[1])
         for dtype in (torch.bfloat16, torch.float32):
-            sums = multiply_codes(kernel, operands[0], operands[1], product, dtype)
+            result = multiply_codes(kernel, operands[0], operands[1], product, dtype)
+            expected = exactly.to(torch.bfloat16 if kernel.name == "mxfp4" else dtype)
             # Read here: a device error is raised when its result is read.
-            if not torch.equal(_finished(sums), exactly.to(sums.values.dtype)):
+            if not torch.equal(result.cpu(), expected.to(dtype)):
                 return False
         return True
 
@@ -324,12 +363,3 @@ def _scattered(rows: int, columns: int) -> Tensor:
     """Return whole numbers below 251, ordered so that nearby rows and columns differ."""
     row, column = (torch.arange(size, dtype=torch.int64, device="cpu") for size in (rows, columns))
     return (row[:, None] * 37 + column * 101 + row[:, None] * column * 7) % 251
-
-
-def _finished(sums: Sums) -> Tensor:
-    values = sums.values.cpu().double()
-    if sums.left is not None:
-        values = values * sums.left.cpu().double().reshape(-1, 1)
-    if sums.right is not None:
-        values = values * sums.right.cpu().double().reshape(1, -1)
-    return values.to(sums.values.dtype)
