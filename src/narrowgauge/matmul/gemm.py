@@ -187,8 +187,11 @@ def _multiply_integers(a: Tensor, b: Tensor) -> Tensor:
     total = sums[0]
     if len(sums) > 1:
         total = torch.stack(sums).sum(0, dtype=torch.float64)
-    # The product of 0 and a negative number is -0 in float32: integers have no such sign.
-    return total[: shape[0], : shape[1]].float() + 0.0
+    if a.is_cuda:
+        return total[: shape[0], : shape[1]]  # widened where it is scaled
+    if terms == EXACT_TERMS:  # the product of 0 and a negative number is -0: integers have none
+        total = total + 0.0
+    return total.float()
 
 
 def _row_major(x: Tensor) -> Tensor:
