@@ -192,11 +192,11 @@ class Exchange:
         began = _now(gradient.device)
         if self.row.order_invariant:
             self._add_exactly(gradient, output, is_last)
-            if self.piece is not None and gathers:
-                output.copy_(self.gather()[: output.numel()])
         else:
             self._add(gradient, output)
         self.spans.append((began, _now(gradient.device)))
+        if self.piece is not None and gathers:
+            output.copy_(self.gather()[: output.numel()])
 
     def _add(self, gradient: Tensor, output: Tensor) -> None:
         grid = self.grid
@@ -239,8 +239,10 @@ class Exchange:
         """Return the pieces of all replicas, padded to equal lengths."""
         piece, self.piece = self.piece, None
         assert piece is not None
+        began = _now(piece.device)
         gathered = piece.new_empty(self.grid.replicas * piece.numel())
         all_gather(gathered, piece, self.grid.replica_group)
+        self.spans.append((began, _now(piece.device)))
         return gathered
 
     def _look(self, rows: Tensor) -> None:
