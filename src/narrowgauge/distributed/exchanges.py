@@ -66,30 +66,19 @@ def replicated(group: Any = None) -> RankGrid:
 
 def of_mesh(mesh: Any, shard_dim: int, replicate_dim: int | None) -> RankGrid:
     """Return the ranks of a DeviceMesh. ``replicate_dim`` is ``None`` without replicas."""
-    if replicate_dim is None:
-        table = mesh.mesh.reshape(1, -1)
-    else:
-        table = mesh.mesh.permute(replicate_dim, shard_dim)
-    replicas, shards = table.shape
-    place_of = {int(table[r, s]): (r, s) for r in range(replicas) for s in range(shards)}
     # Without replicas FSDP2's own group: on CUDA each group has a communicator, and queues of its
     # own.
-    if replicate_dim is None:
-        group = mesh.get_group(shard_dim)
-    else:
-        group = group_of(table.flatten().tolist())
-    ranks = dist.get_process_group_ranks(group)
+    table = mesh.mesh.reshape(1, -1)
+    group = shard_group = mesh.get_group(shard_dim)
     replica_group = None
     if replicate_dim is not None:
+        table = mesh.mesh.permute(replicate_dim, shard_dim)
+        group = group_of(table.flatten().tolist())
         replica_group = mesh.get_group(replicate_dim)
-    return RankGrid(
-        shards,
-        replicas,
-        group,
-        mesh.get_group(shard_dim),
-        replica_group,
-        tuple(place_of[rank] for rank in ranks),
-    )
+    replicas, shards = table.shape
+    place_of = {rank: divmod(i, shards) for i, rank in enumerate(table.flatten().tolist())}
+    places = tuple(place_of[rank] for rank in dist.get_process_group_ranks(group))
+    return RankGrid(shards, replicas, group, shard_group, replica_group, places)
 
 
 _groups: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()
