@@ -178,7 +178,10 @@ def off(exactly: Product, matmul: computes.Product, num_terms: int, dtype: torch
     scales, the result.
     """
     of_sum = 0.0 if matmul.accumulation == "int32" else num_terms * 2.0**-23
-    is_narrow = not {matmul.left.format, matmul.right.format} <= {"int8", "float32", "float16"}
+    # Codes in blocks are multiplied as values in bfloat16, integers too.
+    is_narrow = matmul.left.block is not None or not (
+        {matmul.left.format, matmul.right.format} <= {"int8", "float32", "float16"}
+    )
     product_rounding = ROUNDING[torch.bfloat16 if is_narrow else torch.float32]
     return exactly.off(
         of_sum,

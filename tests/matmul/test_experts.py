@@ -43,6 +43,19 @@ def swap_experts(model: nn.Module, row: str | Compute) -> NarrowLayers:
     return swap_linears(model, lambda name: row if ".experts." in name else None)
 
 
+def layers_of(
+    experts: Any, expert: int, names: tuple[str, ...], row: str | Compute
+) -> nn.ModuleDict:
+    """One expert's weights as narrow layers of their own."""
+    layers = nn.ModuleDict()
+    for name in names:
+        weight = getattr(experts, name).detach()[expert]
+        layers[name] = nn.Linear(*weight.shape[::-1], bias=False, dtype=torch.bfloat16)
+        layers[name].weight.data.copy_(weight)
+    swap_linears(layers, row)
+    return layers
+
+
 def test_names_and_config_stay_and_values_are_transformers_own_where_the_row_is() -> None:
     model = mixtral()
     plain = mixtral()
@@ -84,12 +97,7 @@ def test_a_token_gets_the_weighted_sum_of_what_its_experts_layers_say(row: Compu
     sums = torch.zeros(20, 2, 32)
     for expert in range(4):
         token, place = (chosen == expert).nonzero(as_tuple=True)
-        layers = nn.ModuleDict()
-        for projection in ("gate_up_proj", "down_proj"):
-            weight = getattr(experts, projection).detach()[expert]
-            layers[projection] = nn.Linear(*weight.shape[::-1], bias=False, dtype=torch.bfloat16)
-            layers[projection].weight.data.copy_(weight)
-        swap_linears(layers, row)
+        layers = layers_of(experts, expert, ("gate_up_proj", "down_proj"), row)
         gate, up = layers["gate_up_proj"](x[token]).chunk(2, -1)
         sums[token, place] = layers["down_proj"](nn.functional.silu(gate) * up).float()
     assert torch.equal(y, (sums * shares[..., None]).sum(1).bfloat16())
@@ -142,12 +150,7 @@ def test_experts_in_a_module_s_own_code_are_layers_of_their_own(in_a_loop: bool,
     assert sorted(linears.layers) == ["experts.w1", "experts.w2", "experts.w3"]
     expected = []
     for expert, rows in enumerate(x.split(counts.tolist())):
-        layers = nn.ModuleDict()
-        for name in ("w1", "w2", "w3"):
-            weight = getattr(experts, name).detach()[expert]
-            layers[name] = nn.Linear(*weight.shape[::-1], bias=False, dtype=torch.bfloat16)
-            layers[name].weight.data.copy_(weight)
-        swap_linears(layers, row, keep=())
+        layers = layers_of(experts, expert, ("w1", "w2", "w3"), row)
         expected.append(layers["w2"](F.silu(layers["w1"](rows)) * layers["w3"](rows)))
     y = experts(x, counts)
     assert torch.equal(y, torch.cat(expected))
@@ -166,6 +169,48 @@ def test_experts_of_other_code_than_products_are_refused_at_their_first_call() -
     swap_linears(nn.ModuleDict({"experts": experts}), lambda _: "float8-row")
     with pytest.raises(RecipeError, match="Cannot multiply 'w1' of Summed"):
         experts(torch.ones(2, 32).bfloat16(), torch.tensor([1, 1, 0, 0]))
+
+
+class Square(nn.Module):
+    """Weights of one shape, multiplied in another order than their names', and an activation of
+    that shape.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(3)
+        self.a, self.b = (
+            nn.Parameter(torch.randn(4, 16, 16, generator=draw).bfloat16() / 4) for _ in range(2)
+        )
+
+    def between(self, x: Tensor) -> Tensor:
+        hidden = torch.bmm(x, self.b)
+        return torch.bmm(hidden, hidden.transpose(1, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.bmm(self.between(x), self.a)
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_weight_is_known_by_itself_and_not_by_its_shape(is_compiled: bool) -> None:
+    experts = Square()
+    x = torch.randn(4, 16, 16, generator=torch.Generator().manual_seed(4)).bfloat16()
+    with torch.no_grad():
+        between = experts.between(x)
+    layers = []
+    for weight in experts.a.detach():
+        layers.append(nn.Linear(16, 16, bias=False, dtype=torch.bfloat16))
+        layers[-1].weight.data.copy_(weight.t())
+    swap_linears(nn.ModuleList(layers), "float8-row")
+    swap_linears(
+        nn.ModuleDict({"experts": experts}), lambda name: "float8-row" if "a" in name[-1] else None
+    )
+    call: Any = torch.compile(experts, backend="eager") if is_compiled else experts
+    y = call(x)
+    for index, layer in enumerate(layers):
+        assert torch.equal(y[index], layer(between[index]))
+    y.float().sum().backward()
+    assert type(experts.a) is nn.Parameter and experts.a.grad.any() and experts.b.grad.any()
 
 
 CONFIG = SimpleNamespace(

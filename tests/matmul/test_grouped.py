@@ -4,12 +4,12 @@ for bit.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from matmul.scenarios import CPU, EIGHT
@@ -23,26 +23,25 @@ from oracles import cuda_matmuls as device_rules
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-ENDS = (10, 10, 30, 37)  # the second of four experts got no tokens
-TOKENS, IN, OUT = 40, 48, 40  # and three tokens have no expert
+ENDS = (10, 10, 30, 37)  # the second of four experts got no tokens, and three tokens have no expert
 
 
-def operands(
-    experts: int = 4, dtype: torch.dtype = torch.bfloat16
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x with one outlier feature, weights, biases, the output's gradient."""
-    draw = torch.Generator().manual_seed(0)
-    x = torch.randn(TOKENS, IN, generator=draw)
+def mixture(
+    ends: tuple[int, ...],
+    tokens: int,
+    sides: tuple[int, int],
+    dtype: torch.dtype = torch.bfloat16,
+) -> tuple[Tensor, ...]:
+    """x with one outlier feature, weights, offsets, biases, the output's gradient."""
+    draw = torch.Generator().manual_seed(1)
+    inputs, outputs = sides
+    x = torch.randn(tokens, inputs, generator=draw)
     x[:, 3] *= 20
-    weights = torch.randn(experts, OUT, IN, generator=draw)
-    bias = torch.randn(experts, OUT, generator=draw)
-    grad = torch.randn(TOKENS, OUT, generator=draw)
-    return (
-        x.to(dtype),
-        weights.to(dtype).requires_grad_(),
-        bias.to(dtype).requires_grad_(),
-        grad.to(dtype),
-    )
+    weights = torch.randn(len(ends), outputs, inputs, generator=draw)
+    biases = torch.randn(len(ends), outputs, generator=draw)
+    grad = torch.randn(tokens, outputs, generator=draw)
+    offsets = torch.tensor(ends, dtype=torch.int32)
+    return x.to(dtype), weights.to(dtype), offsets, biases.to(dtype), grad.to(dtype)
 
 
 def plain(
@@ -66,11 +65,12 @@ def plain(
 def test_each_expert_is_a_linear_layer_of_its_own(
     row: str, dtype: torch.dtype, with_bias: bool
 ) -> None:
-    x, weights, bias, grad = operands(dtype=dtype)
-    own_bias = bias if with_bias else None
+    x, weights, offsets, bias, grad = mixture(ENDS, 40, (48, 40), dtype)
+    weights.requires_grad_()
+    own_bias = bias.requires_grad_() if with_bias else None
     layer = GroupedLinear(4, "experts.down_proj", COMPUTES[row])
     set_draw([layer], seed=77)
-    y = layer(x.requires_grad_(), weights, torch.tensor(ENDS, dtype=torch.int32), own_bias)
+    y = layer(x.requires_grad_(), weights, offsets, own_bias)
     y[: ENDS[-1]].backward(grad[: ENDS[-1]])
     for expert, (start, stop) in enumerate(pairwise((0, *ENDS))):
         tokens = slice(start, stop)
@@ -96,64 +96,46 @@ def test_each_expert_is_a_linear_layer_of_its_own(
 
 # ── all experts in one product ────────────────────────────────────────────────────────────────────
 
-GROUPED = [("float8-row", "sm90"), ("mxfp8", "sm100")]
-every_grouped = pytest.mark.parametrize(("row", "chip"), GROUPED)
+ROW = COMPUTES["float8-row"]
 
 
 @pytest.fixture
-def chip(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Take the CPU for a chip, and stand-ins for its kernels."""
-    name: str = request.param
-    monkeypatch.setattr(native, "architecture_of", lambda device: name)
-    monkeypatch.setattr(F, "scaled_mm", device_rules.scaled_mm(name))
-    monkeypatch.setattr(torch, "_scaled_mm", device_rules.scaled_mm_v1(name))
+    monkeypatch.setattr(native, "architecture_of", lambda device: "sm90")
+    monkeypatch.setattr(torch, "_scaled_mm", device_rules.scaled_mm_v1("sm90"))
     monkeypatch.setattr(torch, "_scaled_grouped_mm", device_rules.scaled_grouped_mm)
     native._works.cache_clear()
     grouped.works.cache_clear()
-    yield name
+    yield
     native._works.cache_clear()
     grouped.works.cache_clear()
 
 
-def mixture(ends: tuple[int, ...], tokens: int, sides: tuple[int, int]) -> tuple[Tensor, ...]:
-    """x, weights, offsets, biases, the output's gradient."""
-    draw = torch.Generator().manual_seed(1)
-    inputs, outputs = sides
-    x = torch.randn(tokens, inputs, generator=draw)
-    x[:, 3] *= 20
-    weights = torch.randn(len(ends), outputs, inputs, generator=draw)
-    biases = torch.randn(len(ends), outputs, generator=draw)
-    grad = torch.randn(tokens, outputs, generator=draw)
-    offsets = torch.tensor(ends, dtype=torch.int32)
-    return x.bfloat16(), weights.bfloat16(), offsets, biases.bfloat16(), grad.bfloat16()
-
-
 @pytest.mark.parametrize("ends", [(40, 40, 200, 201, 290), (0, 0, 128, 300), (1,)], ids=str)
-@pytest.mark.parametrize(("row", "chip"), GROUPED, indirect=["chip"])
 def test_all_experts_at_once_have_the_bits_of_one_after_the_other(
-    row: str, chip: str, ends: tuple[int, ...]
+    hopper: None, ends: tuple[int, ...]
 ) -> None:
     x, weights, offsets, _, grad = mixture(ends, 300, (64, 96))
-    assert grouped.has_kernels(row, x, weights)
+    assert grouped.has_kernels(ROW.name, x, weights)
     results = []
     for is_at_once in (True, False):
         own_x, own_weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
         if is_at_once:
-            y = grouped_linear(own_x, own_weights, offsets, COMPUTES[row])
+            y = grouped_linear(own_x, own_weights, offsets, ROW)
         else:
-            y = _one_by_one(own_x, own_weights, offsets, row, None, None, 1)
+            y = _one_by_one(own_x, own_weights, offsets, ROW.name, None, None, 1)
         y.backward(grad)
         results.append((y.detach(), own_x.grad, own_weights.grad))
     for at_once, expected in zip(*results, strict=True):
         assert torch.equal(at_once, expected)
 
 
-@pytest.mark.parametrize(("row", "chip"), GROUPED[:1], indirect=["chip"])
-def test_biases_are_added_to_the_rounded_product(row: str, chip: str) -> None:
+def test_biases_are_added_to_the_rounded_product(hopper: None) -> None:
     x, weights, offsets, biases, grad = mixture((40, 40, 200), 210, (64, 96))
     biases.requires_grad_()
-    y = grouped_linear(x, weights, offsets, COMPUTES[row], biases)
-    plain = grouped_linear(x, weights, offsets, COMPUTES[row])
+    y = grouped_linear(x, weights, offsets, ROW, biases)
+    plain = grouped_linear(x, weights, offsets, ROW)
     rows = biases.detach().repeat_interleave(torch.tensor([40, 0, 160]), 0)
     assert torch.equal(y[:200], plain[:200] + rows) and not y[200:].any()
     y.backward(grad)
@@ -162,22 +144,19 @@ def test_biases_are_added_to_the_rounded_product(row: str, chip: str) -> None:
         torch.testing.assert_close(biases.grad[expert].double(), expected, rtol=2**-8, atol=1e-5)
 
 
-@pytest.mark.parametrize(("row", "chip"), GROUPED[:2], indirect=["chip"])
-def test_a_compiler_gets_one_graph_of_all_experts(row: str, chip: str) -> None:
+def test_a_compiler_gets_one_graph_of_all_experts(hopper: None) -> None:
     x, weights, offsets, _, _ = mixture((40, 40, 200), 210, (64, 96))
-    layer = GroupedLinear(3, "experts", COMPUTES[row])
-    assert grouped.has_kernels(row, x, weights)
+    layer = GroupedLinear(3, "experts", ROW)
+    assert grouped.has_kernels(ROW.name, x, weights)
     call = torch.compile(layer, backend="eager", fullgraph=True)
     assert torch.equal(call(x, weights, offsets), layer(x, weights, offsets))
 
 
-@pytest.mark.parametrize(("row", "chip"), GROUPED[:2], indirect=["chip"])
 @pytest.mark.parametrize("dims", [2, 3], ids=["an empty expert", "scales"])
 def test_a_grouped_kernel_that_is_off_in_its_trial_is_not_used(
-    row: str, chip: str, dims: int, monkeypatch: pytest.MonkeyPatch
+    hopper: None, dims: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kind = grouped.kind_of(COMPUTES[row])
-    assert grouped.works(kind, CPU)
+    assert grouped.works(CPU)
     grouped.works.cache_clear()
 
     def off(a: Tensor, b: Tensor, *scales: Tensor, **options: Any) -> Tensor:
@@ -189,9 +168,9 @@ def test_a_grouped_kernel_that_is_off_in_its_trial_is_not_used(
         return result
 
     monkeypatch.setattr(torch, "_scaled_grouped_mm", off)
-    assert not grouped.works(kind, CPU)
+    assert not grouped.works(CPU)
 
 
-def test_a_compute_without_a_grouped_kernel_takes_one_expert_after_the_other() -> None:
-    at_once = {name for name, row in COMPUTES.items() if grouped.kind_of(row)}
-    assert at_once == {"float8-row", "mxfp8"}
+def test_a_compute_without_a_grouped_kernel_takes_one_expert_after_the_other(hopper: None) -> None:
+    at_once = {name for name in COMPUTES if grouped.kernels_work(name, CPU)}
+    assert at_once == {"float8-row"}

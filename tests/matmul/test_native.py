@@ -192,17 +192,6 @@ def test_a_native_product_is_the_exact_one_rounded_once(
         assert ((result.double() - emulated.double()).abs() <= bound + accumulated).all()
 
 
-@pytest.mark.parametrize("shape", [(64, 48, 80), (3, 50, 70)], ids=str)
-def test_a_gpu_s_integer_product_is_exact(shape: tuple[int, int, int]) -> None:
-    rows, contraction, columns = shape
-    draw = torch.Generator().manual_seed(0)
-    a, b = (
-        torch.randint(-127, 128, (side, contraction), generator=draw, dtype=torch.int8)
-        for side in (rows, columns)
-    )
-    assert torch.equal(native.sum_integers(a, b.t()).double(), oracle.integer_product(a, b))
-
-
 GRAPHS = [(name, "sm90") for name in (*SCALED_MM, "float8-block")] + [
     ("mxfp8", "sm100"),
     ("nvfp4", "sm100"),

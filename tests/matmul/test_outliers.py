@@ -7,13 +7,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from matmul.scenarios import exact, gaussian, make_layer, passed, quantized
-from narrowgauge.matmul.layer_matmuls import outlier_columns, without_outliers
+from matmul.scenarios import exact, expected, gaussian, make_layer, passed, quantized
+from narrowgauge.matmul.layer_matmuls import outlier_columns
 from narrowgauge.spec.computes import COMPUTES
 from oracles.linear import ROUNDING, Product, product
 
 ROW = COMPUTES["int8-outlier-codes"]
-THRESHOLD = ROW.output.left.outliers
 
 
 def with_outliers(columns: tuple[int, ...] = (3, 40), rows: int = 33) -> torch.Tensor:
@@ -38,19 +37,15 @@ def test_a_column_with_one_magnitude_at_the_threshold_is_an_outlier() -> None:
 def test_the_output_is_int8_plus_the_thin_product_in_16_bits(columns: tuple[int, ...]) -> None:
     layer, _ = make_layer(ROW)
     x = with_outliers(columns)
-    output = passed(layer, x, gaussian(33, 17)).output.double()
-    rest = without_outliers(x, THRESHOLD)
-    codes = exact(quantized(layer.weight, ROW.output.right, 1))
-    narrow = product(exact(quantized(rest, ROW.output.left, 1)), codes)
-    wide = product(x[:, list(columns)], codes.bfloat16()[:, list(columns)])
+    grad = gaussian(33, 17)
+    output = passed(layer, x, grad).output.double()
+    narrow, off = expected(layer, x, grad)["output"]
+    codes = exact(quantized(layer.weight, ROW.output.right, 1)).bfloat16()
+    wide = product(x[:, list(columns)], codes[:, list(columns)])
     u = ROUNDING[torch.bfloat16]
-    first = narrow.value + layer.bias.detach().double()
-    # Rounded as it leaves the first matmul, and once more with the second's sum.
-    off = narrow.off(0, [2.0**-22]) + u * first.abs()
+    first = narrow + layer.bias.detach().double()
     value = first + wide.value
-    off += (
-        Product(value, wide.magnitude).off(max(len(columns), 1) * 2.0**-23, [u])
-        + u * off
-        + u * wide.value.abs()
-    )
+    # Rounded as it leaves the first matmul, and once more with the second's sum.
+    off = (off + u * first.abs()) * (1 + u) + u * wide.value.abs()
+    off += Product(value, wide.magnitude).off(max(len(columns), 1) * 2.0**-23, [u])
     assert ((output - value).abs() <= off).all()

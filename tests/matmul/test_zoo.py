@@ -16,7 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 import narrowgauge as ng
 from matmul import zoo
 from narrowgauge.matmul.layer_matmuls import TRACED
-from narrowgauge.torch_support.anatomy import parts, shared_inputs
+from narrowgauge.torch_support.anatomy import parts
 from oracles import hand_casts
 
 Row = tuple[str, list[str], list[str], dict[int, int]]
@@ -125,15 +125,6 @@ def test_adapters_are_no_parts_of_a_head() -> None:
     assert model_parts.heads == [model.base_model.model.lm_head.base_layer]
     adapters = {name for name, module in model.named_modules() if module in model_parts.adapters}
     assert all("lora_" in name for name in adapters) and len(adapters) >= 6
-
-
-def test_layers_that_share_an_input_are_those_of_one_forward_pass() -> None:
-    model = zoo.build("T5")
-    names = {module: name for name, module in model.named_modules()}
-    with torch.no_grad():
-        groups = shared_inputs(model, lambda: model(**zoo.inputs_of("T5")))
-    by_name = {tuple(names[layer].rpartition("layer.")[2] for layer in group) for group in groups}
-    assert ("0.SelfAttention.q", "0.SelfAttention.k", "0.SelfAttention.v") in by_name
 
 
 class Seen(nn.Module):

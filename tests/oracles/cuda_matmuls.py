@@ -302,37 +302,23 @@ def scaled_grouped_mm(
         return REAL_GROUPED_MM(a, b, scale_a, scale_b, offs=offs, out_dtype=out_dtype)
     check(a.shape[-1] % 16 == b.shape[-1] % 16 == b.shape[-2] % 16 == 0, "multiples of 16")
     check(out_dtype == torch.bfloat16, "results in bfloat16")
-    is_mx = scale_a.dtype == E8M0
     spans = list(zip([0, *offs.tolist()], offs.tolist(), strict=False))
-    align = 128 if is_mx else 16
-    check(all(stop % align == 0 for _, stop in spans), f"groups of whole {align}")
+    check(all(stop % 16 == 0 for _, stop in spans), "groups of whole 16")
     rows = len(a)
     columns = b.shape[-1]
     products = []
     if b.ndim == 3:
-        terms = a.shape[1]
-        factor = tile_values(scale_a.flatten(), rows, terms, 32) if is_mx else scale_a[:, None]
-        lhs = a.double() * factor.double()
+        lhs = a.double() * scale_a[:, None].double()
         for expert, (start, stop) in enumerate(spans):
-            expert_scale = scale_b[expert]
-            factor = (
-                tile_values(expert_scale, columns, terms, 32).t()
-                if is_mx
-                else expert_scale[None, :]
-            )
-            products.append(lhs[start:stop] @ (b[expert].double() * factor.double()))
+            rhs = b[expert].double() * scale_b[expert][None, :].double()
+            products.append(lhs[start:stop] @ rhs)
         products.append(torch.full((rows - spans[-1][1], columns), torch.nan).double())
         return torch.cat(products).to(out_dtype)
     for group, (start, stop) in enumerate(spans):
         sides = []
         for codes, scales in ((a[:, start:stop], scale_a), (b[start:stop].t(), scale_b)):
-            side, terms = codes.shape
-            if is_mx:
-                first = up(side, 128) * start // 32
-                expert_scale = scales.flatten()[first : first + up(side, 128) * terms // 32].clone()
-                factor = tile_values(expert_scale, side, terms, 32) if terms else codes
-            else:
-                factor = scales[group * side : (group + 1) * side, None]
+            side = len(codes)
+            factor = scales[group * side : (group + 1) * side, None]
             sides.append(codes.double() * factor.double())
         products.append(sides[0] @ sides[1].t())
     return torch.stack(products).to(out_dtype)

@@ -39,11 +39,6 @@ def root_below(square: Fraction | int) -> Fraction:
     return power
 
 
-def size(values: Sequence[Fraction]) -> Fraction:
-    """The largest power of two not above the root mean square."""
-    return root_below(sum((value * value for value in values), Fraction(0)) / len(values))
-
-
 def multiply(a: Pair, b: Pair) -> Pair:
     return Pair(tuple(x * y for x, y in zip(a.data, b.data, strict=True)), a.scale * b.scale)
 
@@ -68,29 +63,3 @@ def total(a: Pair, groups: int) -> Pair:
         sum(a.data[start : start + length], Fraction(0)) for start in range(0, len(a.data), length)
     )
     return Pair(tuple(value / power for value in sums), a.scale * power)
-
-
-def dot(a: Pair, b: Pair, inner: int) -> Pair:
-    """Matrix product of ``[n, inner]`` with ``[inner, m]``, rows one after the other."""
-    power = root_below(inner)
-    columns = len(b.data) // inner
-    data = []
-    for start in range(0, len(a.data), inner):
-        for column in range(columns):
-            terms = (a.data[start + k] * b.data[k * columns + column] for k in range(inner))
-            data.append(sum(terms, Fraction(0)) / power)
-    return Pair(tuple(data), a.scale * b.scale * power)
-
-
-def transpose(a: Pair, rows: int) -> Pair:
-    columns = len(a.data) // rows
-    return Pair(
-        tuple(a.data[row * columns + column] for column in range(columns) for row in range(rows)),
-        a.scale,
-    )
-
-
-def rescale(a: Pair) -> Pair:
-    """Data of a root mean square from 1 to 2."""
-    power = size(a.data)
-    return Pair(tuple(value / power for value in a.data), a.scale * power)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
-from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from matmul import zoo
 from narrowgauge.assembly.preparation import prepare
 from narrowgauge.errors import RecipeError
 from narrowgauge.trainer.language_model import build, loss_sum
@@ -119,31 +119,19 @@ def test_arithmetic_hands_on_data_and_scale_by_its_rule(
     assert pair_of(computed) == expected
 
 
-def test_a_linear_layer_obeys_the_rule_for_dot_products_in_all_three_matmuls() -> None:
-    layer = nn.Linear(3, 5, dtype=torch.float64)
-    with torch.no_grad():
-        layer.weight.copy_(torch.arange(-7.0, 8.0).view(5, 3) * 2.0**-9)
-        layer.bias.copy_(torch.arange(5.0) * 2.0**-7)
+def test_scales_of_a_linear_layer_grow_by_the_root_of_the_number_of_terms() -> None:
+    layer = nn.Linear(16, 64, bias=False, dtype=torch.float64)
+    nn.init.constant_(layer.weight, 2.0**-9)
     scalify(layer)
-    x = scaled(A, 2.0**-6)
+    x = Scaled(torch.ones(2, 16).double(), 2.0**-6).requires_grad_()
     y = layer.forward(x)  # the module itself would return a plain value
-    weight = oracle.rescale(oracle.pair(layer.weight.flatten().tolist(), 1))
-    product = oracle.dot(pair_of(x), oracle.transpose(weight, 5), 3)
-    assert (y.scale.item(), y.data.shape) == (product.scale, (2, 5))
-    bias = [Fraction(value) for value in layer.bias.tolist()]
-    assert pair_of(y).values == tuple(
-        value + bias[place % 5] for place, value in enumerate(product.values)
-    )
-
-    gradient = oracle.pair([float(place) for place in range(-4, 6)], 2.0**-35)
-    y.backward(Scaled(torch.arange(-4.0, 6.0, dtype=torch.float64).view(2, 5), 2.0**-35))
-    assert pair_of(x.grad) == oracle.dot(gradient, weight, 5)
-    by_weight = oracle.dot(oracle.transpose(gradient, 2), pair_of(x), 2).values
-    assert oracle.pair(layer.weight.grad.flatten().tolist(), 1).values == by_weight
-    assert (
-        oracle.pair(layer.bias.grad.tolist(), 1).values
-        == oracle.total(oracle.transpose(gradient, 2), 5).values
-    )
+    y.backward(Scaled(torch.ones(2, 64).double(), 2.0**-35))
+    for scaled, scale, value in (
+        (y, 2.0 ** (-6 - 9) * 4, 16 * 2.0 ** (-6 - 9)),
+        (x.grad, 2.0 ** (-35 - 9) * 8, 64 * 2.0 ** (-35 - 9)),
+    ):
+        assert scaled.scale.item() == scale and scaled.value().unique().tolist() == [value]
+    assert layer.weight.grad.unique().tolist() == [2 * 2.0 ** (-35 - 6)]
 
 
 def test_a_model_computes_what_it_computed(model: PreTrainedModel) -> None:
@@ -197,6 +185,13 @@ def test_a_module_that_is_no_such_norm_is_refused() -> None:
 
     with pytest.raises(RecipeError, match="Centred"):
         scalify(nn.Sequential(Centred()))
+
+
+def test_attention_with_a_learned_bias_is_refused_in_one_line() -> None:
+    model = zoo.build("T5")
+    scalify(model)
+    with pytest.raises(RecipeError, match="attention with a mask that is learned"):
+        model(**zoo.inputs_of("T5"))
 
 
 class RecordedLinear(nn.Linear):

@@ -66,30 +66,19 @@ def replicated(group: Any = None) -> RankGrid:
 
 def of_mesh(mesh: Any, shard_dim: int, replicate_dim: int | None) -> RankGrid:
     """Return the ranks of a DeviceMesh. ``replicate_dim`` is ``None`` without replicas."""
-    if replicate_dim is None:
-        table = mesh.mesh.reshape(1, -1)
-    else:
-        table = mesh.mesh.permute(replicate_dim, shard_dim)
-    replicas, shards = table.shape
-    place_of = {int(table[r, s]): (r, s) for r in range(replicas) for s in range(shards)}
     # Without replicas FSDP2's own group: on CUDA each group has a communicator, and queues of its
     # own.
-    if replicate_dim is None:
-        group = mesh.get_group(shard_dim)
-    else:
-        group = group_of(table.flatten().tolist())
-    ranks = dist.get_process_group_ranks(group)
+    table = mesh.mesh.reshape(1, -1)
+    group = shard_group = mesh.get_group(shard_dim)
     replica_group = None
     if replicate_dim is not None:
+        table = mesh.mesh.permute(replicate_dim, shard_dim)
+        group = group_of(table.flatten().tolist())
         replica_group = mesh.get_group(replicate_dim)
-    return RankGrid(
-        shards,
-        replicas,
-        group,
-        mesh.get_group(shard_dim),
-        replica_group,
-        tuple(place_of[rank] for rank in ranks),
-    )
+    replicas, shards = table.shape
+    place_of = {rank: divmod(i, shards) for i, rank in enumerate(table.flatten().tolist())}
+    places = tuple(place_of[rank] for rank in dist.get_process_group_ranks(group))
+    return RankGrid(shards, replicas, group, shard_group, replica_group, places)
 
 
 _groups: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()
@@ -106,62 +95,6 @@ def group_of(ranks: Sequence[int]) -> Any:
     if key not in groups:
         groups[key] = dist.new_group(list(key), use_local_synchronization=True)
     return groups[key]
-
-
-class Exchange:
-    """Sum one flat gradient over ranks by the backend, in the gradient's format or a wider one.
-
-    Then divide once.
-
-    Attributes:
-        on_gradient: called with this rank's gradient before it is sent.
-        spans: when each sum of this step began and ended: seconds, or events of a GPU.
-    """
-
-    on_gradient: Callable[[Tensor], None] | None = None
-
-    def __init__(self, grid: RankGrid, row: Reduction, average: bool) -> None:
-        self.grid = grid
-        self.row = row
-        self.average = average
-        self.spans: list[tuple[Any, Any]] = []
-
-    def take(self, gradient: Tensor, output: Tensor, *, is_last: bool = True) -> None:
-        """:meth:`add`, after a call of ``on_gradient``. Note when it begins and ends."""
-        if self.on_gradient is not None:
-            self.on_gradient(gradient)
-        began = _now(gradient.device)
-        self.add(gradient, output, is_last=is_last)
-        self.spans.append((began, _now(gradient.device)))
-
-    def add(self, gradient: Tensor, output: Tensor, *, is_last: bool = True) -> None:
-        """Add a gradient, and write this rank's piece of the sum over ranks to ``output``.
-
-        Args:
-            gradient: shape [shards * n], of this rank's micro-batch. It may be overwritten.
-            output: shape [n], of the same dtype. It may stay unset until the last micro-batch.
-            is_last: whether this is the step's last micro-batch.
-        """
-        grid = self.grid
-        part = wide = gradient.to(getattr(torch, self.row.wire)) if self.row.wire else gradient
-        if grid.shards > 1:
-            part = wide.new_empty(output.shape)
-            reduce_scatter(part, wide, grid.shard_group)
-        if grid.replicas > 1:
-            dist.all_reduce(part, group=grid.replica_group)
-        if self.average and grid.size > 1:
-            part = part.div_(grid.size)
-        output.copy_(part)
-
-    def discard(self) -> None:
-        """Forget the micro-batches since the last step."""
-
-    def has_lost(self) -> bool:
-        """Return whether a finite value had no place in a sum since the last call."""
-        return False
-
-    def num_bytes(self) -> int:
-        return 0
 
 
 def _now(device: torch.device) -> Any:
@@ -200,18 +133,25 @@ FIRST_MARGIN = 256.0
 """A GPU's sums are wide if the first gradient is within this factor of what narrow sums hold."""
 
 
-class ExactExchange(Exchange):
-    """Sum exactly over ranks and micro-batches; see
-    :class:`~narrowgauge.numerics.exact_sums.ExactSums`.
+class Exchange:
+    """Sum one flat gradient over ranks, and divide the sum once: by the backend, in the gradient's
+    format or a wider one, or exactly (:class:`~narrowgauge.numerics.exact_sums.ExactSums`).
 
-    Sums become wide, for all of float32's range, when a value needs it. A CPU sees that before it
-    adds. A GPU would have to wait for the values, so it looks once, in the first sum, and then with
-    a margin. Later it keeps a flag, see :meth:`has_lost`.
+    Exact sums are over micro-batches too. They become wide, for all of float32's range, when a
+    value needs it. A CPU sees that before it adds. A GPU would have to wait for the values, so it
+    looks once, in the first sum, and then with a margin. Later it keeps a flag, see
+    :meth:`has_lost`.
 
-    Cost: it sends each micro-batch's gradient once, and with replicas the sum once a step. Several micro-batches in a step take
-        16 bytes for each element that this rank keeps, 40 in wide sums.
+    Attributes:
+        on_gradient: called with this rank's gradient before it is sent.
+        piece: of an exact sum over replicas, this rank's piece until it is gathered.
+        spans: when each sum of this step began and ended: seconds, or events of a GPU.
+    Cost: an exact sum sends each micro-batch's gradient once, and with replicas the sum once a step. Several micro-batches in a
+        step take 16 bytes for each element that this rank keeps, 40 in wide sums.
     """
 
+    on_gradient: Callable[[Tensor], None] | None = None
+    piece: Tensor | None = None
     _sums: ExactSums | None = None
     _has_begun = False
     _is_wide = False
@@ -219,7 +159,47 @@ class ExactExchange(Exchange):
         None  # on a GPU: a value since the last step did not fit narrow sums
     )
 
-    def add(self, gradient: Tensor, output: Tensor, *, is_last: bool = True) -> None:
+    def __init__(self, grid: RankGrid, row: Reduction, average: bool) -> None:
+        self.grid = grid
+        self.row = row
+        self.divisor = grid.size if average else 1
+        self.spans: list[tuple[Any, Any]] = []
+
+    def take(
+        self, gradient: Tensor, output: Tensor, *, is_last: bool = True, gathers: bool = True
+    ) -> None:
+        """Add a gradient, and write this rank's piece of the sum over ranks to ``output``.
+
+        Args:
+            gradient: shape [shards * n], of this rank's micro-batch. It may be overwritten.
+            output: shape [n], of the same dtype. It may stay unset until the last micro-batch.
+            is_last: whether this is the step's last micro-batch.
+            gathers: whether to gather the pieces of replicas at once; else see :meth:`gather`.
+        """
+        if self.on_gradient is not None:
+            self.on_gradient(gradient)
+        began = _now(gradient.device)
+        if self.row.order_invariant:
+            self._add_exactly(gradient, output, is_last)
+        else:
+            self._add(gradient, output)
+        self.spans.append((began, _now(gradient.device)))
+        if self.piece is not None and gathers:
+            output.copy_(self.gather()[: output.numel()])
+
+    def _add(self, gradient: Tensor, output: Tensor) -> None:
+        grid = self.grid
+        part = wide = gradient.to(getattr(torch, self.row.wire)) if self.row.wire else gradient
+        if grid.shards > 1:
+            part = wide.new_empty(output.shape)
+            reduce_scatter(part, wide, grid.shard_group)
+        if grid.replicas > 1:
+            dist.all_reduce(part, group=grid.replica_group)
+        if self.divisor > 1:
+            part = part.div_(self.divisor)
+        output.copy_(part)
+
+    def _add_exactly(self, gradient: Tensor, output: Tensor, is_last: bool) -> None:
         rows = self._received(gradient)
         if not self._is_wide:
             self._look(rows)
@@ -227,9 +207,8 @@ class ExactExchange(Exchange):
             part = output
         else:
             part = output.new_empty(rows.shape[1])
-        divisor = self.grid.size if self.average else 1
         if is_last and not self._has_begun:
-            sum_rows(rows, part, divisor, is_wide=self._is_wide)
+            sum_rows(rows, part, self.divisor, is_wide=self._is_wide)
         else:
             if self._sums is None or self._sums.numel != rows.shape[1]:
                 self._sums = ExactSums(rows.shape[1], rows.device)
@@ -238,14 +217,22 @@ class ExactExchange(Exchange):
             self._sums.add_(rows)
             self._has_begun = not is_last
             if is_last:
-                self._sums.total(part, divisor)
+                self._sums.total(part, self.divisor)
                 self._sums.clear_()
             else:
                 output.zero_()  # FSDP2 shows it as a gradient
         if is_last and self.grid.replicas > 1:
-            gathered = part.new_empty(self.grid.replicas * part.numel())
-            all_gather(gathered, part, self.grid.replica_group)
-            output.copy_(gathered[: output.numel()])
+            self.piece = part
+
+    def gather(self) -> Tensor:
+        """Return the pieces of all replicas, padded to equal lengths."""
+        piece, self.piece = self.piece, None
+        assert piece is not None
+        began = _now(piece.device)
+        gathered = piece.new_empty(self.grid.replicas * piece.numel())
+        all_gather(gathered, piece, self.grid.replica_group)
+        self.spans.append((began, _now(piece.device)))
+        return gathered
 
     def _look(self, rows: Tensor) -> None:
         """Widen the sums if the first values ask for it.
@@ -270,7 +257,9 @@ class ExactExchange(Exchange):
         return True
 
     def discard(self) -> None:
+        """Forget the micro-batches since the last step."""
         self._has_begun = False
+        self.piece = None
         if self._is_beyond is not None:
             self._is_beyond.zero_()
         if self._sums is not None:

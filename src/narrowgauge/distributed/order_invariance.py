@@ -112,24 +112,12 @@ def refuse_lost(model: nn.Module) -> None:
 # optimizers is an exact sum.
 
 
-_restores: list[Callable[[], object]] = []
-"""One function for each reduction.
-
-The first gives PyTorch's functions back, the others do nothing.
-"""
-
-
-def refuse_norms(is_summed: Callable[[Iterable[Tensor]], bool]) -> Callable[[], object]:
-    """Make ``clip_grad_norm_`` and ``get_total_norm`` refuse gradients that ``is_summed`` accepts.
-
-    They are PyTorch's again once all who have called this have called the function that they got.
+@functools.cache
+def refuse_norms(is_summed: Callable[[Iterable[Tensor]], bool]) -> None:
+    """Make ``clip_grad_norm_`` and ``get_total_norm`` refuse gradients that ``is_summed`` accepts,
+    from now on.
     """
-
-    def replace(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        return functools.partial(_checked_norm, norm, is_summed)
-
-    _restores.append((lambda: None) if _restores else torch_names.replace_total_norm(replace))
-    return lambda: _restores.pop()()
+    torch_names.replace_total_norm(lambda norm: functools.partial(_checked_norm, norm, is_summed))
 
 
 def _checked_norm(

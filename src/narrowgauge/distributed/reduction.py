@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from narrowgauge.distributed.exchanges import (
     ONE_RANK,
-    ExactExchange,
     Exchange,
     RankGrid,
     group_of,
@@ -194,8 +193,7 @@ class GradientReduction:
             raise
 
     def _register(self, grid: RankGrid) -> Exchange:
-        kind = ExactExchange if self.is_exact else Exchange
-        self._exchanges.append(kind(grid, self.row, self._average))
+        self._exchanges.append(Exchange(grid, self.row, self._average))
         return self._exchanges[-1]
 
     def _take_over(self, model: nn.Module, mesh: Any) -> None:
@@ -229,7 +227,7 @@ class GradientReduction:
             require_own_dtypes(self._fsdp)
         if self.is_exact and self._trainable:
             self._undo += follow_forwards(inner_of(model), self._require_surrounded)
-            self._undo.append(weakref.finalize(self, refuse_norms(_are_summed_exactly)))
+            refuse_norms(_are_summed_exactly)
 
     # ── a step ────────────────────────────────────────────────────────────────────────────────────
 

@@ -50,21 +50,25 @@ class Replicated:
         gradients: dict[Tensor, Tensor | None] = dict.fromkeys(self.parameters)
         if not is_absent:
             gradients = {parameter: gradient_of(parameter) for parameter in self.parameters}
-        used = self._used_now(gradients, is_last)
         for bucket, exchange in self.buckets:
             sizes = [local_of(p).numel() for p in bucket]
             flat = torch.zeros(sum(sizes), dtype=bucket[0].dtype, device=bucket[0].device)
-            parts = dict(zip(bucket, flat.split(sizes), strict=True))
-            for parameter, part in parts.items():
+            for parameter, part in zip(bucket, flat.split(sizes), strict=True):
                 gradient = gradients[parameter]
                 if gradient is not None:
                     part.copy_(_dense(gradient).reshape(-1))
-            exchange.take(flat, flat, is_last=is_last)
-            for parameter, part in parts.items():
-                if parameter in used:
-                    _write_gradient(parameter, part)
-                else:
-                    parameter.grad = None
+            exchange.take(flat, flat, is_last=is_last, gathers=False)
+            if is_last and exchange.piece is None:
+                _write_gradients(bucket, flat)
+        # After all sums: a rank that has another micro-batch takes part in none of these, and hears
+        # at its beginning that the others have ended the step.
+        for bucket, exchange in self.buckets:
+            if exchange.piece is not None:
+                _write_gradients(bucket, exchange.gather())
+        used = self._used_now(gradients, is_last)
+        for parameter in self.parameters:
+            if parameter not in used:
+                parameter.grad = None
 
     def _used_now(self, gradients: Mapping[Tensor, Tensor | None], is_last: bool) -> set[Tensor]:
         """Note which parameters have gradients. After the last micro-batch, return those that had
@@ -85,13 +89,16 @@ class Replicated:
         self._used.zero_()
 
 
-def _write_gradient(parameter: Tensor, values: Tensor) -> None:
-    if parameter.grad is None:
-        parameter.grad = torch.empty_like(parameter)
-    placed = gradient_of(parameter)
-    assert placed is not None
-    gradient = local_of(placed)
-    gradient.copy_(values.view(gradient.shape))
+def _write_gradients(bucket: Sequence[Tensor], flat: Tensor) -> None:
+    start = 0
+    for parameter in bucket:
+        if parameter.grad is None:
+            parameter.grad = torch.empty_like(parameter)
+        placed = gradient_of(parameter)
+        assert placed is not None
+        gradient = local_of(placed)
+        gradient.copy_(flat[start : start + gradient.numel()].view(gradient.shape))
+        start += gradient.numel()
 
 
 def _in_buckets(parameters: Iterable[Tensor]) -> list[list[Tensor]]:

@@ -74,7 +74,7 @@ def quantize_base(
             "Give the model that get_peft_model returns, or freeze its base with "
             "requires_grad_(False).",
         )
-    shared: dict[Tensor, inference.Codes] = {}
+    shared: dict[Tensor, list[Tensor]] = {}
     for layer in layers:
         inference.quantize_layer(layer, chosen, shared)
     if not is_packed:

@@ -84,47 +84,30 @@ class Swap:
 
     def stepped_by(self, optimizer: torch.optim.Optimizer) -> list[Any]:
         """Return the layers that an optimizer steps, or leads: those whose weights are frozen."""
-        stepped = _ids_of(optimizer)
-        weights = self._weights()
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        model = self.model()
+        named: list[tuple[str, Tensor]] = []
+        for module in list(self.layers) if model is None else [model]:
+            named.extend(module.named_parameters())
+        by_name = dict(named)
         layers: list[Any] = []
         frozen: list[Any] = []
         for layer in self.layers:
-            parameters = weights.get(layer, [])
+            parameters = [p for name, p in layer.named_parameters() if name != "bias"]
+            stack = by_name.get(layer.names[0].rpartition(".")[0])
+            if not parameters and stack is not None:  # experts, whose weights the model holds
+                parameters = [stack]
             if any(id(parameter) in stepped for parameter in parameters):
                 layers.append(layer)
             elif not any(parameter.requires_grad for parameter in parameters):
                 frozen.append(layer)
-        if not frozen or not any(id(p) in stepped for p in self._parameters()):
+        if not frozen or not any(id(parameter) in stepped for _, parameter in named):
             return layers
         if self.leader() is None:
             self.leader = weakref.ref(optimizer)
         if self.leader() is optimizer:
             layers += frozen
         return layers
-
-    def _parameters(self) -> Iterable[Tensor]:
-        model = self.model()
-        modules = list(self.layers) if model is None else [model]
-        for module in modules:
-            yield from module.parameters()
-
-    def _weights(self) -> dict[Any, list[Tensor]]:
-        """Return the parameters of each layer's weight. Those of experts are in another module."""
-        weights: dict[Any, list[Tensor]] = {}
-        for layer in self.layers:
-            named = layer.named_parameters()
-            weights[layer] = [parameter for name, parameter in named if name != "bias"]
-        model = self.model()
-        if model is None:
-            return weights
-        for module in model.modules():
-            projections: Any = module._modules.get("narrow")
-            if not isinstance(projections, nn.ModuleDict):
-                continue  # a module of the user's with this name
-            for name, layer in projections.items():
-                if layer in self.layers:
-                    weights[layer] = [module._parameters[name]]
-        return weights
 
 
 class _Followed(NamedTuple):
@@ -138,10 +121,6 @@ _SWAPS: weakref.WeakSet[Swap] = weakref.WeakSet()
 _FOLLOWED: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Followed]
 _FOLLOWED = weakref.WeakKeyDictionary()
 _before_every_step = cache(register_optimizer_step_pre_hook)
-
-
-def _ids_of(optimizer: torch.optim.Optimizer) -> set[int]:
-    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def write(layers: Iterable[Any]) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -62,6 +62,7 @@ def grouped_linear(
     """
     if x.dtype is plain_dtype(compute):
         weights = weights.to(x.dtype)
+        x = x.contiguous()
         if bias is None and _suits_torch(x, weights):
             return F.grouped_mm(x, weights.transpose(1, 2), offs=offsets)
     name = register(compute)
@@ -104,19 +105,16 @@ def _one_by_one(
 
 
 def _suits_torch(x: Tensor, weights: Tensor) -> bool:
-    """Return whether PyTorch's grouped matmul takes the operands: bfloat16, in rows that begin at
-    multiples of 16 bytes.
+    """Return whether PyTorch's grouped matmul takes the operands: bfloat16, in whole rows of 16
+    bytes.
 
     Source: ``check_valid_strides_and_return_transposed`` in
     ``aten/src/ATen/native/GroupedMMUtils.h`` of PyTorch.
     """
-    if x.dtype != torch.bfloat16 or is_widened(x.dtype, x.device.type) or not x.shape[0]:
-        return False
+    is_multiplied = x.dtype == torch.bfloat16 and not is_widened(x.dtype, x.device.type)
     sizes = x.shape[1], weights.shape[1], x.storage_offset(), weights.storage_offset()
     is_whole = weights.is_contiguous() or weights.transpose(1, 2).is_contiguous()
-    if any(size % 8 for size in sizes) or not (is_whole and x.is_contiguous()):
-        return False
-    return not x.is_cuda or torch.cuda.get_device_capability(x.device) >= (8, 0)
+    return is_multiplied and len(x) > 0 and is_whole and not any(size % 8 for size in sizes)
 
 
 class GroupedLinear(NarrowLayer):
@@ -259,29 +257,28 @@ def grouped_layers(
 
     Return the projections by name.
     """
-    swapped: dict[str, GroupedLinear] = {}
-    stacks = parts(model).stacks()
-    for name, module in list(model.named_modules()):
-        layers: dict[str, nn.Module] = {}
-        for projection in stacks.get(module, ()):
-            full = f"{name}.{projection}".removeprefix(".")
-            compute = choose(full)
-            if compute is not None:
-                weight = module.get_parameter(projection)
-                swapped[full] = GroupedLinear(len(weight), full, compute, weight.device)
-                layers[projection] = swapped[full]
-        if layers:
-            _swap(name, module, layers)
-    return swapped
+    layers: dict[str, GroupedLinear] = {}
+    by_owner: dict[nn.Module, dict[str, GroupedLinear]] = {}
+    for name, owner in projections(model).items():
+        compute = choose(name)
+        if compute is not None:
+            own_name = name.rpartition(".")[2]
+            weight = owner.get_parameter(own_name)
+            layers[name] = GroupedLinear(len(weight), name, compute, weight.device)
+            by_owner.setdefault(owner, {})[own_name] = layers[name]
+    for owner, own_layers in by_owner.items():
+        _swap(owner, own_layers)
+    return layers
 
 
-def _swap(name: str, module: Any, layers: dict[str, nn.Module]) -> None:
+def _swap(module: Any, layers: Mapping[str, GroupedLinear]) -> None:
     """Make a module multiply by swapped projections: through transformers' registry, or in its own
     code.
     """
     if getattr(module, "_is_expert_parallel", False):
         raise RecipeError(
-            f"Cannot swap the experts of '{name}' because they are sharded by expert parallelism.",
+            f"Cannot swap '{next(iter(layers.values())).names[0]}' because it is sharded by expert "
+            "parallelism.",
             "Load the model without it.",
         )
     config = getattr(module, "config", None)
@@ -298,25 +295,21 @@ def _swap(name: str, module: Any, layers: dict[str, nn.Module]) -> None:
 
 def grouped_layers_of(model: nn.Module) -> dict[str, GroupedLinear]:
     """Return the projections that are already swapped, by the names that ``choose`` got."""
-    named = (
-        (name, module)
-        for name, module in model.named_modules()
-        if isinstance(module, GroupedLinear)
-    )
-    return {
-        ".".join(part for part in name.split(".") if part != NARROW): module
-        for name, module in named
-    }
+    layers = {}
+    for name, module in model.named_modules():
+        if isinstance(module, GroupedLinear):
+            layers[".".join(part for part in name.split(".") if part != NARROW)] = module
+    return layers
 
 
-def projections(model: nn.Module) -> list[str]:
-    """Return the names of the projections of all experts."""
-    names = []
+def projections(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules that own the projections of experts, by the projections' names."""
+    owners = {}
     stacks = parts(model).stacks()
     for name, module in model.named_modules():
         for projection in stacks.get(module, ()):
-            names.append(f"{name}.{projection}".removeprefix("."))
-    return names
+            owners[f"{name}.{projection}".removeprefix(".")] = module
+    return owners
 
 
 def _register() -> None:

@@ -73,9 +73,9 @@ def gather_codes(model: nn.Module) -> None:
     layers: list[Any] = []
     for module in model.modules():
         has_own_weight = users[id(getattr(module, "weight", None))] == 1
-        if has_own_weight and isinstance(getattr(module, "compute", None), Compute):
+        is_narrow = isinstance(getattr(module, "compute", None), Compute)
+        if has_own_weight and is_narrow and _can_gather(module):
             layers.append(module)
-    layers = list(filter(_can_gather, layers))
     if not layers:
         raise RecipeError(
             f"Cannot gather weights of this {type(model).__name__} as codes: no linear layer has a "

@@ -51,9 +51,7 @@ def multiply(
         with torch.autocast(lhs.data.device.type, enabled=False):  # the operands are cast already
             y = _emulate(lhs, rhs, dtype, bias)
     else:
-        # Float32 sums, so that a bias is added before the result is rounded.
-        sum_dtype = dtype if bias is None else torch.float32
-        y = scaled(*native.multiply_codes(kernel, lhs, rhs, product, sum_dtype), bias, dtype)
+        y = native.multiply_codes(kernel, lhs, rhs, product, dtype, bias)
     if (*y.shape,) == shape and not y._is_view():
         return y
     # A view could not be changed in place by the model.
@@ -81,7 +79,7 @@ def _emulate(lhs: Operand, rhs: Operand, dtype: torch.dtype, bias: Tensor | None
         return torch.addmm(bias.to(dtype), a, b)
     else:
         values = torch.mm(a, b)
-    return scaled(values, lhs.outer, rhs.outer, bias, dtype)
+    return native.scaled(values, lhs.outer, rhs.outer, bias, dtype)
 
 
 def is_native(product: Product, device: torch.device) -> bool:
@@ -171,26 +169,29 @@ def _multiply_integers(a: Tensor, b: Tensor) -> Tensor:
     """Return the exact product of int8 codes ``[rows, contraction]`` and ``[contraction,
     columns]``, rounded to float32.
     """
+    shape = a.shape[0], b.shape[1]
+    terms = INT32_TERMS
+    multiply_part: Any = torch._int_mm
     if a.is_cuda:
-        return native.sum_integers(a, b)
-    is_emulated = is_widened(torch.int8, "cpu")
-    if is_emulated:
+        # Its kernel takes more than 16 rows.
+        a, b = native.filled(a, least_rows=17), native.filled(b)
+    elif is_widened(torch.int8, "cpu"):
         terms = EXACT_TERMS
+        multiply_part = torch.mm
         a, b = a.float(), b.float()
     else:  # a long transposed left side is slow
-        terms = INT32_TERMS
         a, b = _row_major(a.contiguous()), _row_major(b)
-    multiply_part: Any = torch.mm if is_emulated else torch._int_mm
-    total: Any = None
+    sums: list[Tensor] = []
     for lhs, rhs in zip(a.split(terms, 1), b.split(terms, 0), strict=True):
-        part = multiply_part(lhs, rhs)
-        if total is not None:
-            part = total.double() + part
-        total = part
-    if is_emulated:  # the product of 0 and a negative number is -0: integers have no such sign
+        sums.append(multiply_part(lhs.contiguous() if a.is_cuda else lhs, rhs))
+    total = sums[0]
+    if len(sums) > 1:
+        total = torch.stack(sums).sum(0, dtype=torch.float64)
+    if a.is_cuda:
+        return total[: shape[0], : shape[1]]  # widened where it is scaled
+    if terms == EXACT_TERMS:  # the product of 0 and a negative number is -0: integers have none
         total = total + 0.0
-    sums: Tensor = total.float()
-    return sums
+    return total.float()
 
 
 def _row_major(x: Tensor) -> Tensor:
@@ -201,35 +202,3 @@ def _row_major(x: Tensor) -> Tensor:
     if x.is_contiguous():
         return x.as_strided(x.shape, (max(x.shape[1], 1), 1))
     return x
-
-
-def scaled(
-    values: Tensor, first: Tensor | None, second: Tensor | None, bias: Tensor | None, dtype: torch.dtype
-) -> Tensor:  # fmt: skip
-    """Return sums times the outer scales of the left and the right operand, plus a bias."""
-    if first is second is bias is None:
-        return values.to(dtype)
-    if first is not None:
-        first = first.reshape(-1, 1)
-    if second is not None:
-        second = second.reshape(1, -1)
-    result = torch.empty(values.shape, dtype=dtype, device=values.device)
-    fused(values.numel(), _scale, values, first, second, bias, result)
-    return result
-
-
-def _scale(
-    values: Tensor,
-    by_row: Tensor | None,
-    by_column: Tensor | None,
-    bias: Tensor | None,
-    out: Tensor,
-) -> None:
-    values = values.float()
-    if by_row is not None:
-        values = values * by_row
-    if by_column is not None:
-        values = values * by_column
-    if bias is not None:
-        values = values + bias.float()
-    out.copy_(values)

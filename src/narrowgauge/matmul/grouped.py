@@ -1,13 +1,13 @@
-"""All experts of a mixture in one matmul: PyTorch's grouped kernels, where an expert multiplies its
-own rows.
+"""All experts of a mixture in one matmul: PyTorch's grouped kernel of float8 with a scale per row,
+where an expert multiplies its own rows.
 
 The definition is one linear layer per expert (:mod:`.experts`). Here the codes and scales are the
-same, and each of the three products is one launch. Kernels read groups that begin at whole tiles,
-so each expert's tokens are laid out in *slots*, and zeros fill its last tile. Where a token lies is
-computed on the device from the offsets: the host waits for nothing, and shapes depend on the number
-of tokens alone.
+same, and each of the three products is one launch. The kernel reads groups that begin at multiples
+of 16 bytes, so each expert's tokens are laid out in *slots*, and zeros fill its last tile of 16.
+Where a token lies is computed on the device from the offsets: the host waits for nothing, and
+shapes depend on the number of tokens alone.
 
-The kernels write bfloat16. So a bias is added to the rounded product, and the gradient of a float32
+The kernel writes bfloat16. So a bias is added to the rounded product, and the gradient of a float32
 weight under autocast is rounded to bfloat16 first.
 
 Source: ``GroupedBlas.cpp`` in ``aten/src/ATen/native/cuda`` of PyTorch, and its tests.
@@ -26,28 +26,13 @@ from torch import Tensor
 from narrowgauge.matmul import cast_cache, native
 from narrowgauge.matmul.layer_matmuls import REGISTERED, FirstOrder, once
 from narrowgauge.matmul.operand import Operand, bound, cast_matrix
-from narrowgauge.numerics.quantization import quantize_whole, tiled_scales
-from narrowgauge.spec.computes import Cast, Compute, Product
+from narrowgauge.numerics.quantization import quantize_whole
+from narrowgauge.spec.computes import Cast, Product
 from narrowgauge.torch_support.compile import fused
 
-ALIGN = {"rows": 16, "mx": 128}
-"""Tokens of an expert fill whole multiples of this: 16 bytes of codes, or a tile of 128 scales."""
-_SIDE = {"rows": 16, "mx": 32}
-"""The other sides of the operands are multiples of this, or the loop over experts is used."""
-_TILE = 128
-_CASTS = {
-    "rows": Cast("float8_e4m3fn", "row"),
-    "mx": Cast("float8_e4m3fn", "1x32", "float8_e8m0fnu"),
-}
-"""What each grouped kernel multiplies: float8 with a scale per row, and MXFP8."""
-
-
-def kind_of(compute: Compute) -> str:
-    """Return the grouped kernel that multiplies the codes of a compute; empty if there is none."""
-    for kind, taken in _CASTS.items():
-        if set(compute.casts.values()) == {taken}:
-            return kind
-    return ""
+_TILE = 16
+"""Tokens of an expert, and the other sides of the operands, are multiples of this many codes."""
+_CAST = Cast("float8_e4m3fn", "row")
 
 
 def has_kernels(name: str, x: Tensor, weights: Tensor) -> bool:
@@ -56,17 +41,15 @@ def has_kernels(name: str, x: Tensor, weights: Tensor) -> bool:
     """
     if x.dtype != torch.bfloat16 or not x.shape[0] or not kernels_work(name, x.device):
         return False
-    side = _SIDE[kind_of(REGISTERED[name])]
-    return weights.shape[1] % side == 0 and weights.shape[2] % side == 0
+    return weights.shape[1] % _TILE == 0 and weights.shape[2] % _TILE == 0
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def kernels_work(name: str, device: torch.device) -> bool:
-    """Return whether a device has a working grouped kernel of a compute."""
-    kind = kind_of(REGISTERED[name])
+    """Return whether a device has a working grouped kernel of a registered compute."""
     architecture = native.architecture_of(device) or ""
-    has_kernel = architecture.startswith("sm10") or (architecture == "sm90" and kind == "rows")
-    return bool(kind) and has_kernel and works(kind, device)
+    has_kernel = architecture == "sm90" or architecture.startswith("sm10")
+    return set(REGISTERED[name].casts.values()) == {_CAST} and has_kernel and works(device)
 
 
 # ── slots: where each expert's tokens lie ─────────────────────────────────────────────────────────
@@ -88,21 +71,21 @@ class Slots(NamedTuple):
     expert: Tensor
 
 
-def lay_out(x: Tensor, offsets: Tensor, align: int) -> Slots:
+def lay_out(x: Tensor, offsets: Tensor) -> Slots:
     """Return the slots of tokens ``x [tokens, …]``, sorted by expert, that end at ``offsets``."""
-    return Slots(*fused(len(x) * len(offsets), bound(_lay_out, align), x.detach(), offsets))
+    return Slots(*fused(len(x) * len(offsets), _lay_out, x.detach(), offsets))
 
 
-def _lay_out(align: int, x: Tensor, offsets: Tensor) -> tuple[Tensor, ...]:
+def _lay_out(x: Tensor, offsets: Tensor) -> tuple[Tensor, ...]:
     stops = offsets.long()
     starts = F.pad(stops[:-1], (1, 0))
     counts = stops - starts
-    padded_counts = (counts + align - 1) // align * align
+    padded_counts = (counts + _TILE - 1) // _TILE * _TILE
     experts = torch.arange(len(stops), device=x.device)
     is_before = experts[None, :] < experts[:, None]
     begins = (padded_counts[None, :] * is_before).sum(1)
     ends = begins + padded_counts
-    most = (len(x) + len(stops) * (align - 1) + align - 1) // align * align
+    most = (len(x) + len(stops) * (_TILE - 1) + _TILE - 1) // _TILE * _TILE
     slots = torch.arange(most, device=x.device)
     expert = (slots[:, None] >= ends[None, :]).sum(1).clamp_max(len(stops) - 1)
     place = slots - begins[expert]
@@ -111,7 +94,7 @@ def _lay_out(align: int, x: Tensor, offsets: Tensor) -> tuple[Tensor, ...]:
     owner = (tokens[:, None] >= stops[None, :]).sum(1)
     expert_of = owner.clamp_max(len(stops) - 1)
     slot = torch.where(owner < len(stops), begins[expert_of] + tokens - starts[expert_of], -1)
-    return ends.to(torch.int32), token, slot, expert[:: ALIGN["rows"]].contiguous()
+    return ends.to(torch.int32), token, slot, expert[::_TILE].contiguous()
 
 
 def _gathered(x: Tensor, index: Tensor) -> Tensor:
@@ -122,7 +105,8 @@ def _gathered(x: Tensor, index: Tensor) -> Tensor:
 
 # ── casts ─────────────────────────────────────────────────────────────────────────────────────────
 #
-# Each returns an operand as its kernel reads it: codes along the contraction, scales in tiles.
+# Each returns codes along the contraction, and a scale for each of their rows, as the kernel reads
+# them.
 
 
 def in_slots(x: Tensor, slots: Slots) -> Tensor:
@@ -133,28 +117,19 @@ def in_slots(x: Tensor, slots: Slots) -> Tensor:
 
 def cast_tokens(x: Tensor, cast: Cast) -> Operand:
     """Cast ``[slots, features]`` for a product that contracts the features."""
-    data, outer, inner = cast_matrix(x, cast, 1, torch.float8_e4m3fn)
-    if inner is None:
-        assert outer is not None
-        return Operand(data, outer.flatten())
-    tiles: Tensor = fused(inner.numel(), tiled_scales, inner.view(torch.uint8))
-    return Operand(data, None, tiles.view(len(data), -1))
+    data, outer, _ = cast_matrix(x, cast, 1, torch.float8_e4m3fn)
+    assert outer is not None
+    return Operand(data, outer.flatten())
 
 
 def cast_features(x: Tensor, cast: Cast, slots: Slots) -> Operand:
     """Cast ``[slots, features]``, as ``[features, slots]``, for a product that contracts each
     expert's tokens.
     """
-    if cast.block is not None:
-        data, _, inner = cast_matrix(x, cast, 0, torch.float8_e4m3fn)
-        assert inner is not None
-        scales = inner.view(torch.uint8)
-        return Operand(data, None, fused(scales.numel(), tiled_by_group, scales, slots.ends))
-    largest = fused(x.numel(), bound(_tile_amax, ALIGN["rows"]), x)
+    largest = fused(x.numel(), _tile_amax, x)
     amax = largest.new_zeros(len(slots.ends), x.shape[1])
     amax.scatter_reduce_(0, slots.expert[:, None].expand_as(largest), largest, "amax")
-    columns = bound(_cast_columns, cast, ALIGN["rows"])
-    return Operand(*fused(x.numel(), columns, x, slots.expert, amax))
+    return Operand(*fused(x.numel(), bound(_cast_columns, cast), x, slots.expert, amax))
 
 
 def cast_weights(weights: Tensor, cast: Cast, dim: int) -> Operand:
@@ -168,60 +143,26 @@ def cast_weights(weights: Tensor, cast: Cast, dim: int) -> Operand:
         if dim == 0:
             turned = turned.transpose(1, 2)
         rows = turned.contiguous().flatten(0, 1)  # of one expert, flatten keeps a transposed view
-        data, outer, inner = cast_matrix(rows, cast, 1, torch.float8_e4m3fn)
-        codes = data.view(turned.shape)
-        if inner is None:
-            assert outer is not None
-            return Operand(codes, outer.view(turned.shape[:2]))
-        scales = inner.view(torch.uint8).view(*turned.shape[:2], -1)
-        return Operand(codes, None, fused(scales.numel(), _tiled_by_expert, scales))
+        codes, scales = cast_tokens(rows, cast)[:2]
+        assert scales is not None
+        return Operand(codes.view(turned.shape), scales.view(turned.shape[:2]))
 
     return cast_cache.cast_weight(weights, (cast, dim), make)
 
 
-def _tile_amax(align: int, x: Tensor) -> Tensor:
+def _tile_amax(x: Tensor) -> Tensor:
     """Return the largest magnitudes of each tile of slots: float32 ``[tiles, features]``."""
-    tiles: Tensor = x.float().abs().unflatten(0, (-1, align))
+    tiles: Tensor = x.float().abs().unflatten(0, (-1, _TILE))
     return tiles.amax(1)
 
 
-def _cast_columns(
-    cast: Cast, align: int, x: Tensor, expert: Tensor, amax: Tensor
-) -> tuple[Tensor, Tensor]:
+def _cast_columns(cast: Cast, x: Tensor, expert: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
     valid_expert = expert.clamp(0, amax.shape[0] - 1)
-    largest = amax[valid_expert].repeat_interleave(align, 0)
+    largest = amax[valid_expert].repeat_interleave(_TILE, 0)
     codes, _ = quantize_whole(x, cast, 0, None, None, largest)
     _, outer = quantize_whole(amax, cast, 0, None, None, amax)
     assert outer is not None
     return codes.to(torch.float8_e4m3fn).t().contiguous(), outer.flatten()
-
-
-def _tiled_by_expert(scales: Tensor) -> Tensor:
-    """Arrange one-byte scales ``[experts, rows, blocks]`` in tiles, each expert's for itself."""
-    padded = F.pad(scales, (0, 0, 0, -scales.shape[1] % _TILE))
-    return tiled_scales(padded.flatten(0, 1)).view(len(scales), -1)
-
-
-def tiled_by_group(scales: Tensor, ends: Tensor) -> Tensor:
-    """Arrange one-byte scales ``[rows, blocks of the contraction]`` in tiles of 128 × 4, one group
-    of the contraction after the other.
-
-    The tiles of a group are counted row by row. ``ends`` are the groups' ends in slots: multiples
-    of 128.
-    """
-    rows = -(-scales.shape[0] // _TILE)
-    columns = scales.shape[1] // 4
-    tiles = tiled_scales(scales).view(rows * columns, -1)
-    stops = ends.long() // _TILE
-    starts = F.pad(stops[:-1], (1, 0))
-    place = torch.arange(rows * columns, device=scales.device)
-    group = (place[:, None] >= rows * stops[None, :]).sum(1).clamp_max(len(stops) - 1)
-    width = (stops - starts)[group].clamp_min(1)
-    within = place - rows * starts[group]
-    tile = within // width * columns + starts[group] + within % width
-    is_used = place < rows * stops[-1]
-    index = torch.where(is_used, tile, place).clamp(0, rows * columns - 1)
-    return tiles[index].view(rows * _TILE, -1)
 
 
 # ── products ──────────────────────────────────────────────────────────────────────────────────────
@@ -233,20 +174,13 @@ def multiply_groups(lhs: Operand, rhs: Operand, ends: Tensor, product: Product) 
     Codes ``[slots, contraction]`` and ``[experts, columns, contraction]`` give ``[slots,
     columns]``. Codes ``[rows, slots]`` and ``[columns, slots]`` give ``[experts, rows, columns]``.
     """
-    scales = []
-    for operand in (lhs, rhs):
-        scale = operand.outer
-        if operand.inner is not None:
-            scale = operand.inner.view(torch.float8_e8m0fnu)
-        assert scale is not None
-        scales.append(scale)
+    assert lhs.outer is not None and rhs.outer is not None
     # The older of two functions: only it has a rule for tracing.
-    first, second = scales
     return torch._scaled_grouped_mm(
         lhs.data,
         rhs.data.transpose(-2, -1),
-        first,
-        second,
+        lhs.outer,
+        rhs.outer,
         offs=ends,
         out_dtype=torch.bfloat16,
         use_fast_accum=product.accumulation == "fast",
@@ -261,7 +195,7 @@ class _Experts(FirstOrder):
         ctx: Any, x: Tensor, weights: Tensor, bias: Tensor | None, offsets: Tensor, name: str
     ) -> Tensor:
         compute = REGISTERED[name]
-        slots = lay_out(x, offsets, ALIGN[kind_of(compute)])
+        slots = lay_out(x, offsets)
         lhs = cast_tokens(in_slots(x, slots), compute.output.left)
         rhs = cast_weights(weights, compute.output.right, 1)
         sums = multiply_groups(lhs, rhs, slots.ends, compute.output)
@@ -270,7 +204,7 @@ class _Experts(FirstOrder):
         y: Tensor = fused(len(x) * weights.shape[1], _gathered, sums, slots.slot)
         if bias is None:
             return y
-        row_expert = slots.expert[slots.slot.clamp_min(0) // ALIGN["rows"]]
+        row_expert = slots.expert[slots.slot.clamp_min(0) // _TILE]
         return y + _gathered(bias.detach().to(y.dtype), torch.where(slots.slot < 0, -1, row_expert))
 
     @staticmethod
@@ -329,12 +263,12 @@ def multiply_experts_at_once(
 
 
 @lru_cache(None)
-def works(kind: str, device: torch.device) -> bool:
-    """Return whether a grouped kernel multiplies small groups without error, an empty one included.
+def works(device: torch.device) -> bool:
+    """Return whether the kernel multiplies small groups without error, an empty one included.
 
     It waits for the device once, so the first call must not happen during CUDA graph capture.
     """
-    cast = _CASTS[kind]
+    cast = _CAST
     product = Product(cast, cast)
 
     def trial() -> bool:
@@ -352,7 +286,7 @@ def works(kind: str, device: torch.device) -> bool:
         x, weights, grad, features = (
             tensor.bfloat16().contiguous().to(device) for tensor in (x, weights, grad, features)
         )
-        slots = lay_out(x, offsets, ALIGN[kind])
+        slots = lay_out(x, offsets)
         lhs = cast_tokens(in_slots(x, slots), cast)
         sums = multiply_groups(lhs, cast_weights(weights, cast, 1), slots.ends, product)
         if not torch.equal(sums[slots.slot].cpu(), torch.cat(forward).bfloat16()):

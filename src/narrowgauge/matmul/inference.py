@@ -9,8 +9,8 @@ of four-bit codes is widened to its input's format (QLoRA).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,64 +25,41 @@ from narrowgauge.matmul.linear import (
     matrix_of,
     refuse_replaced_forward,
 )
-from narrowgauge.matmul.operand import Operand
+from narrowgauge.matmul.operand import PAIRS, Operand, block_values, cast_matrix
 from narrowgauge.matmul.roles import roles_of
 from narrowgauge.matmul.swapping import chooser, refuse_unmatched
-from narrowgauge.numerics.quantization import (
-    four_bit_codes,
-    four_bit_values,
-    packed_pairs,
-    padded,
-    quantize,
-    spread,
-    unpacked_pairs,
-)
 from narrowgauge.numerics.widening import bias_gradient, linear, matmul
 from narrowgauge.spec.computes import COMPUTES, Cast, Compute, stores_codes
 from narrowgauge.spec.notation import get_compute
 from narrowgauge.torch_support.anatomy import parts
 from narrowgauge.torch_support.machine import require_float64
 
-
-class Codes(NamedTuple):
-    """A stored weight ``[out, in]``.
-
-    Attributes:
-        weight_codes: ``[out, in]`` of one byte, or uint8 ``[out, in / 2]`` of two codes each,
-            padded to whole blocks; the lower half is the even column.
-        weight_scales: float32 ``[out, 1]`` or ``[1, 1]``; of two codes a byte, those of blocks in
-            their own format.
-        tensor_scale: float32 ``[1, 1]``, beside scales of blocks: multiplies all values.
-    """
-
-    weight_codes: Tensor
-    weight_scales: Tensor
-    tensor_scale: Tensor | None = None
-
-    def values(self, shape: tuple[int, int]) -> Tensor:
-        """Return the weight that codes and scales represent: float32 ``[out, in]``."""
-        if self.tensor_scale is None:
-            return self.weight_codes.float() * self.weight_scales
-        values = four_bit_values(unpacked_pairs(self.weight_codes, 1))
-        values = values * spread(self.weight_scales.float(), values.shape) * self.tensor_scale
-        return values[: shape[0], : shape[1]]
+NAMES = ("weight_codes", "weight_scales", "tensor_scale")
+"""The buffers of a stored weight ``[out, in]``: codes of one byte and scales of rows or of the tensor;
+or two codes a byte, padded to whole blocks, scales of blocks in their own format, and the tensor's."""
 
 
-def codes_of(weight: Tensor, right: Cast) -> Codes:
-    """Return the codes of a weight ``[out, in]`` in a cast."""
-    if not is_packed(right):
-        quantized = quantize(weight, right)
-        assert quantized.outer is not None
-        return Codes(quantized.codes.to(getattr(torch, right.format)).contiguous(), quantized.outer)
-    quantized = quantize(padded(weight, right, 1), right)
-    if quantized.inner is None:
-        raise FormatError(f"{right} has no scales of blocks.")
-    outer = quantized.outer
+def codes_of(weight: Tensor, right: Cast) -> list[Tensor]:
+    """Return the buffers of a weight ``[out, in]`` in a cast."""
+    dtype = PAIRS if is_packed(right) else getattr(torch, right.format)
+    data, outer, inner = cast_matrix(weight, right, 1, dtype)
     if outer is None:
-        outer = quantized.codes.new_ones(1, 1)
-    packed = packed_pairs(four_bit_codes(quantized.codes), 1)
-    # Exact: the scales were computed in that format.
-    return Codes(packed, quantized.inner.to(getattr(torch, right.scale)), outer)
+        outer = data.new_ones(1, 1, dtype=torch.float32)
+    return [data, outer] if inner is None else [data, inner, outer]
+
+
+def operand_of(stored: Sequence[Tensor]) -> Operand:
+    """Return the operand that buffers hold."""
+    data, scales, *rest = stored
+    return Operand(data, rest[0], scales) if rest else Operand(data, scales)
+
+
+def values_of(stored: Sequence[Tensor], shape: tuple[int, int]) -> Tensor:
+    """Return the weight that buffers hold: float32 ``[out, in]``."""
+    operand = operand_of(stored)
+    assert operand.outer is not None
+    codes = operand.data if operand.inner is None else block_values(operand)
+    return (codes.float() * operand.outer)[: shape[0], : shape[1]]
 
 
 def is_packed(right: Cast) -> bool:
@@ -100,16 +77,15 @@ class _Product(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(*stored)
         ctx.shape = shape = rows, x.shape[1]
-        codes = Codes(*stored)
-        if codes.tensor_scale is not None:
+        weight = operand_of(stored)
+        if weight.inner is not None:
             # A copy: adapters add to the output in place, which a view from here forbids.
-            return linear(x, codes.values(shape).to(x.dtype), bias).clone()
-        weight = Operand(codes.weight_codes, codes.weight_scales)
+            return linear(x, values_of(stored, shape).to(x.dtype), bias).clone()
         return multiply_input(x, weight, bias, rows, Call(name))[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        weight = Codes(*ctx.saved_tensors).values(ctx.shape)
+        weight = values_of(ctx.saved_tensors, ctx.shape)
         by_bias = None
         if ctx.needs_input_grad[1]:
             by_bias = bias_gradient(grads[0])
@@ -164,9 +140,8 @@ class QuantizedLinear(nn.Linear):
     is_transposed: bool
 
     def stored(self) -> list[Tensor]:
-        """Return the parts of :class:`Codes`."""
-        names = [name for name in Codes._fields if name in self._buffers]
-        return [cast(Tensor, self._buffers[name]) for name in names]
+        """Return the buffers of :data:`NAMES` that it has."""
+        return [cast(Tensor, self._buffers[name]) for name in NAMES if name in self._buffers]
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
@@ -176,7 +151,7 @@ class QuantizedLinear(nn.Linear):
 
     def dequantize(self) -> Tensor:
         """Return the stored weight, float32 ``[out, in]``."""
-        return Codes(*self.stored()).values((self.out_features, self.in_features))
+        return values_of(self.stored(), (self.out_features, self.in_features))
 
     def forward(self, input: Tensor) -> Tensor:
         """Multiply ``[..., in]`` to ``[..., out]``, in the input's dtype, or autocast's."""
@@ -294,7 +269,7 @@ def quantize_for_inference(
             "Remove its weight norm or parametrization first.",
         )
     keep_from_fused_kernels(model)
-    shared: dict[Tensor, Codes] = {}
+    shared: dict[Tensor, list[Tensor]] = {}
     for layer in layers:
         quantize_layer(layer, compute, shared)
     warn_if_emulated(compute, next(layers[0].buffers()).device)
@@ -320,7 +295,7 @@ def with_codes(compute: str | Compute) -> Compute:
     return compute
 
 
-def quantize_layer(module: Any, compute: Compute, shared: dict[Tensor, Codes]) -> None:
+def quantize_layer(module: Any, compute: Compute, shared: dict[Tensor, list[Tensor]]) -> None:
     """Make a linear layer a :class:`QuantizedLinear`.
 
     It stays the same object, so hooks and references stay valid. Tied layers share one entry of
@@ -343,8 +318,7 @@ def quantize_layer(module: Any, compute: Compute, shared: dict[Tensor, Codes]) -
     module.dtype = weight.dtype
     module.out_features, module.in_features = matrix.shape
     module.compute, module.registered_name = compute, register(compute)
-    for name, tensor in zip(Codes._fields, shared[weight], strict=True):
-        if tensor is not None:
-            module.register_buffer(name, tensor)
+    for name, tensor in zip(NAMES, shared[weight], strict=False):
+        module.register_buffer(name, tensor)
     module.register_load_state_dict_pre_hook(_check_formats)
     module.register_parameter("bias", bias)

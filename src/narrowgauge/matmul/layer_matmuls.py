@@ -113,7 +113,7 @@ def multiply_input(
     lhs = call.cast(x, "output.left")
     y = multiply(lhs, weight, compute.output, (len(x), num_outputs), x.dtype, bias)
     if compute.output.left.outliers:
-        y = add_outliers(y, x, compute.output.left.outliers, weight)
+        y = add_outliers(y, x, compute.output.left.outliers, weight.data, weight.outer)
     return y, lhs
 
 
@@ -176,38 +176,22 @@ def without_outliers(x: Tensor, threshold: float) -> Tensor:
     return torch.where(outlier_columns(x, threshold), 0, x)
 
 
-def add_outliers(y: Tensor, x: Tensor, threshold: float, weight: Operand) -> Tensor:
-    """Add the product of the outlier columns of ``x`` and the weight's widened codes to ``y``.
+@torch.library.custom_op("narrowgauge::add_outliers", mutates_args=())
+def add_outliers(y: Tensor, x: Tensor, threshold: float, codes: Tensor, scales: Tensor) -> Tensor:
+    """Return the sum of ``y`` and the product of the outlier columns of ``x`` and the weight's
+    widened codes.
 
     Cost: a thin matmul; on CUDA one synchronization, for the number of columns, which would break a
     graph.
     """
-    add = _add_opaque if is_traced() else _add_outliers
-    return cast(Tensor, add(y, x, threshold, weight.data, weight.outer))
-
-
-def _add_outliers(
-    y: Tensor, x: Tensor, threshold: float, codes: Tensor, scales: Tensor | None
-) -> Tensor:
     outliers = outlier_columns(x, threshold).nonzero().view(-1)
     if not len(outliers):
-        return y
-    assert scales is not None
+        return y.clone(memory_format=torch.contiguous_format)
     thin = codes[:, outliers].float() * scales
-    return add_product(y, x[:, outliers].to(y.dtype), thin.to(y.dtype).t())
+    return add_product(y, x[:, outliers].to(y.dtype), thin.to(y.dtype).t()).contiguous()
 
 
-@torch.library.custom_op("narrowgauge::add_outliers", mutates_args=())
-def _add_opaque(
-    y: Tensor, x: Tensor, threshold: float, codes: Tensor, scales: Tensor | None
-) -> Tensor:
-    total = _add_outliers(y, x, threshold, codes, scales)
-    if total is y:
-        return total.clone()
-    return total.contiguous()
-
-
-@_add_opaque.register_fake
+@add_outliers.register_fake
 def _(y: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(y)
 

@@ -28,7 +28,6 @@ from narrowgauge.numerics.quantization import (
     square_scales_in_columns,
     tiled_scales,
 )
-from narrowgauge.numerics.widening import INT32_TERMS
 from narrowgauge.spec.computes import Cast, Product
 from narrowgauge.spec.kernels import Kernel, kernel_for
 from narrowgauge.torch_support import torch_names
@@ -72,18 +71,56 @@ def architecture_of(device: torch.device) -> str | None:
 
 
 def multiply_codes(
-    kernel: Kernel, lhs: Operand, rhs: Operand, product: Product, dtype: torch.dtype
-) -> Sums:
-    """Return the product of two operands that the kernel takes, in ``dtype``, or in float32
-    (``mxfp4``: bfloat16) if it cannot.
+    kernel: Kernel,
+    lhs: Operand,
+    rhs: Operand,
+    product: Product,
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Return the product of two operands that the kernel takes, plus a bias, in ``dtype``.
 
     The accumulation ``fast`` is in the tensor core's register alone, if the kernel can.
     """
-    sums = _FUNCTIONS[kernel.name](lhs, rhs, dtype, product.accumulation == "fast")
-    shape = len(lhs.data), len(rhs.data)
-    if (*sums.values.shape,) == shape:
-        return sums
-    return sums._replace(values=sums.values[: shape[0], : shape[1]])
+    # Float32 sums, so that a bias is added before the result is rounded.
+    sum_dtype = dtype if bias is None else torch.float32
+    sums = _FUNCTIONS[kernel.name](lhs, rhs, sum_dtype, product.accumulation == "fast")
+    values = sums.values
+    if (*values.shape,) != (len(lhs.data), len(rhs.data)):
+        values = values[: len(lhs.data), : len(rhs.data)]
+    return scaled(values, sums.left, sums.right, bias, dtype)
+
+
+def scaled(
+    values: Tensor, first: Tensor | None, second: Tensor | None, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:  # fmt: skip
+    """Return sums times the outer scales of the left and the right operand, plus a bias."""
+    if first is second is bias is None:
+        return values.to(dtype)
+    if first is not None:
+        first = first.reshape(-1, 1)
+    if second is not None:
+        second = second.reshape(1, -1)
+    result = torch.empty(values.shape, dtype=dtype, device=values.device)
+    fused(values.numel(), _scale, values, first, second, bias, result)
+    return result
+
+
+def _scale(
+    values: Tensor,
+    by_row: Tensor | None,
+    by_column: Tensor | None,
+    bias: Tensor | None,
+    out: Tensor,
+) -> None:
+    values = values.float()
+    if by_row is not None:
+        values = values * by_row
+    if by_column is not None:
+        values = values * by_column
+    if bias is not None:
+        values = values + bias.float()
+    out.copy_(values)
 
 
 def _padded(x: Tensor, rows: int, columns: int) -> Tensor:
@@ -99,7 +136,7 @@ def _padded(x: Tensor, rows: int, columns: int) -> Tensor:
     return F.pad(x, (0, extra[0], 0, extra[1]))
 
 
-def _filled(x: Tensor, least_rows: int = 0) -> Tensor:
+def filled(x: Tensor, least_rows: int = 0) -> Tensor:
     """Return one-byte codes, padded to whole multiples of the kernels' sides."""
     rows = max(x.shape[0], least_rows)
     columns = x.shape[1]
@@ -111,8 +148,8 @@ def _filled(x: Tensor, least_rows: int = 0) -> Tensor:
 
 def _float8(lhs: Operand, rhs: Operand, dtype: torch.dtype, fast: bool) -> Sums:
     """Multiply by ``torch._scaled_mm`` with scales of tensors or of all rows."""
-    a = _filled(lhs.data).contiguous()
-    b = _filled(rhs.data).contiguous()
+    a = filled(lhs.data).contiguous()
+    b = filled(rhs.data).contiguous()
     is_whole = all(x.outer is None or x.outer.numel() == 1 for x in (lhs, rhs))
     # With scales of rows, older libraries' kernel writes only bfloat16.
     if dtype == torch.float32 or (dtype != torch.bfloat16 and not is_whole):
@@ -143,8 +180,8 @@ def _float8_blocks(lhs: Operand, rhs: Operand, dtype: torch.dtype, *_: Any) -> S
 
     Add every 128 terms to the sum in float32.
     """
-    a = _filled(lhs.data).contiguous()
-    b = _filled(rhs.data).contiguous()
+    a = filled(lhs.data).contiguous()
+    b = filled(rhs.data).contiguous()
     first, by_first = _scales_of_128(lhs)
     second, by_second = _scales_of_128(rhs)
     return _product_of(a, b, [first], [second], by_first, by_second, dtype)
@@ -163,8 +200,8 @@ def _micro_scaled(lhs: Operand, rhs: Operand, dtype: torch.dtype, *_: Any, block
     """Multiply by ``scaled_mm`` with scales of 16 or 32 values in tiles, and the tensors' scales if
     they have any.
     """
-    a = _filled(lhs.data).contiguous()
-    b = _filled(rhs.data).contiguous()
+    a = filled(lhs.data).contiguous()
+    b = filled(rhs.data).contiguous()
     assert lhs.inner is not None and rhs.inner is not None
     inner = lhs.inner.view(torch.uint8), rhs.inner.view(torch.uint8)
     # Scales of 16 × 16 values are repeated: the kernel reads one for each row. Nothing bound here
@@ -237,25 +274,6 @@ def _tile_both(
     return tiled_scales(scales), tiled_scales(other_scales)
 
 
-def sum_integers(a: Tensor, b: Tensor) -> Tensor:
-    """Return exact sums of int8 codes ``[rows, contraction]`` and ``[contraction, columns]``, by
-    the GPU's ``torch._int_mm``.
-
-    It takes more than 16 rows, and multiples of 8 for the other sides.
-    """
-    rows = a.shape[0]
-    columns = b.shape[1]
-    a = _filled(a, least_rows=17)
-    b = _filled(b)
-    sums = []
-    for lhs, rhs in zip(a.split(INT32_TERMS, 1), b.split(INT32_TERMS, 0), strict=True):
-        sums.append(torch._int_mm(lhs.contiguous(), rhs))
-    total = sums[0]
-    if len(sums) > 1:
-        total = torch.stack(sums).sum(0)
-    return total[:rows, :columns]
-
-
 _FUNCTIONS: dict[str, Callable[[Operand, Operand, torch.dtype, bool], Sums]] = {
     "float8": _float8,
     "float8-blocks": _float8_blocks,
@@ -311,9 +329,10 @@ def _works(kernel: Kernel, lhs: Cast, rhs: Cast, device: torch.device) -> bool:
         exactly = matrices[0] @ matrices[1].t()
         product = Product(casts[0], casts[1])
         for dtype in (torch.bfloat16, torch.float32):
-            sums = multiply_codes(kernel, operands[0], operands[1], product, dtype)
+            result = multiply_codes(kernel, operands[0], operands[1], product, dtype)
+            expected = exactly.to(torch.bfloat16 if kernel.name == "mxfp4" else dtype)
             # Read here: a device error is raised when its result is read.
-            if not torch.equal(_finished(sums), exactly.to(sums.values.dtype)):
+            if not torch.equal(result.cpu(), expected.to(dtype)):
                 return False
         return True
 
@@ -344,12 +363,3 @@ def _scattered(rows: int, columns: int) -> Tensor:
     """Return whole numbers below 251, ordered so that nearby rows and columns differ."""
     row, column = (torch.arange(size, dtype=torch.int64, device="cpu") for size in (rows, columns))
     return (row[:, None] * 37 + column * 101 + row[:, None] * column * 7) % 251
-
-
-def _finished(sums: Sums) -> Tensor:
-    values = sums.values.cpu().double()
-    if sums.left is not None:
-        values = values * sums.left.cpu().double().reshape(-1, 1)
-    if sums.right is not None:
-        values = values * sums.right.cpu().double().reshape(1, -1)
-    return values.to(sums.values.dtype)

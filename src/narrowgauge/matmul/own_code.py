@@ -3,18 +3,18 @@
 Transformers calls a registered function for most of its experts (:mod:`.experts`). Other modules,
 such as torchtitan's ``GroupedExperts``, JetMoE's or Llama 4's, multiply their stacked weights by
 ``linear``, ``matmul``, ``bmm`` or ``grouped_mm`` themselves. While such a module's forward runs,
-these four functions multiply by its weights as the swapped projections do. Its routing, activation
-and order of tokens stay its own. A weight is recognized by its shape.
+its stacks are tensors that know their projection, through copies, transposes and the choice of an
+expert. Where one is the second factor of a product, the swapped projection multiplies. Routing,
+activation and order of tokens stay the module's own.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.torch_support.anatomy import stacked
@@ -23,21 +23,36 @@ from narrowgauge.torch_support.extension import extended_class
 NARROW = "narrow"
 """The submodule that holds the swapped projections: no parameters, nothing in the ``state_dict``.
 """
-_LINEAR = (F.linear,)
 _MATMUL = (torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__)
-_GROUPED = (torch._grouped_mm,)
+_PRODUCTS = (F.linear, *_MATMUL, torch._grouped_mm, F.grouped_mm)
+_KEPT = {
+    "bfloat16", "clone", "contiguous", "detach", "float", "half", "permute", "swapaxes", "t", "to", "transpose", "type",
+}  # fmt: skip
+"""Names of functions whose result is the same weight."""
+_TURNED = (Tensor.T.__get__, Tensor.mT.__get__)  # type: ignore[attr-defined]
 
 
 class OwnCode:
     """A module of stacked weights whose own forward multiplies them, in low precision."""
 
+    # A compiler does not see which tensors are stacks.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module's own forward, with its swapped projections."""
-        products = _Products(self)
-        with products:
+        module: Any = self
+        layers = module.get_submodule(NARROW)
+        multiplied: set[str] = set()
+        weights = {name: module._parameters[name] for name in stacked(module)}
+        try:
+            for name, weight in weights.items():
+                if type(weight) in (Tensor, nn.Parameter):  # no DTensor
+                    origin = _Origin(layers, multiplied, name)
+                    module._parameters[name] = _tracked(weight, origin)
             result = super().forward(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            module._parameters.update(weights)
         has_tokens = any(isinstance(x, Tensor) and x.numel() > 0 for x in args)
-        missed = sorted(set(products.layers) - products.multiplied)
+        missed = sorted(set(layers) - multiplied)
         if has_tokens and missed:
             raise RecipeError(
                 f"Cannot multiply '{missed[0]}' of {type(self).__name__} in low precision because "
@@ -47,104 +62,79 @@ class OwnCode:
         return result
 
 
-class _Products(TorchFunctionMode):
-    """Replace the products with a module's stacked weights."""
+class _Origin(NamedTuple):
+    """Where a tensor comes from.
 
-    def __init__(self, module: Any) -> None:
-        super().__init__()
-        self.layers: Any = module.get_submodule(NARROW)
-        self.weights = {name: module._parameters[name] for name in stacked(module)}
-        self.multiplied: set[str] = set()
-        self._turns: dict[tuple[int, ...], int] = {}
+    Attributes:
+        layers: the swapped projections of the module.
+        multiplied: names of weights that were multiplied in this call.
+        name: of the weight.
+        expert: whose part it is; ``None`` for all experts.
+    """
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    layers: Any
+    multiplied: set[str]
+    name: str
+    expert: int | None = None
+
+
+class _Stack(Tensor):
+    """A weight of experts, or the part of one expert."""
+
+    origin: _Origin
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        weight = _weight_of(func, args)
-        name = ""
-        if weight is not None:
-            name = self._name_of(weight)
-        if not name:
-            return func(*args, **kwargs)
-        self.multiplied.add(name)
-        if name not in self.layers:
-            return func(*args, **kwargs)
-        assert weight is not None
-        return self._multiply(self.layers[name], name, weight, *args, **kwargs)
-
-    def _name_of(self, weight: Tensor) -> str:
-        """Return the name of a weight ``[…, out, in]``, or of the stack that it is a part of; empty
-        if it is another one.
-
-        Weights of equal shape take turns, in the order of their names.
-        """
-        if weight.stride(-1) == 1:
-            stored = weight
-        else:
-            stored = weight.transpose(-2, -1)
-        shape = tuple(stored.shape)
-        names = []
-        for name, candidate in self.weights.items():
-            if shape == tuple(candidate.shape[-len(shape) :]):
-                names.append(name)
-        if not names or (len(shape) == 2 and not _is_part(weight)):
-            return ""
-        turn = self._turns.get(shape, 0)
-        self._turns[shape] = turn + 1
-        return names[turn % len(names)]
-
-    def _multiply(
-        self,
-        layer: Any,
-        name: str,
-        weight: Tensor,
-        x: Tensor,
-        _: Tensor,
-        *rest: Any,
-        **options: Any,
-    ) -> Any:
-        if weight.ndim == 2:
-            if rest:
-                bias = rest[0]
-            else:
-                bias = options.get("bias")
-            return layer.multiply_one(x, weight, self._expert_of(name, weight), bias)
-        if rest:
-            offsets = rest[0]
-        else:
-            offsets = options.get("offs")
-        if offsets is not None:
-            return layer(x, weight, offsets)
-        experts, tokens = x.shape[:2]
-        ends = torch.arange(1, experts + 1, dtype=torch.int32, device=x.device) * tokens
-        y = layer(x.reshape(experts * tokens, -1), weight, ends)
-        return y.view(experts, tokens, -1)
-
-    def _expert_of(self, name: str, weight: Tensor) -> int:
-        """Return the place of a part in its stack."""
-        stack = self.weights[name]
-        is_same = stack.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
-        first = stack.storage_offset() if is_same else 0
-        return (weight.storage_offset() - first) // weight.numel() % len(stack)
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in _PRODUCTS and len(args) > 1 and isinstance(args[1], cls):
+                return _multiply(func, args[1].origin, *args, **kwargs)
+            result = func(*args, **kwargs)
+            if not (args and isinstance(args[0], cls)):
+                return result
+            origin = args[0].origin
+            if func.__name__ in _KEPT or func in _TURNED:
+                return _tracked(result, origin)
+            if origin.expert is not None:
+                return result
+            if func in (Tensor.unbind, torch.unbind, Tensor.__iter__):
+                parts = args[0].as_subclass(Tensor).unbind()
+                tracked = [_tracked(x, origin._replace(expert=i)) for i, x in enumerate(parts)]
+                return iter(tracked) if func is Tensor.__iter__ else tuple(tracked)
+            if func is Tensor.__getitem__ and result.shape == args[0].shape[1:]:
+                expert = int(args[1]) % len(args[0])
+                return _tracked(result, origin._replace(expert=expert))
+        return result
 
 
-def _weight_of(func: Any, args: tuple[Any, ...]) -> Tensor | None:
-    """Return the second factor of a product as ``[…, out, in]``; ``None`` for other functions."""
-    if len(args) < 2 or not isinstance(args[1], Tensor) or not isinstance(args[0], Tensor):
-        return None
-    x, weight = args[0], args[1]
-    if func in _LINEAR:
-        return weight
-    is_product = func in _GROUPED or func in _MATMUL
-    if not is_product or weight.ndim not in (2, 3):
-        return None
-    if func in _MATMUL and weight.ndim == 3 and x.ndim != 3:
-        return None
-    return weight.transpose(-2, -1)
+def _tracked(x: Tensor, origin: _Origin) -> _Stack:
+    stack = x.as_subclass(_Stack)
+    stack.origin = origin
+    return stack
 
 
-def _is_part(weight: Tensor) -> bool:
-    """Return whether a matrix is a part of a larger tensor, as a layer's own weight is not."""
-    return weight.untyped_storage().nbytes() >= 2 * weight.numel() * weight.element_size()
+def _multiply(
+    func: Any, origin: _Origin, x: Tensor, stack: Tensor, *rest: Any, **options: Any
+) -> Any:
+    """Multiply by the swapped projection of a stack, or of the expert whose part it is."""
+    plain = stack.as_subclass(Tensor)
+    weight = plain if func is F.linear else plain.transpose(-2, -1)
+    is_batch = func in _MATMUL and weight.ndim == 3
+    if is_batch and x.ndim != 3:
+        return func(x, plain, *rest, **options)
+    origin.multiplied.add(origin.name)
+    if origin.name not in origin.layers:
+        return func(x, plain, *rest, **options)
+    layer = origin.layers[origin.name]
+    if weight.ndim == 2:
+        bias = rest[0] if rest else options.get("bias")
+        return layer.multiply_one(x, weight, origin.expert, bias)
+    if not is_batch:
+        return layer(x, weight, rest[0] if rest else options["offs"])
+    experts, tokens = len(weight), x.shape[1]
+    rows = x.expand(experts, -1, -1).reshape(experts * tokens, -1)
+    ends = torch.arange(1, experts + 1, dtype=torch.int32, device=x.device) * tokens
+    return layer(rows, weight, ends).view(experts, tokens, -1)
 
 
 def take_over(module: nn.Module, layers: nn.ModuleDict) -> None:

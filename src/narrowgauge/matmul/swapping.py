@@ -206,14 +206,18 @@ def swap_linears(
         ['0', '2']
     """
     require_float64(model.parameters())
+    own_keep: tuple[str, ...] = ()
+    keep_last = 0.0
     if not callable(compute):
         compute = get_compute(compute)
         _refuse_transform(compute)
-    roles = roles_of(model, 0.0 if callable(compute) else compute.keep_last)
-    is_by_role = keep_roles and not callable(compute) and bool(compute.keep)
+        own_keep = compute.keep
+        keep_last = compute.keep_last
+    roles = roles_of(model, keep_last)
+    is_by_role = keep_roles and bool(own_keep)
     refuse_unmatched(model, keep)
-    if is_by_role and not callable(compute):
-        choose = chooser(compute, (*keep, *compute.keep), roles)
+    if is_by_role:
+        choose = chooser(compute, (*keep, *own_keep), roles)
     else:
         choose = chooser(compute, keep, {})
     layers: dict[str, Layer] = {}

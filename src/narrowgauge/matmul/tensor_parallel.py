@@ -67,18 +67,15 @@ def multiply_parts(
     # The input's gradient is a sum over ranks where each has some of the outputs.
     grad_placements = [Partial() if splits_outputs else input_placement]
     local = x.redistribute(placements=[input_placement]).to_local(grad_placements=grad_placements)
-    result: Tensor
     # Added to what one rank has in full, a bias is rounded with the product, as in one process.
+    own_bias = None
+    output_placement: Any = Partial()
     if splits_outputs:
-        own_bias = bias
-        if isinstance(bias, DTensor):
-            own_bias = bias.to_local()
-        product = multiply(local, part, own_bias)
-        result = DTensor.from_local(product, mesh, [Shard(last)], run_check=False)
-        return result
-    product = multiply(local, part, None)
-    result = DTensor.from_local(product, mesh, [Partial()], run_check=False)
-    if bias is None:
+        own_bias = bias.to_local() if isinstance(bias, DTensor) else bias
+        output_placement = Shard(last)
+    product = multiply(local, part, own_bias)
+    result: Tensor = DTensor.from_local(product, mesh, [output_placement], run_check=False)
+    if splits_outputs or bias is None:
         return result
     return result + bias
 

@@ -246,14 +246,19 @@ def _facts(compute: Compute) -> dict[str, str]:
     }
 
 
-_FORMULAS = {"output": "y = x · wᵀ", "grad_input": "dx = dy · w", "grad_weight": "dw = dyᵀ · x"}
+_FORMULAS = {
+    "output": ("y = x · wᵀ", "[tokens, in] · [in, out]"),
+    "grad_input": ("dx = dy · w", "[tokens, out] · [out, in]"),
+    "grad_weight": ("dw = dyᵀ · x", "[out, tokens] · [tokens, in]"),
+}
 
 
 def _matmuls(compute: Compute) -> list[Row]:
     """Return a row for each product: its operands [rows, contraction] as they are cast."""
     rows = []
     for place, product in compute.products.items():
-        row = {"matmul": _FORMULAS[place]}
+        formula, shapes = _FORMULAS[place]
+        row = {"matmul": formula, "shapes": shapes}
         for side in ("left", "right"):
             slot = f"{place}.{side}"
             row[side] = str(compute.casts[slot])

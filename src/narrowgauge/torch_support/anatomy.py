@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -80,30 +80,6 @@ def parts(model: nn.Module) -> Parts:
             experts.append(mixture)
             routers |= dict.fromkeys(scorers)
     return Parts(blocks, runs, heads, list(routers), experts, adapters)
-
-
-def shared_inputs(model: nn.Module, run: Callable[[], Any]) -> list[list[nn.Module]]:
-    """Return the groups of linear layers that read one tensor in a forward pass, which ``run()`` does.
-
-    No tree of modules says this: query, key, value and output projections may have one shape.
-    """
-    readers: dict[Any, dict[nn.Module, None]] = {}
-    inputs: list[Tensor] = []
-
-    def note(module: nn.Module, args: tuple[Any, ...]) -> None:
-        x = args[0]
-        inputs.append(x)  # alive, so that no other tensor gets its memory
-        key = (x.data_ptr(), x.shape, x._version)
-        readers.setdefault(key, {})[module] = None
-
-    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    handles = [linear.register_forward_pre_hook(note) for linear in linears]
-    try:
-        run()
-    finally:
-        for handle in handles:
-            handle.remove()
-    return [list(group) for group in readers.values() if len(group) > 1]
 
 
 # ── sets of modules ───────────────────────────────────────────────────────────────────────────────

@@ -321,23 +321,12 @@ def default_store() -> Any:
     return torch.distributed.distributed_c10d._get_default_store()
 
 
-def replace_total_norm(
-    wrap: Callable[[Callable[..., Tensor]], Callable[..., Tensor]],
-) -> Callable[[], None]:
-    """Replace the norm in ``clip_grad_norm_``, and ``torch.nn.utils.get_total_norm``.
-
-    Return a function that restores them.
-    """
+def replace_total_norm(wrap: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]) -> None:
+    """Replace the norm in ``clip_grad_norm_``, and ``torch.nn.utils.get_total_norm``."""
     from torch.nn import utils
     from torch.nn.utils import clip_grad
 
-    def set_norm(norm: Callable[..., Tensor]) -> None:
-        clip_grad._get_total_norm = norm
-        utils.get_total_norm = norm
-
-    before = clip_grad._get_total_norm
-    set_norm(wrap(before))
-    return lambda: set_norm(before)
+    clip_grad._get_total_norm = utils.get_total_norm = wrap(clip_grad._get_total_norm)
 
 
 def fsdp_mesh(group: Any) -> tuple[Any, int | None, int | None]:

@@ -165,11 +165,9 @@ def rescaled(x: Tensor) -> Scaled:
         >>> rescaled(Scaled(torch.tensor([0.25, -0.5]), 2.0))
         Scaled(tensor([ 1., -2.]), 0.5)
     """
-    if isinstance(x, Scaled):
-        size = power_of_rms(x._data)
-        return Scaled(x._data / size, x._scale * size)
-    size = power_of_rms(x)
-    return Scaled(x / size, size)
+    data, scale = (x._data, x._scale) if isinstance(x, Scaled) else (x, 1.0)
+    size = power_of_rms(data)
+    return Scaled(data / size, size * scale)
 
 
 # ── arithmetic ────────────────────────────────────────────────────────────────────────────────────

@@ -255,6 +255,8 @@ def attention(
     Queries and keys enter as real values near one. Their gradients are small relative to the
     output's at first, and large later.
     """
+    if isinstance(attn_mask, Scaled):  # a learned bias, as of T5's positions
+        raise unknown("attention with a mask that is learned")
     token, q, k, v = enter((REAL, REAL, OWN), (1.0,) * 3, query, key, value)
     raw = F.scaled_dot_product_attention(
         q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
