@@ -14,7 +14,7 @@ from narrowgauge.torch_support.machine import compiler_missing
 from optim.pairs import parameters
 from optim.scenarios import OPTIMIZERS, REPRESENTATIVES, kind, stall
 from oracles.adamw import AdamW64
-from tensors import assert_same_bits, gaussian, take_steps
+from tensors import assert_same_bits, take_steps
 
 # Of the stored displacement, relative; no storage of weights without a tail can hold more, see
 # below.
@@ -57,44 +57,6 @@ def test_stall_case_is_survived_on_average_where_weights_are_cut_at_random(stora
     assert coarser < error < 2.0 * coarser and reading.noise > 10 * coarser
     # An audit reads a 16th of the tensor, so its error is four times that of the whole.
     assert abs(reading.edq - 1) < 4 * reading.edq_error < 1.6 * coarser
-
-
-def rate(storage: str, size: float) -> float:
-    """Return the share of the learning rate that arrives: of the displacement of AdamW in float64,
-    along it.
-    """
-    generator = torch.Generator().manual_seed(1)
-    visible = getattr(torch, STORAGES[storage].visible)
-    weight = torch.nn.Parameter((0.02 * torch.randn(32, 32, generator=generator)).to(visible))
-    optimizer = ng.AdamW(
-        [weight], lr=1e-5, weight_decay=0.0, storage=storage, compile=False, low_bits="zero"
-    )
-    # A float16 gradient has a loss scale, which the optimizer divides out.
-    scale = 2.0 ** round(math.log2(0.1 / size)) if visible is torch.float16 else 1.0
-    optimizer.grad_scale = torch.tensor(scale)
-    optimizer.audit_every = 0
-    start = optimizer.stored(weight)
-    exact = AdamW64(start, 1e-5)
-    for _ in range(40):
-        gradient = size * (0.5 + torch.randn(32, 32, generator=generator)).bfloat16()
-        weight.grad = (gradient * scale).to(visible)
-        optimizer.step()
-        exact.step(weight.grad.double() / scale)
-    moved = optimizer.stored(weight).double() - start.double()
-    exact_change = exact.weight - start.double()
-    return float((moved * exact_change).sum() / exact_change.square().sum())
-
-
-@pytest.mark.parametrize("size", [1e7, 1e4, 1e-1, 1e-4, 1e-6, 1e-8])
-def test_the_rate_arrives_at_every_size_of_gradients(size: float) -> None:
-    """A norm of 1 over 8 billion weights is 1e-5 in each, and a summed loss has gradients of 1e5:
-    no moment may have a floor above its square, or an end below it.
-    """
-    rates = {}
-    for name in [*LIMITS, "float16/split", "float16/collage-plus"]:
-        rates[name] = rate(name, size)
-    assert {name: value for name, value in rates.items() if not 0.98 < value < 1.02} == {}
-    assert not any(0.9 < rate(name, size) < 1.1 for name in ("naive", "float16/naive"))
 
 
 SIZES = [1e-10, 1e-3, 1e2, 1e6, 1e10]
@@ -251,47 +213,6 @@ def test_exact_is_master_to_the_bit() -> None:
             stored[name] = optimizer.stored(weight, name)
         results.append({"visible": weight.detach(), **stored})
     assert_same_bits(*results)
-
-
-def test_naive_is_torchs_fused_adamw_and_keeps_the_decay_that_torchs_default_loses() -> None:
-    """One step from equal values: ties go away from zero here and to even there, and where moments
-    cancel, last bits differ.
-    """
-    start = gaussian(64, 128, scale=0.02).bfloat16()
-    gradient = gaussian(64, 128, seed=1, scale=0.01).bfloat16()
-    moments = (
-        gaussian(64, 128, seed=2, scale=0.003).bfloat16(),
-        gaussian(64, 128, seed=3, scale=0.01).square().bfloat16(),
-    )
-    options = {"lr": 1e-3, "betas": (0.9, 0.95)}
-
-    def torchs(decay: float, **how: bool) -> list[torch.Tensor]:
-        weight = torch.nn.Parameter(start.clone())
-        optimizer = torch.optim.AdamW([weight], weight_decay=decay, **options, **how)
-        state = {
-            "step": torch.tensor(9.0),
-            "exp_avg": moments[0].clone(),
-            "exp_avg_sq": moments[1].clone(),
-        }
-        optimizer.state[weight] = state
-        weight.grad = gradient.clone()
-        optimizer.step()
-        return [weight.detach(), state["exp_avg"], state["exp_avg_sq"]]
-
-    weight = torch.nn.Parameter(start.clone())
-    optimizer = ng.AdamW([weight], weight_decay=0.1, storage="naive", compile=False, **options)
-    states = dict(zip(STATE_NAMES, moments, strict=True))
-    optimizer.adopt({weight: start}, {weight: {"step": 9, **states}})
-    weight.grad = gradient.clone()
-    optimizer.step()
-    ours = [weight.detach(), *(optimizer.stored(weight, name).bfloat16() for name in states)]
-    for our_value, torch_value, differing in zip(
-        ours, torchs(0.1, fused=True), (1e-3, 0.05, 0.01), strict=True
-    ):
-        assert (our_value != torch_value).float().mean() < differing
-        torch.testing.assert_close(our_value, torch_value, rtol=2**-7, atol=1e-6)
-    for how in ({"foreach": False}, {"foreach": True}):
-        assert torch.equal(torchs(1.0, **how)[0], torchs(0.0, **how)[0])
 
 
 @pytest.mark.parametrize(

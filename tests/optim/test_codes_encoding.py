@@ -332,33 +332,6 @@ def test_a_float16_weight_is_seen_as_the_nearest(storage: Storage) -> None:
         ).all()  # it stays where it is seen
 
 
-@pytest.mark.parametrize(
-    "storage", [row for row in STORAGES.values() if row.tail_bits], ids=lambda row: row.name
-)
-def test_a_tail_moves_a_written_weight_by_half_an_ulp_and_a_zero_not_at_all(
-    storage: Storage,
-) -> None:
-    """Every finite visible value, beside the ends of the tail's range: the sum is finite, near, and
-    of the same sign.
-    """
-    dtype = getattr(torch, storage.visible)
-    written = (
-        torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype).float()
-    )
-    written = written[written.isfinite()]
-    visible = codes.visible_bits(storage.visible, written)
-    end = 1 << (codes.dropped_bits(storage.weight) + storage.tail_bits - 1)
-    least = 1 << codes.dropped_bits(storage.weight)
-    for tail in (-end, -least, 0, least, end - least):
-        stored = codes.decode_weight(storage, visible, torch.full_like(visible, tail))
-        assert bool(stored.isfinite().all()) and torch.equal(stored.signbit(), written.signbit())
-        magnitude = written.double().abs().clamp(min=torch.finfo(dtype).tiny)
-        ulp = torch.finfo(dtype).eps * torch.exp2(magnitude.log2().floor())
-        assert bool(((stored.double() - written.double()).abs() <= ulp / 2).all())
-        if tail < 0:
-            assert not stored[written == 0].any()
-
-
 def test_the_random_bits_of_a_separate_state_number_the_elements_of_each_matrix() -> None:
     stack = torch.linspace(-1, 1, 3 * 5 * 7).view(3, 5, 7)
     seed = torch.tensor(5, dtype=torch.int32)

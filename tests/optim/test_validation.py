@@ -4,7 +4,6 @@ refused.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from typing import Any
 
@@ -214,19 +213,6 @@ def test_a_rule_that_is_not_monotone_takes_no_scale_by_row() -> None:
         with pytest.raises(ng.errors.RecipeError, match="does not say that it is monotone"):
             ng.Optimizer(parameters(storage), rule, options, storage=storage)
     take_steps(ng.Optimizer(parameters("word"), rule, options, storage="word"), range(1))
-
-
-def test_a_state_that_other_code_puts_there_is_taken() -> None:
-    """As ZeroRedundancyOptimizer loads one."""
-    first = build("adamw", parameters("word"), "word")
-    take_steps(first, range(2))
-    copies = [nn.Parameter(p.detach().clone()) for p in parameters_of(first)]
-    second = build("adamw", copies, "word")
-    for p, entry in zip(copies, copy.deepcopy(first.state_dict())["state"].values(), strict=True):
-        second.state[p] = entry
-    for optimizer in (first, second):
-        take_steps(optimizer, range(2, 3))
-    assert_same_bits(everything(first), everything(second))
 
 
 def test_several_devices_in_one_optimizer_are_refused() -> None:
