@@ -39,6 +39,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "put_back": (nn.Linear(2, 2),),
     "_of_the_copy": (nn.Linear(2, 2),),
     "RandomRounding": (0, False, 0.0),
+    "FirstBad": (nn.Linear(2, 2),),
 }
 """Of contexts that have required parameters."""
 ELSEWHERE = {
@@ -47,6 +48,7 @@ ELSEWHERE = {
     "cpu_kernel_wrapped": "within float32_attention",
     "_alone": "locks a file (tests/machine)",
     "_ended": "of a training's session (tests/trainer)",
+    "Sites": "the base of others",
     "RunWriter": "writes a folder (tests/runs)",
     "RunRecorder": "writes a folder (tests/gauges)",
 }
@@ -75,7 +77,8 @@ def contexts() -> dict[str, Callable[..., Any]]:
         for name, value in vars(module).items():
             made = getattr(value, "__wrapped__", None)
             is_own = getattr(value, "__module__", "") == module_name
-            is_class = inspect.isclass(value) and "__enter__" in vars(value)
+            enter = getattr(value, "__enter__", None) if inspect.isclass(value) else None
+            is_class = getattr(enter, "__module__", "").startswith("narrowgauge")
             is_context = is_class or inspect.isgeneratorfunction(made)
             if is_own and is_context and name not in ELSEWHERE:
                 result[name] = value

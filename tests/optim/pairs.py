@@ -119,6 +119,12 @@ def build(rule: str, params: Any, storage: str, **options: Any) -> ng.Optimizer:
     return row.make(params, storage=storage, compile=False, **{**row.options, **options})
 
 
+def kernel_of(rule: str, storage: str) -> tuple[Any, Any]:
+    """Return what a printed step is of."""
+    row = build(rule, parameters(storage, [(2, 2)]), storage).rule
+    return row, STORAGES[storage].keeping(row.kept)
+
+
 def parameters(
     storage: str, shapes: Sequence[Shape] = SHAPES, scale: float = 0.5
 ) -> list[nn.Parameter]:

@@ -137,7 +137,9 @@ def defaults() -> str:
         lines.append(f"{name}{without_types(thing)}")
         methods = vars(thing) if inspect.isclass(thing) else {}
         for method, value in sorted(methods.items()):
-            if inspect.isfunction(value) and not method.startswith("_"):
+            # PyTorch wraps `step` of each class that was used.
+            is_own = getattr(value, "__qualname__", "") == f"{name}.{method}"
+            if inspect.isfunction(value) and is_own and not method.startswith("_"):
                 lines.append(f"{name}.{method}{without_types(value)}")
     return re.sub(r" at 0x\w+", "", "".join(lines))
 
