@@ -57,7 +57,6 @@ KEY = torch.tensor(-77, dtype=torch.int32)
 # Each number that a word of a row and one of a column can add up to.
 EVERY_UNIFORM = (torch.arange(1 << 16).float() + 0.5) * 2.0**-16
 
-each_cast = exhaustive("cast", CASTS)
 each_narrow = exhaustive("cast", NARROW)
 each_dim = pytest.mark.parametrize("dim", [0, 1])
 

@@ -40,7 +40,6 @@ COMMANDS = {
     "plan-run": f"plan run --model llama-8b {WORD} --chips 8 --tokens 1e12 --price 2.5",
     "plan-run-explain": f"plan run --model llama-8b {WORD} --chips 8 --explain",
     "plan-run-too-large": f"plan run --model llama-70b {WORD} --chips 8",
-    "plan-scaling": "plan scaling 128:10d,256:7d --at 512",
     "plan-two-clusters": "plan run --model llama-33b --chip A100-SXM4-80GB,A100-SXM4-40GB --chips 32 "
     "--recipe bfloat16/master,bfloat16/word",
 }
