@@ -216,38 +216,6 @@ def test_exact_is_master_to_the_bit() -> None:
 
 
 @pytest.mark.parametrize(
-    "storage", [name for name in REPRESENTATIVES if STORAGES[name].visible != "float16"]
-)
-def test_power_of_two_scaled_gradients_give_the_same_weights(storage: str) -> None:
-    shape = (24, 20)
-    row = STORAGES[storage]
-    results = []
-    for scale in (1.0, 2.0**-10):
-        optimizer = ng.AdamW(
-            parameters(storage, [shape]), lr=1e-3, eps=0.0, storage=storage, compile=False
-        )
-        (weight,) = optimizer.param_groups[0]["params"]
-        ever = torch.zeros(shape, dtype=torch.bool)
-        for step in range(50):
-            generator = torch.Generator().manual_seed(step)
-            gradient = (torch.randn(shape, generator=generator) * 1e-2).bfloat16()
-            gradient[:4] = (
-                0  # never sees anything: its moments stay zero, and it takes no step but decay
-            )
-            gradient[4:8] *= step < 2  # and these nothing any more
-            weight.grad = (gradient * scale).to(weight.dtype)
-            optimizer.step()
-            ever |= weight.grad != 0
-            second = optimizer.stored(weight, "exp_avg_sq")
-            assert not second[:4].any() and not optimizer.stored(weight, "exp_avg")[:4].any()
-            if row.exp_avg_sq.hold or not row.exp_avg_sq.is_window:
-                assert torch.equal(second > 0, ever)
-        results.append({"seen": weight.detach().clone(), "stored": optimizer.stored(weight)})
-    assert torch.isfinite(results[0]["stored"]).all()
-    assert_same_bits(*results)
-
-
-@pytest.mark.parametrize(
     ("storage", "beta2", "shape"),
     [("compact", 0.95, (15, 61)), ("states8", 0.999, (16, 64))],
     ids=["in copies", "where it lies"],
