@@ -128,6 +128,10 @@ def test_second_moments_of_float16_keep_the_rate_only_with_a_scale() -> None:
     scaled = STORAGES["float16/collage-light"]
     assert keeps_rate(scaled)
     assert not keeps_rate(replace(scaled, exp_avg_sq=STORAGES["float16/naive"].exp_avg_sq))
+    # 2^-40 is the square of a usual gradient.
+    for lowest, keeps in ((-30, True), (-29, False)):
+        second = replace(scaled.exp_avg_sq, scaled=False, lowest=lowest)
+        assert keeps_rate(replace(scaled, exp_avg_sq=second)) == keeps
 
 
 def test_what_fits_instead_is_named_and_fits() -> None:
