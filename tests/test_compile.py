@@ -55,6 +55,14 @@ def test_code_that_does_something_else_is_not_used(
     assert all(torch.equal(result, x / 2) for result in results)
 
 
+@pytest.mark.parametrize("missing", [0, 1])
+def test_what_is_large_enough_is_compiled(monkeypatch: pytest.MonkeyPatch, missing: int) -> None:
+    monkeypatch.setattr(compile, "compiled_for_pattern", lambda *arguments: "compiled")
+    monkeypatch.setattr(compile, "can_compile", lambda place: True)
+    result = compile.fused(compile.COMPILE_ELEMENTS - missing, halved, torch.ones(3))
+    assert isinstance(result, str) == (missing == 0)
+
+
 def of_one_length(x: Tensor) -> Tensor:
     """Read a length as a number, which makes the trace hold for that length alone."""
     return x * len(x)

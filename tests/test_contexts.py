@@ -38,6 +38,8 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "layers_told": (SimpleNamespace(layer_output=print, layer_gradients=print),),
     "put_back": (nn.Linear(2, 2),),
     "_of_the_copy": (nn.Linear(2, 2),),
+    "RandomRounding": (0, False, 0.0),
+    "FirstBad": (nn.Linear(2, 2),),
 }
 """Of contexts that have required parameters."""
 ELSEWHERE = {
@@ -46,6 +48,9 @@ ELSEWHERE = {
     "cpu_kernel_wrapped": "within float32_attention",
     "_alone": "locks a file (tests/machine)",
     "_ended": "of a training's session (tests/trainer)",
+    "Sites": "the base of others",
+    "RunWriter": "writes a folder (tests/runs)",
+    "RunRecorder": "writes a folder (tests/gauges)",
 }
 """Contexts of something that lives outside the process's settings, with the place of their tests."""
 PLAIN = (bool, int, float, str, type(None))
@@ -65,14 +70,17 @@ def module_names() -> list[str]:
 
 @cache
 def contexts() -> dict[str, Callable[..., Any]]:
-    """Return the functions of the package that make a context, by name."""
+    """Return the functions and classes of the package that make a context, by name."""
     result = {}
     for module_name in module_names():
         module = importlib.import_module(module_name)
         for name, value in vars(module).items():
             made = getattr(value, "__wrapped__", None)
             is_own = getattr(value, "__module__", "") == module_name
-            if is_own and inspect.isgeneratorfunction(made) and name not in ELSEWHERE:
+            enter = getattr(value, "__enter__", None) if inspect.isclass(value) else None
+            is_class = getattr(enter, "__module__", "").startswith("narrowgauge")
+            is_context = is_class or inspect.isgeneratorfunction(made)
+            if is_own and is_context and name not in ELSEWHERE:
                 result[name] = value
     return result
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -90,23 +89,3 @@ def test_only_pairs_of_one_seed_and_machine_count() -> None:
 )
 def test_an_interval_is_student_s(values: list[float], text: str) -> None:
     assert evidence.interval(values) == text
-
-
-def test_a_figure_is_older_once_its_files_have_changed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def git(*words: str) -> str:
-        command = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b", *words]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-    git("init")
-    for name in ("measured", "other"):
-        (tmp_path / name).write_text(name)
-        git("add", name)
-        git("commit", "-m", name)
-    commit = git("rev-parse", "HEAD~1")
-    monkeypatch.setattr(evidence, "ROOT", tmp_path)
-    assert not evidence.is_older(commit, "2026-11-28", ("measured",))
-    assert evidence.is_older(commit, "2026-11-28", ("other",))
-    assert evidence.is_older(None, "2001-01-01", ("measured",))
-    assert not evidence.is_older(commit, "2026-11-28", ())

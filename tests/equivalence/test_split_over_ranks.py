@@ -1,4 +1,5 @@
-"""A model split over ranks has the bits of one process: every storage, saved and loaded half way.
+"""A model split over ranks has the bits of one process: every storage and rule, saved and loaded half
+way.
 
 Gradients are known and shared out: the products of two ranks add up in another order than those of
 one. Under sequence parallelism each rank has a part of the gradient of a weight that all ranks
@@ -8,7 +9,10 @@ last rank has none.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import itertools
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -20,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -32,31 +36,52 @@ import narrowgauge as ng
 from equivalence.ways import HALF, STEPS, Training, fingerprint, load_dcp, save_dcp
 from narrowgauge.distributed.sharding import fingerprint_whole
 from narrowgauge.spec.storages import STORAGES
+from optim.scenarios import OPTIMIZERS
 from ranks import run_ranks
 
 NUM_RANKS = 4
 SOME = ("word", "compact", "kahan")
+RULES = (
+    "lion states8",
+    "adamw float16/collage-plus",
+    "muon word",
+    "galore stochastic",
+    "galore states8",
+    "gradnorm_lorp exact",
+)
+"""Other rules and odd storages, with stacks of matrices."""
 WAYS = {
     "two tensor ranks": tuple(STORAGES),
     "four tensor ranks": SOME,
-    "fsdp2": SOME,
+    "fsdp2": (*SOME, *RULES),
     "fsdp2 and tensor": SOME,
     "zero-1": SOME,
 }
-"""The storages that are tried in each way to split a model."""
+"""The storages that are tried in each way to split a model, with the rule if it is not AdamW."""
+LAYOUTS = {
+    "replicated": ((NUM_RANKS,), [Replicate()]),
+    "replicas of shards": ((2, 2), [Replicate(), Shard(0)]),
+    "columns": ((NUM_RANKS,), [Shard(1)]),
+}
+"""Meshes, and how matrices lie on them."""
+STACKS = {"lone": (1, 8), "deep": (3, 4, 2), "one": (1, 3, 5), "kernel": (3, 2, 2, 2)}
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "compile": False, "audit_every": 2}
+LOW_RANK = {"rank": 2, "update_proj_gap": 2}
 
 
-def mlp(storage: str, seed: int = 0) -> nn.Sequential:
+def mlp(case: str, seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
-    visible = getattr(torch, STORAGES[storage].visible)
+    visible = getattr(torch, STORAGES[case.split()[-1]].visible)
     model = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 6), nn.LayerNorm(6))
+    for name, shape in STACKS.items() if " " in case else ():
+        model.register_parameter(name, nn.Parameter(torch.randn(shape)))
     return model.to(visible)
 
 
-def start(storage: str, mesh: Any = None, seed: int = 0, **options: Any) -> Training:
+def start(case: str, mesh: Any = None, seed: int = 0, **options: Any) -> Training:
     """Return an MLP, split along the dimensions of a mesh, and its optimizer."""
-    model = mlp(storage, seed)
+    rule, storage = case.split() if " " in case else ("adamw", case)
+    model = mlp(case, seed)
     names = () if mesh is None else mesh.mesh_dim_names
     if "tensor" in names:
         plan = {"0": ColwiseParallel(), "2": RowwiseParallel(), "3": SequenceParallel()}
@@ -64,7 +89,9 @@ def start(storage: str, mesh: Any = None, seed: int = 0, **options: Any) -> Trai
     if "fsdp2" in names:
         fully_shard(model, mesh=mesh["fsdp2"])
     options = {"max_grad_norm": 3.0, **OPTIONS, **options}
-    return Training(model, ng.AdamW(model.named_parameters(), storage=storage, **options))
+    if rule in ("galore", "gradnorm_lorp"):
+        options |= LOW_RANK
+    return Training(model, OPTIMIZERS[rule](model.named_parameters(), storage=storage, **options))
 
 
 def shared_out(gradient: Tensor, p: DTensor) -> DTensor:
@@ -109,12 +136,12 @@ def train(training: Training, steps: Iterable[int], *, accumulates: bool = False
     return training
 
 
-def split(storage: str, mesh: Any, folder: Path) -> dict[str, str]:
+def split(case: str, mesh: Any, folder: Path) -> dict[str, str]:
     """Train, go on from a checkpoint in another model, and accumulate gradients."""
     group = mesh.get_group() if mesh.ndim == 1 else None
-    training = train(start(storage, mesh), range(HALF))
+    training = train(start(case, mesh), range(HALF))
     save_dcp(training, folder, process_group=group)
-    resumed = train(start(storage, mesh, seed=1), range(50, 51))
+    resumed = train(start(case, mesh, seed=1), range(50, 51))
     load_dcp(resumed, folder, process_group=group)
     return fingerprint(train(resumed, range(HALF, STEPS), accumulates=True))
 
@@ -150,6 +177,72 @@ def zero_of_float32() -> tuple[list[str], str]:
     return [str(p.dtype) for p in weights.values()], fingerprint_whole(weights)
 
 
+def after_an_overflow(mesh: Any) -> tuple[dict[str, str], int, list[str]]:
+    """Step once more with an infinity in the last row, which the last rank has."""
+    training = train(start("word", mesh), range(STEPS))
+    set_gradients(training.model, 9)
+    gradient = training.model[0].weight.grad
+    if mesh.get_rank() == NUM_RANKS - 1:
+        gradient.to_local()[-1, -1] = math.inf
+    training.optimizer.step()
+    return fingerprint(training), training.optimizer.num_skipped, training.optimizer.last_overflow
+
+
+def directions_here(mesh: Any) -> list[tuple[int, ...]]:
+    """Return the shapes of the matrices whose step this rank computes."""
+    training = start("galore word", mesh)
+    shapes = []
+    rule = training.optimizer.rule
+
+    def direction(gradient: Tensor, *rest: Any) -> Any:
+        shapes.append(tuple(gradient.shape))
+        return rule.direction(gradient, *rest)
+
+    training.optimizer.rule = dataclasses.replace(rule, direction=direction)
+    train(training, range(1))
+    return shapes
+
+
+def muon_in_float32(mesh: Any = None, placements: Any = None) -> dict[str, str]:
+    """Train matrices with Muon, whose products are float32, laid out in some way; whole without a
+    mesh.
+    """
+    torch.manual_seed(0)
+    weights = []
+    for shape in ((8, 6), (6, 8), (4, 2, 6)):
+        weight = torch.randn(shape).bfloat16()
+        if mesh is not None:
+            weight = distribute_tensor(weight, mesh, placements, src_data_rank=None)
+        weights.append(nn.Parameter(weight))
+    model = nn.ParameterList(weights)
+    named = list(model.named_parameters())
+    optimizer = ng.Muon(named, ns_dtype="float32", storage="word", **OPTIONS)
+    return fingerprint(train(Training(model, optimizer), range(STEPS)))
+
+
+def other_seeds(rank: int, mesh: Any) -> dict[str, str]:
+    """Return what a first step says where each rank has a seed of its own, by how ranks share the
+    weight.
+    """
+    weight = torch.ones(4, 4).bfloat16()
+    wrapped = nn.parallel.DistributedDataParallel(nn.Linear(4, 4, bias=False).bfloat16())
+    says = {}
+    for way, parameter in {
+        "replicated": nn.Parameter(distribute_tensor(weight, mesh, [Replicate()])),
+        "sharded": nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)])),
+        "DDP": wrapped.module.weight,
+        "alone": nn.Parameter(weight.clone()),
+    }.items():
+        optimizer = ng.AdamW([parameter], seed=rank, compile=False)
+        parameter.grad = torch.ones_like(parameter)
+        says[way] = ""
+        try:
+            optimizer.step()
+        except ng.errors.RecipeError as error:
+            says[way] = str(error)
+    return says
+
+
 def on_a_rank(rank: int, folder: Path) -> dict[tuple[str, str], Any]:
     meshes = {
         "two tensor ranks": DeviceMesh("cpu", [0, 1], mesh_dim_names=("tensor",)),
@@ -165,29 +258,37 @@ def on_a_rank(rank: int, folder: Path) -> dict[tuple[str, str], Any]:
         results["zero-1", storage] = zero(storage)
     torch.manual_seed(0)
     results["zero-1", "of float32"] = zero_of_float32()
+    for layout, (shape, placements) in LAYOUTS.items():
+        results["muon", layout] = muon_in_float32(init_device_mesh("cpu", shape), placements)
+    results["fsdp2", "overflow"] = after_an_overflow(meshes["fsdp2"])
+    results["fsdp2", "directions"] = directions_here(meshes["fsdp2"])
+    results["fsdp2", "seeds"] = other_seeds(rank, meshes["fsdp2"])
     return results
 
 
+Results = list[dict[tuple[str, str], Any]]
+
+
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[str, str], Any]]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     folder = tmp_path_factory.mktemp("ranks")
     return run_ranks(on_a_rank, NUM_RANKS, folder, folder)
 
 
 @functools.cache
-def fingerprint_of_one_process(storage: str) -> dict[str, str]:
-    return fingerprint(train(start(storage), range(STEPS)))
+def fingerprint_of_one_process(case: str) -> dict[str, str]:
+    return fingerprint(train(start(case), range(STEPS)))
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "zero-1"])
-def test_split_over_ranks(way: str, results: list[dict[tuple[str, str], Any]]) -> None:
+def test_split_over_ranks(way: str, results: Results) -> None:
     members = [result for result in results if (way, "word") in result]
     assert len(members) == (2 if way.startswith("two") else NUM_RANKS)
     for result in members:
         assert [s for s in WAYS[way] if result[way, s] != fingerprint_of_one_process(s)] == []
 
 
-def test_zero_redundancy(results: list[dict[tuple[str, str], Any]]) -> None:
+def test_zero_redundancy(results: Results) -> None:
     for storage in WAYS["zero-1"]:
         alone = start(storage, low_bits="zero", max_grad_norm=None)
         train(alone, range(STEPS))
@@ -197,9 +298,44 @@ def test_zero_redundancy(results: list[dict[tuple[str, str], Any]]) -> None:
 
 
 def test_zero_redundancy_of_float32_weights_ends_in_one_format(
-    results: list[dict[tuple[str, str], Any]],
+    results: Results,
 ) -> None:
     """Each rank has an optimizer for some of the weights, and all ranks hold all weights."""
     formats, weights = zip(*(result["zero-1", "of float32"] for result in results), strict=True)
     assert len(set(weights)) == 1
     assert {name for names in formats for name in names} == {"torch.float32"}
+
+
+def test_matrices_laid_out_in_other_ways(results: Results) -> None:
+    expected = muon_in_float32()
+    for result in results:
+        assert [name for name in LAYOUTS if result["muon", name] != expected] == []
+
+
+def test_one_rank_computes_the_step_of_a_matrix(
+    results: Results,
+) -> None:
+    """The largest ones on different ranks, and those of a stack where they are."""
+    computed = [result["fsdp2", "directions"] for result in results]
+    expected = [(10, 6), (6, 10), (1, 8), (3, 8), *[(4, 2)] * 3, (3, 5)]
+    assert sorted(itertools.chain(*computed)) == sorted(expected)
+    assert not any({(10, 6), (6, 10)} <= set(shapes) for shapes in computed)
+    assert [shapes.count((4, 2)) for shapes in computed] == [1, 1, 1, 0]
+
+
+def test_an_overflow_on_one_rank_skips_the_step_on_all(
+    results: Results,
+) -> None:
+    for rank, result in enumerate(results):
+        state, num_skipped, named = result["fsdp2", "overflow"]
+        assert num_skipped == 1 and state == fingerprint_of_one_process("word")
+        assert named == (["0.weight"] if rank == NUM_RANKS - 1 else [])
+
+
+def test_replicas_of_other_seeds_are_refused_at_the_first_step(
+    results: Results,
+) -> None:
+    """Ranks that share nothing, or step different rows, may have seeds of their own."""
+    for result in results:
+        for way, says in result["fsdp2", "seeds"].items():
+            assert ("Pass the same seed=" in says) == (way in ("replicated", "DDP")), way

@@ -225,18 +225,21 @@ def test_a_mask_in_each_step_leaves_the_other_weights() -> None:
     assert different == []
 
 
-def test_an_average_is_of_what_is_stored() -> None:
+@pytest.mark.parametrize("decay", [0.9, None])
+def test_an_average_is_of_what_is_stored(decay: float | None) -> None:
+    """Without a decay each step counts alike."""
     different = []
     for storage in STORAGES:
         training = start(storage)
-        average = ng.AveragedModel(training.model, training.optimizer, decay=0.9)
+        average = ng.AveragedModel(training.model, training.optimizer, decay=decay)
         expected: dict[Tensor, Tensor] = {}
         for step in range(STEPS):
             train(training, range(step, step + 1))
             average.update_parameters(training.model)
+            share = 1 / (step + 1) if decay is None or step == 0 else 1 - decay
             for p in training.model.parameters():
                 value = training.optimizer.stored(p).float()
-                expected[p] = torch.lerp(expected.get(p, value), value, 1 - 0.9)
+                expected[p] = torch.lerp(expected.get(p, value), value, share)
         pairs = zip(average.module.parameters(), expected.values(), strict=True)
         if fingerprint(training) != plain(storage) or not all(torch.equal(*pair) for pair in pairs):
             different.append(storage)

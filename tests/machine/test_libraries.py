@@ -77,3 +77,16 @@ def test_a_compiler_that_fails_is_not_asked_again() -> None:
         assert prove("a step", "C++", refuse).is_final
     with pytest.warns(UserWarning, match="no space left"):
         assert not prove("a step", "C++", fill).is_final
+
+
+def test_a_damaged_library_is_built_again(built: Path) -> None:
+    answer()
+    (library,) = (built / "cache").glob("*.so")
+    half = built / "half"
+    half.write_bytes(library.read_bytes()[:100])
+    half.replace(library)  # the loaded file stays as it is
+    assert answer() == 42 and num_builds(built) == 2
+    with pytest.raises(RuntimeError, match="error"):
+        cpp.build("int answer() {")
+    suffixes = {file.suffix for file in (built / "cache").iterdir()}
+    assert suffixes == {".so", ".cpp", ".sha256", ".lock"}

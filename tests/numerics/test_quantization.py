@@ -57,7 +57,6 @@ KEY = torch.tensor(-77, dtype=torch.int32)
 # Each number that a word of a row and one of a column can add up to.
 EVERY_UNIFORM = (torch.arange(1 << 16).float() + 0.5) * 2.0**-16
 
-each_cast = exhaustive("cast", CASTS)
 each_narrow = exhaustive("cast", NARROW)
 each_dim = pytest.mark.parametrize("dim", [0, 1])
 
@@ -121,46 +120,6 @@ def test_nearest_is_the_definition_of_rounding(name: str) -> None:
     if row.kind == "int":
         expected = expected.clamp(-row.max, row.max)
     assert same(round_nearest(x, row), torch.where(x.isnan(), torch.nan, expected))
-
-
-def narrow_values(row: Format) -> Tensor:
-    """Values of the format, of places between, and of places so near to a value that float32 hardly
-    tells.
-    """
-    representable = numbers(row.name) if row.kind == "float" else numbers(row.name)[1:]
-    gaps = representable[1:] - representable[:-1]
-    parts = []
-    for part in (0.5, 0.25, 2.0**-9, 0.9990234375, 1 / 3):
-        parts.append(representable[:-1] + gaps * part)
-    candidates = torch.cat(
-        [
-            representable,
-            neighbours(representable, 1),
-            *parts,
-            torch.tensor([2.0**-30, -(2.0**-30), 1e-40]),
-        ]
-    )
-    return candidates[candidates.abs() <= row.max].unique()
-
-
-@exhaustive("name", [name for name in FORMATS_USED if FORMATS[name].bits <= 8])
-def test_stochastic_over_all_numbers_is_unbiased_takes_neighbours_and_leaves_values(
-    name: str,
-) -> None:
-    """Not sampled: the mean over every number that can be drawn, within 2^-16 of a spacing of the
-    value.
-    """
-    row = FORMATS[name]
-    representable = numbers(name)
-    values = narrow_values(row)
-    for v in values[:: max(1, len(values) // 150)]:
-        rounded = round_stochastic(v.expand(len(EVERY_UNIFORM)), row, EVERY_UNIFORM)
-        below = representable[representable <= v].max()
-        above = representable[representable >= v].min()
-        assert ((rounded == below) | (rounded == above)).all()
-        assert abs(rounded.double().mean() - v.double()) <= 2.0**-16 * (above - below)
-    for v in representable[representable.abs() <= row.max]:
-        assert (round_stochastic(v.expand(len(EVERY_UNIFORM)), row, EVERY_UNIFORM) == v).all()
 
 
 # ── random words ──────────────────────────────────────────────────────────────────────────────────
@@ -338,40 +297,6 @@ def test_codes_and_scales_are_the_oracle_s(cast: Cast, dim: int) -> None:
 
 
 # ── what follows ──────────────────────────────────────────────────────────────────────────────────
-
-
-def is_by_rows(cast: Cast) -> bool:
-    """Whether what a scale is made from lies in one row."""
-    return cast.scaling == "static" or cast.granularity in ("none", "row", "1x32", "1x128")
-
-
-@each_cast
-@each_dim
-def test_rows_depend_on_no_other_row_where_no_scale_is_shared(cast: Cast, dim: int) -> None:
-    """One row altered, or half of them left out: the others' bits stay; with a scale for a tensor,
-    column or square, not.
-    """
-    high = max(16, (cast.block or (1, 1))[0])
-    x = gaussian(2 * high, 256)
-
-    def values(rows: Tensor, first: int = 0) -> Tensor:
-        dequantized = ours(
-            rows if dim == 1 else rows.t().contiguous(), cast, dim, first_row=first
-        ).values()
-        return dequantized if dim == 1 else dequantized.t()
-
-    before = values(x)
-    x = torch.cat([x[:1] * 100, x[1:]])
-    after = values(x)
-    assert not same(after[0], before[0])
-    assert same(after[1:], before[1:]) == is_by_rows(cast)
-    if cast.scale == "power-of-two":
-        assert same(after[high:], before[high:])
-    if is_by_rows(cast):
-        # Along dim 1 rows keep their words by number; transposed, the first ones have the first
-        # words.
-        rows_left, first = (slice(high, None), high) if dim == 1 else (slice(high), 0)
-        assert same(values(x[rows_left], first), after[rows_left])
 
 
 def test_codes_that_serve_two_matmuls_are_those_of_both() -> None:

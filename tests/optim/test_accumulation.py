@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.optim.accumulation import GradientAccumulator
@@ -165,38 +163,3 @@ def test_bytes_are_counted() -> None:
     assert GradientAccumulator(parameters, dtype=torch.float64).bytes_per_param() == 8
     parameters[1].requires_grad_(False)
     assert GradientAccumulator(parameters[:2]).bytes_per_param() == pytest.approx(4 * 192 / 197)
-
-
-def test_shards_are_summed_where_they_lie(one_rank: None) -> None:
-    mesh = init_device_mesh("cpu", (1,))
-    parts = gradients((6, 5), 4)
-    weight = torch.nn.Parameter(distribute_tensor(torch.zeros(6, 5).bfloat16(), mesh, [Shard(0)]))
-    accumulator = GradientAccumulator([weight])
-    for part in parts:
-        weight.grad = distribute_tensor(part, mesh, [Shard(0)])
-        accumulator.accumulate()
-    accumulator.finish()
-    assert isinstance(weight.grad, DTensor)
-    assert weight.grad.placements == weight.placements
-    assert torch.equal(bits(weight.grad.to_local()), bits(summed(parts)))
-
-
-def test_many_micro_batches_lose_less_than_in_the_parameters_format() -> None:
-    """Against the exact sum of 256 gradients: autograd's sum in bfloat16, and the accumulator's."""
-    weights = []
-    for _ in range(2):
-        weights.append(torch.nn.Parameter(torch.zeros(4096, dtype=torch.bfloat16)))
-    accumulator = GradientAccumulator(weights[1:])
-    generator = torch.Generator().manual_seed(0)
-    exact = torch.zeros(4096, dtype=torch.float64)
-    for _ in range(256):
-        gradient = (torch.randn(4096, generator=generator) + 0.1).bfloat16()
-        exact += gradient.double()
-        for weight in weights:
-            (weight * gradient).sum().backward()
-        accumulator.accumulate()
-    accumulator.finish()
-    errors = []
-    for w in weights:
-        errors.append(float((w.grad.double() - exact).norm() / exact.norm()))
-    assert errors[0] > 0.01 > 0.003 > errors[1]

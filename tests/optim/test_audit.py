@@ -19,7 +19,6 @@ from narrowgauge.optim.clip import Decision
 from narrowgauge.optim.multi_tensor import audit_of
 from narrowgauge.spec.significance import MIN_EDQ
 from narrowgauge.spec.storages import STORAGES
-from narrowgauge.torch_support.machine import compiler_missing
 from optim.pairs import parameters
 from optim.scenarios import REPRESENTATIVES
 from tensors import step_gradients, take_steps
@@ -341,12 +340,3 @@ def test_steps_of_all_tensors_are_added_from_the_latest() -> None:
     total = ng.audit(optimizer).total
     assert total is not None
     assert total.edq_error == read([rows[0], rows[1], rows[2] + rows[0]]).edq_error
-
-
-@pytest.mark.skipif(bool(compiler_missing()), reason=compiler_missing())
-def test_an_audit_counts_the_elements_that_it_reads() -> None:
-    weight = torch.nn.Parameter(torch.ones(1 << 20))
-    optimizer = ng.AdamW([weight], storage="float32", audit_every=1)
-    take_steps(optimizer, range(1))
-    sums = dict(zip(UPDATE_SUMS, optimizer.last_audit.tolist(), strict=True))  # type: ignore[union-attr]
-    assert sums["elements"] == sums["nonzero"] == (1 << 20) / 32

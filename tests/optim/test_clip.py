@@ -13,11 +13,14 @@ from optim.pairs import FEW, build, everything, parameters
 from tensors import assert_same_bits, gaussian, step_gradients
 
 
-def test_clipping_scales_as_torch_does() -> None:
+@pytest.mark.parametrize("size", [1.0, 1e-8])
+def test_clipping_scales_as_torch_does(size: float) -> None:
+    """Also where the norm is as small as what is added to it."""
     parameter = torch.nn.Parameter(torch.zeros(190, 180))
-    parameter.grad = gaussian(190, 180)
-    ng.SGD([parameter], lr=1.0, weight_decay=0.0, storage="float32", max_grad_norm=0.25).step()
-    torch.nn.utils.clip_grad_norm_([parameter], 0.25)
+    parameter.grad = gaussian(190, 180, scale=size)
+    limit = 0.25 * size
+    ng.SGD([parameter], lr=1.0, weight_decay=0.0, storage="float32", max_grad_norm=limit).step()
+    torch.nn.utils.clip_grad_norm_([parameter], limit)
     torch.testing.assert_close(parameter.detach(), -parameter.grad, rtol=1e-6, atol=0)
 
 

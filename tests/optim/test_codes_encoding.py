@@ -278,6 +278,7 @@ def test_a_weight_is_seen_as_the_nearest_and_kept_whole(storage: Storage) -> Non
 # ── float16 ───────────────────────────────────────────────────────────────────────────────────────
 
 
+@lru_cache
 def float16_values() -> oracle.Floats:
     """The magnitudes of float16, and those that its largest exponent would hold: the first is where
     infinity begins.
@@ -285,6 +286,7 @@ def float16_values() -> oracle.Floats:
     return np.array([float(m) for m in oracle.magnitudes(5, 10, -14)])
 
 
+@lru_cache
 def around_float16() -> Tensor:
     """Every positive float16, every midpoint, and their float32 neighbours; then many others of all
     sizes.
@@ -314,8 +316,7 @@ def nearest_float16(x: Tensor, *, tie_goes_up: bool = False) -> oracle.Floats:
 
 @exhaustive("storage", IN_FLOAT16)
 def test_a_float16_weight_is_seen_as_the_nearest(storage: Storage) -> None:
-    x = around_float16()
-    for sign in (1.0, -1.0):
+    for sign, x in ((1.0, around_float16()), (-1.0, around_float16()[::17])):
         seen, field, encoded = codes.encode_weight(storage, sign * x, 0)
         words = codes.weight_word("float16", seen).to(
             torch.int16
@@ -330,33 +331,6 @@ def test_a_float16_weight_is_seen_as_the_nearest(storage: Storage) -> None:
         assert (
             codes.decode_weight(storage, seen, field)[~shown].abs() >= 65520
         ).all()  # it stays where it is seen
-
-
-@pytest.mark.parametrize(
-    "storage", [row for row in STORAGES.values() if row.tail_bits], ids=lambda row: row.name
-)
-def test_a_tail_moves_a_written_weight_by_half_an_ulp_and_a_zero_not_at_all(
-    storage: Storage,
-) -> None:
-    """Every finite visible value, beside the ends of the tail's range: the sum is finite, near, and
-    of the same sign.
-    """
-    dtype = getattr(torch, storage.visible)
-    written = (
-        torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype).float()
-    )
-    written = written[written.isfinite()]
-    visible = codes.visible_bits(storage.visible, written)
-    end = 1 << (codes.dropped_bits(storage.weight) + storage.tail_bits - 1)
-    least = 1 << codes.dropped_bits(storage.weight)
-    for tail in (-end, -least, 0, least, end - least):
-        stored = codes.decode_weight(storage, visible, torch.full_like(visible, tail))
-        assert bool(stored.isfinite().all()) and torch.equal(stored.signbit(), written.signbit())
-        magnitude = written.double().abs().clamp(min=torch.finfo(dtype).tiny)
-        ulp = torch.finfo(dtype).eps * torch.exp2(magnitude.log2().floor())
-        assert bool(((stored.double() - written.double()).abs() <= ulp / 2).all())
-        if tail < 0:
-            assert not stored[written == 0].any()
 
 
 def test_the_random_bits_of_a_separate_state_number_the_elements_of_each_matrix() -> None:

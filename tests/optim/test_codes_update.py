@@ -5,7 +5,6 @@ that cut.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from fractions import Fraction
 
 import numpy as np
 import torch
@@ -29,7 +28,6 @@ from narrowgauge.optim.rules.elementwise import ADAMW
 from narrowgauge.spec.storages import STATE_NAMES, STORAGES, Storage
 from optim.scenarios import shifts
 from oracles import codes as oracle
-from oracles import rational_expansions as rational
 from tables import exhaustive
 from tensors import gaussian
 
@@ -143,54 +141,6 @@ def test_a_step_is_the_papers_and_only_what_is_kept_is_cut(storage: Storage) -> 
             # As many go up as the remainders ask for: |z| < 5.
             share = exact.astype(np.float64) / spacing % 1
             assert abs(error.sum()) < 5 * np.sqrt((share * (1 - share)).sum()), name
-
-
-@exhaustive(
-    "storage", [row for row in ROWS if row.visible == "float16" and row.arithmetic == "expansion"]
-)
-def test_parts_of_float16_end_at_2_to_the_minus_24(storage: Storage) -> None:
-    """Rational sums: Collage's own bounds, and what storing loses: 2^-25 of the first part, half as
-    much of the second.
-    """
-    u = Fraction(1, 2**11)
-    end = Fraction(3, 2**26)
-    binades = 2.0 ** -(torch.arange(600) % 14).float()
-    gradient = gaussian(600, seed=3).half().float() * binades
-    moments = {
-        "exp_avg": gaussian(600, seed=1) * 2e-3,
-        "exp_avg_sq": (gaussian(600, seed=2) * binades).square(),
-    }
-    before = started(storage, gaussian(600) * binades, gradient.half().float(), moments)
-    done = advance(Inputs(ADAMW, storage, before, None, scalars(storage), SEED))
-    after = filled(before, done.visible, before.gradient, done.fields)
-
-    def exact(lane: Lane, name: str) -> list[Fraction]:
-        return rational.values([part.tolist() for part in codes.read_parts(storage, lane, name)])
-
-    errors = []
-    for old, change, new in zip(
-        exact(before, "weight"), done.changes[0].tolist(), exact(after, "weight"), strict=True
-    ):
-        errors.append(
-            abs(new - (old + Fraction(change))) / (end + 2 * u**2 * abs(old + Fraction(change)))
-        )
-    assert Fraction(1, 2) < max(errors) <= 1
-    beta = 1 - scalars(storage)["one_minus_beta2"].item()
-    squares = (before.gradient.double() * SCALARS["gradient_scale"]).square()
-    # The second moments end relative to their row.
-    spacing = Fraction(float(before.scales["exp_avg_sq"][1])) / 2**40
-    end = Fraction(3, 4) * spacing
-    is_plus = storage.exp_avg_sq.parts > 1
-    errors = []
-    for old, square, new in zip(
-        exact(before, "exp_avg_sq"), squares.tolist(), exact(after, "exp_avg_sq"), strict=True
-    ):
-        increment = Fraction(1 - beta) * Fraction(square)
-        decayed = Fraction(beta) * old
-        rounding = u * increment + 10 * u**2 * decayed if is_plus else 3 * u * (increment + decayed)
-        clamped = max(increment + decayed, spacing)
-        errors.append(abs(new - clamped) / (end + rounding))
-    assert max(errors) <= 1
 
 
 def spacings(storage: Storage, lane: Lane, name: str, x: np.ndarray) -> oracle.Floats:

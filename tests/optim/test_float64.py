@@ -69,19 +69,6 @@ def test_torch_in_float64_is_equal_to_fourteen_digits(
         assert reading.edq == pytest.approx(1, abs=1e-12)
 
 
-@pytest.mark.parametrize("storage", ["float64", "master64", "master", "float16/master"])
-def test_a_written_weight_replaces_its_master_and_no_other(storage: str) -> None:
-    (weight, _), optimizer = parameters, _ = start(storage)
-    for t in range(5):
-        step(parameters, optimizer, t)
-    master = optimizer.stored(weight)
-    assert (master != weight.double()).float().mean() > 0.9
-    weight.data[0, 0] = 3.0
-    expected = master.clone()
-    expected[0, 0] = 3.0
-    assert torch.equal(optimizer.stored(weight), expected)
-
-
 @float64_storages
 def test_adopted_values_are_kept_in_float64_nan_included(storage: str) -> None:
     (weight, _), optimizer = start(storage)

@@ -7,7 +7,6 @@ None of this looks at what a rule computes or a storage keeps, so it is asked of
 from __future__ import annotations
 
 import math
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 import narrowgauge as ng
 import narrowgauge.torch_support.compile
 from narrowgauge.torch_support.machine import compiler_missing
-from optim.pairs import Shape, build, everything, parameters
+from optim.pairs import build, everything, parameters
 from tensors import assert_same_bits, parameters_of, peak_bytes, step_gradients, take_steps
 
 
@@ -77,18 +76,24 @@ def test_a_wrong_group_leaves_the_optimizer_as_it_was() -> None:
     [
         ("adamw", "word", False),
         ("muon", "kahan", False),
+        ("adafactor", "word", False),
         ("galore", "word", False),
         ("plain sgd", "naive", True),
     ],
 )
-def test_steps_have_the_same_bits_under_any_default_dtype_and_device(
+def test_steps_have_the_same_bits_under_autocast_and_any_default_dtype_and_device(
     rule: str, storage: str, compile: bool
 ) -> None:
-    """Both are the user's to choose: no step may depend on them, nor what is saved and loaded, nor
+    """They are the user's to choose: no step may depend on them, nor what is saved and loaded, nor
     what runs compiled.
     """
     outcomes = []
-    for dtype, device in ((torch.float32, "cpu"), (torch.float64, "cpu"), (torch.float32, "meta")):
+    for dtype, device, is_autocast in (
+        (torch.float32, "cpu", False),
+        (torch.float32, "cpu", True),
+        (torch.float64, "cpu", False),
+        (torch.float32, "meta", False),
+    ):
         optimizer = build(rule, parameters(storage), storage, max_grad_norm=0.5, audit_every=3)
         optimizer.compile = compile
         ran = False
@@ -98,7 +103,10 @@ def test_steps_have_the_same_bits_under_any_default_dtype_and_device(
         torch.set_default_dtype(dtype)
         torch.set_default_device(device)
         try:
-            with patch.dict(narrowgauge.torch_support.compile._COMPILED, clear=True):
+            with (
+                patch.dict(narrowgauge.torch_support.compile._COMPILED, clear=True),
+                torch.autocast("cpu", torch.bfloat16, enabled=is_autocast),
+            ):
                 for step in slopes:
                     for p, slope in zip(parameters_of(optimizer), step, strict=True):
                         p.grad = slope
@@ -111,8 +119,8 @@ def test_steps_have_the_same_bits_under_any_default_dtype_and_device(
         assert ran == (compile and not compiler_missing())
         assert optimizer.num_skipped == 0 and optimizer.grad_norm is not None
         outcomes.append({**everything(optimizer), "norm": optimizer.grad_norm.reshape(1)})
-    assert_same_bits(outcomes[0], outcomes[1])
-    assert_same_bits(outcomes[0], outcomes[2])
+    for outcome in outcomes[1:]:
+        assert_same_bits(outcomes[0], outcome)
 
 
 def test_what_is_compiled_is_decided_at_each_step() -> None:
@@ -124,46 +132,6 @@ def test_what_is_compiled_is_decided_at_each_step() -> None:
     take_steps(optimizer, range(1, 2))
     (ran,) = optimizer.ran_compiled().values()
     assert ran.startswith("definition: Cannot compile" if compiler_missing() else "C++")
-
-
-def beside(
-    storage: str, shapes: list[Shape], **options: Any
-) -> tuple[ng.Optimizer, list[ng.Optimizer]]:
-    """An optimizer of all tensors, and one for each of them."""
-    options["low_bits"] = "zero"  # random ones are keyed by name
-    alone = []
-    for p in parameters(storage, shapes):
-        alone.append(build("adamw", [p], storage, **options))
-    return build("adamw", parameters(storage, shapes), storage, **options), alone
-
-
-def step_beside(
-    optimizer: ng.Optimizer, alone: list[ng.Optimizer], step: int, missing: tuple[int, ...] = ()
-) -> None:
-    for k, gradient in enumerate(step_gradients(parameters_of(optimizer), step)):
-        for p in (parameters_of(optimizer)[k], parameters_of(alone[k])[0]):
-            p.grad = None if k in missing else gradient
-        alone[k].step()
-
-
-def assert_alike(optimizer: ng.Optimizer, alone: list[ng.Optimizer]) -> None:
-    for p, single in zip(parameters_of(optimizer), alone, strict=True):
-        (q,) = parameters_of(single)
-        assert_same_bits(dict(optimizer.state_of(p)), dict(single.state_of(q)))
-        assert torch.equal(p, q)
-
-
-@pytest.mark.parametrize("storage", ["word", "compact"])
-def test_a_missing_gradient_leaves_the_others_as_they_are(storage: str) -> None:
-    """Each tensor has the bits of its own gradients, also when a state is loaded between."""
-    optimizer, alone = beside(storage, [(6, 4 + k) for k in range(12)], audit_every=2)
-    optimizer.compile = True
-    for step in range(6):
-        step_beside(optimizer, alone, step, {1: (5,), 2: (5, 7)}.get(step, ()))
-        optimizer.step()
-        if step == 4:
-            optimizer.load_state_dict(optimizer.state_dict())
-    assert_alike(optimizer, alone)
 
 
 def test_the_first_step_of_a_large_tensor_takes_little_memory() -> None:

@@ -1,4 +1,4 @@
-"""The definition of a step: in chunks, and where there is no compiler."""
+"""The definition of a step: in chunks, where there is no compiler, and as a GPU compiles it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 
 import narrowgauge as ng
 from narrowgauge.torch_support import compile, cpp, proven
-from optim.pairs import everything, parameters
+from optim.pairs import everything, kernel_of, parameters
+from script_modules import benchmark_module
 from tensors import assert_same_bits, take_steps
 
 
@@ -41,3 +42,15 @@ def test_without_a_compiler_the_definition_runs_and_says_so(
     eager = ng.AdamW(parameters("word", [(80, 80)]), storage="word", compile=False)
     take_steps(eager, range(2), scale=0.01)
     assert_same_bits(everything(optimizer), everything(eager))
+
+
+@pytest.mark.parametrize(
+    ("rule", "storage"), [("adamw", "word"), ("lion", "states8"), ("muon", "word")]
+)
+def test_a_gpu_rounds_every_operation_and_moves_16_bytes_at_a_time(rule: str, storage: str) -> None:
+    """Compiled without a GPU.
+
+    ``./dev gpu --compile`` compiles all pairs, for three architectures.
+    """
+    row = benchmark_module("gpu").compiled_row(*kernel_of(rule, storage), False, 90)
+    assert row["passes"] == "yes", row

@@ -15,7 +15,7 @@ import narrowgauge as ng
 from narrowgauge.optim import codes
 from narrowgauge.optim.low_bits import has_low_bits, random_rows
 from narrowgauge.spec.storages import STORAGES
-from optim.pairs import build, everything, parameters
+from optim.pairs import build, parameters
 from tensors import assert_same_bits, parameters_of, set_gradients, take_steps
 
 FILLED = [name for name, row in STORAGES.items() if has_low_bits(row)]
@@ -91,28 +91,6 @@ def test_exact_and_master_begin_alike_and_word_with_their_upper_bits() -> None:
     assert torch.equal(stored["exact"], stored["split"])
     difference = (stored["word"] - stored["exact"]).abs()
     assert bool((difference <= 2.0**-15 * stored["exact"].abs()).all())
-
-
-@pytest.mark.parametrize("storage", ["word", "compact", "kahan"])
-def test_chunks_resumes_and_skipped_steps_change_no_bit(
-    storage: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options = {"lr": 1e-3, "low_bits": "random", "max_grad_norm": 1e9}
-    plain = build("adamw", parameters(storage), storage, **options)
-    take_steps(plain, range(3))
-    monkeypatch.setattr("narrowgauge.numerics.chunks.CHUNK", 24)
-    chunked = build("adamw", parameters(storage), storage, **options)
-    for p in parameters_of(chunked):
-        p.grad = torch.full_like(p, torch.nan)
-    chunked.step()
-    assert chunked.num_skipped == 1
-    take_steps(chunked, range(1))
-    loaded = build(
-        "adamw", [nn.Parameter(p.detach()) for p in parameters_of(chunked)], storage, lr=1e-3
-    )
-    loaded.load_state_dict(chunked.state_dict())
-    take_steps(loaded, range(1, 3))
-    assert_same_bits(everything(plain), everything(loaded))
 
 
 def test_own_low_bits_are_kept() -> None:

@@ -4,7 +4,6 @@ interpreted here.
 
 from __future__ import annotations
 
-import threading
 import warnings
 import weakref
 from collections import Counter
@@ -30,8 +29,8 @@ from narrowgauge.optim.state import ParameterState
 from narrowgauge.spec.storages import STORAGES
 from narrowgauge.torch_support import cpp, proven, torch_names, triton
 from narrowgauge.torch_support.machine import compiler_missing, compiler_name
-from optim.pairs import PAIRS, RULES, build, everything, over, parameters
-from script_modules import benchmark_module
+from optim.pairs import PAIRS, RULES, everything, kernel_of, over, parameters
+from optim.scenarios import REPRESENTATIVES
 from tensors import assert_same_bits, gaussian
 
 # NumPy's, of infinities in the interpreter.
@@ -48,18 +47,8 @@ KERNELS = [
     if rule != "nesterov"
     and (rule not in ("own", "adafactor", "galore", "gradnorm_lorp") or storage in OWN)
 ]
-FEW = [
-    ("adamw", "word"),
-    ("adam", "compact"),
-    ("lion", "float32-states8"),
-    ("adamw", "float16/collage-plus"),
-]
-FEW += [("muon", "word"), ("galore", "compact"), ("adafactor", "exact"), ("gradnorm_lorp", "kahan")]
-
-
-def kernel_of(rule: str, storage: str) -> tuple[Any, Any]:
-    row = build(rule, parameters(storage, [(2, 2)]), storage).rule
-    return row, STORAGES[storage].keeping(row.kept)
+FEW = [("adamw", "word"), ("adam", "compact"), ("muon", "word"), ("galore", "compact")]
+"""Flat and by row, elementwise and of matrices: by which a table lies."""
 
 
 CACHES = (
@@ -69,40 +58,44 @@ CACHES = (
 )
 
 
-def printed(monkeypatch: pytest.MonkeyPatch, language: str) -> Iterator[None]:
-    """Steps of compiled optimizers run in a language.
-
-    Programs are small, so that there are several.
-    """
-    if language == "Triton":
-        pytest.importorskip("triton", reason="the kernels of a GPU are printed for Triton")
-    elif compiler_missing():
-        pytest.skip(compiler_missing())
-    monkeypatch.setattr(triton, "INTERPRET", language == "Triton")
-    monkeypatch.setattr(triton_step, "BLOCK", 128)
-    monkeypatch.setattr(cpp_step, "TILE", 32)
-    monkeypatch.setattr(proven, "_reasons", {})
-    for cache in CACHES:
-        cache.cache_clear()
-    yield
-    for cache in CACHES:
-        cache.cache_clear()
+@pytest.fixture(scope="module", autouse=True)
+def small_programs() -> Iterator[None]:
+    """Let tensors have several programs. A kernel is proved once for all tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_step, "BLOCK", 128)
+        patch.setattr(cpp_step, "TILE", 32)
+        patch.setattr(proven, "_reasons", {})
+        for cache in CACHES:
+            cache.cache_clear()
+        yield
+        for cache in CACHES:
+            cache.cache_clear()
 
 
 @pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Steps of compiled optimizers run as on a GPU."""
-    yield from printed(monkeypatch, "Triton")
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run steps of compiled optimizers as on a GPU."""
+    pytest.importorskip("triton", reason="the kernels of a GPU are printed for Triton")
+    monkeypatch.setattr(triton, "INTERPRET", True)
 
 
 @pytest.fixture(params=["C++", "Triton"])
-def language(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The language of a CPU or of a GPU."""
-    for _ in printed(monkeypatch, request.param):
-        yield request.param
+def language(request: pytest.FixtureRequest) -> str:
+    """Run them in the language of a CPU or of a GPU."""
+    if request.param == "Triton":
+        request.getfixturevalue("interpreted")
+    elif compiler_missing():
+        pytest.skip(compiler_missing())
+    return request.param
 
 
-@over(KERNELS)
+# The interpreter takes a hundred times as long as a compiler.
+OF_EACH_KIND = [pair for pair in KERNELS if pair[1] in REPRESENTATIVES]
+PRINTED = [("C++", *pair) for pair in over(KERNELS).args[1]]
+PRINTED += [("Triton", *pair) for pair in over(OF_EACH_KIND).args[1]]
+
+
+@pytest.mark.parametrize(("language", "rule", "storage"), PRINTED, indirect=["language"])
 def test_the_printed_step_has_the_bits_of_the_definition(
     language: str, rule: str, storage: str
 ) -> None:
@@ -117,13 +110,13 @@ def unaligned(shape: tuple[int, ...], values: Tensor) -> Tensor:
 
 
 def train(
-    rule: str, storage: str, *, compiled: bool, steps: int = 6, **options: Any
+    rule: str, storage: str, *, compiled: bool, steps: int = 5, **options: Any
 ) -> ng.Optimizer:
     """Steps of two groups, with unequal counts, an infinity, a NaN, odd ends and addresses, no
     elements, other strides.
     """
     dtype = getattr(torch, STORAGES[storage].visible)
-    shapes: list[tuple[int, ...]] = [(4, 72), (8, 8), (3, 7), (9,), (0, 4), (4, 16), (16, 8)]
+    shapes: list[tuple[int, ...]] = [(3, 24), (8, 8), (3, 7), (9,), (0, 4), (4, 16), (6, 8)]
     shapes += [(5, 3, 2, 2), (2, 140)]
     params = []
     for k, shape in enumerate(shapes):
@@ -147,11 +140,11 @@ def gradient_of(param: Tensor, k: int, step: int) -> Tensor | None:
         return None
     scale = 2.0 ** (k - 3)
     gradient = gaussian(*param.shape, seed=100 * step + k, scale=scale, dtype=param.dtype)
-    if step in (2, 4) and k == 0:
+    if step in (2, 3) and k == 0:
         gradient[0, 3] = torch.inf if step == 2 else torch.nan
     if k == 1:
         return unaligned(tuple(param.shape), gradient)
-    if k == 6 and step == 3:
+    if k == 6 and step == 4:
         return gradient.t().contiguous().t()
     if k == 7 and step % 2:
         return gradient.to(memory_format=torch.channels_last)
@@ -170,7 +163,7 @@ def test_steps_of_an_optimizer_are_the_same(language: str, rule: str, storage: s
 
 @pytest.mark.usefixtures("language")
 @pytest.mark.parametrize(
-    ("rule", "storage"), [("adamw", "word"), ("adamw", "states8"), ("muon", "word")]
+    ("rule", "storage"), [("adamw", "word"), ("adam", "compact"), ("muon", "word")]
 )
 def test_an_audit_reads_the_same_and_changes_no_bit(rule: str, storage: str) -> None:
     """NaNs and infinities are left alone, since sums of them say nothing."""
@@ -228,7 +221,6 @@ def test_a_tensor_without_a_gradient_lays_out_nothing_again(
     assert [optimizer.num_steps(p) for p in params] == [5, 4, 4, 6]
 
 
-@pytest.mark.usefixtures("language")
 def test_a_table_keeps_no_state_that_is_gone() -> None:
     """As of parameters that grow: each time another one takes the place of the last."""
     params = parameters("word", [(4, 8), (2, 8)])
@@ -248,7 +240,6 @@ def test_a_table_keeps_no_state_that_is_gone() -> None:
     assert len(table._rows) == 2
 
 
-@pytest.mark.usefixtures("language")
 def test_a_negative_view_is_a_gradient_of_its_values() -> None:
     results = []
     for is_view in (True, False):
@@ -259,23 +250,6 @@ def test_a_negative_view_is_a_gradient_of_its_values() -> None:
         optimizer.step()
         results.append(everything(optimizer))
     assert_same_bits(*results)
-
-
-def test_a_damaged_library_is_built_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    if compiler_missing():
-        pytest.skip(compiler_missing())
-    monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path))
-    text = 'extern "C" int answer() { return 42; }'
-    assert cpp.build(text).answer() == 42
-    (library,) = tmp_path.glob("*.so")
-    half = tmp_path / "half"
-    half.write_bytes(library.read_bytes()[:100])
-    half.replace(library)  # the loaded file stays as it is
-    cpp._libraries.clear()
-    assert cpp.build(text).answer() == 42
-    with pytest.raises(RuntimeError, match="error"):
-        cpp.build("int answer() {")
-    assert {file.suffix for file in tmp_path.iterdir()} == {".so", ".cpp", ".sha256", ".lock"}
 
 
 @pytest.mark.parametrize("place", ["a compiler behind a cache", "a folder mounted noexec"])
@@ -319,41 +293,15 @@ def test_how_a_library_is_built(
         assert optimizer.num_steps(weights[0]) == 1
 
 
-def test_threads_build_a_step_once_and_step_alike(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    if compiler_missing():
-        pytest.skip(compiler_missing())
-    monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path))
-    monkeypatch.setattr(proven, "_reasons", {})
-    monkeypatch.setattr(cpp, "_libraries", {})
-    cpp_step.functions.cache_clear()
-    optimizers = []
-    for _ in range(3):
-        params = parameters("kahan", [(8, 8)])
-        params[0].grad = torch.ones_like(params[0])
-        optimizers.append(ng.AdamW(params, storage="kahan", compile=True))
-    threads = [threading.Thread(target=optimizer.step) for optimizer in optimizers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [set(o.ran_compiled().values()) for o in optimizers] == [{"C++"}] * 3
-    assert len(list(tmp_path.glob("*.so"))) == 2
-    first, *rest = map(everything, optimizers)
-    for state in rest:
-        assert_same_bits(first, state)
-
-
 @pytest.mark.usefixtures("language")
 def test_an_audit_of_a_large_tensor_reads_each_program_once_in_turn() -> None:
-    params = parameters("word", [(100, 64)])
+    params = parameters("word", [(32, 64)])
     optimizer = ng.AdamW(params, storage="word", compile=True, audit_every=1)
     state = optimizer.make_states(optimizer.param_groups[0], params)[params[0]]
     audits = [multi_tensor.audit_of(state, turn, CPU) for turn in range(40)]
     period = audits[0][0]
     assert len(set(audits)) == period > 1
-    assert sum(elements for *_, elements in set(audits)) == 6400
+    assert sum(elements for *_, elements in set(audits)) == 2048
     params[0].grad = torch.ones_like(params[0])
     optimizer.step()
     assert ng.audit(optimizer)["param 0"].edq == pytest.approx(1.0, abs=0.1)
@@ -365,7 +313,7 @@ def test_the_norm_has_the_bits_of_the_definition(dtype: torch.dtype) -> None:
     tensors = [
         gaussian(5, 7),
         gaussian(0, 3, dtype=dtype),
-        gaussian(40, 64, scale=1e3, dtype=dtype).t(),
+        gaussian(10, 64, scale=1e3, dtype=dtype).t(),
     ]
     assert multi_tensor_squares.sums_on(tensors)
     table = multi_tensor_squares.SquaresTable()
@@ -527,7 +475,6 @@ def test_programs_that_share_rows_bound_them_together(monkeypatch: pytest.Monkey
     assert_same_bits(*results)
 
 
-@pytest.mark.usefixtures("language")
 def test_a_rule_without_a_text_runs_its_definition_and_says_so() -> None:
     rule = Rule(
         "odd",
@@ -592,18 +539,6 @@ def test_an_error_that_passes_is_not_remembered(monkeypatch: pytest.MonkeyPatch)
             assert not multi_tensor_squares.sums_on([torch.ones(3)])
     assert proof.why_not_printed(*kernel, CPU) == ""
     assert multi_tensor_squares.sums_on([torch.ones(3)])
-
-
-@pytest.mark.parametrize(
-    ("rule", "storage"), [("adamw", "word"), ("lion", "states8"), ("muon", "word")]
-)
-def test_a_gpu_rounds_every_operation_and_moves_16_bytes_at_a_time(rule: str, storage: str) -> None:
-    """Compiled without a GPU.
-
-    ``./dev gpu --compile`` compiles all pairs, for three architectures.
-    """
-    row = benchmark_module("gpu").compiled_row(*kernel_of(rule, storage), False, 90)
-    assert row["passes"] == "yes", row
 
 
 @pytest.mark.parametrize(("language", "comment"), [("cpp", "//"), ("triton", "#")])

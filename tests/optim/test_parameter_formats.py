@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -160,15 +159,6 @@ def test_autocast_trains_it() -> None:
     assert losses[-1] < losses[0] - 1 and losses == pytest.approx(reference, abs=1e-2)
 
 
-def test_a_reference_that_is_rounded_too_starts_equal_to_the_policy() -> None:
-    """The first rewards of DPO are then 0, and not rounding."""
-    policy = Model()
-    reference = copy.deepcopy(policy)
-    ng.AdamW(policy.parameters())
-    ng.cast_parameters(reference, torch.bfloat16)
-    assert_same_bits(dict(policy.named_parameters()), dict(reference.named_parameters()))
-
-
 def test_rounded_weights_need_autocast_which_the_note_says() -> None:
     model = nn.Linear(4, 4)
     with pytest.warns(UserWarning, match="Train under autocast"):
@@ -194,13 +184,13 @@ HOLDERS: list[Callable[[Model], nn.Module]] = [
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("wrap", HOLDERS)
 @pytest.mark.parametrize(
-    ("kind", "storage", "row"),
+    ("wrap", "kind", "storage", "row"),
     [
-        (ng.AdamW, "word", "float32-states8"),
-        (ng.AdamW, "exact", "float32"),
-        (ng.Muon, "word", "float32"),
+        (HOLDERS[0], ng.AdamW, "word", "float32-states8"),
+        (HOLDERS[1], ng.AdamW, "exact", "float32"),
+        (HOLDERS[2], ng.AdamW, "word", "float32-states8"),
+        (HOLDERS[0], ng.Muon, "word", "float32"),
     ],
 )
 def test_parameters_that_a_wrapper_holds_stay_in_float32(
@@ -231,22 +221,6 @@ def test_parameters_on_one_memory_are_refused() -> None:
     assert {p.dtype for p in (first, *model.parameters())} == {torch.float32}
     ng.AdamW(model.parameters(), storage="float32")
     ng.AdamW(model.parameters(), keep_float32=lambda name, parameter: True)
-
-
-@pytest.mark.parametrize(
-    "copied",
-    [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))],
-    ids=["deepcopy", "pickle"],
-)
-@pytest.mark.parametrize("kind", [ng.AdamW, ng.Muon, ng.SGD])
-def test_a_copy_goes_on_with_the_same_bits(copied: Callable[[Any], Any], kind: Any) -> None:
-    model = Model()
-    optimizer = kind(model.named_parameters(), lr=1e-2, max_grad_norm=1.0, seed=3)
-    train(model, optimizer)
-    model_copy, optimizer_copy = copied((model, optimizer))
-    assert train(model, optimizer) == train(model_copy, optimizer_copy)
-    assert_same_bits(stored(optimizer), stored(optimizer_copy))
-    assert type(optimizer_copy) is kind and optimizer_copy.num_calls == optimizer.num_calls
 
 
 @pytest.mark.parametrize("kind", [ng.AdamW, ng.Muon, ng.SGD])
@@ -300,39 +274,6 @@ def test_a_second_optimizer_takes_the_bits_that_the_first_one_keeps() -> None:
     assert not third.state
 
 
-def test_the_note_names_tensors_that_are_on_a_grid_but_for_some_values() -> None:
-    embedding = nn.Embedding(50, 8).bfloat16().float()
-    embedding.weight.data[7] += 1e-4
-    with pytest.warns(UserWarning, match=r"'embed': 8 of its 400 values have low bits .* merge"):
-        optimizer = ng.AdamW([("embed", embedding.weight)])
-    assert not torch.equal(optimizer.stored(embedding.weight), embedding.weight)
-
-
-@pytest.mark.parametrize("decay", [0.9, None])
-def test_an_average_of_full_weights_is_that_of_float32_weights(decay: float | None) -> None:
-    """Over steps of a hundredth of a bfloat16's ulp; frozen weights and buffers are copied."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32))
-    model[1].requires_grad_(False)
-    with pytest.warns(UserWarning, match="Rounded"):
-        optimizer = ng.AdamW(model[0].parameters(), lr=1e-6, storage="exact", compile=False)
-    average = ng.AveragedModel(model, optimizer, decay=decay)
-    expected = optimizer.stored(model[0].weight).double()
-    for step in range(20):
-        for p in model[0].parameters():
-            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step)).bfloat16()
-        optimizer.step()
-        model[1].running_mean.add_(1.0)  # type: ignore[union-attr, operator]
-        average.update_parameters(model)
-        share = 1.0 if step == 0 else (1 / (step + 1) if decay is None else 1 - decay)
-        expected += share * (optimizer.stored(model[0].weight).double() - expected)
-    weight = average.module[0].weight
-    assert weight.dtype is torch.float32 and int(average.n_averaged) == 20
-    torch.testing.assert_close(weight.detach().double(), expected, rtol=0, atol=1e-7)
-    assert torch.equal(average.module[1].running_mean, model[1].running_mean)
-    assert isinstance(average, torch.optim.swa_utils.AveragedModel)
-
-
 def test_an_averaged_model_runs_whatever_else_the_model_holds() -> None:
     """Statistics of batch norms in bfloat16, codes of a quantized base, complex weights."""
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
@@ -343,11 +284,13 @@ def test_an_averaged_model_runs_whatever_else_the_model_holds() -> None:
     optimizer = ng.AdamW(ng.cast_parameters(model, torch.bfloat16)[:2].parameters(), compile=False)
     average = ng.AveragedModel(model, optimizer, decay=0.5)
     model.codes.data += 1
+    model[1].running_mean.add_(1.0)  # type: ignore[union-attr, operator]
     for _ in range(2):
         average.update_parameters(model)
         model.phases.data *= 3
     assert average.eval()(torch.randn(4, 8)).dtype is torch.float32
     assert torch.equal(average.module.codes, model.codes)
+    assert torch.equal(average.module[1].running_mean, model[1].running_mean)
     assert torch.equal(average.module.phases.detach(), torch.full((2,), 2j))
 
 

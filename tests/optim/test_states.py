@@ -74,20 +74,6 @@ def test_what_states_do_not_fit_is_refused(change: Callable[[ng.Optimizer], None
     assert_same_bits(before, everything(optimizer))
 
 
-def test_states_follow_a_model_that_moves_to_another_device() -> None:
-    moved = trained("word")
-    unmoved = trained("word")
-    for parameter in moved.param_groups[0]["params"]:
-        state = moved.state[parameter]
-        state.made_for = (
-            *state.made_for[:2],
-            torch.device("meta"),
-        )  # as if its parameter had been there before
-    for optimizer in (moved, unmoved):
-        take_steps(optimizer, range(3))
-    assert_same_bits(everything(moved), everything(unmoved))
-
-
 def test_a_parameter_without_values_is_refused() -> None:
     with pytest.raises(RecipeError, match=r"meta device.*to_empty"):
         ng.AdamW(

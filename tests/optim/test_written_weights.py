@@ -85,18 +85,3 @@ def test_what_is_stored_rounds_to_what_is_seen(storage: Storage) -> None:
                 assert torch.equal(second, weight)
         with torch.no_grad():
             weight.copy_(every)
-
-
-def test_exported_weights_are_those_that_trained() -> None:
-    torch.manual_seed(0)
-    model = nn.Linear(256, 64, bias=False).bfloat16()
-    for storage in ("word", "compact", "exact", "kahan"):
-        optimizer = ng.AdamW(model.parameters(), lr=1e-3, storage=storage, compile=False)
-        for step in range(3):
-            model.weight.grad = torch.randn(
-                64, 256, generator=torch.Generator().manual_seed(step)
-            ).bfloat16()
-            optimizer.step()
-        served = nn.Linear(256, 64, bias=False, dtype=torch.bfloat16)
-        served.load_state_dict(ng.full_weights(model, optimizer))
-        assert torch.equal(served.weight, model.weight)

@@ -1,9 +1,12 @@
-"""AdamW in float64, by its papers' equations: what every kept weight and moment is compared with.
+"""AdamW in float64, by its papers' equations: what every kept weight and moment is compared with; and
+Lion.
 
 Source: Kingma & Ba, ICLR 2015 (1412.6980).
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,3 +40,19 @@ class AdamW64:
         first = self.exp_avg / (1 - beta1**self.steps)
         second = self.exp_avg_sq / (1 - beta2**self.steps)
         self.weight = self.weight - self.lr * first / (second.sqrt() + self.eps)
+
+
+class Lion64(torch.optim.Optimizer):
+    """Lion as its paper's algorithm 2 writes it (arXiv 2302.06675)."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, options)
+
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for p in group["params"]:
+                momentum = self.state[p].get("momentum", torch.zeros_like(p))
+                direction = torch.sign(beta1 * momentum + (1 - beta1) * p.grad)
+                p.data -= group["lr"] * (direction + group["weight_decay"] * p.data)
+                self.state[p]["momentum"] = beta2 * momentum + (1 - beta2) * p.grad

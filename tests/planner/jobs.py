@@ -34,10 +34,6 @@ def best(tokens: float | None = None, fixed: Any = None, **fields: Any) -> Estim
     return search(estimate(**fields), tokens, fixed)
 
 
-def memory_of(job: Estimate, name: str) -> float:
-    return job.memory.of(name)
-
-
 def exact(**rows: float) -> Efficiency:
     """Shares of an H100 that reach every printed rate, start kernels in no time and hide nothing."""
     values = {}

@@ -29,7 +29,7 @@ SIZES: dict[str, Any] = {"num_layers": 1, "hidden_size": COLS, "num_heads": 1, "
 def state_bytes(name: str, storage: str, *shape: int) -> float:
     """Bytes that an optimizer keeps beside a weight, after a step."""
     weight = torch.nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16))
-    optimizer = OPTIMIZERS[name]([weight], lr=1e-3, storage=storage)
+    optimizer = OPTIMIZERS[name]([weight], lr=1e-3, storage=storage, compile=False)
     weight.grad = torch.ones_like(weight)
     optimizer.step()
     tensors = optimizer.state_of(weight).tensors()

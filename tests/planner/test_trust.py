@@ -5,18 +5,15 @@ what runs.
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from torch import nn
 
 import narrowgauge as ng
-from narrowgauge.cli.main import main
 from narrowgauge.errors import NarrowgaugeError, RecipeError
 from narrowgauge.planner.candidates import keeps_rate
 from narrowgauge.planner.errors import published_runs
@@ -151,6 +148,10 @@ def test_second_moments_of_float16_keep_the_rate_only_with_a_scale() -> None:
     scaled = STORAGES["float16/collage-light"]
     assert keeps_rate(scaled)
     assert not keeps_rate(replace(scaled, exp_avg_sq=STORAGES["float16/naive"].exp_avg_sq))
+    # 2^-40 is the square of a usual gradient.
+    for lowest, keeps in ((-30, True), (-29, False)):
+        second = replace(scaled.exp_avg_sq, scaled=False, lowest=lowest)
+        assert keeps_rate(replace(scaled, exp_avg_sq=second)) == keeps
 
 
 def test_what_fits_instead_is_named_and_fits() -> None:
@@ -195,7 +196,7 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not() -> None:
     with pytest.raises(NarrowgaugeError, match="No sequence fits"):
         plan_longest(model="llama-70b", chip="RTX-4090", recipes="bfloat16/word")
     lengths = []
-    for chips in (4, 8, 12):
+    for chips in (4, 12):
         best = plan_longest("llama-8b", recipes="bfloat16/word", chip="H100-SXM", chips=chips).best
         lengths.append(best.sequence_length)
     assert lengths == sorted(lengths)
@@ -215,23 +216,3 @@ def test_a_model_of_the_hub_is_read_from_its_cache(
     assert read_model("org/name").num_layers == 2
     with pytest.raises(RecipeError, match="hf download"):
         read_model("org/other")
-
-
-QUESTIONS = [
-    "run --model llama-8b --chip H100-SXM --chips 8 --tokens 300e9 --price 2.5",
-    "run --model llama-8b --chip H100-SXM,A100-SXM4-80GB --chips 8,64",
-    "run --model llama-8b --chip RTX-4090 --lora 16 --sequence-length 8192",
-    "run --model deepseek-v3 --chip B200 --chips 256 --explain",
-    "longest --model llama-8b --chip RTX-4090 --lora 16 --base nf4 --part head=trained",
-]
-
-
-@pytest.mark.parametrize("question", QUESTIONS)
-def test_an_answer_has_at_most_120_columns(question: str) -> None:
-    result = CliRunner().invoke(main, ["plan", *question.split()], catch_exceptions=False)
-    assert result.exit_code == 0
-    assert max(map(len, result.output.splitlines())) <= 120
-    if "--price" in question:
-        row = result.output.split("chip hours")[1].splitlines()[1].replace(",", "")
-        hours, price = re.findall(r"\d+", row)[-2:]
-        assert int(price) == pytest.approx(2.5 * int(hours), rel=0.001)

@@ -37,15 +37,11 @@ COMMANDS = {
     "show-recipe-compact": "show recipe mxfp8/compact/reproducible",
     "show-compute-nvfp4": "show compute nvfp4",
     "plan-state": "show storages --params 10e9",
-    "plan-run": f"plan run --model llama-8b {WORD} --chips 8 --tokens 1e12",
+    "plan-run": f"plan run --model llama-8b {WORD} --chips 8 --tokens 1e12 --price 2.5",
     "plan-run-explain": f"plan run --model llama-8b {WORD} --chips 8 --explain",
     "plan-run-too-large": f"plan run --model llama-70b {WORD} --chips 8",
-    "plan-scaling": "plan scaling 128:10d,256:7d --at 512",
-    # The worked questions of docs/planning.md.
-    "plan-one-node": "plan run --model llama-33b --chip A100-SXM4-40GB --chips 8 --recipe bfloat16/master,bfloat16/word",
     "plan-two-clusters": "plan run --model llama-33b --chip A100-SXM4-80GB,A100-SXM4-40GB --chips 32 "
     "--recipe bfloat16/master,bfloat16/word",
-    "plan-slow-links": f"plan run --model llama-8b {WORD} --chips 8,32 --interconnect 25",
 }
 MISTAKES = (
     "shwo", "show recipe bfloat16/wrod", "train --recpie x", "train --steps 0",
@@ -123,17 +119,27 @@ def text_of_page(page: str) -> str:
     return "\n".join(filter(None, lines)) + "\n"
 
 
+def without_types(function: Callable[..., Any]) -> str:
+    parameters = []
+    for parameter in inspect.signature(function).parameters.values():
+        parameters.append(parameter.replace(annotation=parameter.empty))
+    return f"{inspect.Signature(parameters)}\n"
+
+
 def defaults() -> str:
-    """Return every public function and class with its parameters and their defaults."""
+    """Return every public function, class and method with its parameters and their defaults."""
     lines = []
     for name in sorted(ng.__all__):
         thing = getattr(ng, name)
-        if callable(thing) and thing.__module__.startswith("narrowgauge"):
-            parameters = [
-                parameter.replace(annotation=parameter.empty)
-                for parameter in inspect.signature(thing).parameters.values()
-            ]
-            lines.append(f"{name}{inspect.Signature(parameters)}\n")
+        if not callable(thing) or not thing.__module__.startswith("narrowgauge"):
+            continue
+        lines.append(f"{name}{without_types(thing)}")
+        methods = vars(thing) if inspect.isclass(thing) else {}
+        for method, value in sorted(methods.items()):
+            # PyTorch wraps `step` of each class that was used.
+            is_own = getattr(value, "__qualname__", "") == f"{name}.{method}"
+            if inspect.isfunction(value) and is_own and not method.startswith("_"):
+                lines.append(f"{name}.{method}{without_types(value)}")
     return re.sub(r" at 0x\w+", "", "".join(lines))
 
 
