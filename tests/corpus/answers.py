@@ -72,8 +72,7 @@ def judged(row: Row, folder: Path) -> tuple[list[Reading], dict[str, Any]]:
 def lesson_of(row: Row, settings: Settings, num_labels: int) -> dict[str, Any]:
     """Return the facts of a row's loss, by its settings and its data."""
     lesson = {
-        "shift": 1, "learned": num_labels, "weights": "equal", "weight_sum": 1.0, "unlearned": 0, "not_sure": 0,
-        "smoothing": settings.smoothing, "smoothed_alone": 0, "z_loss": 0.0, "other_terms": "", "dtype": "float32",
+        "shift": 1, "learned": num_labels, "weight_sum": 1.0, "unlearned": 0, "smoothed_alone": 0, "dtype": "float32",
         "sees_later": False, "sees_others": False, "first_seen": 8 if settings.is_packed else 0,
         "sees_padding": False if settings.is_padded else None, "padding_learned": 0,
     }  # fmt: skip

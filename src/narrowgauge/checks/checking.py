@@ -87,7 +87,7 @@ def check(
         gradients = measured.gradients
         if all(reading.what != "step-in-backward" for reading in measured.readings):
             taught = checked_lesson(set_up, batch, loss, backward, unseen)
-        at_start, beside = loss_readings(measured.value, taught.taught)
+        at_start, beside = loss_readings(taught.taught)
         readings = readings + measured.readings + at_start + taught.readings
         lines = taught.lines + lines + beside + measured.lines
         if measured.products:

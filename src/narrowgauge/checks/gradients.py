@@ -83,7 +83,6 @@ class Measured(NamedTuple):
 
     Args:
         judged: what was compared.
-        value: the loss in float64; NaN if it was not read.
         gradients: of the configured step, by name.
         products: number of products by the format of their operands.
     """
@@ -91,7 +90,6 @@ class Measured(NamedTuple):
     readings: list[Reading]
     lines: list[str]
     judged: list[str]
-    value: float = math.nan
     gradients: Mapping[str, Tensor] = {}
     products: Mapping[str, int] = {}
 
@@ -149,7 +147,7 @@ def gradient_readings(
     of_ranks = ranks.gather(parts)
     alone = _alone(passes, [*chain.from_iterable(of_ranks)], has_shards, follows)
 
-    def compare() -> tuple[list[Reading], list[str], list[str], dict[str, str], float, Any]:
+    def compare() -> tuple[list[Reading], list[str], list[str], dict[str, str], Any]:
         reasons = dict[str, str]()
         compared = _Compared(alone, first, step, rounding, differing, ranks.size, reasons)
         readings = [*_equal_batches(model, of_ranks)]
@@ -158,13 +156,13 @@ def gradient_readings(
         with reason_for_none("the gradient", reasons):
             readings += compared.rounding_readings()
             readings += compared.structure(draws=draws)
-        return readings, compared.lines, compared.judged, reasons, compared.value, compared.products
+        return readings, compared.lines, compared.judged, reasons, compared.products
 
-    readings, lines, judged, reasons, value, products = ranks.of_first(compare)
+    readings, lines, judged, reasons, products = ranks.of_first(compare)
     unseen |= reasons
     readings += KINDS["missing-parameters"].of(first.unstepped)
     lines += coarse_loss(first.loss)
-    return Measured(readings, lines, judged, value, first.gradients, products)
+    return Measured(readings, lines, judged, first.gradients, products)
 
 
 def _why_none(model: nn.Module) -> str:
@@ -241,7 +239,6 @@ class _Compared:
         self.whole = concatenated(alone.parts)
         self.lines = list[str]()
         self.judged = list[str]()
-        self.value = math.nan
         self.products = Counter[str]()
         self.is_sum = True
         self._terms: list[Gradients] | None = None
@@ -252,7 +249,6 @@ class _Compared:
         self.alone.is_training = True
         try:
             slope = Slope(self.alone, self.whole)
-            self.value = slope.value
             readings = slope.readings()
         finally:
             self.alone.is_training = is_training

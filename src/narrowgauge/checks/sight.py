@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from narrowgauge.checks.passes import set_training
 from narrowgauge.checks.shadow import is_integer
-from narrowgauge.checks.softmaxes import Trace, as_sequences, terms_of
+from narrowgauge.checks.softmaxes import Trace, as_sequences
 from narrowgauge.torch_support.put_back import put_back
 
 _FAINT = 1e-7
@@ -55,7 +55,7 @@ def sight_of(
 
     Args:
         tokens: ids that the forward pass looks up, ``[sequences, columns]``.
-        kind: name and number of classes of the softmaxes.
+        kind: function and number of classes of the softmaxes.
     """
 
     def seen_by(rows: Tensor) -> Tensor:
@@ -72,11 +72,8 @@ def sight_of(
         unreduced = getattr(model, "no_sync", nullcontext)()
         with put_back(model, model.parameters()), unreduced, eager, trace:
             set_training(model, False)
-            terms, _ = terms_of(loss(model, batch), trace)
-            sources = []
-            for term in terms:
-                if term.kind == kind and term.source is not None:
-                    sources.append(term.source)
+            loss(model, batch)
+            sources = [term.source for term in trace.terms if term.kind == kind]
             if sum(map(len, sources)) < len(rows) or not embedded:
                 raise ArithmeticError("no such logits, or other tokens are looked up")
             # A loss may have another softmax over the same logits and more rows, as a teacher's.
