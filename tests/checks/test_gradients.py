@@ -690,6 +690,23 @@ def test_wrapped_models_are_compared_with_one_process(how: str, tmp_path: Path) 
     assert {kind for kind, _ in first[0]} == {*filter(None, [whats.get(how)])}, first
 
 
+def counted_over_ranks(rank: int) -> Any:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        logits = model(batch[0]).flatten(0, 1)
+        count = torch.tensor(batch[1].numel())
+        dist.all_reduce(count)
+        return 2 * F.cross_entropy(logits, batch[1].flatten(), reduction="sum") / count
+
+    model = DistributedDataParallel(Model())
+    result = ng.check(model, torch.optim.SGD(model.parameters()), batch=tokens_of(rank), loss=loss)
+    return result.unseen["the slope of the loss"], result.unseen["the gradient"]
+
+
+def test_a_loss_that_waits_for_other_ranks_is_not_compared(tmp_path: Path) -> None:
+    for reasons in run_ranks(counted_over_ranks, 2, tmp_path):
+        assert all("calls allreduce over ranks" in reason for reason in reasons), reasons
+
+
 # ── set-ups of strangers ──────────────────────────────────────────────────────────────────────────
 
 

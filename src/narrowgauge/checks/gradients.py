@@ -25,7 +25,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple
@@ -41,6 +41,7 @@ from narrowgauge.checks.passes import (
     Backward,
     Gradients,
     Loss,
+    OneProcess,
     Pass,
     Passes,
     concatenated,
@@ -151,9 +152,10 @@ def gradient_readings(
         reasons = dict[str, str]()
         compared = _Compared(alone, first, step, rounding, differing, ranks.size, reasons)
         readings = [*_equal_batches(model, of_ranks)]
-        with reason_for_none("the slope of the loss", reasons):
+        one = nullcontext() if follows else OneProcess()
+        with one, reason_for_none("the slope of the loss", reasons):
             readings += compared.slope()
-        with reason_for_none("the gradient", reasons):
+        with one, reason_for_none("the gradient", reasons):
             readings += compared.rounding_readings()
             readings += compared.structure(draws=draws)
         return readings, compared.lines, compared.judged, reasons, compared.products
