@@ -184,7 +184,7 @@ def test_a_gradient_behind_codes_is_not_followed() -> None:
     assert any(line.startswith("  not followed through _to_copy: ") for line in result.lines), (
         result
     )
-    assert not [r for r in result if r.what in ("gradient", "gradient-factor")], result
+    assert not [r for r in result if r.what == "gradient"], result
 
 
 def test_a_scaled_model_has_its_own_lines_and_usual_roundings() -> None:

@@ -23,21 +23,21 @@ from narrowgauge.analysis.reading import Reading
 STEPS = 6
 LOCATES: dict[str, set[str]] = {
     "settings": {
-        "missing-parameters", "replaced-parameters", "parameters-twice", "untied", "no-matrix", "frozen-moves", "weight-decay",
+        "missing-parameters", "parameters-twice", "untied", "no-matrix", "frozen-moves", "weight-decay",
     },
-    "data": {"gradient", "gradient-factor", "padding-learned", "wrong-shift"},
+    "data": {"gradient", "padding-learned", "wrong-shift"},
     "forward": {
-        "gradient", "gradient-factor", "step-in-backward", "rounding", "sees-its-target", "padding-seen",
+        "gradient", "step-in-backward", "rounding", "sees-its-target", "unmasked",
     },
     "loss": {
-        "gradient", "gradient-factor", "rounding", "wrong-shift", "counts-unlearned", "ignored-smoothed",
+        "gradient", "rounding", "wrong-shift", "counts-unlearned", "ignored-smoothed",
         "narrow-log-softmax", "softmax-twice",
     },
     "gradient": {
-        "slope", "gradient", "gradient-factor", "no-gradient", "nonfinite-gradient", "first-nonfinite", "skipped-steps",
-        "replaced-parameters", "gradients-kept", "zero-gradients", "rounding",
+        "slope", "gradient", "no-gradient", "nonfinite-gradient", "first-nonfinite", "skipped-steps",
+        "gradients-kept", "zero-gradients", "rounding",
     },
-    "clip": {"clip-norm", "gradient", "gradient-factor", "zero-gradients"},
+    "clip": {"clip-norm", "gradient", "zero-gradients"},
     "state": {
         "state", "step-count", "parameters-twice", "step-factor", "weight-decay", "no-gradient", "weights-written", "never-moved",
     },

@@ -16,7 +16,7 @@ from narrowgauge.checks.gradients import gradient_readings
 from narrowgauge.checks.manifest import manifest, parameter_readings
 from narrowgauge.checks.passes import Backward, Loss
 from narrowgauge.checks.set_up import SetUp, set_up_of
-from narrowgauge.checks.teaches import checked_lesson, loss_readings
+from narrowgauge.checks.teaches import checked_lesson, loss_lines
 from narrowgauge.checks.updates import grid_lines, updates_of
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.swapping import linears_of
@@ -87,9 +87,8 @@ def check(
         gradients = measured.gradients
         if all(reading.what != "step-in-backward" for reading in measured.readings):
             taught = checked_lesson(set_up, batch, loss, backward, unseen)
-        at_start, beside = loss_readings(taught.taught)
-        readings = readings + measured.readings + at_start + taught.readings
-        lines = taught.lines + lines + beside + measured.lines
+        readings = readings + measured.readings + taught.readings
+        lines = taught.lines + lines + loss_lines(taught.taught) + measured.lines
         if measured.products:
             lines.append(products_line(measured.products))
     linears = linears_of(model)

@@ -152,7 +152,9 @@ def gradient_readings(
         reasons = dict[str, str]()
         compared = _Compared(alone, first, step, rounding, differing, ranks.size, reasons)
         readings = [*_equal_batches(model, of_ranks)]
-        one = nullcontext() if follows else OneProcess()
+        one: Any = nullcontext()
+        if not follows:
+            one = OneProcess()  # type: ignore[no-untyped-call]
         with one, reason_for_none("the slope of the loss", reasons):
             readings += compared.slope()
         with one, reason_for_none("the gradient", reasons):
@@ -334,9 +336,8 @@ class _Compared:
             elif not is_finite(g):
                 is_finite_step = False
             elif r is None:
-                words = "The plain loss does not depend on it."
-                bound = KINDS["gradient"].bound
-                readings.append(KINDS["gradient"].reading(name, 1.0, 0.0, bound, terms=words))
+                words = "is not zero, and the plain loss does not depend on it."
+                readings.append(KINDS["gradient"].reading(name, 1.0, 0.0, words=words))
             else:
                 result = self._judge(name, self.step.shadows.get(name, g).to(r.device), r)
                 if isinstance(result, Reading):
@@ -420,12 +421,13 @@ class _Compared:
         if factor and multiple.rest <= bound * abs(factor) * scale:
             num_parts = len(self.alone.parts) // self.num_ranks
             equals = equal_to(factor, num_parts, self.num_ranks)
-            kind = KINDS["gradient-factor"]
+            kind = KINDS["gradient"]
             if ", which is 2^" in equals and factor >= 256 and self.step.loss_scale == 1.0:
                 equals += ". If the step divides by a loss scale of its own, all is well"
                 kind = replace(kind, severity="note")
-            return kind.reading(name, factor, 1.0, bound, equals=equals)
-        words = ""
+            words = f"is {factor:.6g} times float32's in one process{equals}."
+            return kind.reading(name, factor, 1.0, bound, words=words)
+        more = ""
         if factor and self.terms():
             columns = torch.stack([term[name].flatten() for term in self.terms()], 1)
             right, misfit = _fit(columns, r)
@@ -443,8 +445,9 @@ class _Compared:
             if fits and min(map(abs, right)) >= 1e-6:
                 ratios = torch.tensor(weights) / torch.tensor(right)
                 times = ", ".join(f"{round(ratio, 4) + 0.0:.3g}" for ratio in ratios.tolist())
-                words = f"Micro-batches count {times} times, rank after rank."
-        return KINDS["gradient"].reading(name, distance, 0.0, bound, terms=words)
+                more = f" Micro-batches count {times} times, rank after rank."
+        words = f"differs by {distance:.2g} of its length from float32's in one process; {bound:.1g} is allowed.{more}"
+        return KINDS["gradient"].reading(name, distance, 0.0, bound, words=words)
 
     def _add_lines(self, near: list[float], plain: Pass) -> None:
         if not self.is_sum:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,6 +25,13 @@ from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.optim.rules.matrix import MatrixRule, matrix_shape
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.tables import Row, Table, number_columns, text_columns
+from narrowgauge.torch_support.anatomy import parts
+
+_REPLACED = (
+    "The optimizer steps other tensors than these {value} of the model. Change the model first, then make "
+    "the optimizer; with PEFT load adapters with autocast_adapter_dtype=False. Copies that the loop writes "
+    "back after each step are right."
+)
 
 
 def manifest(set_up: SetUp) -> list[str]:
@@ -73,7 +81,7 @@ def kinds_of(model: nn.Module) -> dict[int, str]:
 
     An adapter is called so, or lies beside frozen weights of its module.
     """
-    embeddings = {weight.shape for weight in _weights(model, nn.Embedding).values()}
+    heads = parts(model).heads
     kinds = {}
     for owner, module in model.named_modules():
         inner = set[bool]()
@@ -93,7 +101,7 @@ def kinds_of(model: nn.Module) -> dict[int, str]:
             elif p.ndim < 2:
                 kind = "bias" if "bias" in name else "vector"
             elif p.ndim == 2:
-                kind = "head" if p.shape in embeddings else "matrix"
+                kind = "head" if module in heads else "matrix"
             else:
                 kind = "convolution" if "conv" in of_class else "stack"
             kinds[id(p)] = kind
@@ -143,6 +151,9 @@ def _lines(set_up: SetUp, kinds: dict[int, str]) -> Iterator[str]:
         if rounded:
             line += f"; rounded: {of_all(rounded)}"
         yield f"buffers: {line}"
+    moving = list(_moving_statistics(model))
+    if moving:
+        yield f"frozen, and statistics move in training mode: {of_all(moving)}"
     tied = tied_names(model.named_parameters(remove_duplicate=False))
     if tied:
         yield f"tied: {of_all(tied)}"
@@ -207,6 +218,15 @@ def parameter_readings(set_up: SetUp) -> Iterator[Reading]:
         yield from KINDS["no-gradient"].of(lost, count=count, words=words)
 
 
+def _moving_statistics(model: nn.Module) -> Iterator[str]:
+    """Yield batch norms whose weights are frozen, and whose statistics follow the batches."""
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and module.running_mean is not None and module.training:
+            trains = [p.requires_grad for p in module.parameters()]
+            if trains and not any(trains):
+                yield inner_name(name)
+
+
 def _unlike_their_statistics(model: nn.Module) -> list[str]:
     """Return batch norms with a 16-bit weight and float32 statistics, whose forward pass fails."""
     names = []
@@ -237,9 +257,10 @@ def _missing(set_up: SetUp) -> Iterator[Reading]:
         lost.append(name)
         if any(q.shape == p.shape for q in beside):
             replaced.append(name)
-    yield from KINDS["replaced-parameters"].of(replaced)
-    if not replaced:
-        yield from KINDS["missing-parameters"].of(lost)
+    kind = KINDS["missing-parameters"]
+    if replaced:
+        kind = replace(kind, advice=_REPLACED)
+    yield from kind.of(replaced or lost)
 
 
 def master_of(p: Tensor, candidates: Iterable[Tensor]) -> Tensor | None:

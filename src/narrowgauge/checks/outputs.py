@@ -28,6 +28,7 @@ from narrowgauge.checks.shadow import UNITS
 from narrowgauge.checks.sites import floats_of, is_float
 
 FINEST = 2.0**-24
+SUMS = "another order of sums"
 MARGIN = 4.0
 """Bounds over what random rounding gives."""
 _SUMS = re.compile("mm|mv|dot|conv|attention|linear")
@@ -244,13 +245,13 @@ class Place(NamedTuple):
     """A place where two passes differ.
 
     Args:
-        kind: of the reading; empty within the bounds.
+        noise: that does not explain it; empty within the bounds.
         value: relative distance.
         words: which positions, sequences and values differ.
     """
 
     name: str
-    kind: str
+    noise: str
     value: float
     bound: float
     words: str
@@ -277,15 +278,15 @@ def places(
         if not value.any():
             continue
         flip = torch.stack([_flip(x) for x, _ in pairs]).amax(0) + least
-        kind = "other-output"
+        noise = "roundings of its results"
         bound = _noise(first, coarse, name) + flip
         if not (value > bound).any():
             bound = _noise(first, fine, name) + flip
-            kind = "other-rounding" if (value > bound).any() else ""
+            noise = SUMS if (value > bound).any() else ""
         worst = int((value / bound).argmax())
         farthest = max(pairs, key=lambda pair: float(distance([pair])[1]))
         words = pattern(*farthest, float(bound[1]), num_heads)
-        yield Place(name, kind, float(value[worst]), float(bound[worst]), words)
+        yield Place(name, noise, float(value[worst]), float(bound[worst]), words)
 
 
 def _noise(first: Outputs, passes: list[Outputs], name: str) -> Tensor:

@@ -11,6 +11,7 @@ import json
 import random
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, Readings, of_all
 from narrowgauge.checks.outputs import (
     MARGIN,
+    SUMS,
     Outputs,
     Place,
     RandomRounding,
@@ -214,14 +216,22 @@ def _noise(
 
 
 def _place_readings(differ: list[Place]) -> list[Reading]:
-    """Return a reading of the first place of each kind."""
+    """Return a reading of the first place beyond roundings, and a note of the first beyond sums."""
     readings = []
-    for kind in ("other-output", "other-rounding"):
-        beyond = [place for place in differ if place.kind == kind]
-        for place in beyond[:1]:
-            tensor = of_all(place.name for place in beyond)
-            reading = KINDS[kind].reading(tensor, place.value, 0.0, place.bound, where=place.words)
-            readings.append(reading)
+    for noise in dict.fromkeys(place.noise for place in differ if place.noise):
+        beyond = [place for place in differ if place.noise == noise]
+        first = beyond[0]
+        kind = KINDS["other-output"]
+        words = "What comes before it agrees."
+        if noise == SUMS:
+            kind = replace(kind, severity="note")
+            words = "Look for a narrower format, a fused kernel, or a small fault."
+        tensor = of_all(place.name for place in beyond)
+        readings.append(
+            kind.reading(
+                tensor, first.value, 0.0, first.bound, noise=noise, where=first.words, words=words
+            )
+        )
     return readings
 
 
@@ -234,7 +244,7 @@ def _verdict(differ: list[Place], *, is_equal: bool, is_wrong: bool) -> str:
     if is_equal:
         return "The bits are equal."
     for place in differ:
-        if place.kind == "other-output":
+        if place.noise not in ("", SUMS):
             return f"The difference has a place: {place.name}, {place.words}."
     if is_wrong:
         return "The difference is larger than rounding gives, and no module of both shows it."

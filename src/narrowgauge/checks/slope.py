@@ -30,7 +30,7 @@ from narrowgauge.checks.passes import Pass, Passes, scalar
 from narrowgauge.checks.shadow import Shadow
 from narrowgauge.checks.sites import is_float, storage_key
 from narrowgauge.torch_support import torch_names
-from narrowgauge.torch_support.torch_hooks import has_own_hooks
+from narrowgauge.torch_support.torch_hooks import has_equal_hooks, has_own_hooks
 
 STEPS = (1e-5, 1e-7, 1e-3)
 """Lengths of steps along the direction, in units of each tensor's root mean square.
@@ -186,6 +186,10 @@ class Slope:
         stops = ""
         if self.stops:
             stops = "An output is detached or rounded; if that is on purpose, all is well."
+        elif has_equal_hooks(self.passes.leaves[first]):
+            kind = replace(
+                kind, advice=f"{kind.advice}One function is several of the tensor's hooks."
+            )
         elif has_own_hooks(self.passes.leaves[first]):
             stops = "A hook on the tensor changes its gradient; if that is on purpose, all is well."
         if stops:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from torch.utils._pytree import tree_leaves
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, Readings
 from narrowgauge.checks.gradients import (
-    LEAST_VOCABULARY,
     has_own_batches,
     reason_for_none,
     weights_of_ranks,
@@ -418,8 +416,8 @@ def _holds_probabilities(term: Term) -> bool:
     return bool((values >= 0).all() and ((sums - 1).abs() < _SUM_ERROR).all())
 
 
-def loss_readings(facts: Facts) -> tuple[list[Reading], list[str]]:
-    """Compare the mean cross entropy of labels with that of equal probabilities, ln V.
+def loss_lines(facts: Facts) -> list[str]:
+    """Return a line that compares the mean cross entropy of labels with that of equal probabilities, ln V.
 
     Sums, and losses that also push probabilities down, have no such value.
 
@@ -428,29 +426,20 @@ def loss_readings(facts: Facts) -> tuple[list[Reading], list[str]]:
     """
     classes = facts.get("classes", 0)
     if classes < 2 or facts["learns"] == "a distribution":
-        return [], []
+        return []
     value = facts["cross_entropy"]
     if facts["unlearned"] or abs(facts["weight_sum"] - 1) > 0.01 or not math.isfinite(value):
-        return [], []
+        return []
     uniform = math.log(classes)
-    kind = KINDS["loss-at-start"]
     off = abs(value / uniform - 1)
-    line = f"loss {value:.4g} = ln {classes:,}"
-    if off > 0.01:
-        line = f"loss {value:.4g} beside ln {classes:,} = {uniform:.4g}"
-    elif off < 1e-5:
-        line += ", so the logits are equal"
-    words = ""
-    bound = kind.bound * uniform
-    if value < 1e-3 * uniform:
-        kind = replace(kind, side="below")
-        words = "nearly zero: do the inputs hold the labels?"
-        bound = 1e-3 * uniform
-    elif value > bound:
-        words = "more than equal probabilities give: look at the initial weights"
-    if words and classes >= LEAST_VOCABULARY:
-        return [kind.reading("", value, None, bound, words=words)], [line]
-    return [], [line]
+    line = f"loss {value:.4g} beside ln {classes:,} = {uniform:.4g}"
+    if off < 1e-5:
+        line = f"loss {value:.4g} = ln {classes:,}, so the logits are equal"
+    elif value < 1e-3 * uniform:
+        line += ", nearly zero: do the inputs hold the labels?"
+    elif value > 2 * uniform:
+        line += ", more than equal probabilities give: look at the initial weights"
+    return [line]
 
 
 def _warnings(facts: Facts) -> list[Reading]:
@@ -467,6 +456,14 @@ def _warnings(facts: Facts) -> list[Reading]:
     is_smoothed = facts["smoothed_alone"] and facts["learns"] != "a distribution"
     first_seen = facts["first_seen"]
     is_unmasked = first_seen is not None and first_seen < (facts["restart"] or 0)
+    seen_wrongly = facts["padding"]
+    words = f"The gradient of rows that learn reaches the padding token {seen_wrongly}"
+    if is_unmasked:
+        seen_wrongly = first_seen
+        words = (
+            f"Positions begin anew at {facts['restart']}, and the last row that learns sees tokens from "
+            f"{first_seen} on: packed documents see each other"
+        )
     rows = (
         ("wrong-shift", is_twice, shift, 1),
         ("sees-its-target", sees_later and shift == 1, 1, 0),
@@ -475,11 +472,10 @@ def _warnings(facts: Facts) -> list[Reading]:
         ("counts-unlearned", is_counted and sequences, total, 1),
         ("narrow-log-softmax", facts["log_error"], facts["log_error"], 0),
         ("softmax-twice", facts["probabilities"], 1, None),
-        ("padding-seen", facts["sees_padding"], facts["padding"], None),
-        ("documents-seen", is_unmasked, first_seen, facts["restart"]),
+        ("unmasked", facts["sees_padding"] or is_unmasked, seen_wrongly, None),
     )
     readings = []
     for name, holds, value, expected in rows:
         if holds:
-            readings.append(KINDS[name].reading("", value, expected, **facts))
+            readings.append(KINDS[name].reading("", value, expected, words=words, **facts))
     return readings
