@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, of_all
+from narrowgauge.checks.fit import fit
 from narrowgauge.checks.set_up import NAIVE, NARROW, SetUp, SteppedParameter, inner_name
 from narrowgauge.checks.shadow import is_integer
 from narrowgauge.checks.step_samples import spread
@@ -288,8 +289,8 @@ def _untied(set_up: SetUp) -> Iterator[Reading]:
             continue
         if (id(first) in embeddings) == (id(second) in embeddings):
             continue
-        distance = float((first.detach() - second.detach()).double().norm())
-        distance /= float(first.detach().double().norm()) or 1.0
+        multiple = fit(second.detach(), first.detach())
+        distance = multiple.distance / (multiple.length or 1.0)
         words = "hold equal bits in two tensors"
         if distance:
             words = (

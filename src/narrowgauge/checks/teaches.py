@@ -368,13 +368,17 @@ def label_facts(rows: Rows, taught: str) -> Facts:
     target = rows.target
     has_label = learned & (rows.column >= 0)
     weights = rows.weight[learned]
-    total = float(weights.sum())
     facts: Facts = {"rows": len(learned), "learned": int(learned.sum()), "learns": taught}
     facts |= {"sequences": len(rows.tokens), "smoothed_alone": int(rows.is_smoothed.sum())}
-    facts |= {"weight_sum": total, "unlearned": int((weights < 0).sum()), "shift": None}
+    facts |= {
+        "weight_sum": float(weights.sum()),
+        "unlearned": int((weights < 0).sum()),
+        "shift": None,
+    }
     low, high = weights.aminmax()
     facts["is_even"] = bool(high - low <= _SAME * high)
-    facts["cross_entropy"] = float((weights * target.cross_entropy[learned]).sum()) / total
+    mean = (weights * target.cross_entropy[learned]).sum() / weights.sum()
+    facts["cross_entropy"] = float(mean)
     is_padding = has_label & (target.label == (-1 if rows.padding is None else rows.padding))
     facts["padding_learned"] = int(is_padding.sum())
     if not has_label.any():
