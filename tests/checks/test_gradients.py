@@ -598,6 +598,16 @@ def test_a_gradient_that_is_not_finite_is_read_at_its_first_tensor_in_backward()
     assert reading.what == "nonfinite-gradient" and "; nor are float32's" in reading.advice
 
 
+def test_a_loss_that_is_nan_is_read_where_its_gradient_is_finite() -> None:
+    """As ``kl_div`` of log probabilities without ``log_target``."""
+
+    def nan(model: nn.Module, batch: Any) -> Tensor:
+        return loss(model, batch) + (loss(model, batch).detach() * -1).log()
+
+    (reading,) = check(Model(), tokens_of(0), loss=nan)
+    assert reading.what == "nonfinite-step"
+
+
 # ── two ranks ─────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -709,21 +719,35 @@ def test_wrapped_models_are_compared_with_one_process(how: str, tmp_path: Path) 
     assert {kind for kind, _ in first[0]} == {*filter(None, [whats.get(how)])}, first
 
 
-def counted_over_ranks(rank: int) -> Any:
+def counted_over_ranks(rank: int, is_inside: bool) -> ng.analysis.Readings:
+    """As transformers' loop: the sum over a rank's labels, times ranks, over the labels of all ranks."""
+    tokens, labels = tokens_of(rank)
+    total = (labels != IGNORED).sum()
+    dist.all_reduce(total)
+
     def loss(model: nn.Module, batch: Any) -> Tensor:
-        logits = model(batch[0]).flatten(0, 1)
-        count = torch.tensor(batch[1].numel())
-        dist.all_reduce(count)
-        return 2 * F.cross_entropy(logits, batch[1].flatten(), reduction="sum") / count
+        count = batch[2]
+        if is_inside:
+            count = (batch[1] != IGNORED).sum()
+            dist.all_reduce(count)
+        return 2 * summed(model, batch) / count
 
     model = DistributedDataParallel(Model())
-    result = ng.check(model, torch.optim.SGD(model.parameters()), batch=tokens_of(rank), loss=loss)
-    return result.unseen["the slope of the loss"], result.unseen["the gradient"]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    return ng.check(model, optimizer, batch=(tokens, labels, total), loss=loss)
 
 
-def test_a_loss_that_waits_for_other_ranks_is_not_compared(tmp_path: Path) -> None:
-    for reasons in run_ranks(counted_over_ranks, 2, tmp_path):
-        assert all("calls allreduce over ranks" in reason for reason in reasons), reasons
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_a_mean_over_the_labels_of_all_ranks_is_right_and_one_process_cannot_make_it_alone(
+    is_inside: bool, tmp_path: Path
+) -> None:
+    for result in run_ranks(counted_over_ranks, 2, tmp_path, is_inside):
+        assert result.ok and not len(result), result
+        reasons = [
+            result.unseen.get(name, "") for name in ("the slope of the loss", "the gradient")
+        ]
+        assert ["calls allreduce over ranks" in reason for reason in reasons] == [is_inside] * 2
+        assert any("the loss is 2 times a mean" in line for line in result.lines) != is_inside
 
 
 # ── set-ups of strangers ──────────────────────────────────────────────────────────────────────────

@@ -27,6 +27,12 @@ def test_a_batch_norm_that_torch_refuses_is_told_before(options: Any, is_told: b
         model(torch.ones(2, 3, 8, 8)).sum().backward()
 
 
+def test_a_parameter_without_dimensions_is_checked() -> None:
+    model = nn.Linear(8, 8)
+    model.scale = nn.Parameter(torch.tensor(2.3))
+    assert ng.check(model, ng.AdamW(model.parameters())).ok
+
+
 @pytest.mark.parametrize("is_frozen", [False, True])
 def test_statistics_that_move_beside_frozen_weights_are_told(is_frozen: bool) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))

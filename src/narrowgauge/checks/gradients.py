@@ -312,6 +312,8 @@ class _Compared:
             words = "evaluation mode draws random numbers too"
             self.unseen["the structure of the gradient"] = words
             return []
+        if not is_finite(plain.loss) and not _first_not_finite(self.step.gradients):
+            return [*KINDS["nonfinite-step"].of(["the loss"])]
         self.exact = {n: plain.shadows.get(n, g) for n, g in plain.gradients.items()}
         self._set_bounds(plain)
         readings = []

@@ -115,7 +115,9 @@ def _stacks(set_up: SetUp) -> Iterator[str]:
     in_convolutions = []
     convolutions = _weights(set_up.model, nn.Conv1d)
     for p in set_up.stepped:
-        if not isinstance(p.optimizer, Optimizer) or len(matrix_shape(p.parameter.shape)) != 3:
+        if not isinstance(p.optimizer, Optimizer) or p.parameter.ndim < 3:
+            continue
+        if len(matrix_shape(p.parameter.shape)) != 3:
             continue
         rule = p.optimizer.rule_in(p.group, p.parameter)
         if isinstance(rule, MatrixRule):
