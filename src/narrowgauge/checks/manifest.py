@@ -145,18 +145,7 @@ def tied_names(named: Iterable[tuple[str, Tensor]]) -> list[str]:
 
 def _lines(set_up: SetUp, kinds: dict[int, str]) -> Iterator[str]:
     model = set_up.model
-    formats = Counter(dtype_name(b.dtype) for b in model.buffers() if b.is_floating_point())
-    if formats:
-        line = ", ".join(f"{count} {name}" for name, count in formats.items())
-        rounded = []
-        for name, turns in rounded_buffers(model).items():
-            rounded.append(f"{name} {turns}".strip())
-        if rounded:
-            line += f"; rounded: {of_all(rounded)}"
-        yield f"buffers: {line}"
-    moving = list(_moving_statistics(model))
-    if moving:
-        yield f"frozen, and statistics move in training mode: {of_all(moving)}"
+    yield from _buffer_lines(model)
     tied = tied_names(model.named_parameters(remove_duplicate=False))
     if tied:
         yield f"tied: {of_all(tied)}"
@@ -175,6 +164,22 @@ def _lines(set_up: SetUp, kinds: dict[int, str]) -> Iterator[str]:
     if adapters:
         line += f", {adapters / sum(trained.values()):.0%} of them in adapters"
     yield line
+
+
+def _buffer_lines(model: nn.Module) -> Iterator[str]:
+    """Yield the formats of buffers, and the norms that move though their weights are frozen."""
+    formats = Counter(dtype_name(b.dtype) for b in model.buffers() if b.is_floating_point())
+    if formats:
+        line = ", ".join(f"{count} {name}" for name, count in formats.items())
+        rounded = []
+        for name, turns in rounded_buffers(model).items():
+            rounded.append(f"{name} {turns}".strip())
+        if rounded:
+            line += f"; rounded: {of_all(rounded)}"
+        yield f"buffers: {line}"
+    moving = list(_moving_statistics(model))
+    if moving:
+        yield f"frozen, and statistics move in training mode: {of_all(moving)}"
 
 
 # ── readings ──────────────────────────────────────────────────────────────────────────────────────

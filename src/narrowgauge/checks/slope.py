@@ -17,6 +17,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from narrowgauge.checks.passes import Pass, Passes, scalar
 from narrowgauge.checks.shadow import Shadow
 from narrowgauge.checks.sites import is_float, storage_key
 from narrowgauge.torch_support import torch_names
-from narrowgauge.torch_support.torch_hooks import has_equal_hooks, has_own_hooks
+from narrowgauge.torch_support.torch_hooks import has_own_hooks
 
 STEPS = (1e-5, 1e-7, 1e-3)
 """Lengths of steps along the direction, in units of each tensor's root mean square.
@@ -186,7 +187,7 @@ class Slope:
         stops = ""
         if self.stops:
             stops = "An output is detached or rounded; if that is on purpose, all is well."
-        elif has_equal_hooks(self.passes.leaves[first]):
+        elif _has_equal_hooks(self.passes.leaves[first]):
             kind = replace(
                 kind, advice=f"{kind.advice}One function is several of the tensor's hooks."
             )
@@ -202,6 +203,21 @@ def _random_direction(p: Tensor, seed: int) -> Tensor:
     noise = torch.randn(p.shape, generator=torch.Generator().manual_seed(seed))
     size = float(p.detach().double().square().mean().sqrt()) or 0.02
     return noise.to(p.device).double() * size
+
+
+def _has_equal_hooks(p: Any) -> bool:
+    """Return whether one function, with one closure, is several hooks of a parameter's gradient."""
+    seen = set()
+    for hook in (p._backward_hooks or {}).values():
+        if isinstance(hook, FunctionType):
+            cells = [
+                id(cell.cell_contents) for cell in hook.__closure__ or () if cell != CellType()
+            ]
+            key = (hook.__code__, *cells)
+            if key in seen:
+                return True
+            seen.add(key)
+    return False
 
 
 class _Stops(TorchFunctionMode):

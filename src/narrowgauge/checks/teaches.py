@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, Readings
@@ -25,7 +24,15 @@ from narrowgauge.checks.gradients import (
 )
 from narrowgauge.checks.passes import Backward, Loss, Passes, leaves_of, micro_batches
 from narrowgauge.checks.set_up import SetUp
-from narrowgauge.checks.sight import num_columns, restart, seen, sight_of
+from narrowgauge.checks.sight import (
+    is_declared,
+    num_columns,
+    padding_of,
+    restart,
+    seen,
+    sight_of,
+    tokens_of,
+)
 from narrowgauge.checks.softmaxes import LABEL, LOG_SUM, Target, Term, Trace, joined
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.replica_verification import unlike
@@ -39,7 +46,6 @@ SHIFTS = (1, 0, -1, 2, 3)
 MOST = 0.9
 HALF = 0.5
 """Shares of the labels that settle a shift, and that exclude one."""
-IGNORED = -100
 _COLUMNS = (
     (
         *text_columns(learns="learns"),
@@ -184,31 +190,27 @@ def main_terms(terms: Sequence[Term]) -> list[Term]:
     return [term for term, kind in kinds.items() if kind == taught and term.kind[1] == most]
 
 
-def tokens_of(term: Term) -> Tensor | None:
-    """Return the ids to which rows of logits belong: the last lookup before them that fits.
+def _places(members: Sequence[Term], ids: Tensor | None, first: int) -> Tensor:
+    """Return the backward pass, head, sequence and column of rows over the same tokens, ``[4, rows]``.
 
-    Take a table of as many rows as there are classes, else the largest.
+    Args:
+        first: number of sequences before these.
     """
-    classes = term.kind[1]
-    lookups = [lookup for lookup in term.lookups if not _are_positions(lookup[0])]
-    if not lookups:  # tokens may count up as well
-        lookups = [lookup for lookup in term.lookups if lookup[1] == classes]
-    tables = {}
-    fitting = {}
-    for ids, size in lookups:
-        tables[size] = ids
-        if num_columns(len(term.source), ids):
-            fitting[size] = ids
-    tables = fitting or tables
-    return tables.get(classes if classes in tables else max(tables, default=0))
-
-
-def _are_positions(ids: Tensor) -> bool:
-    """Return whether ids count up in each row, stand still over padding, or begin anew."""
-    steps = ids.diff(dim=1)
-    counts_up = steps == 1
-    is_position = counts_up | (steps == 0) | (ids[:, 1:] == ids.min())
-    return bool(is_position.all() and counts_up.any())
+    sizes = [len(term.source) for term in members]
+    if ids is not None and len(ids) not in sizes and sum(sizes) <= ids.numel():
+        sizes = [sum(sizes)]
+    places = []
+    for head, size in enumerate(sizes):
+        place = torch.full((4, size), -1)
+        place[0] = members[0].number
+        place[1] = head
+        length = 0 if ids is None else num_columns(size, ids)
+        if length:
+            row = torch.arange(size)
+            place[2] = row // length + first
+            place[3] = row % length
+        places.append(place)
+    return torch.cat(places, 1)
 
 
 class Rows:
@@ -234,31 +236,15 @@ class Rows:
             ids = tokens_of(term)
             groups.setdefault(id(ids), (ids, []))[1].append(term)
         targets = []
-        marks = []
+        places = []
         tokens = list[Tensor]()
         for ids, members in groups.values():
-            sizes = []
-            for term in members:
-                assert term.target is not None
-                targets.append(term.target)
-                sizes.append(len(term.source))
-            if ids is not None and len(ids) not in sizes and sum(sizes) <= ids.numel():
-                sizes = [sum(sizes)]
-            first = sum(map(len, tokens))
-            for head, size in enumerate(sizes):
-                length = 0 if ids is None else num_columns(size, ids)
-                mark = torch.full((4, size), -1)
-                mark[0] = members[0].number
-                mark[1] = head
-                if length:
-                    place = torch.arange(size)
-                    mark[2] = place // length + first
-                    mark[3] = place % length
-                marks.append(mark)
+            targets += [term.target for term in members if term.target is not None]
+            places.append(_places(members, ids, sum(map(len, tokens))))
             if ids is not None:
                 tokens.append(ids)
         self.target: Target = joined(targets)
-        self.number, self.head, self.sequence, self.column = torch.cat(marks, 1)
+        self.number, self.head, self.sequence, self.column = torch.cat(places, 1)
         self.weight = self.target.weight
         self.offset = 0
         self.first_tokens: Tensor | None = None
@@ -282,49 +268,6 @@ class Rows:
         tokens = self.tokens[self.sequence[mask], place.clamp(0, width - 1)]
         is_inside = (place >= 0) & (place < width)
         return float((is_inside & (tokens == self.target.label[mask])).double().mean())
-
-
-def padding_of(tokens: Tensor) -> int | None:
-    """Return the id found only in runs at the ends, or starts, of two or more rows, of different
-    lengths; ``None`` without one.
-
-    Example:
-        >>> padding_of(torch.tensor([[5, 6, 7, 8], [5, 0, 0, 0], [7, 9, 0, 0]]))
-        0
-    """
-    for side in (tokens, tokens.flip(1)):
-        for token in side[:, -1:].unique():
-            is_token = side == token
-            runs = is_token.flip(1).cumprod(1).sum(1)
-            is_common = int((runs > 1).sum()) >= max(2, len(tokens) // 4)
-            if int(is_token.sum()) == int(runs.sum()) and is_common and len(runs.unique()) > 1:
-                return int(token)
-    return None
-
-
-def is_declared(model: nn.Module, batch: Any, tokens: Tensor | None, padding: int | None) -> bool:
-    """Return whether a token that looks like padding is said to be: by an embedding, by the model's
-    settings, or by a mask or ignored labels of the batch.
-
-    A run of equal tokens at the end of sequences may be text.
-    """
-    if tokens is None or padding is None:
-        return False
-    for module in model.modules():
-        settings = getattr(module, "config", None)
-        declared = getattr(module, "padding_idx", None), getattr(settings, "pad_token_id", None)
-        if padding in declared:
-            return True
-    is_padding = tokens == padding
-    for x in tree_leaves(batch):
-        if not isinstance(x, Tensor) or x.shape != tokens.shape:
-            continue
-        is_left_out = x == IGNORED
-        if x.max() <= 1:  # a mask
-            is_left_out = x == 0
-        if bool((is_left_out | ~is_padding).all()):
-            return True
-    return False
 
 
 def look(model: nn.Module, loss: Loss, batch: Any, rows: Rows, terms: Sequence[Term]) -> Facts:
@@ -381,9 +324,14 @@ def label_facts(rows: Rows, taught: str) -> Facts:
     facts["cross_entropy"] = float(mean)
     is_padding = has_label & (target.label == (-1 if rows.padding is None else rows.padding))
     facts["padding_learned"] = int(is_padding.sum())
-    if not has_label.any():
-        return facts
-    facts["next_share"] = rows.share_at(1, has_label)
+    if has_label.any():
+        facts |= shift_facts(rows, has_label)
+    return facts
+
+
+def shift_facts(rows: Rows, has_label: Tensor) -> Facts:
+    """Return which token most rows learn."""
+    facts: Facts = {"next_share": rows.share_at(1, has_label)}
     tried = dict.fromkeys((*SHIFTS, 1 - rows.offset))
     shifts = []
     for head in rows.head.unique():

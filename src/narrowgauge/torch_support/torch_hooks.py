@@ -14,7 +14,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from functools import cache
-from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -63,21 +62,6 @@ def has_own_hooks(p: Any) -> bool:
     hooks = [*(p._backward_hooks or {}).values()]
     hooks += [*(getattr(p, "_post_accumulate_grad_hooks", None) or {}).values()]
     return not all(isinstance(hook, OwnHook) for hook in hooks)
-
-
-def has_equal_hooks(p: Any) -> bool:
-    """Return whether one function, with one closure, is several hooks of a parameter's gradient."""
-    seen = set()
-    for hook in (p._backward_hooks or {}).values():
-        if isinstance(hook, FunctionType):
-            cells = [
-                id(cell.cell_contents) for cell in hook.__closure__ or () if cell != CellType()
-            ]
-            key = (hook.__code__, *cells)
-            if key in seen:
-                return True
-            seen.add(key)
-    return False
 
 
 class OwnHook:
