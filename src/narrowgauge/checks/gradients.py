@@ -476,6 +476,8 @@ class _Compared:
         if self.step is not self.first:
             mode = "structure compared in evaluation mode, since training draws random numbers"
             self.lines.append(f"  {mode}")
+            if self.alone.backward is not None:
+                self.unseen["backward= in training mode"] = "training draws random numbers"
 
 
 def _fit(columns: Tensor, target: Tensor) -> tuple[list[float], float]:

@@ -149,9 +149,6 @@ def _lines(set_up: SetUp, kinds: dict[int, str]) -> Iterator[str]:
     tied = tied_names(model.named_parameters(remove_duplicate=False))
     if tied:
         yield f"tied: {of_all(tied)}"
-    pairs = [f"{inner_name(a)} and {inner_name(b)}" for a, b in equal_pairs(model)]
-    if pairs:
-        yield f"equal bits in two tensors: {of_all(pairs)}"
     trained = {id(p.parameter): p.parameter.numel() for p in set_up.trained}
     total = sum({id(p): p.numel() for p in model.parameters()}.values())
     beside = [p.parameter for p in set_up.trained if id(p.parameter) not in kinds]

@@ -154,8 +154,10 @@ def lesson(model: nn.Module, batch: Any, loss: Loss, run: Callable[[], float]) -
         scale = run()
     terms = main_terms(trace.terms)
     if all_ranks().largest(int(not terms)):
-        words = "no label in the gradient of a cross_entropy, log_softmax or logsumexp"
-        return Readings(unseen={"what the loss teaches": words})
+        words = "no cross_entropy, log_softmax or logsumexp of logits"
+        if not trace.terms and trace.number:
+            return Readings([], [f"what the loss teaches is not read: {words}"])
+        return Readings(unseen={"what the loss teaches": f"{words} that learn a label"})
     rows = Rows(terms)
     rows.weight /= scale
     if not is_declared(model, batch, rows.first_tokens, rows.padding):
