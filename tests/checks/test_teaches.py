@@ -345,6 +345,7 @@ def policy(model: Any, batch: Any) -> Tensor:
         (Model(), usual, "ln 48"),
         (Model(), lambda m, b: usual(m, b, reduction="sum"), ""),
         (Model(), policy, ""),
+        (Model(), preferences, "beside ln 2 = 0.693147"),
     ],
 )
 def test_a_loss_is_beside_that_of_equal_probabilities_of_its_classes(

@@ -90,7 +90,9 @@ def check(
             taught = checked_lesson(set_up, batch, loss, backward, unseen)
         of_gradient, more = _without_the_factor_of_ranks(measured.readings, taught.taught)
         readings = readings + of_gradient + taught.readings
-        lines = taught.lines + lines + loss_lines(taught.taught) + measured.lines + more
+        lines = (
+            taught.lines + lines + loss_lines(taught.taught, measured.value) + measured.lines + more
+        )
         if measured.products:
             lines.append(products_line(measured.products))
     linears = linears_of(model)

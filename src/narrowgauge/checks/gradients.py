@@ -86,6 +86,7 @@ class Measured(NamedTuple):
         judged: what was compared.
         gradients: of the configured step, by name.
         products: number of products by the format of their operands.
+        value: the plain loss of the whole batch; NaN if it was not read.
     """
 
     readings: list[Reading]
@@ -93,6 +94,7 @@ class Measured(NamedTuple):
     judged: list[str]
     gradients: Mapping[str, Tensor] = {}
     products: Mapping[str, int] = {}
+    value: float = math.nan
 
 
 def gradient_readings(
@@ -148,7 +150,7 @@ def gradient_readings(
     of_ranks = ranks.gather(parts)
     alone = _alone(passes, [*chain.from_iterable(of_ranks)], has_shards, follows)
 
-    def compare() -> tuple[list[Reading], list[str], list[str], dict[str, str], Any]:
+    def compare() -> tuple[Measured, dict[str, str]]:
         reasons = dict[str, str]()
         compared = _Compared(alone, first, step, rounding, differing, ranks.size, reasons)
         readings = [*_equal_batches(model, of_ranks)]
@@ -160,13 +162,15 @@ def gradient_readings(
         with one, reason_for_none("the gradient", reasons):
             readings += compared.rounding_readings()
             readings += compared.structure(draws=draws)
-        return readings, compared.lines, compared.judged, reasons, compared.products
+        products = compared.products
+        measured = Measured(readings, compared.lines, compared.judged, {}, products, compared.value)
+        return measured, reasons
 
-    readings, lines, judged, reasons, products = ranks.of_first(compare)
+    measured, reasons = ranks.of_first(compare)
     unseen |= reasons
-    readings += KINDS["missing-parameters"].of(first.unstepped)
-    lines += coarse_loss(first.loss)
-    return Measured(readings, lines, judged, first.gradients, products)
+    measured.readings.extend(KINDS["missing-parameters"].of(first.unstepped))
+    measured.lines.extend(coarse_loss(first.loss))
+    return measured._replace(gradients=first.gradients)
 
 
 def _why_none(model: nn.Module) -> str:
@@ -245,6 +249,7 @@ class _Compared:
         self.judged = list[str]()
         self.products = Counter[str]()
         self.is_sum = True
+        self.value = math.nan
         self._terms: list[Gradients] | None = None
 
     def slope(self) -> list[Reading]:
@@ -308,6 +313,7 @@ class _Compared:
             draws: whether the step draws random numbers in this mode, too.
         """
         plain = self.alone.run(self.alone.plain(self.whole), Shadow())
+        self.value = float(plain.loss)
         if draws and not self._repeats(plain, seed=1):
             words = "evaluation mode draws random numbers too"
             self.unseen["the structure of the gradient"] = words

@@ -159,10 +159,11 @@ class Slope:
 
     def readings(self) -> list[Reading]:
         """Return at most one reading: of the first tensors in backward whose slope differs."""
+        most = 1 if self.stops else _MOST  # a note needs no list, and each set six passes
         sets = [self.names[::-1]]
         wrong = dict[str, tuple[float, float, float]]()
         differs = False
-        while sets and len(wrong) < _MOST:
+        while sets and len(wrong) < most:
             names = sets.pop()
             try:
                 difference = self.difference(names)

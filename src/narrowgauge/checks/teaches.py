@@ -370,18 +370,21 @@ def _holds_probabilities(term: Term) -> bool:
     return bool((values >= 0).all() and ((sums - 1).abs() < _SUM_ERROR).all())
 
 
-def loss_lines(facts: Facts) -> list[str]:
+def loss_lines(facts: Facts, loss: float) -> list[str]:
     """Return a line that compares the mean cross entropy of labels with that of equal probabilities, ln V.
 
     Sums, and losses that also push probabilities down, have no such value.
 
     Args:
         facts: that the loss teaches; empty if they were not read.
+        loss: of the batch. A policy that is its reference has ln 2 in preferences of pairs.
     """
     classes = facts.get("classes", 0)
     if classes < 2 or facts["learns"] == "a distribution":
         return []
     value = facts["cross_entropy"]
+    if facts["unlearned"] and abs(loss / math.log(2) - 1) < 0.1:
+        return [f"loss {loss:.6g} beside ln 2 = 0.693147, that of pairs which are liked alike"]
     if facts["unlearned"] or abs(facts["weight_sum"] - 1) > 0.01 or not math.isfinite(value):
         return []
     uniform = math.log(classes)
