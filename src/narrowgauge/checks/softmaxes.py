@@ -140,9 +140,11 @@ class Trace(TorchFunctionMode):
         dim = -1
         if name == "cross_entropy":
             dim = min(1, logits.ndim - 1)
-        elif len(args) > 1 or "dim" in kwargs:
-            dim = kwargs.get("dim", args[-1] if len(args) == 1 else args[1])
-        if not isinstance(dim, int):
+        elif "dim" in kwargs:
+            dim = kwargs["dim"]
+        elif len(args) > 1:
+            dim = args[1]
+        if not isinstance(dim, int) or type(logits) is not Tensor:  # logits in shards are not read
             return
         node = None
         if name == LOG_SUM:
@@ -157,7 +159,7 @@ class Trace(TorchFunctionMode):
             return
         self._nodes.add(node)
         source = _rows(logits, dim)
-        term = Term(name, self.number, source, result.dtype, self.lookups)
+        term = Term(name, self.number, source, result.dtype, [*self.lookups])
         self.terms.append(term)
 
         def read(gradients: Any) -> None:
