@@ -714,6 +714,24 @@ def test_wrapped_models_are_compared_with_one_process(how: str, tmp_path: Path) 
     assert {kind for kind, _ in first[0]} == {*filter(None, [whats.get(how)])}, first
 
 
+def averaged_twice(rank: int) -> ng.analysis.Readings:
+    """DDP averages the means of the ranks, and the loop divides by their number again."""
+
+    def backward(model: nn.Module, batch: Any) -> None:
+        loss(model, batch).backward()
+        for p in model.parameters():
+            p.grad /= 2
+
+    model = DistributedDataParallel(Model())
+    batch = tokens_of(0)
+    return check(model, (batch[0].roll(rank, 0), batch[1].roll(rank, 0)), backward)
+
+
+def test_a_mean_that_is_averaged_twice_is_read(tmp_path: Path) -> None:
+    (reading,), _ = run_ranks(averaged_twice, 2, tmp_path)
+    assert reading.what == "gradient" and "1 / the number of ranks" in reading.advice
+
+
 def counted_over_ranks(rank: int, is_inside: bool) -> ng.analysis.Readings:
     """As transformers' loop: the sum over a rank's labels, times ranks, over the labels of all ranks."""
     tokens, labels = tokens_of(rank)

@@ -234,6 +234,12 @@ FAULTS: dict[str, tuple[Any, Any, Loss, str]] = {
     "one token ahead": (Model(ahead=1), PADDED, usual, "wrong-shift"),
     "seven tokens ahead": (Model(ahead=7), data(False), usual, "wrong-shift"),
     "padding seen": (Model(ahead=LENGTH), PADDED, pads_seen, "unmasked"),
+    "smoothed alone": (
+        Model(),
+        PADDED,
+        lambda m, b: usual(m, b, label_smoothing=1.0),
+        "ignored-smoothed",
+    ),
     "documents see each other": (Model(), PACKED, packed, "unmasked"),
     "softmax twice": (
         nn.Sequential(nn.Linear(8, 5), nn.Softmax(-1)),

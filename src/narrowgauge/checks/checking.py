@@ -6,13 +6,14 @@ Optimizers of PyTorch and of other libraries pass the same checks as Narrowgauge
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
 from narrowgauge.analysis.reading import Reading, Readings
-from narrowgauge.checks.gradients import gradient_readings
+from narrowgauge.checks.gradients import Measured, gradient_readings
 from narrowgauge.checks.manifest import manifest, parameter_readings
 from narrowgauge.checks.passes import Backward, Loss
 from narrowgauge.checks.set_up import SetUp, set_up_of
@@ -88,7 +89,7 @@ def check(
         gradients = measured.gradients
         if all(reading.what != "step-in-backward" for reading in measured.readings):
             taught = checked_lesson(set_up, batch, loss, backward, unseen)
-        of_gradient, more = _without_the_factor_of_ranks(measured.readings, taught.taught)
+        of_gradient, more = _without_the_factor_of_ranks(measured, taught.taught)
         readings = readings + of_gradient + taught.readings
         lines = (
             taught.lines + lines + loss_lines(taught.taught, measured.value) + measured.lines + more
@@ -109,7 +110,7 @@ def check(
 
 
 def _without_the_factor_of_ranks(
-    readings: list[Reading], taught: Mapping[str, Any]
+    measured: Measured, taught: Mapping[str, Any]
 ) -> tuple[list[Reading], list[str]]:
     """Return readings without that of a loss times the number of ranks, and a line about it.
 
@@ -117,13 +118,15 @@ def _without_the_factor_of_ranks(
     all ranks.
     """
     size = all_ranks().size
+    mean = taught.get("cross_entropy", math.nan)
     is_mean = size > 1 and abs(taught.get("weight_sum", 0.0) - 1) < 0.01
+    is_mean = is_mean and abs(measured.value / size - mean) < 0.1 * mean
     left = []
-    for reading in readings:
+    for reading in measured.readings:
         is_factor = (reading.what, reading.tensor, reading.expected) == ("gradient", "", 1.0)
         if not (is_mean and is_factor and abs((reading.value or 0.0) * size - 1) < 0.01):
             left.append(reading)
-    if len(left) == len(readings):
+    if len(left) == len(measured.readings):
         return left, []
     return left, [
         f"the loss is {size} times a mean, and the weights of the labels sum to 1 over {size} ranks"

@@ -300,6 +300,8 @@ def over_ranks(facts: Facts) -> Facts:
     facts = dict(of_ranks[0])
     for name in (*_SUMS, "weight_sum"):
         facts[name] = sum(of_rank[name] for of_rank in of_ranks)
+    total = sum(of_rank["cross_entropy"] * of_rank["weight_sum"] for of_rank in of_ranks)
+    facts["cross_entropy"] = total / (facts["weight_sum"] or math.nan)
     facts["weight_sum"] /= len(of_ranks)
     return facts
 
@@ -320,8 +322,10 @@ def label_facts(rows: Rows, taught: str) -> Facts:
         "unlearned": int((weights < 0).sum()),
         "shift": None,
     }
-    low, high = weights.aminmax()
-    facts["is_even"] = bool(high - low <= _SAME * high)
+    facts["is_even"] = False
+    if len(weights):
+        low, high = weights.aminmax()
+        facts["is_even"] = bool(high - low <= _SAME * high)
     mean = (weights * target.cross_entropy[learned]).sum() / weights.sum()
     facts["cross_entropy"] = float(mean)
     is_padding = has_label & (target.label == (-1 if rows.padding is None else rows.padding))
