@@ -136,8 +136,8 @@ class Trace(TorchFunctionMode):
         return result
 
     def _note(self, name: str, args: Any, kwargs: Any, result: Tensor) -> None:
-        logits = args[0] if args else kwargs["input"]
-        dim = -1
+        logits: Tensor = args[0] if args else kwargs["input"]
+        dim: Any = -1
         if name == "cross_entropy":
             dim = min(1, logits.ndim - 1)
         elif "dim" in kwargs:
@@ -148,8 +148,9 @@ class Trace(TorchFunctionMode):
             return
         node = None
         if name == LOG_SUM:
-            if logits._is_view() and logits._base.shape[-1] == logits.shape[dim]:
-                logits = logits._base  # one row of many may be summed at a time
+            base = logits._base
+            if base is not None and base.shape[-1] == logits.shape[dim]:
+                logits = base  # one row of many may be summed at a time
                 dim = -1
             node = logits.grad_fn
         else:
