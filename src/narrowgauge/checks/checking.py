@@ -78,7 +78,7 @@ def check(
         )
     set_up = set_up_of(model, optimizer)
     readings = [*parameter_readings(set_up)]
-    unseen = set_up.other_formats
+    unseen = dict[str, str]()
     gradients = None
     done = list[str]()
     lines = manifest(set_up) + grid_lines(set_up)
