@@ -518,6 +518,16 @@ def scaled(factor: float, part: str = "") -> Any:
     return backward
 
 
+def test_a_factor_of_one_tensor_is_read_beside_another_gradient() -> None:
+    def backward(model: nn.Module, batch: Any) -> None:
+        scaled(0.5, "norm")(model, batch)
+        model.head.weight.grad += 0.1 * torch.ones_like(model.head.weight)
+
+    result = read(check(Model(), tokens_of(0), backward))
+    assert {(tensor, value) for _, tensor, value in result} >= {("norm.bias and 1 other", 0.5)}
+    assert [tensor for _, tensor, _ in result].count("head.weight") == 1
+
+
 def doubled(model: nn.Module, parts: list[Any]) -> None:
     """NVIDIA/Megatron-LM#6660: a buffer is added to itself after each micro-batch."""
     for part in parts:

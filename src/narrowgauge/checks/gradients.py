@@ -364,6 +364,7 @@ class _Compared:
         words = ", nor in the plain loss: no graph leads from the loss to them"
         readings += KINDS["no-gradient"].of(zero, count=count, words=words)
         self._add_lines(near, plain)
+        readings.sort(key=lambda r: r.expected != 1.0)  # factors, which join none of the others
         return joined(readings, count)
 
     def _is_of_the_model(self, name: str) -> bool:

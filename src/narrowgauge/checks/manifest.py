@@ -226,7 +226,9 @@ def parameter_readings(set_up: SetUp) -> Iterator[Reading]:
 def _moving_statistics(model: nn.Module) -> Iterator[str]:
     """Yield batch norms whose weights are frozen, and whose statistics follow the batches."""
     for name, module in model.named_modules():
-        if isinstance(module, _BatchNorm) and module.running_mean is not None and module.training:
+        if not isinstance(module, _BatchNorm) or module.running_mean is None:
+            continue
+        if module.training and module.momentum != 0:
             trains = [p.requires_grad for p in module.parameters()]
             if trains and not any(trains):
                 yield inner_name(name)
