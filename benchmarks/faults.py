@@ -156,9 +156,7 @@ def histograms(loop: Loop) -> Readings:
         middle = statistics.median(squares.values())
         for name, square in squares.items():
             is_near = middle / FACTOR**2 <= square <= middle * FACTOR**2
-            past[name].append(
-                "no-gradient" if square == 0 else "" if is_near else "gradient-factor"
-            )
+            past[name].append("no-gradient" if square == 0 else "" if is_near else "gradient")
             kind = ""
             if past[name].count(past[name][0]) == SAMPLES:
                 kind = past[name][0]

@@ -77,12 +77,6 @@ def batch_norm_formats() -> ng.analysis.Readings:
     return ng.check(model, ng.AdamW(model.named_parameters(), lr=1e-3))
 
 
-def replaced_parameters() -> ng.analysis.Readings:
-    model, optimizer = torch_adamw(torch.float32)
-    model[4] = nn.Linear(32, 32)  # a new head of the same size
-    return ng.check(model, optimizer)
-
-
 def nonfinite_weights() -> ng.analysis.Readings:
     model, optimizer = torch_adamw(torch.float32)
     model[1].weight.data[0, 0], model[4].weight.data[0, 0] = float("nan"), float("-inf")
@@ -138,7 +132,6 @@ def sixteen_bits() -> ng.analysis.Readings:
 NARROW = {"stands-still", "lost-updates", "frozen-moments", "swallowed-decay"}
 PROVOKED: dict[str, tuple[Callable[[], ng.analysis.Readings], set[str]]] = {
     "missing-parameters": (lambda: stepped_by_adamw(lambda model: model[:2]), set()),
-    "replaced-parameters": (replaced_parameters, set()),
     "parameters-twice": (
         lambda: stepped_by_adamw(lambda model: model, lambda model: model[4]),
         set(),

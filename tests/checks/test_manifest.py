@@ -27,6 +27,23 @@ def test_a_batch_norm_that_torch_refuses_is_told_before(options: Any, is_told: b
         model(torch.ones(2, 3, 8, 8)).sum().backward()
 
 
+def test_a_parameter_without_dimensions_is_checked() -> None:
+    model = nn.Linear(8, 8)
+    model.scale = nn.Parameter(torch.tensor(2.3))
+    assert ng.check(model, ng.AdamW(model.parameters())).ok
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_statistics_that_move_beside_frozen_weights_are_told(is_frozen: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    model[1].requires_grad_(not is_frozen)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    words = "frozen, and statistics move in training mode: 1"
+    assert (words in ng.check(model, optimizer).lines) == is_frozen
+    model[1].eval()
+    assert words not in ng.check(model, optimizer).lines
+
+
 class Container(torch.optim.Optimizer):
     """An optimizer of all parameters whose step calls its members', as torchtitan's."""
 
@@ -44,3 +61,15 @@ def test_the_members_of_a_container_have_the_rates() -> None:
     for word in ("0.003", "0.2", "0.04", "AdamW", "SGD"):
         assert word in table
     assert "Container" not in table
+
+
+def test_a_matrix_of_the_size_of_an_embedding_is_no_head() -> None:
+    model = torch.nn.ModuleDict(
+        {
+            "embed": nn.Embedding(16, 8),
+            "blocks": nn.ModuleList(nn.Linear(8, 16) for _ in range(2)),
+            "head": nn.Linear(8, 16),
+        }
+    )
+    lines = ng.check(model, torch.optim.SGD(model.parameters())).lines
+    assert [line.split()[1] for line in lines if line.startswith("head")] == ["1"]

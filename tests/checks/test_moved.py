@@ -50,7 +50,7 @@ def changed(**values: Tensor | None) -> Weights:
 
 CASES: dict[str, tuple[Weights, str, str, bool]] = {
     "trained": (trained(), "", "", True),
-    "not trained": (weights(), "nothing-moved", "layers.0.norm.weight and 5 others", False),
+    "not trained": (weights(), "equal-tensors", "layers.0.norm.weight and 5 others", False),
     "one frozen": (changed(proj_weight=weights()["layers.1.proj.weight"]), "equal-tensors", "layers.1.proj.weight", True),
     "a norm at one": (changed(norm_weight=torch.ones(4)), "exactly-one", "layers.1.norm.weight", False),
     "a matrix of ones": (changed(proj_weight=torch.ones(4, 4)), "", "", True),
@@ -94,7 +94,7 @@ def test_rows_hold_exact_counts_whatever_the_chunks(monkeypatch: pytest.MonkeyPa
 
 def test_values_in_another_format_are_rounded_to_it_first() -> None:
     before = {"a": torch.randn(64, 64)}
-    assert [r.what for r in moved(before, {"a": before["a"].bfloat16()})] == ["nothing-moved"]
+    assert [r.what for r in moved(before, {"a": before["a"].bfloat16()})] == ["equal-tensors"]
     (row,) = moved({"a": before["a"].bfloat16()}, before).rows
     assert row["differ"] > 0 and row["dtype"] == "bfloat16 → float32"
     for dtype in (torch.float8_e4m3fn, torch.float16, torch.int8, torch.uint8, torch.bool):
@@ -124,7 +124,7 @@ def test_folders_shards_modules_and_wrappers_name_the_same_tensors(tmp_path: Pat
         save_file({name: stored[name]}, sharded / file)
     save_file({"stale": torch.ones(1)}, sharded / "stale.safetensors")
     (sharded / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
-    assert [r.what for r in moved(folder, sharded)] == ["nothing-moved"]
+    assert [r.what for r in moved(folder, sharded)] == ["equal-tensors"]
     assert moved(folder / "model.safetensors", sharded).rows == moved(folder, stored).rows
     model.register_buffer("mask", torch.zeros(3))
     assert moved(sharded, nn.DataParallel(model)).ok and moved(sharded, torch.compile(model)).ok

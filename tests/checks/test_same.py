@@ -152,7 +152,6 @@ CASES: dict[str, tuple[Callable[[Any], Any], str, str, str]] = {
 }
 """What a server changes; the place that is named, by which reading, and what it says."""
 NARROW: dict[str, tuple[str, str]] = {
-    "norm": ("other-rounding", "no larger than rounding"),
     "rotary": ("other-weights", "no larger than rounding"),
     "scale": ("other-output", "has a place"),
     "twice": ("adapter-times", "has a place"),

@@ -23,21 +23,21 @@ from narrowgauge.analysis.reading import Reading
 STEPS = 6
 LOCATES: dict[str, set[str]] = {
     "settings": {
-        "missing-parameters", "replaced-parameters", "parameters-twice", "untied", "no-matrix", "frozen-moves", "weight-decay",
+        "missing-parameters", "parameters-twice", "untied", "no-matrix", "frozen-moves", "weight-decay",
     },
-    "data": {"gradient", "gradient-factor", "padding-learned", "wrong-shift"},
+    "data": {"gradient", "padding-learned", "wrong-shift"},
     "forward": {
-        "gradient", "gradient-factor", "step-in-backward", "rounding", "sees-its-target", "padding-seen",
+        "gradient", "step-in-backward", "rounding", "sees-its-target", "unmasked",
     },
     "loss": {
-        "gradient", "gradient-factor", "rounding", "wrong-shift", "counts-unlearned", "ignored-smoothed",
+        "gradient", "rounding", "wrong-shift", "counts-unlearned", "ignored-smoothed",
         "narrow-log-softmax", "softmax-twice",
     },
     "gradient": {
-        "slope", "gradient", "gradient-factor", "no-gradient", "nonfinite-gradient", "first-nonfinite", "skipped-steps",
-        "replaced-parameters", "gradients-kept", "zero-gradients", "rounding",
+        "slope", "gradient", "no-gradient", "nonfinite-gradient", "first-nonfinite", "skipped-steps",
+        "gradients-kept", "zero-gradients", "rounding",
     },
-    "clip": {"clip-norm", "gradient", "gradient-factor", "zero-gradients"},
+    "clip": {"clip-norm", "gradient", "zero-gradients"},
     "state": {
         "state", "step-count", "parameters-twice", "step-factor", "weight-decay", "no-gradient", "weights-written", "never-moved",
     },
@@ -72,8 +72,7 @@ def judged(row: Row, folder: Path) -> tuple[list[Reading], dict[str, Any]]:
 def lesson_of(row: Row, settings: Settings, num_labels: int) -> dict[str, Any]:
     """Return the facts of a row's loss, by its settings and its data."""
     lesson = {
-        "shift": 1, "learned": num_labels, "weights": "equal", "weight_sum": 1.0, "unlearned": 0, "not_sure": 0,
-        "smoothing": settings.smoothing, "smoothed_alone": 0, "z_loss": 0.0, "other_terms": "", "dtype": "float32",
+        "shift": 1, "learned": num_labels, "weight_sum": 1.0, "unlearned": 0, "smoothed_alone": 0, "dtype": "float32",
         "sees_later": False, "sees_others": False, "first_seen": 8 if settings.is_packed else 0,
         "sees_padding": False if settings.is_padded else None, "padding_learned": 0,
     }  # fmt: skip

@@ -6,18 +6,20 @@ Optimizers of PyTorch and of other libraries pass the same checks as Narrowgauge
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
 from narrowgauge.analysis.reading import Reading, Readings
-from narrowgauge.checks.gradients import gradient_readings
+from narrowgauge.checks.gradients import Measured, gradient_readings
 from narrowgauge.checks.manifest import manifest, parameter_readings
 from narrowgauge.checks.passes import Backward, Loss
 from narrowgauge.checks.set_up import SetUp, set_up_of
-from narrowgauge.checks.teaches import checked_lesson, loss_readings
+from narrowgauge.checks.teaches import checked_lesson, loss_lines
 from narrowgauge.checks.updates import grid_lines, updates_of
+from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.swapping import linears_of
 from narrowgauge.runs.finding import counted
@@ -76,7 +78,7 @@ def check(
         )
     set_up = set_up_of(model, optimizer)
     readings = [*parameter_readings(set_up)]
-    unseen = set_up.other_formats
+    unseen = dict[str, str]()
     gradients = None
     done = list[str]()
     lines = manifest(set_up) + grid_lines(set_up)
@@ -87,9 +89,11 @@ def check(
         gradients = measured.gradients
         if all(reading.what != "step-in-backward" for reading in measured.readings):
             taught = checked_lesson(set_up, batch, loss, backward, unseen)
-        at_start, beside = loss_readings(measured.value, taught.taught)
-        readings = readings + measured.readings + at_start + taught.readings
-        lines = taught.lines + lines + beside + measured.lines
+        of_gradient, more = _without_the_factor_of_ranks(measured, taught.taught)
+        readings = readings + of_gradient + taught.readings
+        lines = (
+            taught.lines + lines + loss_lines(taught.taught, measured.value) + measured.lines + more
+        )
         if measured.products:
             lines.append(products_line(measured.products))
     linears = linears_of(model)
@@ -103,6 +107,30 @@ def check(
         done = [f"updates of {counted(len(updates.judged), 'tensor')} by {', '.join(kinds)}", *done]
     done = [f"settings of {counted(len(set_up.trained), 'tensor')}", *done]
     return Readings(readings, lines, "; ".join(done), unseen, taught.taught)
+
+
+def _without_the_factor_of_ranks(
+    measured: Measured, taught: Mapping[str, Any]
+) -> tuple[list[Reading], list[str]]:
+    """Return readings without that of a loss times the number of ranks, and a line about it.
+
+    DistributedDataParallel divides by this number, so that the step is that of a mean over the labels of
+    all ranks.
+    """
+    size = all_ranks().size
+    mean = taught.get("cross_entropy", math.nan)
+    is_mean = size > 1 and abs(taught.get("weight_sum", 0.0) - 1) < 0.01
+    is_mean = is_mean and abs(measured.value / size - mean) < 0.1 * mean
+    left = []
+    for reading in measured.readings:
+        is_factor = (reading.what, reading.tensor, reading.expected) == ("gradient", "", 1.0)
+        if not (is_mean and is_factor and abs((reading.value or 0.0) * size - 1) < 0.01):
+            left.append(reading)
+    if len(left) == len(measured.readings):
+        return left, []
+    return left, [
+        f"the loss is {size} times a mean, and the weights of the labels sum to 1 over {size} ranks"
+    ]
 
 
 def products_line(products: Mapping[str, int]) -> str:

@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from narrowgauge.checks.set_up import NARROW
-from narrowgauge.matmul import layer_matmuls
 from narrowgauge.numerics.dtensor import whole
 from narrowgauge.torch_support.put_back import objects_of
 from narrowgauge.torch_support.torch_names import fsdp_groups, fsdp_parameters, unwrapped_model
@@ -95,11 +94,9 @@ class Widened(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        # In float32 our low-precision experts keep their own casts, which are exact.
-        is_ours = self.dtype is torch.float32 and is_called_from(layer_matmuls.__file__)
-        if kwargs.get("dtype") in _NARROWER[self.dtype] and not is_ours:
+        if kwargs.get("dtype") in _NARROWER[self.dtype]:
             kwargs["dtype"] = self.dtype
-        is_fresh = not is_ours and all(value.alias_info is None for value in func._schema.returns)
+        is_fresh = all(value.alias_info is None for value in func._schema.returns)
         if is_fresh and any(
             isinstance(x, Tensor) and x.dtype is self.dtype for x in tree_leaves((args, kwargs))
         ):

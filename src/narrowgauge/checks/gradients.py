@@ -25,7 +25,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple
@@ -41,6 +41,7 @@ from narrowgauge.checks.passes import (
     Backward,
     Gradients,
     Loss,
+    OneProcess,
     Pass,
     Passes,
     concatenated,
@@ -83,17 +84,17 @@ class Measured(NamedTuple):
 
     Args:
         judged: what was compared.
-        value: the loss in float64; NaN if it was not read.
         gradients: of the configured step, by name.
         products: number of products by the format of their operands.
+        value: the plain loss of the whole batch; NaN if it was not read.
     """
 
     readings: list[Reading]
     lines: list[str]
     judged: list[str]
-    value: float = math.nan
     gradients: Mapping[str, Tensor] = {}
     products: Mapping[str, int] = {}
+    value: float = math.nan
 
 
 def gradient_readings(
@@ -149,22 +150,27 @@ def gradient_readings(
     of_ranks = ranks.gather(parts)
     alone = _alone(passes, [*chain.from_iterable(of_ranks)], has_shards, follows)
 
-    def compare() -> tuple[list[Reading], list[str], list[str], dict[str, str], float, Any]:
+    def compare() -> tuple[Measured, dict[str, str]]:
         reasons = dict[str, str]()
         compared = _Compared(alone, first, step, rounding, differing, ranks.size, reasons)
         readings = [*_equal_batches(model, of_ranks)]
-        with reason_for_none("the slope of the loss", reasons):
+        one: Any = nullcontext()
+        if not follows:
+            one = OneProcess()  # type: ignore[no-untyped-call]
+        with one, reason_for_none("the slope of the loss", reasons):
             readings += compared.slope()
-        with reason_for_none("the gradient", reasons):
+        with one, reason_for_none("the gradient", reasons):
             readings += compared.rounding_readings()
             readings += compared.structure(draws=draws)
-        return readings, compared.lines, compared.judged, reasons, compared.value, compared.products
+        products = compared.products
+        measured = Measured(readings, compared.lines, compared.judged, {}, products, compared.value)
+        return measured, reasons
 
-    readings, lines, judged, reasons, value, products = ranks.of_first(compare)
+    measured, reasons = ranks.of_first(compare)
     unseen |= reasons
-    readings += KINDS["missing-parameters"].of(first.unstepped)
-    lines += coarse_loss(first.loss)
-    return Measured(readings, lines, judged, value, first.gradients, products)
+    measured.readings.extend(KINDS["missing-parameters"].of(first.unstepped))
+    measured.lines.extend(coarse_loss(first.loss))
+    return measured._replace(gradients=first.gradients)
 
 
 def _why_none(model: nn.Module) -> str:
@@ -241,9 +247,9 @@ class _Compared:
         self.whole = concatenated(alone.parts)
         self.lines = list[str]()
         self.judged = list[str]()
-        self.value = math.nan
         self.products = Counter[str]()
         self.is_sum = True
+        self.value = math.nan
         self._terms: list[Gradients] | None = None
 
     def slope(self) -> list[Reading]:
@@ -252,7 +258,6 @@ class _Compared:
         self.alone.is_training = True
         try:
             slope = Slope(self.alone, self.whole)
-            self.value = slope.value
             readings = slope.readings()
         finally:
             self.alone.is_training = is_training
@@ -308,10 +313,13 @@ class _Compared:
             draws: whether the step draws random numbers in this mode, too.
         """
         plain = self.alone.run(self.alone.plain(self.whole), Shadow())
+        self.value = float(plain.loss)
         if draws and not self._repeats(plain, seed=1):
             words = "evaluation mode draws random numbers too"
             self.unseen["the structure of the gradient"] = words
             return []
+        if not is_finite(plain.loss) and not _first_not_finite(self.step.gradients):
+            return [*KINDS["nonfinite-step"].of(["the loss"])]
         self.exact = {n: plain.shadows.get(n, g) for n, g in plain.gradients.items()}
         self._set_bounds(plain)
         readings = []
@@ -336,9 +344,8 @@ class _Compared:
             elif not is_finite(g):
                 is_finite_step = False
             elif r is None:
-                words = "The plain loss does not depend on it."
-                bound = KINDS["gradient"].bound
-                readings.append(KINDS["gradient"].reading(name, 1.0, 0.0, bound, terms=words))
+                words = "is not zero, and the plain loss does not depend on it."
+                readings.append(KINDS["gradient"].reading(name, 1.0, 0.0, words=words))
             else:
                 result = self._judge(name, self.step.shadows.get(name, g).to(r.device), r)
                 if isinstance(result, Reading):
@@ -357,6 +364,7 @@ class _Compared:
         words = ", nor in the plain loss: no graph leads from the loss to them"
         readings += KINDS["no-gradient"].of(zero, count=count, words=words)
         self._add_lines(near, plain)
+        readings.sort(key=lambda r: r.expected != 1.0)  # factors, which join none of the others
         return joined(readings, count)
 
     def _is_of_the_model(self, name: str) -> bool:
@@ -422,12 +430,13 @@ class _Compared:
         if factor and multiple.rest <= bound * abs(factor) * scale:
             num_parts = len(self.alone.parts) // self.num_ranks
             equals = equal_to(factor, num_parts, self.num_ranks)
-            kind = KINDS["gradient-factor"]
+            kind = KINDS["gradient"]
             if ", which is 2^" in equals and factor >= 256 and self.step.loss_scale == 1.0:
                 equals += ". If the step divides by a loss scale of its own, all is well"
                 kind = replace(kind, severity="note")
-            return kind.reading(name, factor, 1.0, bound, equals=equals)
-        words = ""
+            words = f"is {factor:.6g} times float32's in one process{equals}."
+            return kind.reading(name, factor, 1.0, bound, words=words)
+        more = ""
         if factor and self.terms():
             columns = torch.stack([term[name].flatten() for term in self.terms()], 1)
             right, misfit = _fit(columns, r)
@@ -445,8 +454,9 @@ class _Compared:
             if fits and min(map(abs, right)) >= 1e-6:
                 ratios = torch.tensor(weights) / torch.tensor(right)
                 times = ", ".join(f"{round(ratio, 4) + 0.0:.3g}" for ratio in ratios.tolist())
-                words = f"Micro-batches count {times} times, rank after rank."
-        return KINDS["gradient"].reading(name, distance, 0.0, bound, terms=words)
+                more = f" Micro-batches count {times} times, rank after rank."
+        words = f"differs by {distance:.2g} of its length from float32's in one process; {bound:.1g} is allowed.{more}"
+        return KINDS["gradient"].reading(name, distance, 0.0, bound, words=words)
 
     def _add_lines(self, near: list[float], plain: Pass) -> None:
         if not self.is_sum:
@@ -473,6 +483,8 @@ class _Compared:
         if self.step is not self.first:
             mode = "structure compared in evaluation mode, since training draws random numbers"
             self.lines.append(f"  {mode}")
+            if self.alone.backward is not None:
+                self.unseen["backward= in training mode"] = "training draws random numbers"
 
 
 def _fit(columns: Tensor, target: Tensor) -> tuple[list[float], float]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, of_all
+from narrowgauge.checks.fit import fit
 from narrowgauge.checks.set_up import NAIVE, NARROW, SetUp, SteppedParameter, inner_name
 from narrowgauge.checks.shadow import is_integer
 from narrowgauge.checks.step_samples import spread
@@ -24,6 +26,13 @@ from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.optim.rules.matrix import MatrixRule, matrix_shape
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.tables import Row, Table, number_columns, text_columns
+from narrowgauge.torch_support.anatomy import parts
+
+_REPLACED = (
+    "The optimizer steps other tensors than these {value} of the model. Change the model first, then make "
+    "the optimizer; with PEFT load adapters with autocast_adapter_dtype=False. Copies that the loop writes "
+    "back after each step are right."
+)
 
 
 def manifest(set_up: SetUp) -> list[str]:
@@ -73,7 +82,7 @@ def kinds_of(model: nn.Module) -> dict[int, str]:
 
     An adapter is called so, or lies beside frozen weights of its module.
     """
-    embeddings = {weight.shape for weight in _weights(model, nn.Embedding).values()}
+    heads = parts(model).heads
     kinds = {}
     for owner, module in model.named_modules():
         inner = set[bool]()
@@ -93,7 +102,7 @@ def kinds_of(model: nn.Module) -> dict[int, str]:
             elif p.ndim < 2:
                 kind = "bias" if "bias" in name else "vector"
             elif p.ndim == 2:
-                kind = "head" if p.shape in embeddings else "matrix"
+                kind = "head" if module in heads else "matrix"
             else:
                 kind = "convolution" if "conv" in of_class else "stack"
             kinds[id(p)] = kind
@@ -106,7 +115,9 @@ def _stacks(set_up: SetUp) -> Iterator[str]:
     in_convolutions = []
     convolutions = _weights(set_up.model, nn.Conv1d)
     for p in set_up.stepped:
-        if not isinstance(p.optimizer, Optimizer) or len(matrix_shape(p.parameter.shape)) != 3:
+        if not isinstance(p.optimizer, Optimizer) or p.parameter.ndim < 3:
+            continue
+        if len(matrix_shape(p.parameter.shape)) != 3:
             continue
         rule = p.optimizer.rule_in(p.group, p.parameter)
         if isinstance(rule, MatrixRule):
@@ -134,21 +145,10 @@ def tied_names(named: Iterable[tuple[str, Tensor]]) -> list[str]:
 
 def _lines(set_up: SetUp, kinds: dict[int, str]) -> Iterator[str]:
     model = set_up.model
-    formats = Counter(dtype_name(b.dtype) for b in model.buffers() if b.is_floating_point())
-    if formats:
-        line = ", ".join(f"{count} {name}" for name, count in formats.items())
-        rounded = []
-        for name, turns in rounded_buffers(model).items():
-            rounded.append(f"{name} {turns}".strip())
-        if rounded:
-            line += f"; rounded: {of_all(rounded)}"
-        yield f"buffers: {line}"
+    yield from _buffer_lines(model)
     tied = tied_names(model.named_parameters(remove_duplicate=False))
     if tied:
         yield f"tied: {of_all(tied)}"
-    pairs = [f"{inner_name(a)} and {inner_name(b)}" for a, b in equal_pairs(model)]
-    if pairs:
-        yield f"equal bits in two tensors: {of_all(pairs)}"
     trained = {id(p.parameter): p.parameter.numel() for p in set_up.trained}
     total = sum({id(p): p.numel() for p in model.parameters()}.values())
     beside = [p.parameter for p in set_up.trained if id(p.parameter) not in kinds]
@@ -161,6 +161,22 @@ def _lines(set_up: SetUp, kinds: dict[int, str]) -> Iterator[str]:
     if adapters:
         line += f", {adapters / sum(trained.values()):.0%} of them in adapters"
     yield line
+
+
+def _buffer_lines(model: nn.Module) -> Iterator[str]:
+    """Yield the formats of buffers, and the norms that move though their weights are frozen."""
+    formats = Counter(dtype_name(b.dtype) for b in model.buffers() if b.is_floating_point())
+    if formats:
+        line = ", ".join(f"{count} {name}" for name, count in formats.items())
+        rounded = []
+        for name, turns in rounded_buffers(model).items():
+            rounded.append(f"{name} {turns}".strip())
+        if rounded:
+            line += f"; rounded: {of_all(rounded)}"
+        yield f"buffers: {line}"
+    moving = list(_moving_statistics(model))
+    if moving:
+        yield f"frozen, and statistics move in training mode: {of_all(moving)}"
 
 
 # ── readings ──────────────────────────────────────────────────────────────────────────────────────
@@ -207,6 +223,17 @@ def parameter_readings(set_up: SetUp) -> Iterator[Reading]:
         yield from KINDS["no-gradient"].of(lost, count=count, words=words)
 
 
+def _moving_statistics(model: nn.Module) -> Iterator[str]:
+    """Yield batch norms whose weights are frozen, and whose statistics follow the batches."""
+    for name, module in model.named_modules():
+        if not isinstance(module, _BatchNorm) or module.running_mean is None:
+            continue
+        if module.training and module.momentum != 0:
+            trains = [p.requires_grad for p in module.parameters()]
+            if trains and not any(trains):
+                yield inner_name(name)
+
+
 def _unlike_their_statistics(model: nn.Module) -> list[str]:
     """Return batch norms with a 16-bit weight and float32 statistics, whose forward pass fails."""
     names = []
@@ -237,9 +264,10 @@ def _missing(set_up: SetUp) -> Iterator[Reading]:
         lost.append(name)
         if any(q.shape == p.shape for q in beside):
             replaced.append(name)
-    yield from KINDS["replaced-parameters"].of(replaced)
-    if not replaced:
-        yield from KINDS["missing-parameters"].of(lost)
+    kind = KINDS["missing-parameters"]
+    if replaced:
+        kind = replace(kind, advice=_REPLACED)
+    yield from kind.of(replaced or lost)
 
 
 def master_of(p: Tensor, candidates: Iterable[Tensor]) -> Tensor | None:
@@ -267,8 +295,8 @@ def _untied(set_up: SetUp) -> Iterator[Reading]:
             continue
         if (id(first) in embeddings) == (id(second) in embeddings):
             continue
-        distance = float((first.detach() - second.detach()).double().norm())
-        distance /= float(first.detach().double().norm()) or 1.0
+        multiple = fit(second.detach(), first.detach())
+        distance = multiple.distance / (multiple.length or 1.0)
         words = "hold equal bits in two tensors"
         if distance:
             words = (

@@ -9,6 +9,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -133,16 +134,26 @@ def moved(before: Weights, after: Weights) -> Moved:
         if row["nonfinite"]:
             nonfinite.append(name)
     only_before = [name for name in first if name not in second]
-    kinds = {"nothing-moved": equal}
-    if len(equal) < len(rows):
-        kinds = {"equal-tensors": equal, "exactly-one": all_ones}
     lacking = only_before + only_after + reshaped
-    kinds |= {"nonfinite-weights": nonfinite, "one-sided-tensors": lacking}
+    kinds = {"nonfinite-weights": nonfinite, "one-sided-tensors": lacking}
+    unmoved = KINDS["equal-tensors"]
+    words = (
+        f"Tensors with the values that they had: {len(equal)}. They are frozen, unused, or their updates "
+        "are smaller than half the gap between two values"
+    )
+    if len(equal) == len(rows):
+        unmoved = replace(unmoved, severity="error")
+        words = (
+            "No value differs. A state_dict shares its memory with the model: clone it before training. "
+            "Else look at the learning rate and the gradients"
+        )
+    else:
+        kinds["exactly-one"] = all_ones
     sides = (
         f"{len(only_before)} only before, {len(only_after)} only after, {len(reshaped)} in another "
         "shape"
     )
-    readings = list[Reading]()
+    readings = [*unmoved.of(equal, words=words)]
     for kind, names in kinds.items():
         readings += KINDS[kind].of(names, sides=sides)
     return Moved(rows, readings)

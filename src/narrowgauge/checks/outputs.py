@@ -1,10 +1,8 @@
 """Record what the modules of a forward pass take and give, and find where two passes differ by more
 than rounding explains.
 
-How much rounding explains is measured: the pass runs again with every result off at random. A
-*fine* pass is off by a rounding of float32 before each result is rounded as before: the sums have
-another order, and the roundings the same places. A *coarse* pass is off by a rounding of each
-result's own format: the roundings have other places too.
+How much rounding explains is measured: the pass runs again with every result off at random, by a
+rounding of float32 and by one of its own format: sums have another order, and roundings other places.
 """
 
 from __future__ import annotations
@@ -119,14 +117,12 @@ class RandomRounding(TorchDispatchMode):
 
     Args:
         seed: of the random numbers.
-        is_coarse: off by a rounding of the result's format, not only by one of float32.
         least: least unit roundoff: the coarser format of two passes.
     """
 
-    def __init__(self, seed: int, is_coarse: bool, least: float) -> None:
+    def __init__(self, seed: int, least: float) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._seed = seed
-        self._is_coarse = is_coarse
         self._unit = max(FINEST, least)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -154,8 +150,7 @@ class RandomRounding(TorchDispatchMode):
         if has_sums and value.ndim:
             size = size + value.square().mean(-1, keepdim=True).sqrt()
         changed = value + self._unit * size * _random(value)
-        if self._is_coarse:
-            changed = changed * (1 + unit_of(dtype) * _random(value))
+        changed = changed * (1 + unit_of(dtype) * _random(value))
         return (changed.to(dtype) - value.to(dtype)).where(value.isfinite(), 0)
 
     def __enter__(self) -> RandomRounding:
@@ -244,13 +239,13 @@ class Place(NamedTuple):
     """A place where two passes differ.
 
     Args:
-        kind: of the reading; empty within the bounds.
+        is_beyond: by more than random roundings explain.
         value: relative distance.
         words: which positions, sequences and values differ.
     """
 
     name: str
-    kind: str
+    is_beyond: bool
     value: float
     bound: float
     words: str
@@ -259,15 +254,14 @@ class Place(NamedTuple):
 def places(
     first: Outputs,
     second: Outputs,
-    fine: list[Outputs],
-    coarse: list[Outputs],
+    passes: list[Outputs],
     least: float,
     num_heads: int,
 ) -> Iterator[Place]:
     """Yield the places where two passes differ, in the order of the first one.
 
     Args:
-        fine, coarse: the first pass again, with random roundings.
+        passes: the first pass again, with random roundings.
         least: distance of two formats, 0 if both passes have the same.
         num_heads: of attention, 0 if unknown.
     """
@@ -277,15 +271,12 @@ def places(
         if not value.any():
             continue
         flip = torch.stack([_flip(x) for x, _ in pairs]).amax(0) + least
-        kind = "other-output"
-        bound = _noise(first, coarse, name) + flip
-        if not (value > bound).any():
-            bound = _noise(first, fine, name) + flip
-            kind = "other-rounding" if (value > bound).any() else ""
+        bound = _noise(first, passes, name) + flip
         worst = int((value / bound).argmax())
         farthest = max(pairs, key=lambda pair: float(distance([pair])[1]))
         words = pattern(*farthest, float(bound[1]), num_heads)
-        yield Place(name, kind, float(value[worst]), float(bound[worst]), words)
+        is_beyond = bool((value > bound).any())
+        yield Place(name, is_beyond, float(value[worst]), float(bound[worst]), words)
 
 
 def _noise(first: Outputs, passes: list[Outputs], name: str) -> Tensor:

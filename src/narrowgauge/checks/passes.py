@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from narrowgauge.checks.resume import generators
 from narrowgauge.checks.set_up import SetUp, inner_name
@@ -143,6 +144,18 @@ class Passes:
         for p, g in zip(leaves, gradients, strict=True):
             p.grad = g
         return value
+
+
+class OneProcess(TorchDispatchMode):
+    """Refuse what waits for other ranks, where they do not make this pass."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "c10d" in func.namespace:
+            name = func._schema.name.split("::")[1].strip("_")
+            raise RuntimeError(
+                f"the loss calls {name} over ranks, and one process computes it here"
+            )
+        return func(*args, **(kwargs or {}))
 
 
 def leaves_of(set_up: SetUp) -> dict[str, Any]:

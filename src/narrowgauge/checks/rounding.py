@@ -84,6 +84,7 @@ class Place(NamedTuple):
 
     Args:
         unit: unit roundoff of the format in which its part is counted.
+        limit: roundings from which on a place is unusual.
     """
 
     site: Site
@@ -92,10 +93,11 @@ class Place(NamedTuple):
     unit: float
     left: float
     is_unusual: bool
+    limit: float
 
     def line(self, total: float) -> str:
         """Return the line of the ranked list."""
-        kind = "unusual" if self.is_unusual else "usual"
+        kind = "unusual" if self.is_unusual else f"usual below {self.limit:g}"
         return (
             f"{self.alone:.2g} of {total:.2g} from {self.site}: {', '.join(self.operations)} "
             f"({self.alone / self.unit:.3g} roundings, {kind}); {self.left:.2g} without it"
@@ -300,10 +302,11 @@ class Rounding:
         least = SUMMED if site.line == SUM else RANKED
         is_first = not self.places and self.slack == 1.0
         is_most = is_first and alone >= max(least * unit, MOST * self.size)
-        is_unusual = alone >= self.slack * KINDS["rounding"].bound * unit
+        limit = self.slack * KINDS["rounding"].bound
+        is_unusual = alone >= limit * unit
         is_unusual = is_unusual or (is_most and left <= LEFT * before)
         operations = [key[1] for key in self.mode.errs if key[0] == site]
-        self.places.append(Place(site, sorted(operations), alone, unit, left, is_unusual))
+        self.places.append(Place(site, sorted(operations), alone, unit, left, is_unusual, limit))
         return left
 
 

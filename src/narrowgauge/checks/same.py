@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -64,8 +64,8 @@ def same(trainer: nn.Module | Callable[[Any], Any], server: Side, batch: Any = N
         DataError: log probabilities of other numbers of tokens, or a damaged line of a file.
         RecipeError: weights, and a trainer that is not a module; no weights and no batch.
 
-    Cost: eight passes of the trainer, six of them also in float64, two of the server, and memory
-    for the outputs of six: pass few sequences.
+    Cost: six passes of the trainer, four of them also in float64, two of the server, and memory
+    for the outputs of four: pass few sequences.
 
     Example:
         >>> import torch, narrowgauge as ng
@@ -128,19 +128,6 @@ def _run(
     return outputs, result
 
 
-class _Noise(NamedTuple):
-    """Hold passes of the trainer with random roundings.
-
-    Args:
-        fine, coarse: outputs of modules, as of :func:`narrowgauge.checks.outputs.places`.
-        results: of coarse passes in which no output was forced.
-    """
-
-    fine: list[Outputs]
-    coarse: list[Outputs]
-    results: list[Any]
-
-
 def _outputs(
     trainer: Any, server: Any, batch: Any, unseen: dict[str, str]
 ) -> tuple[list[Reading], list[str]]:
@@ -159,11 +146,12 @@ def _outputs(
     other_unit = _unit(second)
     least = other_unit if other_unit > unit else 0.0
     forced = first if shapes_of(first) == shapes_of(second) else None
-    noise = _noise(trainer, batch, names, least, forced, has_one_unit=unit == other_unit)
+    noise, results = _noise(trainer, batch, names, least, None)
     if forced is not None:
+        noise, _ = _noise(trainer, batch, names, least, forced)
         second, _ = _run(server, batch, names, None, forced, draws_on=True)
     num_heads = getattr(getattr(trainer, "config", None), "num_attention_heads", 0)
-    differ = list(places(first, second, noise.fine, noise.coarse, least, num_heads))
+    differ = list(places(first, second, noise, least, num_heads))
     missing = [name for name in first if name not in second]
     if missing:
         unseen[f"outputs of {of_all(missing)}"] = "not in the server"
@@ -175,7 +163,7 @@ def _outputs(
         unseen["log probabilities"] = "the results are not logits of tokens"
     else:
         theirs = _log_probs(served, batch)
-        noisy = [_log_probs(x, batch) for x in noise.results]
+        noisy = [_log_probs(x, batch) for x in results]
         words, readings = _compared(ours, theirs, noisy)
         is_equal = is_equal and theirs is not None and torch.equal(ours, theirs)
         lines += words
@@ -184,44 +172,26 @@ def _outputs(
 
 
 def _noise(
-    trainer: Any,
-    batch: Any,
-    names: dict[nn.Module, str],
-    least: float,
-    forced: Outputs | None,
-    *,
-    has_one_unit: bool,
-) -> _Noise:
-    """Run the trainer with random roundings; fine ones only where both sides have one format."""
-
-    def noisy(is_coarse: bool, forced: Outputs | None) -> tuple[list[Outputs], list[Any]]:
-        outputs = []
-        results = []
-        for seed in range(_PASSES):
-            mode = RandomRounding(seed, is_coarse, least)
-            noise, result = _run(trainer, batch, names, mode, forced)
-            outputs.append(noise)
-            results.append(result)
-        return outputs, results
-
-    coarse, results = noisy(True, None)
-    if forced is not None:
-        coarse, _ = noisy(True, forced)
-    fine = coarse
-    if has_one_unit:
-        fine, _ = noisy(False, forced)
-    return _Noise(fine, coarse, results)
+    trainer: Any, batch: Any, names: dict[nn.Module, str], least: float, forced: Outputs | None
+) -> tuple[list[Outputs], list[Any]]:
+    """Run the trainer with random roundings, and return the outputs of its modules and its results."""
+    outputs = []
+    results = []
+    for seed in range(_PASSES):
+        noise, result = _run(trainer, batch, names, RandomRounding(seed, least), forced)
+        outputs.append(noise)
+        results.append(result)
+    return outputs, results
 
 
 def _place_readings(differ: list[Place]) -> list[Reading]:
-    """Return a reading of the first place of each kind."""
+    """Return a reading of the first place that rounding does not explain."""
+    beyond = [place for place in differ if place.is_beyond]
     readings = []
-    for kind in ("other-output", "other-rounding"):
-        beyond = [place for place in differ if place.kind == kind]
-        for place in beyond[:1]:
-            tensor = of_all(place.name for place in beyond)
-            reading = KINDS[kind].reading(tensor, place.value, 0.0, place.bound, where=place.words)
-            readings.append(reading)
+    for place in beyond[:1]:
+        tensor = of_all(place.name for place in beyond)
+        kind = KINDS["other-output"]
+        readings.append(kind.reading(tensor, place.value, 0.0, place.bound, where=place.words))
     return readings
 
 
@@ -234,7 +204,7 @@ def _verdict(differ: list[Place], *, is_equal: bool, is_wrong: bool) -> str:
     if is_equal:
         return "The bits are equal."
     for place in differ:
-        if place.kind == "other-output":
+        if place.is_beyond:
             return f"The difference has a place: {place.name}, {place.words}."
     if is_wrong:
         return "The difference is larger than rounding gives, and no module of both shows it."
@@ -322,7 +292,7 @@ def _served(trainer: Any, path: Path) -> tuple[list[str], list[Reading]]:
             ) from error
         theirs.append(served)
         for seed, values in enumerate(passes, -1):
-            mode = RandomRounding(seed, True, 0.0) if seed >= 0 else None
+            mode = RandomRounding(seed, 0.0) if seed >= 0 else None
             result = _log_probs(_run(trainer, tokens, {}, mode)[1], tokens)
             if result is None or len(served) > len(result):
                 raise DataError(

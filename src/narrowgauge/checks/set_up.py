@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.analysis.reading import of_all
 from narrowgauge.checks.step_samples import spread, stored_by
 from narrowgauge.errors import RecipeError
 from narrowgauge.optim.optimizer import Optimizer
@@ -235,15 +234,6 @@ class SetUp:
         """Return the trained parameters that are none of the model's, by name."""
         inside = set(map(id, self.model.parameters()))
         return {p.name: p.parameter for p in self.trained if id(p.parameter) not in inside}
-
-    @property
-    def other_formats(self) -> dict[str, str]:
-        """Return the parameters of formats that no rule judges, and the reasons."""
-        names: dict[str, list[str]] = {}
-        for p in self.stepped:
-            if p.parameter.requires_grad and p.parameter.dtype not in NAIVE:
-                names.setdefault(dtype_name(p.parameter.dtype), []).append(p.name)
-        return {f"updates of {of_all(members)}": reason for reason, members in names.items()}
 
 
 def set_up_of(model: Any, optimizer: Any) -> SetUp:

@@ -18,9 +18,10 @@ from torch.utils._pytree import tree_leaves
 
 from narrowgauge.checks.passes import set_training
 from narrowgauge.checks.shadow import is_integer
-from narrowgauge.checks.softmaxes import Trace, as_sequences, terms_of
+from narrowgauge.checks.softmaxes import Term, Trace, as_sequences
 from narrowgauge.torch_support.put_back import put_back
 
+IGNORED = -100
 _FAINT = 1e-7
 """Gradients over the largest one that are zero."""
 _EXACT = 1e-5
@@ -35,6 +36,33 @@ def num_columns(rows: int, tokens: Tensor) -> int:
     if rest == 0 and 1 < columns <= tokens.shape[1]:
         return columns
     return 0
+
+
+def tokens_of(term: Term) -> Tensor | None:
+    """Return the ids to which rows of logits belong: the last lookup before them that fits.
+
+    Take a table of as many rows as there are classes, else the largest.
+    """
+    classes = term.kind[1]
+    lookups = [lookup for lookup in term.lookups if not _are_positions(lookup[0])]
+    if not lookups:  # tokens may count up as well
+        lookups = [lookup for lookup in term.lookups if lookup[1] == classes]
+    tables = {}
+    fitting = {}
+    for ids, size in lookups:
+        tables[size] = ids
+        if num_columns(len(term.source), ids):
+            fitting[size] = ids
+    tables = fitting or tables
+    return tables.get(classes if classes in tables else max(tables, default=0))
+
+
+def _are_positions(ids: Tensor) -> bool:
+    """Return whether ids count up in each row, stand still over padding, or begin anew."""
+    steps = ids.diff(dim=1)
+    counts_up = steps == 1
+    is_position = counts_up | (steps == 0) | (ids[:, 1:] == ids.min())
+    return bool(is_position.all() and counts_up.any())
 
 
 Seen = Callable[[Tensor], Tensor]
@@ -55,7 +83,7 @@ def sight_of(
 
     Args:
         tokens: ids that the forward pass looks up, ``[sequences, columns]``.
-        kind: name and number of classes of the softmaxes.
+        kind: function and number of classes of the softmaxes.
     """
 
     def seen_by(rows: Tensor) -> Tensor:
@@ -72,11 +100,8 @@ def sight_of(
         unreduced = getattr(model, "no_sync", nullcontext)()
         with put_back(model, model.parameters()), unreduced, eager, trace:
             set_training(model, False)
-            terms, _ = terms_of(loss(model, batch), trace)
-            sources = []
-            for term in terms:
-                if term.kind == kind and term.source is not None:
-                    sources.append(term.source)
+            loss(model, batch)
+            sources = [term.source for term in trace.terms if term.kind == kind]
             if sum(map(len, sources)) < len(rows) or not embedded:
                 raise ArithmeticError("no such logits, or other tokens are looked up")
             # A loss may have another softmax over the same logits and more rows, as a teacher's.
@@ -154,3 +179,46 @@ def restart(batch: Any, tokens: Tensor) -> int | None:
             if bool(counts_up.all()) and bool(is_start.any()):
                 return int(is_start.any(0).nonzero()[-1]) + 1
     return None
+
+
+def padding_of(tokens: Tensor) -> int | None:
+    """Return the id found only in runs at the ends, or starts, of two or more rows, of different
+    lengths; ``None`` without one.
+
+    Example:
+        >>> padding_of(torch.tensor([[5, 6, 7, 8], [5, 0, 0, 0], [7, 9, 0, 0]]))
+        0
+    """
+    for side in (tokens, tokens.flip(1)):
+        for token in side[:, -1:].unique():
+            is_token = side == token
+            runs = is_token.flip(1).cumprod(1).sum(1)
+            is_common = int((runs > 1).sum()) >= max(2, len(tokens) // 4)
+            if int(is_token.sum()) == int(runs.sum()) and is_common and len(runs.unique()) > 1:
+                return int(token)
+    return None
+
+
+def is_declared(model: nn.Module, batch: Any, tokens: Tensor | None, padding: int | None) -> bool:
+    """Return whether a token that looks like padding is said to be: by an embedding, by the model's
+    settings, or by a mask or ignored labels of the batch.
+
+    A run of equal tokens at the end of sequences may be text.
+    """
+    if tokens is None or padding is None:
+        return False
+    for module in model.modules():
+        settings = getattr(module, "config", None)
+        declared = getattr(module, "padding_idx", None), getattr(settings, "pad_token_id", None)
+        if padding in declared:
+            return True
+    is_padding = tokens == padding
+    for x in tree_leaves(batch):
+        if not isinstance(x, Tensor) or x.shape != tokens.shape:
+            continue
+        is_left_out = x == IGNORED
+        if x.max() <= 1:  # a mask
+            is_left_out = x == 0
+        if bool((is_left_out | ~is_padding).all()):
+            return True
+    return False

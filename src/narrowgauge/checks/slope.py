@@ -17,6 +17,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -158,10 +159,11 @@ class Slope:
 
     def readings(self) -> list[Reading]:
         """Return at most one reading: of the first tensors in backward whose slope differs."""
+        most = 1 if self.stops else _MOST  # a note needs no list, and each set six passes
         sets = [self.names[::-1]]
         wrong = dict[str, tuple[float, float, float]]()
         differs = False
-        while sets and len(wrong) < _MOST:
+        while sets and len(wrong) < most:
             names = sets.pop()
             try:
                 difference = self.difference(names)
@@ -186,6 +188,10 @@ class Slope:
         stops = ""
         if self.stops:
             stops = "An output is detached or rounded; if that is on purpose, all is well."
+        elif _has_equal_hooks(self.passes.leaves[first]):
+            kind = replace(
+                kind, advice=f"{kind.advice}One function is several of the tensor's hooks."
+            )
         elif has_own_hooks(self.passes.leaves[first]):
             stops = "A hook on the tensor changes its gradient; if that is on purpose, all is well."
         if stops:
@@ -198,6 +204,21 @@ def _random_direction(p: Tensor, seed: int) -> Tensor:
     noise = torch.randn(p.shape, generator=torch.Generator().manual_seed(seed))
     size = float(p.detach().double().square().mean().sqrt()) or 0.02
     return noise.to(p.device).double() * size
+
+
+def _has_equal_hooks(p: Any) -> bool:
+    """Return whether one function, with one closure, is several hooks of a parameter's gradient."""
+    seen = set()
+    for hook in (p._backward_hooks or {}).values():
+        if isinstance(hook, FunctionType):
+            cells = [
+                id(cell.cell_contents) for cell in hook.__closure__ or () if cell != CellType()
+            ]
+            key = (hook.__code__, *cells)
+            if key in seen:
+                return True
+            seen.add(key)
+    return False
 
 
 class _Stops(TorchFunctionMode):

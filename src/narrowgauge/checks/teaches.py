@@ -1,35 +1,39 @@
 """``narrowgauge.teaches``: read from one backward pass what each position learns, and from a few
 forward passes what it sees.
 
-The graph of the loss leads to its softmax (:mod:`narrowgauge.checks.softmaxes`). Tokens are the
-indices of the largest embedding. A row's place is the last token that it sees
+The gradient on the logits says it (:mod:`narrowgauge.checks.softmaxes`). Tokens are the indices of
+the largest embedding. A row's place is the last token that it sees
 (:mod:`narrowgauge.checks.sight`), so a shift is counted from there.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, Readings
 from narrowgauge.checks.gradients import (
-    LEAST_VOCABULARY,
     has_own_batches,
     reason_for_none,
     weights_of_ranks,
 )
 from narrowgauge.checks.passes import Backward, Loss, Passes, leaves_of, micro_batches
 from narrowgauge.checks.set_up import SetUp
-from narrowgauge.checks.sight import num_columns, restart, seen, sight_of
-from narrowgauge.checks.softmaxes import LABEL, Target, Term, Trace, joined, terms_of
+from narrowgauge.checks.sight import (
+    is_declared,
+    num_columns,
+    padding_of,
+    restart,
+    seen,
+    sight_of,
+    tokens_of,
+)
+from narrowgauge.checks.softmaxes import LABEL, LOG_SUM, Target, Term, Trace, joined
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.replica_verification import unlike
 from narrowgauge.spec.formats import dtype_name
@@ -41,26 +45,12 @@ SHIFTS = (1, 0, -1, 2, 3)
 """Distances of a label from its position that are tried; the first of equals counts."""
 MOST = 0.9
 HALF = 0.5
-IGNORED = -100
 """Shares of the labels that settle a shift, and that exclude one."""
 _COLUMNS = (
     (
         *text_columns(learns="learns"),
-        *number_columns(
-            rows="rows",
-            learn="learned",
-            before="before",
-            after="after",
-            weight="weight",
-            sum="weight_sum",
-        ),
-        *text_columns(weights_by="weights"),
-        *number_columns(unlearned="unlearned", not_read="not_sure"),
-    ),
-    (
+        *number_columns(rows="rows", learn="learned", weights_sum_to="weight_sum"),
         *text_columns(softmax="function", format="dtype"),
-        *number_columns(smoothing="smoothing", z_loss="z_loss"),
-        *text_columns(other_terms="other_terms"),
     ),
     (
         *text_columns(sees_later_tokens="sees_later", other_sequences="sees_others"),
@@ -69,22 +59,12 @@ _COLUMNS = (
     ),
 )
 """The facts that are printed, as tables of one row."""
-_COUNTS = (
-    "rows",
-    "learned",
-    "sequences",
-    "smoothed_alone",
-    "not_sure",
-    "padding_learned",
-    "before",
-    "after",
-    "unlearned",
-)
+_SUMS = ("rows", "learned", "sequences", "smoothed_alone", "padding_learned", "unlearned")
 """Facts that are summed over ranks."""
 _SUM_ERROR = 0.01
 """Of the sum of a row of probabilities in 16 bits."""
 _SAME = 2e-3
-"""Relative distance of weights that are equal, where the arithmetic is exact enough to tell."""
+"""Relative distance of weights that are equal."""
 
 
 def teaches(
@@ -98,9 +78,8 @@ def teaches(
     """Read what a loss teaches: which token each position learns, with which weight, in which
     arithmetic, and what it sees.
 
-    Print the result: at most six lines of facts, and warnings of kinds that no healthy loop has.
-    All ranks make the call. Gradients, buffers, generators and attributes of modules are as before
-    at the end.
+    Print the result: four lines of facts, and warnings of kinds that no healthy loop has. All ranks
+    make the call. Gradients, buffers, generators and attributes of modules are as before at the end.
 
     Args:
         model: as the loop calls it, possibly wrapped or compiled. Compiled parts run eagerly here.
@@ -112,7 +91,8 @@ def teaches(
         loss_scale: factor of the losses on which ``backward`` begins.
     Returns:
         Warnings and lines. ``taught`` is a flat dict of the facts, for assertions: ``shift``,
-            ``learned``, ``weight_sum`` …
+            ``learned``, ``weight_sum`` … It is empty, and the reason printed, where the loss calls
+            neither ``cross_entropy``, ``log_softmax`` nor ``logsumexp``, as a fused one.
 
     Cost: one step as configured, three of the first batch, and about five copies of the logits.
 
@@ -170,27 +150,21 @@ def lesson(model: nn.Module, batch: Any, loss: Loss, run: Callable[[], float]) -
     Args:
         batch: of the first backward pass.
     """
-    passes = list[Pass]()
-
-    def note(value: Tensor) -> None:
-        terms, other_terms = terms_of(value, trace)
-        passes.append(Pass(terms, other_terms, trace.lookups))
-        trace.lookups = []
-        trace.tensors.clear()
-
-    with torch.compiler.set_stance("force_eager"), Trace(before_backward=note) as trace:
+    with torch.compiler.set_stance("force_eager"), Trace() as trace:
         scale = run()
-    terms, other_terms = main_terms(passes)
+    terms = main_terms(trace.terms)
     if all_ranks().largest(int(not terms)):
-        return _unread(passes, other_terms)
-    rows = rows_of(passes, terms)
+        words = "no cross_entropy, log_softmax or logsumexp of logits"
+        if not trace.terms and trace.number:
+            return Readings([], [f"what the loss teaches is not read: {words}"])
+        return Readings(unseen={"what the loss teaches": f"{words} that learn a label"})
+    rows = Rows(terms)
     rows.weight /= scale
-    if rows.first_tokens is None or not is_declared(model, batch, rows.first_tokens, rows.padding):
+    if not is_declared(model, batch, rows.first_tokens, rows.padding):
         rows.padding = None
     facts: Facts = dict.fromkeys(str(column.key) for columns in _COLUMNS for column in columns)
-    facts |= arithmetic_facts(rows, terms) | {"other_terms": ", ".join(other_terms)}
-    facts |= look(model, loss, batch, rows, terms)
-    facts |= label_facts(rows, terms[0].teaches) | weight_facts(rows, _format_of(terms)[1])
+    facts |= arithmetic_facts(terms) | look(model, loss, batch, rows, terms)
+    facts |= label_facts(rows, terms[0].teaches)
     if has_own_batches(model) and not unlike(weights_of_ranks(model, all_ranks())):
         facts = over_ranks(facts)
     lines = []
@@ -200,58 +174,82 @@ def lesson(model: nn.Module, batch: Any, loss: Loss, run: Callable[[], float]) -
     return Readings(_warnings(facts), lines, "what the loss teaches", taught=facts)
 
 
-class Pass(NamedTuple):
-    """The softmaxes, names of other terms, and token lookups before one call of ``backward``."""
-
-    terms: list[Term]
-    others: set[str]
-    lookups: list[tuple[int, Tensor, int]]
-
-    def tokens(self, term: Term) -> Tensor | None:
-        """Return the ids to which rows of logits belong: the last lookup before them that fits.
-
-        Take a table of as many rows as there are classes, else the largest.
-        """
-        earlier = [lookup for lookup in self.lookups if lookup[0] <= term.order]
-        lookups = [lookup for lookup in earlier if not _are_positions(lookup[1])]
-        if not lookups:  # tokens may count up as well
-            lookups = [lookup for lookup in earlier if lookup[2] == term.classes]
-        tables = {}
-        fitting = {}
-        for _, ids, size in lookups:
-            tables[size] = ids
-            if num_columns(len(term.rows), ids):
-                fitting[size] = ids
-        tables = fitting or tables
-        size = term.classes if term.classes in tables else max(tables, default=0)
-        return tables.get(size)
+def main_terms(terms: Sequence[Term]) -> list[Term]:
+    """Return the softmaxes with the most classes that teach labels, or else distributions."""
+    read = [term for term in terms if term.target is not None]
+    live = {term.kind for term in read if term.target is not None and term.target.is_live.any()}
+    kinds = {}
+    for term in read:
+        name, classes = term.kind
+        is_other = name == LOG_SUM and any(
+            n != LOG_SUM and size == classes for n, size in live
+        )  # as of a z-loss
+        # Chunks whose labels are all ignored stay: they hold the others' places.
+        if term.kind in live and not is_other and term.teaches != "another gradient":
+            kinds[term] = term.teaches
+    taught = "a label" if "a label" in kinds.values() else "a distribution"
+    most = max((term.kind[1] for term, kind in kinds.items() if kind == taught), default=0)
+    return [term for term, kind in kinds.items() if kind == taught and term.kind[1] == most]
 
 
-def _are_positions(ids: Tensor) -> bool:
-    """Return whether ids count up in each row, stand still over padding, or begin anew."""
-    steps = ids.diff(dim=1)
-    counts_up = steps == 1
-    is_position = counts_up | (steps == 0) | (ids[:, 1:] == ids.min())
-    return bool(is_position.all() and counts_up.any())
+def _places(members: Sequence[Term], ids: Tensor | None, first: int) -> Tensor:
+    """Return the backward pass, head, sequence and column of rows over the same tokens, ``[4, rows]``.
+
+    Args:
+        first: number of sequences before these.
+    """
+    sizes = [len(term.source) for term in members]
+    if ids is not None and len(ids) not in sizes and sum(sizes) <= ids.numel():
+        sizes = [sum(sizes)]
+    places = []
+    for head, size in enumerate(sizes):
+        place = torch.full((4, size), -1)
+        place[0] = members[0].number
+        place[1] = head
+        length = 0 if ids is None else num_columns(size, ids)
+        if length:
+            row = torch.arange(size)
+            place[2] = row // length + first
+            place[3] = row % length
+        places.append(place)
+    return torch.cat(places, 1)
 
 
 class Rows:
     """Rows of logits over all backward passes: columns with a value for each row.
 
-    Args:
+    Softmaxes over the same tokens are chunks of one, unless they have more rows than there are
+    tokens.
+
+    Attributes:
         target: what each row learns.
         offset: tokens from a row's own to the last one that it sees.
-        marks: backward pass, softmax among several over the same tokens, row of ``tokens``, place
-            in it; −1 if unknown.
+        number: backward pass of each row.
+        head: softmax among several over the same tokens.
+        sequence: row of ``tokens``; −1 if unknown.
+        column: place in it; −1 if unknown.
         tokens: of each pass and forward pass.
+        first_tokens: of the first one.
     """
 
-    def __init__(self, target: Target, marks: Tensor, tokens: list[Tensor]) -> None:
-        self.target = target
-        self.weight = target.weight
-        self.number, self.head, self.sequence, self.column = marks
-        self.first_tokens = None
+    def __init__(self, terms: Sequence[Term]) -> None:
+        groups = dict[int, tuple[Tensor | None, list[Term]]]()
+        for term in terms:
+            ids = tokens_of(term)
+            groups.setdefault(id(ids), (ids, []))[1].append(term)
+        targets = []
+        places = []
+        tokens = list[Tensor]()
+        for ids, members in groups.values():
+            targets += [term.target for term in members if term.target is not None]
+            places.append(_places(members, ids, sum(map(len, tokens))))
+            if ids is not None:
+                tokens.append(ids)
+        self.target: Target = joined(targets)
+        self.number, self.head, self.sequence, self.column = torch.cat(places, 1)
+        self.weight = self.target.weight
         self.offset = 0
+        self.first_tokens: Tensor | None = None
         self.tokens = torch.zeros(0, 0, dtype=torch.long)
         if tokens:
             self.first_tokens = tokens[0]
@@ -259,10 +257,9 @@ class Rows:
             filled = [nn.functional.pad(ids, (0, width - ids.shape[1]), value=-1) for ids in tokens]
             self.tokens = torch.cat(filled).cpu()
         self.padding = padding_of(self.tokens)
-        has_label = target.is_live & (target.form == LABEL)
-        self.is_smoothed = has_label & target.is_sure & (target.smoothing > 0.95)
-        self.is_learned = target.is_live & ~self.is_smoothed
-        self.is_known = self.is_learned & target.is_sure
+        has_label = self.target.is_live & (self.target.form == LABEL)
+        self.is_smoothed = has_label & (self.target.smoothing > 0.95)
+        self.is_learned = self.target.is_live & ~self.is_smoothed
 
     def share_at(self, shift: int, mask: Tensor) -> float:
         """Return the share of rows whose label is the token at a distance from the last one that
@@ -273,140 +270,6 @@ class Rows:
         tokens = self.tokens[self.sequence[mask], place.clamp(0, width - 1)]
         is_inside = (place >= 0) & (place < width)
         return float((is_inside & (tokens == self.target.label[mask])).double().mean())
-
-
-def rows_of(passes: Sequence[Pass], terms: Sequence[Term]) -> Rows:
-    """Put the rows of terms in order.
-
-    Terms over the same tokens are chunks of one softmax, unless they have more rows than there are
-    tokens.
-    """
-    targets = []
-    marks = []
-    tokens = list[Tensor]()
-    for number, one_pass in enumerate(passes):
-        groups = dict[int, tuple[Tensor | None, list[Term]]]()
-        for term in one_pass.terms:
-            if term in terms:
-                ids = one_pass.tokens(term)
-                groups.setdefault(id(ids), (ids, []))[1].append(term)
-        for ids, members in groups.values():
-            sizes = []
-            for term in members:
-                assert term.target is not None
-                targets.append(term.target)
-                sizes.append(len(term.rows))
-            if ids is not None and len(ids) not in sizes and sum(sizes) <= ids.numel():
-                sizes = [sum(sizes)]
-            first = sum(map(len, tokens))
-            for head, size in enumerate(sizes):
-                length = 0 if ids is None else num_columns(size, ids)
-                place = torch.arange(size)
-                mark = torch.full((4, size), -1)
-                mark[0] = number
-                mark[1] = head
-                if length:
-                    mark[2] = place // length + first
-                    mark[3] = place % length
-                marks.append(mark)
-            if ids is not None:
-                tokens.append(ids)
-    return Rows(joined(targets), torch.cat(marks, 1), tokens)
-
-
-def padding_of(tokens: Tensor) -> int | None:
-    """Return the id found only in runs at the ends, or starts, of two or more rows, of different
-    lengths; ``None`` without one.
-
-    Example:
-        >>> padding_of(torch.tensor([[5, 6, 7, 8], [5, 0, 0, 0], [7, 9, 0, 0]]))
-        0
-    """
-    for side in (tokens, tokens.flip(1)):
-        for token in side[:, -1:].unique():
-            is_token = side == token
-            runs = is_token.flip(1).cumprod(1).sum(1)
-            is_common = int((runs > 1).sum()) >= max(2, len(tokens) // 4)
-            if int(is_token.sum()) == int(runs.sum()) and is_common and len(runs.unique()) > 1:
-                return int(token)
-    return None
-
-
-def is_declared(model: nn.Module, batch: Any, tokens: Tensor, padding: int | None) -> bool:
-    """Return whether a token that looks like padding is said to be: by an embedding, by the model's
-    settings, or by a mask or ignored labels of the batch.
-
-    A run of equal tokens at the end of sequences may be text.
-    """
-    for module in model.modules():
-        settings = getattr(module, "config", None)
-        declared = getattr(module, "padding_idx", None), getattr(settings, "pad_token_id", None)
-        if padding is not None and padding in declared:
-            return True
-    is_padding = tokens == padding
-    for x in tree_leaves(batch):
-        if not isinstance(x, Tensor) or x.shape != tokens.shape:
-            continue
-        is_left_out = x == IGNORED
-        if x.max() <= 1:  # a mask
-            is_left_out = x == 0
-        if bool((is_left_out | ~is_padding).all()):
-            return True
-    return False
-
-
-def main_terms(passes: Sequence[Pass]) -> tuple[list[Term], list[str]]:
-    """Return the softmaxes with the most classes that teach labels, or else distributions, and
-    names of the other terms.
-    """
-    terms = []
-    other_terms = set()
-    live = set()
-    roots = set()
-    for one_pass in passes:
-        other_terms |= one_pass.others
-        for term in one_pass.terms:
-            if term.target is None:
-                continue
-            terms.append(term)
-            if term.target.is_live.any():
-                live.add(term.name)
-            if term.name == "LogSoftmax":
-                roots.add(term.root)
-    kinds = {}
-    for term in terms:
-        if term.name not in live:
-            continue  # chunks whose labels are all ignored stay: they hold the others' places
-        kinds[term] = term.teaches
-        if term.name == "Logsumexp" and term.root in roots:
-            kinds[term] = "a term such as a z-loss"
-    taught = "a label" if "a label" in kinds.values() else "a distribution"
-    classes = max((term.classes for term, kind in kinds.items() if kind == taught), default=0)
-    main = []
-    for term, kind in kinds.items():
-        if kind == taught and term.classes == classes:
-            main.append(term)
-        else:
-            other_terms.add(f"{kind} ({term.name} over {term.classes})")
-    return main, sorted(other_terms)
-
-
-def _unread(passes: Sequence[Pass], other_terms: list[str]) -> Readings:
-    """Return a line about a loss without a softmax, or with one whose target cannot be read."""
-    unread = set()
-    for one_pass in passes:
-        unread |= {
-            f"the target of {term.name}" for term in one_pass.terms if term.name != "Softmax"
-        }
-    if unread:
-        return Readings(unseen={"what the loss teaches": ", ".join(sorted(unread))})
-    if not passes:
-        return Readings(unseen={"what the loss teaches": "no call of .backward() was seen"})
-    line = "not a softmax loss"
-    names = ", ".join(name for name in other_terms if name != "a sum")
-    if names:
-        line += f": {names}"
-    return Readings([], [line], "what the loss teaches")
 
 
 def look(model: nn.Module, loss: Loss, batch: Any, rows: Rows, terms: Sequence[Term]) -> Facts:
@@ -430,23 +293,16 @@ def look(model: nn.Module, loss: Loss, batch: Any, rows: Rows, terms: Sequence[T
 
 
 def over_ranks(facts: Facts) -> Facts:
-    """Return counts of all ranks, the mean of their weights, since gradients are averaged, and the
-    other facts of rank 0.
+    """Return counts of all ranks, the mean of the sums of their weights, since gradients are
+    averaged, and the other facts of rank 0.
     """
-    of_ranks = [facts for facts in all_ranks().gather(facts) if facts["weights"] is not None]
-    if len(of_ranks) < 2:
-        return facts
+    of_ranks = all_ranks().gather(facts)
     facts = dict(of_ranks[0])
-    sums = Counter[str]()
-    for of_rank in of_ranks:
-        for name in (*_COUNTS, "weight", "weight_sum"):
-            sums[name] += of_rank[name] or 0
-    facts |= sums
-    facts["weight"] = sums["weight"] / len(of_ranks) ** 2
-    facts["weight_sum"] = sums["weight_sum"] / len(of_ranks)
-    weights = [of_rank["weight"] for of_rank in of_ranks]
-    if max(weights) - min(weights) > _SAME * max(weights):
-        facts["weights"] = "rank"
+    for name in (*_SUMS, "weight_sum"):
+        facts[name] = sum(of_rank[name] for of_rank in of_ranks)
+    total = sum(of_rank["cross_entropy"] * of_rank["weight_sum"] for of_rank in of_ranks)
+    facts["cross_entropy"] = total / (facts["weight_sum"] or math.nan)
+    facts["weight_sum"] /= len(of_ranks)
     return facts
 
 
@@ -454,22 +310,34 @@ def over_ranks(facts: Facts) -> Facts:
 
 
 def label_facts(rows: Rows, taught: str) -> Facts:
-    """Return how many rows learn, which token, and how many rows before and after do not, in each
-    sequence.
-    """
+    """Return how many rows learn, which token, and with which weights."""
     learned = rows.is_learned
-    has_label = rows.is_known & (rows.column >= 0)
+    target = rows.target
+    has_label = learned & (rows.column >= 0)
+    weights = rows.weight[learned]
     facts: Facts = {"rows": len(learned), "learned": int(learned.sum()), "learns": taught}
-    facts["sequences"] = len(rows.tokens)
-    facts["smoothed_alone"] = int(rows.is_smoothed.sum())
-    facts["not_sure"] = int((learned & ~rows.is_known).sum())
-    facts["padding_learned"] = 0
-    facts["shift"] = None
-    if not has_label.any():
-        return facts
-    if rows.padding is not None:
-        facts["padding_learned"] = int((rows.target.label[has_label] == rows.padding).sum())
-    facts["next_share"] = rows.share_at(1, has_label)
+    facts |= {"sequences": len(rows.tokens), "smoothed_alone": int(rows.is_smoothed.sum())}
+    facts |= {
+        "weight_sum": float(weights.sum()),
+        "unlearned": int((weights < 0).sum()),
+        "shift": None,
+    }
+    facts["is_even"] = False
+    if len(weights):
+        low, high = weights.aminmax()
+        facts["is_even"] = bool(high - low <= _SAME * high)
+    mean = (weights * target.cross_entropy[learned]).sum() / weights.sum()
+    facts["cross_entropy"] = float(mean)
+    is_padding = has_label & (target.label == (-1 if rows.padding is None else rows.padding))
+    facts["padding_learned"] = int(is_padding.sum())
+    if has_label.any():
+        facts |= shift_facts(rows, has_label)
+    return facts
+
+
+def shift_facts(rows: Rows, has_label: Tensor) -> Facts:
+    """Return which token most rows learn."""
+    facts: Facts = {"next_share": rows.share_at(1, has_label)}
     tried = dict.fromkeys((*SHIFTS, 1 - rows.offset))
     shifts = []
     for head in rows.head.unique():
@@ -483,134 +351,56 @@ def label_facts(rows: Rows, taught: str) -> Facts:
         facts["shift"] = shifts[0]
         if shifts[0] == 1 - rows.offset < 1:
             facts["sees_later"] = True  # its label, the token after its own, among them
-    # The first and the last row of each sequence that learn.
-    far = torch.where(learned, rows.column, 1 << 40)
-    near = torch.where(learned, rows.column, -1)
-    place = rows.sequence.clamp_min(0)
-    empty = torch.zeros(len(rows.tokens), dtype=torch.long)
-    first = empty.scatter_reduce(0, place, far, "amin", include_self=False)[place]
-    last = empty.scatter_reduce(0, place, near, "amax", include_self=False)[place]
-    facts["before"] = int((rows.column < first).sum())
-    facts["after"] = int(((rows.column > last) & (rows.column >= first)).sum())
     return facts
 
 
-def weight_facts(rows: Rows, unit: float) -> Facts:
-    """Return the weights of rows that learn: their sum, and by what they differ.
-
-    Args:
-        unit: relative rounding of the gradients from which weights are read.
-    """
-    weights = rows.weight[rows.is_known]
-    if not len(weights):
-        return {"weights": None}
-    misfit = float(rows.target.misfit[rows.is_known].max())
-    tolerance = max(_SAME, 5 * misfit, 2 * unit)
-    low, high = weights.aminmax()
-    facts: Facts = {"weight": float(weights.median()), "weight_sum": float(weights.sum())}
-    facts |= {"misfit": misfit, "unlearned": int((weights < 0).sum())}
-    facts["weights"] = "token"
-    keys = (
-        ("label", rows.target.label),
-        ("sequence", rows.sequence),
-        ("pass", rows.number),
-        ("head", rows.head),
-    )
-    for name, key in keys:
-        if _spread_within(weights, key[rows.is_known]) <= tolerance:
-            facts["weights"] = name
-    if high - low <= tolerance * high:
-        facts["weights"] = "equal"
-    return facts
-
-
-def _spread_within(weights: Tensor, keys: Tensor) -> float:
-    """Return the largest relative spread of weights within a group; infinite for one group, or for
-    as many as weights.
-    """
-    groups, place = keys.unique(return_inverse=True)
-    if len(groups) in (1, len(weights)):
-        return math.inf
-    zeros = torch.zeros(len(groups), dtype=weights.dtype)
-    high = zeros.scatter_reduce(0, place, weights, "amax", include_self=False)
-    low = zeros.scatter_reduce(0, place, weights, "amin", include_self=False)
-    return float(((high - low) / torch.maximum(high.abs(), low.abs())).max())
-
-
-def _format_of(terms: Sequence[Term]) -> tuple[torch.dtype, float]:
-    """Return the narrowest format of the softmaxes' rows, and half its epsilon; 0 for float32."""
-    dtype = min((term.rows.dtype for term in terms), key=lambda dtype: dtype.itemsize)
-    unit = 0.0
-    if dtype.itemsize < 4:
-        unit = torch.finfo(dtype).eps / 2
-    return dtype, unit
-
-
-def arithmetic_facts(rows: Rows, terms: Sequence[Term]) -> Facts:
-    """Return smoothing, z-loss, and the arithmetic of the softmax."""
-    target = rows.target
-    has_label = rows.is_known
-    dtype, unit = _format_of(terms)
-    facts: Facts = {"dtype": dtype_name(dtype), "function": terms[0].name, "log_error": 0.0}
-    facts["classes"] = terms[0].classes
+def arithmetic_facts(terms: Sequence[Term]) -> Facts:
+    """Return the arithmetic of the softmax."""
+    name, classes = terms[0].kind
+    dtype = min((term.dtype for term in terms), key=lambda dtype: dtype.itemsize)
+    facts: Facts = {"function": name, "classes": classes, "dtype": dtype_name(dtype)}
     facts["probabilities"] = all(map(_holds_probabilities, terms))
-    if unit and terms[0].name == "LogSoftmax":
-        facts["log_error"] = unit * float(terms[0].rows.abs().median())
-    facts |= {"smoothing": 0.0, "z_loss": 0.0}
-    for name, floor in (("smoothing", 1e-4), ("z_loss", 3e-6 + unit)):
-        values = getattr(target, name)[has_label]
-        value = float(values.nanmedian()) if has_label.any() else 0.0
-        if abs(value) <= floor:
-            continue
-        # One value for all rows. An entropy looks like another one in each row.
-        spread = (values - value).abs().nanmedian()
-        is_one = value > 0 and spread < _SAME * value + unit
-        facts[name] = value if is_one else None
+    facts["log_error"] = 0.0
+    if dtype.itemsize < 4:
+        log_p = terms[0].source.detach().float().log_softmax(-1)
+        facts["log_error"] = torch.finfo(dtype).eps / 2 * float(log_p.abs().median())
     return facts
 
 
 def _holds_probabilities(term: Term) -> bool:
     """Return whether the logits of a softmax are positive and sum to 1 in each row."""
-    if term.source is None or term.source.shape[-1] != term.classes:
-        return False
     values = term.source.detach().float()
     sums = values.sum(-1)
     return bool((values >= 0).all() and ((sums - 1).abs() < _SUM_ERROR).all())
 
 
-def loss_readings(value: float, facts: Facts) -> tuple[list[Reading], list[str]]:
-    """Compare a mean over labels with that of equal probabilities, ln V.
+def loss_lines(facts: Facts, loss: float) -> list[str]:
+    """Return a line that compares the mean cross entropy of labels with that of equal probabilities, ln V.
 
-    Sums, losses with other terms, and those that also push probabilities down have no such value.
+    Sums, and losses that also push probabilities down, have no such value.
 
     Args:
-        value: the loss; NaN if it was not read.
         facts: that the loss teaches; empty if they were not read.
+        loss: of the batch. A policy that is its reference has ln 2 in preferences of pairs.
     """
     classes = facts.get("classes", 0)
-    if classes < 2 or not math.isfinite(value) or facts["learns"] == "a distribution":
-        return [], []
-    if facts["unlearned"] or facts["other_terms"] or abs(facts["weight_sum"] - 1) > 0.01:
-        return [], []
+    if classes < 2 or facts["learns"] == "a distribution":
+        return []
+    value = facts["cross_entropy"]
+    if facts["unlearned"] and abs(loss / math.log(2) - 1) < 0.1:
+        return [f"loss {loss:.6g} beside ln 2 = 0.693147, that of pairs which are liked alike"]
+    if facts["unlearned"] or abs(facts["weight_sum"] - 1) > 0.01 or not math.isfinite(value):
+        return []
     uniform = math.log(classes)
-    kind = KINDS["loss-at-start"]
     off = abs(value / uniform - 1)
-    line = f"loss {value:.4g} = ln {classes:,}"
-    if off > 0.01:
-        line = f"loss {value:.4g} beside ln {classes:,} = {uniform:.4g}"
-    elif off < 1e-5:
-        line += ", so the logits are equal"
-    words = ""
-    bound = kind.bound * uniform
-    if 0 <= value < 1e-3 * uniform:
-        kind = replace(kind, side="below")
-        words = "nearly zero: do the inputs hold the labels, or are all labels ignored?"
-        bound = 1e-3 * uniform
-    elif value > bound:
-        words = "more than equal probabilities give: look at the initial weights"
-    if words and classes >= LEAST_VOCABULARY:
-        return [kind.reading("", value, None, bound, words=words)], [line]
-    return [], [line]
+    line = f"loss {value:.4g} beside ln {classes:,} = {uniform:.4g}"
+    if off < 1e-5:
+        line = f"loss {value:.4g} = ln {classes:,}, so the logits are equal"
+    elif value < 1e-3 * uniform:
+        line += ", nearly zero: do the inputs hold the labels?"
+    elif value > 2 * uniform:
+        line += ", more than equal probabilities give: look at the initial weights"
+    return [line]
 
 
 def _warnings(facts: Facts) -> list[Reading]:
@@ -618,17 +408,23 @@ def _warnings(facts: Facts) -> list[Reading]:
     learned = facts["learned"]
     sequences = facts["sequences"]
     shift = facts["shift"]
-    total = facts.get("weight_sum", 0.0)
+    total = facts["weight_sum"]
     padding_learned = facts["padding_learned"] if shift is not None else 0
     sees_later = facts["sees_later"]
-    is_single = facts["weights"] == "equal"
     is_other = shift not in (None, 1) and facts["next_share"] <= HALF
     is_twice = is_other and (sees_later is False or facts["offset"] > 0)
-    is_exact = is_single and facts["misfit"] < _SAME / 5 and not facts["not_sure"]
-    is_counted = is_exact and abs(total * (learned + sequences) / learned - 1) < 3e-4
-    is_smoothed = facts["smoothing"] and facts["smoothed_alone"]
+    is_counted = facts["is_even"] and abs(total * (learned + sequences) / learned - 1) < 3e-4
+    is_smoothed = facts["smoothed_alone"] and facts["learns"] != "a distribution"
     first_seen = facts["first_seen"]
     is_unmasked = first_seen is not None and first_seen < (facts["restart"] or 0)
+    seen_wrongly = facts["padding"]
+    words = f"The gradient of rows that learn reaches the padding token {seen_wrongly}"
+    if is_unmasked:
+        seen_wrongly = first_seen
+        words = (
+            f"Positions begin anew at {facts['restart']}, and the last row that learns sees tokens from "
+            f"{first_seen} on: packed documents see each other"
+        )
     rows = (
         ("wrong-shift", is_twice, shift, 1),
         ("sees-its-target", sees_later and shift == 1, 1, 0),
@@ -637,11 +433,10 @@ def _warnings(facts: Facts) -> list[Reading]:
         ("counts-unlearned", is_counted and sequences, total, 1),
         ("narrow-log-softmax", facts["log_error"], facts["log_error"], 0),
         ("softmax-twice", facts["probabilities"], 1, None),
-        ("padding-seen", facts["sees_padding"], facts["padding"], None),
-        ("documents-seen", is_unmasked, first_seen, facts["restart"]),
+        ("unmasked", facts["sees_padding"] or is_unmasked, seen_wrongly, None),
     )
     readings = []
     for name, holds, value, expected in rows:
         if holds:
-            readings.append(KINDS[name].reading("", value, expected, **facts))
+            readings.append(KINDS[name].reading("", value, expected, words=words, **facts))
     return readings

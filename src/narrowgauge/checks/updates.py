@@ -65,7 +65,9 @@ def updates_of(set_up: SetUp, gradients: Mapping[str, Tensor] | None = None) -> 
     changes = list[tuple[SteppedParameter, Tensor]]()
     judged = []
     reasons = dict[str, list[str]]()
-    for p in set_up.trained:
+    for p in set_up.stepped:
+        if p.parameter.is_meta or not p.parameter.requires_grad:
+            continue
         reason = p.unpredicted
         change = None
         if not reason:
