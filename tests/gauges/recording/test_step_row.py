@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 
 import narrowgauge as ng
-from narrowgauge.analysis.thresholds import FAILURES
+from narrowgauge.analysis.kinds import KINDS
 from ranks import run_ranks
 from trainer.tiny_runs import TIMINGS
 
@@ -100,6 +100,9 @@ def test_two_ranks_make_the_record_of_one_process_and_the_first_writes_it(tmp_pa
     assert single.summary is not None and ranked.summary is not None
     for name in ("weights_fingerprint", "num_skipped", "tokens", "val_loss", "steps"):
         assert ranked.summary[name] == single.summary[name], name
+
+
+FAILURES = int(KINDS["divergence"].bound)
 
 
 def test_a_loop_that_fails_for_long_has_diverged(tmp_path: Path) -> None:

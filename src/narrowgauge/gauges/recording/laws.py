@@ -11,7 +11,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, of_all
@@ -20,11 +20,14 @@ from narrowgauge.analysis.thresholds import (
     FEWEST_BATCHES,
     LEAST_SHARE_OF_STEPS,
     LOSS_APART,
+    SETTLED,
     UNIFORM_STEPS,
     UNSTEPPED,
 )
 from narrowgauge.runs.finding import counted
 
+_LEAST_SHARE = 1e-6
+"""Of the largest gradient's norm. A smaller gradient may be rounding alone, as that of a bias before a batch norm."""
 _SAMPLED = frozenset({1, 2, 3, 5, 8, 13, 21, 34, 55, 89})
 _EVERY = 100
 """Sampled steps at first, and steps between later ones."""
@@ -47,6 +50,7 @@ class Facts:
     Args:
         vocabulary: number of tokens; 0 if it is not known.
         limit: declared limit of the gradients' norm.
+        is_whole: this rank holds all gradients.
         epsilon: largest machine epsilon of the weights.
         mode_dependent: what acts in training mode alone, in words; empty if nothing does.
         nonfinite_weight: returns the first weight of a module that is not finite; empty if all are.
@@ -55,6 +59,7 @@ class Facts:
     num_optimizers: int = 1
     vocabulary: int = 0
     limit: float | None = None
+    is_whole: bool = True
     epsilon: float = 0.0
     mode_dependent: str = ""
     nonfinite_weight: Callable[[str], str] = str
@@ -77,7 +82,20 @@ class Passes:
     num_dropping: int = 0
 
 
-@dataclass(frozen=True)
+class Weight(NamedTuple):
+    """What is known of a trained weight in a sampled step.
+
+    Args:
+        has_moved: since the watch began.
+        is_at_zero: the learning rate of its group is 0.
+    """
+
+    has_moved: bool
+    is_at_zero: bool
+    format: str
+
+
+@dataclass
 class Snapshot:
     """Hold numbers of one step. Each is ``None`` where it was not taken, and its laws are silent.
 
@@ -89,10 +107,12 @@ class Snapshot:
         clip: factor of the gradients by the optimizer itself.
         is_skipped: the optimizer left the step out.
         is_written: a weight was changed since the last step. ``is_swapped``: after an evaluation.
-        loss: of this rank.
+        loss: of this rank. ``unclipped``: the gradients' norm before the loop clips them.
         rank_losses: of all ranks.
         moved: the largest change of each tensor over the learning rate, where steps are about 1.
         drifting: frozen tensors that changed by a few roundings since the last sampled step.
+        frozen: frozen tensors that the step changed.
+        weights: the trained weights, of sampled steps.
         rates: the learning rate of each group by its number.
         count: steps that a state of the optimizer has counted.
     """
@@ -107,9 +127,12 @@ class Snapshot:
     is_written: bool = False
     is_swapped: bool = False
     loss: float | None = None
+    unclipped: float | None = None
     rank_losses: Collection[float] = ()
     moved: Mapping[str, float] | None = None
     drifting: Collection[str] | None = None
+    frozen: Collection[str] = ()
+    weights: Mapping[str, Weight] | None = None
     rates: Mapping[int, float] = field(default_factory=dict)
     count: float | None = None
 
@@ -281,16 +304,28 @@ def zero_gradient(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Readi
 
 
 def clip_norm(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]:
-    """Compare the norm of the gradients that reach the step with the declared limit.
+    """Compare the norm of the gradients that reach the step with the declared limit, and with what
+    clipping leaves of the norm that the loop tells.
 
     Clipping leaves the limit, to a part in a million. A later division by a loss scale leaves
     limit / 2^power.
     """
     limit = facts.limit
-    norm = now.arrived
-    if limit is None or now.is_skipped or not 0 < norm < math.inf:
-        return
     kind = KINDS["clip-norm"]
+    norm = now.arrived
+    unclipped = now.unclipped
+    if unclipped is not None and limit is not None and "arrived" in counts:
+        arrived = counts.pop("arrived")
+        expected = min(limit, unclipped)
+        bound = (kind.bound + 2.0**-7) * expected
+        if math.isfinite(unclipped) and abs(arrived - expected) > bound:
+            cause = f", of {unclipped:.4g} before the clip"
+            yield kind.reading("", arrived, expected, bound, step=now.step, cause=cause)
+    if now.norms is None or now.is_skipped or not facts.is_whole:
+        return
+    counts["arrived"] = norm
+    if limit is None or not 0 < norm < math.inf:
+        return
     bound = (kind.bound + 2 * facts.epsilon) * limit
     power = round(math.log2(limit / norm))
     cause = ""
@@ -314,6 +349,49 @@ def weights_jump(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Readin
     for step, (size, name) in counts.items():
         if len(counts) > 3 and size > bound:
             yield kind.reading(name, size, None, bound, step=step, usual=usual)
+
+
+def frozen_moves(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]:
+    """Read frozen tensors that the step changed."""
+    yield from KINDS["frozen-moves"].of(now.frozen, now.step)
+
+
+def still_weights(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]:
+    """Read the weights that never moved, those without a gradient, and those that move without
+    one.
+    """
+    norms = now.norms or {}
+    nonzero = counts.setdefault("gradients", set())
+    clear = counts.setdefault("more than rounding of the others", set())
+    if not now.is_skipped:
+        least = _LEAST_SHARE * max(norms.values(), default=0.0)
+        nonzero.update(name for name, norm in norms.items() if 0 < norm < math.inf)
+        clear.update(name for name, norm in norms.items() if norm > least)
+    counts["passes"] |= bool(now.passes and now.passes.modes)
+    if now.weights is None:
+        return
+    idle: list[str] = []
+    lost: list[str] = []
+    at_zero: list[str] = []
+    rounded: dict[str, str] = {}
+    for name, weight in now.weights.items():
+        if now.step - counts.setdefault(("since", name), now.step - 1) < SETTLED:
+            continue
+        if name not in nonzero:
+            (idle if weight.has_moved else lost).append(name)
+        elif weight.is_at_zero and not weight.has_moved:
+            at_zero.append(name)
+        elif name in clear and not weight.has_moved:
+            rounded[name] = weight.format
+    yield from KINDS["idle-moves"].of(idle, now.step)
+    count = len(now.weights)
+    if counts["passes"] and len(lost) < count:
+        words = f" in {now.step} steps"
+        yield from KINDS["no-gradient"].of(lost, now.step, count=count, words=words)
+    cause = "the learning rate of the group is 0"
+    yield from KINDS["never-moved"].of(at_zero, now.step, count=count, cause=cause)
+    cause = f"{of_all(rounded.values())} rounds the updates away"
+    yield from KINDS["never-moved"].of(rounded, now.step, count=count, cause=cause)
 
 
 def zero_rate(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]:
@@ -360,6 +438,5 @@ def frozen_drifts(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Readi
 
 LAWS: tuple[Law, ...] = (
     wrong_mode, uniform_loss, rank_loss, not_restored, gradients_kept, first_nonfinite, zero_gradients, zero_gradient,
-    clip_norm, weights_jump, frozen_drifts, zero_rate,
-    falling_count,
+    clip_norm, weights_jump, frozen_moves, frozen_drifts, still_weights, zero_rate, falling_count,
 )  # fmt: skip

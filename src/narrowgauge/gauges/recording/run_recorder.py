@@ -7,7 +7,6 @@ loop needs only the rows. Nothing of the recorder belongs in a checkpoint.
 from __future__ import annotations
 
 import atexit
-import math
 import shutil
 import sys
 import warnings
@@ -35,6 +34,7 @@ from narrowgauge.errors import RecipeError, RecordError
 from narrowgauge.gauges.hub import RunNotice
 from narrowgauge.gauges.recording.certificate import Certificate
 from narrowgauge.gauges.recording.fingerprints import Fingerprints
+from narrowgauge.gauges.recording.laws import is_sampled
 from narrowgauge.gauges.recording.provenance import (
     describe_model,
     describe_process,
@@ -49,7 +49,7 @@ from narrowgauge.optim.audit import unwrapped
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.places import is_run
 from narrowgauge.runs.record import read_run
-from narrowgauge.runs.schema import Row, number
+from narrowgauge.runs.schema import Row
 from narrowgauge.runs.writer import RunWriter
 from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.spec.formats import dtype_name
@@ -252,15 +252,16 @@ class RunRecorder(Watch):
                 values = values.float().view(torch.int32)  # the bits
             checksums = self._record.here.gather(int(batch_checksum(values.numpy()), 16))
             entries["batch_crc"] = f"{sum(checksums) % 2**64:016x}"
-        entries["compared"] = self.num_compared or None
+        entries["compared"] = self.sampled.num_compared or None
         entries |= self._columns
         entries |= columns
-        self._check_clip(entries)
-        self.num_compared = 0
+        self.sampled.num_compared = 0
         self._columns = {}
         present = {name: value for name, value in entries.items() if value is not None}
         row = self._record.step(present)
-        super().step(row.get("loss"))
+        super().step(
+            row.get("loss"), grad_norm=row["grad_norm"] if "grad_norm" in present else None
+        )
         if self.num_steps == 1:
             self._check(1)  # now the optimizer has its states
             for line in coarse_loss(loss):
@@ -326,11 +327,9 @@ class RunRecorder(Watch):
             if event["what"] == "checkpoint" and event["step"] == step:
                 path = event.get("place", "")
         self._record.go_back(step, first=run.steps[0]["step"] if run.steps else step + 1)
-        if not began:
-            # A rollback keeps the samples of the start, which a new process does not know.
-            self._start_samples()
-        self._step = step
-        self.go_on_from_checkpoint()
+        self.go_on_after(step)
+        # A rollback keeps the samples of the start, which a new process does not know.
+        self.sampled.begin(anew=not began)
         self._must_go_back = False
         if path:
             for reading in self._certificate.differences(path, objects):
@@ -391,7 +390,7 @@ class RunRecorder(Watch):
             return None
         is_taken = self._num_taken > 0
         self._num_taken = 0
-        if not is_taken and any(self._stepped_by_others()):
+        if not is_taken and any(self.steppers.stepped_by_others(self.names)):
             return None
         return not is_taken
 
@@ -425,7 +424,7 @@ class RunRecorder(Watch):
         total = 0
         elements = 0
         other = {}
-        for name, p in self._trained.items():
+        for name, p in self.trained.items():
             total += p.numel()
             if dtype_name(p.dtype) != asked:
                 elements += p.numel()
@@ -435,23 +434,6 @@ class RunRecorder(Watch):
             kind = KINDS["not-as-asked"]
             yield from kind.of(list(other), recipe=self._asked.title, asked=asked, formats=formats)
 
-    def _check_clip(self, entries: Row) -> None:
-        """Compare the norm that reached the step with the loop's own norm before clipping."""
-        before = number(entries.get("grad_norm"))
-        self._read()
-        norm = self._arrived
-        if norm is None or before is None or not math.isfinite(before):
-            return
-        self._arrived = None
-        limit = self._laws.facts.limit
-        expected = before if limit is None else min(limit, before)
-        kind = KINDS["clip-norm"]
-        bound = (kind.bound + 2.0**-7) * expected
-        if abs(norm - expected) > bound:
-            cause = f", of {before:.4g} before the clip"
-            step = self.num_steps + 1
-            self._report([kind.reading("", norm, expected, bound, step=step, cause=cause)])
-
     def _print_what_is_seen(self) -> None:
         if self._run.get("recorder"):  # the trainer prints lines of its own
             super()._print_what_is_seen()
@@ -460,13 +442,6 @@ class RunRecorder(Watch):
 
     def _log(self, reading: Reading) -> None:
         self._record.event(reading)
-
-    def _sampled_readings(self, optimizer: torch.optim.Optimizer, step: int) -> Iterator[Reading]:
-        yield from super()._sampled_readings(optimizer, step)
-        if not isinstance(optimizer, Optimizer):  # the rows of ours have the audit's figures
-            for name, value in self.numbers().items():
-                if name.startswith("effective_lr"):
-                    self._columns[name] = value
 
     # ── writing ───────────────────────────────────────────────────────────────────────────────────
 
@@ -485,6 +460,11 @@ class RunRecorder(Watch):
         found_inf = getattr(optimizer, "found_inf", None)  # of torch.amp.GradScaler, if fused
         if found_inf is None or not bool(found_inf):
             self._num_taken += 1
+        if is_sampled(self.now.step) and not isinstance(optimizer, Optimizer):
+            # The rows of ours have the audit's figures.
+            for name, value in self.numbers().items():
+                if name.startswith("effective_lr"):
+                    self._columns[name] = value
         super().after_step(optimizer)
         self._has_unwritten = self._steps_itself
         rate = optimizer.param_groups[0].get("lr")
