@@ -27,7 +27,7 @@ from narrowgauge.analysis.thresholds import (
 from narrowgauge.runs.finding import counted
 
 _LEAST_SHARE = 1e-6
-"""Of the largest gradient's norm. A smaller gradient may be rounding alone, as that of a bias before a batch norm."""
+"""Of the norm of all gradients. A smaller gradient may be rounding alone, as that of a bias before a batch norm."""
 _SAMPLED = frozenset({1, 2, 3, 5, 8, 13, 21, 34, 55, 89})
 _EVERY = 100
 """Sampled steps at first, and steps between later ones."""
@@ -100,7 +100,7 @@ class Snapshot:
     """Hold numbers of one step. Each is ``None`` where it was not taken, and its laws are silent.
 
     Args:
-        passes: since the last step.
+        passes: since the last step of any optimizer.
         norms: of each gradient that reached the step, in the order of a backward pass.
         bad_outputs: modules whose outputs are not finite, in the order of a forward pass.
         kept: tensors whose last gradient was not cleared.
@@ -118,7 +118,7 @@ class Snapshot:
     """
 
     step: int
-    passes: Passes | None = None
+    passes: Passes = field(default_factory=Passes)
     norms: Mapping[str, float] | None = None
     bad_outputs: Collection[str] = ()
     kept: Collection[str] = ()
@@ -175,12 +175,11 @@ def wrong_mode(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]
     A loop with such evaluations in most steps means them.
     """
     passes = now.passes
-    if passes is None:
-        return
     things = facts.mode_dependent
     kind = KINDS["wrong-mode"]
     dropped = counts["dropouts"]
-    counts["dropouts"] = passes.num_dropping
+    if passes.modes:
+        counts["dropouts"] = passes.num_dropping
     counts["evaluations"] += bool(passes.evaluations)
     if things and passes.modes == {False}:
         words = f"the model trains in evaluation mode, without {things}: call model.train()"
@@ -356,42 +355,45 @@ def frozen_moves(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Readin
     yield from KINDS["frozen-moves"].of(now.frozen, now.step)
 
 
+def _largest_shares(now: Snapshot, counts: Counts) -> dict[str, float]:
+    """Return the largest share of the norm of all gradients that each has had."""
+    shares: dict[str, float] = counts.setdefault("shares", {})
+    whole = now.arrived
+    if not now.is_skipped and 0 < whole < math.inf:
+        for name, norm in (now.norms or {}).items():
+            shares[name] = max(shares.get(name, 0.0), norm / whole)
+    return shares
+
+
 def still_weights(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]:
     """Read the weights that never moved, those without a gradient, and those that move without
     one.
     """
-    norms = now.norms or {}
-    nonzero = counts.setdefault("gradients", set())
-    clear = counts.setdefault("more than rounding of the others", set())
-    if not now.is_skipped:
-        least = _LEAST_SHARE * max(norms.values(), default=0.0)
-        nonzero.update(name for name, norm in norms.items() if 0 < norm < math.inf)
-        clear.update(name for name, norm in norms.items() if norm > least)
-    counts["passes"] |= bool(now.passes and now.passes.modes)
+    shares = _largest_shares(now, counts)
+    counts["passes"] += len(now.passes.modes)
     if now.weights is None:
         return
-    idle: list[str] = []
-    lost: list[str] = []
-    at_zero: list[str] = []
-    rounded: dict[str, str] = {}
+    idle = []
+    lost = []
+    still: dict[str, list[str]] = defaultdict(list)
     for name, weight in now.weights.items():
+        share = shares.get(name, 0.0)
         if now.step - counts.setdefault(("since", name), now.step - 1) < SETTLED:
             continue
-        if name not in nonzero:
-            (idle if weight.has_moved else lost).append(name)
+        if weight.has_moved and not share:
+            idle.append(name)
+        elif not share:
+            lost.append(name)
         elif weight.is_at_zero and not weight.has_moved:
-            at_zero.append(name)
-        elif name in clear and not weight.has_moved:
-            rounded[name] = weight.format
+            still["the learning rate of the group is 0"].append(name)
+        elif share > _LEAST_SHARE and not weight.has_moved:
+            still[f"{weight.format} rounds the updates away"].append(name)
     yield from KINDS["idle-moves"].of(idle, now.step)
-    count = len(now.weights)
-    if counts["passes"] and len(lost) < count:
-        words = f" in {now.step} steps"
-        yield from KINDS["no-gradient"].of(lost, now.step, count=count, words=words)
-    cause = "the learning rate of the group is 0"
-    yield from KINDS["never-moved"].of(at_zero, now.step, count=count, cause=cause)
-    cause = f"{of_all(rounded.values())} rounds the updates away"
-    yield from KINDS["never-moved"].of(rounded, now.step, count=count, cause=cause)
+    words: dict[str, Any] = {"count": len(now.weights), "words": f" in {now.step} steps"}
+    if counts["passes"] and len(lost) < len(now.weights):
+        yield from KINDS["no-gradient"].of(lost, now.step, **words)
+    for cause, names in still.items():
+        yield from KINDS["never-moved"].of(names, now.step, cause=cause, **words)
 
 
 def zero_rate(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]:

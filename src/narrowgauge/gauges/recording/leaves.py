@@ -119,7 +119,7 @@ class Leaves(Listener):
             if torch.equal(evenly_spread(leaf), values) and not self._watch.has_master(leaf):
                 leaves.append(leaf)
         self._leaves = {}
-        self._watch.set_number("untrained_tensors", len(leaves))
+        self._watch.measured["untrained_tensors"] = len(leaves)
         names = names_of(self._watch.watched_model, leaves)
         yield from KINDS["missing-parameters"].of(names, step)
         for twice in steppers.stepped_by_others(self._watch.names):

@@ -110,8 +110,8 @@ class OfRanks(Listener):
         for name, values in (("rank_loss", losses), ("rank_grad_norm", norms)):
             # Sharded gradients are not measured before their sum.
             if not any(map(math.isnan, values)):
-                self._watch.set_number(f"{name}/min", min(values))
-                self._watch.set_number(f"{name}/max", max(values))
+                self._watch.measured[f"{name}/min"] = min(values)
+                self._watch.measured[f"{name}/max"] = max(values)
         if len({*losses}) == len({*norms}) == 1 and 0 < norm < math.inf:
             self._watch.report(self._same_batch(step))
         return Snapshot(step, rank_losses=losses)

@@ -210,7 +210,7 @@ class Sampled(Listener):
             intended, stored, variance = map(sum, zip(*(sums[p] for p in members), strict=True))
             share = stored / intended
             error = 3 * math.sqrt(variance) / intended
-            watch.set_rate(index, rate, share)
+            watch.shares[index] = share
             # Our audit has alarms of its own.
             if share + error < kind.bound and not isinstance(optimizer, Optimizer):
                 worst = min(members, key=lambda p: sums[p][1] / sums[p][0])

@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ from narrowgauge.checks.manifest import master_of
 from narrowgauge.checks.set_up import SetUp, set_up_of
 from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.gauges.hub import Hub, Listener, RunNotice
-from narrowgauge.gauges.recording.laws import Facts, Laws, Passes, Snapshot, is_sampled
+from narrowgauge.gauges.recording.laws import Facts, Laws, Snapshot, is_sampled
 from narrowgauge.gauges.recording.leaves import Leaves, Steppers
 from narrowgauge.gauges.recording.of_ranks import OfRanks
 from narrowgauge.gauges.recording.sampled import Sampled
@@ -51,16 +51,6 @@ _BLOCK = re.compile(r"\D*(\d+(\.[^.]+)?)?")
 """Names of the modules whose outputs are summed: blocks and their parts, not the layers in these
 parts.
 """
-
-
-class _Interval(NamedTuple):
-    """Counts of passes and of backward passes up to an optimizer's last step, and the first
-    gradient of that step.
-    """
-
-    num_passes: int = 0
-    num_backward: int = 0
-    gradient: tuple[int, int] = (0, 0)
 
 
 def _norms(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -86,6 +76,8 @@ class Watch(Listener):
         trained, names, optimizer_of: the parameters that the optimizers step.
         probe: the smallest of them.
         steppers: the optimizers of this process.
+        measured: numbers of the last step, by name. ``shares``: of each group, the share of its
+            update that was stored in the last sampled step.
         goes_on: the next step is the first after a checkpoint was loaded.
         is_ended: the hooks are removed.
     """
@@ -126,28 +118,26 @@ class Watch(Listener):
         self.trained: dict[str, Tensor] = {}
         self.optimizer_of: dict[Tensor, torch.optim.Optimizer] = {}
         self.goes_on = False
-        self._numbers: dict[str, float] = {}
-        self._share_of_group: dict[int, float] = {}
+        self.measured: dict[str, float] = {}
+        self.shares: dict[int, float] = {}
         self._told: dict[str, float] = {}
         self._logged: dict[tuple[str, str], float] = {}
         self.take_up()
         self._step = 0
         self.now = Snapshot(1)
-        # Of the current step:
         self._num_passes = 0
         self._num_backward = 0
-        self._passes = Passes()
-        self._sums: dict[str, Tensor] = {}
-        self._flags: dict[tuple[str, str], Tensor] = {}
-        self._was_cleared: dict[Tensor, bool | Tensor] = {}
-        # Between steps:
-        self._intervals = dict.fromkeys(self.optimizers, _Interval())
-        self._unread: list[tuple[Snapshot, list[tuple[str, str]], HostCopy]] = []
         self._num_calls = 0  # of step()
-        self._was_evaluated = False
-        self._after: Tensor | None = None
+        # What goes to the host from the current step, and from steps before.
+        self._flags: dict[tuple[str, str], Tensor] = {}
+        self._unread: list[tuple[Snapshot, list[tuple[str, str]], HostCopy]] = []
+        self._was_cleared: dict[Tensor, bool | Tensor] = {}
+        # Of each optimizer's last step: passes before it, and its first gradient.
+        self._last: dict[torch.optim.Optimizer, tuple[int, ...]] = {}
+        self._after: Tensor | None = None  # the probe after the last step
         self.steppers = Steppers(self.optimizers)
         self._follow()
+        self._follow_probes()
         self._laws = Laws(self._facts(max_grad_norm))
         self.sampled = Sampled(self)
         self._parts: list[Listener] = [self.sampled, Leaves(self)]
@@ -209,7 +199,7 @@ class Watch(Listener):
         return gradients
 
     def _follow(self) -> None:
-        """Follow the blocks and the smallest trained parameter of each optimizer."""
+        """Follow the blocks, and the modules that a mode changes."""
         model = self.watched_model
         blocks: set[str] = set()
         self._dropouts: list[nn.modules.dropout._DropoutNd] = []
@@ -223,13 +213,16 @@ class Watch(Listener):
             elif isinstance(module, nn.modules.batchnorm._BatchNorm):
                 self._modal.append(module)
         self.hub.follow_outputs(self, self._add_sum, self.undo, blocks)
+
+    def _follow_probes(self) -> None:
+        """Follow the smallest trained parameter of each optimizer."""
         trained = self.trained.values()
         unsharded = [p for p in trained if p.is_leaf and not is_sharded(p) and p.numel()]
         probes: dict[torch.optim.Optimizer, Tensor] = {}
         for p in sorted(unsharded, key=Tensor.numel):
             if not probes or len(self.optimizers) <= MOST_PROBES:
                 probes.setdefault(self.optimizer_of[p], p)
-        inside = dict.fromkeys(model.parameters())
+        inside = dict.fromkeys(self.watched_model.parameters())
         for optimizer, p in probes.items():
             if p not in inside:  # a master: backward passes reach its weight
                 weights = [q for q in inside if master_of(q, [p]) is not None]
@@ -285,22 +278,13 @@ class Watch(Listener):
         ``untrained_tensors`` have a gradient and no optimizer. On several ranks, ``/min`` and
         ``/max`` of ``rank_loss``, and of ``rank_grad_norm``, the smallest tensor's before the sum.
         """
-        numbers = dict(self._numbers)
-        for index, rate in self._rates().items():
-            if f"lr/group{index}" in numbers:
-                numbers[f"lr/group{index}"] = rate
-                numbers[f"effective_lr/group{index}"] = rate * self._share_of_group.get(index, 1.0)
+        numbers = dict(self.measured)
+        rates = self._rates()
+        for index, share in self.shares.items():
+            if index in rates:
+                numbers[f"lr/group{index}"] = rates[index]
+                numbers[f"effective_lr/group{index}"] = rates[index] * share
         return numbers
-
-    def set_number(self, name: str, value: float) -> None:
-        """Set one of the :meth:`numbers`."""
-        self._numbers[name] = value
-
-    def set_rate(self, index: int, rate: float, share: float) -> None:
-        """Set the rate of a group, and the share of its update that was stored."""
-        self._share_of_group[index] = share
-        self._numbers[f"lr/group{index}"] = rate
-        self._numbers[f"effective_lr/group{index}"] = rate * share
 
     def step(
         self, loss: float | Tensor | None = None, *, grad_norm: float | Tensor | None = None
@@ -374,19 +358,21 @@ class Watch(Listener):
         """Note the mode of a pass without gradients. One in training mode may be part of a step."""
         if is_called_from(swa_utils.__file__, "update_bn"):
             return  # which must run in training mode
-        self._passes.evaluations.add(self.drops_out())
-        self._passes.is_evaluated |= not self.watched_model.training
+        self.now.passes.evaluations.add(self.drops_out())
+        self.now.passes.is_evaluated |= not self.watched_model.training
 
     def before_pass(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         """Note the mode of a pass."""
         self._num_passes += 1
-        self._passes.modes.add(module.training or any(part.training for part in self._modal))
-        self._passes.num_dropping = sum(dropout.training for dropout in self._dropouts)
+        is_training = module.training or any(part.training for part in self._modal)
+        self.now.passes.modes.add(is_training)
+        self.now.passes.num_dropping = sum(dropout.training for dropout in self._dropouts)
 
     def _add_sum(self, name: str, x: Tensor) -> None:
         if torch.is_grad_enabled() and x.element_size() > 1:
             total = x.sum(dtype=torch.float32)
-            self._sums[name] = total if name not in self._sums else self._sums[name] + total
+            before = self._flags.get(("output", name))
+            self._flags["output", name] = total if before is None else before + total
 
     def _see_gradient(self, probe: Tensor, gradient: Tensor) -> None:
         """See one backward pass, before its gradient is added to the last one."""
@@ -414,15 +400,10 @@ class Watch(Listener):
         if len(members_of(*self.optimizers)) != self._num_members:
             self.take_up()
         if optimizer is self.optimizers[0]:
-            self.now.passes = self._passes
             self.now.rates = self._rates()
-            self._was_evaluated = self._passes.is_evaluated
-            self._passes = Passes(num_dropping=self._passes.num_dropping)
         self.now.count = None if self.goes_on else self._count()
         gradients = self.gradients(optimizer)
         self._see_repeated(optimizer, gradients)
-        self._flags = {("output", name): x for name, x in self._sums.items()}
-        self._sums = {}
         # Of torch.amp.GradScaler, for fused optimizers.
         scale = getattr(optimizer, "grad_scale", None)
         norms = _norms([*gradients.values()])
@@ -437,18 +418,17 @@ class Watch(Listener):
             self._flags["cleared", name] = is_cleared
         if probe is self.probe and self._after is not None:
             is_written = ((probe != self._after) & (self._after == self._after)).any()
-            self._flags["swapped" if self._was_evaluated else "written", ""] = is_written
+            kind = "swapped" if self.now.passes.is_evaluated else "written"
+            self._flags[kind, ""] = is_written
 
     def _see_repeated(self, optimizer: torch.optim.Optimizer, gradients: dict[str, Tensor]) -> None:
         """Report a step with the gradients of the last one."""
-        last = self._intervals[optimizer]
-        signature = (0, 0)
-        for first in [*gradients.values()][:1]:
-            signature = id(first), first._version
-        interval = _Interval(self._num_passes, self._num_backward, signature)
-        self._intervals[optimizer] = interval
-        if last.num_backward and interval == last:
+        first = next(iter(gradients.values()), None)
+        version = 0 if first is None else first._version
+        present = self._num_passes, self._num_backward, id(first), version
+        if self._num_backward and present == self._last.get(optimizer):
             self.report([KINDS["repeated-step"].reading("", 1, 0, step=self.now.step)])
+        self._last[optimizer] = present
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Send the numbers of a step to the host."""
@@ -466,6 +446,7 @@ class Watch(Listener):
             flags.append(x if is_ready else x.to(device, torch.float32))
         vector = torch.stack(flags) if flags else torch.zeros(0, device=device)
         self._unread.append((self.now, list(self._flags), HostCopy(vector)))
+        self._flags = {}
         probe = self._probes.get(optimizer)
         if probe is not None:
             self._was_cleared.pop(probe, None)
@@ -496,10 +477,10 @@ class Watch(Listener):
             now.is_skipped = bool(values["skipped"].get(""))
             now.is_written = bool(values["written"].get(""))
             now.is_swapped = bool(values["swapped"].get(""))
-            self._numbers["grad_norm"] = math.hypot(*now.norms.values())
+            self.measured["grad_norm"] = math.hypot(*now.norms.values())
             if now.weights is not None:
                 moved = [weight.has_moved for weight in now.weights.values()]
-                self._numbers["frozen_tensors"] = moved.count(False)
+                self.measured["frozen_tensors"] = moved.count(False)
             self.report(self._laws.read(now))
 
     def _print_what_is_seen(self) -> None:
