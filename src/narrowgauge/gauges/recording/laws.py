@@ -112,6 +112,7 @@ class Snapshot:
         moved: the largest change of each tensor over the learning rate, where steps are about 1.
         drifting: frozen tensors that changed by a few roundings since the last sampled step.
         frozen: frozen tensors that the step changed.
+        frozen_norms: batch norms of frozen weights in training mode, in sampled steps.
         weights: the trained weights, of sampled steps.
         rates: the learning rate of each group by its number.
         count: steps that a state of the optimizer has counted.
@@ -132,6 +133,7 @@ class Snapshot:
     moved: Mapping[str, float] | None = None
     drifting: Collection[str] | None = None
     frozen: Collection[str] = ()
+    frozen_norms: Collection[str] | None = None
     weights: Mapping[str, Weight] | None = None
     rates: Mapping[int, float] = field(default_factory=dict)
     count: float | None = None
@@ -423,6 +425,20 @@ def falling_count(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Readi
         yield KINDS["step-count"].reading("", counts["count"], before, step=now.step, more=more)
 
 
+def frozen_statistics(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]:
+    """Read batch norms whose weights are frozen and whose statistics move, in three sampled steps
+    in a row.
+    """
+    if now.frozen_norms is None:
+        return
+    for name in {*counts}.difference(now.frozen_norms):
+        del counts[name]
+    for name in now.frozen_norms:
+        counts[name] += 1
+    often = [name for name, count in counts.items() if count >= 3]
+    yield from KINDS["frozen-statistics"].of(often, now.step)
+
+
 def frozen_drifts(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]:
     """Read frozen tensors that change by a few roundings between many sampled steps, as a base does
     into which adapters are merged and out of which they are taken.
@@ -440,5 +456,5 @@ def frozen_drifts(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Readi
 
 LAWS: tuple[Law, ...] = (
     wrong_mode, uniform_loss, rank_loss, not_restored, gradients_kept, first_nonfinite, zero_gradients, zero_gradient,
-    clip_norm, weights_jump, frozen_moves, frozen_drifts, still_weights, zero_rate, falling_count,
+    clip_norm, weights_jump, frozen_moves, frozen_statistics, frozen_drifts, still_weights, zero_rate, falling_count,
 )  # fmt: skip

@@ -138,6 +138,7 @@ class Sampled(Listener):
         watch.now.frozen = self._changed()
         if optimizer is watch.optimizers[-1]:
             watch.now.weights = self._weights()
+            watch.now.frozen_norms = self._frozen_norms()
             watch.report(self._average_readings(watch.now.step))
 
     # ── the step and its class's ──────────────────────────────────────────────────────────────────
@@ -293,6 +294,21 @@ class Sampled(Listener):
         for (name, p), has_moved in zip(starts.items(), on_host(flags), strict=True):
             weights[name] = Weight(has_moved, p in at_zero, dtype_name(p.dtype))
         return weights
+
+    def _frozen_norms(self) -> list[str]:
+        """Return the batch norms in training mode whose weights no optimizer steps."""
+        stepped = {*members_of(*self._watch.steppers.stepped())}
+        names = []
+        for name, module in self._watch.watched_model.named_modules():
+            if (
+                isinstance(module, nn.modules.batchnorm._BatchNorm)
+                and module.running_mean is not None
+            ):
+                weights = [*module.parameters()]
+                is_frozen = not any(p.requires_grad for p in weights)
+                if weights and is_frozen and module.training and stepped.isdisjoint(weights):
+                    names.append(plain_name(name))
+        return names
 
     def _average_readings(self, step: int) -> Iterator[Reading]:
         watch = self._watch
