@@ -275,7 +275,7 @@ def alarms_of(run: Run) -> list[Reading]:
     was_read = "recorder" in run.run or isinstance(run.run.get("data"), dict)
     if was_read and run.events:
         return recorded
-    kinds = {reading.what for reading in recorded}
+    kinds = {"divergence", *(reading.what for reading in recorded)}  # _losses reads the former
     for reading in RowLaws(recipe_of(run)).read(run.steps, rows_of(run, "gauges")):
         if reading.what not in kinds:
             recorded.append(reading)

@@ -86,6 +86,15 @@ def test_parameters_that_are_added_or_thawed_later_are_watched() -> None:
     assert "6 tensors" in watch.seen() and watch.numbers()["frozen_tensors"] == 0
 
 
+def test_weights_of_a_resumed_run_get_50_steps_to_move() -> None:
+    model = nn.Linear(16, 16).to(B16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-9, weight_decay=0.0)
+    watch = ng.watch(model, optimizer)
+    watch.go_on_after(60, anew=True)
+    messages = run(3, loop(model, optimizer, 8, 16, dtype=B16))
+    assert messages and not any("never moved" in words for words in messages)
+
+
 def test_the_watched_optimizer_that_never_steps_is_said() -> None:
     torch.manual_seed(0)
     model = nn.Linear(8, 8)

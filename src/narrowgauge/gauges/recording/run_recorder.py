@@ -327,9 +327,8 @@ class RunRecorder(Watch):
             if event["what"] == "checkpoint" and event["step"] == step:
                 path = event.get("place", "")
         self._record.go_back(step, first=run.steps[0]["step"] if run.steps else step + 1)
-        self.go_on_after(step)
         # A rollback keeps the samples of the start, which a new process does not know.
-        self.sampled.begin(anew=not began)
+        self.go_on_after(step, anew=not began)
         self._must_go_back = False
         if path:
             for reading in self._certificate.differences(path, objects):

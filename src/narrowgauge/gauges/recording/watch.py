@@ -247,10 +247,15 @@ class Watch(Listener):
 
     # ── the loop calls these ──────────────────────────────────────────────────────────────────────
 
-    def go_on_after(self, step: int) -> None:
+    def go_on_after(self, step: int, *, anew: bool = False) -> None:
         """Compare the step that comes, and nothing with the last one: weights and states were
         loaded.
+
+        Args:
+            step: steps that are done.
+            anew: compare with the weights of now from here on.
         """
+        self.sampled.begin(anew=anew)
         self._step = step
         self.now = Snapshot(step + 1)
         self.goes_on = True
