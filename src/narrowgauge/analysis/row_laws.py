@@ -176,7 +176,9 @@ def diverged(row: Row, step: int, memory: Memory) -> Iterator[Reading]:
         has_failed = False
     kind = KINDS["divergence"]
     if memory.begins(kind.name, has_failed, least=int(kind.bound), calm=1):
-        words = f"the loss is {loss} and the gradient norm {norm}"
+        words = f"the loss is {loss}"
+        if norm is not None:
+            words += f" and the gradient norm {norm}"
         yield kind.reading("", kind.bound, step=step, words=words)
 
 

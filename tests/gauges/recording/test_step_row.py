@@ -117,7 +117,7 @@ def test_a_loop_that_fails_for_long_has_diverged(tmp_path: Path) -> None:
     (event,) = [event for event in run.events if event["what"] == "divergence"]
     assert (
         event["step"] == 2 * FAILURES
-        and "the last 25 steps failed: the loss is nan" in event["advice"]
+        and "the last 25 steps failed: the loss is nan. " in event["advice"]
     )
     assert ng.compare_runs([run]).rows[0]["diverged"]
 

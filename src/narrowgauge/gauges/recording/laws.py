@@ -101,7 +101,8 @@ class Snapshot:
 
     Args:
         passes: since the last step of any optimizer.
-        norms: of each gradient that reached the step, in the order of a backward pass.
+        norms: of each gradient that reached the step, in the order of a backward pass; of shards,
+            this rank's. ``whole_norm``: of all ranks' shards together.
         bad_outputs: modules whose outputs are not finite, in the order of a forward pass.
         kept: tensors whose last gradient was not cleared.
         clip: factor of the gradients by the optimizer itself.
@@ -121,6 +122,7 @@ class Snapshot:
     step: int
     passes: Passes = field(default_factory=Passes)
     norms: Mapping[str, float] | None = None
+    whole_norm: float | None = None
     bad_outputs: Collection[str] = ()
     kept: Collection[str] = ()
     clip: float = 1.0
@@ -141,7 +143,10 @@ class Snapshot:
     @property
     def arrived(self) -> float:
         """Return the norm of all gradients that reach the update."""
-        return math.hypot(*(self.norms or {}).values()) * self.clip
+        whole = self.whole_norm
+        if whole is None:
+            whole = math.hypot(*(self.norms or {}).values())
+        return whole * self.clip
 
 
 Counts = defaultdict[Any, Any]
@@ -210,6 +215,18 @@ def uniform_loss(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Readin
         words = {"steps": counts["uniform"], "count": counts["losses"]}
         words["vocabulary"] = facts.vocabulary
         yield kind.reading("", now.loss, expected, kind.bound * expected, now.step, **words)
+
+
+def constant_loss(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]:
+    """Read a loss that has had one value in all steps. It may begin at zero, as GRPO's."""
+    if now.loss is None:
+        return
+    counts["first"] = counts.get("first", now.loss)
+    counts["losses"] += 1
+    counts["equal"] += now.loss == counts["first"] != 0
+    kind = KINDS["constant-loss"]
+    if counts["equal"] == counts["losses"] and counts["equal"] >= kind.bound:
+        yield kind.reading("", counts["equal"], step=now.step, loss=now.loss)
 
 
 def rank_loss(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]:
@@ -322,7 +339,8 @@ def clip_norm(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]:
         if math.isfinite(unclipped) and abs(arrived - expected) > bound:
             cause = f", of {unclipped:.4g} before the clip"
             yield kind.reading("", arrived, expected, bound, step=now.step, cause=cause)
-    if now.norms is None or now.is_skipped or not facts.is_whole:
+    is_whole = facts.is_whole or now.whole_norm is not None
+    if now.norms is None or now.is_skipped or not is_whole:
         return
     counts["arrived"] = norm
     if limit is None or not 0 < norm < math.inf:
@@ -455,6 +473,7 @@ def frozen_drifts(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Readi
 
 
 LAWS: tuple[Law, ...] = (
-    wrong_mode, uniform_loss, rank_loss, not_restored, gradients_kept, first_nonfinite, zero_gradients, zero_gradient,
-    clip_norm, weights_jump, frozen_moves, frozen_statistics, frozen_drifts, still_weights, zero_rate, falling_count,
+    wrong_mode, uniform_loss, constant_loss, rank_loss, not_restored, gradients_kept, first_nonfinite, zero_gradients, zero_gradient,
+    clip_norm, weights_jump, frozen_moves, frozen_statistics, frozen_drifts, still_weights, zero_rate,
+    falling_count,
 )  # fmt: skip

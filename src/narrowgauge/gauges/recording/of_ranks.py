@@ -17,7 +17,9 @@ from narrowgauge.distributed.replica_verification import possible_parts, unlike
 from narrowgauge.gauges.hub import Listener
 from narrowgauge.gauges.recording.laws import Snapshot, is_sampled
 from narrowgauge.gauges.recording.twin import on_host
+from narrowgauge.numerics.dtensor import gradient_of, is_sharded
 from narrowgauge.numerics.hashing import fingerprint_all
+from narrowgauge.torch_support.torch_hooks import members_of
 
 if TYPE_CHECKING:
     from narrowgauge.gauges.recording.watch import Watch
@@ -79,14 +81,22 @@ class OfRanks(Listener):
         )
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Sum the norms of shards in sampled steps, and look for parts in the first."""
+        now = self._watch.now
+        if self._watch.is_sharded and is_sampled(now.step):
+            gradients = [gradient_of(p) for p in members_of(optimizer)]
+            norm: Any = torch.nn.utils.get_total_norm([x for x in gradients if x is not None])
+            whole = norm.full_tensor() if is_sharded(norm) else norm
+            # Of torch.amp.GradScaler, for fused optimizers.
+            now.whole_norm = float(whole) / float(getattr(optimizer, "grad_scale", None) or 1.0)
+        if self._split and optimizer is self._watch.optimizers[0] and now.step == 1:
+            self._find_parts(self._watch.gradients(optimizer))
+
+    def _find_parts(self, gradients: Mapping[str, Tensor]) -> None:
         """Find which of the tensors that differ between ranks are parts of one.
 
         Gradients of parts differ. Equal ones are sums, and the weights were not sent.
         """
-        is_first = optimizer is self._watch.optimizers[0]
-        if not (self._split and is_first and self._watch.now.step == 1):
-            return
-        gradients = self._watch.gradients(optimizer)
         parts = {name: x for name, x in gradients.items() if name in self._split and x.any()}
         of_ranks = self._sums(parts)
         self._split -= set[str]().union(*of_ranks) - unlike(of_ranks)

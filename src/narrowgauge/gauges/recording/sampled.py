@@ -188,7 +188,12 @@ class Sampled(Listener):
         if first_writes:
             self._first_writes[optimizer] = first_writes
         yield from joined([*held.values(), *readings], len(twin.samples))
-        still = [name for name, (p, x) in self._strays.items() if torch.equal(evenly_spread(p), x)]
+        # Another optimizer, as a generator's beside its critic's, may step more rarely.
+        stepped = {*members_of(*self._watch.steppers.stepped())}
+        still = []
+        for name, (p, elements) in self._strays.items():
+            if p not in stepped and torch.equal(evenly_spread(p), elements):
+                still.append(name)
         self._strays = {}
         yield from KINDS["missing-parameters"].of(still, step)
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.optim import swa_utils
 
 from narrowgauge.analysis.kinds import KINDS
+from narrowgauge.analysis.log import emit
 from narrowgauge.analysis.reading import Reading, in_order, of_all
 from narrowgauge.analysis.thresholds import MOST_PROBES, TWICE, UNSTEPPED
 from narrowgauge.checks.float32_copy import is_called_from
@@ -241,8 +242,8 @@ class Watch(Listener):
         if self._modal and not things:
             things = "batch statistics"
         return Facts(
-            len(self.optimizers), vocabulary_of(model), limit, not self.is_sharded, epsilon,
-            things, partial(_nonfinite_weights, model),
+            len(self.optimizers), vocabulary_of(model), limit,
+            not self.is_sharded or self.hub.here.size == 1, epsilon, things, partial(_nonfinite_weights, model),
         )  # fmt: skip
 
     # ── the loop calls these ──────────────────────────────────────────────────────────────────────
@@ -278,8 +279,8 @@ class Watch(Listener):
         """Return the newest numbers by name, for Weights & Biases, TensorBoard or MLflow.
 
         ``lr/groupN`` is the group's rate of now, ``effective_lr/groupN`` that times the share of the
-        update that was stored in the last sampled step. ``grad_norm`` is of this rank's gradients
-        that reached the last step. ``frozen_tensors`` never moved, and
+        update that was stored in the last sampled step. ``grad_norm`` is of the gradients that
+        reached the last step; of shards, the last sampled one. ``frozen_tensors`` never moved, and
         ``untrained_tensors`` have a gradient and no optimizer. On several ranks, ``/min`` and
         ``/max`` of ``rank_loss``, and of ``rank_grad_norm``, the smallest tensor's before the sum.
         """
@@ -340,7 +341,8 @@ class Watch(Listener):
             self._say(in_order(fresh))
 
     def _log(self, reading: Reading) -> None:
-        """Write a reading. A watch without a folder writes nothing."""
+        """Pass a reading on. A watch without a folder writes nothing."""
+        emit(reading)
 
     def _say(self, readings: list[Reading]) -> None:
         """Show the readings of one step in a sentence."""
@@ -482,7 +484,10 @@ class Watch(Listener):
             now.is_skipped = bool(values["skipped"].get(""))
             now.is_written = bool(values["written"].get(""))
             now.is_swapped = bool(values["swapped"].get(""))
-            self.measured["grad_norm"] = math.hypot(*now.norms.values())
+            if self._laws.facts.is_whole:
+                now.whole_norm = math.hypot(*now.norms.values())
+            if now.whole_norm is not None:
+                self.measured["grad_norm"] = now.whole_norm
             if now.weights is not None:
                 moved = [weight.has_moved for weight in now.weights.values()]
                 self.measured["frozen_tensors"] = moved.count(False)
