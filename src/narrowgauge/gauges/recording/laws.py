@@ -473,7 +473,7 @@ def frozen_drifts(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Readi
 
 
 LAWS: tuple[Law, ...] = (
-    wrong_mode, uniform_loss, constant_loss, rank_loss, not_restored, gradients_kept, first_nonfinite, zero_gradients, zero_gradient,
-    clip_norm, weights_jump, frozen_moves, frozen_statistics, frozen_drifts, still_weights, zero_rate,
-    falling_count,
+    wrong_mode, uniform_loss, constant_loss, rank_loss, not_restored, gradients_kept,
+    first_nonfinite, zero_gradients, zero_gradient, clip_norm, weights_jump, frozen_moves,
+    frozen_statistics, frozen_drifts, still_weights, zero_rate, falling_count,
 )  # fmt: skip
