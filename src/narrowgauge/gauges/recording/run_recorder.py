@@ -459,7 +459,8 @@ class RunRecorder(Watch):
         found_inf = getattr(optimizer, "found_inf", None)  # of torch.amp.GradScaler, if fused
         if found_inf is None or not bool(found_inf):
             self._num_taken += 1
-        if is_sampled(self.now.step) and not isinstance(optimizer, Optimizer):
+        is_read = is_sampled(self.now.step) or self.goes_on
+        if is_read and not isinstance(optimizer, Optimizer):
             # The rows of ours have the audit's figures.
             for name, value in self.numbers().items():
                 if name.startswith("effective_lr"):

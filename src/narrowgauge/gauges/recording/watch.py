@@ -136,6 +136,7 @@ class Watch(Listener):
         # Of each optimizer's last step: passes before it, and its first gradient.
         self._last: dict[torch.optim.Optimizer, tuple[int, ...]] = {}
         self._after: Tensor | None = None  # the probe after the last step
+        self._was_evaluated = False  # since then
         self.steppers = Steppers(self.optimizers)
         self._follow()
         self._follow_probes()
@@ -367,6 +368,7 @@ class Watch(Listener):
             return  # which must run in training mode
         self.now.passes.evaluations.add(self.drops_out())
         self.now.passes.is_evaluated |= not self.watched_model.training
+        self._was_evaluated |= not self.watched_model.training
 
     def before_pass(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         """Note the mode of a pass."""
@@ -425,8 +427,8 @@ class Watch(Listener):
             self._flags["cleared", name] = is_cleared
         if probe is self.probe and self._after is not None:
             is_written = ((probe != self._after) & (self._after == self._after)).any()
-            kind = "swapped" if self.now.passes.is_evaluated else "written"
-            self._flags[kind, ""] = is_written
+            self._flags["swapped" if self._was_evaluated else "written", ""] = is_written
+            self._was_evaluated = False
 
     def _see_repeated(self, optimizer: torch.optim.Optimizer, gradients: dict[str, Tensor]) -> None:
         """Report a step with the gradients of the last one."""
