@@ -216,6 +216,8 @@ def _is_shown(run: Run, area: Row) -> bool:
     for place in area["reads"]:
         table, _, name = place.partition(".")
         for row in rows_of(run, table):
+            if table == "fingerprints" and step_of(row) <= 1:
+                continue  # hashes of the start alone
             values = [row.get(name)]
             if name.endswith("*"):
                 values = [value for key, value in row.items() if key.startswith(name[:-1])]
