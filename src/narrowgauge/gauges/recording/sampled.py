@@ -156,6 +156,9 @@ class Sampled(Listener):
         step = self._watch.now.step
         if step == 1 and not self._watch.goes_on:
             return
+        if twin.reference is None and not isinstance(twin.optimizer, Optimizer):
+            reason = f"{type(twin.optimizer).__name__} has a rule of its own"
+            self._watch.unseen.setdefault("the optimizer's step", reason)
         differences = self._compared(twin.readings)
         self.num_compared += twin.num_compared
         for reading in joined(differences, len(twin.samples)):
