@@ -19,7 +19,6 @@ from narrowgauge.analysis.reading import Reading, of_all
 from narrowgauge.analysis.thresholds import SETTLED
 from narrowgauge.checks.step_samples import evenly_spread
 from narrowgauge.gauges.hub import Listener
-from narrowgauge.gauges.recording.twin import on_host
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.torch_support.put_back import objects_of
 from narrowgauge.torch_support.torch_hooks import after_every_step, members_of
@@ -137,9 +136,9 @@ def names_of(model: nn.Module, tensors: Iterable[Tensor]) -> list[str]:
     return [names.get(id(x), f"a tensor {list(x.shape)}") for x in tensors]
 
 
-def copies_of(model: nn.Module) -> list[dict[str, Tensor]]:
+def copies_of(model: nn.Module) -> dict[Tensor, str]:
     """Return the parameters of each other module of this process that has parameters of the same
-    names and shapes as the model or a part of it, by their names in the model.
+    names and shapes as the model or a part of it, with their names in the model.
     """
     tensors = {*model.parameters()}
     parts = dict[Signature, str]()
@@ -147,21 +146,14 @@ def copies_of(model: nn.Module) -> list[dict[str, Tensor]]:
         signature = _signature(dict(module.named_parameters()))
         if len(signature) > 1 or not prefix:
             parts.setdefault(signature, prefix)
-    copies = list[dict[str, Tensor]]()
-    for parameters in _others(tensors):
+    names: dict[Tensor, str] = {}
+    # A copy of the model first, and then those of its parts: blocks are alike.
+    for parameters in sorted(_others(tensors), key=len, reverse=True):
         prefix = parts.get(_signature(parameters))
-        if prefix is None:
-            continue
-        start = f"{prefix}." if prefix else ""
-        copies.append({f"{start}{name}": p for name, p in parameters.items()})
-    copies.sort(key=len, reverse=True)
-    outermost = []
-    taken = set[Tensor]()
-    for copied in copies:
-        if taken.isdisjoint(copied.values()):
-            outermost.append(copied)
-            taken.update(copied.values())
-    return outermost
+        if prefix is not None:
+            for name, p in parameters.items():
+                names.setdefault(p, f"{prefix}.{name}" if prefix else name)
+    return names
 
 
 Signature = tuple[tuple[str, torch.Size], ...]
@@ -191,21 +183,19 @@ class Averages:
     A copy of the best weights is not written in every step, and another model has an optimizer.
 
     Args:
-        copies: the parameters of other models of the same shapes.
+        copies: the parameters of other models, with their names in this one.
         trained: the watched weights.
         step: the present one.
     """
 
     def __init__(
-        self, copies: Iterable[Mapping[str, Tensor]], trained: Mapping[str, Tensor], step: int
+        self, copies: Mapping[Tensor, str], trained: Mapping[str, Tensor], step: int
     ) -> None:
         self._step = step
         self._copies: list[tuple[str, weakref.ref[Tensor], int, Tensor]] = []
-        for copy in copies:
-            for name, p in copy.items():
-                if name in trained and not p.is_meta:
-                    start = evenly_spread(p).clone()
-                    self._copies.append((name, weakref.ref(p), p._version, start))
+        for p, name in copies.items():
+            if name in trained and not p.is_meta:
+                self._copies.append((name, weakref.ref(p), p._version, evenly_spread(p).clone()))
 
     def readings(
         self, step: int, moved: Mapping[str, tuple[Tensor, Tensor]], stepped: Iterable[Tensor]
@@ -217,8 +207,9 @@ class Averages:
             stepped: parameters with an optimizer.
         """
         stepped_params = {*stepped}
-        written = []
-        norms = []
+        kind = KINDS["average-apart"]
+        still = {}
+        runaways = []
         for name, reference, version, first in self._copies:
             p = reference()
             if p is None or p in stepped_params or name not in moved:
@@ -226,20 +217,13 @@ class Averages:
             if p._version - version < SETTLED:
                 continue
             values = evenly_spread(p)
-            written.append((name, dtype_name(p.dtype)))
-            # An average may be on the CPU.
-            tensors = (values - first, values, *moved[name])
-            norms.append(torch.stack([x.double().norm().to(values.device) for x in tensors]))
-        kind = KINDS["average-apart"]
-        still = {}
-        runaways = []
-        for (name, format), (change, size, *sizes) in zip(written, on_host(norms), strict=True):
-            largest = max(sizes)
+            size = float(values.double().norm())
+            largest = max(float(x.double().norm()) for x in moved[name])
             if largest < math.inf and not size <= kind.bound * largest:
                 runaways.append((name, size, largest))
-            if change == 0 and step >= self._step + SETTLED:
-                still[name] = format
+            if step >= self._step + SETTLED and torch.equal(values, first):
+                still[name] = dtype_name(p.dtype)
         for name, size, largest in runaways[:1]:
             yield kind.reading(name, size / largest, step=step, size=size, largest=largest)
-        formats = of_all(dict.fromkeys(still.values()))
+        formats = of_all(still.values())
         yield from KINDS["average-unmoved"].of(still, step, formats=formats)
