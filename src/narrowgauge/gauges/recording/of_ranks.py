@@ -15,7 +15,7 @@ from narrowgauge.analysis.reading import Reading, of_all
 from narrowgauge.checks.gradients import has_own_batches, weights_of_ranks
 from narrowgauge.distributed.replica_verification import possible_parts, unlike
 from narrowgauge.gauges.hub import Listener
-from narrowgauge.gauges.recording.laws import Snapshot, is_sampled
+from narrowgauge.gauges.recording.snapshot import Snapshot, is_sampled
 from narrowgauge.gauges.recording.twin import on_host
 from narrowgauge.numerics.dtensor import gradient_of, is_sharded
 from narrowgauge.numerics.hashing import fingerprint_all
@@ -23,6 +23,9 @@ from narrowgauge.torch_support.torch_hooks import members_of
 
 if TYPE_CHECKING:
     from narrowgauge.gauges.recording.watch import Watch
+
+_SAME_BATCH = "trained on the same batch: give each rank its share of the data (DistributedSampler)"
+_SAME_MASKS = "draw the same dropout masks for other batches: seed each rank with its number"
 
 
 class OfRanks(Listener):
@@ -123,7 +126,7 @@ class OfRanks(Listener):
                 self._watch.measured[f"{name}/min"] = min(values)
                 self._watch.measured[f"{name}/max"] = max(values)
         if len({*losses}) == len({*norms}) == 1 and 0 < norm < math.inf:
-            self._watch.report(self._same_batch(step))
+            self._watch.report(self._equal_ranks(step, _SAME_BATCH))
         return Snapshot(step, rank_losses=losses)
 
     def _replica_readings(self, step: int) -> Iterator[Reading]:
@@ -146,15 +149,12 @@ class OfRanks(Listener):
         """
         batches, states = zip(*self._here.gather(self._hashes or ("", "")), strict=True)
         if len({*batches}) == 1 and batches[0]:
-            yield from self._same_batch(step)
-        elif len({*states}) == 1 and states[0] and self._has_own_data():
-            words = "draw the same dropout masks for other batches: seed each rank with its number"
-            yield KINDS["equal-ranks"].reading("", len(states), 1, 0, step, words=words)
+            yield from self._equal_ranks(step, _SAME_BATCH)
+        elif len({*states}) == 1 and states[0]:
+            yield from self._equal_ranks(step, _SAME_MASKS)
 
-    def _same_batch(self, step: int) -> Iterator[Reading]:
+    def _equal_ranks(self, step: int, words: str) -> Iterator[Reading]:
         if self._has_own_data():
-            cure = "give each rank its share of the data (DistributedSampler)"
-            words = f"trained on the same batch: {cure}"
             yield KINDS["equal-ranks"].reading("", self._here.size, 1, 0, step, words=words)
 
     def _has_own_data(self) -> bool:

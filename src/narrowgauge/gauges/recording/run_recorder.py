@@ -34,14 +34,13 @@ from narrowgauge.errors import RecipeError, RecordError
 from narrowgauge.gauges.hub import RunNotice
 from narrowgauge.gauges.recording.certificate import Certificate
 from narrowgauge.gauges.recording.fingerprints import Fingerprints
-from narrowgauge.gauges.recording.laws import is_sampled
 from narrowgauge.gauges.recording.provenance import (
-    describe_model,
-    describe_process,
+    describe_run,
     differences,
     formats_of,
 )
 from narrowgauge.gauges.recording.record import OnRow, Record
+from narrowgauge.gauges.recording.snapshot import is_sampled
 from narrowgauge.gauges.recording.step_row import batch_checksum
 from narrowgauge.gauges.recording.watch import Watch
 from narrowgauge.matmul.linear import Linear
@@ -157,7 +156,9 @@ class RunRecorder(Watch):
         policy = _recipe_in_use(model, self.optimizer) if recipe is None else parse(recipe)
         _require_fit(policy, self.optimizer)
         self._asked = None if recipe is None else policy
-        content = self._description(policy, dict(settings or {})) | dict(tables or {})
+        content = describe_run(self.model, self.optimizer, policy, settings or {}) | dict(
+            tables or {}
+        )
         here = all_ranks()
         goes_on = here.of_first(lambda: resume and is_run(Path(folder)))
         self._record = Record(
@@ -516,32 +517,6 @@ class RunRecorder(Watch):
             model=str(config.get("model", self._run["model"]["class"])),
             weights_fingerprint=fingerprint,
         )
-
-    def _description(self, policy: Recipe | None, settings: dict[str, Any]) -> dict[str, Any]:
-        """Return the content of ``run.toml``."""
-        group = self.optimizer.param_groups[0]
-        config = {"model": type(self.model).__name__, "seed": group.get("seed", 0)}
-        if policy is not None:
-            config = {"recipe": policy.to_value(), **config}
-        optimizer = {"class": type(self.optimizer).__name__}
-        for name, value in group.items():
-            if _is_plain(value):
-                optimizer[name] = value
-        device = next(self.model.parameters()).device
-        return {
-            "config": {**config, **settings},
-            **describe_process(device, all_ranks().size),
-            "optimizer": optimizer,
-            "model": describe_model(self.model),
-            "recorder": {"program": Path(sys.argv[0]).name},
-        }
-
-
-def _is_plain(value: object) -> bool:
-    """Return whether TOML can hold a value. ``Adafactor`` has an epsilon of ``None`` in a tuple."""
-    if isinstance(value, tuple):
-        return all(map(_is_plain, value))
-    return isinstance(value, (bool, int, float, str))
 
 
 def _recipe_in_use(model: nn.Module, optimizer: torch.optim.Optimizer) -> Recipe | None:

@@ -20,8 +20,8 @@ from narrowgauge.analysis.reading import Reading, joined, of_all, words_of
 from narrowgauge.analysis.thresholds import ROUNDINGS
 from narrowgauge.checks.step_samples import evenly_spread, weight_of
 from narrowgauge.gauges.hub import Listener
-from narrowgauge.gauges.recording.laws import Weight, is_sampled
 from narrowgauge.gauges.recording.leaves import Averages, copies_of
+from narrowgauge.gauges.recording.snapshot import Weight, is_sampled
 from narrowgauge.gauges.recording.twin import Twin, on_host
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.spec.formats import dtype_name
@@ -45,6 +45,73 @@ class _Start(NamedTuple):
     has_moved: Tensor
 
 
+class StoredShares:
+    """The share of the update that was stored, of each group of the optimizers."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self._sums: dict[Tensor, list[float]] = {}
+
+    def readings(self, twin: Twin) -> Iterator[Reading]:
+        """Read lr times the stored share of the update, of each group."""
+        watch = self._watch
+        sums = self._sums_of(twin)
+        kind = KINDS["effective-rate"]
+        for index, optimizer, group in watch.groups():
+            if optimizer is not twin.optimizer:
+                continue
+            members = [p for p in group["params"] if p in sums and sums[p][0] > 0]
+            if group.get("lr") is None:
+                watch.unseen["effective learning rate"] = "a group has no lr"
+            if group.get("lr") is None or not members:
+                continue
+            rate = float(group["lr"])
+            intended, stored, variance = map(sum, zip(*(sums[p] for p in members), strict=True))
+            share = stored / intended
+            error = 3 * math.sqrt(variance) / intended
+            watch.shares[index] = share
+            # Our audit has alarms of its own.
+            if share + error < kind.bound and not isinstance(optimizer, Optimizer):
+                worst = min(members, key=lambda p: sums[p][1] / sums[p][0])
+                least = sums[worst][1] / sums[worst][0]
+                yield kind.reading(
+                    "", rate * share, None, kind.bound * rate, watch.now.step, rate=rate, share=share,
+                    format=dtype_name(worst.dtype), worst=watch.name(worst), least=least,
+                )  # fmt: skip
+
+    def _sums_of(self, twin: Twin) -> dict[Tensor, list[float]]:
+        """Return ⟨D,D⟩, ⟨D,E⟩ and its variance of each tensor, from our audit or from the repeated
+        step.
+        """
+        watch = self._watch
+        optimizer = twin.optimizer
+        area = "effective learning rate"
+        if len(watch.optimizers) > 1:
+            area += f" of {type(optimizer).__name__}"
+        sums: dict[Tensor, list[float]] = {}
+        if isinstance(optimizer, Optimizer):
+            optimizer.settle()
+            if not optimizer.audit_every:
+                watch.unseen[area] = "audit_every is 0"
+            for p, rows in optimizer.auditor.windows.items():
+                sums[p] = [*rows[:, :2].sum(0).tolist(), 0.0]
+            return sums
+        if watch.now.step == 1 and not twin.is_torchs:
+            return {}  # its first step may make masters
+        sums, unrepeated = twin.sums()
+        if twin.why_not:
+            watch.unseen[area] = twin.why_not
+        elif unrepeated:
+            names = of_all(map(watch.name, unrepeated))
+            watch.unseen[area] = f"the step of {names} is not repeated by a copy"
+        for p, values in sums.items():
+            if values[2]:  # one sample of stochastic rounding is noise: take all
+                before = self._sums.get(p, [0.0, 0.0, 0.0])
+                self._sums[p] = [a + b for a, b in zip(before, values, strict=True)]
+            sums[p] = self._sums.get(p, values)
+        return sums
+
+
 class Sampled(Listener):
     """Look at the sampled steps of a watched loop.
 
@@ -58,7 +125,7 @@ class Sampled(Listener):
         self._watch = watch
         self.num_compared = 0
         self._starts: dict[str, _Start] = {}
-        self._shares: dict[Tensor, list[float]] = {}
+        self._stored = StoredShares(watch)
         self._twins: dict[torch.optim.Optimizer, Twin] = {}
         self._strays: Elements = {}
         self._frozen: Elements = {}
@@ -85,14 +152,10 @@ class Sampled(Listener):
         for name, p in self._watch.trained.items():
             start = self._starts.get(name)
             if start is None or start.parameter is not p:
-                elements = self._elements(p)
+                elements = _elements(self._watch, p)
                 start = _Start(p, elements, torch.zeros_like(elements, dtype=torch.bool))
             starts[name] = start
         self._starts = starts
-
-    def _elements(self, p: Tensor) -> Tensor:
-        """Copy spread elements of the stored weight, on its device."""
-        return evenly_spread(weight_of(self._watch.optimizer_of[p], p)).clone()
 
     def end(self) -> None:
         """Release the copies."""
@@ -112,7 +175,7 @@ class Sampled(Listener):
             return
         watch.take_up()
         self._start_new()
-        watch.now.drifting = self._drifting()
+        watch.now.drifting = _drifting(self._frozen)
         self._frozen = {}
         for name, p in {**_named(watch.watched_model), **watch.parameters}.items():
             if not p.requires_grad:
@@ -133,12 +196,12 @@ class Sampled(Listener):
         twin = self._twins[optimizer]
         twin.complete()
         watch.report(self._step_readings(twin))
-        watch.report(self._rate_readings(twin))
+        watch.report(self._stored.readings(twin))
         watch.now.moved = _largest_moves(twin)
-        watch.now.frozen = self._changed()
+        watch.now.frozen = _changed(self._frozen)
         if optimizer is watch.optimizers[-1]:
-            watch.now.weights = self._weights()
-            watch.now.frozen_norms = self._frozen_norms()
+            watch.now.weights = _weights(watch, self._starts)
+            watch.now.frozen_norms = _frozen_norms(watch)
             watch.report(self._average_readings(watch.now.step))
 
     # ── the step and its class's ──────────────────────────────────────────────────────────────────
@@ -200,123 +263,7 @@ class Sampled(Listener):
         self._strays = {}
         yield from KINDS["missing-parameters"].of(still, step)
 
-    # ── the rate at which a group trains ──────────────────────────────────────────────────────────
-
-    def _rate_readings(self, twin: Twin) -> Iterator[Reading]:
-        """Read lr times the stored share of the update, of each group."""
-        watch = self._watch
-        sums = self._sums_of(twin)
-        kind = KINDS["effective-rate"]
-        for index, optimizer, group in watch.groups():
-            if optimizer is not twin.optimizer:
-                continue
-            members = [p for p in group["params"] if p in sums and sums[p][0] > 0]
-            if group.get("lr") is None:
-                watch.unseen["effective learning rate"] = "a group has no lr"
-            if group.get("lr") is None or not members:
-                continue
-            rate = float(group["lr"])
-            intended, stored, variance = map(sum, zip(*(sums[p] for p in members), strict=True))
-            share = stored / intended
-            error = 3 * math.sqrt(variance) / intended
-            watch.shares[index] = share
-            # Our audit has alarms of its own.
-            if share + error < kind.bound and not isinstance(optimizer, Optimizer):
-                worst = min(members, key=lambda p: sums[p][1] / sums[p][0])
-                least = sums[worst][1] / sums[worst][0]
-                yield kind.reading(
-                    "", rate * share, None, kind.bound * rate, watch.now.step, rate=rate, share=share,
-                    format=dtype_name(worst.dtype), worst=watch.name(worst), least=least,
-                )  # fmt: skip
-
-    def _sums_of(self, twin: Twin) -> dict[Tensor, list[float]]:
-        """Return ⟨D,D⟩, ⟨D,E⟩ and its variance of each tensor, from our audit or from the repeated
-        step.
-        """
-        watch = self._watch
-        optimizer = twin.optimizer
-        area = "effective learning rate"
-        if len(watch.optimizers) > 1:
-            area += f" of {type(optimizer).__name__}"
-        sums: dict[Tensor, list[float]] = {}
-        if isinstance(optimizer, Optimizer):
-            optimizer.settle()
-            if not optimizer.audit_every:
-                watch.unseen[area] = "audit_every is 0"
-            for p, rows in optimizer.auditor.windows.items():
-                sums[p] = [*rows[:, :2].sum(0).tolist(), 0.0]
-            return sums
-        if watch.now.step == 1 and not twin.is_torchs:
-            return {}  # its first step may make masters
-        sums, unrepeated = twin.sums()
-        if twin.why_not:
-            watch.unseen[area] = twin.why_not
-        elif unrepeated:
-            names = of_all(map(watch.name, unrepeated))
-            watch.unseen[area] = f"the step of {names} is not repeated by a copy"
-        for p, values in sums.items():
-            if values[2]:  # one sample of stochastic rounding is noise: take all
-                before = self._shares.get(p, [0.0, 0.0, 0.0])
-                self._shares[p] = [a + b for a, b in zip(before, values, strict=True)]
-            sums[p] = self._shares.get(p, values)
-        return sums
-
-    # ── what moved ────────────────────────────────────────────────────────────────────────────────
-
-    def _drifting(self) -> list[str]:
-        """Return the frozen tensors that changed by a few roundings since the last sampled step."""
-        names = []
-        flags = []
-        for name, (p, before) in self._frozen.items():
-            now = evenly_spread(p)
-            if p.requires_grad or not p.is_floating_point() or now.shape != before.shape:
-                continue
-            ulps = (now - before).abs() / (before.abs() * torch.finfo(p.dtype).eps).clamp_min(1e-30)
-            names.append(name)
-            flags.append((ulps <= ROUNDINGS).all() & (ulps > 0).any())
-        return list(itertools.compress(names, on_host(flags)))
-
-    def _changed(self) -> list[str]:
-        """Return the frozen tensors that the step changed."""
-        frozen = {name: x for name, x in self._frozen.items() if not x[0].requires_grad}
-        flags = [(evenly_spread(p) != before).any() for p, before in frozen.values()]
-        return list(itertools.compress(frozen, on_host(flags)))
-
-    def _weights(self) -> dict[str, Weight]:
-        """Return what is known of each trained weight since the watch began."""
-        watch = self._watch
-        at_zero: set[Tensor] = set()
-        for _, _, group in watch.groups():
-            if group.get("lr") == 0:
-                at_zero.update(group["params"])
-        starts = {}
-        flags = []
-        for name, start in self._starts.items():
-            now = self._elements(start.parameter)
-            if now.shape == start.elements.shape:
-                start.has_moved.logical_or_(now != start.elements)
-            if now.numel():
-                starts[name] = start.parameter
-                flags.append(start.has_moved.any())
-        weights = {}
-        for (name, p), has_moved in zip(starts.items(), on_host(flags), strict=True):
-            weights[name] = Weight(has_moved, p in at_zero, dtype_name(p.dtype))
-        return weights
-
-    def _frozen_norms(self) -> list[str]:
-        """Return the batch norms in training mode whose weights no optimizer steps."""
-        stepped = {*members_of(*self._watch.steppers.stepped())}
-        names = []
-        for name, module in self._watch.watched_model.named_modules():
-            if (
-                isinstance(module, nn.modules.batchnorm._BatchNorm)
-                and module.running_mean is not None
-            ):
-                weights = [*module.parameters()]
-                is_frozen = not any(p.requires_grad for p in weights)
-                if weights and is_frozen and module.training and stepped.isdisjoint(weights):
-                    names.append(plain_name(name))
-        return names
+    # ── averages ──────────────────────────────────────────────────────────────────────────────────
 
     def _average_readings(self, step: int) -> Iterator[Reading]:
         watch = self._watch
@@ -328,9 +275,69 @@ class Sampled(Listener):
         for name, weight in (watch.now.weights or {}).items():
             if weight.has_moved:
                 start = self._starts[name]
-                moved[name] = start.elements, self._elements(start.parameter)
+                moved[name] = start.elements, _elements(watch, start.parameter)
         stepped = members_of(*watch.steppers.stepped())
         yield from self._averages.readings(step, moved, stepped)
+
+
+def _drifting(frozen: Elements) -> list[str]:
+    """Return the frozen tensors that changed by a few roundings since the last sampled step."""
+    names = []
+    flags = []
+    for name, (p, before) in frozen.items():
+        now = evenly_spread(p)
+        if p.requires_grad or not p.is_floating_point() or now.shape != before.shape:
+            continue
+        ulps = (now - before).abs() / (before.abs() * torch.finfo(p.dtype).eps).clamp_min(1e-30)
+        names.append(name)
+        flags.append((ulps <= ROUNDINGS).all() & (ulps > 0).any())
+    return list(itertools.compress(names, on_host(flags)))
+
+
+def _changed(elements: Elements) -> list[str]:
+    """Return the frozen tensors that the step changed."""
+    frozen = {name: x for name, x in elements.items() if not x[0].requires_grad}
+    flags = [(evenly_spread(p) != before).any() for p, before in frozen.values()]
+    return list(itertools.compress(frozen, on_host(flags)))
+
+
+def _weights(watch: Watch, starts: dict[str, _Start]) -> dict[str, Weight]:
+    """Return what is known of each trained weight since the watch began."""
+    at_zero: set[Tensor] = set()
+    for _, _, group in watch.groups():
+        if group.get("lr") == 0:
+            at_zero.update(group["params"])
+    names = {}
+    flags = []
+    for name, start in starts.items():
+        now = _elements(watch, start.parameter)
+        if now.shape == start.elements.shape:
+            start.has_moved.logical_or_(now != start.elements)
+        if now.numel():
+            names[name] = start.parameter
+            flags.append(start.has_moved.any())
+    weights = {}
+    for (name, p), has_moved in zip(names.items(), on_host(flags), strict=True):
+        weights[name] = Weight(has_moved, p in at_zero, dtype_name(p.dtype))
+    return weights
+
+
+def _frozen_norms(watch: Watch) -> list[str]:
+    """Return the batch norms in training mode whose weights no optimizer steps."""
+    stepped = {*members_of(*watch.steppers.stepped())}
+    names = []
+    for name, module in watch.watched_model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is not None:
+            weights = [*module.parameters()]
+            is_frozen = not any(p.requires_grad for p in weights)
+            if weights and is_frozen and module.training and stepped.isdisjoint(weights):
+                names.append(plain_name(name))
+    return names
+
+
+def _elements(watch: Watch, p: Tensor) -> Tensor:
+    """Copy spread elements of the stored weight, on its device."""
+    return evenly_spread(weight_of(watch.optimizer_of[p], p)).clone()
 
 
 def _named(model: nn.Module) -> dict[str, Tensor]:

@@ -33,10 +33,11 @@ from narrowgauge.checks.manifest import master_of
 from narrowgauge.checks.set_up import SetUp, set_up_of
 from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.gauges.hub import Hub, Listener, RunNotice
-from narrowgauge.gauges.recording.laws import Facts, Laws, Snapshot, is_sampled
+from narrowgauge.gauges.recording.laws import Laws
 from narrowgauge.gauges.recording.leaves import Leaves, Steppers
 from narrowgauge.gauges.recording.of_ranks import OfRanks
 from narrowgauge.gauges.recording.sampled import Sampled
+from narrowgauge.gauges.recording.snapshot import Facts, Snapshot, is_sampled
 from narrowgauge.numerics.dtensor import gradient_of, is_sharded, local_of
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.finding import counted
