@@ -117,9 +117,8 @@ class OfRanks(Listener):
     def compare_losses(self, told: Snapshot) -> Snapshot:
         """Compare the losses and the gradients of the ranks after a sampled step."""
         step = told.step
-        loss = told.loss
         norm = math.nan if self._watch.probe is None else math.sqrt(float(self._square[1]))
-        losses, norms = zip(*self._here.gather((loss, norm)), strict=True)
+        losses, norms = zip(*self._here.gather((told.loss, norm)), strict=True)
         for name, values in (("rank_loss", losses), ("rank_grad_norm", norms)):
             # Sharded gradients are not measured before their sum.
             if not any(map(math.isnan, values)):

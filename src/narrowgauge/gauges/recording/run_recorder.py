@@ -613,8 +613,10 @@ def watch(
     * weights and states that are written after a sampled step; gradients beyond the limit of the clip;
     * gradients that were not cleared, that are zero everywhere, or that are not finite; a step that is repeated;
     * training in evaluation mode, evaluation in training mode, weights that an evaluation did not restore;
+    * batch norms of frozen weights whose statistics move;
     * the first module whose output is not finite;
     * a copy of the model that the loop writes, such as an average of its weights, which cannot move in its format or runs away;
+    * a loss that has one value in all steps, or that of a uniform guess;
     * on several ranks, equal batches and equal dropout masks; on sampled steps, weights that differ;
     * on sampled steps, a rank whose loss is far from the others';
 
