@@ -79,8 +79,9 @@ class RunRecorder(Watch):
     Args:
         folder: the run folder; absent or empty, unless ``resume``.
         model: the trained model, before ``torch.compile`` if gauges are to see it.
-        optimizer: one of Narrowgauge's or of ``torch.optim``'s, possibly in a framework's wrapper.
-            Only ours has an audit.
+        optimizer: one of Narrowgauge's or of ``torch.optim``'s, possibly in a framework's wrapper;
+            or a list of several. Rows, gauges and checkpoints are of the last one, which steps at
+            the end. Only ours has an audit.
         recipe: the recipe with which the model was prepared. ``None``: read it from the model and
             the optimizer, if possible.
         settings: of your loop, such as ``{"lr": 1e-3, "steps": 400}``. Comparisons show the
@@ -107,8 +108,8 @@ class RunRecorder(Watch):
 
     Raises:
         RecordError: the folder is in use.
-        RecipeError: the optimizer's storage is not the recipe's, there are several optimizers, or
-            ``ignore`` has an unknown kind of reading.
+        RecipeError: the optimizer's storage is not the recipe's, or ``ignore`` has an unknown kind
+            of reading.
 
     Cost: about 0.1 ms per step, reading the loss from the device, and with a reduction one gather over its ranks. Fingerprints
         take 3 ns an element on one CPU thread, for weights, gradients, states and the outputs of
@@ -151,8 +152,10 @@ class RunRecorder(Watch):
     ) -> None:
         _COUNT.check("gauges_every", gauges_every)
         _COUNT.check("fingerprints_every", fingerprints_every)
-        self.model = set_up_of(model, []).model
-        self.optimizer = unwrapped(optimizer)
+        outer_ones = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+        optimizers = [*map(unwrapped, outer_ones)]
+        self.model = set_up_of(model, optimizers).model
+        self.optimizer = optimizers[-1]
         policy = _recipe_in_use(model, self.optimizer) if recipe is None else parse(recipe)
         _require_fit(policy, self.optimizer)
         self._asked = None if recipe is None else policy
@@ -177,7 +180,7 @@ class RunRecorder(Watch):
             self._steps_itself = steps_itself
             self._has_unwritten = False
             super().__init__(
-                model, self.optimizer, called=called, max_grad_norm=max_grad_norm, ignore=ignore
+                model, optimizers, called=called, max_grad_norm=max_grad_norm, ignore=ignore
             )
             self._record.undo.callback(self.remove)
             self.hub.say = self._note
@@ -186,7 +189,7 @@ class RunRecorder(Watch):
             self._columns = Row()
             self._num_taken = 0
             self._record.ignored = self._ignored
-            self._record.watch(model, optimizer, every=gauges_every, hub=self.hub)
+            self._record.watch(model, self.optimizer, every=gauges_every, hub=self.hub)
             self._certificate = Certificate(model, self.optimizer)
             self._must_go_back = earlier is not None and bool(earlier.steps)
             self._is_open = True
@@ -402,7 +405,7 @@ class RunRecorder(Watch):
         Missing parameters may have another optimizer. Report each kind once.
         """
         try:
-            readings = static_readings(set_up_of(self.model, self.optimizer))
+            readings = static_readings(set_up_of(self.model, self.optimizers))
         except Exception as error:  # states of another library
             self.event("note", f"the set-up was not checked: {words_of(error)}")
             return
@@ -467,7 +470,7 @@ class RunRecorder(Watch):
                 if name.startswith("effective_lr"):
                     self._columns[name] = value
         super().after_step(optimizer)
-        self._has_unwritten = self._steps_itself
+        self._has_unwritten = self._steps_itself and optimizer is self.optimizers[-1]
         rate = optimizer.param_groups[0].get("lr")
         if rate is not None:
             self._columns["lr"] = float(rate)  # a schedule may step before the row is written
@@ -502,11 +505,12 @@ class RunRecorder(Watch):
     def _summary(self) -> Row:
         for module in fsdp_modules(self.model):  # an evaluation leaves the weights gathered
             module.reshard()
-        stepped = {*members_of(self.optimizer)}
+        stepped = {*members_of(*self.optimizers)}
         stored = {}
         found = 0
         for name, p in self.model.named_parameters():
-            stored[name] = weight_of(self.optimizer, p) if p in stepped else p
+            holder = self.optimizer_of.get(p, self.optimizer)
+            stored[name] = weight_of(holder, p) if p in stepped else p
             found += p in stepped
         fingerprint = None  # of all weights, or of none
         if found == len(stepped):
@@ -541,15 +545,7 @@ def _recipe_in_use(model: nn.Module, optimizer: torch.optim.Optimizer) -> Recipe
 
 
 def _require_fit(recipe: Recipe | None, optimizer: Any) -> None:
-    """Refuse anything but one optimizer, and a recipe with another storage.
-
-    The record would describe another run.
-    """
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise RecipeError(
-            f"RunRecorder follows one optimizer, and got a {type(optimizer).__name__}.",
-            "Pass the one that steps last; ng.check takes several.",
-        )
+    """Refuse a recipe with another storage. The record would describe another run."""
     if recipe is None or not isinstance(optimizer, Optimizer):
         return
     names = [group["storage"].rpartition("/")[2] for group in optimizer.param_groups]
