@@ -176,9 +176,8 @@ def diverged(row: Row, step: int, memory: Memory) -> Iterator[Reading]:
         has_failed = False
     kind = KINDS["divergence"]
     if memory.begins(kind.name, has_failed, least=int(kind.bound), calm=1):
-        words = f"the loss is {loss}"
-        if norm is not None:
-            words += f" and the gradient norm {norm}"
+        numbers = {"loss": loss, "gradient norm": norm}
+        words = " and ".join(f"the {name} is {x:g}" for name, x in numbers.items() if x is not None)
         yield kind.reading("", kind.bound, step=step, words=words)
 
 
