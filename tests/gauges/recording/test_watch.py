@@ -622,8 +622,8 @@ def test_parameters_that_were_replaced_after_the_optimizer_was_made_are_named() 
 
 LOSSES: dict[str, Callable[[int], float]] = {
     r"ln 16 = 2\.77259 in 20 of 30 steps": lambda n: math.log(16) * (1 + 1e-6) if n % 3 else 2.0,
-    r"the loss is exactly 0\.7 in each of 20 steps": lambda n: 0.7,
-    "": lambda n: 0.0,  # as GRPO's at first
+    r"the loss is exactly 0\.693147181 in each of 20 steps": lambda n: math.log(2),
+    "": lambda n: 0.6931,
 }
 
 

@@ -96,12 +96,15 @@ def uniform_loss(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Readin
 
 
 def constant_loss(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]:
-    """Read a loss that has had one value in all steps. It may begin at zero, as GRPO's."""
+    """Read a loss that has had one value in all steps.
+
+    A loss of four decimals was rounded, as transformers logs it, or is zero, as GRPO's at first.
+    """
     if now.loss is None:
         return
     counts["first"] = counts.get("first", now.loss)
     counts["losses"] += 1
-    counts["equal"] += now.loss == counts["first"] != 0
+    counts["equal"] += now.loss == counts["first"] != round(now.loss, 4)
     kind = KINDS["constant-loss"]
     if counts["equal"] == counts["losses"] and counts["equal"] >= kind.bound:
         yield kind.reading("", counts["equal"], step=now.step, loss=now.loss)
