@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from narrowgauge.analysis.kinds import KINDS
-from narrowgauge.analysis.reading import Reading, of_all
+from narrowgauge.analysis.reading import Reading, of_all, words_of
 from narrowgauge.checks.gradients import has_own_batches, weights_of_ranks
 from narrowgauge.distributed.replica_verification import possible_parts, unlike
 from narrowgauge.gauges.hub import Listener
@@ -87,11 +87,10 @@ class OfRanks(Listener):
         """Sum the norms of shards in sampled steps, and look for parts in the first."""
         now = self._watch.now
         if self._watch.is_sharded and is_sampled(now.step):
-            gradients = [gradient_of(p) for p in members_of(optimizer)]
-            norm: Any = torch.nn.utils.get_total_norm([x for x in gradients if x is not None])
-            whole = norm.full_tensor() if is_sharded(norm) else norm
-            # Of torch.amp.GradScaler, for fused optimizers.
-            now.whole_norm = float(whole) / float(getattr(optimizer, "grad_scale", None) or 1.0)
+            try:
+                now.whole_norm = _whole_norm(optimizer)
+            except Exception as error:  # shards of several meshes, on all ranks
+                self._watch.unseen["norms of shards"] = words_of(error)
         if self._split and optimizer is self._watch.optimizers[0] and now.step == 1:
             self._find_parts(self._watch.gradients(optimizer))
 
@@ -167,3 +166,12 @@ class OfRanks(Listener):
         if reason:
             self._watch.unseen["batches of ranks"] = reason
         return not reason
+
+
+def _whole_norm(optimizer: torch.optim.Optimizer) -> float:
+    """Return the norm of the gradients of all ranks' shards together."""
+    gradients = [gradient_of(p) for p in members_of(optimizer)]
+    norm: Any = torch.nn.utils.get_total_norm([x for x in gradients if x is not None])
+    whole = norm.full_tensor() if is_sharded(norm) else norm
+    # Of torch.amp.GradScaler, for fused optimizers.
+    return float(whole) / float(getattr(optimizer, "grad_scale", None) or 1.0)
