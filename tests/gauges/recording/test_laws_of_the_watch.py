@@ -160,6 +160,15 @@ class OwnRate(torch.optim.Optimizer):
             p.sub_(1e-3 * p.grad)
 
 
+def test_a_loss_with_a_graph_is_read_without_a_warning() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    watch = ng.watch(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        watch.step(square(model, 4, 8))
+
+
 def test_a_rate_of_none_is_said() -> None:
     model = nn.Linear(8, 8)
     optimizer = OwnRate(model.parameters())

@@ -312,10 +312,10 @@ class Watch(Listener):
         told = Snapshot(self._step)
         if loss is not None:
             self.unseen.pop("losses of ranks", None)
-            told.loss = float(loss)
+            told.loss = loss.item() if isinstance(loss, Tensor) else loss
         if grad_norm is not None:
             self._read()
-            told.unclipped = float(grad_norm)
+            told.unclipped = grad_norm.item() if isinstance(grad_norm, Tensor) else grad_norm
         self.report(self._laws.read(told))
         if loss is not None and self._of_ranks is not None and is_sampled(self._step):
             self.report(self._laws.read(self._of_ranks.compare_losses(told)))
