@@ -216,6 +216,8 @@ def _is_shown(run: Run, area: Row) -> bool:
     for place in area["reads"]:
         table, _, name = place.partition(".")
         for row in rows_of(run, table):
+            if table == "fingerprints" and step_of(row) <= 1:
+                continue  # hashes of the start alone
             values = [row.get(name)]
             if name.endswith("*"):
                 values = [value for key, value in row.items() if key.startswith(name[:-1])]
@@ -275,7 +277,7 @@ def alarms_of(run: Run) -> list[Reading]:
     was_read = "recorder" in run.run or isinstance(run.run.get("data"), dict)
     if was_read and run.events:
         return recorded
-    kinds = {reading.what for reading in recorded}
+    kinds = {"divergence", *(reading.what for reading in recorded)}  # _losses reads the former
     for reading in RowLaws(recipe_of(run)).read(run.steps, rows_of(run, "gauges")):
         if reading.what not in kinds:
             recorded.append(reading)

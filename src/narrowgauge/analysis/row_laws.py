@@ -159,6 +159,28 @@ def nonfinite_step(row: Row, step: int, memory: Memory) -> Iterator[Reading]:
         yield KINDS["nonfinite-step"].reading("", 1, step=step)
 
 
+def diverged(row: Row, step: int, memory: Memory) -> Iterator[Reading]:
+    """Read a run whose loss or gradient norm is not finite for long.
+
+    An overflow is no failure as long as the loss scaler can lower the scale. A scale of 1 and below
+    leaves float16 none of its advantage, and torch.amp.GradScaler goes on.
+    """
+    loss = number(row.get("loss"))
+    norm = number(row.get("grad_norm"))
+    scale = number(row.get("loss_scale")) or math.inf
+    has_loss = math.isfinite(loss or 0.0)
+    has_failed = not has_loss or not math.isfinite(norm or 0.0)
+    if row.get("skipped") and scale <= 1:
+        has_failed = True
+    if has_loss and 1 < scale < math.inf:
+        has_failed = False
+    kind = KINDS["divergence"]
+    if memory.begins(kind.name, has_failed, least=int(kind.bound), calm=1):
+        numbers = {"loss": loss, "gradient norm": norm}
+        words = " and ".join(f"the {name} is {x:g}" for name, x in numbers.items() if x is not None)
+        yield kind.reading("", kind.bound, step=step, words=words)
+
+
 def loss_scale(row: Row, step: int, memory: Memory) -> Iterator[Reading]:
     """Read a loss scale that was halved often, and one at its floor."""
     scale = number(row.get("loss_scale"))
@@ -266,7 +288,7 @@ def growing_outliers(
 
 StepLaw = Callable[[Row, int, Memory], Iterator[Reading]]
 SampleLaw = Callable[[Tensors, int, Memory], Iterator[Reading]]
-STEP_LAWS: tuple[StepLaw, ...] = (nonfinite_step, loss_scale, spikes)
+STEP_LAWS: tuple[StepLaw, ...] = (nonfinite_step, diverged, loss_scale, spikes)
 SAMPLE_LAWS: tuple[tuple[str, SampleLaw], ...] = (
     ("updates", lost_decay),
     ("tensors", lossy_casts),

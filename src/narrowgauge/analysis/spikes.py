@@ -71,30 +71,24 @@ class SpikeJudge:
     """
 
     def __init__(self) -> None:
-        self._losses: deque[float] = deque(maxlen=WINDOW)
-        self._norms: deque[float] = deque(maxlen=WINDOW)  # logarithms
+        # Losses, and logarithms of norms.
+        self._values: dict[str, deque[float]] = {
+            what: deque(maxlen=WINDOW) for what in ("loss", "gradient")
+        }
         self._rejected: list[tuple[float, float | None]] = []
 
     def loss(self, value: float) -> Spike | None:
         """Judge a step's mean loss, in nats. Return the spike or ``None``; record nothing."""
-        if len(self._losses) < FEWEST or not math.isfinite(value):
-            return None
-        middle, scale = self._scale("loss", value)
-        z = (value - middle) / scale
-        return Spike("loss", value, middle + Z * scale, z) if z > Z else None
+        return self._judge("loss", value, value)
 
     def norm(self, value: float | None) -> Spike | None:
         """Judge a step's gradient norm before clipping.
 
         Return the spike or ``None``; record nothing.
         """
-        if value is None or not 0 < value < math.inf or len(self._norms) < FEWEST:
+        if value is None or not 0 < value < math.inf:
             return None
-        middle, scale = self._scale("gradient", math.log(value))
-        limit = math.exp(min(middle + Z * scale, 700.0))
-        if value <= limit:
-            return None
-        return Spike("gradient", value, limit, (math.log(value) - middle) / scale)
+        return self._judge("gradient", value, math.log(value))
 
     def add(self, loss: float, grad_norm: float | None, *, spiked: bool) -> None:
         """Record a step.
@@ -107,27 +101,35 @@ class SpikeJudge:
         if spiked and len(self._rejected) < PATIENCE:
             return
         if spiked:
-            self._losses.clear()
-            self._norms.clear()
+            for values in self._values.values():
+                values.clear()
         for value, norm in self._rejected:
             if math.isfinite(value):
-                self._losses.append(value)
+                self._values["loss"].append(value)
             if norm is not None and 0 < norm < math.inf:
-                self._norms.append(math.log(norm))
+                self._values["gradient"].append(math.log(norm))
         self._rejected.clear()
 
-    def _scale(self, metric: Literal["loss", "gradient"], value: float) -> tuple[float, float]:
-        """Return the median of the recent values and their robust standard deviation.
+    def _judge(
+        self, what: Literal["loss", "gradient"], value: float, position: float
+    ) -> Spike | None:
+        """Compare a position on the scale of the recorded values with their median.
 
-        If the ``value`` is below a spike at the smallest deviation, return that deviation: most
-        steps need no other.
+        Most steps lie below a spike at the smallest deviation, and need no other.
         """
-        values = list(self._losses if metric == "loss" else self._norms)
+        values = list(self._values[what])
+        if len(values) < FEWEST or not math.isfinite(position):
+            return None
         middle = median(values[-RECENT:])
-        floor = math.log(NORM_FACTOR) / Z
-        if metric == "loss":
-            floor = LOSS_FLOOR * max(1.0, abs(middle))
-        if value <= middle + Z * floor:
-            return middle, floor
+        scale = math.log(NORM_FACTOR) / Z
+        if what == "loss":
+            scale = LOSS_FLOOR * max(1.0, abs(middle))
+        if position <= middle + Z * scale:
+            return None
         jitter = median(abs(after - before) for before, after in pairwise(values))
-        return middle, max(_DISTANCE_TO_DEVIATION * jitter, floor)
+        scale = max(_DISTANCE_TO_DEVIATION * jitter, scale)
+        limit = middle + Z * scale
+        if position <= limit:
+            return None
+        z = (position - middle) / scale
+        return Spike(what, value, limit if what == "loss" else math.exp(min(limit, 700.0)), z)

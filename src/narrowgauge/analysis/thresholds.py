@@ -15,9 +15,6 @@ UNSTEPPED = 20  # backward passes before the first step, while another optimizer
 LOSS_APART = 1.0  # nats: a rank's loss above twice the median and this, since small losses differ by large factors
 TWICE = 2.0  # factor: a fault is told again when it is this many times as far beyond its bound
 REPEATED = 0.01  # share of the intended change: largest distance between a step and its copy in the stored formats
-FAILURES = (
-    25  # steps in a row: a run whose loss or gradient norm is not finite for so long has diverged
-)
 
 # ── spikes ────────────────────────────────────────────────────────────────────────────────────────
 WINDOW, RECENT = 100, 30  # steps: for the estimate of the noise, and for the level

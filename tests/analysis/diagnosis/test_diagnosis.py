@@ -251,6 +251,12 @@ def test_a_healthy_record_gives_none(name: str) -> None:
     )
 
 
+@pytest.mark.parametrize("step", [1, 100])
+def test_hashes_of_the_start_alone_are_not_looked_at(step: int) -> None:
+    run = struck("bfloat16/word", hashed({"step": 0, "tensors": W}, {"step": step, "tensors": W2}))
+    assert ("hashes of weights and ranks" in ng.diagnose(run).areas) is (step > 1)
+
+
 def test_readings_are_ordered_by_step_then_stage_then_excess() -> None:
     rows = [
         Reading(9, "data", "", "late"),

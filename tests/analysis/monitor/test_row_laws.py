@@ -50,6 +50,7 @@ FLOAT8 = parse("float8-tensor/word")
 NAIVE = parse("bfloat16/naive")
 FLOAT16 = parse("float16/split")
 SCALED = {"loss_scale": 65536.0}
+OVERFLOW = {"loss_scale": math.inf, "grad_norm": math.inf, "skipped": True}
 # name: recipe, rows of gauges, rows of steps; tensor and step of the one reading.
 CASES: dict[str, tuple[Recipe, list[Row], list[Row], str, int]] = {
     "lost-decay": (NAIVE, sampled(update={"edq": 0.97, "lost_decay": 0.8}), [], WEIGHT, 440),
@@ -57,7 +58,8 @@ CASES: dict[str, tuple[Recipe, list[Row], list[Row], str, int]] = {
     "overflow": (FLOAT8, sampled(input={"overflow": 0.02, "sqnr_db": 2.0}), [], f"input:{LAYER}", 400),
     "growing-outliers": (FLOAT8, sampled(input={"outlier": 65.0}), [], f"input:{LAYER}", 440),
     "attention-logits": (NAIVE, sampled(attention={"max_logit": 2e4}), [], ATTENTION, 400),
-    "nonfinite-step": (NAIVE, [], stepped(lambda s: {"loss": math.nan} if s >= 400 else {}), "", 400),
+    "nonfinite-step": (NAIVE, [], stepped(lambda s: {"loss": math.nan} if 400 <= s < 424 else {}), "", 400),
+    "divergence": (FLOAT16, [], stepped(lambda s: OVERFLOW if s >= 400 else SCALED), "", 424),
     "scale-halvings": (FLOAT16, [], stepped(lambda s: {"loss_scale": 2.0 ** (16 - sum(s >= k for k in (400, 420, 440)))}),
                        "", 440),
     "scale-floor": (FLOAT16, [], stepped(lambda s: {"loss_scale": 1.0 if s >= 400 else 2.0}), "", 400),

@@ -86,13 +86,13 @@ def test_parameters_that_are_added_or_thawed_later_are_watched() -> None:
     assert "6 tensors" in watch.seen() and watch.numbers()["frozen_tensors"] == 0
 
 
-def test_the_watched_optimizer_that_never_steps_is_said() -> None:
-    torch.manual_seed(0)
-    model = nn.Linear(8, 8)
-    ng.watch(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    messages = run(25, loop(model, torch.optim.AdamW(model.parameters(), lr=1e-3), 4, 8))
-    assert len(messages) == 1 and "has not stepped in 20 backward passes" in messages[0]
-    assert "AdamW" in messages[0]
+def test_weights_of_a_resumed_run_get_50_steps_to_move() -> None:
+    model = nn.Linear(16, 16).to(B16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-9, weight_decay=0.0)
+    watch = ng.watch(model, optimizer)
+    watch.go_on_after(60, anew=True)
+    messages = run(30, loop(model, optimizer, 8, 16, dtype=B16))
+    assert messages and not any("never moved" in words for words in messages)
 
 
 def test_an_optimizer_of_an_earlier_loop_says_nothing_of_this_one() -> None:
@@ -158,6 +158,15 @@ class OwnRate(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:
         for p in self.param_groups[0]["params"]:
             p.sub_(1e-3 * p.grad)
+
+
+def test_a_loss_with_a_graph_is_read_without_a_warning() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    watch = ng.watch(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        watch.step(square(model, 4, 8))
 
 
 def test_a_rate_of_none_is_said() -> None:
@@ -362,11 +371,15 @@ def test_a_rate_that_ends_at_zero_before_the_run_is_read(tmp_path: Path) -> None
     assert not whats(usual)
 
 
-def test_a_norm_below_what_the_clip_leaves_is_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("limit", "after"), [(1.0, 0.125), (1.0, 0.3), (None, 0.3)])
+def test_a_norm_below_what_the_clip_leaves_is_read(
+    limit: float | None, after: float, tmp_path: Path
+) -> None:
+    """Where no limit is declared, the loop may clip to any."""
     torch.manual_seed(0)
     model = nn.Linear(8, 8)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    recorder = ng.RunRecorder(tmp_path, model, optimizer, max_grad_norm=1.0)
+    recorder = ng.RunRecorder(tmp_path, model, optimizer, max_grad_norm=limit)
     with recorder:
 
         def one_step(step: int) -> None:
@@ -374,14 +387,15 @@ def test_a_norm_below_what_the_clip_leaves_is_read(tmp_path: Path) -> None:
             value.backward()
             norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             for p in model.parameters():
-                p.grad /= 8 if step > 3 else 1
+                p.grad *= after if step > 3 else 1
             optimizer.step()
             optimizer.zero_grad()
-            recorder.step(value, grad_norm=norm)
+            recorder.step(value, grad_norm=norm if limit else float(norm))
 
         run(6, one_step)
     readings = [r for r in ng.diagnose(tmp_path) if r.what == "clip-norm"]
-    assert [(r.step, round(r.value, 3), r.expected) for r in readings] == [(5, 0.125, 1.0)]
+    expected = [] if limit is None else [(5, after, 1.0)]
+    assert [(r.step, round(r.value, 3), r.expected) for r in readings] == expected
 
 
 def test_a_step_that_nothing_compared_was_not_looked_at(tmp_path: Path) -> None:
@@ -462,7 +476,9 @@ def test_an_optimizer_that_never_steps_is_said(other_steps: bool) -> None:
 
     messages = run(25, one_step)
     watch.remove()
-    assert len([words for words in messages if "has not stepped" in words]) == 1
+    (words,) = messages
+    assert "has not stepped in 20 backward passes" in words
+    assert ("another one has (SGD)" in words) is other_steps
 
 
 def test_an_optimizer_that_steps_first_and_alone_is_one_that_steps() -> None:
@@ -674,6 +690,19 @@ def test_a_group_whose_rate_is_zero_while_another_trains_is_told() -> None:
     assert "learning rate of 0 in group 1" in words
     optimizer.param_groups[0]["lr"] = 0.0
     assert not run(3, one_step), "the run has ended"
+
+
+@pytest.mark.parametrize("mode", ["train", "eval", "thawed"])
+def test_statistics_of_frozen_batch_norms_that_move_are_said(mode: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    optimizer = torch.optim.AdamW([*model[0].parameters(), *model[2].parameters()], lr=1e-3)
+    if mode == "thawed":
+        optimizer.add_param_group({"params": [*model[1].parameters()]})
+    model[1].requires_grad_(mode == "thawed").train(mode != "eval")
+    ng.watch(model, optimizer)
+    messages = run(8, loop(model, optimizer, 8, 8))
+    assert [("1 batch norms" in words) for words in messages] == [True] * (mode == "train")
 
 
 # ── the count of steps ────────────────────────────────────────────────────────────────────────────

@@ -251,6 +251,25 @@ def test_rows_of_gauges_have_the_steps_of_the_record(tmp_path: Path) -> None:
     ] * 6 and "lr" not in record.steps[1]
 
 
+def test_two_optimizers_have_one_record(tmp_path: Path) -> None:
+    """A critic that steps twice for each step of its generator."""
+    model = nn.ModuleDict({"critic": nn.Linear(4, 4), "generator": nn.Linear(4, 4)})
+    critic, generator = (torch.optim.SGD(part.parameters(), lr=0.1) for part in model.values())
+    generator.param_groups[0]["lr"] = 0.05
+    watch = ng.watch(model, [critic, generator], record=tmp_path / "run")
+    for _ in range(5):
+        for name, optimizer in (("critic", critic), ("critic", critic), ("generator", generator)):
+            model[name](torch.randn(2, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert isinstance(watch, ng.RunRecorder)
+    watch.close()
+    run = ng.read_run(tmp_path / "run")
+    assert [row["lr"] for row in run.steps] == [0.05] * 5
+    assert {event.get("severity") for event in run.events} == {"note"}
+    assert run.summary is not None and run.summary["weights_fingerprint"]
+
+
 def test_a_damaged_summary_is_said_and_no_lock_is_left(tmp_path: Path) -> None:
     model, optimizer = small()
     with ng.RunRecorder(tmp_path / "run", model, optimizer) as recorder:

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 
 import narrowgauge as ng
-from narrowgauge.analysis.thresholds import FAILURES
+from narrowgauge.analysis.kinds import KINDS
 from ranks import run_ranks
 from trainer.tiny_runs import TIMINGS
 
@@ -102,6 +102,9 @@ def test_two_ranks_make_the_record_of_one_process_and_the_first_writes_it(tmp_pa
         assert ranked.summary[name] == single.summary[name], name
 
 
+FAILURES = int(KINDS["divergence"].bound)
+
+
 def test_a_loop_that_fails_for_long_has_diverged(tmp_path: Path) -> None:
     model = nn.Linear(4, 4)
     with ng.RunRecorder(
@@ -114,7 +117,7 @@ def test_a_loop_that_fails_for_long_has_diverged(tmp_path: Path) -> None:
     (event,) = [event for event in run.events if event["what"] == "divergence"]
     assert (
         event["step"] == 2 * FAILURES
-        and "the last 25 steps failed: the loss is nan" in event["advice"]
+        and "the last 25 steps failed: the loss is nan. " in event["advice"]
     )
     assert ng.compare_runs([run]).rows[0]["diverged"]
 

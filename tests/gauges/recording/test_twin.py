@@ -42,7 +42,7 @@ HEALTHY: dict[str, dict[str, Any]] = {
 def test_a_healthy_step_is_within_rounding(name: str) -> None:
     loop = Loop(**HEALTHY[name]).run(5)
     assert not loop.readings, loop.readings
-    assert loop.watcher.num_compared == 3 * len(list(loop.model.parameters()))
+    assert loop.watcher.sampled.num_compared == 3 * len(list(loop.model.parameters()))
 
 
 @pytest.mark.parametrize("storage", ["word", "naive", "kahan", "states8"])
@@ -351,7 +351,7 @@ def test_a_checkpoint_that_a_recorder_is_told_of_and_what_is_ignored_are_healthy
     saved = copy.deepcopy((loop.model.state_dict(), loop.optimizer.state_dict()))
     loop.run(2).model.load_state_dict(saved[0])
     loop.optimizer.load_state_dict(saved[1])
-    loop.watcher.go_on_from_checkpoint()
+    loop.watcher.go_on_after(loop.watcher._step)
     assert not loop.run(2).readings
     loop = Loop(watch={"ignore": ["weights-written"]})
     loop.update = lambda: [
@@ -368,7 +368,7 @@ def test_the_first_step_after_a_checkpoint_is_compared() -> None:
     loop = Loop().run(5)
     for state in loop.optimizer.state.values():
         state["step"].zero_()
-    loop.watcher.go_on_from_checkpoint()
+    loop.watcher.go_on_after(loop.watcher._step)
     assert [reading.what for reading in loop.run(2).readings] == ["step-count"]
 
 

@@ -8,6 +8,8 @@ import copy
 import gc
 import itertools
 import math
+import re
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -229,7 +231,8 @@ def test_the_effective_rate_is_that_of_a_twin_in_float32(kind: Any) -> None:
     assert (
         watch.numbers()["effective_lr/group0"] == pytest.approx(rate * edq, rel=1e-3) and edq < 0.99
     )
-    assert not watch.unseen
+    has_own_rule = kind in (torch.optim.Muon, OwnAdamW, WideAdamW)
+    assert list(watch.unseen) == ["the optimizer's step"] * has_own_rule
 
 
 def test_our_optimizers_have_the_rate_of_their_audit() -> None:
@@ -483,6 +486,20 @@ class SeparateHead(Loop):
         self.optimizer = [self.adamw(rest), second]
 
 
+class SteppedRarely(Loop):
+    """The head has an optimizer that is not watched, and steps every second time."""
+
+    def optimizer_of(self, model: Any) -> Any:
+        self.second = torch.optim.SGD(model.head.parameters(), lr=1e-3)
+        return self.adamw([p for n, p in model.named_parameters() if not n.startswith("head")])
+
+    def update(self, step: int) -> None:
+        super().update(step)
+        if step % 2 == 0:
+            self.second.step()
+            self.second.zero_grad()
+
+
 class KeptBySecond(SeparateHead):
     """Two optimizers, of which the loop clears the gradients of one."""
 
@@ -603,12 +620,23 @@ def test_parameters_that_were_replaced_after_the_optimizer_was_made_are_named() 
     assert untrained.value == len(state)
 
 
-def test_a_model_that_predicts_every_token_alike_is_told() -> None:
+LOSSES: dict[str, Callable[[int], float]] = {
+    r"ln 16 = 2\.77259 in 20 of 30 steps": lambda n: math.log(16) * (1 + 1e-6) if n % 3 else 2.0,
+    r"the loss is exactly 0\.693147181 in each of 20 steps": lambda n: math.log(2),
+    "": lambda n: 0.6931,
+}
+
+
+@pytest.mark.parametrize("words", LOSSES)
+def test_a_loss_that_says_nothing_of_its_tokens_is_told(words: str) -> None:
     loop = Loop()
     watch = ng.watch(loop.model, loop.optimizer)
-    with pytest.warns(RunNotice, match=r"ln 16 = 2\.77259 in 20 of 30 steps"):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         for number in range(30):
-            watch.step(math.log(VOCABULARY) * (1 + 1e-6) if number % 3 else 2.0)
+            watch.step(LOSSES[words](number))
+    messages = [str(w.message) for w in caught if "has not stepped" not in str(w.message)]
+    assert [bool(re.search(words, message)) for message in messages] == [True] * bool(words)
 
 
 def test_a_gradient_that_is_zero_in_one_step_is_a_note() -> None:
@@ -619,10 +647,11 @@ def test_a_gradient_that_is_zero_in_one_step_is_a_note() -> None:
                 self.model.head.bias.grad.zero_()
 
     loop = OnceMasked()
-    watch = ng.watch(loop.model, loop.optimizer)
+    ng.watch(loop.model, loop.optimizer)
     logged = list[Reading]()
-    watch._log = logged.append  # type: ignore[method-assign]
+    stop = ng.on_event(logged.append)
     loop.train(21)
+    stop()
     (reading,) = logged
     assert (reading.what, reading.tensor, reading.severity) == (
         "zero-gradient",
@@ -825,7 +854,7 @@ class SparseGradients(Loop):
 HEALTHY = [
     Loop, Scaled, partial(Scaled, fused=True), Averaged, ClearedBeforeBackward, OtherLossBefore, Closure, Projected, TargetPasses,
     TwoOptimizers, OneOfTwoOptimizers, ContainerOfTwo, MembersOfContainer, TwoThatShareBackward, ThawedInTime, SparseGradients,
-    AverageInFloat32, CopiesThatAreNoAverages,
+    AverageInFloat32, CopiesThatAreNoAverages, SteppedRarely,
 ]  # fmt: skip
 
 
@@ -938,26 +967,30 @@ def sharded_on_a_rank(rank: int) -> tuple[list[str], set[str], float]:
     fully_shard(loop.model, mesh=init_device_mesh("cpu", (2,)))
     loop.optimizer = loop.adamw(loop.model.parameters())
     torch.manual_seed(rank)
-    watch = ng.watch(loop.model, loop.optimizer)
+    watch = ng.watch(loop.model, loop.optimizer, max_grad_norm=1e-3)
     readings = list[Reading]()
     watch._say = readings.extend  # type: ignore[method-assign]
+    norms = []
     for step in range(4):
         loss_of(loop.model, batch(2 * step + rank)).backward()
+        norm: Any = torch.nn.utils.get_total_norm([p.grad for p in loop.model.parameters()])
+        norms.append(float(norm.full_tensor()))
         loop.optimizer.step()
         loop.optimizer.zero_grad()
     rate = round(watch.numbers()["effective_lr/group0"], 6)
     assert "rank_grad_norm/min" not in watch.numbers()
+    assert watch.numbers()["grad_norm"] == pytest.approx(norms[2])  # of the last sampled step
     return [reading.what for reading in readings], {*watch.unseen}, rate
 
 
-def test_a_sharded_loop_is_silent_and_says_what_is_not_watched(tmp_path: Path) -> None:
+def test_a_sharded_loop_has_one_norm_and_says_what_is_not_watched(tmp_path: Path) -> None:
     unseen = {
         "tensors without an optimizer",
         "gradients that were not cleared",
         "losses of ranks",
         "weights of ranks",
     }
-    assert run_ranks(sharded_on_a_rank, 2, tmp_path) == [([], unseen, 0.01)] * 2
+    assert run_ranks(sharded_on_a_rank, 2, tmp_path) == [(["clip-norm"], unseen, 0.01)] * 2
 
 
 # ── with a folder ─────────────────────────────────────────────────────────────────────────────────

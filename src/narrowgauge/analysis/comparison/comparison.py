@@ -71,8 +71,8 @@ class Comparison:
 
     @property
     def verdict(self) -> tuple[str, ...]:
-        """Return at most eight sentences of :data:`SENTENCES`, the most important first."""
-        return tuple(SENTENCES[key].format(**values) for key, values in sentences_of(self))
+        """Return at most eight sentences, the most important first."""
+        return tuple(sentences_of(self))
 
     @property
     def differences(self) -> tuple[PairedDifference, ...]:
@@ -274,52 +274,9 @@ def _reduced(values: list[float], reduce: Callable[[list[float]], float]) -> flo
 
 # ── the verdict ───────────────────────────────────────────────────────────────────────────────────
 
-SENTENCES = {
-    "one-seed": "One seed each, so a difference may be chance: take 3.",
-    "alone": "{base} alone was run: validation loss {loss}.",
-    "nothing": (
-        "No two recipes have finished runs of one seed on the same data, so nothing can be "
-        "compared."
-    ),
-    "untrained": (
-        "No recipe is named: {base} learned no more than token frequencies, at {level:.4f}. "
-        "Take more steps."
-    ),
-    "unsized": "No recipe is named the cheapest: no record holds bytes per parameter.",
-    "unfit": "No recipe is named the cheapest: none of known bytes per parameter is fit for use.",
-    "smallest": "No recipe takes fewer bytes than {base}: {base_size} bytes per parameter.",
-    "baseline": (
-        "No smaller recipe is known to be as good as {base}: {base_size} bytes per parameter."
-    ),
-    "least": "{best} costs least: {size} bytes per parameter, where {base} takes {base_size}.",
-    "cheapest": (
-        "{best} is the cheapest within the noise: {size} bytes per parameter, where {base} "
-        "takes {base_size}."
-    ),
-    "ranked": (
-        "{best} is the cheapest of those that these seeds can rank: {size} bytes per "
-        "parameter, where {base} takes {base_size}."
-    ),
-    "unresolved": (
-        "Not resolved, worse than {base} by more than 1 % of the loss or not: {recipes}. "
-        "{seeds} seeds tell it in four of five such comparisons."
-    ),
-    "long": (
-        "Not resolved, worse than {base} by more than 1 % of the loss or not: {recipes}. "
-        "More than {seeds} seeds would tell: take longer runs."
-    ),
-    "worse": "Worse by less than 1 %, by their 95 % intervals: {recipes}.",
-    "faulty": "Not to be used: {recipes}.",
-    "unaudited": "Not audited, so lost updates would not be seen: {recipes}.",
-    "unfinished": "Left out of every number, not finished or without a validation loss: {runs}.",
-    "unlike": "The runs differ in more than recipe and seed ({settings}).",
-}
-"""The sentences of a verdict, by name."""
-Sentence = tuple[str, Mapping[str, object]]
 
-
-def sentences_of(comparison: Comparison) -> Iterator[Sentence]:
-    """Yield the names of the sentences of a verdict, and the values in them."""
+def sentences_of(comparison: Comparison) -> Iterator[str]:
+    """Yield the sentences of a verdict, the most important first."""
     yield from _cheapest(comparison)
     yield from _of_recipes(comparison)
     runs = list[RunStats]()
@@ -328,14 +285,15 @@ def sentences_of(comparison: Comparison) -> Iterator[Sentence]:
     yield from _of_runs(runs)
 
 
-def _cheapest(comparison: Comparison) -> Iterator[Sentence]:
+def _cheapest(comparison: Comparison) -> Iterator[str]:
     base = comparison.baseline
     recipes = comparison.classes.values()
     if base is None or not comparison.differences:
+        sentence = "No two recipes have finished runs of one seed on the same data, so nothing can be compared."
         if base is not None and len(recipes) == 1:
-            yield "alone", {"base": base, "loss": shown_loss(comparison.rows[0]["val_loss"])}
-        else:
-            yield "nothing", {}
+            loss = shown_loss(comparison.rows[0]["val_loss"])
+            sentence = f"{base} alone was run: validation loss {loss}."
+        yield sentence
         return
     reference = comparison.classes[base]
     levels = []
@@ -344,31 +302,34 @@ def _cheapest(comparison: Comparison) -> Iterator[Sentence]:
         if level is not None:
             levels.append(level)
     if levels and not reference.row["val_loss"] < min(levels):
-        yield "untrained", {"base": base, "level": min(levels)}
+        yield (
+            f"No recipe is named: {base} learned no more than token frequencies, at "
+            f"{min(levels):.4f}. Take more steps."
+        )
         return
     best = comparison.cheapest
     if best is None:
-        key = "unsized"
-        for recipe in recipes:
-            if recipe.row["bytes_per_param"] is not None:
-                key = "unfit"
-        yield key, {}
+        reason = "no record holds bytes per parameter"
+        if any(recipe.row["bytes_per_param"] is not None for recipe in recipes):
+            reason = "none of known bytes per parameter is fit for use"
+        yield f"No recipe is named the cheapest: {reason}."
         return
     if not comparison.has_intervals:
-        yield "one-seed", {}
+        yield "One seed each, so a difference may be chance: take 3."
     smaller = [recipe for recipe in recipes if recipe.cost < best.cost]
     if best is reference:
-        key = "smallest"
+        claim = f"No recipe takes fewer bytes than {base}"
         if any(recipe.cost[0] < best.cost[0] for recipe in smaller):
-            key = "baseline"
-    elif not comparison.has_intervals:
-        key = "least"
-    else:
-        key = "cheapest"
-        if any(recipe.usable_rank is Rank.INCONCLUSIVE for recipe in smaller):
-            key = "ranked"
-    words = {"best": best.label, "base": base, "size": _size(best), "base_size": _size(reference)}
-    yield key, words
+            claim = f"No smaller recipe is known to be as good as {base}"
+        yield f"{claim}: {_size(best)} bytes per parameter."
+        return
+    claim = "is the cheapest within the noise"
+    if not comparison.has_intervals:
+        claim = "costs least"
+    elif any(recipe.usable_rank is Rank.INCONCLUSIVE for recipe in smaller):
+        claim = "is the cheapest of those that these seeds can rank"
+    where = f"where {base} takes {_size(reference)}"
+    yield f"{best.label} {claim}: {_size(best)} bytes per parameter, {where}."
 
 
 def _size(recipe: Classification) -> str:
@@ -378,7 +339,7 @@ def _size(recipe: Classification) -> str:
     return f"{size:.2f}"
 
 
-def _of_recipes(comparison: Comparison) -> Iterator[Sentence]:
+def _of_recipes(comparison: Comparison) -> Iterator[str]:
     """Yield what these seeds do not resolve, what is worse, not to be used, and not audited."""
     unsure = []
     seeds = 0
@@ -399,15 +360,17 @@ def _of_recipes(comparison: Comparison) -> Iterator[Sentence]:
             needed = seeds_needed(difference.spread, comparison.acceptable) or MOST_SEEDS + 1
             seeds = max(seeds, needed, difference.num_pairs + 1)
     if unsure:
-        key = "unresolved" if seeds <= MOST_SEEDS else "long"
-        words = {"base": comparison.baseline, "recipes": listed(unsure)}
-        yield key, words | {"seeds": min(seeds, MOST_SEEDS)}
+        cure = f"{seeds} seeds tell it in four of five such comparisons."
+        if seeds > MOST_SEEDS:
+            cure = f"More than {MOST_SEEDS} seeds would tell: take longer runs."
+        worse_than = f"worse than {comparison.baseline} by more than 1 % of the loss or not"
+        yield f"Not resolved, {worse_than}: {listed(unsure)}. {cure}"
     if worse:
-        yield "worse", {"recipes": listed(worse)}
+        yield f"Worse by less than 1 %, by their 95 % intervals: {listed(worse)}."
     if faulty:
-        yield "faulty", {"recipes": "; ".join(faulty)}
+        yield f"Not to be used: {'; '.join(faulty)}."
     if unaudited and len(comparison.classes) > 1:
-        yield "unaudited", {"recipes": listed(unaudited)}
+        yield f"Not audited, so lost updates would not be seen: {listed(unaudited)}."
 
 
 _FREE = ("recipe", "seed", "warmup_steps")
@@ -416,7 +379,7 @@ _ALIKE = (("data", "fingerprint"), ("machine", "device"), ("machine", "num_threa
 """Entries of other tables of ``run.toml`` that may not."""
 
 
-def _of_runs(runs: Sequence[RunStats]) -> Iterator[Sentence]:
+def _of_runs(runs: Sequence[RunStats]) -> Iterator[str]:
     """Name the runs left out, and the settings that differ between runs of one seed.
 
     Skip settings that one run lacks.
@@ -434,7 +397,8 @@ def _of_runs(runs: Sequence[RunStats]) -> Iterator[Sentence]:
             steps = f"{done} of {planned}" if planned else str(done)
             unfinished.append(f"{run.label}, seed {run.seed} ({steps} steps)")
     if unfinished:
-        yield "unfinished", {"runs": listed(unfinished)}
+        left_out = "Left out of every number, not finished or without a validation loss"
+        yield f"{left_out}: {listed(unfinished)}."
     values: dict[str, dict[str, None]] = {}
     for first, second in combinations(runs, 2):
         if first.seed != second.seed:
@@ -452,4 +416,4 @@ def _of_runs(runs: Sequence[RunStats]) -> Iterator[Sentence]:
         kinds = "logs of other frameworks, without recipe, audit or seed (0 is taken)"
         items.append(f"{kinds}: {listed(logs)}")
     if items:
-        yield "unlike", {"settings": "; ".join(items)}
+        yield f"The runs differ in more than recipe and seed ({'; '.join(items)})."

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any, TypeGuard
 
 import torch
@@ -43,16 +43,14 @@ class Fingerprints(Listener):
     """Record the fingerprints of a loop's steps: of the start, of the first step, and of every
     ``every``-th.
 
-    A forward pass with gradients is a micro-batch. A loop whose hub hooks no forward pass names
-    each by :meth:`micro_batch`. The optimizer's step has the gradients before it and the states
-    after it. All ranks make all calls.
+    A forward pass with gradients is a micro-batch. The optimizer's step has the gradients before it
+    and the states after it. A compiled model's outputs are not hooked, since hooks would change the
+    compiled code. All ranks make all calls.
 
     Args:
         hub: of the loop. Its last optimizer is ours, or any other. Another optimizer's states are
             the plain tensors in ``optimizer.state``.
         every: steps between two records; 0 never.
-        sees_outputs: the model runs eagerly, so that its modules' outputs exist. A compiled model
-            is not hooked, since hooks would change the compiled code.
 
     Attributes:
         is_on: whether the current step is recorded.
@@ -60,14 +58,13 @@ class Fingerprints(Listener):
 
     title = "the record of fingerprints"
 
-    def __init__(self, hub: Hub, every: int, *, sees_outputs: bool = True) -> None:
+    def __init__(self, hub: Hub, every: int) -> None:
         self.hub = hub
         self.model = hub.model
         self.optimizer = hub.optimizers[-1]
         self.every = every
         self.here = hub.here
         self.is_on = False
-        self._sees_outputs = sees_outputs
         self._last: Row | None = None
         # The stored tensors of the last recorded step.
         self._recorded_step = -2
@@ -113,24 +110,6 @@ class Fingerprints(Listener):
         self._has_begun = False
         return row
 
-    @contextmanager
-    def micro_batch(
-        self, tokens: Tensor, first_sequence: int, *, is_absent: bool = False
-    ) -> Iterator[None]:
-        """Record the forward pass of one micro-batch in this context.
-
-        Args:
-            tokens: int64 ``[sequences, tokens]``.
-            first_sequence: its place in the step.
-            is_absent: another rank computes the same micro-batch, so this one does not count.
-        """
-        with torch.no_grad():
-            self.hub.guard(self, self._begin_once)
-            if self.is_on and not is_absent:
-                self.hub.guard(self, self._begin_pass, tokens, first_sequence)
-        with self._pass:
-            yield
-
     # ── the hub calls these ───────────────────────────────────────────────────────────────────────
 
     def before_pass(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -149,9 +128,13 @@ class Fingerprints(Listener):
             is_integer = isinstance(x, Tensor) and x.ndim == 2 and not x.is_floating_point()
             if tokens is None and is_integer:
                 tokens = x
-        self._begin_pass(tokens, self._num_sequences)
+        self._pass.close()  # of a pass that raised
+        self._first_sequence = self._num_sequences
         if tokens is not None:
+            self._add("tokens:batch", tokens)
             self._num_sequences += len(tokens)
+        if not is_compiled_model(self.model):
+            self.hub.follow_outputs(self, self._add_output, self._pass)
 
     def after_pass(self, output: Any) -> None:
         """End the micro-batch."""
@@ -237,14 +220,6 @@ class Fingerprints(Listener):
         self._own["held"] = 0
         if changed:
             self._own["held"] = _digest(changed)
-
-    def _begin_pass(self, tokens: Tensor | None, first_sequence: int) -> None:
-        self._pass.close()  # of a pass that raised
-        self._first_sequence = first_sequence
-        if tokens is not None:
-            self._add("tokens:batch", tokens)
-        if self._sees_outputs and not is_compiled_model(self.model):
-            self.hub.follow_outputs(self, self._add_output, self._pass)
 
     def _add_output(self, name: str, x: Tensor) -> None:
         self._add(f"output:{name}", x)

@@ -1,7 +1,6 @@
 """The laws of a watched loop: a table of functions from the numbers of a step to readings.
 
-A *snapshot* holds plain numbers of a step by name. A law reads one, and counts over the run what it
-must remember, in a value of its own. It knows no model, no hook and no device.
+A law reads a snapshot, and counts over the run what it must remember, in a value of its own.
 """
 
 from __future__ import annotations
@@ -9,8 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from narrowgauge.analysis.kinds import KINDS
@@ -20,105 +18,15 @@ from narrowgauge.analysis.thresholds import (
     FEWEST_BATCHES,
     LEAST_SHARE_OF_STEPS,
     LOSS_APART,
+    SETTLED,
     UNIFORM_STEPS,
     UNSTEPPED,
 )
+from narrowgauge.gauges.recording.snapshot import Facts, Snapshot, is_sampled
 from narrowgauge.runs.finding import counted
 
-_SAMPLED = frozenset({1, 2, 3, 5, 8, 13, 21, 34, 55, 89})
-_EVERY = 100
-"""Sampled steps at first, and steps between later ones."""
-
-
-def is_sampled(step: int) -> bool:
-    """Return whether a step is repeated: 1, 2, 3, 5, 8, 13 …, and every hundredth.
-
-    Example:
-        >>> [step for step in range(301) if is_sampled(step)]
-        [1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 100, 200, 300]
-    """
-    return step in _SAMPLED or (step > 0 and step % _EVERY == 0)
-
-
-@dataclass(frozen=True)
-class Facts:
-    """Hold what is the same in every step of a loop.
-
-    Args:
-        vocabulary: number of tokens; 0 if it is not known.
-        limit: declared limit of the gradients' norm.
-        epsilon: largest machine epsilon of the weights.
-        mode_dependent: what acts in training mode alone, in words; empty if nothing does.
-        nonfinite_weight: returns the first weight of a module that is not finite; empty if all are.
-    """
-
-    num_optimizers: int = 1
-    vocabulary: int = 0
-    limit: float | None = None
-    epsilon: float = 0.0
-    mode_dependent: str = ""
-    nonfinite_weight: Callable[[str], str] = str
-
-
-@dataclass
-class Passes:
-    """Hold the modes of the passes of one step.
-
-    Args:
-        modes: whether each pass trained.
-        evaluations: whether each pass without gradients had dropout.
-        is_evaluated: the model ran in evaluation mode.
-        num_dropping: dropouts in training mode, in the last pass with gradients.
-    """
-
-    modes: set[bool] = field(default_factory=set)
-    evaluations: set[bool] = field(default_factory=set)
-    is_evaluated: bool = False
-    num_dropping: int = 0
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """Hold numbers of one step. Each is ``None`` where it was not taken, and its laws are silent.
-
-    Args:
-        passes: since the last step.
-        norms: of each gradient that reached the step, in the order of a backward pass.
-        bad_outputs: modules whose outputs are not finite, in the order of a forward pass.
-        kept: tensors whose last gradient was not cleared.
-        clip: factor of the gradients by the optimizer itself.
-        is_skipped: the optimizer left the step out.
-        is_written: a weight was changed since the last step. ``is_swapped``: after an evaluation.
-        loss: of this rank.
-        rank_losses: of all ranks.
-        moved: the largest change of each tensor over the learning rate, where steps are about 1.
-        drifting: frozen tensors that changed by a few roundings since the last sampled step.
-        rates: the learning rate of each group by its number.
-        count: steps that a state of the optimizer has counted.
-    """
-
-    step: int
-    passes: Passes | None = None
-    norms: Mapping[str, float] | None = None
-    bad_outputs: Collection[str] = ()
-    kept: Collection[str] = ()
-    clip: float = 1.0
-    is_skipped: bool = False
-    is_written: bool = False
-    is_swapped: bool = False
-    loss: float | None = None
-    rank_losses: Collection[float] = ()
-    moved: Mapping[str, float] | None = None
-    drifting: Collection[str] | None = None
-    rates: Mapping[int, float] = field(default_factory=dict)
-    count: float | None = None
-
-    @property
-    def arrived(self) -> float:
-        """Return the norm of all gradients that reach the update."""
-        return math.hypot(*(self.norms or {}).values()) * self.clip
-
-
+_LEAST_SHARE = 1e-6
+"""Of the norm of all gradients. A smaller gradient may be rounding alone, as that of a bias before a batch norm."""
 Counts = defaultdict[Any, Any]
 """What one law remembers of a run, by name: a count, 0 at first, or the law's own numbers."""
 Law = Callable[[Snapshot, Facts, Counts], Iterator[Reading]]
@@ -152,12 +60,11 @@ def wrong_mode(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]
     A loop with such evaluations in most steps means them.
     """
     passes = now.passes
-    if passes is None:
-        return
     things = facts.mode_dependent
     kind = KINDS["wrong-mode"]
     dropped = counts["dropouts"]
-    counts["dropouts"] = passes.num_dropping
+    if passes.modes:
+        counts["dropouts"] = passes.num_dropping
     counts["evaluations"] += bool(passes.evaluations)
     if things and passes.modes == {False}:
         words = f"the model trains in evaluation mode, without {things}: call model.train()"
@@ -186,6 +93,21 @@ def uniform_loss(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Readin
         words = {"steps": counts["uniform"], "count": counts["losses"]}
         words["vocabulary"] = facts.vocabulary
         yield kind.reading("", now.loss, expected, kind.bound * expected, now.step, **words)
+
+
+def constant_loss(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]:
+    """Read a loss that has had one value in all steps.
+
+    A loss of four decimals was rounded, as transformers logs it, or is zero, as GRPO's at first.
+    """
+    if now.loss is None:
+        return
+    counts["first"] = counts.get("first", now.loss)
+    counts["losses"] += 1
+    counts["equal"] += now.loss == counts["first"] != round(now.loss, 4)
+    kind = KINDS["constant-loss"]
+    if counts["equal"] == counts["losses"] and counts["equal"] >= kind.bound:
+        yield kind.reading("", counts["equal"], step=now.step, loss=now.loss)
 
 
 def rank_loss(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]:
@@ -281,16 +203,29 @@ def zero_gradient(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Readi
 
 
 def clip_norm(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]:
-    """Compare the norm of the gradients that reach the step with the declared limit.
+    """Compare the norm of the gradients that reach the step with the declared limit, and with what
+    clipping leaves of the norm that the loop tells.
 
     Clipping leaves the limit, to a part in a million. A later division by a loss scale leaves
     limit / 2^power.
     """
     limit = facts.limit
-    norm = now.arrived
-    if limit is None or now.is_skipped or not 0 < norm < math.inf:
-        return
     kind = KINDS["clip-norm"]
+    norm = now.arrived
+    unclipped = now.unclipped
+    if unclipped is not None and limit is not None and "arrived" in counts:
+        arrived = counts.pop("arrived")
+        expected = min(limit, unclipped)
+        bound = (kind.bound + 2.0**-7) * expected
+        if math.isfinite(unclipped) and abs(arrived - expected) > bound:
+            cause = f", of {unclipped:.4g} before the clip"
+            yield kind.reading("", arrived, expected, bound, step=now.step, cause=cause)
+    is_whole = facts.is_whole or now.whole_norm is not None
+    if now.norms is None or now.is_skipped or not is_whole:
+        return
+    counts["arrived"] = norm
+    if limit is None or not 0 < norm < math.inf:
+        return
     bound = (kind.bound + 2 * facts.epsilon) * limit
     power = round(math.log2(limit / norm))
     cause = ""
@@ -314,6 +249,52 @@ def weights_jump(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Readin
     for step, (size, name) in counts.items():
         if len(counts) > 3 and size > bound:
             yield kind.reading(name, size, None, bound, step=step, usual=usual)
+
+
+def frozen_moves(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]:
+    """Read frozen tensors that the step changed."""
+    yield from KINDS["frozen-moves"].of(now.frozen, now.step)
+
+
+def _largest_shares(now: Snapshot, counts: Counts) -> dict[str, float]:
+    """Return the largest share of the norm of all gradients that each has had."""
+    shares: dict[str, float] = counts.setdefault("shares", {})
+    whole = now.arrived
+    if not now.is_skipped and 0 < whole < math.inf:
+        for name, norm in (now.norms or {}).items():
+            shares[name] = max(shares.get(name, 0.0), norm / whole)
+    return shares
+
+
+def still_weights(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]:
+    """Read the weights that never moved, those without a gradient, and those that move without
+    one.
+    """
+    shares = _largest_shares(now, counts)
+    counts["passes"] += len(now.passes.modes)
+    if now.weights is None:
+        return
+    idle = []
+    lost = []
+    still: dict[str, list[str]] = defaultdict(list)
+    for name, weight in now.weights.items():
+        share = shares.get(name, 0.0)
+        if now.step - counts.setdefault(("since", name), now.step - 1) < SETTLED:
+            continue
+        if weight.has_moved and not share:
+            idle.append(name)
+        elif not share:
+            lost.append(name)
+        elif weight.is_at_zero and not weight.has_moved:
+            still["the learning rate of the group is 0"].append(name)
+        elif share > _LEAST_SHARE and not weight.has_moved:
+            still[f"{weight.format} rounds the updates away"].append(name)
+    yield from KINDS["idle-moves"].of(idle, now.step)
+    words: dict[str, Any] = {"count": len(now.weights), "words": f" in {now.step} steps"}
+    if counts["passes"] and len(lost) < len(now.weights):
+        yield from KINDS["no-gradient"].of(lost, now.step, **words)
+    for cause, names in still.items():
+        yield from KINDS["never-moved"].of(names, now.step, cause=cause, **words)
 
 
 def zero_rate(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]:
@@ -343,6 +324,20 @@ def falling_count(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Readi
         yield KINDS["step-count"].reading("", counts["count"], before, step=now.step, more=more)
 
 
+def frozen_statistics(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]:
+    """Read batch norms whose weights are frozen and whose statistics move, in three sampled steps
+    in a row.
+    """
+    if now.frozen_norms is None:
+        return
+    for name in {*counts}.difference(now.frozen_norms):
+        del counts[name]
+    for name in now.frozen_norms:
+        counts[name] += 1
+    often = [name for name, count in counts.items() if count >= 3]
+    yield from KINDS["frozen-statistics"].of(often, now.step)
+
+
 def frozen_drifts(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]:
     """Read frozen tensors that change by a few roundings between many sampled steps, as a base does
     into which adapters are merged and out of which they are taken.
@@ -359,7 +354,7 @@ def frozen_drifts(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Readi
 
 
 LAWS: tuple[Law, ...] = (
-    wrong_mode, uniform_loss, rank_loss, not_restored, gradients_kept, first_nonfinite, zero_gradients, zero_gradient,
-    clip_norm, weights_jump, frozen_drifts, zero_rate,
-    falling_count,
+    wrong_mode, uniform_loss, constant_loss, rank_loss, not_restored, gradients_kept,
+    first_nonfinite, zero_gradients, zero_gradient, clip_norm, weights_jump, frozen_moves,
+    frozen_statistics, frozen_drifts, still_weights, zero_rate, falling_count,
 )  # fmt: skip

@@ -5,9 +5,11 @@ an average of its weights.
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +18,111 @@ from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, of_all
 from narrowgauge.analysis.thresholds import SETTLED
 from narrowgauge.checks.step_samples import evenly_spread
-from narrowgauge.gauges.recording.twin import on_host
+from narrowgauge.gauges.hub import Listener
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.torch_support.put_back import objects_of
+from narrowgauge.torch_support.torch_hooks import after_every_step, members_of
+from narrowgauge.torch_support.torch_names import callers_of_step, graph_nodes
+
+if TYPE_CHECKING:
+    from narrowgauge.gauges.recording.watch import Watch
+
+_CLOCK = itertools.count()
+_LAST_STEPS: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+"""When each optimizer of this process stepped last, since the first watch: a reading of the clock."""
+_CALLERS: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.WeakSet[torch.optim.Optimizer]]
+_CALLERS = weakref.WeakKeyDictionary()
+"""The optimizers whose ``step`` calls an optimizer's: wrappers, and containers of several."""
+
+
+def _remember(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    _LAST_STEPS[optimizer] = next(_CLOCK)
+    callers = callers_of_step(optimizer)
+    if callers:
+        _CALLERS.setdefault(optimizer, weakref.WeakSet()).update(callers)
+
+
+class Steppers:
+    """Know the optimizers of this process that step since a watch began."""
+
+    def __init__(self, watched: Iterable[torch.optim.Optimizer]) -> None:
+        self._watched = {*watched}
+        self._began = next(_CLOCK)
+        after_every_step(_remember)
+
+    def stepped(self) -> set[torch.optim.Optimizer]:
+        """Return the optimizers that have stepped, the watched ones among them.
+
+        Those that stepped only before may belong to another loop.
+        """
+        return {optimizer for optimizer, last in _LAST_STEPS.items() if last > self._began}
+
+    def stepped_by_others(self, names: Mapping[Tensor, str]) -> Iterator[list[str]]:
+        """Yield the names of the parameters that each other optimizer steps too.
+
+        One whose step calls a watched one's, or is called by it, is the same step.
+        """
+        callers = {caller for watched in self._watched for caller in _CALLERS.get(watched, ())}
+        for other in self.stepped() - self._watched - callers:
+            twice = [names[p] for p in members_of(other) if p in names]
+            if twice and self._watched.isdisjoint(_CALLERS.get(other, ())):
+                yield twice
+
+
+class Leaves(Listener):
+    """Walk the graph of a pass to its leaves, and read those that no optimizer steps.
+
+    It walks in two steps of every 50, since parameters may be thawed while the loop runs.
+    """
+
+    title = "the watch of leaves"
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self._leaves: dict[int, tuple[weakref.ref[Tensor], Tensor, set[int]]] = {}
+
+    def _since_walk(self) -> int:
+        """Return the steps since the last one in which walks began."""
+        done = self._watch.now.step - 1
+        return done if done < SETTLED else done % SETTLED
+
+    def after_pass(self, output: Any) -> None:
+        """Remember the leaves that the optimizers do not step."""
+        # The leaves of sharded parameters are gathered copies.
+        if self._since_walk() >= 2 or self._watch.is_sharded:
+            return
+        for node in graph_nodes(output):
+            leaf = getattr(node, "variable", None)
+            if not isinstance(leaf, Tensor) or leaf in self._watch.names:
+                continue
+            reference, values, steps = self._leaves.get(id(leaf), (None, None, set[int]()))
+            if reference is None or reference() is not leaf or values is None:
+                values = evenly_spread(leaf).clone()
+                steps = set()
+            steps.add(self._watch.now.step)
+            self._leaves[id(leaf)] = weakref.ref(leaf), values, steps
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Read the leaves after two steps with walks."""
+        if self._since_walk() == 2 and optimizer is self._watch.optimizers[0]:
+            self._watch.report(self._readings(self._watch.now.step))
+
+    def _readings(self, step: int) -> Iterator[Reading]:
+        steppers = self._watch.steppers
+        stepped = {*members_of(*steppers.stepped())}
+        leaves = []
+        for reference, values, steps in self._leaves.values():
+            leaf = reference()
+            if leaf is None or leaf.grad is None or leaf in stepped or len(steps) < 2:
+                continue
+            if torch.equal(evenly_spread(leaf), values) and not self._watch.has_master(leaf):
+                leaves.append(leaf)
+        self._leaves = {}
+        self._watch.measured["untrained_tensors"] = len(leaves)
+        names = names_of(self._watch.watched_model, leaves)
+        yield from KINDS["missing-parameters"].of(names, step)
+        for twice in steppers.stepped_by_others(self._watch.names):
+            yield from KINDS["parameters-twice"].of(twice, step)
 
 
 def names_of(model: nn.Module, tensors: Iterable[Tensor]) -> list[str]:
@@ -32,9 +136,9 @@ def names_of(model: nn.Module, tensors: Iterable[Tensor]) -> list[str]:
     return [names.get(id(x), f"a tensor {list(x.shape)}") for x in tensors]
 
 
-def copies_of(model: nn.Module) -> list[dict[str, Tensor]]:
+def copies_of(model: nn.Module) -> dict[Tensor, str]:
     """Return the parameters of each other module of this process that has parameters of the same
-    names and shapes as the model or a part of it, by their names in the model.
+    names and shapes as the model or a part of it, with their names in the model.
     """
     tensors = {*model.parameters()}
     parts = dict[Signature, str]()
@@ -42,21 +146,14 @@ def copies_of(model: nn.Module) -> list[dict[str, Tensor]]:
         signature = _signature(dict(module.named_parameters()))
         if len(signature) > 1 or not prefix:
             parts.setdefault(signature, prefix)
-    copies = list[dict[str, Tensor]]()
-    for parameters in _others(tensors):
+    names: dict[Tensor, str] = {}
+    # A copy of the model first, and then those of its parts: blocks are alike.
+    for parameters in sorted(_others(tensors), key=len, reverse=True):
         prefix = parts.get(_signature(parameters))
-        if prefix is None:
-            continue
-        start = f"{prefix}." if prefix else ""
-        copies.append({f"{start}{name}": p for name, p in parameters.items()})
-    copies.sort(key=len, reverse=True)
-    outermost = []
-    taken = set[Tensor]()
-    for copied in copies:
-        if taken.isdisjoint(copied.values()):
-            outermost.append(copied)
-            taken.update(copied.values())
-    return outermost
+        if prefix is not None:
+            for name, p in parameters.items():
+                names.setdefault(p, f"{prefix}.{name}" if prefix else name)
+    return names
 
 
 Signature = tuple[tuple[str, torch.Size], ...]
@@ -86,63 +183,47 @@ class Averages:
     A copy of the best weights is not written in every step, and another model has an optimizer.
 
     Args:
-        copies: the parameters of other models of the same shapes.
+        copies: the parameters of other models, with their names in this one.
         trained: the watched weights.
         step: the present one.
     """
 
     def __init__(
-        self, copies: Iterable[Mapping[str, Tensor]], trained: Mapping[str, Tensor], step: int
+        self, copies: Mapping[Tensor, str], trained: Mapping[str, Tensor], step: int
     ) -> None:
         self._step = step
         self._copies: list[tuple[str, weakref.ref[Tensor], int, Tensor]] = []
-        for copy in copies:
-            for name, p in copy.items():
-                if name in trained and not p.is_meta:
-                    start = evenly_spread(p).clone()
-                    self._copies.append((name, weakref.ref(p), p._version, start))
+        for p, name in copies.items():
+            if name in trained and not p.is_meta:
+                self._copies.append((name, weakref.ref(p), p._version, evenly_spread(p).clone()))
 
     def readings(
-        self,
-        step: int,
-        start: Mapping[str, Tensor],
-        elements: Callable[[str], Tensor],
-        stepped: Iterable[Tensor],
+        self, step: int, moved: Mapping[str, tuple[Tensor, Tensor]], stepped: Iterable[Tensor]
     ) -> Iterator[Reading]:
         """Yield an average that ran away, and the averages that do not move.
 
         Args:
-            start: elements of the weights that moved, when the watch began.
-            elements: reads the present ones.
+            moved: elements of the weights that moved, when the watch began and now.
             stepped: parameters with an optimizer.
         """
         stepped_params = {*stepped}
-        written = []
-        norms = []
-        for name, reference, version, first in self._copies:
-            p = reference()
-            if (
-                p is None
-                or p in stepped_params
-                or p._version - version < SETTLED
-                or name not in start
-            ):
-                continue
-            values = evenly_spread(p)
-            written.append((name, dtype_name(p.dtype)))
-            # An average may be on the CPU.
-            tensors = (values - first, values, start[name], elements(name))
-            norms.append(torch.stack([x.double().norm().to(values.device) for x in tensors]))
         kind = KINDS["average-apart"]
         still = {}
         runaways = []
-        for (name, format), (change, size, *sizes) in zip(written, on_host(norms), strict=True):
-            largest = max(sizes)
+        for name, reference, version, first in self._copies:
+            p = reference()
+            if p is None or p in stepped_params or name not in moved:
+                continue
+            if p._version - version < SETTLED:
+                continue
+            values = evenly_spread(p)
+            size = float(values.double().norm())
+            largest = max(float(x.double().norm()) for x in moved[name])
             if largest < math.inf and not size <= kind.bound * largest:
                 runaways.append((name, size, largest))
-            if change == 0 and step >= self._step + SETTLED:
-                still[name] = format
+            if step >= self._step + SETTLED and torch.equal(values, first):
+                still[name] = dtype_name(p.dtype)
         for name, size, largest in runaways[:1]:
             yield kind.reading(name, size / largest, step=step, size=size, largest=largest)
-        formats = of_all(dict.fromkeys(still.values()))
+        formats = of_all(still.values())
         yield from KINDS["average-unmoved"].of(still, step, formats=formats)

@@ -8,7 +8,10 @@ change bits. A resume notes the differences and continues.
 from __future__ import annotations
 
 import platform
+import sys
+from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,11 +19,13 @@ from torch import nn
 
 import narrowgauge
 from narrowgauge.analysis.settings import settings_diff
+from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.errors import RecordError
 from narrowgauge.gauges.arithmetic import measure_arithmetic
 from narrowgauge.runs.finding import told
 from narrowgauge.runs.schema import Row
 from narrowgauge.spec.formats import FORMATS, dtype_name
+from narrowgauge.spec.recipes import Recipe
 from narrowgauge.torch_support.machine import installed_version
 from narrowgauge.torch_support.torch_names import graph_dtypes
 
@@ -73,6 +78,38 @@ def describe_model(model: nn.Module) -> dict[str, Any]:
         "num_parameters": sum(p.numel() for p in model.parameters()),
         "dtypes": ", ".join(sorted({dtype_name(p.dtype) for p in model.parameters()})),
     }
+
+
+def describe_run(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    recipe: Recipe | None,
+    settings: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return the content of ``run.toml``."""
+    group = optimizer.param_groups[0]
+    config = {"model": type(model).__name__, "seed": group.get("seed", 0)}
+    if recipe is not None:
+        config = {"recipe": recipe.to_value(), **config}
+    described = {"class": type(optimizer).__name__}
+    for name, value in group.items():
+        if _is_plain(value):
+            described[name] = value
+    device = next(model.parameters()).device
+    return {
+        "config": {**config, **settings},
+        **describe_process(device, all_ranks().size),
+        "optimizer": described,
+        "model": describe_model(model),
+        "recorder": {"program": Path(sys.argv[0]).name},
+    }
+
+
+def _is_plain(value: object) -> bool:
+    """Return whether TOML can hold a value. ``Adafactor`` has an epsilon of ``None`` in a tuple."""
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return isinstance(value, (bool, int, float, str))
 
 
 def formats_of(output: Any) -> Row:

@@ -9,7 +9,6 @@ writes and shows.
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -23,17 +22,16 @@ from torch import nn
 from narrowgauge.analysis.log import emit, happened, row_of
 from narrowgauge.analysis.reading import Reading
 from narrowgauge.analysis.row_laws import RowLaws
-from narrowgauge.analysis.thresholds import FAILURES
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.gauges.hub import Hub
 from narrowgauge.gauges.recording.fingerprints import Fingerprints
-from narrowgauge.gauges.recording.step_row import StepReader, is_finite, symptom, why_skipped
+from narrowgauge.gauges.recording.step_row import StepReader, why_skipped
 from narrowgauge.gauges.tensors import Gauges
 from narrowgauge.numerics.metrics import UPDATE_SUMS
 from narrowgauge.optim.audit import Alarm, figures_of, joined_over_ranks, unwrapped
 from narrowgauge.optim.optimizer import Optimizer
-from narrowgauge.runs.finding import counted, sentences
+from narrowgauge.runs.finding import counted
 from narrowgauge.runs.record import read_run
 from narrowgauge.runs.schema import Row
 from narrowgauge.runs.writer import RunWriter
@@ -45,17 +43,9 @@ OnRow = Callable[[str, Row], object]
 """Takes each written row: the kind, named as its file (steps, evals, gauges, events), and the row.
 """
 
-LOWEST_SCALE = 1.0
-"""A loss scale of 1 and below leaves float16 none of its advantage. torch.amp.GradScaler goes on."""
-
-GO_BACK = "Lower the learning rate or look at the data of that step, and continue from the last good checkpoint."
-
 
 class Record(AbstractContextManager["Record"]):
     """The record of one loop.
-
-    A step *fails* if its loss or its gradient norm is not finite. A run that fails for long has
-    diverged. An overflow is not a failure as long as the loss scaler can lower the scale.
 
     Args:
         open_folder: creates or opens the run folder, on rank 0. Its error is raised on all ranks.
@@ -95,7 +85,6 @@ class Record(AbstractContextManager["Record"]):
         self.num_steps = 0
         self.tokens = 0
         self.seconds = 0.0
-        self._num_failed = 0
         self._seconds_before = 0.0
         self._began = time.perf_counter()
 
@@ -170,18 +159,8 @@ class Record(AbstractContextManager["Record"]):
         self.seconds += row["seconds"] or 0.0
         self._append("steps", row)
         self._tell(self.laws.of_step(row))
-        scale = row.get("loss_scale", math.inf)
-        can_lower_scale = math.isfinite(row.get("loss") or 0.0) and LOWEST_SCALE < scale < math.inf
-        failed = not is_finite(row) or (row.get("skipped") and scale <= LOWEST_SCALE)
         if reader.ours is not None and reader.was_skipped:
             self.event(happened("skip", self.num_steps, why_skipped(reader.ours, self.here)))
-        self._num_failed += 1
-        if not failed or can_lower_scale:
-            self._num_failed = 0
-        if self._num_failed == FAILURES:
-            words = sentences(f"the last {FAILURES} steps failed: {symptom(row)}", GO_BACK)
-            reading = happened("divergence", self.num_steps, words, severity="error", stage="loss")
-            self.event(reading, shown=True)
         if self.gauges is not None and self.gauges.step != self.num_steps:
             self.gauges.step = self.num_steps  # the loop did not call the optimizer
         reader.begin()
@@ -256,7 +235,6 @@ class Record(AbstractContextManager["Record"]):
         self.laws = RowLaws(self.recipe)
         self.laws.read(run.steps, run.gauges)
         self.num_steps = step
-        self._num_failed = 0
         self.tokens = 0
         self.seconds = 0.0
         for row in run.steps:

@@ -7,7 +7,6 @@ loop needs only the rows. Nothing of the recorder belongs in a checkpoint.
 from __future__ import annotations
 
 import atexit
-import math
 import shutil
 import sys
 import warnings
@@ -36,12 +35,12 @@ from narrowgauge.gauges.hub import RunNotice
 from narrowgauge.gauges.recording.certificate import Certificate
 from narrowgauge.gauges.recording.fingerprints import Fingerprints
 from narrowgauge.gauges.recording.provenance import (
-    describe_model,
-    describe_process,
+    describe_run,
     differences,
     formats_of,
 )
 from narrowgauge.gauges.recording.record import OnRow, Record
+from narrowgauge.gauges.recording.snapshot import is_sampled
 from narrowgauge.gauges.recording.step_row import batch_checksum
 from narrowgauge.gauges.recording.watch import Watch
 from narrowgauge.matmul.linear import Linear
@@ -49,7 +48,7 @@ from narrowgauge.optim.audit import unwrapped
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.places import is_run
 from narrowgauge.runs.record import read_run
-from narrowgauge.runs.schema import Row, number
+from narrowgauge.runs.schema import Row
 from narrowgauge.runs.writer import RunWriter
 from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.spec.formats import dtype_name
@@ -80,8 +79,9 @@ class RunRecorder(Watch):
     Args:
         folder: the run folder; absent or empty, unless ``resume``.
         model: the trained model, before ``torch.compile`` if gauges are to see it.
-        optimizer: one of Narrowgauge's or of ``torch.optim``'s, possibly in a framework's wrapper.
-            Only ours has an audit.
+        optimizer: one of Narrowgauge's or of ``torch.optim``'s, possibly in a framework's wrapper;
+            or a list of several. Rows, gauges and checkpoints are of the last one, which steps at
+            the end. Only ours has an audit.
         recipe: the recipe with which the model was prepared. ``None``: read it from the model and
             the optimizer, if possible.
         settings: of your loop, such as ``{"lr": 1e-3, "steps": 400}``. Comparisons show the
@@ -108,8 +108,8 @@ class RunRecorder(Watch):
 
     Raises:
         RecordError: the folder is in use.
-        RecipeError: the optimizer's storage is not the recipe's, there are several optimizers, or
-            ``ignore`` has an unknown kind of reading.
+        RecipeError: the optimizer's storage is not the recipe's, or ``ignore`` has an unknown kind
+            of reading.
 
     Cost: about 0.1 ms per step, reading the loss from the device, and with a reduction one gather over its ranks. Fingerprints
         take 3 ns an element on one CPU thread, for weights, gradients, states and the outputs of
@@ -152,12 +152,16 @@ class RunRecorder(Watch):
     ) -> None:
         _COUNT.check("gauges_every", gauges_every)
         _COUNT.check("fingerprints_every", fingerprints_every)
-        self.model = set_up_of(model, []).model
-        self.optimizer = unwrapped(optimizer)
+        outer_ones = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+        optimizers = [*map(unwrapped, outer_ones)]
+        self.model = set_up_of(model, optimizers).model
+        self.optimizer = optimizers[-1]
         policy = _recipe_in_use(model, self.optimizer) if recipe is None else parse(recipe)
         _require_fit(policy, self.optimizer)
         self._asked = None if recipe is None else policy
-        content = self._description(policy, dict(settings or {})) | dict(tables or {})
+        content = describe_run(self.model, self.optimizer, policy, settings or {}) | dict(
+            tables or {}
+        )
         here = all_ranks()
         goes_on = here.of_first(lambda: resume and is_run(Path(folder)))
         self._record = Record(
@@ -176,7 +180,7 @@ class RunRecorder(Watch):
             self._steps_itself = steps_itself
             self._has_unwritten = False
             super().__init__(
-                model, self.optimizer, called=called, max_grad_norm=max_grad_norm, ignore=ignore
+                model, optimizers, called=called, max_grad_norm=max_grad_norm, ignore=ignore
             )
             self._record.undo.callback(self.remove)
             self.hub.say = self._note
@@ -185,7 +189,7 @@ class RunRecorder(Watch):
             self._columns = Row()
             self._num_taken = 0
             self._record.ignored = self._ignored
-            self._record.watch(model, optimizer, every=gauges_every, hub=self.hub)
+            self._record.watch(model, self.optimizer, every=gauges_every, hub=self.hub)
             self._certificate = Certificate(model, self.optimizer)
             self._must_go_back = earlier is not None and bool(earlier.steps)
             self._is_open = True
@@ -252,15 +256,16 @@ class RunRecorder(Watch):
                 values = values.float().view(torch.int32)  # the bits
             checksums = self._record.here.gather(int(batch_checksum(values.numpy()), 16))
             entries["batch_crc"] = f"{sum(checksums) % 2**64:016x}"
-        entries["compared"] = self.num_compared or None
+        entries["compared"] = self.sampled.num_compared or None
         entries |= self._columns
         entries |= columns
-        self._check_clip(entries)
-        self.num_compared = 0
+        self.sampled.num_compared = 0
         self._columns = {}
         present = {name: value for name, value in entries.items() if value is not None}
         row = self._record.step(present)
-        super().step(row.get("loss"))
+        super().step(
+            row.get("loss"), grad_norm=row["grad_norm"] if "grad_norm" in present else None
+        )
         if self.num_steps == 1:
             self._check(1)  # now the optimizer has its states
             for line in coarse_loss(loss):
@@ -326,11 +331,8 @@ class RunRecorder(Watch):
             if event["what"] == "checkpoint" and event["step"] == step:
                 path = event.get("place", "")
         self._record.go_back(step, first=run.steps[0]["step"] if run.steps else step + 1)
-        if not began:
-            # A rollback keeps the samples of the start, which a new process does not know.
-            self._start_samples()
-        self._step = step
-        self.go_on_from_checkpoint()
+        # A rollback keeps the samples of the start, which a new process does not know.
+        self.go_on_after(step, anew=not began)
         self._must_go_back = False
         if path:
             for reading in self._certificate.differences(path, objects):
@@ -391,7 +393,7 @@ class RunRecorder(Watch):
             return None
         is_taken = self._num_taken > 0
         self._num_taken = 0
-        if not is_taken and any(self._stepped_by_others()):
+        if not is_taken and any(self.steppers.stepped_by_others(self.names)):
             return None
         return not is_taken
 
@@ -403,7 +405,7 @@ class RunRecorder(Watch):
         Missing parameters may have another optimizer. Report each kind once.
         """
         try:
-            readings = static_readings(set_up_of(self.model, self.optimizer))
+            readings = static_readings(set_up_of(self.model, self.optimizers))
         except Exception as error:  # states of another library
             self.event("note", f"the set-up was not checked: {words_of(error)}")
             return
@@ -425,7 +427,7 @@ class RunRecorder(Watch):
         total = 0
         elements = 0
         other = {}
-        for name, p in self._trained.items():
+        for name, p in self.trained.items():
             total += p.numel()
             if dtype_name(p.dtype) != asked:
                 elements += p.numel()
@@ -435,23 +437,6 @@ class RunRecorder(Watch):
             kind = KINDS["not-as-asked"]
             yield from kind.of(list(other), recipe=self._asked.title, asked=asked, formats=formats)
 
-    def _check_clip(self, entries: Row) -> None:
-        """Compare the norm that reached the step with the loop's own norm before clipping."""
-        before = number(entries.get("grad_norm"))
-        self._read()
-        norm = self._arrived
-        if norm is None or before is None or not math.isfinite(before):
-            return
-        self._arrived = None
-        limit = self._laws.facts.limit
-        expected = before if limit is None else min(limit, before)
-        kind = KINDS["clip-norm"]
-        bound = (kind.bound + 2.0**-7) * expected
-        if abs(norm - expected) > bound:
-            cause = f", of {before:.4g} before the clip"
-            step = self.num_steps + 1
-            self._report([kind.reading("", norm, expected, bound, step=step, cause=cause)])
-
     def _print_what_is_seen(self) -> None:
         if self._run.get("recorder"):  # the trainer prints lines of its own
             super()._print_what_is_seen()
@@ -460,13 +445,6 @@ class RunRecorder(Watch):
 
     def _log(self, reading: Reading) -> None:
         self._record.event(reading)
-
-    def _sampled_readings(self, optimizer: torch.optim.Optimizer, step: int) -> Iterator[Reading]:
-        yield from super()._sampled_readings(optimizer, step)
-        if not isinstance(optimizer, Optimizer):  # the rows of ours have the audit's figures
-            for name, value in self.numbers().items():
-                if name.startswith("effective_lr"):
-                    self._columns[name] = value
 
     # ── writing ───────────────────────────────────────────────────────────────────────────────────
 
@@ -485,8 +463,14 @@ class RunRecorder(Watch):
         found_inf = getattr(optimizer, "found_inf", None)  # of torch.amp.GradScaler, if fused
         if found_inf is None or not bool(found_inf):
             self._num_taken += 1
+        is_read = is_sampled(self.now.step) or self.goes_on
+        if is_read and not isinstance(optimizer, Optimizer):
+            # The rows of ours have the audit's figures.
+            for name, value in self.numbers().items():
+                if name.startswith("effective_lr"):
+                    self._columns[name] = value
         super().after_step(optimizer)
-        self._has_unwritten = self._steps_itself
+        self._has_unwritten = self._steps_itself and optimizer is self.optimizers[-1]
         rate = optimizer.param_groups[0].get("lr")
         if rate is not None:
             self._columns["lr"] = float(rate)  # a schedule may step before the row is written
@@ -521,11 +505,12 @@ class RunRecorder(Watch):
     def _summary(self) -> Row:
         for module in fsdp_modules(self.model):  # an evaluation leaves the weights gathered
             module.reshard()
-        stepped = {*members_of(self.optimizer)}
+        stepped = {*members_of(*self.optimizers)}
         stored = {}
         found = 0
         for name, p in self.model.named_parameters():
-            stored[name] = weight_of(self.optimizer, p) if p in stepped else p
+            holder = self.optimizer_of.get(p, self.optimizer)
+            stored[name] = weight_of(holder, p) if p in stepped else p
             found += p in stepped
         fingerprint = None  # of all weights, or of none
         if found == len(stepped):
@@ -536,32 +521,6 @@ class RunRecorder(Watch):
             model=str(config.get("model", self._run["model"]["class"])),
             weights_fingerprint=fingerprint,
         )
-
-    def _description(self, policy: Recipe | None, settings: dict[str, Any]) -> dict[str, Any]:
-        """Return the content of ``run.toml``."""
-        group = self.optimizer.param_groups[0]
-        config = {"model": type(self.model).__name__, "seed": group.get("seed", 0)}
-        if policy is not None:
-            config = {"recipe": policy.to_value(), **config}
-        optimizer = {"class": type(self.optimizer).__name__}
-        for name, value in group.items():
-            if _is_plain(value):
-                optimizer[name] = value
-        device = next(self.model.parameters()).device
-        return {
-            "config": {**config, **settings},
-            **describe_process(device, all_ranks().size),
-            "optimizer": optimizer,
-            "model": describe_model(self.model),
-            "recorder": {"program": Path(sys.argv[0]).name},
-        }
-
-
-def _is_plain(value: object) -> bool:
-    """Return whether TOML can hold a value. ``Adafactor`` has an epsilon of ``None`` in a tuple."""
-    if isinstance(value, tuple):
-        return all(map(_is_plain, value))
-    return isinstance(value, (bool, int, float, str))
 
 
 def _recipe_in_use(model: nn.Module, optimizer: torch.optim.Optimizer) -> Recipe | None:
@@ -586,15 +545,7 @@ def _recipe_in_use(model: nn.Module, optimizer: torch.optim.Optimizer) -> Recipe
 
 
 def _require_fit(recipe: Recipe | None, optimizer: Any) -> None:
-    """Refuse anything but one optimizer, and a recipe with another storage.
-
-    The record would describe another run.
-    """
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise RecipeError(
-            f"RunRecorder follows one optimizer, and got a {type(optimizer).__name__}.",
-            "Pass the one that steps last; ng.check takes several.",
-        )
+    """Refuse a recipe with another storage. The record would describe another run."""
     if recipe is None or not isinstance(optimizer, Optimizer):
         return
     names = [group["storage"].rpartition("/")[2] for group in optimizer.param_groups]
@@ -658,8 +609,10 @@ def watch(
     * weights and states that are written after a sampled step; gradients beyond the limit of the clip;
     * gradients that were not cleared, that are zero everywhere, or that are not finite; a step that is repeated;
     * training in evaluation mode, evaluation in training mode, weights that an evaluation did not restore;
+    * batch norms of frozen weights whose statistics move;
     * the first module whose output is not finite;
     * a copy of the model that the loop writes, such as an average of its weights, which cannot move in its format or runs away;
+    * a loss that has one value in all steps, or that of a uniform guess;
     * on several ranks, equal batches and equal dropout masks; on sampled steps, weights that differ;
     * on sampled steps, a rank whose loss is far from the others';
 

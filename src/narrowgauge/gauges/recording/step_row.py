@@ -8,7 +8,6 @@ begins and passes its values. All else is read here.
 from __future__ import annotations
 
 import hashlib
-import math
 import time
 from statistics import fmean
 from typing import Any
@@ -165,13 +164,3 @@ def why_skipped(optimizer: Optimizer, ranks: Ranks) -> str:
     if optimizer.loss_scale is not None:
         message += f"; the loss scale was {float(optimizer.loss_scale):g}"
     return message
-
-
-def is_finite(row: Row) -> bool:
-    """Return whether a step's loss and gradient norm are finite. Unknown values count as finite."""
-    return math.isfinite(row.get("loss") or 0.0) and math.isfinite(row.get("grad_norm") or 0.0)
-
-
-def symptom(row: Row) -> str:
-    """Describe the failure of a step, without a full stop."""
-    return f"the loss is {row.get('loss', math.nan):g} and the gradient norm {row.get('grad_norm')}"
