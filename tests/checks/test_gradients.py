@@ -101,17 +101,13 @@ def token_weighted(model: nn.Module, parts: Iterable[Any]) -> None:
 class Recomputed(Model):
     """Recomputes its middle while it trains, as transformers does."""
 
-    preserves = True
-
     def forward(self, tokens: Tensor) -> Tensor:
         def middle(x: Tensor) -> Tensor:
             return x + self.dropout(self.shared(F.gelu(self.shared(self.norm(x)))))
 
         x = self.embed(tokens)
         if self.training:
-            return self.head(
-                checkpoint(middle, x, use_reentrant=False, preserve_rng_state=self.preserves)
-            )
+            return self.head(checkpoint(middle, x, use_reentrant=False))
         return self.head(middle(x))
 
 
@@ -279,17 +275,6 @@ class WrittenWithoutGradient(Written):
     how = "no_grad"
 
 
-def padded(model: Model) -> Model:
-    model.embed.padding_idx = int(tokens_of(0)[0][0, 0])
-    return model
-
-
-def other_masks() -> Model:
-    model = Recomputed(0.5)
-    model.preserves = False
-    return model
-
-
 def chunked(model: nn.Module, batch: Any) -> Tensor:
     return ChunkWithFirstGradient.apply(model(batch[0]), batch[1])
 
@@ -313,11 +298,6 @@ WRONG_SLOPES: dict[str, tuple[str, Callable[[], ng.analysis.Readings]]] = {
     "a write under no_grad": (
         "norm.bias and 4 others",
         lambda: check(WrittenWithoutGradient(), tokens_of(0)),
-    ),
-    "a token taken for padding": ("embed.weight", lambda: check(padded(Model()), tokens_of(0))),
-    "other dropout masks in recomputed blocks": (
-        "norm.bias and 3 others",
-        lambda: check(other_masks(), tokens_of(0)),
     ),
     "one hook, twice": ("head.weight", lambda: check(hooked(2), tokens_of(0))),
     "a penalty without a second graph": (
@@ -524,8 +504,7 @@ def test_a_factor_of_one_tensor_is_read_beside_another_gradient() -> None:
         model.head.weight.grad += 0.1 * torch.ones_like(model.head.weight)
 
     result = read(check(Model(), tokens_of(0), backward))
-    assert {(tensor, value) for _, tensor, value in result} >= {("norm.bias and 1 other", 0.5)}
-    assert [tensor for _, tensor, _ in result].count("head.weight") == 1
+    assert ("gradient", "norm.bias and 1 other", 0.5) in result and len(result) == 2
 
 
 def doubled(model: nn.Module, parts: list[Any]) -> None:

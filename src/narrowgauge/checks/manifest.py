@@ -229,8 +229,8 @@ def _moving_statistics(model: nn.Module) -> Iterator[str]:
         if not isinstance(module, _BatchNorm) or module.running_mean is None:
             continue
         if module.training and module.momentum != 0:
-            trains = [p.requires_grad for p in module.parameters()]
-            if trains and not any(trains):
+            trains = {p.requires_grad for p in module.parameters()}
+            if trains == {False}:
                 yield inner_name(name)
 
 

@@ -176,17 +176,22 @@ def lesson(model: nn.Module, batch: Any, loss: Loss, run: Callable[[], float]) -
 
 def main_terms(terms: Sequence[Term]) -> list[Term]:
     """Return the softmaxes with the most classes that teach labels, or else distributions."""
-    read = [term for term in terms if term.target is not None]
-    live = {term.kind for term in read if term.target is not None and term.target.is_live.any()}
     kinds = {}
-    for term in read:
-        name, classes = term.kind
-        is_other = name == LOG_SUM and any(
-            n != LOG_SUM and size == classes for n, size in live
-        )  # as of a z-loss
-        # Chunks whose labels are all ignored stay: they hold the others' places.
-        if term.kind in live and not is_other and term.teaches != "another gradient":
+    live = set()
+    for term in terms:
+        if term.target is not None:
             kinds[term] = term.teaches
+            if term.target.is_live.any():
+                live.add(term.kind)
+    for term, kind in list(kinds.items()):
+        name, classes = term.kind
+        is_z_loss = name == LOG_SUM and live & {
+            ("log_softmax", classes),
+            ("cross_entropy", classes),
+        }
+        # Chunks whose labels are all ignored stay: they hold the others' places.
+        if term.kind not in live or is_z_loss or kind == "another gradient":
+            del kinds[term]
     taught = "a label" if "a label" in kinds.values() else "a distribution"
     most = max((term.kind[1] for term, kind in kinds.items() if kind == taught), default=0)
     return [term for term, kind in kinds.items() if kind == taught and term.kind[1] == most]
@@ -298,9 +303,12 @@ def over_ranks(facts: Facts) -> Facts:
     """
     of_ranks = all_ranks().gather(facts)
     facts = dict(of_ranks[0])
-    for name in (*_SUMS, "weight_sum"):
-        facts[name] = sum(of_rank[name] for of_rank in of_ranks)
-    total = sum(of_rank["cross_entropy"] * of_rank["weight_sum"] for of_rank in of_ranks)
+    facts |= dict.fromkeys((*_SUMS, "weight_sum"), 0)
+    total = 0.0
+    for of_rank in of_ranks:
+        total += of_rank["cross_entropy"] * of_rank["weight_sum"]
+        for name in (*_SUMS, "weight_sum"):
+            facts[name] += of_rank[name]
     facts["cross_entropy"] = total / (facts["weight_sum"] or math.nan)
     facts["weight_sum"] /= len(of_ranks)
     return facts
