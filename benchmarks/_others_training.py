@@ -59,7 +59,7 @@ def peer_step(session: Session, optimizer: torch.optim.Optimizer) -> None:
     nn.utils.clip_grad_norm_(session.model.parameters(), session.config.max_grad_norm)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    session.step += 1
+    session.end_step()
 
 
 @torch.no_grad()

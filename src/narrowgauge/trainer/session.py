@@ -148,6 +148,11 @@ class Session:
         self.tokens = torch.cat(batch[:num_present])
         return [tokens.to(self.model.device) for tokens in batch]
 
+    def end_step(self) -> None:
+        """Count a step and its sequences: the next batch is the one after them."""
+        self.step += 1
+        self.sequences += self.config.batch_size
+
     def weights_fingerprint(self) -> str:
         """Return a 64-bit fingerprint of the stored weights, as 16 hexadecimal digits."""
         return fingerprint_whole(

@@ -40,8 +40,7 @@ def train_step(session: Session) -> Row:
         session.scaler.step(optimizer)
         session.scaler.update()
     optimizer.zero_grad(set_to_none=True)
-    session.step += 1
-    session.sequences += session.config.batch_size
+    session.end_step()
     return {
         "loss": float(total),
         "batch": session.tokens,
