@@ -42,7 +42,7 @@ HEALTHY: dict[str, dict[str, Any]] = {
 def test_a_healthy_step_is_within_rounding(name: str) -> None:
     loop = Loop(**HEALTHY[name]).run(5)
     assert not loop.readings, loop.readings
-    assert loop.watcher.sampled.num_compared == 3 * len(list(loop.model.parameters()))
+    assert loop.watcher.num_compared == 3 * len(list(loop.model.parameters()))
 
 
 @pytest.mark.parametrize("storage", ["word", "naive", "kahan", "states8"])

@@ -173,6 +173,11 @@ class Watch(Listener):
         """Return the name of a parameter."""
         return self.names.get(p, "a new tensor")
 
+    @property
+    def num_compared(self) -> int:
+        """Return how many tensors' steps were compared with their class's."""
+        return self.sampled.num_compared
+
     def has_master(self, p: Tensor) -> bool:
         """Return whether an optimizer steps a master of a weight, which the loop writes back."""
         return master_of(p, self.trained.values()) is not None
