@@ -38,7 +38,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "layers_told": (SimpleNamespace(layer_output=print, layer_gradients=print),),
     "put_back": (nn.Linear(2, 2),),
     "_of_the_copy": (nn.Linear(2, 2),),
-    "RandomRounding": (0, False, 0.0),
+    "RandomRounding": (0, 0.0),
     "FirstBad": (nn.Linear(2, 2),),
 }
 """Of contexts that have required parameters."""

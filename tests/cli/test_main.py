@@ -161,7 +161,10 @@ def test_output_that_cannot_be_written_costs_one_line_and_status_1(tmp_path: Pat
     assert result.stderr.startswith("OSError: Cannot write to standard output: File too large.")
 
 
-def test_a_followed_page_is_written_until_its_runs_are_finished(tmp_path: Path) -> None:
+def test_a_followed_page_is_written_until_its_runs_are_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.nice", lambda increment: increment)  # else all later tests wait
     config = {"config": {"recipe": "bfloat16/word", "model": "llama-1m"}}
     with RunWriter.create(tmp_path / "run", config) as writer:
         writer.append("steps", {"step": 1, "loss": 5.0})

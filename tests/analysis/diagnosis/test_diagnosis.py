@@ -427,7 +427,7 @@ TOML = "schema_version = 2\n"
 DAMAGES: dict[str, tuple[Callable[[Path], object], int, str]] = {
     "no settings": (lambda folder: (folder / "run.toml").unlink(), 2, "or a Hugging Face trainer_state.json"),
     "garbled settings": (write("run.toml", f"{TOML}[config\n"), 2, "run.toml is damaged"),
-    "settings that are none": (write("run.toml", f'{TOML}config = 3\nmachine = "x"\ndata = "y"\n'), 0, "loss-spike"),
+    "settings that are none": (write("run.toml", f'{TOML}config = 3\nmachine = "x"\ndata = "y"\n'), 2, "run.toml is damaged"),
     "an unknown recipe": (write("run.toml", f'{TOML}[config]\nrecipe = "foo/bar"\n'), 0, "loss-spike"),
     "no row": (write("steps.jsonl", ""), 0, "Nothing found: 0 steps watched; looked at lost updates, tensors of layers."),
     "rows without a loss": (
