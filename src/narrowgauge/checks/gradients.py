@@ -313,7 +313,7 @@ class _Compared:
             draws: whether the step draws random numbers in this mode, too.
         """
         plain = self.alone.run(self.alone.plain(self.whole), Shadow())
-        self.value = float(plain.loss)
+        self.value = float(plain.loss.detach())
         if draws and not self._repeats(plain, seed=1):
             words = "evaluation mode draws random numbers too"
             self.unseen["the structure of the gradient"] = words
