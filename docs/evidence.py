@@ -274,9 +274,9 @@ def section_table(name: str) -> str:
 
 def written(name: str) -> str:
     """Return what stands at a citation: a table between empty lines, or the figure of a row."""
-    tables = load_toml((ROOT / "evidence" / "tables.toml").read_text(encoding="utf-8"))
     if name == "losses":
         return f"\n{losses()}\n# "
+    tables = load_toml((ROOT / "evidence" / "tables.toml").read_text(encoding="utf-8"))
     if name.startswith("section "):
         return f"\n\n{section_table(name.removeprefix('section '))}\n\n"
     return f"\n\n{table(tables[name])}\n\n" if name in tables else figure(evidence()[name])
@@ -288,8 +288,9 @@ def filled(text: str) -> str:
 
 
 def pages() -> list[Path]:
-    pages = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
-    return [*pages, ROOT / "src/narrowgauge/planner/data/losses.toml"]
+    """Return the files that cite evidence."""
+    markdown_pages = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+    return [*markdown_pages, ROOT / "src/narrowgauge/planner/data/losses.toml"]
 
 
 def main() -> None:

@@ -26,7 +26,7 @@ from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.optim.rules.matrix import MatrixRule, matrix_shape
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.tables import Row, Table, number_columns, text_columns
-from narrowgauge.torch_support.anatomy import parts
+from narrowgauge.torch_support.anatomy import moving_statistics, parts
 
 _REPLACED = (
     "The optimizer steps other tensors than these {value} of the model. Change the model first, then make "
@@ -174,7 +174,7 @@ def _buffer_lines(model: nn.Module) -> Iterator[str]:
         if rounded:
             line += f"; rounded: {of_all(rounded)}"
         yield f"buffers: {line}"
-    moving = list(_moving_statistics(model))
+    moving = list(map(inner_name, moving_statistics(model)))
     if moving:
         yield f"frozen, and statistics move in training mode: {of_all(moving)}"
 
@@ -221,17 +221,6 @@ def parameter_readings(set_up: SetUp) -> Iterator[Reading]:
     if len(lost) < count:
         words = "; the others have one"
         yield from KINDS["no-gradient"].of(lost, count=count, words=words)
-
-
-def _moving_statistics(model: nn.Module) -> Iterator[str]:
-    """Yield batch norms whose weights are frozen, and whose statistics follow the batches."""
-    for name, module in model.named_modules():
-        if not isinstance(module, _BatchNorm) or module.running_mean is None:
-            continue
-        if module.training and module.momentum != 0:
-            trains = {p.requires_grad for p in module.parameters()}
-            if trains == {False}:
-                yield inner_name(name)
 
 
 def _unlike_their_statistics(model: nn.Module) -> list[str]:

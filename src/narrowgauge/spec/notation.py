@@ -66,9 +66,9 @@ def compute_name(part: str) -> str:
 def _refuse(text: str, name: str) -> NoReturn:
     row = REFUSED[name]
     nearest = ", ".join(map(repr, row["nearest"]))
+    why = row.get("why", "it says too little")
     raise RecipeError(
-        f"Cannot take '{text}' as a recipe: {row.get('why', 'it says too little')}.",
-        f"Take {nearest}. (narrowgauge show aliases)",
+        f"Cannot take '{text}' as a recipe: {why}.", f"Take {nearest}. (narrowgauge show aliases)"
     )
 
 

@@ -123,13 +123,8 @@ def _rate_text(rule: UpdateRule) -> str:
 def _alias_rows() -> list[Row]:
     rows = [{"name": name, **alias} for name, alias in ALIASES.items()]
     for name, row in REFUSED.items():
-        rows.append(
-            {
-                "name": name,
-                "recipe": row["nearest"],
-                "source": row.get("why", "ambiguous: say which"),
-            }
-        )
+        source = row.get("why", "ambiguous: say which")
+        rows.append({"name": name, "recipe": row["nearest"], "source": source})
     return rows
 
 

@@ -692,7 +692,7 @@ def test_a_group_whose_rate_is_zero_while_another_trains_is_told() -> None:
     assert not run(3, one_step), "the run has ended"
 
 
-@pytest.mark.parametrize("mode", ["train", "eval", "thawed"])
+@pytest.mark.parametrize("mode", ["train", "eval", "thawed", "without momentum"])
 def test_statistics_of_frozen_batch_norms_that_move_are_said(mode: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
@@ -700,6 +700,7 @@ def test_statistics_of_frozen_batch_norms_that_move_are_said(mode: str) -> None:
     if mode == "thawed":
         optimizer.add_param_group({"params": [*model[1].parameters()]})
     model[1].requires_grad_(mode == "thawed").train(mode != "eval")
+    model[1].momentum = 0.0 if mode == "without momentum" else 0.1
     ng.watch(model, optimizer)
     messages = run(8, loop(model, optimizer, 8, 8))
     assert [("1 batch norms" in words) for words in messages] == [True] * (mode == "train")

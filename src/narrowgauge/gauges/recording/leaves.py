@@ -19,6 +19,7 @@ from narrowgauge.analysis.reading import Reading, of_all
 from narrowgauge.analysis.thresholds import SETTLED
 from narrowgauge.checks.step_samples import evenly_spread
 from narrowgauge.gauges.hub import Listener
+from narrowgauge.gauges.recording.twin import on_host
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.torch_support.put_back import objects_of
 from narrowgauge.torch_support.torch_hooks import after_every_step, members_of
@@ -186,6 +187,9 @@ class Averages:
         copies: the parameters of other models, with their names in this one.
         trained: the watched weights.
         step: the present one.
+
+    Attributes:
+        names: of the weights that have a copy.
     """
 
     def __init__(
@@ -196,6 +200,7 @@ class Averages:
         for p, name in copies.items():
             if name in trained and not p.is_meta:
                 self._copies.append((name, weakref.ref(p), p._version, evenly_spread(p).clone()))
+        self.names = {name for name, *_ in self._copies}
 
     def readings(
         self, step: int, moved: Mapping[str, tuple[Tensor, Tensor]], stepped: Iterable[Tensor]
@@ -207,9 +212,8 @@ class Averages:
             stepped: parameters with an optimizer.
         """
         stepped_params = {*stepped}
-        kind = KINDS["average-apart"]
-        still = {}
-        runaways = []
+        written = []
+        norms = []
         for name, reference, version, first in self._copies:
             p = reference()
             if p is None or p in stepped_params or name not in moved:
@@ -217,12 +221,19 @@ class Averages:
             if p._version - version < SETTLED:
                 continue
             values = evenly_spread(p)
-            size = float(values.double().norm())
-            largest = max(float(x.double().norm()) for x in moved[name])
+            written.append((name, dtype_name(p.dtype)))
+            # An average may be on the CPU.
+            tensors = (values - first, values, *moved[name])
+            norms.append(torch.stack([x.double().norm().to(values.device) for x in tensors]))
+        kind = KINDS["average-apart"]
+        still = {}
+        runaways = []
+        for (name, format), (change, size, *sizes) in zip(written, on_host(norms), strict=True):
+            largest = max(sizes)
             if largest < math.inf and not size <= kind.bound * largest:
                 runaways.append((name, size, largest))
-            if step >= self._step + SETTLED and torch.equal(values, first):
-                still[name] = dtype_name(p.dtype)
+            if change == 0 and step >= self._step + SETTLED:
+                still[name] = format
         for name, size, largest in runaways[:1]:
             yield kind.reading(name, size / largest, step=step, size=size, largest=largest)
         formats = of_all(still.values())

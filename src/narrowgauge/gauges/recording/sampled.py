@@ -25,6 +25,7 @@ from narrowgauge.gauges.recording.snapshot import Weight, is_sampled
 from narrowgauge.gauges.recording.twin import Twin, on_host
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.spec.formats import dtype_name
+from narrowgauge.torch_support.anatomy import moving_statistics
 from narrowgauge.torch_support.torch_hooks import members_of
 from narrowgauge.torch_support.torch_names import plain_name
 
@@ -273,7 +274,7 @@ class Sampled(Listener):
             self._averages = Averages(copies_of(watch.watched_model), watch.trained, step)
         moved = {}
         for name, weight in (watch.now.weights or {}).items():
-            if weight.has_moved:
+            if name in self._averages.names and weight.has_moved:
                 start = self._starts[name]
                 moved[name] = start.elements, _elements(watch, start.parameter)
         stepped = members_of(*watch.steppers.stepped())
@@ -323,16 +324,12 @@ def _weights(watch: Watch, starts: dict[str, _Start]) -> dict[str, Weight]:
 
 
 def _frozen_norms(watch: Watch) -> list[str]:
-    """Return the batch norms in training mode whose weights no optimizer steps."""
+    """Return the batch norms whose statistics move and whose weights no optimizer steps."""
     stepped = {*members_of(*watch.steppers.stepped())}
-    names = []
-    for name, module in watch.watched_model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is not None:
-            weights = [*module.parameters()]
-            is_frozen = not any(p.requires_grad for p in weights)
-            if weights and is_frozen and module.training and stepped.isdisjoint(weights):
-                names.append(plain_name(name))
-    return names
+    norms = moving_statistics(watch.watched_model)
+    return [
+        plain_name(name) for name, norm in norms.items() if stepped.isdisjoint(norm.parameters())
+    ]
 
 
 def _elements(watch: Watch, p: Tensor) -> Tensor:
