@@ -297,7 +297,7 @@ def compile_kernels(report: Report, quick: bool) -> bool:
     rows: list[Row] = []
     for storage in ("word",) if quick else STORAGES:
         for rule in rules[:1] if quick or STORAGES[storage].arithmetic == "expansion" else rules:
-            row = STORAGES[storage].keeping(rule.kept)
+            row = STORAGES[storage].keeping(rule.stored_states)
             if rule is MUON and row.scaled:
                 continue  # refused
             for audited in (False, True) if row.arithmetic != "float64" else ():

@@ -122,7 +122,7 @@ def build(rule: str, params: Any, storage: str, **options: Any) -> ng.Optimizer:
 def kernel_of(rule: str, storage: str) -> tuple[Any, Any]:
     """Return what a printed step is of."""
     row = build(rule, parameters(storage, [(2, 2)]), storage).rule
-    return row, STORAGES[storage].keeping(row.kept)
+    return row, STORAGES[storage].keeping(row.stored_states)
 
 
 def parameters(

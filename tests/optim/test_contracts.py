@@ -192,7 +192,7 @@ def size_of(optimizer: ng.Optimizer, rows: int, cols: int) -> float:
     group = optimizer.param_groups[0]
     if isinstance(optimizer.rule, MatrixRule):
         states = extras_of(optimizer.rule, (rows, cols), group)
-        row = storage.keeping(optimizer.rule.kept)
+        row = storage.keeping(optimizer.rule.stored_states)
         codes = {}
         for name, state in states.items():
             codes[name] = FLOAT32 if state.role is None else storage.code(state.role)
@@ -201,7 +201,7 @@ def size_of(optimizer: ng.Optimizer, rows: int, cols: int) -> float:
             4 * state.shape[0] for name, state in states.items() if codes[name].scaled
         )
     else:
-        row = storage.keeping(optimizer.rule.kept)
+        row = storage.keeping(optimizer.rule.stored_states)
         matrix_bytes = 0
     return row.bytes_per_param + row.bytes_per_row / cols + matrix_bytes / (rows * cols)
 

@@ -46,9 +46,9 @@ def test_states_are_those_that_the_optimizer_keeps(name: str, storage: str) -> N
         for norms in ("none", "head")
     ]
     layers, normed = (state_of(shape, STORAGES[storage], name).layers for shape in shapes)
-    assert layers.optimizer + layers.whole == pytest.approx(counted + 2 * vector, rel=0.01)
+    assert layers.optimizer + layers.unsharded == pytest.approx(counted + 2 * vector, rel=0.01)
     assert normed.optimizer - layers.optimizer == 2 * vector
-    assert (layers.whole > 0.1 * counted) == (name in LOW_RANK)  # no number of ranks shards it
+    assert (layers.unsharded > 0.1 * counted) == (name in LOW_RANK)  # no number of ranks shards it
 
 
 def test_muon_leaves_embedding_and_head_to_adamw() -> None:

@@ -95,8 +95,8 @@ def reduce_gradients_with(
     installed = reduction_of(model)
     if installed is not None:
         raise RecipeError(
-            f"reduction '{row.name}' was requested for a model whose gradients are summed by "
-            f"'{installed.row.name}' already.",
+            f"Cannot sum gradients with '{row.name}' because '{installed.row.name}' sums this model's "
+            "gradients already.",
             "Call close() of that one first; prepare() installs one as optimizer.reduction.",
         )
     reduction = GradientReduction(model, row, average, mesh)
@@ -161,8 +161,8 @@ class GradientReduction:
     """Sum the gradients of a model across ranks. :func:`reduce_gradients_with` makes it.
 
     FSDP2's groups are summed in each backward pass. The backend's sums take what autograd, or an
-    accumulator, has added up on the rank. Exact sums take each micro-batch by itself, and refuse
-    what makes them depend on the ranks.
+    accumulator, has added up on the rank. Exact sums take each micro-batch alone, and refuse what
+    makes them depend on the ranks.
 
     Attributes:
         size, group: the number of ranks whose gradients are summed, and their process group.
@@ -309,15 +309,16 @@ class GradientReduction:
             raise RecipeError(
                 "Cannot sum gradients exactly because FSDP2 adds them up on each rank, by "
                 "set_requires_gradient_sync(False) or set_requires_all_reduce(False).",
-                "Leave both True: the sum takes each micro-batch by itself.",
+                "Leave both True: the sum takes each micro-batch alone.",
             )
         if self._fsdp:
             return generator_state(self._fsdp[0][1].device)
         return generator_state(next(iter(self._trainable), torch.empty(0)).device)
 
     def _add_exactly(self, micro_batch: _MicroBatch, before: tuple[bytes, ...]) -> None:
-        """Add the gradients of a micro-batch by themselves, unless it drew random numbers or left a
-        sharded parameter out.
+        """Add the gradients of one micro-batch.
+
+        Raise if it drew random numbers or left a sharded parameter out.
         """
         after = self._generators()
         if before and after and before != after:
@@ -329,7 +330,7 @@ class GradientReduction:
                 "torch.random.fork_rng(), seeded there by the step and the micro-batch's own "
                 "number; or take another reduction.",
             )
-        # Of two experts in different micro-batches, FSDP2 would give the gradients the same place
+        # For two experts in different micro-batches, FSDP2 would give the gradients the same place
         # in vectors of equal length.
         unused = next((p for p in self._sharded if p not in self._arrived), None)
         if unused is not None:
@@ -537,8 +538,8 @@ def _require_whole(model: nn.Module, parameters: Sequence[Tensor], grid: RankGri
         if len(ranks & summing) > 1:
             name = next(name for name, p in model.named_parameters() if p is members[0])
             raise RecipeError(
-                f"parameter '{name}' is a DTensor of which each rank holds a part, and it is not "
-                "FSDP2 that gathers it.",
+                f"parameter '{name}' is a DTensor whose parts lie on several ranks, and FSDP2 does not "
+                "gather it.",
                 "Shard it with fully_shard, or keep it whole on every rank.",
             )
 

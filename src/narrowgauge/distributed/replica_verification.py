@@ -79,7 +79,8 @@ def unlike(of_ranks: Sequence[Mapping[str, float]]) -> set[str]:
 
 
 def possible_parts(weights: Sequence[Mapping[str, float]]) -> set[str]:
-    """Return the names of which each rank may hold a part that is no DTensor, as in Megatron.
+    """Return the names of parameters whose parts, without a DTensor, may lie on several ranks, as in
+    Megatron.
 
     Their weights differ between ranks before the first step, where other weights are equal. Their
     gradients differ too; if not, the first weights were not sent to all ranks.
@@ -91,8 +92,8 @@ def possible_parts(weights: Sequence[Mapping[str, float]]) -> set[str]:
         ({'up'}, set())
     """
     names = set[str]().union(*weights)
-    apart = unlike(weights)
-    return set() if apart == names else apart
+    differing = unlike(weights)
+    return set() if differing == names else differing
 
 
 def _compare(group: Any, hashes: dict[str, Tensor], step: int) -> list[CorruptionError]:

@@ -166,9 +166,7 @@ def _local_fingerprint(tensor: Any) -> tuple[int, Any]:
 def require_mesh(mesh: Any, sharding: str = "full") -> None:
     """Refuse a mesh of over two axes or of two without names, and an unknown ``sharding``."""
     if sharding not in SHARDINGS:
-        raise RecipeError(
-            f"shard = {sharding!r} was requested, and it is one of {', '.join(SHARDINGS)}."
-        )
+        raise RecipeError(f"Cannot shard by {sharding!r}. Try one of {', '.join(SHARDINGS)}.")
     if mesh.ndim > 2:
         raise RecipeError(
             f"a mesh of {mesh.ndim} axes was given, and a model is sharded over one, or over "

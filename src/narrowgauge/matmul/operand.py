@@ -287,8 +287,8 @@ _SAMPLE = _SAMPLE_ROWS * _SAMPLE_COLUMNS
 def _content(x: Tensor) -> Tensor:
     """Return a hash of 1,024 values of a gradient, evenly spread: int32 ``[]``.
 
-    It tells micro-batches apart. Where these values are 0, as of a loss on few tokens, the hash is
-    of all values.
+    It differs between micro-batches. Where these values are 0, as of a loss on few tokens, the hash
+    is of all values.
     """
     row, column = (
         torch.arange(count, device=x.device) for count in (_SAMPLE_ROWS, _SAMPLE_COLUMNS)

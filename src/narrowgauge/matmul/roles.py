@@ -46,7 +46,7 @@ def roles_of(model: nn.Module, keep_last: float = 0.0) -> dict[str, str]:
 
 
 def _last(model_parts: Parts, share: float) -> list[nn.Module]:
-    """Return the modules of the last share of the blocks."""
+    """Return the modules of the last blocks, ``share`` of all."""
     if not share:
         return []
     blocks = model_parts.blocks

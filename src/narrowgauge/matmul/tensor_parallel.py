@@ -31,8 +31,8 @@ def multiply_parts(
     weight: Any,
     bias: Tensor | None,
 ) -> Tensor:
-    """Return the product of an input and a weight of which this rank has a part, as
-    ``parallelize_module`` expects it.
+    """Return the product of an input and this rank's part of a weight, as ``parallelize_module``
+    expects it.
 
     Args:
         multiply: ``(x, weight, bias) -> product`` of this rank's tensors.

@@ -293,7 +293,7 @@ class SquaresTable(Squares):
     def finite(self, tensors: Sequence[Tensor]) -> Callable[[], list[bool]]:
         """Drop the last tensors.
 
-        Return a function that tells which of them were finite, and waits for the device.
+        Return a function that waits for the device and returns which of them were finite.
         """
         self._tensors = []
         ids = self._ids

@@ -110,7 +110,7 @@ def quiet(x: Tensor) -> Tensor:
 
 
 Addend = Tensor | int | None
-"""What is added before bits are cut: a :func:`dither` rounds stochastically, 0 toward zero,
+"""Bits to add before low bits are dropped: a :func:`dither` rounds stochastically, 0 toward zero,
 ``None`` to nearest, ties to even.
 """
 

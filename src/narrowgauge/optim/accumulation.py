@@ -46,7 +46,7 @@ class GradientAccumulator:
 
     Args:
         parameters: the parameters. Tied ones count once. Frozen ones and those without a gradient
-            are skipped. Autograd itself sums gradients that are not narrower than ``dtype``.
+            are skipped. Autograd itself sums gradients of ``dtype`` and of higher precision.
         dtype: ``torch.float32`` or ``torch.float64``.
 
     Raises:

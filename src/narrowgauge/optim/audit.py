@@ -34,7 +34,7 @@ CONFIDENCE = 1 - 2e-4
 """Two-sided: one false alarm in 10,000 windows whose true EDQ is exactly ``MIN_EDQ``."""
 NUM_SUMS = len(metrics.UPDATE_SUMS)
 MOST_AT_END = 0.01
-"""The share of elements at the end of a code's range above which an alarm is raised."""
+"""Raise an alarm where more than this fraction of elements is at the end of a code's range."""
 
 
 class UpdateLossWarning(UserWarning):

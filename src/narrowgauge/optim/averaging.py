@@ -28,8 +28,7 @@ class AveragedModel(TorchAveragedModel):
     Args:
         model: the model, before or after it is wrapped, whose parameters the optimizer steps.
         optimizer: ours. Weights that it does not step are averaged as they are.
-        decay: the share of the average that stays in each update; ``None`` averages all updates
-            alike.
+        decay: the factor of the old average in each update; ``None`` averages all updates alike.
 
     Cost: four bytes per parameter.
 

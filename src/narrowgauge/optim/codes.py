@@ -444,7 +444,7 @@ def lane_of(
     words: Sequence[Tensor],
     scales: Mapping[str, tuple[Tensor, Tensor]],
 ) -> Lane:
-    """Return the lane of words, of which upper bits are anything: of the weight and of each plane."""
+    """Return the lane of the words of the weight and of each plane. Upper bits may be anything."""
     fields: dict[str, tuple[Tensor, int]] = {}
     for plane, word in zip(planes_of(storage), words, strict=True):
         for name, shift, _ in plane.fields:
@@ -643,16 +643,16 @@ def num_at_end(storage: Storage, written: Written, lane: Lane) -> Tensor:
 
     Codes that follow their row have no such end.
     """
-    found = []
+    at_ends = []
     for name, _ in storage.states:
         code = storage.code(name)
         if code.is_window and not code.scaled:
             shift = lane.fields[name][1]
             steps = _moved(written.fields[name], -shift) & _last_step(code)
-            found.append((steps == _last_step(code)).to(written.changes[0].dtype))
-    if not found:
+            at_ends.append((steps == _last_step(code)).to(written.changes[0].dtype))
+    if not at_ends:
         return torch.zeros_like(written.changes[0])
-    return reduce(torch.maximum, found)
+    return reduce(torch.maximum, at_ends)
 
 
 def write_parts(

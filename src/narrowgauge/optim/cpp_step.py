@@ -84,7 +84,7 @@ class _Text(Program):
         self.is_audited = audited
         self.uniforms = [*self.values, "seed", *scale_names(storage)]
 
-    def whole(self) -> str:
+    def text_of_program(self) -> str:
         """Return the text of all functions."""
         text = f"{VECTORS}\nconstexpr int STREAMS = {len(self.streams)};\n{_OVER}"
         printed = self.value_of_word()
@@ -174,8 +174,8 @@ class _Text(Program):
         ]
         ends = []
         for k in range(len(terms)):
-            both = f"where(first, x.t{k}, 0.0f) + where(second, y.t{k}, 0.0f)"
-            lines.append(f"  sum{k} += {both};")
+            term = f"where(first, x.t{k}, 0.0f) + where(second, y.t{k}, 0.0f)"
+            lines.append(f"  sum{k} += {term};")
             ends.append(f"out[{k}] += sum_of(sum{k});")
         text = f"constexpr bool WRITTEN_BY_{name}[] = {{{', '.join(map(str, flags)).lower()}}};\n"
         return text + _function_over_groups(name, [*lines, "}", *ends])
@@ -297,7 +297,7 @@ def source(
     """Return the C++ of ``step``, ``find_peaks`` of rows with scales and ``average`` of a matrix
     rule, or of ``step_and_audit``.
     """
-    return _Text(rule, storage, audited=audited, with_sources=with_sources).whole()
+    return _Text(rule, storage, audited=audited, with_sources=with_sources).text_of_program()
 
 
 @lru_cache(None)

@@ -22,10 +22,10 @@ def run(state: ParameterState, numbers: Numbers) -> Tensor | None:
     scales = bound_rows(state, numbers.values) if state.bounds else None
     scalars = named(rule, numbers.values)
     total = numbers.values.new_zeros(state.kernel.num_sums, dtype=torch.float64)
-    others = [state.gradient, *([state.change] if state.kernel.is_matrix else [])]
+    arguments = [state.gradient, *([state.change] if state.kernel.is_matrix else [])]
     is_skipped = None if numbers.values.is_cpu else scalars["skip"] != 0
-    for span in spans(state, *others, scales=scales, at_once=at_once(state), writes=True):
-        gradient, *changes = span.others
+    for span in spans(state, *arguments, scales=scales, at_once=at_once(state), writes=True):
+        gradient, *changes = span.arguments
         change = changes[0] if changes else None
         lane = span.lane(gradient)
         inputs = Inputs(rule, state.storage, lane, change, scalars, numbers.seed)
@@ -43,5 +43,5 @@ def average_gradient(state: ParameterState, numbers: Numbers) -> None:
     assert isinstance(rule, MatrixRule)
     scalars = named(rule, numbers.values)
     for span in spans(state, state.gradient, state.change, at_once=at_once(state)):
-        gradient, into = span.others
+        gradient, into = span.arguments
         into.copy_(average(rule, state.storage, span.lane(gradient), scalars)[0])

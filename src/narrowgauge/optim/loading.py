@@ -260,7 +260,7 @@ def adopt(optimizer: Optimizer, state: Mapping[str, Any]) -> list[Foreign]:
         states[match.parameter] = values.states
     if state["state"] and not any(match.entry for match in matches):
         raise DataError(
-            "The keys of the state's 'state' are no numbers of its parameters.", _ADVICE
+            "The keys of the state's 'state' are not numbers of its parameters.", _ADVICE
         )
     optimizer.adopt(weights, states)
     return matches

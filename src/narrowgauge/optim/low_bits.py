@@ -38,7 +38,7 @@ from narrowgauge.torch_support.torch_names import plain_name
 LOW_BITS = ("zero", "random")
 """The values of the option ``low_bits``."""
 MOSTLY = 0.5
-"""A tensor with a larger share of values on a grid, but not all, is named: it came from a
+"""Name a tensor with more than this fraction of its values on a grid, but not all: it came from a
 checkpoint, and was changed.
 """
 

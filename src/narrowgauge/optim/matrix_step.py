@@ -227,9 +227,9 @@ def _padded(part: Tensor, rows: int) -> Tensor:
 
 
 def _by_ranks(states: Iterable[ParameterState]) -> list[tuple[Ranks | None, list[ParameterState]]]:
-    """Group states by the mesh that shards their rows, stacks apart.
+    """Group states by the mesh that shards their rows. Stacks are groups of their own.
 
-    Others have ``None``. Every rank sees the same order.
+    Unsharded states have ``None``. Every rank sees the same order.
     """
     batches: dict[Any, tuple[Ranks | None, list[ParameterState]]] = {}
     for state in states:

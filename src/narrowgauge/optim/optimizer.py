@@ -95,11 +95,11 @@ class Optimizer(torch.optim.Optimizer):
         seed: seed of the stochastic rounding, the same on every rank.
         audit_every: steps between audits; 0 never audits.
         compile: print and compile the steps. ``None`` leaves out a first step of fewer than 2¹⁴
-            elements on a CPU. :meth:`ran_compiled` tells the outcome. Storages in float64 never run
-            compiled.
-        low_bits: where a weight begins of which the model holds 16 bits: at a ``"random"`` place in
-            its rounding cell (:mod:`narrowgauge.optim.low_bits`), or at ``"zero"``, as a float32
-            copy begins. Low bits that are known stay.
+            elements on a CPU. :meth:`ran_compiled` returns the outcome. Storages in float64 never
+            run compiled.
+        low_bits: where a weight of 16 bits begins: at a ``"random"`` place in its rounding cell
+            (:mod:`narrowgauge.optim.low_bits`), or at ``"zero"``, as a float32 copy begins. Low
+            bits that are known stay.
         keep_float32: returns, from name and parameter, whether a float32 parameter stays as it is.
         maximize: step along the gradient, not against it.
         flags: of ``torch.optim``. ``amsgrad``, ``differentiable`` and ``capturable`` may be false.
@@ -325,7 +325,7 @@ class Optimizer(torch.optim.Optimizer):
         storage = self._storage_in(group, parameter, visible)
         if visible is None:
             validation.check_visible(parameter, storage, group["storage"])
-        storage = storage.keeping(rule.kept)
+        storage = storage.keeping(rule.stored_states)
         refuse_pair(
             rule.name, storage, is_matrix=isinstance(rule, MatrixRule), is_adamw=rule == ADAMW
         )
@@ -467,7 +467,7 @@ class Optimizer(torch.optim.Optimizer):
         return result
 
     def _fill(self, group: Group, parameters: Sequence[Tensor]) -> None:
-        """Fill the low bits of weights of which nothing else is known, if the group asks for it."""
+        """Fill the low bits of weights whose low bits are unknown, if the group asks for it."""
         if group["low_bits"] == "random" and parameters:
             names = self._names_of_parameters({})
             fill_states({self.state[p]: names[p] for p in parameters}, group["seed"])

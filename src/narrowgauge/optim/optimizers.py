@@ -8,7 +8,7 @@ group's ``betas`` and ``eps``.
 
 Put embeddings and output heads into a group with ``"rule": "adamw"``: each of their rows is a
 token, and a batch contains few tokens. Put ``nn.Conv1d`` there too: its weight ``[out, in,
-kernel]`` is no stack of matrices.
+kernel]`` is not a stack of matrices.
 """
 
 from __future__ import annotations

@@ -29,8 +29,8 @@ kernel.
 """
 LARGE_BYTES = 1 << 22
 STAGGERED_BYTES = 153 * 64
-"""Tensors of so many bytes begin so many bytes apart: 153 lines, modulo 4 KiB and 64 KiB a fresh
-place for each.
+"""Tensors of at least ``LARGE_BYTES`` begin at distances of ``STAGGERED_BYTES``: 153 lines, so each
+has its own place modulo 4 KiB and 64 KiB.
 """
 
 
@@ -47,7 +47,7 @@ class Plane:
 
     @property
     def is_packed(self) -> bool:
-        """Tell whether an element is no number that other code could change."""
+        """Return whether an element is packed bits, which other code cannot read as a number."""
         return not self.dtype.is_floating_point
 
 

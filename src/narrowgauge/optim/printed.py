@@ -23,7 +23,7 @@ def printed_step(storage: str, rule: str = "adamw", language: str = "cpp") -> st
     row = known_row(storage)
     if rule not in RULES:
         raise RecipeError(f"Cannot print rule '{rule}'.", f"Choose one of {', '.join(RULES)}.")
-    row = row.keeping(RULES[rule].kept)
+    row = row.keeping(RULES[rule].stored_states)
     refuse_pair(rule, row, is_matrix=False, is_adamw=rule == "adamw")
     if row.arithmetic == "float64":
         raise RecipeError(

@@ -226,7 +226,7 @@ class Program:
         column = len(self.streams)
         return [self.text("bound", column + k) for k in range(len(self.storage.scaled))]
 
-    def _found(self, place: int) -> str:
+    def _from_record(self, place: int) -> str:
         return self.text("load", self.text("at", place))
 
     def find_peaks(self) -> list[str]:
@@ -247,10 +247,10 @@ class Program:
         lines = self.declared_peaks()
         stored_peaks = [self.text("found", self.record_size())]
         for k, name in enumerate(self.peaks):
-            stored_peaks.append(self.text("set", f"peak_{name}", self._found(k)))
+            stored_peaks.append(self.text("set", f"peak_{name}", self._from_record(k)))
         for k, place in enumerate(places):
             lines.append(self.text("new", f"old{k}", self.text("load", place)))
-            stored_peaks.append(self.text("set", f"old{k}", self._found(len(self.peaks) + k)))
+            stored_peaks.append(self.text("set", f"old{k}", self._from_record(len(self.peaks) + k)))
         lines += self.choice("record < 0", self.peak_lines(), stored_peaks)
         peaks = [f"peak_{name}" for name in self.peaks]
         olds = [f"old{k}" for k in range(len(places))]

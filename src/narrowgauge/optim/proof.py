@@ -70,7 +70,7 @@ def _has_the_bits(rule: AnyRule, storage: Storage, device: torch.device) -> bool
             pairs = zip(_tensors_of(ours), _tensors_of(theirs), strict=True)
             if not all(same_numbers(actual_x.cpu(), expected_x) for actual_x, expected_x in pairs):
                 return False
-        # Only the first case has no infinities and NaN, of which sums say nothing.
+        # Sums with infinities and NaN say nothing. Only the first case is free of them.
         if audit is not None:
             first = audit[1][0, : kernel.num_sums].cpu()
             if not torch.allclose(first, expected_sums[0], rtol=1e-3, atol=1e-30, equal_nan=True):

@@ -117,7 +117,7 @@ class _Text(Program):
 
     # ── functions ─────────────────────────────────────────────────────────────────────────────────
 
-    def whole(self) -> str:
+    def text_of_program(self) -> str:
         """Return the text of all functions."""
         printed = self.value_of_word()
         lines = [*printed.lines, f"return {printed.results[0]}"]
@@ -189,7 +189,7 @@ def source(rule: AnyRule, storage: Storage, *, with_sources: bool = False) -> st
     """Return the Triton of ``step``, ``step_and_audit``, ``add_up``, ``find_peaks`` of rows with
     scales, and ``average``.
     """
-    return _Text(rule, storage, with_sources=with_sources).whole()
+    return _Text(rule, storage, with_sources=with_sources).text_of_program()
 
 
 @lru_cache(None)

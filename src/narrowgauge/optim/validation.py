@@ -81,9 +81,8 @@ def check_step(options: Mapping[str, Any], rule: AnyRule) -> None:
         allowed.append(ADAMW.name)
     if options.get("rule", rule.name) not in allowed:
         raise RecipeError(
-            f"rule = {options['rule']!r} was requested in a param group of an optimizer whose rule "
-            f"is '{rule.name}'; it may "
-            f"be {' or '.join(map(repr, allowed))}.",
+            f"Cannot step a param group by rule = {options['rule']!r} because the optimizer's rule is "
+            f"'{rule.name}': a group may have {' or '.join(map(repr, allowed))}.",
             suggestion(str(options["rule"]).lower(), allowed)
             or "Build another optimizer for these parameters.",
         )
@@ -179,7 +178,7 @@ def check_seeds(groups: Iterable[Mapping[str, Any]]) -> None:
             if largest != ~inverse:
                 raise RecipeError(
                     f"Cannot step with seed = {group['seed']} because another rank, which holds "
-                    "the same parameters, has another seed: they would drift apart.",
+                    "the same parameters, has another seed: their weights would differ.",
                     "Pass the same seed= on every rank.",
                 )
 
@@ -250,7 +249,7 @@ def check_fits(state: ParameterState, storage: str, parameter: Tensor) -> None:
     if (parameter.shape, parameter.dtype) != (shape, dtype):
         raise RecipeError(
             f"Cannot step because a parameter is {dtype_name(parameter.dtype)} of shape "
-            f"{tuple(parameter.shape)}, and its state was made for {dtype_name(dtype)} of shape "
+            f"{tuple(parameter.shape)}, and its state is for {dtype_name(dtype)} of shape "
             f"{tuple(shape)}.",
             "Change the shapes and formats of a model before its optimizer is built.",
         )

@@ -100,7 +100,7 @@ def store_weight(state: ParameterState, values: Tensor) -> None:
     memory = torch.empty(state.form, dtype=torch.float32, device=weights.device)
     seen = state.in_shape(memory)
     for span in spans(state, weights, seen):
-        weight, into = span.others
+        weight, into = span.arguments
         lane = span.lane()
         weight = codes.into_cell(state.storage, weight)
         bits, fields = codes.write_weight(state.storage, lane, weight, None)
@@ -156,22 +156,22 @@ def read(
     result = torch.empty(state.form, dtype=dtype, device=state.parameter.device)
     if count is not None:
         result = result.new_empty(1, min(count, state.parameter.numel()))
-    left = result.view(-1)
+    unfilled = result.view(-1)
     for span in spans(state, at_once=at_once(state)):
-        part = value(span.lane()).reshape(-1)[: len(left)]
-        left[: len(part)] = part
-        left = left[len(part) :]
-        if not len(left):
+        part = value(span.lane()).reshape(-1)[: len(unfilled)]
+        unfilled[: len(part)] = part
+        unfilled = unfilled[len(part) :]
+        if not len(unfilled):
             break
     return result
 
 
 def rewrite(
-    state: ParameterState, write: Callable[..., dict[str, Tensor]], *others: Tensor
+    state: ParameterState, write: Callable[..., dict[str, Tensor]], *arguments: Tensor
 ) -> None:
     """Replace the fields that ``write(lane, *parts of other tensors)`` returns."""
-    for span in spans(state, *others, at_once=at_once(state)):
-        span.store(write(span.lane(), *span.others))
+    for span in spans(state, *arguments, at_once=at_once(state)):
+        span.store(write(span.lane(), *span.arguments))
 
 
 def at_once(state: ParameterState) -> int:

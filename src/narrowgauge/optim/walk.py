@@ -36,14 +36,14 @@ def word_of(values: Tensor) -> Tensor:
 @dataclass(frozen=True, slots=True)
 class Span:
     """Hold some elements: views of the weight, the planes by name, the multipliers of their rows,
-    and of ``others``.
+    and of ``arguments``.
     """
 
     storage: Storage
     weight: Tensor
     planes: Mapping[str, Tensor]
     scales: Scales
-    others: Sequence[Tensor]
+    arguments: Sequence[Tensor]
 
     def lane(self, gradient: Tensor | None = None) -> Lane:
         """Return the inputs of a step. Without a ``gradient`` it is 0."""
@@ -68,17 +68,17 @@ class Span:
             _put(self.weight, codes.weight_word(self.storage.visible, visible), skip)
         for plane in planes_of(self.storage):
             values = self.planes[plane.name]
-            kept = 0
+            kept_bits = 0
             new = []
             for name, shift, bits in plane.fields:
                 if name in fields:
                     new.append(fields[name])
                 else:
-                    kept |= ((1 << bits) - 1) << shift
+                    kept_bits |= ((1 << bits) - 1) << shift
             if not new:
                 continue
-            if kept:
-                new.append(word_of(values) & ((kept + (1 << 31)) % (1 << 32) - (1 << 31)))
+            if kept_bits:
+                new.append(word_of(values) & ((kept_bits + (1 << 31)) % (1 << 32) - (1 << 31)))
             _put(values, reduce(or_, new), skip)
 
 
@@ -90,7 +90,7 @@ def _put(values: Tensor, word: Tensor, skip: Tensor | None) -> None:
 
 def spans(
     state: ParameterState,
-    *others: Tensor,
+    *arguments: Tensor,
     scales: Scales | None = None,
     at_once: int | None = None,
     writes: bool = False,
@@ -98,7 +98,7 @@ def spans(
     """Walk over a state: rows of ``[rows, columns]``, or elements of ``[1, columns]``.
 
     Args:
-        others: tensors in the parameter's shape.
+        arguments: tensors in the parameter's shape.
         scales: replace the multipliers of the bounds.
         at_once: elements of a span, about.
         writes: whether the weight is written. A copy of one that is not dense is then written back.
@@ -108,7 +108,7 @@ def spans(
     tensors = [weight]
     names = [plane.name for plane in planes_of(state.storage)]
     tensors += [state.in_rows(state.planes[name]) for name in names]
-    tensors += map(state.in_rows, others)
+    tensors += map(state.in_rows, arguments)
     if scales is None:
         scales = {name: codes.multipliers(bound) for name, bound in state.bounds.items()}
     rows, columns = state.form

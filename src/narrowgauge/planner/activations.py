@@ -271,8 +271,8 @@ class _Layer:
         e = self.widths.matmul
         yield SavedTensor("input of the layer", self.widths.stream * a.hidden_size, is_stream=True)
         if self.kind.has_attention:
-            kept = e * a.num_heads * a.value_dim + _STATISTIC * a.num_heads
-            yield SavedTensor("attention", kept)
+            attention_bytes = e * a.num_heads * a.value_dim + _STATISTIC * a.num_heads
+            yield SavedTensor("attention", attention_bytes)
         size = 0
         for matmul in self.kind.matmuls[::2]:
             chosen = 1

@@ -1,6 +1,6 @@
 """An ask: a model trained in one recipe, layout and program on one machine.
 
-Memory and time are functions of an ask, and so is everything that an answer prints.
+Memory, time and every number of an answer are functions of an ask.
 """
 
 from __future__ import annotations

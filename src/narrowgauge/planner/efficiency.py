@@ -21,8 +21,8 @@ from narrowgauge.spec.toml import load_data
 _TABLES: dict[str, Any] = load_data("efficiency", "planner")
 _LONG = 32_768
 _DOUBLINGS = 2
-"""Tokens of a sequence on a rank from which attention's share of the peak grows, and their
-doublings after which it stops.
+"""Tokens of a sequence on a rank from which attention's efficiency grows, and the doublings after
+which it stops.
 """
 
 
@@ -40,7 +40,7 @@ class Efficiency:
         return self.values[name]
 
     def attention(self, tokens: float) -> float:
-        """Return the share of the peak that fused attention reaches.
+        """Return the fraction of the peak that fused attention reaches.
 
         ``tokens`` of a sequence are on a rank: a ring multiplies blocks of this length.
         """
@@ -87,8 +87,7 @@ def _of_architecture(table: str, chip: Chip) -> Any:
 def efficiency_of(chip: Chip, program: Program) -> Efficiency:
     """Return a chip's efficiencies in a program.
 
-    The chip's share of its kernels' sum is multiplied by the program's factor. The product stops at
-    ``most``.
+    The chip's efficiency is multiplied by the program's factor, up to ``most``.
     """
     general = _TABLES["general"]
     values = dict(general)

@@ -27,8 +27,8 @@ def published_runs() -> tuple[dict[str, Any], ...]:
     """Return the published runs that ship with the planner, each with its source."""
     runs = []
     for shared in load_data("runs", "planner")["publications"]:
-        own = shared.pop("runs")
-        runs += [{**shared, **run} for run in own]
+        runs_of_publication = shared.pop("runs")
+        runs += [{**shared, **run} for run in runs_of_publication]
     return tuple(runs)
 
 

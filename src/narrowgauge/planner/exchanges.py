@@ -60,7 +60,7 @@ class Path:
 def path_of(
     ranks: int, stride: int, cluster: Cluster, *, link: float = 1.0, network: float = 1.0
 ) -> Path:
-    """Return the path of ranks that lie ``stride`` apart in the global numbering.
+    """Return the path of ranks at a distance of ``stride`` in the global numbering.
 
     Nodes hold consecutive ranks.
 

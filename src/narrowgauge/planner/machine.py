@@ -69,7 +69,7 @@ class Cluster:
             )
 
     def link_bytes_per_second(self, ranks: int, stride: int = 1) -> float:
-        """Return a chip's send rate to a group of ``ranks`` that lie ``stride`` apart in its node.
+        """Return a chip's send rate to a group of ``ranks`` at a distance of ``stride`` in its node.
 
         In a full mesh each peer has its own link. Chips without a link, or beyond a bridge, go
         through the host.

@@ -112,7 +112,7 @@ def decoder(
 
 _PRESETS: dict[str, Any] = load_data("presets", "planner")
 PRESET_NAMES = tuple(_PRESETS["models"])
-"""The presets besides the models that the trainer builds."""
+"""The presets that the trainer does not build."""
 
 
 def _of_preset(name: str, row: Mapping[str, Any]) -> Architecture:

@@ -26,8 +26,8 @@ _FLASH = "_scaled_dot_product_flash_attention"
 
 
 class LiveBytes(TorchDispatchMode):
-    """Count the bytes of storages that operations make while they live, apart from gradients of
-    ``parameters``.
+    """Count the live bytes of storages that operations make. Gradients of ``parameters`` count
+    separately.
 
     Attributes:
         activations, gradients: at the moment of the largest sum.

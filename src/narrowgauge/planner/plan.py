@@ -59,7 +59,7 @@ _NUMBERS = {
 EQUAL_RATES = 0.02
 """Rates of rows within this fraction count as equal. The order then follows the risk."""
 FINE_MOMENT = 5
-"""Mantissa bits of a second moment from which a storage is no risk: those of ``word``."""
+"""Mantissa bits of a second moment from which a storage is safe: those of ``word``."""
 MOST_CHANGES = 4
 _RANK = 16
 
@@ -428,7 +428,7 @@ def _machines(cluster: Any, chip: Any, chips: Any, rates: Mapping[str, Any]) -> 
 
 
 def refuse_numbers(asked: Mapping[str, Any]) -> None:
-    """Raise for a number of a question below its least, or for what is no number."""
+    """Raise for a number of a question below its least, or for a value that is not a number."""
     for name, law in _NUMBERS.items():
         for value in _listed(asked.get(name)):
             law.check(name, value)

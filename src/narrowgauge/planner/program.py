@@ -284,5 +284,7 @@ def with_parts(program: Program, parts: Mapping[str, str | Part]) -> Program:
     result = replace(program, parts=tuple(rows.items()))
     weights = [result.part(name) for name in PARTS if name != "reference"]
     if not any(row.trains or row.rank for row in weights):
-        raise RecipeError("Cannot plan a model of which nothing trains.", "Name --lora.")
+        raise RecipeError(
+            "Cannot plan training of a model because all its parts are frozen.", "Name --lora."
+        )
     return result

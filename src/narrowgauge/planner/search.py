@@ -133,9 +133,7 @@ def _sums(ask: Ask, fixed: Mapping[str, Any]) -> list[str]:
 
 
 def _best(tried: Sequence[Estimate], least: float) -> Estimate | None:
-    """Return the fastest of at least ``least`` tokens that has room, else that fits; None without
-    one.
-    """
+    """Return the fastest option of at least ``least`` tokens that leaves memory free, else that fits."""
     fitting = [option for option in tried if option.tokens_per_step >= least and option.fits]
     roomy = [option for option in fitting if option.has_room]
     return min(roomy or fitting, key=_pace, default=None)

@@ -24,21 +24,21 @@ class Bytes(NamedTuple):
     """Hold bytes of parameters: weights as the model sees them, gradients, and the remaining
     optimizer state.
 
-    ``whole`` is optimizer state that is never sharded.
+    ``unsharded`` is optimizer state that is never sharded.
     """
 
     weights: float = 0.0
     gradients: float = 0.0
     optimizer: float = 0.0
-    whole: float = 0.0
+    unsharded: float = 0.0
 
-    def plus(self, other: Bytes, factor: float = 1.0) -> Bytes:
-        """Return the sum with ``factor`` times other bytes."""
+    def plus(self, addend: Bytes, factor: float = 1.0) -> Bytes:
+        """Return the sum with ``factor`` times ``addend``."""
         return Bytes(
-            self.weights + factor * other.weights,
-            self.gradients + factor * other.gradients,
-            self.optimizer + factor * other.optimizer,
-            self.whole + factor * other.whole,
+            self.weights + factor * addend.weights,
+            self.gradients + factor * addend.gradients,
+            self.optimizer + factor * addend.optimizer,
+            self.unsharded + factor * addend.unsharded,
         )
 
     def times(self, factor: float) -> Bytes:
@@ -63,7 +63,7 @@ def bytes_per_parameter(storage: Storage) -> Bytes:
     Example:
         >>> from narrowgauge.spec.storages import STORAGES
         >>> bytes_per_parameter(STORAGES["word"])
-        Bytes(weights=2.0, gradients=2.0, optimizer=4.0, whole=0.0)
+        Bytes(weights=2.0, gradients=2.0, optimizer=4.0, unsharded=0.0)
     """
     visible = VISIBLE[storage.visible][0] / 8
     return Bytes(visible, visible, sum(map(width_of, storage.packing)) / 8)
@@ -117,8 +117,8 @@ def _state(storage: Storage, optimizer: str, weight: Weight, ranks: int, part: P
     A rule for matrices leaves vectors to AdamW, and all but Adafactor leave it embedding and head,
     too.
     """
-    left = {"norms"} if optimizer == "adafactor" else {"norms", "embeddings", "head"}
-    if UPDATE_RULES[optimizer].is_matrix and weight.part in left:
+    vector_parts = {"norms"} if optimizer == "adafactor" else {"norms", "embeddings", "head"}
+    if UPDATE_RULES[optimizer].is_matrix and weight.part in vector_parts:
         optimizer = "adamw"
     if weight.part == "norms":
         storage = for_vectors(storage)
@@ -130,10 +130,10 @@ def _state(storage: Storage, optimizer: str, weight: Weight, ranks: int, part: P
     if optimizer == "adafactor":
         beside += _FACTOR_BYTES * weight.count * (weight.in_features + weight.out_features)
     state = bytes_per_parameter(row).times(weight.num_elements).plus(Bytes(optimizer=beside))
-    whole = 0.0
+    unsharded = 0.0
     if optimizer in RANKS:
-        whole = float(weight.count * _subspace_bytes(storage, optimizer, weight))
-    return state.times(share).plus(Bytes(whole=whole))
+        unsharded = float(weight.count * _subspace_bytes(storage, optimizer, weight))
+    return state.times(share).plus(Bytes(unsharded=unsharded))
 
 
 def _subspace_bytes(storage: Storage, optimizer: str, matmul: Weight) -> int:
@@ -192,5 +192,5 @@ def shared(state: Bytes, layout: Layout, ranks: int) -> Bytes:
     return Bytes(
         state.weights / (ranks if layout.zero >= 3 else 1),
         state.gradients / (ranks if layout.zero >= 2 else 1),
-        state.optimizer / (ranks if layout.zero >= 1 else 1) + state.whole,
+        state.optimizer / (ranks if layout.zero >= 1 else 1) + state.unsharded,
     )

@@ -64,7 +64,7 @@ def read_trace(path: Path, plan: Path | None = None) -> Table:
             f"No time in {path}: it has no operation and no kernel in a list 'traceEvents'.",
             "Name a file of profiler.export_chrome_trace, a run folder, or a log.",
         )
-    # Kernels run after their step, so the host's work tells which marks hold any.
+    # Kernels run after their step, so the host's work decides which marks count.
     starts = [span.start for span in work if span.kind not in _KERNELS or len(work) == len(kernels)]
     steps = set()
     for mark in spans:

@@ -297,7 +297,7 @@ def _assumptions(plan: Plan) -> Iterator[str]:
     if not (best.program.has_adapters or is_usual):
         least = count_text(LEAST_TOKENS_PER_STEP)
         usual = f", where published ones have {least} to {count_text(MOST_TOKENS_PER_STEP)}"
-    told = (
+    notes = (
         (best.correction != 1, f"{1 / best.correction:.2f} × the planned speed, as in the run of --like"),
         (True, f"{best.recipe.title} loses {best.recipe.storage.loses}"),
         (has_loss, _NATS),
@@ -315,4 +315,4 @@ def _assumptions(plan: Plan) -> Iterator[str]:
         (a.left_out, f"no time or activations of {a.left_out}"),
         (a.counts, "data and shard ranks only: tensor, pipeline and context ranks would change the module"),
     )  # fmt: skip
-    yield from (text for is_told, text in told if is_told)
+    yield from (text for holds, text in notes if holds)

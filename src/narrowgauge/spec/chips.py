@@ -170,9 +170,9 @@ def get_chip(name: str) -> Chip:
     """
     plain = _plain(name)
     begin = [chip for chip in CHIPS if plain and _plain(chip).startswith(plain)]
-    whole = [chip for chip in begin if _plain(chip) == plain]
+    exact = [chip for chip in begin if _plain(chip) == plain]
     key = f"{name.strip().lower()}-"
-    matches = whole or [chip for chip in begin if chip.lower().startswith(key)] or begin
+    matches = exact or [chip for chip in begin if chip.lower().startswith(key)] or begin
     if len(matches) == 1:
         return CHIPS[matches[0]]
     if matches:

@@ -38,7 +38,7 @@ _TURNED = {"none": "none", "tensor": "tensor", "row": "column", "column": "row"}
 
 
 def block_of(granularity: Granularity) -> tuple[int, int] | None:
-    """Return the rows and terms of the blocks that share a scale; ``None`` if it is no block.
+    """Return the rows and terms of the blocks that share a scale; ``None`` without blocks.
 
     Both are powers of two.
 
@@ -184,9 +184,9 @@ class Cast:
                 'Take the granularity "row" or "tensor".',
             ),
         )  # fmt: skip
-        for holds, what, advice in laws:
+        for holds, action, advice in laws:
             if not holds:
-                raise RecipeError(f"Cannot let a cast to {self} {what}.", advice)
+                raise RecipeError(f"Cannot let a cast to {self} {action}.", advice)
 
     @property
     def carrier(self) -> str:
@@ -295,7 +295,7 @@ class Compute:
             weights' dtype.
         native: the hardware that multiplies the narrow operands. Other hardware emulates them with
             the same values.
-        keep_last: the share of the model's blocks, at its end, whose layers stay in ``dtype``.
+        keep_last: the fraction of the model's blocks, at its end, whose layers stay in ``dtype``.
         keep: name patterns of linear layers that stay in ``dtype``, where there are only names. In
             a model, heads, routers and adapters are known by their role, see ``matmul.roles``.
         transform: the method that changes the whole model first (see

@@ -134,13 +134,13 @@ class Format:
 
     def _largest(self) -> float:
         """Return the value of the largest code that is a number."""
-        ones = (1 << self.mantissa_bits) - 1
+        mantissa_mask = (1 << self.mantissa_bits) - 1
         if self.kind == "int":
-            return float(ones)
+            return float(mantissa_mask)
         code = (1 << (self.exponent_bits + self.mantissa_bits)) - 1
-        code -= {"ieee": ones + 1, "all_ones": 1}.get(self.specials, 0)
+        code -= {"ieee": mantissa_mask + 1, "all_ones": 1}.get(self.specials, 0)
         field = code >> self.mantissa_bits
-        significand = (1 << self.mantissa_bits) + (code & ones)
+        significand = (1 << self.mantissa_bits) + (code & mantissa_mask)
         return math.ldexp(significand, self.finest_exponent + field - self.signed)
 
 

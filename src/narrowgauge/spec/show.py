@@ -205,8 +205,8 @@ def page_recipe(name: str) -> tuple[list[Row], list[Table]]:
     stored = _stored_parts(storage)
     matmuls = _matmuls(recipe.compute)
     row = {**_recipe_rows([recipe])[0], "facts": facts, "stored": stored, "matmuls": matmuls}
-    whole = {"part": "in all", "format": "", "bytes": recipe.bytes_per_param, "rounding": ""}
-    tables = [_fact_table("recipe", recipe.name, facts), _table([*stored, whole]), _table(matmuls)]
+    total = {"part": "in all", "format": "", "bytes": recipe.bytes_per_param, "rounding": ""}
+    tables = [_fact_table("recipe", recipe.name, facts), _table([*stored, total]), _table(matmuls)]
     return [row], tables
 
 
@@ -227,9 +227,9 @@ def _fact_table(kind: str, name: str, facts: dict[str, str]) -> Table:
 
 
 def _facts(compute: Compute) -> dict[str, str]:
-    kept = "heads, routers and adapters" if compute.keep else ""
+    wide_layers = "heads, routers and adapters" if compute.keep else ""
     if compute.keep_last:
-        kept += f"; the last {compute.keep_last:.0%} of the blocks"
+        wide_layers += f"; the last {compute.keep_last:.0%} of the blocks"
     return {
         "for": compute.purpose,
         "compute from": compute.source,
@@ -237,7 +237,7 @@ def _facts(compute: Compute) -> dict[str, str]:
         "transform": compute.transform,
         "saved for backward": f"{compute.kept_bytes:g} bytes per element of a linear layer's input",
         "outside of matmuls": f"{compute.dtype}; norms, softmax and the loss in float32",
-        "linears left plain": kept,
+        "linears left plain": wide_layers,
     }
 
 

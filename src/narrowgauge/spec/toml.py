@@ -43,12 +43,12 @@ def read_file(path: str | Path, noun: str, advice: str) -> dict[str, Any]:
 
 def refuse_unknown(
     table: Mapping[str, Any],
-    known: Iterable[str],
+    allowed: Iterable[str],
     where: str,
     kind: type[NarrowgaugeError] = DataError,
 ) -> None:
-    """Raise for a key of a table that is none of the known ones."""
-    names = list(known)
+    """Raise for a key of a table that is not one of ``allowed``."""
+    names = list(allowed)
     for key in table:
         if key not in names:
             raise kind(f"{where} has an unknown key '{key}'.", suggestion_or_all(key, names))

@@ -32,7 +32,7 @@ class Experts(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """The parts of a model. ``blocks`` is empty where nothing tells which run leads to the head."""
+    """The parts of a model. ``blocks`` is empty if it is unclear which run leads to the head."""
 
     blocks: list[nn.Module]
     runs: list[list[nn.Module]]

@@ -353,8 +353,8 @@ def build(text: str) -> ctypes.CDLL:
     """Return the library of a text. Build it, unless this machine has done so before.
 
     Raises:
-        CompilerError: there is no compiler, or it refuses the text.
-        OSError: there is no room, or no folder from which a library may run.
+        CompilerError: a compiler is missing, or it refuses the text.
+        OSError: the disk is full, or no folder allows a library to run.
     """
     folder = cache_folder()
     if not _allows_programs(folder):

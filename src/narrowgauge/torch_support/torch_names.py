@@ -435,11 +435,11 @@ def stepping_optimizers() -> list[Any]:
 
 def calls_of_step(optimizer: Any) -> int:
     """Return the number of nested ``step`` calls of an optimizer in this thread."""
-    return sum(other is optimizer for other in stepping_optimizers())
+    return sum(running is optimizer for running in stepping_optimizers())
 
 
 def callers_of_step(optimizer: Any) -> list[Any]:
     """Return the other optimizers whose ``step`` calls this one's: wrappers, and containers of
     several.
     """
-    return [other for other in stepping_optimizers() if other is not optimizer]
+    return [running for running in stepping_optimizers() if running is not optimizer]

@@ -213,10 +213,10 @@ def _aligned(operands: Sequence[Any]) -> list[Any]:
     """
     scales = [x._scale for x in operands if isinstance(x, Scaled)]
     scale = scales[0]
-    is_shared = all(other is scale for other in scales)
-    for other in scales[1:]:
+    is_shared = all(candidate is scale for candidate in scales)
+    for candidate in scales[1:]:
         if not is_shared:
-            scale = torch.maximum(scale, other)
+            scale = torch.maximum(scale, candidate)
     data = []
     for x in operands:
         if not isinstance(x, Scaled):

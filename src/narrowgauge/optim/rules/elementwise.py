@@ -68,7 +68,7 @@ class Rule:
     monotone: bool = False
 
     @property
-    def kept(self) -> tuple[tuple[str, str], ...]:
+    def stored_states(self) -> tuple[tuple[str, str], ...]:
         """Return the states, each with the code of a storage that it takes."""
         return tuple(
             (state, "exp_avg_sq" if state in self.squares else "exp_avg") for state in self.states
@@ -81,9 +81,9 @@ TINY = 2.0**-126
 
 
 def moving_average(average: Any, value: Any, share: Any) -> Any:
-    """Return an average after it has taken in a ``share`` of a value.
+    """Return an average moved towards a value by the factor ``share``.
 
-    A share of 1, of a beta of 0, gives the value itself.
+    A ``share`` of 1, where beta is 0, gives the value itself.
 
     In float32 ``average + (value - average)`` is not the value: a large average absorbs a small
     one.

@@ -83,7 +83,7 @@ class MatrixRule:
     stacks: bool = False
 
     @property
-    def kept(self) -> tuple[tuple[str, str], ...]:
+    def stored_states(self) -> tuple[tuple[str, str], ...]:
         """Return the states beside the weight, each with the code of a storage that it takes."""
         return tuple((name, "exp_avg") for name in self.beside)
 
@@ -147,8 +147,8 @@ def _root_mean_square(matrix: Tensor) -> Tensor:
 # ── Muon ──────────────────────────────────────────────────────────────────────────────────────────
 
 NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of an odd quintic that lifts small singular values fast; it ends in a band around 1 (0.68 …
-1.21), not at 1 itself.
+"""Coefficients of an odd quintic that lifts small singular values fast. It ends in a band around 1
+(0.68 … 1.21), not at 1 itself.
 """
 
 LR_SCALES: dict[str, Callable[[int, int], float]] = {
