@@ -27,7 +27,7 @@ REFUSALS: dict[str, tuple[dict[Any, Any], list[dict[str, Any]], str]] = {
     "a group's step": ({0: {name: GOOD[name] for name in MOMENTS}}, [{"params": [0], "step": 3}], "lacks 'step'"),
     "another shape": ({0: {**GOOD, "exp_avg": torch.zeros(5)}}, [{"params": [0]}], "its state has shape"),
     "more parameters": ({0: GOOD}, [{"params": [0, 1]}], "has 2 parameters, and the optimizer has 1"),
-    "names as keys": ({"0": GOOD}, [{"params": [0]}], "no numbers of its parameters"),
+    "names as keys": ({"0": GOOD}, [{"params": [0]}], "not numbers of its parameters"),
     "codes": ({0: {**GOOD, "exp_avg": torch.zeros(4).as_subclass(Packed)}}, [{"params": [0]}], "packed as Packed"),
 }  # fmt: skip
 

@@ -59,7 +59,7 @@ def otherwise_stored(optimizer: ng.Optimizer) -> None:
 REFUSED = {
     sparse: "gradient is sparse",
     turned: "gradient has the shape",
-    retyped: "parameter is float32 .* made for bfloat16",
+    retyped: "parameter is float32 .* state is for bfloat16",
     otherwise_stored: "storage was changed to 'exact', and its states are in 'word'",
 }
 
