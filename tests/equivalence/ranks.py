@@ -35,6 +35,14 @@ from equivalence.ways import (
 NUM_RANKS = 4
 WAYS = {"fsdp2": 2, "ddp": 2, "replicated": 2, "hsdp": 4, "resumed_on_three": 3}
 """On how many ranks each way trains."""
+RECIPES_OF = {
+    "fsdp2": RECIPES,
+    "ddp": RECIPES[::2],
+    "replicated": RECIPES[1::2],
+    "hsdp": (*RECIPES[1::2], *MORE),
+    "resumed_on_three": RECIPES,
+}
+"""The recipes of each way: all are sharded and resumed, and replicated in one way."""
 
 
 def reproducible(recipe: str, mesh: Any = None, **options: Any) -> Training:
@@ -119,14 +127,14 @@ def on_a_rank(rank: int, folder: Path) -> dict[tuple[str, str], dict[str, str]]:
     for recipe in RECIPES:
         if rank < 2:
             fingerprints["fsdp2", recipe] = fsdp2(recipe, half, folder)
-        else:
+        elif recipe in RECIPES_OF["ddp"]:
             fingerprints["ddp", recipe] = ddp(recipe, half)
+        else:
             fingerprints["replicated", recipe] = replicated(recipe, half)
     dist.barrier()
     three = DeviceMesh("cpu", list(range(3)))
-    for recipe in RECIPES:
+    for recipe in RECIPES_OF["hsdp"]:
         fingerprints["hsdp", recipe] = hsdp(recipe, grid)
-        if rank < 3:
-            fingerprints["resumed_on_three", recipe] = resumed_on_three(recipe, three, folder)
-    fingerprints |= {("hsdp", recipe): hsdp(recipe, grid) for recipe in MORE}
+    for recipe in RECIPES if rank < 3 else ():
+        fingerprints["resumed_on_three", recipe] = resumed_on_three(recipe, three, folder)
     return fingerprints

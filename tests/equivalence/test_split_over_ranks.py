@@ -1,5 +1,5 @@
-"""A model split over ranks has the bits of one process: every storage and rule, saved and loaded half
-way.
+"""A model split over ranks has the bits of one process: every kind of storage and every rule, saved
+and loaded on the way.
 
 Gradients are known and shared out: the products of two ranks add up in another order than those of
 one. Under sequence parallelism each rank has a part of the gradient of a weight that all ranks
@@ -36,7 +36,7 @@ import narrowgauge as ng
 from equivalence.ways import HALF, STEPS, Training, fingerprint, load_dcp, save_dcp
 from narrowgauge.distributed.sharding import fingerprint_whole
 from narrowgauge.spec.storages import STORAGES
-from optim.scenarios import OPTIMIZERS
+from optim.scenarios import OPTIMIZERS, REPRESENTATIVES
 from ranks import run_ranks
 
 NUM_RANKS = 4
@@ -51,7 +51,7 @@ RULES = (
 )
 """Other rules and odd storages, with stacks of matrices."""
 WAYS = {
-    "two tensor ranks": tuple(STORAGES),
+    "two tensor ranks": tuple(REPRESENTATIVES),
     "four tensor ranks": SOME,
     "fsdp2": (*SOME, *RULES),
     "fsdp2 and tensor": SOME,

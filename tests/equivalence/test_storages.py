@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import narrowgauge as ng
 from equivalence.ways import HALF, STEPS, Training, fingerprint
-from narrowgauge.spec.storages import STORAGES
+from narrowgauge.spec.storages import STATE_NAMES, STORAGES
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -85,7 +85,7 @@ def plain(storage: str) -> dict[str, str]:
 
 
 def moved(storage: str, move: Callable[[Training], Training]) -> dict[str, str]:
-    """Go on with what ``move`` makes of a training after half of the steps."""
+    """Go on with what ``move`` makes of a training before its last step."""
     return fingerprint(train(move(train(start(storage), range(HALF))), range(HALF, STEPS)))
 
 
@@ -199,6 +199,21 @@ def test_every_storage(way: Callable[[str], dict[str, str]]) -> None:
         if not result or any(plain(storage)[name] != value for name, value in result.items()):
             different.append(storage)
     assert different == []
+
+
+def test_exact_is_master_to_the_bit() -> None:
+    """In each step, and from the random low bits that both begin with."""
+    histories = []
+    for storage in ("exact", "master"):
+        training = start(storage)
+        values = []
+        for step in range(STEPS):
+            train(training, range(step, step + 1))
+            for p in training.model.parameters():
+                for name in ("weight", *STATE_NAMES):
+                    values.append(training.optimizer.stored(p, name))
+        histories.append(values)
+    assert all(map(torch.equal, *histories))
 
 
 def test_a_mask_in_each_step_leaves_the_other_weights() -> None:

@@ -54,7 +54,7 @@ def results(folder: Path) -> list[dict[tuple[str, str], dict[str, str]]]:
 
 @pytest.mark.parametrize(
     ("way", "recipe"),
-    [*itertools.product(ranks.WAYS, RECIPES), *(("hsdp", recipe) for recipe in MORE)],
+    [(way, recipe) for way, recipes in ranks.RECIPES_OF.items() for recipe in recipes],
 )
 def test_ranks(way: str, recipe: str, results: list[dict[tuple[str, str], dict[str, str]]]) -> None:
     on_each_rank = []

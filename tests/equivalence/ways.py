@@ -1,4 +1,4 @@
-"""A tiny Llama trained for six steps, and the ways that must leave the bits of the plain loop.
+"""A tiny Llama trained for four steps, and the ways that must leave the bits of the plain loop.
 
 A *way* takes the name of a recipe, trains, and returns a :func:`fingerprint`. The ways here run in
 one process; those on several ranks are in ``ranks.py``.
@@ -42,8 +42,9 @@ MORE = (
 """Recipes whose scales or factors could depend on how a model is shared out, or be forgotten when
 it is resumed; words of 64 bits, and parts of float16.
 """
-STEPS = 6
+STEPS = 4
 HALF = 3
+"""After how many steps a training is moved: an odd number, so that a subspace of two steps goes on."""
 MICRO_BATCHES = 4
 SHAPE = {
     "vocab_size": 48, "max_position_embeddings": 16, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -170,7 +171,7 @@ def compiled(recipe: str) -> dict[str, str]:
 
 
 def moved(recipe: str, move: Callable[[Training], Training]) -> dict[str, str]:
-    """Go on with what ``move`` makes of a training after half of the steps."""
+    """Go on with what ``move`` makes of a training before its last step."""
     return fingerprint(train(move(train(start(recipe), range(HALF))), range(HALF, STEPS)))
 
 
@@ -247,7 +248,7 @@ def recorded(recipe: str) -> dict[str, str]:
 
 
 def checked(recipe: str) -> dict[str, str]:
-    """Check the set-up before the first step and after the fourth."""
+    """Check the set-up before the first step and before the last."""
     training = start(recipe)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -77,6 +77,8 @@ def test_names_and_config_stay_and_values_are_transformers_own_where_the_row_is(
         == plain.config._experts_implementation
         != IMPLEMENTATION
     )
+    for layer in model.model.layers:  # all experts at once, through transformers' registry
+        assert layer.mlp.experts.config._experts_implementation == IMPLEMENTATION
     # A CPU without bfloat16 products computes transformers' own in another order.
     ours, theirs = (candidate(TOKENS).logits for candidate in (model, plain))
     torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=2**-9)

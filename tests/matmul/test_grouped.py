@@ -103,7 +103,7 @@ ROW = COMPUTES["float8-row"]
 def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Take the CPU for a chip, and stand-ins for its kernels."""
     monkeypatch.setattr(native, "architecture_of", lambda device: "sm90")
-    monkeypatch.setattr(torch, "_scaled_mm", device_rules.scaled_mm_v1("sm90"))
+    monkeypatch.setattr(torch, "_scaled_mm", device_rules.scaled_mm_v1)
     monkeypatch.setattr(torch, "_scaled_grouped_mm", device_rules.scaled_grouped_mm)
     native._works.cache_clear()
     grouped.works.cache_clear()

@@ -50,12 +50,18 @@ def check(addends: Sequence[float], dtype: torch.dtype = torch.float32) -> None:
     assert summed(rounded_addends, dtype) == [expected] * 3, rounded_addends
 
 
+@pytest.mark.parametrize("looks_at_values", [True, False])
 @pytest.mark.parametrize("dtype", FORMATS)
-def test_pairs_of_every_edge(dtype: torch.dtype) -> None:
+def test_pairs_of_every_edge(
+    dtype: torch.dtype, looks_at_values: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also as on a GPU, where no branch looks at a value."""
+    if not looks_at_values:
+        monkeypatch.setattr(exact_sums, "on_cpu", lambda _: False)
     largest = torch.finfo(dtype).max
     edges = [max(-largest, min(largest, edge)) for edge in EDGES]
     pairs = torch.tensor(list(itertools.product(edges, repeat=2)), dtype=dtype).T.contiguous()
-    sums = sum_rows(pairs, torch.empty(pairs.shape[1]))
+    sums = sum_rows(pairs, torch.empty(pairs.shape[1]), is_wide=not looks_at_values)
     assert sums.tolist() == [sum_on_grid(pair) for pair in pairs.T.tolist()]
 
 

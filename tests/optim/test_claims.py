@@ -9,12 +9,11 @@ import torch
 
 import expectations
 import narrowgauge as ng
-from narrowgauge.spec.storages import STATE_NAMES, STORAGES
+from narrowgauge.spec.storages import STORAGES
 from narrowgauge.torch_support.machine import compiler_missing
 from optim.pairs import parameters
 from optim.scenarios import OPTIMIZERS, REPRESENTATIVES, kind, stall
 from oracles.adamw import AdamW64
-from tensors import assert_same_bits, take_steps
 
 # Of the stored displacement, relative; no storage of weights without a tail can hold more, see
 # below.
@@ -194,25 +193,6 @@ def test_second_moment_of_a_constant_gradient(storage: str, bound: float) -> Non
     mean = float(optimizer.stored(weight, "exp_avg_sq").double().mean())
     assert abs(start / limit - 0.95) < 0.02
     assert abs(mean / exact - 1) < bound
-
-
-def test_exact_is_master_to_the_bit() -> None:
-    results = []
-    for storage in ("exact", "master"):
-        optimizer = ng.AdamW(
-            parameters(storage, [(7, 13)]),
-            lr=1e-2,
-            storage=storage,
-            compile=False,
-            max_grad_norm=1.0,
-        )
-        take_steps(optimizer, range(300), scale=0.01)
-        (weight,) = optimizer.param_groups[0]["params"]
-        stored = {}
-        for name in ("weight", *STATE_NAMES):
-            stored[name] = optimizer.stored(weight, name)
-        results.append({"visible": weight.detach(), **stored})
-    assert_same_bits(*results)
 
 
 @pytest.mark.parametrize(

@@ -81,18 +81,6 @@ def test_a_first_step_begins_in_the_cell_and_the_rest_is_as_ever(storage: str) -
         assert stored.unique().numel() > min(p.numel() // 3, 60)
 
 
-def test_exact_and_master_begin_alike_and_word_with_their_upper_bits() -> None:
-    stored = {}
-    for storage in ("exact", "master", "word", "split"):
-        optimizer = build("adamw", parameters(storage), storage, lr=0.0, low_bits="random")
-        optimizer.make_missing(optimizer.param_groups[0], parameters_of(optimizer))
-        stored[storage] = optimizer.stored(parameters_of(optimizer)[0])
-    assert torch.equal(stored["exact"], stored["master"])
-    assert torch.equal(stored["exact"], stored["split"])
-    difference = (stored["word"] - stored["exact"]).abs()
-    assert bool((difference <= 2.0**-15 * stored["exact"].abs()).all())
-
-
 def test_own_low_bits_are_kept() -> None:
     stored = []
     for low_bits in ("zero", "random"):

@@ -4,6 +4,7 @@ that run.
 
 from __future__ import annotations
 
+import itertools
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -156,6 +157,14 @@ def test_a_stage_holds_no_more_micro_batches_than_there_are_and_only_the_last_ha
     stages = stages_of(shallow, layout)
     assert [stage[:2] for stage in stages] == [(0, 8), (1, 9), (3, 8)]
     assert stage_layers(31, 4) == (9, False)
+    for num_layers, num_stages in itertools.product(range(1, 40), range(2, 9)):
+        largest, has_head = stage_layers(num_layers, num_stages)
+        shorter = 0 if has_head else min(2, num_stages - 1)
+        assert has_head == (num_layers % num_stages == 0)
+        if (
+            num_layers > num_stages
+        ):  # the fewest layers with which all stages together hold the model
+            assert 0 <= num_stages * largest - shorter - num_layers < num_stages
     for zero in (1, 2, 3):  # a layer's gradients are among the stage's, where weights are sharded
         layout = Layout(shard=2, pipeline=2, zero=zero, micro_batches=2)
         moment = worst_moment(estimate(layout=layout, length=64), Stage(0, 16, 1))
