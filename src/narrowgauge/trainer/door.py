@@ -32,7 +32,7 @@ _OF_THE_RATE = ("lr", "steps", "schedule", "warmup_steps", "min_lr_ratio")
 
 
 class Entry(NamedTuple):
-    """A run that may begin: its checked settings, and its record if it goes on."""
+    """The checked settings of a run that may begin, and its record if it goes on."""
 
     config: TrainConfig
     run: Run | None = None

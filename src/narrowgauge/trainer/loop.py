@@ -203,14 +203,15 @@ def _run(session: Session, recorder: RunRecorder, console: Console, reasons: Rea
     console.say(
         f"Stopped after step {session.step}. Continue with: narrowgauge resume {session.folder}"
     )
+    failures = [reason for reason in reasons if isinstance(reason, OSError)]
     signals = [reason for reason in reasons if isinstance(reason, int)]
     number = session.here.largest(max(signals, default=0))
     if number == signal.SIGINT:
         raise KeyboardInterrupt
     if number:
         raise Terminated
-    for failure in reasons:
-        raise failure
+    if failures:
+        raise failures[0]
 
 
 def _is_due(step: int, every: int) -> bool:
@@ -246,7 +247,7 @@ def _ended(session: Session, recorder: RunRecorder, console: Console) -> Iterato
 @contextmanager
 def _signals(reasons: Reasons) -> Iterator[None]:
     """Add the first SIGINT, SIGTERM or SIGHUP to the reasons. A second one ends the process."""
-    before = {}
+    before: dict[int, Any] = {}
 
     def receive(number: int, frame: Any) -> None:
         reasons.append(number)
@@ -302,18 +303,17 @@ class Console:
         """Print a row that was written."""
         step = row["step"]
         place = f"step {step:>6}/{self.config.steps}"
+        is_due = _is_due(step, self.config.log_every) or step in (1, self.config.steps)
         if kind == "evals":
             self.say(f"{place}  {EVAL['val_loss'].text(row)}")
         elif kind == "events":
             self.event(row)
-        elif kind == "steps" and (
-            _is_due(step, self.config.log_every) or step in (1, self.config.steps)
-        ):
+        elif kind == "steps" and is_due:
             words = [STEP[name].text(row) for name in _COLUMNS if row.get(name) is not None]
             self.say("  ".join([place, *words]))
 
     def event(self, row: Row) -> None:
-        """Print an event that needs attention. An alarm of a step is told of one tensor."""
+        """Print an event that needs attention. Of the alarms of a step print one tensor's."""
         what = row["what"].replace("-", " ")
         line = f"{what}: {sentences(row['advice'])}"
         if row["what"] in _ROUTINE:
