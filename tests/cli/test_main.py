@@ -17,6 +17,7 @@ import narrowgauge.trainer
 from narrowgauge.errors import Terminated
 from narrowgauge.report import publishing
 from narrowgauge.runs.writer import RunWriter
+from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.data.tokens import Document, load_tokenizer, write_tokens
 from trainer.tiny_runs import ENVIRONMENT, call
 
@@ -43,7 +44,7 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Calls]:
     """Stand-ins for the trainer's verbs, in an empty folder."""
     monkeypatch.chdir(tmp_path)
     recorded: dict[str, Calls] = {}
-    for module, verbs in {"loop": ("train",), "export": ("export",)}.items():
+    for module, verbs in {"loop": ("train_entry",), "export": ("export",)}.items():
         stand_in = ModuleType(f"narrowgauge.trainer.{module}")
         for verb in verbs:
             recorded[verb] = Calls()
@@ -57,7 +58,8 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Calls]:
 def asked(calls: dict[str, Calls], *words: str) -> dict[str, Any]:
     result = call("train", "--data", "tokens", *words)
     assert result.exit_code == 0, result.stderr
-    [(settings,)] = calls["train"]
+    [(entry,)] = calls["train_entry"]
+    settings: dict[str, Any] = entry.config.to_dict()
     return settings
 
 
@@ -67,7 +69,7 @@ def test_a_flag_overrules_the_file_and_the_file_the_default(
     (tmp_path / "my.toml").write_text("steps = 7\nbatch_size = 4\n")
     settings = asked(calls, "--config", "my.toml", "--steps", "9")
     assert [settings[name] for name in ("steps", "batch_size")] == [9, 4]
-    assert "sequence_length" not in settings
+    assert settings["sequence_length"] == TrainConfig().sequence_length
 
 
 WITHOUT_TORCH = """
@@ -87,16 +89,25 @@ REFUSED_AT_ONCE = [
     "compare --recipes bfloat16/wrod", "compare --recipes bfloat16/word --model lama", "compare --out nowhere",
     "compare --recipes bfloat16/word --steps 0", "compare --recipes bfloat16/word --data nowhere", "compare --recpies x",
     "plan run --model llama-1m --recipe bfloat16/word --chip h101", "report nowhere", "show recipe nowhere",
+    "train --out done --lr 1", "train --out done --seed 3", "resume done --stop-after 0",
 ]  # fmt: skip
+FINISHED = ["train --out done", "resume done", "train --out done --steps 1"]
 
 
-def test_what_is_refused_is_refused_before_torch_is_loaded(tmp_path: Path) -> None:
+def test_what_is_refused_or_finished_says_so_before_torch_is_loaded(tmp_path: Path) -> None:
     RunWriter.create(tmp_path / "odd", {"config": {"nonsense": 1}}).close()
+    tokens = write_tokens([Document("a", "text")], *load_tokenizer(None), tmp_path / "tokens")
+    config = {"recipe": "bfloat16/word", "data": str(tokens), "steps": 1}
+    with RunWriter.create(tmp_path / "done", {"config": config}) as writer:
+        writer.summary({"steps": 1, "val_loss": 4.0})
     process = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TORCH], input="\n".join(REFUSED_AT_ONCE), capture_output=True, text=True,
+        [sys.executable, "-c", WITHOUT_TORCH], input="\n".join(REFUSED_AT_ONCE + FINISHED), capture_output=True, text=True,
         check=False, cwd=tmp_path, env=ENVIRONMENT,
     )  # fmt: skip
-    assert process.stdout.splitlines() == [f"2 {line}" for line in REFUSED_AT_ONCE], process.stderr
+    printed = [f"2 {line}" for line in REFUSED_AT_ONCE]
+    for line in FINISHED:
+        printed += ["done is finished: 1 step.", "done", f"0 {line}"]
+    assert process.stdout.splitlines() == printed, process.stderr
     assert len(process.stderr.splitlines()) == len(REFUSED_AT_ONCE)
 
 
@@ -114,20 +125,20 @@ def test_a_value_too_long_for_a_path_costs_one_line(words: tuple[str, ...]) -> N
 def test_an_interruption_is_a_line(
     interruption: type[BaseException], status: int, calls: dict[str, Calls]
 ) -> None:
-    calls["train"].answer = interruption("saved at step 7.")
+    calls["train_entry"].answer = interruption("saved at step 7.")
     result = call("train", "--data", "tokens")
     assert (result.exit_code, result.stderr) == (status, "Interrupted: saved at step 7.\n")
 
 
 def test_a_fault_of_ours_is_not_hidden(calls: dict[str, Calls]) -> None:
-    calls["train"].answer = ZeroDivisionError("ours")
+    calls["train_entry"].answer = ZeroDivisionError("ours")
     assert isinstance(call("train", "--data", "tokens").exception, ZeroDivisionError)
 
 
 def test_too_little_memory_costs_one_line_with_advice(calls: dict[str, Calls]) -> None:
     with pytest.raises(RuntimeError, match="can't allocate memory") as refusal:
         torch.empty(1 << 60)
-    calls["train"].answer = refusal.value
+    calls["train_entry"].answer = refusal.value
     result = call("train", "--data", "tokens")
     assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
     assert "smaller batches" in result.stderr

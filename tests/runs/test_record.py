@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import narrowgauge.runs.atomic_io
+import narrowgauge.runs.record as record_module
 import narrowgauge.runs.writer as writer_module
 from narrowgauge.errors import RecordError
 from narrowgauge.report.publishing import read_runs
@@ -105,7 +106,7 @@ DAMAGED_LINES = {
     "no step": (3, b'{"loss":0.5}'),
     "half a step": (3, b'{"step":2.5,"loss":0.5}'),
     "a step of before": (3, b'{"step":1,"loss":0.5}'),
-    "a step of after": (2, b'{"step":36,"loss":0.5}'),
+    "no checksum of its text": (2, b'{"step":2,"loss":0.5,"crc":"00000000"}'),
     "the last": (4, b'{"step":4,"loss'),
 }
 
@@ -126,6 +127,51 @@ def test_a_damaged_line_costs_that_line(damage: str, folder: Path) -> None:
         writer.append("steps", {"step": 5, "loss": 0.0})
     run = read_run(folder)
     assert [row["step"] for row in run.steps] == [*undamaged_steps, 5] and not run.notes
+
+
+ROWS = {
+    "steps": {"loss": 2.5, "lr": 0.001, "grad_norm": math.inf, "tokens": 4096, "skipped": False},
+    "evals": {"val_loss": 2.25, "tokens": 4096, "accuracy": 0.5},
+    "events": {"what": "note", "advice": "half of the data", "value": 0.5, "severity": "note"},
+    "gauges": {"tensors": {"grad:a.weight": [0.25, None, 41.5, 3]}},
+    "fingerprints": {"tensors": {"grad:a.weight": [12345678901234567890, 1.5, 64]}},
+}
+
+
+@pytest.mark.parametrize("kind", ROWS)
+def test_no_flipped_bit_passes_for_a_value(kind: str, tmp_path: Path) -> None:
+    """Each row has its values, or is dropped with a note; the last line may be torn without one."""
+    written = [{"step": step, **ROWS[kind]} for step in (1, 2)]
+    with RunWriter.create(tmp_path / "run", RUN) as writer:
+        for row in written:
+            writer.append(kind, row)
+    file = tmp_path / "run" / f"{kind}.jsonl"
+    content = file.read_bytes()
+    for place in range(len(content)):
+        for bit in (0, 5):  # the next digit or letter, and the other case
+            damaged = bytearray(content)
+            damaged[place] ^= 1 << bit
+            file.write_bytes(damaged)
+            notes: list[str] = []
+            rows = record_module.read_rows(file, notes)
+            for row in rows:
+                [same] = [x for x in written if x["step"] == row["step"]]
+                assert row.items() >= same.items(), (place, bit, row)
+            is_torn = place == len(content) - 1
+            assert len(rows) == 2 or notes or is_torn, (place, bit, rows)
+
+
+def test_no_flipped_bit_passes_for_a_value_of_the_summary(folder: Path) -> None:
+    file = folder / "summary.json"
+    content = file.read_bytes()
+    summary = read_run(folder).summary
+    for place in range(len(content)):
+        damaged = bytearray(content)
+        damaged[place] ^= 1
+        file.write_bytes(damaged)
+        notes: list[str] = []
+        read = record_module.read_summary(file, notes)
+        assert notes if read is None else read.items() >= summary.items(), (place, read)
 
 
 def test_a_damaged_summary_is_no_summary(folder: Path) -> None:

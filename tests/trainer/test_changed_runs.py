@@ -189,6 +189,7 @@ ROW_FAULTS = {
     "a step twice": ("steps", lambda text: text.replace(b'"step":3', b'"step":2', 1), 1),
     "two rows in one": ("steps", lambda text: text.replace(b"}\n", b"}J", 1), 2),
     "rows that are gone": ("steps", lambda text: b"".join(text.splitlines(keepends=True)[2:]), 2),
+    "a name": ("evals", lambda text: text.replace(b'"val_loss"', b'"val_losq"', 1), 0),
     "an evaluation": ("evals", lambda text: text.replace(b'"val_loss"', b'"val_loss', 1), 0),
     "a gauge": ("gauges", lambda text: b"{" + text, 0),
     "an event": ("events", lambda text: text.replace(b'"what"', b'"whit"', 1), 0),

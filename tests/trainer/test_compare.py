@@ -26,6 +26,7 @@ from narrowgauge.spec.recipes import Recipe
 from narrowgauge.trainer import loop
 from narrowgauge.trainer.compare import compare, define, run_comparison
 from narrowgauge.trainer.config import TrainConfig
+from narrowgauge.trainer.door import Entry
 from trainer.tiny_runs import bytes_of, lasting, settings
 
 
@@ -177,8 +178,8 @@ def test_finished_runs_are_kept(first: tuple[Path, str], base: TrainConfig) -> N
     before = list(map(bytes_of, folders))
     assert done(base, first[0]).count("earlier") == 4
     omitted = define(RECIPES, {"data": base.data}, seeds=2, out=first[0])
-    for config, folder in zip(omitted, folders, strict=True):
-        assert config.to_dict() == {**read_run(folder).config, "out": str(folder)}
+    for entry, folder in zip(omitted, folders, strict=True):
+        assert entry.config.to_dict() == {**read_run(folder).config, "out": str(folder)}
     assert list(map(bytes_of, folders)) == before
 
 
@@ -202,17 +203,17 @@ def test_runs_on_other_tokens_are_not_compared(
 def test_an_interrupted_comparison_says_how_to_resume_and_resumes_with_the_same_bits(
     first: tuple[Path, str], base: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    true_train = loop.train
+    true_train = loop.train_entry
     out = tmp_path / "out"
 
-    def train(config: TrainConfig, **more: Any) -> Path:
-        if "naive" in str(config.out):
-            true_train(replace(config, stop_after=3), **more)
+    def train(entry: Entry, **more: Any) -> Path:
+        if "naive" in str(entry.folder):
+            true_train(entry._replace(config=replace(entry.config, stop_after=3)), **more)
             raise Terminated
-        return true_train(config, **more)
+        return true_train(entry, **more)
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "train", train)
+        patch.setattr(loop, "train_entry", train)
         with pytest.raises(
             Terminated, match=rf"1 of 2 runs are done\. Give the same command with --out {out}"
         ):

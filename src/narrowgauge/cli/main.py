@@ -24,6 +24,7 @@ from narrowgauge.cli import flags, planning
 from narrowgauge.cli.exit_status import CommandGroup, help_without_command
 from narrowgauge.errors import ChipError, RankError
 from narrowgauge.runs.foreign_logs import is_log
+from narrowgauge.runs.places import require_free
 from narrowgauge.runs.record import read_run
 from narrowgauge.spec import show, tables
 from narrowgauge.spec.recipes import Recipe
@@ -49,22 +50,30 @@ def keep_pages(mmap_threshold: int = 1 << 30, trim_threshold: int = (1 << 31) - 
         libc.mallopt(m_trim_threshold, trim_threshold)
 
 
-def _train(settings: dict[str, Any]) -> None:
+def _train(settings: dict[str, Any], *, goes_on: bool = False) -> None:
     """Train as one of the ranks of torchrun, or alone, and print the folder of the run."""
     from narrowgauge.distributed import job
     from narrowgauge.trainer import door
 
+    entry = None
     if job.world_size() == 1:
-        door.enter(settings)  # refuse what is wrong before PyTorch is loaded
+        # Before PyTorch is loaded: refuse what is wrong, and say that a run is finished.
+        entry = door.enter(settings, goes_on=goes_on)
+        line = entry.nothing_left()
+        if line:
+            return click.echo(f"{line}\n{entry.folder}")
     from narrowgauge.trainer import loop
 
     keep_pages()
     # PyTorch's own, at every step.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
     with job.joined():
-        folder = loop.train(settings)
+        if entry is None:
+            entry = loop.enter(settings, goes_on=goes_on)
+        folder = loop.train_entry(entry)
     if job.rank() == 0:
         click.echo(folder)
+    return None
 
 
 def _require_one_process(command: str) -> None:
@@ -264,10 +273,7 @@ def resume(folder: Path, stop_after: int | None) -> None:
     It is train --out DIR without other settings. On one rank the result is bit-identical to an
     uninterrupted run.
     """
-    from narrowgauge.trainer import door
-
-    door.run_of_trainer(folder)  # refuse a folder without one
-    _train(flags.given({"out": str(folder), "stop_after": stop_after}))
+    _train(flags.given({"out": str(folder), "stop_after": stop_after}), goes_on=True)
 
 
 @main.command(
@@ -303,8 +309,8 @@ def compare(
     from narrowgauge.trainer import compare as comparing
 
     keep_pages()
-    configs = comparing.define(recipes, flags.given(settings), seeds=seeds, out=out)
-    comparison, page = comparing.run_comparison(configs, sys.stderr if as_json else sys.stdout)
+    entries = comparing.define(recipes, flags.given(settings), seeds=seeds, out=out)
+    comparison, page = comparing.run_comparison(entries, sys.stderr if as_json else sys.stdout)
     if as_json:
         return tables.write_json(comparison.rows)
     tables.write(comparison.table())
@@ -356,6 +362,10 @@ def report(runs: tuple[Path, ...], out: Path | None, table: bool, follow: bool) 
 def export(folder: Path, out: Path) -> None:
     """Export the model of the run in DIR to a Hugging Face folder OUT."""
     _require_one_process("export")
+    from narrowgauge.trainer import door
+
+    require_free(out, "write")
+    door.run_of_trainer(folder)
     from narrowgauge.trainer import export as exporting
 
     click.echo(exporting.export(folder, out))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerState
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.integrations.recording import RecordedCallback
@@ -94,43 +94,40 @@ def save_for_torch(trainer: Trainer, checkpoint: str | Path) -> None:
 class NarrowgaugeCallback(RecordedCallback, TrainerCallback):
     """Record a run of ``transformers.Trainer``, and log the optimizer's audit.
 
-    Each step has a row, with the tokens of its ``input_ids``.
+    Each step has a row, with the tokens of its ``input_ids``. The Trainer gives a loss only to its
+    log entries: set ``logging_steps=1`` for each step's own, and ``logging_nan_inf_filter=False``
+    to see a NaN. The arguments are those of every recorded callback; the folder is ``narrowgauge``
+    in ``output_dir`` if none is given.
 
-    The Trainer gives a loss only to its log entries: set ``logging_steps=1``
-    for each step's own, and ``logging_nan_inf_filter=False`` to see a NaN. A new training never
-    overwrites a record: it takes ``folder-2`` and so on. A resumed training continues in the last.
-
-    Args:
-        folder: the run folder; ``None`` takes ``narrowgauge`` in ``output_dir``.
-        gauges_every: steps between samples of the gauges; 0 for none.
     Example:
         >>> callback = NarrowgaugeCallback(gauges_every=100)
         >>> trainer = Trainer(model, args, callbacks=[callback])  # doctest: +SKIP
     """
 
-    _count: Any = None  # the hook that counts tokens
-
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **named: Any) -> None:
-        self._close(finished=False)  # from an interrupted training
-        if self._count is not None:
-            self._count.remove()
-        self._num_ranks = args.world_size
-        self._open(
-            args.output_dir,
-            named["model"],
-            unwrapped(named["optimizer"]),
-            state.global_step,
-            settings=_settings(args, state),
-            max_grad_norm=args.max_grad_norm or None,
-        )
-        self._tokens = 0
         model: Any = named["model"]
-        self._count = model.register_forward_pre_hook(self._count_tokens, with_kwargs=True)
+        optimizer = unwrapped(named["optimizer"])
+        limit = args.max_grad_norm or None
+        parts = args.gradient_accumulation_steps
+        settings = {
+            "steps": state.max_steps,
+            "batch_size": args.per_device_train_batch_size * parts * args.world_size,
+            "gradient_accumulation_steps": parts,
+            "schedule": str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)),
+            "max_grad_norm": args.max_grad_norm,
+            "seed": args.seed,
+        }
+        self._open(
+            args.output_dir, model, optimizer, state.global_step, settings=settings, max_grad_norm=limit
+        )  # fmt: skip
 
-    def _count_tokens(self, model: Any, args: Any, named: dict[str, Any]) -> None:
-        tokens = named.get("input_ids")
-        if model.training and tokens is not None:
-            self._tokens += tokens.numel() * self._num_ranks
+        def count_tokens(model: Any, inputs: Any, named_inputs: dict[str, Any]) -> None:
+            tokens = named_inputs.get("input_ids")
+            if model.training and tokens is not None:
+                self.tokens += tokens.numel() * args.world_size
+
+        hook = model.register_forward_pre_hook(count_tokens, with_kwargs=True)
+        self._undo.callback(hook.remove)
 
     def on_step_begin(self, args: Any, state: TrainerState, control: Any, **named: Any) -> None:
         self._record_step(state)
@@ -138,9 +135,7 @@ class NarrowgaugeCallback(RecordedCallback, TrainerCallback):
     def _record_step(self, state: TrainerState, loss: float | None = None, **columns: Any) -> None:
         """Record the last step, unless it is recorded. The loss comes only with a log entry."""
         if self.recorder is not None and self.recorder.num_steps < state.global_step:
-            tokens = self._tokens or None
-            self._tokens = 0
-            self.recorder.step(loss, tokens=tokens, **columns)
+            self._step(loss, **columns)
 
     def on_log(self, args: Any, state: TrainerState, control: Any, **named: Any) -> None:
         logs = named.get("logs") or {}
@@ -159,23 +154,8 @@ class NarrowgaugeCallback(RecordedCallback, TrainerCallback):
 
     def on_evaluate(self, args: Any, state: TrainerState, control: Any, **named: Any) -> None:
         self._record_step(state)
-        loss = (named.get("metrics") or {}).get("eval_loss")
-        if self.recorder is not None and loss is not None:
-            self.recorder.evaluate(loss)
+        self._evaluate((named.get("metrics") or {}).get("eval_loss"))
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **named: Any) -> None:
         self._record_step(state)
-        self._count.remove()
         self._close(finished=state.global_step >= state.max_steps)
-
-
-def _settings(args: TrainingArguments, state: TrainerState) -> dict[str, Any]:
-    parts = args.gradient_accumulation_steps
-    return {
-        "steps": state.max_steps,
-        "batch_size": args.per_device_train_batch_size * parts * args.world_size,
-        "gradient_accumulation_steps": parts,
-        "schedule": str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)),
-        "max_grad_norm": args.max_grad_norm,
-        "seed": args.seed,
-    }

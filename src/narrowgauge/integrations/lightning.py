@@ -34,13 +34,11 @@ class NarrowgaugeMonitor(RecordedCallback, Callback):
     """Record a fit as ``narrowgauge train`` records its runs, and send the numbers to the Trainer's
     loggers.
 
-    Losses and weights have the same bits with and without it. A new fit never overwrites a record:
-    it takes ``folder-2``, ``folder-3`` …. A resumed fit continues in the last of them.
+    Losses and weights have the same bits with and without it. The folder is ``narrowgauge`` in the
+    Trainer's ``default_root_dir`` if none is given.
 
     Args:
-        folder: the run folder; ``None`` takes ``narrowgauge`` in the Trainer's
-            ``default_root_dir``.
-        gauges_every: steps between samples of the gauges; 0 for none.
+        folder, gauges_every: of every recorded callback.
         loss, val_loss: the names of the losses that the module logs. A loss that ``training_step``
             returns takes precedence.
         tokens: counts a batch's tokens; ``None`` records none.
@@ -59,15 +57,14 @@ class NarrowgaugeMonitor(RecordedCallback, Callback):
         gauges_every: int = 0,
         loss: str = "loss",
         val_loss: str = "val_loss",
-        tokens: Callable[[Any], int] | None = None,
+        tokens: Callable[[Any], int] = lambda batch: 0,
     ) -> None:
         super().__init__(folder, gauges_every=gauges_every)
         self._loss_name = loss
         self._val_loss_name = val_loss
         self._count = tokens
-        self._step = 0
-        self._tokens: int | None = None
-        self._loss: Tensor | None = None
+        self._num_steps = 0
+        self._losses: list[Tensor] = []
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Keep the random bits of narrow layers apart on ranks, before DistributedDataParallel
@@ -76,64 +73,52 @@ class NarrowgaugeMonitor(RecordedCallback, Callback):
         keep_ranks_apart(pl_module)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        optimizer = trainer.optimizers[0]
         count = len(trainer.optimizers)
         if count > 1:
             warnings.warn(
                 f"Of {count} optimizers, the record shows the rate and the audit of the first.",
                 stacklevel=2,
             )
-        self._step = trainer.global_step
-        self._loss = None
-        self._tokens = None
-        settings = {}
-        for name in _SETTINGS:
-            if getattr(trainer, name, None) is not None:
-                settings[name] = getattr(trainer, name)
-        limit = None
-        if trainer.gradient_clip_algorithm in (None, "norm"):
-            limit = trainer.gradient_clip_val
+        self._num_steps = trainer.global_step
+        self._losses.clear()
+        values = {name: getattr(trainer, name, None) for name in _SETTINGS}
+        clips_norm = trainer.gradient_clip_algorithm in (None, "norm")
         self._open(
             trainer.default_root_dir,
             pl_module,
-            optimizer,
+            trainer.optimizers[0],
             trainer.global_step // count,  # Lightning counts the steps of all
-            settings=settings,
+            settings={name: value for name, value in values.items() if value is not None},
             called=_called_model(pl_module),
-            max_grad_norm=limit,
+            max_grad_norm=trainer.gradient_clip_val if clips_norm else None,
             on_row=partial(_log, trainer),
         )
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self.recorder is None:
-            return
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if isinstance(loss, Tensor):
-            self._loss = loss.detach() + (0 if self._loss is None else self._loss)
-        if self._count is not None:
-            self._tokens = (self._tokens or 0) + self._count(batch)
-        if trainer.global_step == self._step:
+            self._losses.append(loss.detach())
+        self.tokens += self._count(batch)
+        if trainer.global_step == self._num_steps:
             return
-        self._step = trainer.global_step
-        loss = self._loss
-        if loss is None:
-            loss = trainer.callback_metrics.get(self._loss_name)
+        self._num_steps = trainer.global_step
+        loss = trainer.callback_metrics.get(self._loss_name)
+        if self._losses:
+            loss = sum(self._losses)
         if loss is None:
             raise RecipeError(
                 "Cannot record a fit whose training_step returns no loss and logs no "
                 f"'{self._loss_name}'.",
                 "Return the loss, or log it: self.log('loss', loss).",
             )
-        self.recorder.step(loss, tokens=self._tokens)
-        self._loss = None
-        self._tokens = None
+        self._step(loss)
+        self._losses.clear()
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        loss = trainer.callback_metrics.get(self._val_loss_name)
-        if self.recorder is not None and loss is not None and not trainer.sanity_checking:
-            self.recorder.evaluate(loss)
+        if not trainer.sanity_checking:
+            self._evaluate(trainer.callback_metrics.get(self._val_loss_name))
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._close(finished=not trainer.interrupted)

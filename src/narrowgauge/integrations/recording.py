@@ -1,13 +1,14 @@
-"""The recorder of a framework's callback: opened, continued and closed with its training."""
+"""What the callbacks of frameworks share: a recorder that begins, goes on and ends with a training."""
 
 from __future__ import annotations
 
 import sys
 import warnings
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from narrowgauge.gauges.recording.run_recorder import RunRecorder, folder_for
 
@@ -15,21 +16,30 @@ from narrowgauge.gauges.recording.run_recorder import RunRecorder, folder_for
 class RecordedCallback:
     """Hold the record of a training that a framework's callback follows.
 
+    Args:
+        folder: the run folder; ``None`` takes ``narrowgauge`` in the framework's own. A new
+            training never overwrites a record: it takes ``folder-2``, ``folder-3`` …. A resumed one
+            continues in the last of them.
+        gauges_every: steps between samples of the gauges; 0 for none.
     Attributes:
         recorder: the recorder, while a training runs.
+        tokens: trained on since the last row.
     """
 
     def __init__(self, folder: str | Path | None = None, *, gauges_every: int = 0) -> None:
         self.folder = Path(folder) if folder else None
+        self.gauges_every = gauges_every
         self.recorder: RunRecorder | None = None
-        self._options: dict[str, Any] = {"gauges_every": gauges_every}
+        self.tokens = 0
+        self._undo = ExitStack()
 
     def _open(self, home: Any, model: nn.Module, optimizer: Any, step: int, **options: Any) -> None:
-        """Record a training from ``step`` on, in the callback's folder or ``narrowgauge`` in
-        ``home``.
+        """Record a training from ``step`` on. End the record of one that was interrupted.
 
         Warn if the ``max_grad_norm`` of the options and the optimizer's both clip.
         """
+        self._close(finished=False)
+        self.tokens = 0
         limits = [options.get("max_grad_norm"), getattr(optimizer, "max_grad_norm", None)]
         if all(limits):
             text = (
@@ -39,12 +49,25 @@ class RecordedCallback:
         goes_on = step > 0
         folder = folder_for(self.folder or Path(str(home), "narrowgauge"), goes_on=goes_on)
         names = {"program": Path(sys.argv[0]).name, "callback": type(self).__name__}
-        options |= {"resume": goes_on, "tables": {"recorder": names}, **self._options}
-        self.recorder = RunRecorder(folder, model, optimizer, **options)
+        self.recorder = RunRecorder(
+            folder, model, optimizer, resume=goes_on, tables={"recorder": names},
+            gauges_every=self.gauges_every, **options,
+        )  # fmt: skip
         if goes_on:
             self.recorder.go_back(step)
 
+    def _step(self, loss: float | Tensor | None, **columns: Any) -> None:
+        """Record a step, with the tokens since the last one."""
+        if self.recorder is not None:
+            self.recorder.step(loss, tokens=self.tokens or None, **columns)
+        self.tokens = 0
+
+    def _evaluate(self, loss: float | Tensor | None) -> None:
+        if self.recorder is not None and loss is not None:
+            self.recorder.evaluate(loss)
+
     def _close(self, finished: bool) -> None:
+        self._undo.close()
         recorder = self.recorder
         self.recorder = None
         if recorder is not None:

@@ -13,13 +13,15 @@ damage.
     checkpoints/        see checkpoints/saving.py
 
 The columns are in data/columns.toml. Rows are a log: a damaged row costs that row, and readers drop
-it with a note. At any moment the last line may be torn, which is dropped without one. What a run
-needs to go on is in run.toml and its checkpoint.
+it with a note. The last field of a row, ``crc``, is the CRC-32 of its text, so no damage passes for
+a value. At any moment the last line may be torn, which is dropped without a note. What a run needs
+to go on is in run.toml and its checkpoint.
 """
 
 from __future__ import annotations
 
 import math
+import zlib
 from dataclasses import dataclass, field, replace
 from datetime import date, time
 from functools import cached_property
@@ -177,7 +179,7 @@ def read_summary(file: Path, notes: list[str]) -> Row | None:
     if data is None:
         return None
     try:
-        summary = dict(restored(load_json(data)))
+        summary = dict(restored(load_json(verified(data))))
         wrong = wrong_value("summary", summary)
         if wrong:
             raise ValueError(f"it has {wrong}")
@@ -194,6 +196,32 @@ def read_summary(file: Path, notes: list[str]) -> Row | None:
 # and infinities, so they are stored as "nan", "inf" and "-inf".
 
 _QUOTED = tuple(f'"{name}"'.encode() for name in sorted(NOT_FINITE))
+_CHECKSUM = b',"crc":"'
+
+
+def sealed(text: str) -> bytes:
+    """Return a JSON object as a line, with the CRC-32 of its text as the last field.
+
+    Example:
+        >>> sealed('{"step":1}')
+        b'{"step":1,"crc":"17ccbd80"}\\n'
+    """
+    content = text.removesuffix("}").encode()
+    return b'%b%b%08x"}\n' % (content, _CHECKSUM, zlib.crc32(content))
+
+
+def verified(line: bytes) -> bytes:
+    """Return the JSON object in a line, without its checksum. Some old lines have none.
+
+    Raises:
+        ValueError: the text has another checksum.
+    """
+    content, mark, checksum = line.rstrip(b"\n").rpartition(_CHECKSUM)
+    if not mark:
+        return line
+    if checksum != b'%08x"}' % zlib.crc32(content):
+        raise ValueError("it does not match its checksum")
+    return content + b"}"
 
 
 def read_rows(file: Path, notes: list[str]) -> list[Row]:
@@ -208,7 +236,7 @@ def read_lines(file: Path) -> tuple[list[bytes], list[Row | None]]:
     *texts, _ = (read_bytes(file) or b"").split(b"\n")
     rows = [_parsed(file.stem, text) for text in texts]
     if file.stem == "steps":
-        _drop_disordered(rows)
+        _drop_repeated(rows)
     return texts, rows
 
 
@@ -223,7 +251,7 @@ def note_of(file: Path, rows: list[Row | None]) -> list[str]:
 
 def _parsed(kind: str, line: bytes) -> Row | None:
     try:
-        row = load_json(line)
+        row = load_json(verified(line))
     except ValueError:
         return None
     if any(name in line for name in _QUOTED):
@@ -233,17 +261,14 @@ def _parsed(kind: str, line: bytes) -> Row | None:
     return row
 
 
-def _drop_disordered(rows: list[Row | None]) -> None:
-    """Replace rows by ``None`` whose steps are not between those of their neighbours."""
-    places = [place for place, row in enumerate(rows) if row is not None]
-    steps = [row["step"] for row in rows if row is not None]
+def _drop_repeated(rows: list[Row | None]) -> None:
+    """Replace rows by ``None`` whose steps do not follow those before them."""
     last = -math.inf
-    followers = [*steps, math.inf][1:]
-    for place, step, follower in zip(places, steps, followers, strict=True):
-        if step <= last or last < follower < step:
+    for place, row in enumerate(rows):
+        if row is not None and row["step"] <= last:
             rows[place] = None
-        else:
-            last = step
+        elif row is not None:
+            last = row["step"]
 
 
 def restored(value: Any, key: str = "") -> Any:

@@ -20,6 +20,7 @@ from narrowgauge.runs.record import (
     note_of,
     read_lines,
     read_settings,
+    sealed,
     toml_value,
     wrong_setting,
 )
@@ -148,7 +149,7 @@ class RunWriter:
             raise RecordError(
                 f"Cannot write this row of {kind}: {error}.", "Give numbers and text."
             ) from error
-        unwritten = f"{line}\n".encode()
+        unwritten = sealed(line)
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0)
         with disk_errors(self._file(kind)):
             descriptor = os.open(self._file(kind), flags, 0o644)
@@ -165,10 +166,8 @@ class RunWriter:
     def summary(self, row: Row) -> None:
         """Write ``summary.json``, replacing an earlier one."""
         content = {"schema_version": VERSION, **self._checked("summary", row)}
-        write_whole(
-            self.path / "summary.json",
-            json.dumps(content, indent=1, allow_nan=False).encode() + b"\n",
-        )
+        text = json.dumps(content, indent=1, allow_nan=False)
+        write_whole(self.path / "summary.json", sealed(text))
 
     def close(self) -> None:
         """Release the folder. Writing afterwards is an error; closing twice is not."""

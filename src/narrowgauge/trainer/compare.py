@@ -25,7 +25,7 @@ from narrowgauge.errors import NarrowgaugeError, RecipeError, RecordError, requi
 from narrowgauge.report.publishing import publish
 from narrowgauge.report.run_tables import frequencies_alone
 from narrowgauge.runs.finding import counted, duration
-from narrowgauge.runs.places import is_run, require_free
+from narrowgauge.runs.places import require_free
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.runs.writer import RunWriter
 from narrowgauge.spec.recipes import Recipe
@@ -33,6 +33,7 @@ from narrowgauge.trainer import door
 from narrowgauge.trainer.config import OF_A_RUN, TrainConfig, first_free
 from narrowgauge.trainer.data.dataset import data_fingerprint
 from narrowgauge.trainer.data.tokens import TokenMap, read_tokens
+from narrowgauge.trainer.door import Entry
 
 if TYPE_CHECKING:
     from narrowgauge.gauges.recording.record import Record
@@ -168,8 +169,8 @@ def define(
     *,
     seeds: int = 1,
     out: str | Path | None = None,
-) -> list[TrainConfig]:
-    """Return the checked settings of each run of a comparison, seed by seed.
+) -> list[Entry]:
+    """Return each run of a comparison with its checked settings, seed by seed.
 
     Args:
         settings: fields of ``TrainConfig`` that all runs share. In a folder with runs, the omitted
@@ -194,11 +195,11 @@ def define(
     tokens = read_tokens(str(base.data))
     for run in present:
         require_alike(run, base, tokens)
-    configs = []
+    entries = []
     for recipe, seed, name in plan:
         config = replace(base, recipe=recipe, seed=seed, out=str(folder / name))
-        configs.append(door.enter(config.to_dict())[0])
-    return configs
+        entries.append(door.enter(config.to_dict()))
+    return entries
 
 
 def runs_in(folder: Path) -> list[Run]:
@@ -221,7 +222,7 @@ def require_alike(run: Run, config: TrainConfig, tokens: TokenMap) -> None:
 
 
 def run_comparison(
-    configs: Sequence[TrainConfig], stream: TextIO | None = None
+    entries: Sequence[Entry], stream: TextIO | None = None
 ) -> tuple[Comparison, Path]:
     """Make the unfinished runs of a comparison, compare them, and write the page.
 
@@ -229,7 +230,7 @@ def run_comparison(
     folder that were not requested are compared, too.
 
     Args:
-        configs: from :func:`define`.
+        entries: from :func:`define`.
         stream: for a line per run; ``None`` for standard output.
     Returns:
         The comparison and the path of the page.
@@ -237,29 +238,30 @@ def run_comparison(
         NarrowgaugeError: a run failed. Finished runs stay.
         KeyboardInterrupt: after Ctrl-C, with a line that says how to resume.
     """
-    folder = Path(str(configs[0].out)).parent
+    folder = entries[0].folder.parent
     say = partial(print, file=stream, flush=True)
-    say(f"{counted(len(configs), 'run')} in {folder}")
+    say(f"{counted(len(entries), 'run')} in {folder}")
     runs: list[Run] = []
-    for number, config in enumerate(configs, 1):
+    for entry in entries:
         began = time.monotonic()
-        path = Path(str(config.out))
-        is_new = not is_run(path) or read_run(path).summary is None
-        if is_new:
+        run = entry.run
+        took = "earlier"
+        if run is None or run.summary is None:
             try:
-                _train(config, stream)
+                run = _train(entry, stream)
             except KeyboardInterrupt as interruption:
                 raise type(interruption)(
-                    f"{len(runs)} of {len(configs)} runs are done. Give the same command with "
+                    f"{len(runs)} of {len(entries)} runs are done. Give the same command with "
                     f"--out {folder} to continue."
                 ) from None
-        runs.append(read_run(path))
-        reason = divergence(runs[-1])
+            took = duration(time.monotonic() - began)
+        runs.append(run)
+        reason = divergence(run)
         result = f"diverged ({reason})"
         if not reason:
-            result = f"validation loss {(runs[-1].summary or {})['val_loss']:.4f}"
-        took = duration(time.monotonic() - began) if is_new else "earlier"
-        say(f"{number}/{len(configs)}  {config.recipe.title}, seed {config.seed}  {result}  {took}")
+            result = f"validation loss {(run.summary or {})['val_loss']:.4f}"
+        name = f"{entry.config.recipe.title}, seed {entry.config.seed}"
+        say(f"{len(runs)}/{len(entries)}  {name}  {result}  {took}")
     for words in frequencies_alone(runs[0].run):
         say(words)
     requested = [run.path for run in runs]
@@ -270,8 +272,8 @@ def run_comparison(
     return comparison, publish(comparison, folder)
 
 
-def _train(config: TrainConfig, stream: TextIO | None) -> None:
-    """Train a run, or continue one that was stopped."""
+def _train(entry: Entry, stream: TextIO | None) -> Run:
+    """Train a run, or continue one that was stopped, and return its record."""
     # Imported late: PyTorch takes seconds to load, and a wrong definition is reported before.
     import torch
 
@@ -283,7 +285,8 @@ def _train(config: TrainConfig, stream: TextIO | None) -> None:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     try:
-        loop.train(config, stream=stream, is_verbose=False)
+        loop.train_entry(entry, stream=stream, is_verbose=False)
     except NarrowgaugeError as error:
-        error.message = f"{Path(str(config.out)).name}: {error.message}"
+        error.message = f"{entry.folder.name}: {error.message}"
         raise
+    return read_run(entry.folder)

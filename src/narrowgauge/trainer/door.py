@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.atomic_io import read_bytes, write_whole
 from narrowgauge.runs.finding import counted
 from narrowgauge.runs.places import is_run, require_free
 from narrowgauge.runs.record import Run, read_run, wrong_setting
-from narrowgauge.runs.schema import short
+from narrowgauge.runs.schema import Row, short
 from narrowgauge.spec.models import MODELS
 from narrowgauge.spec.tables import json_value
 from narrowgauge.spec.toml import load_toml
@@ -26,13 +26,44 @@ from narrowgauge.trainer.config import TrainConfig
 _OF_A_SITTING = ("out", "stop_after")
 _PLACES = (*_OF_A_SITTING, "data")
 """Settings that name no property of a run: its tokens are known by their fingerprint."""
+_OF_THE_START = ("seed", "held_out", "sequence_length", "model", "recipe")
+"""Settings that decide a run's numbers from its first step on."""
+_OF_THE_RATE = ("lr", "steps", "schedule", "warmup_steps", "min_lr_ratio")
 
 
-def enter(given: Mapping[str, Any], num_ranks: int = 1) -> tuple[TrainConfig, Run | None]:
-    """Return the checked settings of a run, and its record if the folder ``out`` holds it already.
+class Entry(NamedTuple):
+    """The checked settings of a run that may begin, and its record if it goes on."""
+
+    config: TrainConfig
+    run: Run | None = None
+
+    @property
+    def folder(self) -> Path:
+        return Path(str(self.config.out))
+
+    def nothing_left(self) -> str:
+        """Return a sentence if the run is finished and its settings ask for no further step.
+
+        Refuse other changes of it.
+        """
+        run = self.run
+        if run is None or run.summary is None or self.config.steps > run.summary["steps"]:
+            return ""
+        for name, old, new in changed_settings(run.config, self.config.to_dict()):
+            raise RecordError(
+                f"Cannot change {name} of {run.path} from {old} to {new} because the run is "
+                "finished.",
+                "Name another --out, or train it further with a larger --steps.",
+            )
+        return f"{run.path} is finished: {counted(run.summary['steps'], 'step')}."
+
+
+def enter(given: Mapping[str, Any], num_ranks: int = 1, *, goes_on: bool = False) -> Entry:
+    """Return the run that settings ask for.
 
     Args:
         given: the settings that were named. For a new run, others have their defaults.
+        goes_on: refuse a folder without a run.
     Raises:
         NarrowgaugeError: an invalid setting, or a folder with something else.
     """
@@ -41,13 +72,13 @@ def enter(given: Mapping[str, Any], num_ranks: int = 1) -> tuple[TrainConfig, Ru
     if config.out is not None:
         out = Path(config.out)
         restore(out)
-        if is_run(out):
+        if goes_on or is_run(out):
             run = run_of_trainer(out)
             own = {name: value for name, value in run.config.items() if name not in _OF_A_SITTING}
             config = TrainConfig.from_dict({**own, **given}, str(out / "run.toml"))
         else:
             require_free(out)
-    return config.validated(num_ranks), run
+    return Entry(config.validated(num_ranks), run)
 
 
 def changed_settings(
@@ -67,28 +98,25 @@ def changed_settings(
         old = first.get(name)
         new = second.get(name)
         if name not in _PLACES and old != new:
-            changes.append((name, _text(old), _text(new)))
+            texts = ["not set" if value is None else short(value) for value in (old, new)]
+            changes.append((name, *texts))
     return changes
 
 
-def _text(value: Any) -> str:
-    return "not set" if value is None else short(value)
-
-
 def require_same_run(before: Run, config: TrainConfig, fingerprint: str) -> None:
-    """Refuse settings that decide a run's numbers from the start: model, storage, seed, split,
-    length of sequences, and tokens, known by their ``fingerprint``.
+    """Refuse to go on with another model, storage, seed, split, length of sequences, or tokens,
+    known by their ``fingerprint``.
 
     ``before`` is the run as its checkpoint knows it.
     """
     first = TrainConfig.from_dict(before.config)
-    fixed = ["seed", "held_out", "sequence_length"]
-    if first.model in MODELS or config.model in MODELS:  # a model folder may have moved
-        fixed.append("model")
-    if first.recipe.storage != config.recipe.storage:
-        fixed.append("recipe")
     for name, old, new in changed_settings(before.config, config.to_dict()):
-        if name in fixed:
+        is_free = name not in _OF_THE_START
+        if name == "model":  # a model folder may have moved
+            is_free = first.model not in MODELS and config.model not in MODELS
+        elif name == "recipe":
+            is_free = first.recipe.storage == config.recipe.storage
+        if not is_free:
             raise RecordError(
                 f"Cannot continue {before.path} with {name} = {new} because it began with {old}.",
                 "Leave it as it was, or start another run with another --out.",
@@ -101,10 +129,7 @@ def require_same_run(before: Run, config: TrainConfig, fingerprint: str) -> None
         )
 
 
-_OF_THE_RATE = ("lr", "steps", "schedule", "warmup_steps", "min_lr_ratio")
-
-
-def changes(before: Mapping[str, Any], config: TrainConfig, step: int) -> list[dict[str, Any]]:
+def changes(before: Mapping[str, Any], config: TrainConfig, step: int) -> list[Row]:
     """Return an event for each setting that is changed after a step, and for a rate that jumps."""
     messages = []
     moves_rate = False
@@ -118,21 +143,6 @@ def changes(before: Mapping[str, Any], config: TrainConfig, step: int) -> list[d
         if rate != now:
             messages.append(f"the learning rate was {rate} in step {step} and is {now} in the next")
     return [{"what": "changed-settings", "words": x, "severity": "warning"} for x in messages]
-
-
-def nothing_left(run: Run | None, config: TrainConfig) -> str:
-    """Return a sentence if a run is finished and its settings ask for no further step.
-
-    Refuse other changes of it.
-    """
-    if run is None or run.summary is None or config.steps > run.summary["steps"]:
-        return ""
-    for name, old, new in changed_settings(run.config, config.to_dict()):
-        raise RecordError(
-            f"Cannot change {name} of {run.path} from {old} to {new} because the run is finished.",
-            "Name another --out, or train it further with a larger --steps.",
-        )
-    return f"{run.path} is finished: {counted(run.summary['steps'], 'step')}."
 
 
 def require_no_checkpoint(run: Run, damaged: Sequence[str]) -> None:
@@ -157,12 +167,12 @@ def no_good_checkpoint(damaged: Sequence[str]) -> str:
     return f"it holds no good checkpoint: {reasons}" if reasons else "it holds no good checkpoint"
 
 
-def require_steps_left(folder: Path, config: TrainConfig, step: int) -> None:
+def require_steps_left(config: TrainConfig, step: int) -> None:
     """Refuse to end a run before the ``step`` that it has done."""
     for flag, last in (("--stop-after", config.stop_after), ("--steps", config.steps + 1)):
         if last is not None and last <= step:
             raise RecordError(
-                f"Cannot end {folder} so early because it has done {counted(step, 'step')}.",
+                f"Cannot end {config.out} so early because it has done {counted(step, 'step')}.",
                 f"Name a later step with {flag}, or leave it out.",
             )
 

@@ -16,7 +16,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -35,6 +35,7 @@ from narrowgauge.spec.models import MODELS, weights_file
 from narrowgauge.spec.toml import load_toml
 from narrowgauge.trainer import door
 from narrowgauge.trainer.config import TrainConfig
+from narrowgauge.trainer.door import Entry
 from narrowgauge.trainer.session import Session, build, data_of, emulated, open_on_ranks
 from narrowgauge.trainer.step import evaluate, train_step
 
@@ -42,55 +43,10 @@ _MUST_STOP = 2
 _SIGNALS = [
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
 ]
-
-
-class Progress:
-    """Print the progress of a run on rank 0: notes always, other lines if ``is_verbose``.
-
-    Attributes:
-        failure: why a line could not be written: its reader has left, or the disk is full. No line
-            follows.
-        alarms: the kinds of alarms so far, and the last step of each.
-    """
-
-    def __init__(self, config: TrainConfig, stream: TextIO | None, is_verbose: bool) -> None:
-        self.config = config
-        self.stream = stream
-        self.is_verbose = is_verbose
-        self.is_quiet = not all_ranks().is_first
-        self.failure: OSError | None = None
-        self.alarms: dict[str, int] = {}
-
-    def say(self, line: str, always: bool = False) -> None:
-        if self.is_quiet or self.failure is not None or not (self.is_verbose or always):
-            return
-        try:
-            print(line, file=self.stream or sys.stdout, flush=True)
-        except OSError as error:
-            self.failure = error
-
-    def row(self, kind: str, row: Row) -> None:
-        """Print a row that was written."""
-        step = row["step"]
-        place = f"step {step:>6}/{self.config.steps}"
-        is_due = step % self.config.log_every == 0 or step in (1, self.config.steps)
-        if kind == "events" and row["what"] not in _ROUTINE:
-            what = row["what"].replace("-", " ")
-            is_asked = what.startswith(("note", "changed"))
-            if row.get("severity") != "note" and not is_asked:
-                if self.alarms.get(what) == step:
-                    return  # told of another tensor
-                self.alarms[what] = step
-            self.say(f"{what}: {sentences(row['advice'])}", always=is_asked)
-        elif kind == "evals":
-            self.say(f"{place}  {EVAL['val_loss'].text(row)}")
-        elif kind == "steps" and is_due:
-            columns = ("loss", "tokens_per_second", "lr", "edq")
-            words = [STEP[name].text(row) for name in columns if row.get(name) is not None]
-            self.say("  ".join([place, *words]))
-
-
 _ROUTINE = {"start", "resume", "stop", "checkpoint", "finish", "skip", "unseen"}
+_COLUMNS = ("loss", "tokens_per_second", "lr", "edq")
+Reasons = list[int | OSError]
+"""Why a run must stop: signals, and a line that could not be printed. The first one counts."""
 
 
 def train(
@@ -119,61 +75,74 @@ def train(
             :class:`~narrowgauge.errors.Terminated`.
         OSError: progress could not be printed; the checkpoint is saved.
     """
-    named_settings = settings.to_dict() if isinstance(settings, TrainConfig) else dict(settings)
-    ranks = all_ranks()
-    config, run = ranks.of_first(lambda: door.enter(named_settings, ranks.size))
-    progress = Progress(config, stream, is_verbose)
-    folder = Path(str(config.out))
-    line = door.nothing_left(run, config)
-    if line:
-        progress.say(line)
-        return folder
-    with (
-        threads_of(config.threads, config.recipe.reduction.order_invariant),
-        warnings.catch_warnings(),
-    ):
-        for notice in (RunNotice, UpdateLossWarning):
-            warnings.simplefilter("ignore", notice)  # the events are printed
-        require_same(named_settings)
-        session, events = _open(config, run)
-        with _recorder_of(session, progress, run is not None) as recorder:
-            for event in events:
-                recorder.event(**event)
-            progress.say(f"{Path(config.model).name} · {config.recipe.title} · {folder}")
-            if session.step == 0 and config.model not in MODELS:
-                source = weights_file(Path(config.model)) or f"drawn from seed {config.seed}"
-                progress.say(f"initial weights: {source}")
-            _run(session, recorder, progress)
-    return folder
+    named = settings.to_dict() if isinstance(settings, TrainConfig) else settings
+    return train_entry(enter(named), stream=stream, is_verbose=is_verbose)
 
 
 def resume(folder: str | Path, stop_after: int | None = None, **options: Any) -> Path:
     """Continue the run in a folder, as :func:`train` with no other setting."""
-    door.run_of_trainer(Path(folder))
-    return train({"out": str(folder), "stop_after": stop_after}, **options)
+    named = {"out": str(folder), "stop_after": stop_after}
+    return train_entry(enter(named, goes_on=True), **options)
 
 
-def _open(config: TrainConfig, run: Run | None) -> tuple[Session, list[dict[str, Any]]]:
+def enter(named: Mapping[str, Any], *, goes_on: bool = False) -> Entry:
+    """Return the run that settings ask for, the same on all ranks. All call it."""
+    ranks = all_ranks()
+    entry = ranks.of_first(lambda: door.enter(named, ranks.size, goes_on=goes_on))
+    with _threads_of(entry.config):
+        require_same(named)
+    return entry
+
+
+def train_entry(entry: Entry, *, stream: TextIO | None = None, is_verbose: bool = True) -> Path:
+    """Train the run of an entry, as :func:`train`."""
+    config = entry.config
+    reasons: Reasons = []
+    console = Console(config, stream, is_verbose, reasons)
+    line = entry.nothing_left()
+    if line:
+        console.say(line)
+        return entry.folder
+    with _threads_of(config), warnings.catch_warnings():
+        for notice in (RunNotice, UpdateLossWarning):
+            warnings.simplefilter("ignore", notice)  # the events are printed
+        session, events = _open(entry)
+        with _recorder_of(session, console, entry.run is not None) as recorder:
+            for event in events:
+                recorder.event(**event)
+            console.say(f"{Path(config.model).name} · {config.recipe.title} · {entry.folder}")
+            if session.step == 0 and config.model not in MODELS:
+                source = weights_file(Path(config.model)) or f"drawn from seed {config.seed}"
+                console.say(f"initial weights: {source}")
+            _run(session, recorder, console, reasons)
+    return entry.folder
+
+
+def _threads_of(config: TrainConfig) -> AbstractContextManager[None]:
+    return threads_of(config.threads, config.recipe.reduction.order_invariant)
+
+
+def _open(entry: Entry) -> tuple[Session, list[Row]]:
     """Return the session of a new run, or of its latest good checkpoint, and events: what differs
     from what was asked for, what has changed, and which checkpoints are damaged.
     """
-    folder = Path(str(config.out))
+    config, run = entry
+    data = open_on_ranks(config)
     if run is None:
-        session = build(config, folder, open_on_ranks(config))
-        notes = [*session.data.notes, *emulated(session)]
+        session = build(config, entry.folder, data)
+        notes = [*data.notes, *emulated(session)]
         return session, [{"what": "note", "words": note} for note in notes]
-    checkpoint, damaged = latest_checkpoint(folder, all_ranks())
+    checkpoint, damaged = latest_checkpoint(entry.folder, all_ranks())
     before = run
     if checkpoint is not None:
-        before = Run(folder, load_toml(checkpoint.state()["run"]))
+        before = Run(entry.folder, load_toml(checkpoint.state()["run"]))
     else:
         door.require_no_checkpoint(run, damaged)
-    data = open_on_ranks(config)
     door.require_same_run(before, config, data.fingerprint)
-    session = build(config, folder, data)
+    session = build(config, entry.folder, data)
     if checkpoint is not None:
         session.load(checkpoint)
-    door.require_steps_left(folder, config, session.step)
+    door.require_steps_left(config, session.step)
     events = door.changes(before.config, session.config, session.step)
     first = run.steps[0]["step"] if run.steps else session.step + 1
     if first > 1 and session.step > 0:
@@ -185,7 +154,7 @@ def _open(config: TrainConfig, run: Run | None) -> tuple[Session, list[dict[str,
     return session, events
 
 
-def _recorder_of(session: Session, progress: Progress, goes_on: bool) -> RunRecorder:
+def _recorder_of(session: Session, console: Console, goes_on: bool) -> RunRecorder:
     """Create the record of a run, or open it and go back to the step of the session.
 
     Must precede the first step, whose compiled code calls the gauges.
@@ -196,7 +165,7 @@ def _recorder_of(session: Session, progress: Progress, goes_on: bool) -> RunReco
     recorder = RunRecorder(
         folder, session.model, session.optimizer, recipe=config.recipe, settings=config.to_dict(),
         gauges_every=config.gauges_every, fingerprints_every=config.fingerprints_every,
-        on_row=progress.row, resume=goes_on, tables={**tables, "recorder": None},
+        on_row=console.row, resume=goes_on, tables={**tables, "recorder": None},
     )  # fmt: skip
     if goes_on:
         recorder.go_back(session.step)
@@ -207,21 +176,19 @@ def _recorder_of(session: Session, progress: Progress, goes_on: bool) -> RunReco
     return recorder
 
 
-def _run(session: Session, recorder: RunRecorder, progress: Progress) -> None:
-    """Train until the last step, a requested stop or a signal, and end with a checkpoint."""
+def _run(session: Session, recorder: RunRecorder, console: Console, reasons: Reasons) -> None:
+    """Train until the last step or a reason to stop, and end with a checkpoint."""
     config = session.config
     is_stopped = False
-    with _signals() as signals, _ended(session, recorder, progress):
+    with _signals(reasons), _ended(session, recorder, console):
         while session.step < config.steps and not is_stopped:
-            columns = train_step(session)
-            recorder.step(columns.pop("loss"), tokens=config.tokens_per_step, **columns)
+            recorder.step(tokens=config.tokens_per_step, **train_step(session))
             is_last = session.step == config.steps
             if is_last or _is_due(session.step, config.eval_every):
                 recorder.evaluate(evaluate(session))
             # A signal, or the end of a save, may reach the ranks in different steps. All act after
             # the same step.
-            must_stop = bool(signals) or progress.failure is not None
-            state = session.here.largest(_MUST_STOP if must_stop else int(session.saver.has_ended))
+            state = session.here.largest(_MUST_STOP if reasons else int(session.saver.has_ended))
             is_stopped = not is_last and (state == _MUST_STOP or session.step == config.stop_after)
             is_due = is_last or is_stopped or _is_due(session.step, config.checkpoint_every)
             if state or is_due:
@@ -232,17 +199,23 @@ def _run(session: Session, recorder: RunRecorder, progress: Progress) -> None:
         session.saver.close()
         recorder.close(not is_stopped, bytes_per_param=session.bytes_per_param())
     if not is_stopped:
-        return progress.say(f"Finished after {session.step} steps.")
-    progress.say(
+        return console.say(f"Finished after {session.step} steps.")
+    console.say(
         f"Stopped after step {session.step}. Continue with: narrowgauge resume {session.folder}"
     )
-    number = session.here.largest(signals[0] if signals else 0)
+    failures = [reason for reason in reasons if isinstance(reason, OSError)]
+    signals = [reason for reason in reasons if isinstance(reason, int)]
+    number = session.here.largest(max(signals, default=0))
     if number == signal.SIGINT:
         raise KeyboardInterrupt
     if number:
         raise Terminated
-    if progress.failure is not None:
-        raise progress.failure
+    if failures:
+        raise failures[0]
+
+
+def _is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
 
 
 def _settle_save(session: Session, recorder: RunRecorder) -> None:
@@ -253,7 +226,7 @@ def _settle_save(session: Session, recorder: RunRecorder) -> None:
 
 
 @contextmanager
-def _ended(session: Session, recorder: RunRecorder, progress: Progress) -> Iterator[None]:
+def _ended(session: Session, recorder: RunRecorder, console: Console) -> Iterator[None]:
     """Record corruption, and release what a run holds, however it ends."""
     try:
         yield
@@ -266,40 +239,89 @@ def _ended(session: Session, recorder: RunRecorder, progress: Progress) -> Itera
         session.saver.leave()
         if session.reduction is not None:
             session.reduction.close()  # its hooks on parameters would keep the process group
-        if progress.alarms:
-            kinds = ", ".join(progress.alarms)
-            progress.say(f"{kinds}: narrowgauge diagnose {session.folder} shows where")
+        if console.alarms:
+            kinds = ", ".join(console.alarms)
+            console.say(f"{kinds}: narrowgauge diagnose {session.folder} shows where")
 
 
 @contextmanager
-def _signals() -> Iterator[list[int]]:
-    """Yield a list that receives the first SIGINT, SIGTERM or SIGHUP.
-
-    A second signal ends the process at once.
-    """
-    received: list[int] = []
+def _signals(reasons: Reasons) -> Iterator[None]:
+    """Add the first SIGINT, SIGTERM or SIGHUP to the reasons. A second one ends the process."""
+    before: dict[int, Any] = {}
 
     def receive(number: int, frame: Any) -> None:
-        received.append(number)
+        reasons.append(number)
         for handled in before:
             signal.signal(handled, signal.SIG_DFL)
         with suppress(OSError):  # its reader has left
             # Past Python's buffers: the signal may have interrupted a print.
             os.write(2, b"Stopping after this step; press Ctrl-C again to stop at once.\n")
 
+    with suppress(ValueError):  # not in the main thread, which handles the signals
+        for number in _SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
+                before[number] = signal.signal(number, receive)
     try:
-        # An ignored signal stays ignored: nohup ignores SIGHUP.
-        heard = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-        before = {number: signal.signal(number, receive) for number in heard}
-    except ValueError:  # not in the main thread, which handles the signals
-        yield received
-        return
-    try:
-        yield received
+        yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def _is_due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0
+class Console:
+    """Print the progress of a run on rank 0: notes always, other lines if ``is_verbose``.
+
+    No line follows one that could not be written, whose error is a reason to stop.
+
+    Attributes:
+        alarms: the kinds of alarms so far, and the last step of each.
+    """
+
+    def __init__(
+        self, config: TrainConfig, stream: TextIO | None, is_verbose: bool, reasons: Reasons
+    ) -> None:
+        self.config = config
+        self.stream = stream
+        self.is_verbose = is_verbose
+        self.reasons = reasons
+        self.alarms: dict[str, int] = {}
+
+    def say(self, line: str) -> None:
+        if self.is_verbose:
+            self.note(line)
+
+    def note(self, line: str) -> None:
+        has_failed = any(isinstance(reason, OSError) for reason in self.reasons)
+        if has_failed or not all_ranks().is_first:
+            return
+        try:
+            print(line, file=self.stream or sys.stdout, flush=True)
+        except OSError as error:
+            self.reasons.append(error)
+
+    def row(self, kind: str, row: Row) -> None:
+        """Print a row that was written."""
+        step = row["step"]
+        place = f"step {step:>6}/{self.config.steps}"
+        is_due = _is_due(step, self.config.log_every) or step in (1, self.config.steps)
+        if kind == "evals":
+            self.say(f"{place}  {EVAL['val_loss'].text(row)}")
+        elif kind == "events":
+            self.event(row)
+        elif kind == "steps" and is_due:
+            words = [STEP[name].text(row) for name in _COLUMNS if row.get(name) is not None]
+            self.say("  ".join([place, *words]))
+
+    def event(self, row: Row) -> None:
+        """Print an event that needs attention. Of the alarms of a step print one tensor's."""
+        what = row["what"].replace("-", " ")
+        line = f"{what}: {sentences(row['advice'])}"
+        if row["what"] in _ROUTINE:
+            return
+        if what.startswith(("note", "changed")):
+            self.note(line)
+        elif row.get("severity") == "note":
+            self.say(line)
+        elif self.alarms.get(what) != row["step"]:
+            self.alarms[what] = row["step"]
+            self.say(line)
