@@ -443,7 +443,7 @@ def test_states_of_an_optimizer_that_steps_in_backward_are_put_back() -> None:
 
     weights = [p.detach().clone() for p in model.parameters()]
     result = ng.check(model, optimizer, batch=tokens_of(0), loss=loss, backward=train_step)
-    assert [r.what for r in result] == ["step-in-backward"] and not optimizer.state
+    assert [r.what for r in result] == ["step-order"] and not optimizer.state
     train_step(model, tokens_of(0))
     states = [{name: x.clone() for name, x in state.items()} for state in optimizer.state.values()]
     ng.check(model, optimizer, batch=tokens_of(0), loss=loss, backward=train_step)
@@ -574,12 +574,12 @@ def test_a_gradient_that_is_not_finite_is_read_at_its_first_tensor_in_backward()
             getattr(model, name).weight.grad.fill_(float("inf"))
 
     (reading,) = check(Model(), tokens_of(0), overflow)
-    assert (reading.what, reading.tensor) == ("nonfinite-gradient", "norm.weight")
+    assert (reading.what, reading.tensor) == ("nonfinite", "norm.weight")
     assert "; float32's are. " in reading.advice
     (reading,) = check(
         Model(), tokens_of(0), loss=lambda model, batch: loss(model, batch) * float("inf")
     )
-    assert reading.what == "nonfinite-gradient" and "; nor are float32's" in reading.advice
+    assert reading.what == "nonfinite" and "; nor are float32's" in reading.advice
 
 
 def test_a_loss_that_is_nan_is_read_where_its_gradient_is_finite() -> None:
@@ -640,8 +640,8 @@ def by_hand(rank: int, fault: str) -> Any:
 FAULTS: dict[str, list[tuple[str, str]]] = {
     "healthy": [],
     "tokens of this rank": [("gradient", "")],
-    "one use is not reduced": [("not-reduced", "shared.bias and 1 other")],
-    "partial sums": [("not-reduced", "norm.bias and 1 other")],
+    "one use is not reduced": [("ranks-differ", "shared.bias and 1 other")],
+    "partial sums": [("ranks-differ", "norm.bias and 1 other")],
     "averaged sums": [("gradient", "")],
 }
 
@@ -698,7 +698,7 @@ def test_wrapped_models_are_compared_with_one_process(how: str, tmp_path: Path) 
     whats = {
         "ddp, float16 sums": "gradient",
         "ddp, unlike counts": "gradient",
-        "ddp, equal batches": "equal-ranks",
+        "ddp, equal batches": "equal-batches",
     }
     assert {kind for kind, _ in first[0]} == {*filter(None, [whats.get(how)])}, first
 
@@ -787,7 +787,7 @@ def test_a_step_in_backward_is_said_and_undone() -> None:
     check = ng.check(
         model, optimizer, batch=(torch.randn(8, 8), torch.randn(8, 4)), loss=mean_square
     )
-    assert [reading.what for reading in check] == ["step-in-backward"]
+    assert [reading.what for reading in check] == ["step-order"]
     assert torch.equal(model.weight, before)
 
 
@@ -861,7 +861,7 @@ def test_gradients_that_are_not_finite_in_training_mode_alone_are_read() -> None
             return self.head(self.norm(x)) + (x.abs().sqrt().sum() * 1e-3)
 
     result = check(Divided(0.5), tokens_of(0))
-    (reading,) = [r for r in result if r.what == "nonfinite-gradient"]
+    (reading,) = [r for r in result if r.what == "nonfinite"]
     assert reading.tensor == "embed.weight" and "First in the step: " in reading.advice
 
 

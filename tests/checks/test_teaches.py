@@ -232,14 +232,14 @@ FAULTS: dict[str, tuple[Any, Any, Loss, str]] = {
         Model(),
         PADDED,
         lambda m, b: usual(m, b, label_smoothing=1.0),
-        "ignored-smoothed",
+        "ignored-learned",
     ),
     "documents see each other": (Model(), PACKED, packed, "unmasked"),
     "softmax twice": (
         nn.Sequential(nn.Linear(8, 5), nn.Softmax(-1)),
         CLASSES,
         by_class,
-        "softmax-twice",
+        "softmax",
     ),
 }
 

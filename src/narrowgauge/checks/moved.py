@@ -6,7 +6,6 @@ No code of a model runs.
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -14,12 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, Readings
+from narrowgauge.checks.fit import CHUNK, fit
 from narrowgauge.checks.set_up import inner_name
 from narrowgauge.errors import RecordError
 from narrowgauge.numerics.dtensor import whole
@@ -28,7 +27,6 @@ from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.tables import Row, Table, name_columns, number_columns, text_columns
 
 Weights = str | Path | nn.Module | Mapping[str, Any]
-_CHUNK = 1 << 17  # values compared at once: they stay in the cache
 
 
 class Moved(Readings):
@@ -135,8 +133,8 @@ def moved(before: Weights, after: Weights) -> Moved:
             nonfinite.append(name)
     only_before = [name for name in first if name not in second]
     lacking = only_before + only_after + reshaped
-    kinds = {"nonfinite-weights": nonfinite, "one-sided-tensors": lacking}
-    unmoved = KINDS["equal-tensors"]
+    readings = list[Reading]()
+    unmoved = KINDS["never-moved"].case("equal")
     words = (
         f"Tensors with the values that they had: {len(equal)}. They are frozen, unused, or their updates "
         "are smaller than half the gap between two values"
@@ -148,14 +146,14 @@ def moved(before: Weights, after: Weights) -> Moved:
             "Else look at the learning rate and the gradients"
         )
     else:
-        kinds["exactly-one"] = all_ones
+        readings += KINDS["never-moved"].case("ones").of(all_ones)
     sides = (
         f"{len(only_before)} only before, {len(only_after)} only after, {len(reshaped)} in another "
         "shape"
     )
-    readings = [*unmoved.of(equal, words=words)]
-    for kind, names in kinds.items():
-        readings += KINDS[kind].of(names, sides=sides)
+    readings += unmoved.of(equal, words=words)
+    readings += KINDS["nonfinite"].case("weights").of(nonfinite)
+    readings += KINDS["one-sided-tensors"].of(lacking, sides=sides)
     return Moved(rows, readings)
 
 
@@ -170,30 +168,16 @@ def share_of(rows: Sequence[Row]) -> float:
 
 
 def _compared(name: str, a: Tensor, b: Tensor) -> Row:
-    differ = 0
-    nonfinite = 0
-    distance = 0.0
-    length = 0.0
+    result = fit(a, b)
     constant = float(b.flatten()[0]) if b.numel() else None
-    for x, y in zip(a.flatten().split(_CHUNK), b.flatten().split(_CHUNK), strict=True):
-        x = x.to(b.device, b.dtype).double()  # which compares values of every format
-        y = y.double()
-        differ += int(torch.count_nonzero(x != y))
-        bad = int(torch.count_nonzero(~y.isfinite()))
-        if bad:
-            nonfinite += bad
-            differ -= int(torch.count_nonzero(x.isnan() & y.isnan()))
-        distance += float(torch.linalg.vector_norm(y - x)) ** 2
-        length += float(torch.linalg.vector_norm(x)) ** 2
-        if constant is not None and bool((y != constant).any()):
+    for values in b.flatten().split(CHUNK):
+        if bool((values.double() != constant).any()):  # which holds values of every format
             constant = None
-    change = 0.0
-    if distance:
-        change = math.sqrt(distance / length) if length else math.inf
+            break
     return {
-        "name": name, "group": _group(name), "dtype": dtypes_of(a, b), "change": change,
-        "shape": [*b.shape], "values": b.numel(), "differ": differ, "constant": constant,
-        "nonfinite": nonfinite,
+        "name": name, "group": _group(name), "dtype": dtypes_of(a, b), "change": result.relative,
+        "shape": [*b.shape], "values": b.numel(), "differ": result.differing, "constant": constant,
+        "nonfinite": result.nonfinite,
     }  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from narrowgauge.checks.set_up import SetUp, inner_name
 from narrowgauge.checks.shadow import Shadow, eager
 from narrowgauge.checks.sites import FirstBad, tensors_in
 from narrowgauge.errors import RecipeError
-from narrowgauge.numerics.dtensor import named_gradients, whole
+from narrowgauge.numerics.dtensor import is_sharded, named_gradients, whole
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.torch_support import torch_names
 from narrowgauge.torch_support.put_back import objects_of, put_back
@@ -64,6 +64,9 @@ class Passes:
         leaves: the tensors whose gradients are read, by name: the model's, and those ``outside``.
         parts: micro-batches of this rank.
         batch: what the loop's ``backward`` takes.
+
+    Attributes:
+        stepped: names of tensors that passes changed. They were put back.
     """
 
     model: nn.Module
@@ -75,6 +78,9 @@ class Passes:
     backward: Backward | None
     unseen: dict[str, str]
     is_training: bool = True
+    stepped: dict[str, None] = field(default_factory=dict, init=False)
+    _weights: dict[str, Tensor] = field(default_factory=dict, init=False)
+    _versions: dict[str, int] = field(default_factory=dict, init=False)
 
     def run(self, call: Callable[[], Any], mode: Any = None) -> Pass:
         """Run a call beside a mode, and put everything back."""
@@ -83,6 +89,7 @@ class Passes:
             self.unseen |= undo.enter_context(restored)
             scales = undo.enter_context(_scalers_put_back())
             self._set_mode()
+            self._keep_weights()
             before = generators()
             if mode is not None:
                 undo.enter_context(eager())
@@ -100,6 +107,7 @@ class Passes:
             if isinstance(mode, Shadow) and isinstance(value, Tensor) and mode.follows(value):
                 number = float(mode.of(value.detach()))
             first_bad = ""
+            self._put_weights_back()
             if isinstance(mode, FirstBad):
                 first_bad = mode.first([*tensors_in(value), *raw.values()])
             return Pass(
@@ -112,6 +120,23 @@ class Passes:
         if not self.is_training:  # many a loop's backward= begins with model.train()
             for module in self.model.modules():
                 vars(module)["train"] = lambda mode=True, module=module: module
+
+    def _keep_weights(self) -> None:
+        """Copy the weights once, where an optimizer may step in a pass; note their versions."""
+        for name, p in self.leaves.items():
+            if not self.optimizers or is_sharded(p):  # FSDP2 writes its shards itself
+                continue
+            if name not in self._weights:
+                self._weights[name] = p.detach().clone()
+            self._versions[name] = p._version
+
+    def _put_weights_back(self) -> None:
+        """Put back the tensors that a pass changed, and note their names."""
+        for name, values in self._weights.items():
+            p = self.leaves[name]
+            if p._version != self._versions[name] or not _has_values(p, values):
+                self.stepped[name] = None
+                p.data.copy_(values)
 
     def _unstepped(self) -> list[str]:
         known = set(map(id, (*self.model.parameters(), *self.leaves.values())))
@@ -144,6 +169,11 @@ class Passes:
         for p, g in zip(leaves, gradients, strict=True):
             p.grad = g
         return value
+
+
+def _has_values(p: Tensor, values: Tensor) -> bool:
+    """Return whether a tensor has these values, NaN among them."""
+    return torch.equal(p, values) or torch.allclose(p, values, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 class OneProcess(TorchDispatchMode):
@@ -312,9 +342,9 @@ def concatenated(parts: Sequence[Any]) -> Any:
         return type(first)(items)
     if is_dataclass(first) and not isinstance(first, type):
         joined = {}
-        for field in fields(first):
-            if field.init:
-                joined[field.name] = concatenated([getattr(part, field.name) for part in parts])
+        for item in fields(first):
+            if item.init:
+                joined[item.name] = concatenated([getattr(part, item.name) for part in parts])
         return replace(first, **joined)
     raise RecipeError(
         f"Cannot join micro-batches of type {type(first).__name__}.",

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading
+from narrowgauge.checks.fit import fit
 from narrowgauge.checks.passes import Pass, Passes
 from narrowgauge.checks.shadow import UNITS, Shadow
 from narrowgauge.checks.sites import SUM, FirstBad, Site, is_finite
@@ -72,10 +73,10 @@ def distances(gradients: Gradients, exact: Gradients) -> tuple[float, dict[str, 
     total = 0.0
     by_tensor = {}
     for name, x in exact.items():
-        error = gradients[name] - x
-        off += float(error.square().sum())
-        total += float(x.square().sum())
-        by_tensor[name] = float(error.norm()) / scales[name]
+        result = fit(x, gradients[name])
+        off += result.off
+        total += result.square
+        by_tensor[name] = result.distance / scales[name]
     return math.sqrt(off / (total or 1e-300)), by_tensor
 
 

@@ -155,7 +155,7 @@ def _factor(x: Tensor, y: Tensor) -> str:
     """Say by which factor a tensor is another one, if it is."""
     multiple = fit(x, y)
     factor = multiple.factor
-    if multiple.rest < 0.05 * multiple.length and abs(factor - 1) > 0.01:
+    if multiple.rest < 0.05 * multiple.other_length and abs(factor - 1) > 0.01:
         return f" It is {factor:.4g} times the trainer's."
     return ""
 

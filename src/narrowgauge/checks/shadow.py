@@ -25,6 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves, tree_map
 
+from narrowgauge.checks.fit import fit
 from narrowgauge.checks.sites import (
     ALLOCATES,
     Site,
@@ -323,9 +324,7 @@ class Shadow(Sites):
                 self.flips[key] += int(((x == 0) != (y == 0)).sum())
 
     def _measure_cast(self, key: Key, x: Tensor, exact: Tensor) -> None:
-        length = float(exact.double().norm())
-        error = float((x.double() - exact.double()).norm())
-        roundings = error / (length or 1.0) / UNITS[x.dtype]
+        roundings = fit(exact, x.to(exact.dtype)).relative / UNITS[x.dtype]
         if roundings > self.casts.get(key, (0.0, x.dtype))[0]:
             self.casts[key] = roundings, x.dtype
 
@@ -451,7 +450,7 @@ def _is_near(x: Tensor, y: Tensor) -> bool:
     """Return whether a kernel's result for wide operands is roughly the step's."""
     if not is_float(x):
         return True
-    return float((x.double() - y.double()).norm()) <= 0.5 * float(x.double().norm())
+    return fit(x, y).relative <= 0.5
 
 
 def _drop_expired(entries: dict[int, Any]) -> None:

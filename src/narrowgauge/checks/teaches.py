@@ -17,13 +17,9 @@ from torch import Tensor, nn
 
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, Readings
-from narrowgauge.checks.gradients import (
-    has_own_batches,
-    reason_for_none,
-    weights_of_ranks,
-)
-from narrowgauge.checks.passes import Backward, Loss, Passes, leaves_of, micro_batches
-from narrowgauge.checks.set_up import SetUp
+from narrowgauge.checks.findings import Findings
+from narrowgauge.checks.passes import Backward, Loss, Passes
+from narrowgauge.checks.rank_batches import has_own_batches, weights_of_ranks
 from narrowgauge.checks.sight import (
     is_declared,
     num_columns,
@@ -119,27 +115,17 @@ def teaches(
         return lesson(model, parts[0], loss, run)
 
 
-def checked_lesson(
-    set_up: SetUp, batch: Any, loss: Loss, backward: Backward | None, unseen: dict[str, str]
-) -> Readings:
-    """Read what the loss of a set-up teaches, for :func:`narrowgauge.check`.
-
-    Errors become reasons in ``unseen``.
-    """
-    model = set_up.model
-    parts = micro_batches(model, batch, loss)
-    passes = Passes(
-        model, set_up.optimizers, leaves_of(set_up), parts, batch, loss, backward, unseen
-    )
-
-    def run() -> float:
-        return passes.run(passes.step).loss_scale
-
-    readings = Readings()
-    with reason_for_none("what the loss teaches", unseen), put_back(model, set_up.outside.values()):
-        readings = lesson(model, parts[0], loss, run)
-    unseen |= readings.unseen
-    return readings
+def checked_lesson(passes: Passes) -> Readings:
+    """Read what the loss of a set-up teaches, for :func:`narrowgauge.check`."""
+    findings = Findings()
+    with (
+        findings.reason_for_none("what the loss teaches"),
+        put_back(passes.model, passes.leaves.values()),
+    ):
+        return lesson(
+            passes.model, passes.parts[0], passes.loss, lambda: passes.run(passes.step).loss_scale
+        )
+    return Readings(unseen=findings.unseen)
 
 
 def lesson(model: nn.Module, batch: Any, loss: Loss, run: Callable[[], float]) -> Readings:
@@ -382,35 +368,6 @@ def _holds_probabilities(term: Term) -> bool:
     return bool((values >= 0).all() and ((sums - 1).abs() < _SUM_ERROR).all())
 
 
-def loss_lines(facts: Facts, loss: float) -> list[str]:
-    """Return a line that compares the mean cross entropy of labels with that of equal probabilities, ln V.
-
-    Sums, and losses that also push probabilities down, have no such value.
-
-    Args:
-        facts: that the loss teaches; empty if they were not read.
-        loss: of the batch. A policy that is its reference has ln 2 in preferences of pairs.
-    """
-    classes = facts.get("classes", 0)
-    if classes < 2 or facts["learns"] == "a distribution":
-        return []
-    value = facts["cross_entropy"]
-    if facts["unlearned"] and abs(loss / math.log(2) - 1) < 0.1:
-        return [f"loss {loss:.6g} beside ln 2 = 0.693147, that of pairs which are liked alike"]
-    if facts["unlearned"] or abs(facts["weight_sum"] - 1) > 0.01 or not math.isfinite(value):
-        return []
-    uniform = math.log(classes)
-    off = abs(value / uniform - 1)
-    line = f"loss {value:.4g} beside ln {classes:,} = {uniform:.4g}"
-    if off < 1e-5:
-        line = f"loss {value:.4g} = ln {classes:,}, so the logits are equal"
-    elif value < 1e-3 * uniform:
-        line += ", nearly zero: do the inputs hold the labels?"
-    elif value > 2 * uniform:
-        line += ", more than equal probabilities give: look at the initial weights"
-    return [line]
-
-
 def _warnings(facts: Facts) -> list[Reading]:
     """Return what no healthy loop teaches."""
     learned = facts["learned"]
@@ -434,17 +391,17 @@ def _warnings(facts: Facts) -> list[Reading]:
             f"{first_seen} on: packed documents see each other"
         )
     rows = (
-        ("wrong-shift", is_twice, shift, 1),
-        ("sees-its-target", sees_later and shift == 1, 1, 0),
-        ("padding-learned", padding_learned > sequences, padding_learned, 0),
-        ("ignored-smoothed", is_smoothed, facts["smoothed_alone"], 0),
-        ("counts-unlearned", is_counted and sequences, total, 1),
-        ("narrow-log-softmax", facts["log_error"], facts["log_error"], 0),
-        ("softmax-twice", facts["probabilities"], 1, None),
-        ("unmasked", facts["sees_padding"] or is_unmasked, seen_wrongly, None),
+        (KINDS["wrong-shift"], is_twice, shift, 1),
+        (KINDS["unmasked"].case("target"), sees_later and shift == 1, 1, 0),
+        (KINDS["ignored-learned"], padding_learned > sequences, padding_learned, 0),
+        (KINDS["ignored-learned"].case("smoothed"), is_smoothed, facts["smoothed_alone"], 0),
+        (KINDS["counts-unlearned"], is_counted and sequences, total, 1),
+        (KINDS["softmax"].case("narrow"), facts["log_error"], facts["log_error"], 0),
+        (KINDS["softmax"], facts["probabilities"], 1, None),
+        (KINDS["unmasked"], facts["sees_padding"] or is_unmasked, seen_wrongly, None),
     )
     readings = []
-    for name, holds, value, expected in rows:
+    for kind, holds, value, expected in rows:
         if holds:
-            readings.append(KINDS[name].reading("", value, expected, words=words, **facts))
+            readings.append(kind.reading("", value, expected, words=words, **facts))
     return readings

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, of_all, words_of
-from narrowgauge.checks.gradients import has_own_batches, weights_of_ranks
+from narrowgauge.checks.rank_batches import has_own_batches, weights_of_ranks
 from narrowgauge.distributed.replica_verification import possible_parts, unlike
 from narrowgauge.gauges.hub import Listener
 from narrowgauge.gauges.recording.snapshot import Snapshot, is_sampled
@@ -153,7 +153,11 @@ class OfRanks(Listener):
 
     def _equal_ranks(self, step: int, words: str) -> Iterator[Reading]:
         if self._has_own_data():
-            yield KINDS["equal-ranks"].reading("", self._here.size, 1, 0, step, words=words)
+            yield (
+                KINDS["equal-batches"]
+                .case("ranks")
+                .reading("", self._here.size, 1, 0, step, words=words)
+            )
 
     def _has_own_data(self) -> bool:
         """Return whether each rank should train on its own batch. All ranks make the call."""
