@@ -25,9 +25,9 @@ LOCATES: dict[str, set[str]] = {
     "settings": {
         "missing-parameters", "parameters-twice", "untied", "no-matrix", "frozen-moves", "weight-decay",
     },
-    "data": {"gradient", "ignored-learned", "wrong-shift"},
+    "data": {"gradient", "wrong-labels", "wrong-shift"},
     "forward": {"gradient", "step-order", "rounding", "unmasked"},
-    "loss": {"gradient", "rounding", "wrong-shift", "counts-unlearned", "ignored-learned", "softmax"},
+    "loss": {"gradient", "rounding", "wrong-shift", "counts-unlearned", "wrong-labels", "softmax"},
     "gradient": {
         "slope", "gradient", "no-gradient", "nonfinite", "skipped-steps", "gradients-kept", "zero-gradients", "rounding",
     },

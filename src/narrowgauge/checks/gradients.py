@@ -34,7 +34,7 @@ from narrowgauge.analysis.reading import Reading, of_all
 from narrowgauge.checks.findings import Findings
 from narrowgauge.checks.float32_copy import gathered_copy
 from narrowgauge.checks.loss_value import coarse_loss
-from narrowgauge.checks.passes import OneProcess, Passes
+from narrowgauge.checks.passes import OneProcess, Pass, Passes
 from narrowgauge.checks.rank_batches import differing_ranks, equal_batches, weights_of_ranks
 from narrowgauge.checks.rounding import rounding_of
 from narrowgauge.checks.set_up import inner_name
@@ -70,45 +70,54 @@ def compare_gradients(passes: Passes, taught: Mapping[str, Any]) -> Findings:
         first = passes.run(passes.step)
     if passes.stepped:
         return Findings([*_step_in_backward(passes)])
-    step = first
-    draws = bool(ranks.largest(int(first.draws)))
-    if draws:
-        passes = replace(passes, is_training=False)
-        step = passes.run(passes.step, Shadow() if follows else None)
-        draws = bool(ranks.largest(int(step.draws)))
+    passes, step, draws = _without_draws(passes, first, follows)
     differing = differing_ranks(step.gradients, ranks)
-    in_parts = set[str]()
-    if differing:
-        in_parts = possible_parts(weights_of_ranks(model, ranks)).intersection(differing)
-    if in_parts:
-        # One process would wait for the others in the model's own collectives.
-        names = of_all(sorted(in_parts))
-        words = f"ranks hold parts of {names}: no process has the whole model"
-        return Findings(unseen={"the gradient": words})
+    reason = _why_no_whole_model(model, differing)
+    if reason:
+        return Findings(unseen={"the gradient": reason})
     of_ranks = ranks.gather(passes.parts)
     alone = _alone(passes, [*chain.from_iterable(of_ranks)], has_shards, follows)
 
     def compare() -> Findings:
         comparison = Comparison(alone, first, step, rounding, differing, ranks.size, taught)
-        result = comparison.findings
-        result.readings += equal_batches(model, of_ranks)
+        comparison.findings.readings += equal_batches(model, of_ranks)
         one: Any = nullcontext()
         if not follows:
             one = OneProcess()  # type: ignore[no-untyped-call]
-        with one, result.reason_for_none("the slope of the loss"):
-            comparison.compare_slope()
-        with one, result.reason_for_none("the gradient"):
-            comparison.compare_rounding()
-            comparison.compare_structure(draws=draws)
-        if comparison.rounding is not None and comparison.rounding.mode.products:
-            result.lines.append(products_line(comparison.rounding.mode.products))
-        return result
+        with one:
+            comparison.compare(draws=draws)
+        return comparison.findings
 
     findings = ranks.of_first(compare)
     findings.gradients = first.gradients
     findings.readings += KINDS["missing-parameters"].of(first.unstepped)
     findings.lines += coarse_loss(first.loss)
     return findings
+
+
+def _without_draws(passes: Passes, first: Pass, follows: bool) -> tuple[Passes, Pass, bool]:
+    """Return the passes and the step in evaluation mode if the first step draws random numbers on
+    any rank, and whether it draws there too.
+    """
+    ranks = all_ranks()
+    if not ranks.largest(int(first.draws)):
+        return passes, first, False
+    passes = replace(passes, is_training=False)
+    step = passes.run(passes.step, Shadow() if follows else None)
+    return passes, step, bool(ranks.largest(int(step.draws)))
+
+
+def _why_no_whole_model(model: nn.Module, differing: Mapping[str, int]) -> str:
+    """Return which tensors ranks hold parts of; empty if each process has the whole model.
+
+    One process would wait for the others in the model's own collectives.
+    """
+    if not differing:
+        return ""
+    in_parts = possible_parts(weights_of_ranks(model, all_ranks())).intersection(differing)
+    if not in_parts:
+        return ""
+    return f"ranks hold parts of {of_all(sorted(in_parts))}: no process has the whole model"
 
 
 def _why_none(model: nn.Module) -> str:
@@ -140,14 +149,3 @@ def _alone(passes: Passes, parts: list[Any], has_shards: bool, follows: bool) ->
         own = {inner_name(n): p for n, p in model.named_parameters() if p.requires_grad}
         leaves = leaves | own
     return replace(passes, model=model, optimizers=[], leaves=leaves, parts=parts, backward=None)
-
-
-def products_line(products: Mapping[str, int]) -> str:
-    """Return a line about the formats in which a step multiplied.
-
-    Example:
-        >>> products_line({"float32": 2, "bfloat16": 6})
-        'products of a step: 6 in bfloat16, 2 in float32'
-    """
-    counts = sorted(products.items(), key=lambda item: -item[1])
-    return "products of a step: " + ", ".join(f"{count} in {name}" for name, count in counts)

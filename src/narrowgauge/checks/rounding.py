@@ -23,8 +23,9 @@ from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading
 from narrowgauge.checks.fit import fit
 from narrowgauge.checks.passes import Pass, Passes
-from narrowgauge.checks.shadow import UNITS, Shadow
+from narrowgauge.checks.shadow import Shadow
 from narrowgauge.checks.sites import SUM, FirstBad, Site, is_finite
+from narrowgauge.checks.units import FINEST, UNITS
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.torch_support.torch_names import plain_name
 
@@ -170,7 +171,7 @@ class Rounding:
 
     @property
     def format(self) -> str:
-        for dtype, unit in (*UNITS.items(), (torch.float32, 2.0**-24)):
+        for dtype, unit in (*UNITS.items(), (torch.float32, FINEST)):
             if unit == self.unit:
                 return dtype_name(dtype)
         return f"a format of unit roundoff {self.unit:.2g}"

@@ -30,9 +30,9 @@ from narrowgauge.checks.outputs import (
     places,
     recorded,
     shapes_of,
-    unit_of,
 )
 from narrowgauge.checks.same_weights import compare_weights, loaded
+from narrowgauge.checks.units import unit_of
 from narrowgauge.errors import DataError, RecipeError
 from narrowgauge.runs.finding import counted
 from narrowgauge.torch_support.put_back import generators_put_back, put_back

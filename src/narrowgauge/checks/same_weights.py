@@ -19,8 +19,9 @@ from narrowgauge.checks.adapters import is_adapted, name_without_adapters, produ
 from narrowgauge.checks.fit import fit
 from narrowgauge.checks.manifest import tied_names
 from narrowgauge.checks.moved import dtypes_of, moved, share_of, tensors_of
-from narrowgauge.checks.outputs import names_of, unit_of
+from narrowgauge.checks.outputs import names_of
 from narrowgauge.checks.set_up import inner_name
+from narrowgauge.checks.units import unit_of
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.dtensor import whole
 from narrowgauge.runs.finding import counted, told

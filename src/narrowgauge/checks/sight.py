@@ -14,14 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from narrowgauge.checks.passes import set_training
-from narrowgauge.checks.shadow import is_integer
 from narrowgauge.checks.softmaxes import Term, Trace, as_sequences
 from narrowgauge.torch_support.put_back import put_back
 
-IGNORED = -100
 _FAINT = 1e-7
 """Gradients over the largest one that are zero."""
 _EXACT = 1e-5
@@ -168,57 +165,3 @@ def seen(seen_by: Seen, learned: Tensor, tokens: Tensor, padding: int | None) ->
     if is_padding.any():
         facts["sees_padding"] = bool((by_earlier & is_padding).any())
     return facts
-
-
-def restart(batch: Any, tokens: Tensor) -> int | None:
-    """Return where positions of the batch begin anew for the last time, in packed rows."""
-    for x in tree_leaves(batch):
-        if isinstance(x, Tensor) and x.shape == tokens.shape and is_integer(x):
-            is_start = x[:, 1:] == 0
-            counts_up = (x[:, 1:] - x[:, :-1] == 1) | is_start
-            if bool(counts_up.all()) and bool(is_start.any()):
-                return int(is_start.any(0).nonzero()[-1]) + 1
-    return None
-
-
-def padding_of(tokens: Tensor) -> int | None:
-    """Return the id found only in runs at the ends, or starts, of two or more rows, of different
-    lengths; ``None`` without one.
-
-    Example:
-        >>> padding_of(torch.tensor([[5, 6, 7, 8], [5, 0, 0, 0], [7, 9, 0, 0]]))
-        0
-    """
-    for side in (tokens, tokens.flip(1)):
-        for token in side[:, -1:].unique():
-            is_token = side == token
-            runs = is_token.flip(1).cumprod(1).sum(1)
-            is_common = int((runs > 1).sum()) >= max(2, len(tokens) // 4)
-            if int(is_token.sum()) == int(runs.sum()) and is_common and len(runs.unique()) > 1:
-                return int(token)
-    return None
-
-
-def is_declared(model: nn.Module, batch: Any, tokens: Tensor | None, padding: int | None) -> bool:
-    """Return whether a token that looks like padding is said to be: by an embedding, by the model's
-    settings, or by a mask or ignored labels of the batch.
-
-    A run of equal tokens at the end of sequences may be text.
-    """
-    if tokens is None or padding is None:
-        return False
-    for module in model.modules():
-        settings = getattr(module, "config", None)
-        declared = getattr(module, "padding_idx", None), getattr(settings, "pad_token_id", None)
-        if padding in declared:
-            return True
-    is_padding = tokens == padding
-    for x in tree_leaves(batch):
-        if not isinstance(x, Tensor) or x.shape != tokens.shape:
-            continue
-        is_left_out = x == IGNORED
-        if x.max() <= 1:  # a mask
-            is_left_out = x == 0
-        if bool((is_left_out | ~is_padding).all()):
-            return True
-    return False

@@ -114,6 +114,17 @@ def user_line() -> tuple[str, bool]:
     return "an unknown line", False
 
 
+def is_in_apply() -> bool:
+    """Return whether a custom autograd function, as of a recomputed block, computes its forward."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename == torch.autograd.function.__file__ and code.co_name == "apply":
+            return True
+        frame = frame.f_back
+    return False
+
+
 @contextmanager
 def layers_told(mode: Any) -> Iterator[None]:
     """Hand the products of our own layers to a mode, with their operands as before the casts."""
@@ -132,6 +143,27 @@ def layers_told(mode: Any) -> Iterator[None]:
 def storage_key(x: Tensor) -> int:
     """Return a number for the storage of a tensor; 0 without one."""
     return int(x.untyped_storage()._cdata) if x.layout is torch.strided else 0
+
+
+class ByStorage:
+    """Values by the storage of a tensor. A storage that is gone takes its value along."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, tuple[StorageWeakRef, Any]] = {}
+
+    def get(self, x: Tensor) -> Any:
+        weak, value = self._entries.get(storage_key(x), (None, None))
+        return None if weak is None or weak.expired() else value
+
+    def set(self, x: Tensor, value: Any) -> None:
+        self._entries[storage_key(x)] = StorageWeakRef(x.untyped_storage()), value
+        if len(self._entries) % 64 == 0:
+            for key, (weak, _) in list(self._entries.items()):
+                if weak.expired():
+                    del self._entries[key]
+
+    def drop(self, x: Tensor) -> None:
+        self._entries.pop(storage_key(x), None)
 
 
 def is_float(x: Any) -> bool:
@@ -191,21 +223,15 @@ class FirstBad(Sites):
         self._names = dict[int, str]()
         for name, x in (*model.named_parameters(), *model.named_buffers()):
             self._names[storage_key(x)] = torch_names.plain_name(name)
-        self._causes: dict[int, tuple[StorageWeakRef, Cause]] = {}
+        self._causes = ByStorage()
         self._count = 0
 
     def first(self, tensors: Mapping[str, Tensor] | list[Tensor]) -> str:
         """Return the earliest operation that reached some tensors; empty if none is known."""
         values = tensors.values() if isinstance(tensors, Mapping) else tensors
-        causes = [self._cause(x) for x in values]
-        known = [cause for cause in causes if cause is not None]
+        causes = map(self._causes.get, values)
+        known: list[Cause] = [cause for cause in causes if cause is not None]
         return min(known).words if known else ""
-
-    def _cause(self, x: Tensor) -> Cause | None:
-        weak, cause = self._causes.get(storage_key(x), (None, None))
-        if weak is None or weak.expired():
-            return None
-        return cause
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind not in (Tensor, nn.Parameter) for kind in types):
@@ -248,7 +274,7 @@ class FirstBad(Sites):
         return results
 
     def _bad_operands(self, operands: list[Tensor]) -> list[tuple[Tensor, Cause | None]]:
-        return [(x, self._cause(x)) for x in operands if not is_finite(x)]
+        return [(x, self._causes.get(x)) for x in operands if not is_finite(x)]
 
     def _trace(
         self, name: str, bad: list[Any], sizes: str, asks: bool, results: list[Tensor]
@@ -261,10 +287,9 @@ class FirstBad(Sites):
             if not is_float(x):
                 continue
             if is_finite(x):
-                self._causes.pop(storage_key(x), None)
+                self._causes.drop(x)
                 continue
-            cause = self._cause_of(name, bad, sizes, asks, x)
-            self._causes[storage_key(x)] = StorageWeakRef(x.untyped_storage()), cause
+            self._causes.set(x, self._cause_of(name, bad, sizes, asks, x))
 
     def _cause_of(self, name: str, bad: list[Any], sizes: str, asks: bool, x: Tensor) -> Cause:
         has_nan = bool(x.isnan().any())

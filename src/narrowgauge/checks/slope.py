@@ -14,7 +14,6 @@ that is attached by an autograd function arrives even where nothing is asked: it
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import CellType, FunctionType
@@ -29,7 +28,7 @@ from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, of_all
 from narrowgauge.checks.passes import Pass, Passes, scalar
 from narrowgauge.checks.shadow import Shadow
-from narrowgauge.checks.sites import is_float, storage_key
+from narrowgauge.checks.sites import is_float, is_in_apply, storage_key
 from narrowgauge.torch_support import torch_names
 from narrowgauge.torch_support.torch_hooks import has_own_hooks
 
@@ -251,17 +250,7 @@ class _Stops(TorchFunctionMode):
             return result
         is_rounded = name in ("round", "sign") or result.element_size() == 1
         # A custom autograd function computes its forward pass without gradients.
-        if of_scalars or (needs and (is_rounded or not _is_in_apply())):
+        if of_scalars or (needs and (is_rounded or not is_in_apply())):
             stopped = self._stopped if result.numel() > 1 else self._scalars
             stopped.append(result)
         return result
-
-
-def _is_in_apply() -> bool:
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if code.co_filename == torch.autograd.function.__file__ and code.co_name == "apply":
-            return True
-        frame = frame.f_back
-    return False

@@ -23,6 +23,8 @@ from narrowgauge.checks.set_up import inner_name
 from narrowgauge.checks.shadow import Shadow
 from narrowgauge.checks.sites import is_finite
 from narrowgauge.checks.slope import Slope
+from narrowgauge.checks.structure_words import NEAR, equal_to, products_line, times_of_parts
+from narrowgauge.checks.units import FINEST
 from narrowgauge.runs.finding import counted
 
 MARGIN = 4.0
@@ -31,8 +33,6 @@ COARSE = 32.0
 """The same bound, in roundings of the step's products, where no pass is followed."""
 STOPPED = 0.03
 """Bound where a pass rounds to integers on purpose: one value of many lands elsewhere."""
-_NEAR = 0.005
-"""Relative distance within which a factor equals a number of the set-up."""
 MOST_TERMS = 16
 """Fit the weight of each micro-batch in a gradient up to this number of micro-batches of all ranks.
 """
@@ -72,6 +72,20 @@ class Comparison:
         self.near = list[float]()
         self.is_sum = True
         self._terms: list[Gradients] | None = None
+
+    def compare(self, *, draws: bool) -> None:
+        """Compare slope, roundings and structure; an error becomes a reason for none.
+
+        Args:
+            draws: whether the step draws random numbers in evaluation mode, too.
+        """
+        with self.findings.reason_for_none("the slope of the loss"):
+            self.compare_slope()
+        with self.findings.reason_for_none("the gradient"):
+            self.compare_rounding()
+            self.compare_structure(draws=draws)
+        if self.rounding is not None and self.rounding.mode.products:
+            self.findings.lines.append(products_line(self.rounding.mode.products))
 
     # ── the slope, and what rounds ──────────────────────────────────────────────────────────────
 
@@ -126,11 +140,7 @@ class Comparison:
     # ── structure ───────────────────────────────────────────────────────────────────────────────
 
     def compare_structure(self, *, draws: bool) -> None:
-        """Find gradients that are missing, or differ from the plain loss's.
-
-        Args:
-            draws: whether the step draws random numbers in this mode, too.
-        """
+        """Find gradients that are missing, or differ from the plain loss's."""
         found = self.findings
         plain = self.alone.run(self.alone.plain(self.whole), Shadow())
         found.loss = float(plain.loss.detach())
@@ -187,7 +197,7 @@ class Comparison:
         self.bounds = {}
         for name in self.exact:
             bound = KINDS["gradient"].bound
-            allowed = MARGIN * (own[name] + self.rounding.each.get(name, 0.0) + 2.0**-24)
+            allowed = MARGIN * (own[name] + self.rounding.each.get(name, 0.0) + FINEST)
             if name not in plain.shadows or (self.follows and name not in self.step.shadows):
                 bound = max(bound, allowed, COARSE * working)
             elif chooses or not self.follows:
@@ -254,9 +264,19 @@ class Comparison:
                     return None
             fits = g.numel() >= 4 * len(weights) and rest <= 2 * bound
             if fits and min(map(abs, right)) >= 1e-6:
-                words = _times_of_parts(weights, right)
+                words = times_of_parts(weights, right)
+        words = words or self._of_passes()
         words = f"differs by {distance:.2g} of its length from float32's in one process; {bound:.1g} is allowed.{words}"
         return KINDS["gradient"].reading(name, distance, 0.0, bound, words=words)
+
+    def _of_passes(self) -> str:
+        """Say how labels of the step's backward passes weigh, where they weigh unlike ones."""
+        weights = self.taught.get("pass_weights", [])
+        if not 1 < len(weights) <= MOST_TERMS or max(weights) - min(weights) <= NEAR * max(weights):
+            return ""
+        mean = sum(weights) / len(weights)
+        times = ", ".join(f"{weight / mean:.3g}" for weight in weights)
+        return f" A label weighs {times} times the mean in the {len(weights)} backward passes."
 
     def _multiple(self, name: str, factor: float) -> Reading:
         """Return a reading of a gradient that is a multiple of the exact one."""
@@ -356,36 +376,4 @@ def first_not_finite(gradients: Mapping[str, Tensor]) -> str:
     for name in reversed(list(gradients)):
         if not is_finite(gradients[name]):
             return name
-    return ""
-
-
-def _times_of_parts(weights: list[float], right: list[float]) -> str:
-    """Say how often each micro-batch counts."""
-    ratios = torch.tensor(weights) / torch.tensor(right)
-    times = ", ".join(f"{round(ratio, 4) + 0.0:.3g}" for ratio in ratios.tolist())
-    return f" Micro-batches count {times} times, rank after rank."
-
-
-def equal_to(factor: float, num_parts: int, num_ranks: int) -> str:
-    """Return ``, which is NAME`` for a factor that equals a number of the set-up or a power of two.
-
-    Example:
-        >>> equal_to(4.001, 1, 4), equal_to(3.3, 1, 4), equal_to(65536, 1, 4)
-        (', which is the number of ranks', '', ', which is 2^16, the loss scale that torch begins with')
-    """
-    counts = {"the number of ranks": num_ranks, "the number of micro-batches": num_parts}
-    if min(num_parts, num_ranks) > 1:
-        counts["micro-batches times ranks"] = num_parts * num_ranks
-    names = []
-    for name, number in counts.items():
-        if number != 1 and abs(factor / number - 1) < _NEAR:
-            names.append(name)
-        if number != 1 and abs(factor * number - 1) < _NEAR:
-            names.append(f"1 / {name}")
-    power = round(math.log2(abs(factor)))
-    if not names and power and abs(factor / 2.0**power - 1) < _NEAR:
-        torchs = ", the loss scale that torch begins with" if power == 16 else ""
-        names.append(f"2^{power}{torchs}")
-    if names:
-        return f", which is {' and '.join(names)}"
     return ""

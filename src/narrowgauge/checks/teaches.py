@@ -17,18 +17,11 @@ from torch import Tensor, nn
 
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, Readings
+from narrowgauge.checks.batch_facts import is_declared, padding_of, starts_of, unlearned_ends
 from narrowgauge.checks.findings import Findings
 from narrowgauge.checks.passes import Backward, Loss, Passes
 from narrowgauge.checks.rank_batches import has_own_batches, weights_of_ranks
-from narrowgauge.checks.sight import (
-    is_declared,
-    num_columns,
-    padding_of,
-    restart,
-    seen,
-    sight_of,
-    tokens_of,
-)
+from narrowgauge.checks.sight import num_columns, seen, sight_of, tokens_of
 from narrowgauge.checks.softmaxes import LABEL, LOG_SUM, Target, Term, Trace, joined
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.replica_verification import unlike
@@ -55,7 +48,10 @@ _COLUMNS = (
     ),
 )
 """The facts that are printed, as tables of one row."""
-_SUMS = ("rows", "learned", "sequences", "smoothed_alone", "padding_learned", "unlearned")
+_SUMS = (
+    "rows", "learned", "sequences", "smoothed_alone", "padding_learned", "unlearned", "starts",
+    "starts_learned", "ends_unlearned",
+)  # fmt: skip
 """Facts that are summed over ranks."""
 _SUM_ERROR = 0.01
 """Of the sum of a row of probabilities in 16 bits."""
@@ -138,18 +134,23 @@ def lesson(model: nn.Module, batch: Any, loss: Loss, run: Callable[[], float]) -
     """
     with torch.compiler.set_stance("force_eager"), Trace() as trace:
         scale = run()
+    readings = []
+    if trace.draws:
+        readings.append(KINDS["wrong-mode"].case("teacher").reading("", trace.draws, 0))
     terms = main_terms(trace.terms)
     if all_ranks().largest(int(not terms)):
         words = "no cross_entropy, log_softmax or logsumexp of logits"
         if not trace.terms and trace.number:
-            return Readings([], [f"what the loss teaches is not read: {words}"])
-        return Readings(unseen={"what the loss teaches": f"{words} that learn a label"})
+            return Readings(readings, [f"what the loss teaches is not read: {words}"])
+        return Readings(readings, unseen={"what the loss teaches": f"{words} that learn a label"})
     rows = Rows(terms)
     rows.weight /= scale
     if not is_declared(model, batch, rows.first_tokens, rows.padding):
         rows.padding = None
     facts: Facts = dict.fromkeys(str(column.key) for columns in _COLUMNS for column in columns)
-    facts |= arithmetic_facts(terms) | look(model, loss, batch, rows, terms)
+    facts |= (
+        dict.fromkeys(_SUMS, 0) | arithmetic_facts(terms) | look(model, loss, batch, rows, terms)
+    )
     facts |= label_facts(rows, terms[0].teaches)
     if has_own_batches(model) and not unlike(weights_of_ranks(model, all_ranks())):
         facts = over_ranks(facts)
@@ -157,7 +158,8 @@ def lesson(model: nn.Module, batch: Any, loss: Loss, run: Callable[[], float]) -
     for columns in _COLUMNS:
         if any(facts[str(column.key)] is not None for column in columns):
             lines += Table(columns, [facts]).plain().splitlines()
-    return Readings(_warnings(facts), lines, "what the loss teaches", taught=facts)
+    readings += _warnings(facts)
+    return Readings(readings, lines, "what the loss teaches", taught=facts)
 
 
 def main_terms(terms: Sequence[Term]) -> list[Term]:
@@ -252,6 +254,15 @@ class Rows:
         self.is_smoothed = has_label & (self.target.smoothing > 0.95)
         self.is_learned = self.target.is_live & ~self.is_smoothed
 
+    def labels_at(self, places: Tensor, mask: Tensor) -> Tensor:
+        """Return which of some rows learn the token behind theirs, if it is at one of some places."""
+        width = places.shape[1]
+        sequence = self.sequence[mask]
+        behind = self.column[mask] + 1
+        place = behind.clamp(0, width - 1)
+        is_label = self.tokens[sequence, place] == self.target.label[mask]
+        return self.is_learned[mask] & is_label & places[sequence, place] & (behind < width)
+
     def share_at(self, shift: int, mask: Tensor) -> float:
         """Return the share of rows whose label is the token at a distance from the last one that
         they see.
@@ -280,7 +291,14 @@ def look(model: nn.Module, loss: Loss, batch: Any, rows: Rows, terms: Sequence[T
         return facts
     rows.offset = facts["offset"]
     rows.column = torch.where(rows.column < 0, -1, rows.column + rows.offset)
-    return facts | {"restart": restart(batch, tokens)}
+    starts = starts_of(batch, tokens)
+    if starts is not None:
+        facts["restart"] = int(starts.any(0).nonzero()[-1])
+        facts["starts"] = int(starts.sum())
+        facts["starts_learned"] = int(rows.labels_at(starts.cpu(), is_first).sum())
+    last = rows.column[is_first].view(len(tokens), -1).where(learned, -2).amax(1) + 1
+    ends = unlearned_ends(batch, tokens.cpu(), last, rows.padding)
+    return facts | {"ends_unlearned": ends}
 
 
 def over_ranks(facts: Facts) -> Facts:
@@ -320,6 +338,10 @@ def label_facts(rows: Rows, taught: str) -> Facts:
     if len(weights):
         low, high = weights.aminmax()
         facts["is_even"] = bool(high - low <= _SAME * high)
+    of_passes = []
+    for number in rows.number[learned].unique():
+        of_passes.append(float(rows.weight[learned & (rows.number == number)].mean()))
+    facts["pass_weights"] = of_passes
     mean = (weights * target.cross_entropy[learned]).sum() / weights.sum()
     facts["cross_entropy"] = float(mean)
     is_padding = has_label & (target.label == (-1 if rows.padding is None else rows.padding))
@@ -390,11 +412,16 @@ def _warnings(facts: Facts) -> list[Reading]:
             f"Positions begin anew at {facts['restart']}, and the last row that learns sees tokens from "
             f"{first_seen} on: packed documents see each other"
         )
+    starts = facts["starts_learned"]
+    is_blind = not is_unmasked and sees_later is False and 2 * starts > facts["starts"]
+    ends = 0 if facts["padding_learned"] else facts["ends_unlearned"]
     rows = (
         (KINDS["wrong-shift"], is_twice, shift, 1),
         (KINDS["unmasked"].case("target"), sees_later and shift == 1, 1, 0),
-        (KINDS["ignored-learned"], padding_learned > sequences, padding_learned, 0),
-        (KINDS["ignored-learned"].case("smoothed"), is_smoothed, facts["smoothed_alone"], 0),
+        (KINDS["wrong-labels"], padding_learned > sequences, padding_learned, 0),
+        (KINDS["wrong-labels"].case("smoothed"), is_smoothed, facts["smoothed_alone"], 0),
+        (KINDS["wrong-labels"].case("start"), is_blind, starts, 0),
+        (KINDS["wrong-labels"].case("end"), ends, ends, 0),
         (KINDS["counts-unlearned"], is_counted and sequences, total, 1),
         (KINDS["softmax"].case("narrow"), facts["log_error"], facts["log_error"], 0),
         (KINDS["softmax"], facts["probabilities"], 1, None),
