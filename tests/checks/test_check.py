@@ -475,7 +475,7 @@ def test_a_power_of_two_moves_down_by_a_quarter_of_its_spacing(
     )
     check = ng.check(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
     (reading,) = [r for r in check if r.what == "stands-still"]
-    words = f"{number} {'norm weight' if value == 1 else 'vector'}{' stays' if number == 1 else 's stay'} "
+    words = f"No step moves {number} tensor"
     assert reading.bound == needed and reading.advice.startswith(words)
     assert "stands-still" not in whats(
         ng.check(model, torch.optim.AdamW(model.parameters(), lr=1.5 * needed))

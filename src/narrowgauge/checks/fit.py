@@ -13,53 +13,31 @@ CHUNK = 1 << 17
 
 
 class Fit(NamedTuple):
-    """A tensor beside another one, by sums over their elements in float64.
+    """A tensor beside another one, in float64.
 
     Args:
-        square: the first tensor's length, squared; ``other_square`` is the second one's.
-        product: the scalar product of both.
-        off: length of their difference, squared.
+        factor: multiple of the first tensor that comes nearest; 0 if that is all zeros.
+        rest: length of what the factor leaves of the second one; ``distance`` of what 1 leaves.
+        length: of the first tensor.
+        other_length: of the second one.
         differing: number of elements whose values differ.
         nonfinite: number of elements of the second one that are not finite.
     """
 
-    square: float
-    other_square: float
-    product: float
-    off: float
+    factor: float
+    rest: float
+    distance: float
+    length: float
+    other_length: float
     differing: int
     nonfinite: int
-
-    @property
-    def factor(self) -> float:
-        """Return the multiple of the first tensor that comes nearest; 0 if it is all zeros."""
-        return self.product / self.square if self.square else 0.0
-
-    @property
-    def rest(self) -> float:
-        """Return the length of what :attr:`factor` leaves of the second tensor."""
-        if not self.square:
-            return self.other_length
-        return math.sqrt(max(0.0, self.other_square - self.factor * self.product))
-
-    @property
-    def distance(self) -> float:
-        return math.sqrt(self.off)
-
-    @property
-    def length(self) -> float:
-        return math.sqrt(self.square)
-
-    @property
-    def other_length(self) -> float:
-        return math.sqrt(self.other_square)
 
     @property
     def relative(self) -> float:
         """Return the distance over the first tensor's length; infinite from zeros."""
         if not self.distance:
             return 0.0
-        return self.distance / self.length if self.square else math.inf
+        return self.distance / self.length if self.length else math.inf
 
 
 def fit(x: Tensor, y: Tensor) -> Fit:
@@ -86,7 +64,11 @@ def fit(x: Tensor, y: Tensor) -> Fit:
         if bad:
             nonfinite += bad
             differing -= int((a.isnan() & b.isnan()).sum())
-    return Fit(square, other_square, product, off, differing, nonfinite)
+    factor = product / square if square else 0.0
+    rest = math.sqrt(max(0.0, other_square - factor * product))
+    distance = math.sqrt(off)
+    lengths = math.sqrt(square), math.sqrt(other_square)
+    return Fit(factor, rest, distance, *lengths, differing, nonfinite)
 
 
 def weights_of(columns: Tensor, target: Tensor) -> tuple[list[float], float]:

@@ -197,13 +197,7 @@ def parameter_readings(set_up: SetUp) -> Iterator[Reading]:
     yield from (
         KINDS["rounded-buffers"].case("batch-norm").of(_unlike_their_statistics(set_up.model))
     )
-    bad = []
-    for name, p in set_up.parameters.items():
-        if p.dtype in NAIVE and not p.is_meta:
-            largest = largest_magnitude(local_of(p))
-            if largest.isnan() or (p.requires_grad and largest.isinf()):  # a frozen mask may be
-                bad.append(name)
-    yield from KINDS["nonfinite"].case("weights").of(bad)
+    yield from KINDS["nonfinite"].case("weights").of(_not_finite(set_up))
     once = set()
     twice = dict[str, None]()
     for stepped in set_up.stepped:
@@ -223,6 +217,17 @@ def parameter_readings(set_up: SetUp) -> Iterator[Reading]:
     if len(lost) < count:
         words = "; the others have one"
         yield from KINDS["no-gradient"].of(lost, count=count, words=words)
+
+
+def _not_finite(set_up: SetUp) -> list[str]:
+    """Return the parameters that hold NaN, or infinity that is no frozen mask."""
+    bad = []
+    for name, p in set_up.parameters.items():
+        if p.dtype in NAIVE and not p.is_meta:
+            largest = largest_magnitude(local_of(p))
+            if largest.isnan() or (p.requires_grad and largest.isinf()):
+                bad.append(name)
+    return bad
 
 
 def _unlike_their_statistics(model: nn.Module) -> list[str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -108,51 +107,36 @@ def moved(before: Weights, after: Weights) -> Moved:
     """
     first = tensors_of(before)
     second = tensors_of(after)
-    rows = []
-    reshaped: list[str] = []
-    only_after: list[str] = []
-    equal: list[str] = []
-    all_ones: list[str] = []
-    nonfinite: list[str] = []
+    rows = list[Row]()
+    reshaped = list[str]()
+    only_after = list[str]()
     for name, read in second.items():
         if name not in first:
             only_after.append(name)
             continue
         a = first[name]()
         b = read()
-        if a.shape != b.shape:
+        if a.shape == b.shape:
+            rows.append(_compared(name, a, b))
+        else:
             reshaped.append(name)
-            continue
-        row = _compared(name, a, b)
-        rows.append(row)
-        if not row["differ"]:
-            equal.append(name)
-        if row["constant"] == 1 and b.ndim == 1:
-            all_ones.append(name)
-        if row["nonfinite"]:
-            nonfinite.append(name)
     only_before = [name for name in first if name not in second]
-    lacking = only_before + only_after + reshaped
+    equal = [row["name"] for row in rows if not row["differ"]]
+    ones = [row["name"] for row in rows if row["constant"] == 1 and len(row["shape"]) == 1]
+    bad = [row["name"] for row in rows if row["nonfinite"]]
+    kind = KINDS["never-moved"]
     readings = list[Reading]()
-    unmoved = KINDS["never-moved"].case("equal")
-    words = (
-        f"Tensors with the values that they had: {len(equal)}. They are frozen, unused, or their updates "
-        "are smaller than half the gap between two values"
-    )
     if len(equal) == len(rows):
-        unmoved = replace(unmoved, severity="error")
-        words = (
-            "No value differs. A state_dict shares its memory with the model: clone it before training. "
-            "Else look at the learning rate and the gradients"
-        )
+        readings += kind.case("nothing").of(equal)
     else:
-        readings += KINDS["never-moved"].case("ones").of(all_ones)
+        readings += kind.case("equal").of(equal)
+        readings += kind.case("ones").of(ones)
+    readings += KINDS["nonfinite"].case("weights").of(bad)
     sides = (
         f"{len(only_before)} only before, {len(only_after)} only after, {len(reshaped)} in another "
         "shape"
     )
-    readings += unmoved.of(equal, words=words)
-    readings += KINDS["nonfinite"].case("weights").of(nonfinite)
+    lacking = only_before + only_after + reshaped
     readings += KINDS["one-sided-tensors"].of(lacking, sides=sides)
     return Moved(rows, readings)
 

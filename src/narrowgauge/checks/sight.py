@@ -66,14 +66,15 @@ Seen = Callable[[Tensor], Tensor]
 """Which tokens some rows of logits see, ``[sequences, columns]``, given a mask of the rows."""
 
 
-def sight_of(
+def tokens_seen(
     model: nn.Module,
     loss: Callable[[nn.Module, Any], Tensor],
     batch: Any,
     tokens: Tensor,
     kind: tuple[str, int],
-) -> Seen:
-    """Return a function that makes a forward and a backward pass, and says which tokens rows see.
+    rows: Tensor,
+) -> Tensor:
+    """Make a forward and a backward pass, and return which tokens some rows of logits see.
 
     DistributedDataParallel reduces nothing here: it would wait for gradients that these passes do
     not make.
@@ -81,46 +82,43 @@ def sight_of(
     Args:
         tokens: ids that the forward pass looks up, ``[sequences, columns]``.
         kind: function and number of classes of the softmaxes.
+        rows: mask of the rows.
     """
+    embedded = list[Tensor]()
 
-    def seen_by(rows: Tensor) -> Tensor:
-        embedded = []
+    def begin_here(ids: Tensor, result: Tensor) -> Tensor:
+        if not torch.equal(as_sequences(ids), tokens):
+            return result
+        embedded.append(result.detach().requires_grad_())
+        return embedded[-1]
 
-        def begin_here(ids: Tensor, result: Tensor) -> Tensor:
-            if not torch.equal(as_sequences(ids), tokens):
-                return result
-            embedded.append(result.detach().requires_grad_())
-            return embedded[-1]
-
-        trace = Trace(after_lookup=begin_here)
-        eager = torch.compiler.set_stance("force_eager")
-        unreduced = getattr(model, "no_sync", nullcontext)()
-        with put_back(model, model.parameters()), unreduced, eager, trace:
-            set_training(model, False)
-            loss(model, batch)
-            sources = [term.source for term in trace.terms if term.kind == kind]
-            if sum(map(len, sources)) < len(rows) or not embedded:
-                raise ArithmeticError("no such logits, or other tokens are looked up")
-            # A loss may have another softmax over the same logits and more rows, as a teacher's.
-            matching = [source for source in sources if len(source) == len(rows)]
-            logits = torch.cat(matching or sources)[: len(rows)]
-            noise = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0))
-            weights = noise.to(logits) * rows.to(logits)[:, None]
-            asked: Any = torch.autograd.grad(
-                (logits * weights).sum(), embedded, retain_graph=True, allow_unused=True
-            )
-            attached: Any = torch.autograd.grad((logits * 0).sum(), embedded, allow_unused=True)
-        sizes = torch.zeros(tokens.shape, device=tokens.device)
-        for gradient, unasked in zip(asked, attached, strict=True):
-            if gradient is None or unasked is None:
-                continue
-            # An attached loss sends its gradient whatever arrives.
-            own = (gradient - unasked).abs()
-            own = own.where(own > _EXACT * unasked.abs(), 0.0)
-            sizes = torch.maximum(sizes, as_sequences(own.amax(-1)))
-        return (sizes > _FAINT * sizes.max()).cpu()
-
-    return seen_by
+    trace = Trace(after_lookup=begin_here)
+    eager = torch.compiler.set_stance("force_eager")
+    unreduced = getattr(model, "no_sync", nullcontext)()
+    with put_back(model, model.parameters()), unreduced, eager, trace:
+        set_training(model, False)
+        loss(model, batch)
+        sources = [term.source for term in trace.terms if term.kind == kind]
+        if sum(map(len, sources)) < len(rows) or not embedded:
+            raise ArithmeticError("no such logits, or other tokens are looked up")
+        # A loss may have another softmax over the same logits and more rows, as a teacher's.
+        matching = [source for source in sources if len(source) == len(rows)]
+        logits = torch.cat(matching or sources)[: len(rows)]
+        noise = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0))
+        weights = noise.to(logits) * rows.to(logits)[:, None]
+        asked: Any = torch.autograd.grad(
+            (logits * weights).sum(), embedded, retain_graph=True, allow_unused=True
+        )
+        attached: Any = torch.autograd.grad((logits * 0).sum(), embedded, allow_unused=True)
+    sizes = torch.zeros(tokens.shape, device=tokens.device)
+    for gradient, unasked in zip(asked, attached, strict=True):
+        if gradient is None or unasked is None:
+            continue
+        # An attached loss sends its gradient whatever arrives.
+        own = (gradient - unasked).abs()
+        own = own.where(own > _EXACT * unasked.abs(), 0.0)
+        sizes = torch.maximum(sizes, as_sequences(own.amax(-1)))
+    return (sizes > _FAINT * sizes.max()).cpu()
 
 
 def seen(seen_by: Seen, learned: Tensor, tokens: Tensor, padding: int | None) -> dict[str, Any]:
@@ -152,9 +150,7 @@ def seen(seen_by: Seen, learned: Tensor, tokens: Tensor, padding: int | None) ->
     by_last = seen_by((learned & (ranks == ranks[:, -1:])).flatten())
     earlier_ends = (by_earlier * (places + 1)).amax(1) - 1
     sees_later = len(offsets) > 1 or bool((earlier_ends >= ends)[is_tested].any())
-    begins = by_last & ~is_padding & ((places == 0) | is_padding.roll(1, 1))
-    firsts = by_last.int().argmax(1)[by_last.any(1) & ~begins.any(1)].tolist()
-    facts: dict[str, Any] = {"offset": offset, "first_seen": max(firsts, default=0)}
+    facts: dict[str, Any] = {"offset": offset, "first_seen": _first_seen(by_last, is_padding)}
     facts |= {"sees_later": None, "sees_others": None, "sees_padding": None}
     if sees_later:
         facts["offset"] = 0
@@ -165,3 +161,14 @@ def seen(seen_by: Seen, learned: Tensor, tokens: Tensor, padding: int | None) ->
     if is_padding.any():
         facts["sees_padding"] = bool((by_earlier & is_padding).any())
     return facts
+
+
+def _first_seen(by_last: Tensor, is_padding: Tensor) -> int:
+    """Return the first token that the last rows see, the largest of all sequences; 0 where a
+    sequence, or its part behind padding, begins there.
+    """
+    is_begin = is_padding.roll(1, 1)
+    is_begin[:, 0] = True
+    begins = by_last & ~is_padding & is_begin
+    firsts = by_last.int().argmax(1)[by_last.any(1) & ~begins.any(1)].tolist()
+    return max(firsts, default=0)

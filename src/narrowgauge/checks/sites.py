@@ -114,17 +114,6 @@ def user_line() -> tuple[str, bool]:
     return "an unknown line", False
 
 
-def is_in_apply() -> bool:
-    """Return whether a custom autograd function, as of a recomputed block, computes its forward."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if code.co_filename == torch.autograd.function.__file__ and code.co_name == "apply":
-            return True
-        frame = frame.f_back
-    return False
-
-
 @contextmanager
 def layers_told(mode: Any) -> Iterator[None]:
     """Hand the products of our own layers to a mode, with their operands as before the casts."""

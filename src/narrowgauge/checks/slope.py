@@ -26,9 +26,10 @@ from torch.utils._pytree import tree_leaves
 
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, of_all
+from narrowgauge.checks.float32_copy import is_in_function
 from narrowgauge.checks.passes import Pass, Passes, scalar
 from narrowgauge.checks.shadow import Shadow
-from narrowgauge.checks.sites import is_float, is_in_apply, storage_key
+from narrowgauge.checks.sites import is_float, storage_key
 from narrowgauge.torch_support import torch_names
 from narrowgauge.torch_support.torch_hooks import has_own_hooks
 
@@ -250,7 +251,7 @@ class _Stops(TorchFunctionMode):
             return result
         is_rounded = name in ("round", "sign") or result.element_size() == 1
         # A custom autograd function computes its forward pass without gradients.
-        if of_scalars or (needs and (is_rounded or not is_in_apply())):
+        if of_scalars or (needs and (is_rounded or not is_in_function())):
             stopped = self._stopped if result.numel() > 1 else self._scalars
             stopped.append(result)
         return result

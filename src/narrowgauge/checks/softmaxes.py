@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from narrowgauge.checks.sites import is_in_apply
+from narrowgauge.checks.float32_copy import is_in_function
 from narrowgauge.torch_support.torch_names import graph_nodes
 
 LOG_SUM = "logsumexp"
@@ -132,7 +132,7 @@ class Trace(TorchFunctionMode):
         if not torch.is_grad_enabled():
             is_noise = name == "dropout" and kwargs.get("training", True) and kwargs.get("p", 0.5)
             # A recomputed block's first pass makes no graph either.
-            self.draws += bool(is_noise) and not is_in_apply()
+            self.draws += bool(is_noise) and not is_in_function()
             return result
         if name == "embedding" and len(args) > 1:
             ids, table = args[:2]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from narrowgauge.checks.lesson_rows import Rows, main_terms
 from narrowgauge.checks.passes import Backward, Loss, Passes, micro_batches
 from narrowgauge.checks.rank_batches import has_own_batches, weights_of_ranks
 from narrowgauge.checks.set_up import inner_name
-from narrowgauge.checks.sight import seen, sight_of
+from narrowgauge.checks.sight import seen, tokens_seen
 from narrowgauge.checks.softmaxes import Term, Trace
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.replica_verification import unlike
@@ -167,7 +168,7 @@ def look(model: nn.Module, loss: Loss, batch: Any, rows: Rows, terms: Sequence[T
         return facts
     is_first &= rows.sequence < len(tokens)
     learned = rows.is_learned[is_first].view(len(tokens), -1)
-    seen_by = sight_of(model, loss, batch, tokens, terms[0].kind)
+    seen_by = partial(tokens_seen, model, loss, batch, tokens, terms[0].kind)
     try:
         facts |= seen(seen_by, learned, tokens.cpu(), rows.padding)
     except ArithmeticError:

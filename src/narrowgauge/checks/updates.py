@@ -118,12 +118,16 @@ def change_of(
         if direction is None:
             return None
         return -rate * spread(direction).float()
-    places = torch.arange(len(weight), dtype=torch.float64, device=weight.device)
+    return (-rate * (size * _draws(weight, size)).clamp(-1, 1)).float()
+
+
+def _draws(like: Tensor, size: float) -> Tensor:
+    """Return a fixed normal distribution; signs alone for steps as large as the learning rate."""
+    places = torch.arange(len(like), dtype=torch.float64, device=like.device)
     share = (places * 0.6180339887498949 + 0.5) % 1.0
-    draw = (share - 0.5).sign()
     if size < 1:
-        draw = math.sqrt(2.0) * torch.erfinv(2 * share.clamp(1e-6, 1 - 1e-6) - 1)
-    return (-rate * (size * draw).clamp(-1, 1)).float()
+        return math.sqrt(2.0) * torch.erfinv(2 * share.clamp(1e-6, 1 - 1e-6) - 1)
+    return (share - 0.5).sign()
 
 
 def predicted(stepped: SteppedParameter, change: Tensor, weight: Tensor) -> Tensor:
@@ -160,19 +164,10 @@ def _standing_still(still: Sequence[SteppedParameter]) -> Iterator[Reading]:
         members.sort(key=lambda p: p.parameter.ndim)  # norms first
         # Moving up needs 0.5 ulp. Moving down from a power of two needs 0.25 ulp.
         needed = typical * 2.0 ** -(members[0].storage.weight.mantissa_bits + 1)
-        noun = "tensor"
         if all(bool((spread(p.parameter) == typical).all()) for p in members):
-            noun = "norm weight"
             needed /= 2
-        elif members[-1].parameter.ndim < 2:
-            noun = "vector"
-        things = f"{counted(len(members), noun)} stay"
-        them = "them"
-        if len(members) == 1:
-            things += "s"
-            them = "it"
         yield KINDS["stands-still"].reading(
-            _all(members), rate, None, needed, things=things, them=them, typical=typical, rate=rate,
+            _all(members), rate, None, needed, count=counted(len(members), "tensor"), typical=typical, rate=rate,
             format=visible, needed=needed, fallback=members[0].storage.fallback,
         )  # fmt: skip
 
