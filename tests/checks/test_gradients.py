@@ -752,6 +752,20 @@ def test_a_mean_over_the_labels_of_all_ranks_is_right_and_one_process_cannot_mak
         assert any("the loss is 2 times a mean" in line for line in result.lines) != is_inside
 
 
+def inside(rank: int) -> ng.analysis.Readings:
+    """The loop calls the module in DistributedDataParallel, which reduces nothing then."""
+    return check(
+        DistributedDataParallel(Model()),
+        tokens_of(rank),
+        loss=lambda model, batch: loss(model.module, batch),
+    )
+
+
+def test_gradients_that_are_never_reduced_are_read_without_a_plain_loss(tmp_path: Path) -> None:
+    for result in run_ranks(inside, 2, tmp_path):
+        assert [r.what for r in result] == ["ranks-differ"] and "the gradient" in result.unseen
+
+
 # ── set-ups of strangers ──────────────────────────────────────────────────────────────────────────
 
 
@@ -789,6 +803,32 @@ def test_a_step_in_backward_is_said_and_undone() -> None:
     )
     assert [reading.what for reading in check] == ["step-order"]
     assert torch.equal(model.weight, before)
+
+
+class TopOne(nn.Module):
+    """Each row takes its most likely expert."""
+
+    def __init__(self, is_normalized: bool) -> None:
+        super().__init__()
+        self.is_normalized = is_normalized
+        self.router, self.head = nn.Linear(16, 4, bias=False), nn.Linear(16, 4)
+        self.experts = nn.Parameter(torch.randn(4, 16, 16) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, place = self.router(x).softmax(-1).topk(1, -1)
+        if self.is_normalized:
+            weight = weight / weight.sum(-1, keepdim=True)
+        y = torch.einsum("nij,nj->ni", self.experts[place[:, 0]], x)
+        return self.head(torch.tanh(y) * weight)
+
+
+@pytest.mark.parametrize("is_normalized", [False, True])
+def test_a_router_whose_gradient_is_rounding_alone_is_read(is_normalized: bool) -> None:
+    torch.manual_seed(0)
+    batch = (torch.randn(64, 16), torch.randn(64, 4))
+    result = check(TopOne(is_normalized), batch, loss=mean_square)
+    names = [(r.what, r.tensor) for r in result]
+    assert names == [("rounding", "router.weight")] * is_normalized, result
 
 
 class Noted(nn.Module):

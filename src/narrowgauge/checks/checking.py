@@ -68,7 +68,7 @@ def check(
         >>> model = torch.nn.Linear(64, 64).bfloat16()
         >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
         >>> [reading.what for reading in ng.check(model, optimizer)]
-        ['stands-still', 'frozen-moments', 'swallowed-decay']
+        ['stands-still', 'frozen-moments', 'lost-decay']
     """
     if (batch is None) != (loss is None):
         raise RecipeError(

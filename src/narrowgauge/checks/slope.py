@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, of_all
+from narrowgauge.checks.fit import fit
 from narrowgauge.checks.float32_copy import is_in_function
 from narrowgauge.checks.passes import Pass, Passes, scalar
 from narrowgauge.checks.shadow import Shadow
@@ -41,6 +42,8 @@ before a tensor is named: float32 inside a loss makes them differ.
 """
 _MOST = 8
 """Tensors that are located; the first in backward."""
+MOST = 0.7
+"""Part of a float32 gradient that is rounding, from which on it is nothing else."""
 
 
 class Slope:
@@ -66,6 +69,7 @@ class Slope:
             return passes.ask(value)
 
         first = self._run(watched)
+        self.first = first
         self.value = first.value
         self.stops = stops.count + len(first.mode.stops)
         self.rounded = first.mode.stops[:1]
@@ -92,6 +96,23 @@ class Slope:
             self.products[name] = float((gradient * direction).sum())
             self.squares[name] = float(gradient.square().sum() * direction.square().mean())
         self.names = list(self.products)
+
+    def noise(self) -> dict[str, float]:
+        """Return the matrices whose float32 gradient is rounding alone, with the part that is.
+
+        Biases before a norm, and of keys, have no other gradient. At the least of a loss most have
+        none.
+        """
+        noise = {}
+        number = 0
+        for name, exact in self.first.shadows.items():
+            if min(exact.shape, default=0) < 2 or self.first.mode.units:
+                continue
+            number += 1
+            part = fit(self.first.gradients[name], exact).relative
+            if MOST <= part < math.inf:
+                noise[name] = part
+        return noise if 2 * len(noise) <= number else {}
 
     def _loss(self) -> Tensor:
         model = torch_names.unwrapped_model(self.passes.model)

@@ -22,7 +22,7 @@ from narrowgauge.checks.rounding import Rounding, distances, lengths, rounding_o
 from narrowgauge.checks.set_up import inner_name
 from narrowgauge.checks.shadow import Shadow
 from narrowgauge.checks.sites import is_finite
-from narrowgauge.checks.slope import Slope
+from narrowgauge.checks.slope import MOST, Slope
 from narrowgauge.checks.structure_words import NEAR, equal_to, products_line, times_of_parts
 from narrowgauge.checks.units import FINEST
 from narrowgauge.runs.finding import counted
@@ -79,6 +79,7 @@ class Comparison:
         Args:
             draws: whether the step draws random numbers in evaluation mode, too.
         """
+        self.findings.readings += self._not_reduced()
         with self.findings.reason_for_none("the slope of the loss"):
             self.compare_slope()
         with self.findings.reason_for_none("the gradient"):
@@ -86,6 +87,13 @@ class Comparison:
             self.compare_structure(draws=draws)
         if self.rounding is not None and self.rounding.mode.products:
             self.findings.lines.append(products_line(self.rounding.mode.products))
+
+    def _not_reduced(self) -> list[Reading]:
+        """Return readings of gradients that differ between ranks: no pass is needed."""
+        kind = KINDS["ranks-differ"].case("gradient")
+        names = [name for name in reversed(list(self.alone.leaves)) if name in self.differing]
+        readings = [kind.reading(name, self.differing[name], 0) for name in names]
+        return joined(readings, len(self.alone.leaves))
 
     # ── the slope, and what rounds ──────────────────────────────────────────────────────────────
 
@@ -99,6 +107,14 @@ class Comparison:
             line = f"slope: the loss changes as the gradient of {count} says, within {slope.largest:.0e}"
             self.findings.lines.append(f"{line}, in training mode")
         self.findings.readings += readings
+        noise = []
+        for name, part in slope.noise().items():
+            place = (
+                f"In float64 this gradient differs by {part:.2g} of its length, so it is rounding alone. "
+                "Look for a term that is constant, as a ratio of a value with itself"
+            )
+            noise.append(KINDS["rounding"].reading(name, part, 0.0, MOST, place=place))
+        self.findings.readings += joined(noise, len(slope.names))
 
     def compare_rounding(self) -> None:
         """Find what rounds, and values that are not finite."""
@@ -164,7 +180,7 @@ class Comparison:
         if readings and not self._repeats(plain):
             found.unseen["the structure of the gradient"] = "two passes of the loss differ"
             return
-        readings += self._missing(is_silent=not readings)
+        readings += self._missing(is_silent=not readings and not self.differing)
         self._add_lines(plain)
         readings.sort(key=lambda r: r.expected != 1.0)  # factors, which join none of the others
         found.readings += joined(readings, len(self.alone.leaves))
@@ -220,13 +236,11 @@ class Comparison:
         readings = []
         for name in reversed(list(self.alone.leaves)):
             exact = self.exact.get(name)
-            if name in self.differing:
-                readings.append(
-                    KINDS["ranks-differ"].case("gradient").reading(name, self.differing[name], 0)
-                )
-            elif not self._is_there(name) or not is_finite(self.step.gradients[name]):
+            if name in self.differing or not self._is_there(name):
                 continue
-            elif exact is None:
+            if not is_finite(self.step.gradients[name]):
+                continue
+            if exact is None:
                 words = "is not zero, and the plain loss does not depend on it."
                 readings.append(KINDS["gradient"].reading(name, 1.0, 0.0, words=words))
             else:
