@@ -167,6 +167,14 @@ def is_finite(x: Tensor) -> bool:
     return not values.numel() or bool(torch.isfinite(values.sum())) or bool(values.isfinite().all())
 
 
+def first_not_finite(gradients: Mapping[str, Tensor]) -> str:
+    """Return the first gradient in backward that is not finite; empty without one."""
+    for name in reversed(list(gradients)):
+        if not is_finite(gradients[name]):
+            return name
+    return ""
+
+
 def floats_of(tree: Any) -> list[Tensor]:
     """Return the dense tensors of floats in a tree."""
     return [x for x in tree_leaves(tree) if is_float(x)]

@@ -21,8 +21,8 @@ from narrowgauge.checks.passes import Gradients, Pass, Passes, concatenated
 from narrowgauge.checks.rounding import Rounding, distances, lengths, rounding_of
 from narrowgauge.checks.set_up import inner_name
 from narrowgauge.checks.shadow import Shadow
-from narrowgauge.checks.sites import is_finite
-from narrowgauge.checks.slope import MOST, Slope
+from narrowgauge.checks.sites import first_not_finite, is_finite
+from narrowgauge.checks.slope import Slope
 from narrowgauge.checks.structure_words import NEAR, equal_to, products_line, times_of_parts
 from narrowgauge.checks.units import FINEST
 from narrowgauge.runs.finding import counted
@@ -106,15 +106,7 @@ class Comparison:
             count = counted(len(slope.names), "tensor")
             line = f"slope: the loss changes as the gradient of {count} says, within {slope.largest:.0e}"
             self.findings.lines.append(f"{line}, in training mode")
-        self.findings.readings += readings
-        noise = []
-        for name, part in slope.noise().items():
-            place = (
-                f"In float64 this gradient differs by {part:.2g} of its length, so it is rounding alone. "
-                "Look for a term that is constant, as a ratio of a value with itself"
-            )
-            noise.append(KINDS["rounding"].reading(name, part, 0.0, MOST, place=place))
-        self.findings.readings += joined(noise, len(slope.names))
+        self.findings.readings += readings + slope.noise()
 
     def compare_rounding(self) -> None:
         """Find what rounds, and values that are not finite."""
@@ -383,11 +375,3 @@ class Comparison:
             found.lines.append(f"  {mode}")
             if self.alone.backward is not None:
                 found.unseen["backward= in training mode"] = "training draws random numbers"
-
-
-def first_not_finite(gradients: Mapping[str, Tensor]) -> str:
-    """Return the first gradient in backward that is not finite; empty without one."""
-    for name in reversed(list(gradients)):
-        if not is_finite(gradients[name]):
-            return name
-    return ""
