@@ -546,6 +546,13 @@ def test_a_missing_micro_batch_a_mean_of_means_and_a_part_without_gradient_are_r
     means = check(Model(), parts)
     assert {r.what for r in means} == {"gradient"} and "Micro-batches count" in means[0].advice
 
+    def split(model: nn.Module, batch: Any) -> None:  # one batch, which the loop itself splits
+        for rows in (slice(3), slice(3, 4)):
+            (loss(model, (batch[0][rows], batch[1][rows])) / 2).backward()
+
+    (reading,) = check(Model(), parts[0], split)
+    assert "A label weighs 0.5, 1.5 times the mean in the 2 backward passes" in reading.advice
+
     class Detached(Model):
         def forward(self, tokens: Tensor) -> Tensor:
             return self.head(
