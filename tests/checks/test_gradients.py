@@ -812,6 +812,13 @@ def test_a_step_in_backward_is_said_and_undone() -> None:
     assert torch.equal(model.weight, before)
 
 
+def test_weights_that_are_not_finite_are_no_step() -> None:
+    model = nn.Linear(8, 4)
+    model.weight.data[0, 0] = torch.nan
+    result = check(model, (torch.randn(8, 8), torch.randn(8, 4)), loss=mean_square)
+    assert {r.what for r in result} == {"nonfinite"}
+
+
 class TopOne(nn.Module):
     """Each row takes its most likely expert."""
 

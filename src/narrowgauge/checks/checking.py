@@ -15,7 +15,7 @@ from narrowgauge.checks.findings import Findings
 from narrowgauge.checks.gradients import compare_gradients
 from narrowgauge.checks.loss_value import loss_lines
 from narrowgauge.checks.manifest import manifest, parameter_readings
-from narrowgauge.checks.passes import Backward, Loss, Passes, leaves_of, micro_batches
+from narrowgauge.checks.passes import Backward, Loss, passes_of
 from narrowgauge.checks.set_up import SetUp, set_up_of
 from narrowgauge.checks.teaches import checked_lesson
 from narrowgauge.checks.updates import grid_lines, updates_of
@@ -81,17 +81,7 @@ def check(
     gradients = None
     lesson = Readings()
     if loss is not None:
-        parts = micro_batches(model, batch, loss)
-        passes = Passes(
-            model,
-            set_up.optimizers,
-            leaves_of(set_up),
-            parts,
-            batch,
-            loss,
-            backward,
-            findings.unseen,
-        )
+        passes = passes_of(set_up, batch, loss, backward, findings.unseen)
         # The lesson first: the gradient is compared by the sum of the weights that it tells.
         lesson = checked_lesson(passes)
         compared = compare_gradients(passes, lesson.taught)

@@ -70,6 +70,7 @@ def compare_gradients(passes: Passes, taught: Mapping[str, Any]) -> Findings:
         first = passes.run(passes.step)
     if passes.stepped:
         return Findings([*_step_in_backward(passes)])
+    passes.forget_weights()
     passes, step, draws = _without_draws(passes, first, follows)
     differing = differing_ranks(step.gradients, ranks)
     reason = _why_no_whole_model(model, differing)

@@ -58,6 +58,15 @@ def _places(members: Sequence[Term], ids: Tensor | None, first: int) -> Tensor:
     return torch.cat(places, 1)
 
 
+def _in_one(tokens: Sequence[Tensor]) -> Tensor:
+    """Return ids of several passes as one matrix, filled with −1."""
+    width = max((ids.shape[1] for ids in tokens), default=0)
+    filled = [torch.zeros(0, width, dtype=torch.long)]
+    for ids in tokens:
+        filled.append(nn.functional.pad(ids, (0, width - ids.shape[1]), value=-1).cpu())
+    return torch.cat(filled)
+
+
 class Rows:
     """Rows of logits over all backward passes: columns with a value for each row.
 
@@ -92,13 +101,8 @@ class Rows:
         self.number, self.head, self.sequence, self.column = torch.cat(places, 1)
         self.weight = self.target.weight
         self.offset = 0
-        self.first_tokens: Tensor | None = None
-        self.tokens = torch.zeros(0, 0, dtype=torch.long)
-        if tokens:
-            self.first_tokens = tokens[0]
-            width = max(ids.shape[1] for ids in tokens)
-            filled = [nn.functional.pad(ids, (0, width - ids.shape[1]), value=-1) for ids in tokens]
-            self.tokens = torch.cat(filled).cpu()
+        self.first_tokens = tokens[0] if tokens else None
+        self.tokens = _in_one(tokens)
         self.padding = padding_of(self.tokens)
         has_label = self.target.is_live & (self.target.form == LABEL)
         self.is_smoothed = has_label & (self.target.smoothing > 0.95)

@@ -64,6 +64,7 @@ class Passes:
         leaves: the tensors whose gradients are read, by name: the model's, and those ``outside``.
         parts: micro-batches of this rank.
         batch: what the loop's ``backward`` takes.
+        keeps_weights: put weights back that a pass changes.
 
     Attributes:
         stepped: names of tensors that passes changed. They were put back.
@@ -78,6 +79,7 @@ class Passes:
     backward: Backward | None
     unseen: dict[str, str]
     is_training: bool = True
+    keeps_weights: bool = False
     stepped: dict[str, None] = field(default_factory=dict, init=False)
     _weights: dict[str, Tensor] = field(default_factory=dict, init=False)
     _versions: dict[str, int] = field(default_factory=dict, init=False)
@@ -122,13 +124,18 @@ class Passes:
                 vars(module)["train"] = lambda mode=True, module=module: module
 
     def _keep_weights(self) -> None:
-        """Copy the weights once, where an optimizer may step in a pass; note their versions."""
+        """Copy the weights once; note their versions."""
         for name, p in self.leaves.items():
-            if not self.optimizers or is_sharded(p):  # FSDP2 writes its shards itself
+            if not self.keeps_weights or is_sharded(p):  # FSDP2 writes its shards itself
                 continue
             if name not in self._weights:
                 self._weights[name] = p.detach().clone()
             self._versions[name] = p._version
+
+    def forget_weights(self) -> None:
+        """Keep no copy of the weights any more, after a step that changed none."""
+        self.keeps_weights = False
+        self._weights.clear()
 
     def _put_weights_back(self) -> None:
         """Put back the tensors that a pass changed, and note their names."""
@@ -188,12 +195,22 @@ class OneProcess(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def leaves_of(set_up: SetUp) -> dict[str, Any]:
-    """Return the parameters that train by name, and those in an optimizer that are none of the
-    model's.
+def passes_of(
+    set_up: SetUp, batch: Any, loss: Loss, backward: Backward | None, unseen: dict[str, str]
+) -> Passes:
+    """Return the passes of a set-up. Read the gradients of the parameters that train, and of those in
+    an optimizer that are none of the model's.
+
+    Args:
+        unseen: filled with attributes that cannot be put back.
     """
-    leaves = {inner_name(n): p for n, p in set_up.model.named_parameters() if p.requires_grad}
-    return leaves | set_up.outside
+    model = set_up.model
+    leaves = {inner_name(n): p for n, p in model.named_parameters() if p.requires_grad}
+    leaves |= set_up.outside
+    parts = micro_batches(model, batch, loss)
+    passes = Passes(model, set_up.optimizers, leaves, parts, batch, loss, backward, unseen)
+    passes.keeps_weights = True
+    return passes
 
 
 def divided_losses(

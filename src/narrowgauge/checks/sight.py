@@ -112,13 +112,15 @@ def tokens_seen(
         attached: Any = torch.autograd.grad((logits * 0).sum(), embedded, allow_unused=True)
     sizes = torch.zeros(tokens.shape, device=tokens.device)
     for gradient, unasked in zip(asked, attached, strict=True):
-        if gradient is None or unasked is None:
-            continue
-        # An attached loss sends its gradient whatever arrives.
-        own = (gradient - unasked).abs()
-        own = own.where(own > _EXACT * unasked.abs(), 0.0)
-        sizes = torch.maximum(sizes, as_sequences(own.amax(-1)))
+        if gradient is not None and unasked is not None:
+            sizes = torch.maximum(sizes, as_sequences(_own(gradient, unasked).amax(-1)))
     return (sizes > _FAINT * sizes.max()).cpu()
+
+
+def _own(gradient: Tensor, unasked: Tensor) -> Tensor:
+    """Return the size of a gradient without what an attached loss sends, whatever arrives."""
+    own = (gradient - unasked).abs()
+    return own.where(own > _EXACT * unasked.abs(), 0.0)
 
 
 def seen(seen_by: Seen, learned: Tensor, tokens: Tensor, padding: int | None) -> dict[str, Any]:
