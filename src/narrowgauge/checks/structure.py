@@ -5,7 +5,6 @@ structure, tensor by tensor.
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -17,7 +16,8 @@ from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, joined
 from narrowgauge.checks.findings import Findings
 from narrowgauge.checks.fit import fit, weights_of
-from narrowgauge.checks.passes import Gradients, Pass, Passes, concatenated
+from narrowgauge.checks.passes import Pass, Passes
+from narrowgauge.checks.plain_loss import MOST_TERMS, PlainLoss
 from narrowgauge.checks.rounding import Rounding, distances, lengths, rounding_of
 from narrowgauge.checks.set_up import inner_name
 from narrowgauge.checks.shadow import Shadow
@@ -33,9 +33,6 @@ COARSE = 32.0
 """The same bound, in roundings of the step's products, where no pass is followed."""
 STOPPED = 0.03
 """Bound where a pass rounds to integers on purpose: one value of many lands elsewhere."""
-MOST_TERMS = 16
-"""Fit the weight of each micro-batch in a gradient up to this number of micro-batches of all ranks.
-"""
 
 
 class Comparison:
@@ -67,11 +64,10 @@ class Comparison:
         self.differing = differing
         self.num_ranks = num_ranks
         self.taught = taught
-        self.whole = concatenated(alone.parts)
+        self.plain = PlainLoss(alone)
         self.findings = Findings()
         self.near = list[float]()
         self.is_sum = True
-        self._terms: list[Gradients] | None = None
 
     def compare(self, *, draws: bool) -> None:
         """Compare slope, roundings and structure; an error becomes a reason for none.
@@ -99,7 +95,7 @@ class Comparison:
 
     def compare_slope(self) -> None:
         """Find whether the gradient is the slope of the loss."""
-        slope = Slope(replace(self.alone, is_training=True), self.whole)
+        slope = Slope(replace(self.alone, is_training=True), self.plain.whole)
         readings = slope.readings()
         self.findings.judged.append("the slope of the loss")
         if not readings:
@@ -136,7 +132,7 @@ class Comparison:
             maker: the operation that made the first such value of the step.
         """
         passes = replace(self.alone, is_training=True)
-        plain = passes.run(passes.plain(self.whole), Shadow())
+        plain = passes.run(passes.plain(self.plain.whole), Shadow())
         exact = plain.shadows.get(name, plain.gradients.get(name))
         wide = "float32's are"
         if exact is None or not is_finite(exact):
@@ -150,26 +146,26 @@ class Comparison:
     def compare_structure(self, *, draws: bool) -> None:
         """Find gradients that are missing, or differ from the plain loss's."""
         found = self.findings
-        plain = self.alone.run(self.alone.plain(self.whole), Shadow())
+        plain = self.plain.run(self.plain.whole)
         found.loss = float(plain.loss.detach())
-        if draws and not self._repeats(plain, seed=1):
+        if draws and not self.plain.repeats(plain, seed=1):
             words = "evaluation mode draws random numbers too"
             found.unseen["the structure of the gradient"] = words
             return
         if not is_finite(plain.loss) and not first_not_finite(self.step.gradients):
             found.readings += KINDS["nonfinite-step"].of(["the loss"])
             return
-        self.exact = {n: plain.shadows.get(n, g) for n, g in plain.gradients.items()}
-        times = self._times_ranks()
-        if times != 1:
-            self.exact = {name: g / times for name, g in self.exact.items()}
+        self.plain.times = self._times_ranks(plain)
+        if self.plain.times != 1:
+            plain = self.plain.divided(plain)
             found.lines.append(
-                f"the loss is {times} times a mean, and the weights of the labels sum to 1 over "
-                f"{times} ranks"
+                f"the loss is {self.plain.times} times a mean, and the weights of the labels sum to 1 over "
+                f"{self.plain.times} ranks"
             )
-        self._set_bounds(plain, times)
+        self.exact = {n: plain.shadows.get(n, g) for n, g in plain.gradients.items()}
+        self._set_bounds(plain)
         readings = self._differences()
-        if readings and not self._repeats(plain):
+        if readings and not self.plain.repeats(plain):
             found.unseen["the structure of the gradient"] = "two passes of the loss differ"
             return
         readings += self._missing(is_silent=not readings and not self.differing)
@@ -177,7 +173,7 @@ class Comparison:
         readings.sort(key=lambda r: r.expected != 1.0)  # factors, which join none of the others
         found.readings += joined(readings, len(self.alone.leaves))
 
-    def _times_ranks(self) -> int:
+    def _times_ranks(self, plain: Pass) -> int:
         """Return the number of ranks if the loss is that many times a mean over the labels of all.
 
         DistributedDataParallel divides by this number, so that the step is that of the mean.
@@ -187,16 +183,16 @@ class Comparison:
         is_mean = abs(self.taught.get("weight_sum", 0.0) - 1) < 0.01
         if size == 1 or not is_mean or not abs(self.findings.loss / size - mean) < 0.1 * mean:
             return 1
-        names = [name for name in self.exact if name in self.step.gradients]
-        exact = torch.cat([self.exact[name].flatten() for name in names])
+        names = [name for name in plain.gradients if name in self.step.gradients]
+        exact = torch.cat([plain.gradients[name].flatten() for name in names])
         step = torch.cat([self.step.gradients[name].flatten() for name in names])
         return size if abs(fit(exact, step).factor * size - 1) < 0.01 else 1
 
-    def _set_bounds(self, plain: Pass, times: int) -> None:
+    def _set_bounds(self, plain: Pass) -> None:
         """Allow for roundings where a gradient has no shadow, or where choices follow the step's."""
         assert self.rounding is not None
         self.scales = lengths(self.exact)
-        own = distances({n: g / times for n, g in plain.gradients.items()}, self.exact)[1]
+        own = distances(plain.gradients, self.exact)[1]
         measured = self.rounding.mode
         modes = [m for m in (measured, self.step.mode, plain.mode) if m is not None]
         chooses = measured.indices.total() or plain.mode.indices.total()
@@ -255,8 +251,10 @@ class Comparison:
         if factor and multiple.rest <= bound * abs(factor) * scale:
             return self._multiple(name, factor)
         words = ""
-        if factor and self.terms():
-            columns = torch.stack([term[name].flatten() for term in self.terms()], 1)
+        if factor and self.plain.terms(self.exact):
+            columns = torch.stack(
+                [term[name].flatten() for term in self.plain.terms(self.exact)], 1
+            )
             right, misfit = weights_of(columns, exact)
             weights, rest = weights_of(columns, g)
             if misfit > bound:
@@ -321,31 +319,6 @@ class Comparison:
         words = ", nor in the plain loss: no graph leads from the loss to them"
         readings += KINDS["no-gradient"].of(zero, count=count, words=words)
         return readings
-
-    def _repeats(self, plain: Pass, seed: int | None = None) -> bool:
-        """Return whether another plain pass, perhaps with other draws, gives the same gradients."""
-
-        def repeated() -> Tensor:
-            if seed is not None:
-                torch.manual_seed(seed)
-                random.seed(seed)
-            return self.alone.plain(self.whole)()
-
-        again = self.alone.run(repeated, Shadow())
-        return all(torch.equal(x, again.gradients[n]) for n, x in plain.gradients.items())
-
-    def terms(self) -> list[Gradients]:
-        """Return the plain gradients of each micro-batch, if there are several and not too many."""
-        if self._terms is None:
-            self._terms = []
-            for part in self.alone.parts if 1 < len(self.alone.parts) <= MOST_TERMS else []:
-                term = self.alone.run(self.alone.plain(part), Shadow())
-                gradients = {}
-                for name, r in self.exact.items():
-                    g = term.gradients.get(name, torch.zeros_like(r))
-                    gradients[name] = term.shadows.get(name, g)
-                self._terms.append(gradients)
-        return self._terms
 
     def _add_lines(self, plain: Pass) -> None:
         found = self.findings
