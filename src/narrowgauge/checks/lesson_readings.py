@@ -32,7 +32,7 @@ def _of_labels(facts: Facts) -> Iterator[Reading]:
         yield KINDS["wrong-shift"].reading("", shift, 1, **facts)
     if shift is not None and facts["padding_learned"] > sequences:
         yield kind.reading("", facts["padding_learned"], 0, **facts)
-    if facts["ends_unlearned"] and not facts["padding_learned"]:
+    if facts["ends_unlearned"] and shift == 1 and not facts["padding_learned"]:
         yield kind.case("end").reading("", facts["ends_unlearned"], 0, **facts)
     if facts["smoothed_alone"] and facts["learns"] != "a distribution":
         yield kind.case("smoothed").reading("", facts["smoothed_alone"], 0)

@@ -52,26 +52,10 @@ class Moved(Readings):
         """Return a table with a row for each kind of tensor: the part of its name that layers
         share.
         """
-        kinds = dict[str, Counter[str]]()
-        dtypes = dict[str, dict[str, None]]()
-        changes = dict[str, float]()
+        groups = dict[str, list[Row]]()
         for row in self.rows:
-            kind = row["group"]
-            counts = kinds.setdefault(kind, Counter())
-            for name in ("values", "differ", "nonfinite"):
-                counts[name] += row[name]
-            counts["tensors"] += 1
-            counts["equal"] += not row["differ"]
-            counts["all 1"] += row["constant"] == 1
-            counts["all 0"] += row["constant"] == 0
-            dtypes.setdefault(kind, {})[row["dtype"]] = None
-            changes[kind] = max(changes.get(kind, 0.0), row["change"])
-        rows = []
-        for kind, counts in kinds.items():
-            share = f"{counts['differ'] / max(1, counts['values']):.2%}"
-            change = f"{changes[kind]:.2g}"
-            texts = {"weights": kind, "share": share, "change": change, "dtype": [*dtypes[kind]]}
-            rows.append({**counts, **texts})
+            groups.setdefault(row["group"], []).append(row)
+        rows = [_of_group(name, members) for name, members in groups.items()]
         numbers = number_columns(
             tensors="tensors", values="values", differ="share", equal="equal", all_1="all 1",
             all_0="all 0", nonfinite="nonfinite", change_up_to="change",
@@ -139,6 +123,21 @@ def moved(before: Weights, after: Weights) -> Moved:
     lacking = only_before + only_after + reshaped
     readings += KINDS["one-sided-tensors"].of(lacking, sides=sides)
     return Moved(rows, readings)
+
+
+def _of_group(name: str, rows: Sequence[Row]) -> Row:
+    """Return the row of a group of tensors."""
+    counts = Counter[str]()
+    for row in rows:
+        counts["values"] += row["values"]
+        counts["nonfinite"] += row["nonfinite"]
+        counts["equal"] += not row["differ"]
+        counts["all 1"] += row["constant"] == 1
+        counts["all 0"] += row["constant"] == 0
+    change = max(row["change"] for row in rows)
+    dtypes = dict.fromkeys(row["dtype"] for row in rows)
+    texts = {"weights": name, "share": f"{share_of(rows):.2%}", "change": f"{change:.2g}"}
+    return {**counts, **texts, "tensors": len(rows), "dtype": [*dtypes]}
 
 
 def share_of(rows: Sequence[Row]) -> float:

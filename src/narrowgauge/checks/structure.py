@@ -16,8 +16,7 @@ from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, joined
 from narrowgauge.checks.findings import Findings
 from narrowgauge.checks.fit import fit, weights_of
-from narrowgauge.checks.passes import Pass, Passes
-from narrowgauge.checks.plain_loss import MOST_TERMS, PlainLoss
+from narrowgauge.checks.passes import MOST_TERMS, Pass, Passes, PlainLoss
 from narrowgauge.checks.rounding import Rounding, distances, lengths, rounding_of
 from narrowgauge.checks.set_up import inner_name
 from narrowgauge.checks.shadow import Shadow

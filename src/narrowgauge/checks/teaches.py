@@ -20,10 +20,10 @@ from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Readings
 from narrowgauge.checks.batch_facts import is_declared, starts_of, unlearned_ends
 from narrowgauge.checks.findings import Findings
+from narrowgauge.checks.gradients import has_own_batches, weights_of_ranks
 from narrowgauge.checks.lesson_readings import Facts, lesson_readings
 from narrowgauge.checks.lesson_rows import Rows, main_terms
 from narrowgauge.checks.passes import Backward, Loss, Passes, micro_batches
-from narrowgauge.checks.rank_batches import has_own_batches, weights_of_ranks
 from narrowgauge.checks.set_up import inner_name
 from narrowgauge.checks.sight import seen, tokens_seen
 from narrowgauge.checks.softmaxes import Term, Trace

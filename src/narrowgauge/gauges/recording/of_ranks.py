@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, of_all, words_of
-from narrowgauge.checks.rank_batches import has_own_batches, weights_of_ranks
+from narrowgauge.checks.gradients import has_own_batches, weights_of_ranks
 from narrowgauge.distributed.replica_verification import possible_parts, unlike
 from narrowgauge.gauges.hub import Listener
 from narrowgauge.gauges.recording.snapshot import Snapshot, is_sampled
