@@ -160,7 +160,7 @@ def histograms(loop: Loop) -> Readings:
             kind = ""
             if past[name].count(past[name][0]) == SAMPLES:
                 kind = past[name][0]
-            if kind := kind if math.isfinite(square) else "nonfinite-gradient":
+            if kind := kind if math.isfinite(square) else "nonfinite":
                 readings.append(Reading(loop.step, "gradient", name, kind, square**0.5))
             squares[name] = 0.0
 
@@ -173,7 +173,7 @@ def anomaly(loop: Loop) -> Readings:
         with torch.autograd.detect_anomaly():
             loop.run()
     except RuntimeError as error:
-        return [Reading(loop.step, "gradient", "", "nonfinite-gradient", advice=str(error))]
+        return [Reading(loop.step, "gradient", "", "nonfinite", advice=str(error))]
     return []
 
 
@@ -196,7 +196,7 @@ def overflow(loop: Loop) -> Readings:
             line.split()[0] for line in lines if line.endswith((" has nans", " has infs"))
         )
         module = [line.split()[0] for line in lines if line.startswith(17 * " ")][-1]
-        kind = "nonfinite" if context == "weight" else "nonfinite-output"
+        kind = "nonfinite"
         return [Reading(loop.step, "forward", f"{module}.{context}", kind)]
     return []
 
@@ -267,7 +267,7 @@ def alone(row: Row, folder: Path) -> dict[str, Readings]:
         "histograms": histograms(loop),
         "loss guard": loss_guard(loop.run()),
     }
-    is_finite = all(r.what != "nonfinite-gradient" for r in readings_of["histograms"])
+    is_finite = all(r.what != "nonfinite" for r in readings_of["histograms"])
     return readings_of | {
         "anomaly": [] if is_finite else anomaly(row.loop(SHORT)),
         "overflow": overflow(row.loop(SHORT)),

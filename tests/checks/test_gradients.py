@@ -443,7 +443,7 @@ def test_states_of_an_optimizer_that_steps_in_backward_are_put_back() -> None:
 
     weights = [p.detach().clone() for p in model.parameters()]
     result = ng.check(model, optimizer, batch=tokens_of(0), loss=loss, backward=train_step)
-    assert [r.what for r in result] == ["step-in-backward"] and not optimizer.state
+    assert [r.what for r in result] == ["step-order"] and not optimizer.state
     train_step(model, tokens_of(0))
     states = [{name: x.clone() for name, x in state.items()} for state in optimizer.state.values()]
     ng.check(model, optimizer, batch=tokens_of(0), loss=loss, backward=train_step)
@@ -546,6 +546,13 @@ def test_a_missing_micro_batch_a_mean_of_means_and_a_part_without_gradient_are_r
     means = check(Model(), parts)
     assert {r.what for r in means} == {"gradient"} and "Micro-batches count" in means[0].advice
 
+    def split(model: nn.Module, batch: Any) -> None:  # one batch, which the loop itself splits
+        for rows in (slice(3), slice(3, 4)):
+            (loss(model, (batch[0][rows], batch[1][rows])) / 2).backward()
+
+    (reading,) = check(Model(), parts[0], split)
+    assert "A label weighs 0.5, 1.5 times the mean in the 2 backward passes" in reading.advice
+
     class Detached(Model):
         def forward(self, tokens: Tensor) -> Tensor:
             return self.head(
@@ -574,12 +581,12 @@ def test_a_gradient_that_is_not_finite_is_read_at_its_first_tensor_in_backward()
             getattr(model, name).weight.grad.fill_(float("inf"))
 
     (reading,) = check(Model(), tokens_of(0), overflow)
-    assert (reading.what, reading.tensor) == ("nonfinite-gradient", "norm.weight")
+    assert (reading.what, reading.tensor) == ("nonfinite", "norm.weight")
     assert "; float32's are. " in reading.advice
     (reading,) = check(
         Model(), tokens_of(0), loss=lambda model, batch: loss(model, batch) * float("inf")
     )
-    assert reading.what == "nonfinite-gradient" and "; nor are float32's" in reading.advice
+    assert reading.what == "nonfinite" and "; nor are float32's" in reading.advice
 
 
 def test_a_loss_that_is_nan_is_read_where_its_gradient_is_finite() -> None:
@@ -640,8 +647,8 @@ def by_hand(rank: int, fault: str) -> Any:
 FAULTS: dict[str, list[tuple[str, str]]] = {
     "healthy": [],
     "tokens of this rank": [("gradient", "")],
-    "one use is not reduced": [("not-reduced", "shared.bias and 1 other")],
-    "partial sums": [("not-reduced", "norm.bias and 1 other")],
+    "one use is not reduced": [("ranks-differ", "shared.bias and 1 other")],
+    "partial sums": [("ranks-differ", "norm.bias and 1 other")],
     "averaged sums": [("gradient", "")],
 }
 
@@ -698,7 +705,7 @@ def test_wrapped_models_are_compared_with_one_process(how: str, tmp_path: Path) 
     whats = {
         "ddp, float16 sums": "gradient",
         "ddp, unlike counts": "gradient",
-        "ddp, equal batches": "equal-ranks",
+        "ddp, equal batches": "equal-batches",
     }
     assert {kind for kind, _ in first[0]} == {*filter(None, [whats.get(how)])}, first
 
@@ -752,6 +759,20 @@ def test_a_mean_over_the_labels_of_all_ranks_is_right_and_one_process_cannot_mak
         assert any("the loss is 2 times a mean" in line for line in result.lines) != is_inside
 
 
+def inside(rank: int) -> ng.analysis.Readings:
+    """The loop calls the module in DistributedDataParallel, which reduces nothing then."""
+    return check(
+        DistributedDataParallel(Model()),
+        tokens_of(rank),
+        loss=lambda model, batch: loss(model.module, batch),
+    )
+
+
+def test_gradients_that_are_never_reduced_are_read_without_a_plain_loss(tmp_path: Path) -> None:
+    for result in run_ranks(inside, 2, tmp_path):
+        assert [r.what for r in result] == ["ranks-differ"] and "the gradient" in result.unseen
+
+
 # ── set-ups of strangers ──────────────────────────────────────────────────────────────────────────
 
 
@@ -787,8 +808,41 @@ def test_a_step_in_backward_is_said_and_undone() -> None:
     check = ng.check(
         model, optimizer, batch=(torch.randn(8, 8), torch.randn(8, 4)), loss=mean_square
     )
-    assert [reading.what for reading in check] == ["step-in-backward"]
+    assert [reading.what for reading in check] == ["step-order"]
     assert torch.equal(model.weight, before)
+
+
+def test_weights_that_are_not_finite_are_no_step() -> None:
+    model = nn.Linear(8, 4)
+    model.weight.data[0, 0] = torch.nan
+    result = check(model, (torch.randn(8, 8), torch.randn(8, 4)), loss=mean_square)
+    assert {r.what for r in result} == {"nonfinite"}
+
+
+class TopOne(nn.Module):
+    """Each row takes its most likely expert."""
+
+    def __init__(self, is_normalized: bool) -> None:
+        super().__init__()
+        self.is_normalized = is_normalized
+        self.router, self.head = nn.Linear(16, 4, bias=False), nn.Linear(16, 4)
+        self.experts = nn.Parameter(torch.randn(4, 16, 16) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, place = self.router(x).softmax(-1).topk(1, -1)
+        if self.is_normalized:
+            weight = weight / weight.sum(-1, keepdim=True)
+        y = torch.einsum("nij,nj->ni", self.experts[place[:, 0]], x)
+        return self.head(torch.tanh(y) * weight)
+
+
+@pytest.mark.parametrize("is_normalized", [False, True])
+def test_a_router_whose_gradient_is_rounding_alone_is_read(is_normalized: bool) -> None:
+    torch.manual_seed(0)
+    batch = (torch.randn(64, 16), torch.randn(64, 4))
+    result = check(TopOne(is_normalized), batch, loss=mean_square)
+    names = [(r.what, r.tensor) for r in result]
+    assert names == [("rounding", "router.weight")] * is_normalized, result
 
 
 class Noted(nn.Module):
@@ -861,7 +915,7 @@ def test_gradients_that_are_not_finite_in_training_mode_alone_are_read() -> None
             return self.head(self.norm(x)) + (x.abs().sqrt().sum() * 1e-3)
 
     result = check(Divided(0.5), tokens_of(0))
-    (reading,) = [r for r in result if r.what == "nonfinite-gradient"]
+    (reading,) = [r for r in result if r.what == "nonfinite"]
     assert reading.tensor == "embed.weight" and "First in the step: " in reading.advice
 
 

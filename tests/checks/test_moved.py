@@ -50,11 +50,11 @@ def changed(**values: Tensor | None) -> Weights:
 
 CASES: dict[str, tuple[Weights, str, str, bool]] = {
     "trained": (trained(), "", "", True),
-    "not trained": (weights(), "equal-tensors", "layers.0.norm.weight and 5 others", False),
-    "one frozen": (changed(proj_weight=weights()["layers.1.proj.weight"]), "equal-tensors", "layers.1.proj.weight", True),
-    "a norm at one": (changed(norm_weight=torch.ones(4)), "exactly-one", "layers.1.norm.weight", False),
+    "not trained": (weights(), "never-moved", "layers.0.norm.weight and 5 others", False),
+    "one frozen": (changed(proj_weight=weights()["layers.1.proj.weight"]), "never-moved", "layers.1.proj.weight", True),
+    "a norm at one": (changed(norm_weight=torch.ones(4)), "never-moved", "layers.1.norm.weight", False),
     "a matrix of ones": (changed(proj_weight=torch.ones(4, 4)), "", "", True),
-    "a NaN": (changed(proj_bias=torch.tensor([0.0, math.nan, 1, 1])), "nonfinite-weights", "layers.1.proj.bias", False),
+    "a NaN": (changed(proj_bias=torch.tensor([0.0, math.nan, 1, 1])), "nonfinite", "layers.1.proj.bias", False),
     "a tensor less": (changed(proj_bias=None), "one-sided-tensors", "layers.1.proj.bias", False),
     "a tensor more": (changed(lora_A=torch.ones(4)), "one-sided-tensors", "layers.1.lora.A", False),
     "another shape": (changed(proj_weight=torch.randn(2, 8)), "one-sided-tensors", "layers.1.proj.weight", False),
@@ -79,7 +79,7 @@ def test_rows_hold_exact_counts_whatever_the_chunks(monkeypatch: pytest.MonkeyPa
     after[50] = math.nan
     before[50] = math.nan
     for size in (1 << 17, 7):
-        monkeypatch.setattr("narrowgauge.checks.moved._CHUNK", size)
+        monkeypatch.setattr("narrowgauge.checks.fit.CHUNK", size)
         (row,) = moved({"a": before}, {"a": after}).rows
         assert (row["differ"], row["nonfinite"], row["values"], row["constant"]) == (
             2,
@@ -94,7 +94,7 @@ def test_rows_hold_exact_counts_whatever_the_chunks(monkeypatch: pytest.MonkeyPa
 
 def test_values_in_another_format_are_rounded_to_it_first() -> None:
     before = {"a": torch.randn(64, 64)}
-    assert [r.what for r in moved(before, {"a": before["a"].bfloat16()})] == ["equal-tensors"]
+    assert [r.what for r in moved(before, {"a": before["a"].bfloat16()})] == ["never-moved"]
     (row,) = moved({"a": before["a"].bfloat16()}, before).rows
     assert row["differ"] > 0 and row["dtype"] == "bfloat16 → float32"
     for dtype in (torch.float8_e4m3fn, torch.float16, torch.int8, torch.uint8, torch.bool):
@@ -124,7 +124,7 @@ def test_folders_shards_modules_and_wrappers_name_the_same_tensors(tmp_path: Pat
         save_file({name: stored[name]}, sharded / file)
     save_file({"stale": torch.ones(1)}, sharded / "stale.safetensors")
     (sharded / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
-    assert [r.what for r in moved(folder, sharded)] == ["equal-tensors"]
+    assert [r.what for r in moved(folder, sharded)] == ["never-moved"]
     assert moved(folder / "model.safetensors", sharded).rows == moved(folder, stored).rows
     model.register_buffer("mask", torch.zeros(3))
     assert moved(sharded, nn.DataParallel(model)).ok and moved(sharded, torch.compile(model)).ok

@@ -139,23 +139,23 @@ def one_head(model: Any) -> None:
 
 ATTENTION = "model.layers.1.self_attn, before o_proj"
 CASES: dict[str, tuple[Callable[[Any], Any], str, str, str]] = {
-    "norm": (narrow_norm, "model.layers.1.input_layernorm", "other-output", "at all positions"),
-    "rotary": (narrow_rotary, "model.rotary_emb", "other-output", "from position 1 on"),
-    "scale": (other_scale, ATTENTION, "other-output", "from position 1 on"),
-    "window": (window, ATTENTION, "other-output", "from position 6 on"),
-    "bias": (no_bias, "model.layers.1.self_attn.k_proj", "other-output", "at all positions"),
+    "norm": (narrow_norm, "model.layers.1.input_layernorm", "other-outputs", "at all positions"),
+    "rotary": (narrow_rotary, "model.rotary_emb", "other-outputs", "from position 1 on"),
+    "scale": (other_scale, ATTENTION, "other-outputs", "from position 1 on"),
+    "window": (window, ATTENTION, "other-outputs", "from position 6 on"),
+    "bias": (no_bias, "model.layers.1.self_attn.k_proj", "other-outputs", "at all positions"),
     "twice": (merged_twice, "model.layers.1.self_attn.v_proj", "adapter-times", "+1.0"),
-    "old": (one_step_old, "model.embed_tokens", "other-output", "at all positions"),
-    "float8": (float8, "model.layers.0.self_attn.q_proj", "other-output", "at all positions"),
-    "nvfp4": (nvfp4, "model.layers.0.self_attn.q_proj", "other-output", "at all positions"),
-    "head": (one_head, "model.layers.1.self_attn.q_proj", "other-output", "in head 1 of 4"),
+    "old": (one_step_old, "model.embed_tokens", "other-outputs", "at all positions"),
+    "float8": (float8, "model.layers.0.self_attn.q_proj", "other-outputs", "at all positions"),
+    "nvfp4": (nvfp4, "model.layers.0.self_attn.q_proj", "other-outputs", "at all positions"),
+    "head": (one_head, "model.layers.1.self_attn.q_proj", "other-outputs", "in head 1 of 4"),
 }
 """What a server changes; the place that is named, by which reading, and what it says."""
 NARROW: dict[str, tuple[str, str]] = {
     "rotary": ("other-weights", "no larger than rounding"),
-    "scale": ("other-output", "has a place"),
+    "scale": ("other-outputs", "has a place"),
     "twice": ("adapter-times", "has a place"),
-    "float8": ("other-output", "has a place"),
+    "float8": ("other-outputs", "has a place"),
 }
 """What names the place of a case where all is bfloat16, and the sentence about it."""
 
@@ -254,7 +254,7 @@ def test_padding_that_is_seen_has_a_place() -> None:
     trainer = model_of().eval()
     result = ng.same(trainer, padded(trainer, True, is_masked=False), TOKENS)
     assert result[0].tensor.startswith("model.layers.0.self_attn, before o_proj")
-    assert {r.what for r in result} == {"other-output", "other-logprobs"}
+    assert {r.what for r in result} == {"other-outputs"}
 
 
 class Masked(nn.Module):
@@ -277,7 +277,7 @@ def test_a_place_behind_a_mask_of_infinities_has_a_bound() -> None:
     server = copy.deepcopy(trainer)
     server.scale = 1.5
     (reading,) = ng.same(trainer, server, torch.randn(2, 4, 8))
-    assert (reading.what, reading.tensor) == ("other-output", "the model")
+    assert (reading.what, reading.tensor) == ("other-outputs", "the model")
 
 
 def test_a_narrower_server_is_of_rounding_and_a_fault_in_it_is_not() -> None:
@@ -367,7 +367,7 @@ def test_a_file_of_log_probabilities_is_compared(tmp_path: Path) -> None:
     assert ng.same(trainer, file).ok
     write(served[:, -4:] + 0.3)
     (reading,) = ng.same(trainer, file)
-    assert reading.what == "other-logprobs" and reading.value == pytest.approx(0.3, rel=0.1)
+    assert reading.what == "other-outputs" and reading.value == pytest.approx(0.3, rel=0.1)
     file.write_text('{"tokens": [1, 2], "logprobs": [0.1]}\n{"tokens": [1]')
     with pytest.raises(ng.errors.DataError, match="Cannot read line 2"):
         ng.same(trainer, file)

@@ -141,7 +141,7 @@ def with_z_loss(model: Any, batch: Any) -> Tensor:
     return ((normalizer - chosen + 1e-3 * normalizer.square()) * is_label).sum() / is_label.sum()
 
 
-def preferences(model: Any, batch: Any, reference: Any = Model()) -> Tensor:  # noqa: B008
+def preferences(model: Any, batch: Any, reference: Any = Model().eval()) -> Tensor:  # noqa: B008
     with torch.no_grad():
         base = log_probabilities(reference, batch).sum(-1)
     margin = log_probabilities(model, batch).sum(-1) - base
@@ -189,8 +189,43 @@ def packed(model: Any, batch: Any) -> Tensor:
     return usual(model, batch[:3])
 
 
+def ended(is_learned: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a batch whose texts end with the token that also pads."""
+    tokens, real, labels = data()
+    for row, length in enumerate(real.sum(1).tolist()):
+        tokens[row, length - 1] = PADDING
+        labels[row, length - 1] = PADDING if is_learned else IGNORED
+    return tokens, real, labels
+
+
+def hidden_by_ones(model: Any, batch: Any) -> Tensor:
+    """Return the loss of a batch whose mask is 1 at padding, as torch's key_padding_mask."""
+    tokens, hides, labels = batch
+    return usual(model, (tokens, 1 - hides, labels))
+
+
+def taught_by(is_training: bool) -> Loss:
+    teacher = Model().train(is_training)
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        with torch.no_grad():
+            target = teacher(batch[0]).softmax(-1).flatten(0, 1)
+        log_p = model(batch[0]).log_softmax(-1).flatten(0, 1)
+        return F.kl_div(log_p, target, reduction="batchmean")
+
+    return loss
+
+
+def restarted(is_learned: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return packed rows of two documents, with positions."""
+    tokens, real, labels = data(False)
+    if not is_learned:
+        labels[:, 7] = IGNORED
+    return tokens, real, labels, torch.cat([torch.arange(7), torch.arange(13)]).expand(ROWS, -1)
+
+
 PADDED = data()
-PACKED = (*data(False), torch.cat([torch.arange(7), torch.arange(13)]).expand(ROWS, -1))
+PACKED = restarted(True)
 CLASSES = (torch.randn(12, 8), torch.arange(12) % 5)
 PIXELS = torch.randn(2, 6, 6, 8), torch.randint(0, 5, (2, 6, 6))
 MEAN = {"weight_sum": 1.0}
@@ -209,7 +244,10 @@ HEALTHY: dict[str, tuple[Any, Any, Loss, dict[str, Any]]] = {
     "packed": (Model(documents=(7, 12)), data(False), usual, {"first_seen": 12, "shift": 1}),
     "compiled": (torch.compile(Model()), PADDED, usual, NEXT | MEAN),
     "frozen embedding": (Model(), PADDED, usual, NEXT | MEAN),
-    "packed, with positions": (Model(documents=(7,)), PACKED, packed, {"first_seen": 7, "restart": 7, "shift": 1}),
+    "end learned": (Model(), ended(True), usual, {"learned": LEARNED, "shift": 1}),
+    "masks of ones": (Model(), (PADDED[0], 1 - PADDED[1], PADDED[2]), hidden_by_ones, NEXT | MEAN),
+    "quiet teacher": (Model(), PADDED, taught_by(False), {"learns": "a distribution"}),
+    "packed, with positions": (Model(documents=(7,)), restarted(False), packed, {"first_seen": 7, "restart": 7, "shift": 1}),
     "checkpointed chunks": (Model(), PADDED, chunked, NEXT | MEAN),
     "by rows": (Model(), PADDED, lambda m, b: -log_probabilities(m, b).sum() / LEARNED, NEXT | MEAN),
     "z-loss": (Model(), PADDED, with_z_loss, NEXT | MEAN),
@@ -232,14 +270,17 @@ FAULTS: dict[str, tuple[Any, Any, Loss, str]] = {
         Model(),
         PADDED,
         lambda m, b: usual(m, b, label_smoothing=1.0),
-        "ignored-smoothed",
+        "wrong-labels",
     ),
     "documents see each other": (Model(), PACKED, packed, "unmasked"),
+    "first tokens of documents": (Model(documents=(7,)), PACKED, packed, "wrong-labels"),
+    "end taken for padding": (Model(), ended(False), usual, "wrong-labels"),
+    "noisy teacher": (Model(), PADDED, taught_by(True), "wrong-mode"),
     "softmax twice": (
         nn.Sequential(nn.Linear(8, 5), nn.Softmax(-1)),
         CLASSES,
         by_class,
-        "softmax-twice",
+        "softmax",
     ),
 }
 

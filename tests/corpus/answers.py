@@ -25,28 +25,22 @@ LOCATES: dict[str, set[str]] = {
     "settings": {
         "missing-parameters", "parameters-twice", "untied", "no-matrix", "frozen-moves", "weight-decay",
     },
-    "data": {"gradient", "padding-learned", "wrong-shift"},
-    "forward": {
-        "gradient", "step-in-backward", "rounding", "sees-its-target", "unmasked",
-    },
-    "loss": {
-        "gradient", "rounding", "wrong-shift", "counts-unlearned", "ignored-smoothed",
-        "narrow-log-softmax", "softmax-twice",
-    },
+    "data": {"gradient", "wrong-labels", "wrong-shift"},
+    "forward": {"gradient", "step-order", "rounding", "unmasked"},
+    "loss": {"gradient", "rounding", "wrong-shift", "counts-unlearned", "wrong-labels", "softmax"},
     "gradient": {
-        "slope", "gradient", "no-gradient", "nonfinite-gradient", "first-nonfinite", "skipped-steps",
-        "gradients-kept", "zero-gradients", "rounding",
+        "slope", "gradient", "no-gradient", "nonfinite", "skipped-steps", "gradients-kept", "zero-gradients", "rounding",
     },
     "clip": {"clip-norm", "gradient", "zero-gradients"},
     "state": {
         "state", "step-count", "parameters-twice", "step-factor", "weight-decay", "no-gradient", "weights-written", "never-moved",
     },
     "weights": {
-        "step-factor", "weight", "weight-decay", "state", "nonfinite", "stands-still", "lost-updates", "weights-unmoved",
-        "truncated-setting", "never-moved",
+        "step-factor", "weight", "weight-decay", "state", "nonfinite", "stands-still", "lost-updates", "truncated-setting",
+        "never-moved",
     },
     "resume": {"states-written", "weights-written", "loss-scale-anew", "step-count"},
-    "evaluation": {"weights-written", "weights-not-restored"},
+    "evaluation": {"weights-written"},
 }  # fmt: skip
 """By stage of a fault, the kinds of readings that point at it."""
 

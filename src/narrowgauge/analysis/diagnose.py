@@ -41,6 +41,8 @@ _ORIGIN = (
 )
 _LASTING = 20
 _LEAST_SECONDS = 10.0
+_SHARES = {"utilization": KINDS["idle-device"], "mfu": KINDS["idle-device"].case("mfu")}
+"""Columns that hold a share of what the device could do, with the kind of a low one."""
 """Steps of a block whose median speed is compared, and the lost time below which other programs
 explain a slow one.
 """
@@ -239,9 +241,9 @@ def recorded_readings(run: Run, skipped: list[int] | None) -> list[Reading]:
     readings += [*_resumes(run), *_audits(run), *_slower(run), *_idle(run)]
     readings += [*_batches(run), *_rates(run, out)]
     readings += alarms_of(run)
-    groups: dict[tuple[str, str], list[Reading]] = {}
+    groups: dict[tuple[str, ...], list[Reading]] = {}
     for reading in readings:
-        groups.setdefault((reading.what, reading.tensor), []).append(reading)
+        groups.setdefault((*reading.cause, reading.tensor), []).append(reading)
     readings = list(map(_first, groups.values()))
     # One value that is not finite makes all later ones so. The first in the order of a step tells
     # the origin.
@@ -380,7 +382,7 @@ def _losses(run: Run, skipped: list[int]) -> Iterator[Reading]:
     if reason:
         yield Reading(end, "loss", "", "divergence", advice=f"The run diverged: {reason}.")
     elif len(values) >= FEWEST_STEPS:
-        kind = KINDS["flat-loss"]
+        kind = KINDS["constant-loss"].case("flat")
         quarters = np.array_split(values, 4)
         first = float(np.median(quarters[0]))
         last = float(np.median(quarters[-1]))
@@ -417,7 +419,7 @@ def _resumes(run: Run) -> Iterator[Reading]:
     """Compare hashes around a resume: it hashes the loaded state, which must equal the saved state
     bit for bit.
     """
-    kind = KINDS["changed-by-resume"]
+    kind = KINDS["weights-written"].case("resume")
     for before, row in pairwise(rows_of(run, "fingerprints")):
         step = step_of(row)
         if step != step_of(before):
@@ -506,8 +508,7 @@ def _slower(run: Run) -> Iterator[Reading]:
 
 def _idle(run: Run) -> Iterator[Reading]:
     """Yield a device that was idle for most of the median step, and one far below its peak."""
-    for name, kind_name in (("utilization", "idle-device"), ("mfu", "low-mfu")):
-        kind = KINDS[kind_name]
+    for name, kind in _SHARES.items():
         values = column(run, "steps", name)
         if len(values.y) < 2:
             continue
@@ -543,7 +544,7 @@ def _batches(run: Run) -> Iterator[Reading]:
     if total < FEWEST_BATCHES:
         return
     if len({*checksums}) == 1:
-        yield KINDS["same-batch"].reading("", total, 1, step=steps[1])
+        yield KINDS["equal-batches"].reading("", total, 1, step=steps[1])
         return
     first: dict[str, int] = {}
     for place, checksum in enumerate(checksums):
@@ -557,7 +558,11 @@ def _batches(run: Run) -> Iterator[Reading]:
             started = steps[place]
             words = {"begun": started, "end": steps[place + length - 1]}
             words |= {"first": steps[start], "last": steps[start + length - 1]}
-            reading = KINDS["repeated-batches"].reading("", length, 0, step=started, **words)
+            reading = (
+                KINDS["equal-batches"]
+                .case("repeated")
+                .reading("", length, 0, step=started, **words)
+            )
             resumes = [event.step for event in events_of(run, "resume")]
             if started > 1 and started - 1 in resumes:
                 reading = replace(reading, severity="warning")
@@ -579,9 +584,9 @@ def _rates(run: Run, skipped: list[int]) -> Iterator[Reading]:
         elif rate is not None and has_moved and step_of(row) not in skipped:
             still.append(step_of(row))
     if len(still) >= FEWEST_BATCHES:
-        yield KINDS["zero-rate"].reading("", len(still), 0, step=still[0], words="")
+        yield KINDS["learning-rate"].reading("", len(still), 0, step=still[0], words="")
     asked = _asked_rate(run)
-    kind = KINDS["rate-not-reached"]
+    kind = KINDS["learning-rate"].case("not-reached")
     is_long = run.summary is not None and len(run.steps) >= FEWEST_STEPS
     if asked and is_long and 0 < highest < kind.bound * asked:
         step = step_of(run.steps[-1])

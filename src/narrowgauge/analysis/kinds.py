@@ -6,8 +6,8 @@ advice.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from narrowgauge.analysis.reading import Reading, of_all
@@ -27,6 +27,7 @@ class Kind:
         advice: a template for the measured values.
         source: source of the bound.
         side: where the limit is left, as of :class:`~narrowgauge.analysis.reading.Reading`.
+        cases: what differs where the same is measured elsewhere, or by another number, by name.
     """
 
     name: str
@@ -38,6 +39,11 @@ class Kind:
     source: str
     severity: str = "error"
     side: str = "above"
+    cases: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def case(self, name: str) -> Kind:
+        """Return the kind as it is measured in one of its cases."""
+        return replace(self, cases={}, **self.cases[name])
 
     def reading(
         self,
@@ -73,4 +79,8 @@ def kind_table() -> Table:
         *name_columns(reading="name"), *text_columns(measured_by="by", value="value"), *number_columns(bound="bound"),
         *text_columns(source_of_the_bound="source"),
     )  # fmt: skip
-    return Table(columns, list(map(asdict, KINDS.values())))
+    rows = []
+    for kind in KINDS.values():
+        rows.append(asdict(kind))
+        rows += [asdict(kind.case(name)) for name in kind.cases]
+    return Table(columns, rows)

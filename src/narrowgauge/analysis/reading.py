@@ -95,6 +95,11 @@ class Reading:
         return over / under if math.isfinite(over) and under > 0 else math.inf
 
     @property
+    def cause(self) -> tuple[str, ...]:
+        """Return what tells causes of one kind apart: kind, stage and severity."""
+        return self.what, self.stage, self.severity
+
+    @property
     def is_inside(self) -> bool:
         """Return whether the value is within its bound: then it is no reading."""
         return self.side in ("above", "below") and self.excess < 1
@@ -278,13 +283,13 @@ class Readings(Sequence[Reading]):
             more = len(self.readings) - MAX_ROWS
             if more > 0:
                 lines.append(f"and {more} more readings (--json)")
-            advice: dict[str, str] = {}
+            advice: dict[tuple[str, ...], str] = {}
             for reading in self.readings:
                 kind = reading.what
                 if reading.severity == "note":
                     kind += " (note)"
                 if reading.advice:
-                    advice.setdefault(kind, f"{kind}: {reading.advice}")
+                    advice.setdefault(reading.cause, f"{kind}: {reading.advice}")
             lines += list(advice.values())[:MAX_ADVICE]
         elif self.looked_at:
             lines.append(f"Nothing found: {self.looked_at}.")

@@ -6,20 +6,19 @@ Optimizers of PyTorch and of other libraries pass the same checks as Narrowgauge
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
 from narrowgauge.analysis.reading import Reading, Readings
-from narrowgauge.checks.gradients import Measured, gradient_readings
+from narrowgauge.checks.findings import Findings
+from narrowgauge.checks.gradients import compare_gradients
+from narrowgauge.checks.loss_value import loss_lines
 from narrowgauge.checks.manifest import manifest, parameter_readings
-from narrowgauge.checks.passes import Backward, Loss
+from narrowgauge.checks.passes import Backward, Loss, passes_of
 from narrowgauge.checks.set_up import SetUp, set_up_of
-from narrowgauge.checks.teaches import checked_lesson, loss_lines
+from narrowgauge.checks.teaches import checked_lesson
 from narrowgauge.checks.updates import grid_lines, updates_of
-from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.swapping import linears_of
 from narrowgauge.runs.finding import counted
@@ -69,7 +68,7 @@ def check(
         >>> model = torch.nn.Linear(64, 64).bfloat16()
         >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
         >>> [reading.what for reading in ng.check(model, optimizer)]
-        ['stands-still', 'frozen-moments', 'swallowed-decay']
+        ['stands-still', 'frozen-moments', 'lost-decay']
     """
     if (batch is None) != (loss is None):
         raise RecipeError(
@@ -77,71 +76,34 @@ def check(
             "Pass both.",
         )
     set_up = set_up_of(model, optimizer)
-    readings = [*parameter_readings(set_up)]
-    unseen = dict[str, str]()
+    findings = Findings([*parameter_readings(set_up)])
+    findings.lines = manifest(set_up) + grid_lines(set_up)
     gradients = None
-    done = list[str]()
-    lines = manifest(set_up) + grid_lines(set_up)
-    taught = Readings()
+    lesson = Readings()
     if loss is not None:
-        measured = gradient_readings(set_up, batch, loss, backward, unseen)
-        done = measured.judged
-        gradients = measured.gradients
-        if all(reading.what != "step-in-backward" for reading in measured.readings):
-            taught = checked_lesson(set_up, batch, loss, backward, unseen)
-        of_gradient, more = _without_the_factor_of_ranks(measured, taught.taught)
-        readings = readings + of_gradient + taught.readings
-        lines = (
-            taught.lines + lines + loss_lines(taught.taught, measured.value) + measured.lines + more
-        )
-        if measured.products:
-            lines.append(products_line(measured.products))
+        passes = passes_of(set_up, batch, loss, backward, findings.unseen)
+        # The lesson first: the gradient is compared by the sum of the weights that it tells.
+        lesson = checked_lesson(passes)
+        compared = compare_gradients(passes, lesson.taught)
+        if passes.stepped:  # a lesson of steps that changed the weights between
+            lesson = Readings()
+        findings.readings += lesson.readings
+        findings.unseen |= lesson.unseen
+        findings.lines[:0] = lesson.lines
+        findings.lines += loss_lines(lesson.taught, compared.loss)
+        findings.add(compared)
+        gradients = compared.gradients
     linears = linears_of(model)
     if linears is not None and "narrow" in linears.matrices().values():
-        lines.append(str(linears))
+        findings.lines.append(str(linears))
     updates = updates_of(set_up, gradients)
-    readings += updates.readings
-    unseen |= updates.unjudged
-    if updates.judged:
-        kinds = sorted({type(p.optimizer).__name__ for p in updates.judged})
-        done = [f"updates of {counted(len(updates.judged), 'tensor')} by {', '.join(kinds)}", *done]
-    done = [f"settings of {counted(len(set_up.trained), 'tensor')}", *done]
-    return Readings(readings, lines, "; ".join(done), unseen, taught.taught)
-
-
-def _without_the_factor_of_ranks(
-    measured: Measured, taught: Mapping[str, Any]
-) -> tuple[list[Reading], list[str]]:
-    """Return readings without that of a loss times the number of ranks, and a line about it.
-
-    DistributedDataParallel divides by this number, so that the step is that of a mean over the labels of
-    all ranks.
-    """
-    size = all_ranks().size
-    mean = taught.get("cross_entropy", math.nan)
-    is_mean = size > 1 and abs(taught.get("weight_sum", 0.0) - 1) < 0.01
-    is_mean = is_mean and abs(measured.value / size - mean) < 0.1 * mean
-    left = []
-    for reading in measured.readings:
-        is_factor = (reading.what, reading.tensor, reading.expected) == ("gradient", "", 1.0)
-        if not (is_mean and is_factor and abs((reading.value or 0.0) * size - 1) < 0.01):
-            left.append(reading)
-    if len(left) == len(measured.readings):
-        return left, []
-    return left, [
-        f"the loss is {size} times a mean, and the weights of the labels sum to 1 over {size} ranks"
-    ]
-
-
-def products_line(products: Mapping[str, int]) -> str:
-    """Return a line about the formats in which a step multiplied.
-
-    Example:
-        >>> products_line({"float32": 2, "bfloat16": 6})
-        'products of a step: 6 in bfloat16, 2 in float32'
-    """
-    counts = sorted(products.items(), key=lambda item: -item[1])
-    return "products of a step: " + ", ".join(f"{count} in {name}" for name, count in counts)
+    findings.readings += updates.readings
+    findings.unseen |= updates.unseen
+    judged = [f"settings of {counted(len(set_up.trained), 'tensor')}", *updates.judged]
+    judged += findings.judged
+    return Readings(
+        findings.readings, findings.lines, "; ".join(judged), findings.unseen, lesson.taught
+    )
 
 
 def static_readings(set_up: SetUp) -> list[Reading]:

@@ -2,37 +2,80 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+
+CHUNK = 1 << 17
+"""Elements that are compared at once: they stay in the cache."""
 
 
 class Fit(NamedTuple):
-    """A tensor as a multiple of another one.
+    """A tensor beside another one, in float64.
 
     Args:
-        factor: of the other tensor that comes nearest; 0 if that is all zeros.
-        rest: length of what the factor leaves; ``distance`` of what a factor of 1 leaves.
-        length: of the tensor.
+        factor: multiple of the first tensor that comes nearest; 0 if that is all zeros.
+        rest: length of what the factor leaves of the second one; ``distance`` of what 1 leaves.
+        length: of the first tensor.
+        other_length: of the second one.
+        differing: number of elements whose values differ.
+        nonfinite: number of elements of the second one that are not finite.
     """
 
     factor: float
     rest: float
     distance: float
     length: float
+    other_length: float
+    differing: int
+    nonfinite: int
+
+    @property
+    def relative(self) -> float:
+        """Return the distance over the first tensor's length; infinite from zeros."""
+        if not self.distance:
+            return 0.0
+        return self.distance / self.length if self.length else math.inf
 
 
 def fit(x: Tensor, y: Tensor) -> Fit:
-    """Return how ``y`` is a multiple of ``x``, in float64.
+    """Compare ``y`` with ``x`` of as many elements, once ``x`` is rounded to the format of ``y``.
 
     Example:
-        >>> import torch
-        >>> fit(torch.tensor([1.0, 2.0]), torch.tensor([2.0, 4.0]))
-        Fit(factor=2.0, rest=0.0, distance=2.23606797749979, length=4.47213595499958)
+        >>> result = fit(torch.tensor([1.0, 2.0]), torch.tensor([2.0, 4.0]))
+        >>> result.factor, result.rest, result.differing
+        (2.0, 0.0, 2)
     """
-    wide = x.double().flatten()
-    target = y.double().flatten().to(wide.device)
-    square = float(wide @ wide)
-    factor = float(wide @ target) / square if square else 0.0
-    rest = float((target - factor * wide).norm())
-    return Fit(factor, rest, float((target - wide).norm()), float(target.norm()))
+    square = other_square = product = off = 0.0
+    differing = 0
+    nonfinite = 0
+    for first, second in zip(x.flatten().split(CHUNK), y.flatten().split(CHUNK), strict=True):
+        a = first.to(second.device, second.dtype).double()  # which holds values of every format
+        b = second.double()
+        difference = b - a
+        square += float(a @ a)
+        other_square += float(b @ b)
+        product += float(a @ b)
+        off += float(difference @ difference)
+        differing += int((a != b).sum())
+        bad = int((~b.isfinite()).sum())
+        if bad:
+            nonfinite += bad
+            differing -= int((a.isnan() & b.isnan()).sum())
+    factor = product / square if square else 0.0
+    rest = math.sqrt(max(0.0, other_square - factor * product))
+    distance = math.sqrt(off)
+    lengths = math.sqrt(square), math.sqrt(other_square)
+    return Fit(factor, rest, distance, *lengths, differing, nonfinite)
+
+
+def weights_of(columns: Tensor, target: Tensor) -> tuple[list[float], float]:
+    """Return the weights of several tensors, as columns, whose sum is nearest to another one, and
+    the relative length that they do not explain.
+    """
+    columns = columns.cpu()
+    target = target.flatten().cpu()
+    weights = torch.linalg.lstsq(columns, target[:, None], driver="gelsd").solution[:, 0]
+    return weights.tolist(), fit(target, columns @ weights).relative

@@ -114,3 +114,10 @@ def is_called_from(file: str | None, function: str = "") -> bool:
     ):
         frame = frame.f_back
     return frame is not None
+
+
+def is_in_function() -> bool:
+    """Return whether a custom autograd function computes its forward pass, as a recomputed block does
+    without a graph.
+    """
+    return is_called_from(torch.autograd.function.__file__, "apply")

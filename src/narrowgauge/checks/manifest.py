@@ -194,14 +194,10 @@ def parameter_readings(set_up: SetUp) -> Iterator[Reading]:
         if angle and not turns:
             turns = f" {name} is {angle} then."
     yield from KINDS["rounded-buffers"].of(buffers, turns=turns)
-    yield from KINDS["batch-norm-formats"].of(_unlike_their_statistics(set_up.model))
-    bad = []
-    for name, p in set_up.parameters.items():
-        if p.dtype in NAIVE and not p.is_meta:
-            largest = largest_magnitude(local_of(p))
-            if largest.isnan() or (p.requires_grad and largest.isinf()):  # a frozen mask may be
-                bad.append(name)
-    yield from KINDS["nonfinite-weights"].of(bad)
+    yield from (
+        KINDS["rounded-buffers"].case("batch-norm").of(_unlike_their_statistics(set_up.model))
+    )
+    yield from KINDS["nonfinite"].case("weights").of(_not_finite(set_up))
     once = set()
     twice = dict[str, None]()
     for stepped in set_up.stepped:
@@ -221,6 +217,17 @@ def parameter_readings(set_up: SetUp) -> Iterator[Reading]:
     if len(lost) < count:
         words = "; the others have one"
         yield from KINDS["no-gradient"].of(lost, count=count, words=words)
+
+
+def _not_finite(set_up: SetUp) -> list[str]:
+    """Return the parameters that hold NaN, or infinity that is no frozen mask."""
+    bad = []
+    for name, p in set_up.parameters.items():
+        if p.dtype in NAIVE and not p.is_meta:
+            largest = largest_magnitude(local_of(p))
+            if largest.isnan() or (p.requires_grad and largest.isinf()):
+                bad.append(name)
+    return bad
 
 
 def _unlike_their_statistics(model: nn.Module) -> list[str]:
@@ -284,8 +291,7 @@ def _untied(set_up: SetUp) -> Iterator[Reading]:
             continue
         if (id(first) in embeddings) == (id(second) in embeddings):
             continue
-        multiple = fit(second.detach(), first.detach())
-        distance = multiple.distance / (multiple.length or 1.0)
+        distance = fit(first.detach(), second.detach()).relative
         words = "hold equal bits in two tensors"
         if distance:
             words = (

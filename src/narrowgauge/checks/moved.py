@@ -6,20 +6,18 @@ No code of a model runs.
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, Readings
+from narrowgauge.checks.fit import CHUNK, fit
 from narrowgauge.checks.set_up import inner_name
 from narrowgauge.errors import RecordError
 from narrowgauge.numerics.dtensor import whole
@@ -28,7 +26,6 @@ from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.tables import Row, Table, name_columns, number_columns, text_columns
 
 Weights = str | Path | nn.Module | Mapping[str, Any]
-_CHUNK = 1 << 17  # values compared at once: they stay in the cache
 
 
 class Moved(Readings):
@@ -55,26 +52,10 @@ class Moved(Readings):
         """Return a table with a row for each kind of tensor: the part of its name that layers
         share.
         """
-        kinds = dict[str, Counter[str]]()
-        dtypes = dict[str, dict[str, None]]()
-        changes = dict[str, float]()
+        groups = dict[str, list[Row]]()
         for row in self.rows:
-            kind = row["group"]
-            counts = kinds.setdefault(kind, Counter())
-            for name in ("values", "differ", "nonfinite"):
-                counts[name] += row[name]
-            counts["tensors"] += 1
-            counts["equal"] += not row["differ"]
-            counts["all 1"] += row["constant"] == 1
-            counts["all 0"] += row["constant"] == 0
-            dtypes.setdefault(kind, {})[row["dtype"]] = None
-            changes[kind] = max(changes.get(kind, 0.0), row["change"])
-        rows = []
-        for kind, counts in kinds.items():
-            share = f"{counts['differ'] / max(1, counts['values']):.2%}"
-            change = f"{changes[kind]:.2g}"
-            texts = {"weights": kind, "share": share, "change": change, "dtype": [*dtypes[kind]]}
-            rows.append({**counts, **texts})
+            groups.setdefault(row["group"], []).append(row)
+        rows = [_of_group(name, members) for name, members in groups.items()]
         numbers = number_columns(
             tensors="tensors", values="values", differ="share", equal="equal", all_1="all 1",
             all_0="all 0", nonfinite="nonfinite", change_up_to="change",
@@ -110,53 +91,53 @@ def moved(before: Weights, after: Weights) -> Moved:
     """
     first = tensors_of(before)
     second = tensors_of(after)
-    rows = []
-    reshaped: list[str] = []
-    only_after: list[str] = []
-    equal: list[str] = []
-    all_ones: list[str] = []
-    nonfinite: list[str] = []
+    rows = list[Row]()
+    reshaped = list[str]()
+    only_after = list[str]()
     for name, read in second.items():
         if name not in first:
             only_after.append(name)
             continue
         a = first[name]()
         b = read()
-        if a.shape != b.shape:
+        if a.shape == b.shape:
+            rows.append(_compared(name, a, b))
+        else:
             reshaped.append(name)
-            continue
-        row = _compared(name, a, b)
-        rows.append(row)
-        if not row["differ"]:
-            equal.append(name)
-        if row["constant"] == 1 and b.ndim == 1:
-            all_ones.append(name)
-        if row["nonfinite"]:
-            nonfinite.append(name)
     only_before = [name for name in first if name not in second]
-    lacking = only_before + only_after + reshaped
-    kinds = {"nonfinite-weights": nonfinite, "one-sided-tensors": lacking}
-    unmoved = KINDS["equal-tensors"]
-    words = (
-        f"Tensors with the values that they had: {len(equal)}. They are frozen, unused, or their updates "
-        "are smaller than half the gap between two values"
-    )
+    equal = [row["name"] for row in rows if not row["differ"]]
+    ones = [row["name"] for row in rows if row["constant"] == 1 and len(row["shape"]) == 1]
+    bad = [row["name"] for row in rows if row["nonfinite"]]
+    kind = KINDS["never-moved"]
+    readings = list[Reading]()
     if len(equal) == len(rows):
-        unmoved = replace(unmoved, severity="error")
-        words = (
-            "No value differs. A state_dict shares its memory with the model: clone it before training. "
-            "Else look at the learning rate and the gradients"
-        )
+        readings += kind.case("nothing").of(equal)
     else:
-        kinds["exactly-one"] = all_ones
+        readings += kind.case("equal").of(equal)
+        readings += kind.case("ones").of(ones)
+    readings += KINDS["nonfinite"].case("weights").of(bad)
     sides = (
         f"{len(only_before)} only before, {len(only_after)} only after, {len(reshaped)} in another "
         "shape"
     )
-    readings = [*unmoved.of(equal, words=words)]
-    for kind, names in kinds.items():
-        readings += KINDS[kind].of(names, sides=sides)
+    lacking = only_before + only_after + reshaped
+    readings += KINDS["one-sided-tensors"].of(lacking, sides=sides)
     return Moved(rows, readings)
+
+
+def _of_group(name: str, rows: Sequence[Row]) -> Row:
+    """Return the row of a group of tensors."""
+    counts = Counter[str]()
+    for row in rows:
+        counts["values"] += row["values"]
+        counts["nonfinite"] += row["nonfinite"]
+        counts["equal"] += not row["differ"]
+        counts["all 1"] += row["constant"] == 1
+        counts["all 0"] += row["constant"] == 0
+    change = max(row["change"] for row in rows)
+    dtypes = dict.fromkeys(row["dtype"] for row in rows)
+    texts = {"weights": name, "share": f"{share_of(rows):.2%}", "change": f"{change:.2g}"}
+    return {**counts, **texts, "tensors": len(rows), "dtype": [*dtypes]}
 
 
 def share_of(rows: Sequence[Row]) -> float:
@@ -170,30 +151,16 @@ def share_of(rows: Sequence[Row]) -> float:
 
 
 def _compared(name: str, a: Tensor, b: Tensor) -> Row:
-    differ = 0
-    nonfinite = 0
-    distance = 0.0
-    length = 0.0
+    result = fit(a, b)
     constant = float(b.flatten()[0]) if b.numel() else None
-    for x, y in zip(a.flatten().split(_CHUNK), b.flatten().split(_CHUNK), strict=True):
-        x = x.to(b.device, b.dtype).double()  # which compares values of every format
-        y = y.double()
-        differ += int(torch.count_nonzero(x != y))
-        bad = int(torch.count_nonzero(~y.isfinite()))
-        if bad:
-            nonfinite += bad
-            differ -= int(torch.count_nonzero(x.isnan() & y.isnan()))
-        distance += float(torch.linalg.vector_norm(y - x)) ** 2
-        length += float(torch.linalg.vector_norm(x)) ** 2
-        if constant is not None and bool((y != constant).any()):
+    for values in b.flatten().split(CHUNK):
+        if bool((values.double() != constant).any()):  # which holds values of every format
             constant = None
-    change = 0.0
-    if distance:
-        change = math.sqrt(distance / length) if length else math.inf
+            break
     return {
-        "name": name, "group": _group(name), "dtype": dtypes_of(a, b), "change": change,
-        "shape": [*b.shape], "values": b.numel(), "differ": differ, "constant": constant,
-        "nonfinite": nonfinite,
+        "name": name, "group": _group(name), "dtype": dtypes_of(a, b), "change": result.relative,
+        "shape": [*b.shape], "values": b.numel(), "differ": result.differing, "constant": constant,
+        "nonfinite": result.nonfinite,
     }  # fmt: skip
 
 

@@ -22,10 +22,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from narrowgauge.checks.adapters import name_without_adapters
 from narrowgauge.checks.float32_copy import cast
-from narrowgauge.checks.shadow import UNITS
 from narrowgauge.checks.sites import floats_of, is_float
+from narrowgauge.checks.units import FINEST, unit_of
 
-FINEST = 2.0**-24
 MARGIN = 4.0
 """Bounds over what random rounding gives."""
 _SUMS = re.compile("mm|mv|dot|conv|attention|linear")
@@ -40,11 +39,6 @@ _ADAPTERS = re.compile(r"\.base_layer|\.lora_")
 Outputs = dict[str, list[list[Tensor]]]
 """The float tensors of each call at each place, in the order of the first calls."""
 Pairs = list[tuple[Tensor, Tensor]]
-
-
-def unit_of(dtype: torch.dtype) -> float:
-    """Return the unit roundoff of a format; of wide ones, float32's."""
-    return UNITS.get(dtype, FINEST)
 
 
 def names_of(model: nn.Module) -> dict[nn.Module, str]:

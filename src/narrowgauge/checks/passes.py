@@ -5,9 +5,10 @@ of a batch in one process.
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from narrowgauge.checks.set_up import SetUp, inner_name
 from narrowgauge.checks.shadow import Shadow, eager
 from narrowgauge.checks.sites import FirstBad, tensors_in
 from narrowgauge.errors import RecipeError
-from narrowgauge.numerics.dtensor import named_gradients, whole
+from narrowgauge.numerics.dtensor import is_sharded, named_gradients, whole
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.torch_support import torch_names
 from narrowgauge.torch_support.put_back import objects_of, put_back
@@ -64,6 +65,10 @@ class Passes:
         leaves: the tensors whose gradients are read, by name: the model's, and those ``outside``.
         parts: micro-batches of this rank.
         batch: what the loop's ``backward`` takes.
+        keeps_weights: put weights back that a pass changes.
+
+    Attributes:
+        stepped: names of tensors that passes changed. They were put back.
     """
 
     model: nn.Module
@@ -75,6 +80,10 @@ class Passes:
     backward: Backward | None
     unseen: dict[str, str]
     is_training: bool = True
+    keeps_weights: bool = False
+    stepped: dict[str, None] = field(default_factory=dict, init=False)
+    _weights: dict[str, Tensor] = field(default_factory=dict, init=False)
+    _versions: dict[str, int] = field(default_factory=dict, init=False)
 
     def run(self, call: Callable[[], Any], mode: Any = None) -> Pass:
         """Run a call beside a mode, and put everything back."""
@@ -83,6 +92,7 @@ class Passes:
             self.unseen |= undo.enter_context(restored)
             scales = undo.enter_context(_scalers_put_back())
             self._set_mode()
+            self._keep_weights()
             before = generators()
             if mode is not None:
                 undo.enter_context(eager())
@@ -100,6 +110,7 @@ class Passes:
             if isinstance(mode, Shadow) and isinstance(value, Tensor) and mode.follows(value):
                 number = float(mode.of(value.detach()))
             first_bad = ""
+            self._put_weights_back()
             if isinstance(mode, FirstBad):
                 first_bad = mode.first([*tensors_in(value), *raw.values()])
             return Pass(
@@ -112,6 +123,28 @@ class Passes:
         if not self.is_training:  # many a loop's backward= begins with model.train()
             for module in self.model.modules():
                 vars(module)["train"] = lambda mode=True, module=module: module
+
+    def _keep_weights(self) -> None:
+        """Copy the weights once; note their versions."""
+        for name, p in self.leaves.items():
+            if not self.keeps_weights or is_sharded(p):  # FSDP2 writes its shards itself
+                continue
+            if name not in self._weights:
+                self._weights[name] = p.detach().clone()
+            self._versions[name] = p._version
+
+    def forget_weights(self) -> None:
+        """Keep no copy of the weights any more, after a step that changed none."""
+        self.keeps_weights = False
+        self._weights.clear()
+
+    def _put_weights_back(self) -> None:
+        """Put back the tensors that a pass changed, and note their names."""
+        for name, values in self._weights.items():
+            p = self.leaves[name]
+            if p._version != self._versions[name] or not _has_values(p, values):
+                self.stepped[name] = None
+                p.data.copy_(values)
 
     def _unstepped(self) -> list[str]:
         known = set(map(id, (*self.model.parameters(), *self.leaves.values())))
@@ -146,6 +179,11 @@ class Passes:
         return value
 
 
+def _has_values(p: Tensor, values: Tensor) -> bool:
+    """Return whether a tensor has these values, NaN among them."""
+    return torch.equal(p, values) or torch.allclose(p, values, rtol=0.0, atol=0.0, equal_nan=True)
+
+
 class OneProcess(TorchDispatchMode):
     """Refuse what waits for other ranks, where they do not make this pass."""
 
@@ -158,12 +196,22 @@ class OneProcess(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def leaves_of(set_up: SetUp) -> dict[str, Any]:
-    """Return the parameters that train by name, and those in an optimizer that are none of the
-    model's.
+def passes_of(
+    set_up: SetUp, batch: Any, loss: Loss, backward: Backward | None, unseen: dict[str, str]
+) -> Passes:
+    """Return the passes of a set-up. Read the gradients of the parameters that train, and of those in
+    an optimizer that are none of the model's.
+
+    Args:
+        unseen: filled with attributes that cannot be put back.
     """
-    leaves = {inner_name(n): p for n, p in set_up.model.named_parameters() if p.requires_grad}
-    return leaves | set_up.outside
+    model = set_up.model
+    leaves = {inner_name(n): p for n, p in model.named_parameters() if p.requires_grad}
+    leaves |= set_up.outside
+    parts = micro_batches(model, batch, loss)
+    passes = Passes(model, set_up.optimizers, leaves, parts, batch, loss, backward, unseen)
+    passes.keeps_weights = True
+    return passes
 
 
 def divided_losses(
@@ -312,11 +360,73 @@ def concatenated(parts: Sequence[Any]) -> Any:
         return type(first)(items)
     if is_dataclass(first) and not isinstance(first, type):
         joined = {}
-        for field in fields(first):
-            if field.init:
-                joined[field.name] = concatenated([getattr(part, field.name) for part in parts])
+        for item in fields(first):
+            if item.init:
+                joined[item.name] = concatenated([getattr(part, item.name) for part in parts])
         return replace(first, **joined)
     raise RecipeError(
         f"Cannot join micro-batches of type {type(first).__name__}.",
         "Pass tensors, in tuples, dicts or dataclasses.",
     )
+
+
+# ── the plain loss ───────────────────────────────────────────────────────────────────────────────
+
+MOST_TERMS = 16
+"""Fit the weight of each micro-batch in a gradient up to this number of micro-batches of all ranks.
+"""
+
+
+class PlainLoss:
+    """The loss of batches without the loop's own passes.
+
+    Args:
+        alone: makes the passes of one process.
+
+    Attributes:
+        whole: the micro-batches as one batch.
+        times: how many times a mean the loss is; gradients are divided by it.
+    """
+
+    def __init__(self, alone: Passes) -> None:
+        self.alone = alone
+        self.whole = concatenated(alone.parts)
+        self.times = 1
+        self._terms: list[Gradients] | None = None
+
+    def run(self, batch: Any, seed: int | None = None) -> Pass:
+        """Return a plain pass of a batch, perhaps with other draws."""
+
+        def call() -> Tensor:
+            if seed is not None:
+                torch.manual_seed(seed)
+                random.seed(seed)
+            return self.alone.plain(batch)()
+
+        return self.divided(self.alone.run(call, Shadow()))
+
+    def divided(self, plain: Pass) -> Pass:
+        """Return a pass of the loss divided by ``times``."""
+        if self.times == 1:
+            return plain
+        gradients = {name: g / self.times for name, g in plain.gradients.items()}
+        shadows = {name: g / self.times for name, g in plain.shadows.items()}
+        return plain._replace(gradients=gradients, shadows=shadows)
+
+    def repeats(self, plain: Pass, seed: int | None = None) -> bool:
+        """Return whether another plain pass, perhaps with other draws, gives the same gradients."""
+        again = self.run(self.whole, seed)
+        return all(torch.equal(x, again.gradients[n]) for n, x in plain.gradients.items())
+
+    def terms(self, exact: Mapping[str, Tensor]) -> list[Gradients]:
+        """Return the plain gradients of each micro-batch, if there are several and not too many."""
+        if self._terms is None:
+            self._terms = []
+            for part in self.alone.parts if 1 < len(self.alone.parts) <= MOST_TERMS else []:
+                term = self.run(part)
+                gradients = {}
+                for name, r in exact.items():
+                    g = term.gradients.get(name, torch.zeros_like(r))
+                    gradients[name] = term.shadows.get(name, g)
+                self._terms.append(gradients)
+        return self._terms

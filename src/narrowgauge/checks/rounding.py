@@ -21,9 +21,11 @@ from torch import Tensor, nn
 
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading
+from narrowgauge.checks.fit import fit
 from narrowgauge.checks.passes import Pass, Passes
-from narrowgauge.checks.shadow import UNITS, Shadow
+from narrowgauge.checks.shadow import Shadow
 from narrowgauge.checks.sites import SUM, FirstBad, Site, is_finite
+from narrowgauge.checks.units import FINEST, UNITS
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.torch_support.torch_names import plain_name
 
@@ -72,10 +74,10 @@ def distances(gradients: Gradients, exact: Gradients) -> tuple[float, dict[str, 
     total = 0.0
     by_tensor = {}
     for name, x in exact.items():
-        error = gradients[name] - x
-        off += float(error.square().sum())
-        total += float(x.square().sum())
-        by_tensor[name] = float(error.norm()) / scales[name]
+        result = fit(x, gradients[name])
+        off += result.distance**2
+        total += result.length**2
+        by_tensor[name] = result.distance / scales[name]
     return math.sqrt(off / (total or 1e-300)), by_tensor
 
 
@@ -145,14 +147,7 @@ class Rounding:
             self.units[key[0]] = max(self.units.get(key[0], 0.0), unit)
         self.unit = max(self.units.values(), default=0.0)
         self.all, self.each = distances(gradients, shadows)
-        # A gradient that is zero but for rounding, as of a bias before a batch norm, is not ranked.
-        scales = lengths(shadows)
-        own = {}
-        for name, error in self.each.items():
-            if float(shadows[name].norm()) > 0.999 * scales[name]:
-                own[name] = error
-        self.worst = max(own, key=own.__getitem__, default="")
-        self.largest = self.each.get(self.worst, 0.0)
+        self.worst, self.largest = self._worst_tensor()
         self.slack = FLIPPED if mode.flips.total() else 1.0
         # One tensor that stands out is ranked alone.
         is_ranked = self.all >= RANKED * self.unit
@@ -163,13 +158,27 @@ class Rounding:
             self._find_casts()
             self._rank()
 
+    def _worst_tensor(self) -> tuple[str, float]:
+        """Return the tensor with the largest distance, and that.
+
+        A gradient that is zero but for rounding, as of a bias before a batch norm, does not count.
+        """
+        scales = lengths(self.shadows)
+        worst = ""
+        largest = -1.0
+        for name, error in self.each.items():
+            if error > largest and float(self.shadows[name].norm()) > 0.999 * scales[name]:
+                worst = name
+                largest = error
+        return worst, max(largest, 0.0)
+
     @property
     def roundings(self) -> float:
         return self.all / self.unit if self.unit else 0.0
 
     @property
     def format(self) -> str:
-        for dtype, unit in (*UNITS.items(), (torch.float32, 2.0**-24)):
+        for dtype, unit in (*UNITS.items(), (torch.float32, FINEST)):
             if unit == self.unit:
                 return dtype_name(dtype)
         return f"a format of unit roundoff {self.unit:.2g}"

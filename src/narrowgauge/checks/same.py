@@ -30,9 +30,9 @@ from narrowgauge.checks.outputs import (
     places,
     recorded,
     shapes_of,
-    unit_of,
 )
 from narrowgauge.checks.same_weights import compare_weights, loaded
+from narrowgauge.checks.units import unit_of
 from narrowgauge.errors import DataError, RecipeError
 from narrowgauge.runs.finding import counted
 from narrowgauge.torch_support.put_back import generators_put_back, put_back
@@ -190,7 +190,7 @@ def _place_readings(differ: list[Place]) -> list[Reading]:
     readings = []
     for place in beyond[:1]:
         tensor = of_all(place.name for place in beyond)
-        kind = KINDS["other-output"]
+        kind = KINDS["other-outputs"]
         readings.append(kind.reading(tensor, place.value, 0.0, place.bound, where=place.words))
     return readings
 
@@ -263,7 +263,7 @@ def _compared(
         f"rounding alone: mean {mean_noise:.2g}, largest {largest_noise:.2g}, "
         f"spread {noise_spread:.2g}",
     ]
-    kind = KINDS["other-logprobs"]
+    kind = KINDS["other-outputs"].case("logprobs")
     if mean > MARGIN / 2 * mean_noise:
         return lines, [kind.reading("", mean, 0.0, MARGIN / 2 * mean_noise)]
     if largest > MARGIN * largest_noise:

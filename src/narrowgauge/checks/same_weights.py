@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,9 @@ from narrowgauge.checks.adapters import is_adapted, name_without_adapters, produ
 from narrowgauge.checks.fit import fit
 from narrowgauge.checks.manifest import tied_names
 from narrowgauge.checks.moved import dtypes_of, moved, share_of, tensors_of
-from narrowgauge.checks.outputs import names_of, unit_of
+from narrowgauge.checks.outputs import names_of
 from narrowgauge.checks.set_up import inner_name
+from narrowgauge.checks.units import unit_of
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.dtensor import whole
 from narrowgauge.runs.finding import counted, told
@@ -55,17 +56,23 @@ def loaded(trainer: Any, server: Any) -> tuple[list[Reading], nn.Module]:
         value = tensors[name]()
         scale = tensors.get(f"{name}_scale", tensors.get(f"{name}_scale_inv"))
         if value.is_floating_point() and value.element_size() == 1:
-            value = value.to(targets[name].dtype)
-            if scale is not None:
-                factors = scale().to(value.dtype)
-                if factors.numel() in (1, len(value)):  # of the tensor, or of rows
-                    value = value * factors.view(-1, *[1] * (value.ndim - 1))
+            value = _dequantized(value.to(targets[name].dtype), scale)
         if value.shape == targets[name].shape:
             targets[name].data = value.clone()
             read.add(id(targets[name]))
     saved = set(map(inner_name, trainer.state_dict()))
     lacking = [name for name, x in targets.items() if name in saved and id(x) not in read]
     return list(_one_sided(lacking, tensors.keys() - targets.keys())), twin
+
+
+def _dequantized(value: Tensor, scale: Callable[[], Tensor] | None) -> Tensor:
+    """Return float8 values times the scale of their tensor, or of its rows."""
+    if scale is None:
+        return value
+    factors = scale().to(value.dtype)
+    if factors.numel() not in (1, len(value)):
+        return value
+    return value * factors.view(-1, *[1] * (value.ndim - 1))
 
 
 def compare_weights(trainer: nn.Module, server: nn.Module) -> tuple[list[Reading], list[str]]:
@@ -88,28 +95,33 @@ def compare_weights(trainer: nn.Module, server: nn.Module) -> tuple[list[Reading
         if pair[0].shape == pair[1].shape:
             before[name], after[name] = narrow
     result = moved(before, after)
+    lines = _format_lines(formats, beyond)
+    if effective:
+        lines.append(f"adapters: in {counted(len(effective), 'weight')}, compared with them")
+    lines.append(f"weights: {result.lines[0]}")
+    differing: dict[str, list[Row]] = {things: [] for things in _CURES}
+    for row in result.rows:
+        name = row["name"]
+        is_merge_rounding = name in effective and row["change"] <= unit_of(after[name].dtype)
+        if row["differ"] and not is_merge_rounding:
+            things = "Weights" if isinstance(first[name], nn.Parameter) else "Buffers"
+            differing[things].append(row)
+    for things, rows in differing.items():
+        readings += _differing(things, rows, before, after)
+    readings += _one_sided(first.keys() - after.keys(), second.keys() - after.keys())
+    lines += _ties(first, second)
+    return readings, lines
+
+
+def _format_lines(formats: Counter[str], beyond: Counter[str]) -> list[str]:
+    """Return a line for each pair of formats: tensors, and values that the narrower one rounds."""
     lines = []
     for kinds, count in formats.items():
         more = ""
         if beyond[kinds]:
             more = f", {counted(beyond[kinds], 'value')} beyond the narrower one"
         lines.append(f"{counted(count, 'tensor')}: {kinds}{more}")
-    if effective:
-        lines.append(f"adapters: in {counted(len(effective), 'weight')}, compared with them")
-    lines.append(f"weights: {result.lines[0]}")
-    for things in _CURES:
-        rows = []
-        for row in result.rows:
-            name = row["name"]
-            is_parameter = isinstance(first[name], nn.Parameter)
-            is_merge_rounding = name in effective and row["change"] <= unit_of(after[name].dtype)
-            is_of_kind = is_parameter == (things == "Weights")
-            if row["differ"] and is_of_kind and not is_merge_rounding:
-                rows.append(row)
-        readings += _differing(things, rows, before, after)
-    readings += _one_sided(first.keys() - after.keys(), second.keys() - after.keys())
-    lines += _ties(first, second)
-    return readings, lines
+    return lines
 
 
 def _narrower(x: Tensor, y: Tensor) -> torch.dtype:
@@ -155,7 +167,7 @@ def _factor(x: Tensor, y: Tensor) -> str:
     """Say by which factor a tensor is another one, if it is."""
     multiple = fit(x, y)
     factor = multiple.factor
-    if multiple.rest < 0.05 * multiple.length and abs(factor - 1) > 0.01:
+    if multiple.rest < 0.05 * multiple.other_length and abs(factor - 1) > 0.01:
         return f" It is {factor:.4g} times the trainer's."
     return ""
 

@@ -21,12 +21,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves, tree_map
 
+from narrowgauge.checks import layer_shadows
+from narrowgauge.checks.fit import fit
 from narrowgauge.checks.sites import (
     ALLOCATES,
+    ByStorage,
     Site,
     Sites,
     is_float,
@@ -34,15 +36,9 @@ from narrowgauge.checks.sites import (
     tensors_in,
     written_by,
 )
-from narrowgauge.spec.formats import FORMATS, dtype_name
-from narrowgauge.torch_support import torch_names
+from narrowgauge.checks.units import FINEST, UNITS
+from narrowgauge.spec.formats import dtype_name
 
-NARROW = (
-    torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz,
-    torch.float8_e5m2fnuz,
-)  # fmt: skip
-UNITS = {dtype: torch.finfo(dtype).eps / 2 for dtype in NARROW}
-"""Formats whose roundings count, each with its unit roundoff: the one list."""
 _OPAQUE = re.compile("mkldnn_rnn_layer|_cudnn_rnn")
 """Kernels whose weights are packed: float32 operands crash them."""
 _BY_INDEX = ("topk", "sort", "max", "min", "median", "kthvalue", "mode", "cummax", "cummin")
@@ -64,6 +60,13 @@ Key = tuple[Site, str]
 """A site and the name of an operation."""
 
 
+class _Kept(NamedTuple):
+    """The shadow of a whole storage, and the format of the tensor that lies there."""
+
+    values: Tensor
+    dtype: torch.dtype
+
+
 class _Call(NamedTuple):
     """An operation with its arguments, the tensors among them, and those that it writes."""
 
@@ -78,6 +81,33 @@ class _Call(NamedTuple):
 
     def run(self) -> Any:
         return self.func(*self.args, **self.kwargs)
+
+    def has_storages_of(self, tensors: Iterable[Tensor]) -> bool:
+        """Return whether tensors lie in the storages of its operands."""
+        storages = set(map(storage_key, self.tensors))
+        return all(storage_key(x) in storages for x in tensors)
+
+    def view(self) -> Any:
+        """Return the result of a view; ``None`` for other operations. "to" is only sometimes one."""
+        returns = self.func._schema.returns
+        if self.written or not returns or any(r.alias_info is None for r in returns):
+            return None
+        result = self.run()
+        return result if self.has_storages_of(tensors_in(result)) else None
+
+    def wide_result(self, wide: Any, result: Any) -> Any:
+        """Return the result for wide operands.
+
+        Raises:
+            NotImplementedError: the kernel takes no wide operands, or misreads them.
+        """
+        if _OPAQUE.search(self.name):
+            raise NotImplementedError
+        shadow = _on_wide(self.func, self.name, wide, result)
+        is_own = self.func.namespace != "aten"
+        if is_own and not all(map(_is_near, tensors_in(result), tensors_in(shadow))):
+            raise NotImplementedError
+        return shadow
 
 
 class Shadow(Sites):
@@ -116,16 +146,16 @@ class Shadow(Sites):
         self.units = dict[Key, float]()
         self.errs = set[Key]()
         self.casts = dict[Key, tuple[float, torch.dtype]]()
-        self.working = 2.0**-24
+        self.working = FINEST
         self.products = Counter[str]()
         self.cuts = Counter[str]()
         self.flips = Counter[Key]()
         self.indices = Counter[Key]()
         self.stops = list[str]()
         self.misread = dict[str, str]()
-        self._kept: dict[int, tuple[StorageWeakRef, Tensor, torch.dtype]] = {}
-        self._lost: dict[int, StorageWeakRef] = {}
-        self._sources: dict[int, tuple[StorageWeakRef, Tensor]] = {}
+        self._kept = ByStorage()
+        self._lost = ByStorage()
+        self.sources = ByStorage()
         for x, shift in shifts:
             self._own(x)
             self.of(x).add_(shift)
@@ -139,56 +169,53 @@ class Shadow(Sites):
         entry = self._entry(x)
         if entry is None:
             return x.to(self.wide) if self._is_narrow(x.dtype) else x
-        return entry[1].as_strided(x.size(), x.stride(), x.storage_offset())
+        return entry.values.as_strided(x.size(), x.stride(), x.storage_offset())
 
     def follows(self, x: Tensor) -> bool:
         """Return whether no operation that made a tensor cut the chain of shadows."""
-        weak = self._lost.get(storage_key(x))
-        return weak is None or weak.expired()
+        return not self._lost.get(x)
 
     def _is_narrow(self, dtype: Any) -> bool:
         if self.wide is torch.float64 and dtype is torch.float32:
             return True
         return dtype in UNITS
 
-    def _entry(self, x: Tensor) -> Any:
-        entry = self._kept.get(storage_key(x))
-        if entry is None or entry[0].expired() or entry[2].itemsize != x.element_size():
+    def _entry(self, x: Tensor) -> _Kept | None:
+        entry: _Kept | None = self._kept.get(x)
+        if entry is None or entry.dtype.itemsize != x.element_size():
             return None
         return entry
 
-    def _keep(self, x: Tensor, value: Tensor) -> None:
+    def keep(self, x: Tensor, value: Tensor) -> None:
+        """Keep a value as the shadow of a tensor."""
         self._own(x, reads=False)
         self.of(x).copy_(value)
-        self._lost.pop(storage_key(x), None)
+        self._lost.drop(x)
 
     def _own(self, x: Tensor, *, reads: bool = True) -> None:
         """Keep a shadow of a whole storage that is about to be written."""
         if self._entry(x) is not None:
             return
-        storage = x.untyped_storage()
-        values = torch.empty(0, dtype=x.dtype, device=x.device).set_(storage)
+        values = torch.empty(0, dtype=x.dtype, device=x.device).set_(x.untyped_storage())
         dtype = self.wide if self._is_narrow(x.dtype) else x.dtype
         if reads:
             flat = values.to(dtype, copy=True)
         else:
             flat = torch.empty_like(values, dtype=dtype)
-        self._kept[storage_key(x)] = StorageWeakRef(storage), flat, x.dtype
-        if len(self._kept) % 64 == 0:
-            _drop_expired(self._kept)
-            _drop_expired(self._sources)
+        self._kept.set(x, _Kept(flat, x.dtype))
 
-    def _lose(self, tensors: Iterable[Tensor]) -> None:
+    def lose(self, tensors: Iterable[Tensor]) -> None:
+        """Note that the shadows of tensors are not known."""
         for x in tensors:
             if x.layout is torch.strided:
-                self._lost[storage_key(x)] = StorageWeakRef(x.untyped_storage())
+                self._lost.set(x, True)
 
     def _cut(self, name: str, targets: Iterable[Tensor]) -> None:
         self.cuts[name] += 1
         targets = list(targets)
         for x in targets:
-            self._kept.pop(storage_key(x), None)
-        self._lose(targets)
+            self._kept.drop(x)
+        self.lose(targets)
 
     # ── an operation ────────────────────────────────────────────────────────────────────────────
 
@@ -209,12 +236,9 @@ class Shadow(Sites):
         call = _Call(func, name, args, kwargs, tensors, written, known, is_lost)
         if is_exact or name in ALLOCATES:
             return call.run()
-        returns = func._schema.returns
-        if returns and not written and all(r.alias_info is not None for r in returns):
-            result = call.run()
-            storages = set(map(storage_key, tensors))
-            if all(storage_key(x) in storages for x in tensors_in(result)):
-                return result  # a view; "to" is only sometimes one
+        view = call.view()
+        if view is not None:
+            return view
         if torch.Tag.nondeterministic_seeded in func.tags and name != "native_dropout":
             return self._drawn(call)
         return self._followed(call)
@@ -224,8 +248,8 @@ class Shadow(Sites):
         result = call.run()
         drawn = [*call.written, *filter(_has_shadow, tensors_in(result))]
         for x in drawn:
-            self._kept.pop(storage_key(x), None)
-            self._lost.pop(storage_key(x), None)
+            self._kept.drop(x)
+            self._lost.drop(x)
         read = [x for x in call.known if not any(x is y for y in call.written)]
         if read:  # probabilities, say
             self._cut(call.name, filter(is_float, drawn))
@@ -240,7 +264,6 @@ class Shadow(Sites):
         alone = None
         if self.measures:
             alone = tree_map(_in_float32, (call.args, call.kwargs))
-        storages = set(map(storage_key, call.tensors))
         result = call.run()
         results = tensors_in(result)
         targets = call.written or [x for x in results if _has_shadow(x)]
@@ -249,31 +272,25 @@ class Shadow(Sites):
             codes += filter(is_integer, results)
         if codes:
             self.cuts[name] += 1
-            self._lose(codes)
+            self.lose(codes)
         elif call.is_lost and not call.written:
-            self._lose(results)
-        if not call.written and all(storage_key(x) in storages for x in targets):
+            self.lose(results)
+        if not call.written and call.has_storages_of(targets):
             return result
         site = self.site()
         try:
-            if _OPAQUE.search(name):
-                raise NotImplementedError
-            shadow = _on_wide(call.func, name, wide, result)
-            if call.func.namespace != "aten" and not all(
-                map(_is_near, results, tensors_in(shadow))
-            ):
-                raise NotImplementedError  # a kernel that misreads the wide format
+            shadow = call.wide_result(wide, result)
         except Exception:  # a kernel that takes no such format, whatever it raises
             self._cut(name, targets)
             return result
         if not call.written:
             for x, value in zip(targets, filter(_has_shadow, tensors_in(shadow)), strict=False):
-                self._keep(x, value)
+                self.keep(x, value)
         self._round(site, name, targets)
         if self.measures:
             self._measure(call, site, targets, alone, result, shadow)
         if call.is_lost:
-            self._lose(targets)
+            self.lose(targets)
         return result
 
     def _wider(self, name: str, x: Any) -> Any:
@@ -281,10 +298,10 @@ class Shadow(Sites):
             return x
         if is_float(x) and x.element_size() == 1:
             entry = self._entry(x)
-            if entry is not None and entry[2] is not x.dtype:
-                words = f"bytes of {dtype_name(entry[2])} are read as {dtype_name(x.dtype)}"
+            if entry is not None and entry.dtype is not x.dtype:
+                words = f"bytes of {dtype_name(entry.dtype)} are read as {dtype_name(x.dtype)}"
                 self.misread[str(self.site())] = words
-        return _widened(self.of(x), self.wide)
+        return widened(self.of(x), self.wide)
 
     def _round(self, site: Site, name: str, targets: list[Tensor]) -> None:
         """Note what an operation rounds, and round the shadow of a chosen site."""
@@ -323,71 +340,19 @@ class Shadow(Sites):
                 self.flips[key] += int(((x == 0) != (y == 0)).sum())
 
     def _measure_cast(self, key: Key, x: Tensor, exact: Tensor) -> None:
-        length = float(exact.double().norm())
-        error = float((x.double() - exact.double()).norm())
-        roundings = error / (length or 1.0) / UNITS[x.dtype]
+        roundings = fit(exact, x.to(exact.dtype)).relative / UNITS[x.dtype]
         if roundings > self.casts.get(key, (0.0, x.dtype))[0]:
             self.casts[key] = roundings, x.dtype
 
-    # ── our own layers ──────────────────────────────────────────────────────────────────────────
-
     def layer_output(self, run: Any, x: Tensor, weight: Tensor, bias: Any, call: Any) -> Any:
-        """Follow a layer's product. The shadow multiplies the operands as before the casts."""
-        wide = self.of(x), self.of(weight), self.of(bias)
-        self.products[call.compute.name] += 1
-        with torch_names.no_modes(), torch.autocast(x.device.type, enabled=False):
-            y, *saved = run(x, weight, bias, call)
-            shadow = nn.functional.linear(*(_widened(t, self.wide) for t in wide))
-            if self._layer_rounds(call, y.dtype):
-                narrow = [None if t is None else t.to(x.dtype) for t in wide]
-                shadow = run(*narrow, call)[0]
-            self._keep(y, shadow)
-            storage = saved[0].untyped_storage()
-            self._sources[storage_key(saved[0])] = StorageWeakRef(storage), wide[0]
-        if not (self.follows(x) and self.follows(weight)):
-            self._lose([y])
-        return y, *saved
+        """Follow a product of our own layers."""
+        return layer_shadows.output(self, run, x, weight, bias, call)
 
     def layer_gradients(
         self, run: Any, grad: Tensor, saved: Any, weight: Tensor, call: Any, needs: Any
     ) -> Any:
-        """Follow a layer's two products in backward."""
-        self.products[call.compute.name] += 2
-        weak, source = self._sources.get(storage_key(saved.data), (None, None))
-        if source is None or weak is None or weak.expired():
-            source = self.of(saved.data)
-        wide = _widened(self.of(grad), self.wide), _widened(self.of(weight), self.wide)
-        rounds = self._layer_rounds(call, grad.dtype)
-        with torch_names.no_modes(), torch.autocast(grad.device.type, enabled=False):
-            results = run(grad, saved, weight, call, needs)
-            if rounds:
-                narrow_saved = saved
-                if saved.data.shape == source.shape and saved.data.dtype == grad.dtype:
-                    narrow_saved = saved._replace(data=source.to(grad.dtype))
-                narrow = wide[0].to(grad.dtype), narrow_saved, wide[1].to(weight.dtype)
-                shadows = run(*narrow, call, needs)
-            else:
-                source = _widened(source, self.wide)
-                shadows = (wide[0] @ wide[1], wide[0].t() @ source, wide[0].sum(0))
-            for x, value in zip(results, shadows, strict=True):
-                if x is None:
-                    continue
-                self._keep(x, value)
-                if not (self.follows(grad) and self.follows(weight)):
-                    self._lose([x])
-        return results
-
-    def _layer_rounds(self, call: Any, dtype: torch.dtype) -> bool:
-        """Note a layer's casts as a site, and return whether it is chosen."""
-        key = (self.site(), call.compute.name)
-        unit = _unit(dtype_name(dtype))
-        for cast in call.compute.casts.values():
-            if cast is not None:
-                unit = max(unit, _unit(cast.format))
-        self.units[key] = unit
-        self.working = max(self.working, min(unit, UNITS[torch.bfloat16]))
-        self.errs.add(key)
-        return key[0] in self.chosen
+        """Follow its two products in backward."""
+        return layer_shadows.gradients(self, run, grad, saved, weight, call, needs)
 
 
 @contextmanager
@@ -421,7 +386,7 @@ def _on_wide(func: Any, name: str, wide: Any, result: Any) -> Any:
     return args[0].gather(dim, indices.unsqueeze(dim)).squeeze(dim), chosen
 
 
-def _widened(x: Any, wide: torch.dtype) -> Any:
+def widened(x: Any, wide: torch.dtype) -> Any:
     """Return the wide format for the name of a narrower one; anything else as it is."""
     if isinstance(x, torch.dtype) and (x in UNITS or x is torch.float32):
         return wide
@@ -429,7 +394,7 @@ def _widened(x: Any, wide: torch.dtype) -> Any:
 
 
 def _in_float32(x: Any) -> Any:
-    return x.float() if is_float(x) else _widened(x, torch.float32)
+    return x.float() if is_float(x) else widened(x, torch.float32)
 
 
 def _has_dtype(x: Any) -> bool:
@@ -451,19 +416,4 @@ def _is_near(x: Tensor, y: Tensor) -> bool:
     """Return whether a kernel's result for wide operands is roughly the step's."""
     if not is_float(x):
         return True
-    return float((x.double() - y.double()).norm()) <= 0.5 * float(x.double().norm())
-
-
-def _drop_expired(entries: dict[int, Any]) -> None:
-    """Forget the storages that are gone."""
-    for key, (weak, *_) in list(entries.items()):
-        if weak.expired():
-            del entries[key]
-
-
-def _unit(name: str) -> float:
-    """Return a format's unit roundoff; of an integer format, half a step of its largest value."""
-    row = FORMATS[name]
-    if name.startswith("int"):
-        return float(0.5 / row.max)
-    return float(row.epsilon / 2)
+    return fit(x, y).relative <= 0.5

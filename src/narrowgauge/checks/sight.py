@@ -14,14 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from narrowgauge.checks.passes import set_training
-from narrowgauge.checks.shadow import is_integer
 from narrowgauge.checks.softmaxes import Term, Trace, as_sequences
 from narrowgauge.torch_support.put_back import put_back
 
-IGNORED = -100
 _FAINT = 1e-7
 """Gradients over the largest one that are zero."""
 _EXACT = 1e-5
@@ -69,14 +66,15 @@ Seen = Callable[[Tensor], Tensor]
 """Which tokens some rows of logits see, ``[sequences, columns]``, given a mask of the rows."""
 
 
-def sight_of(
+def tokens_seen(
     model: nn.Module,
     loss: Callable[[nn.Module, Any], Tensor],
     batch: Any,
     tokens: Tensor,
     kind: tuple[str, int],
-) -> Seen:
-    """Return a function that makes a forward and a backward pass, and says which tokens rows see.
+    rows: Tensor,
+) -> Tensor:
+    """Make a forward and a backward pass, and return which tokens some rows of logits see.
 
     DistributedDataParallel reduces nothing here: it would wait for gradients that these passes do
     not make.
@@ -84,46 +82,45 @@ def sight_of(
     Args:
         tokens: ids that the forward pass looks up, ``[sequences, columns]``.
         kind: function and number of classes of the softmaxes.
+        rows: mask of the rows.
     """
+    embedded = list[Tensor]()
 
-    def seen_by(rows: Tensor) -> Tensor:
-        embedded = []
+    def begin_here(ids: Tensor, result: Tensor) -> Tensor:
+        if not torch.equal(as_sequences(ids), tokens):
+            return result
+        embedded.append(result.detach().requires_grad_())
+        return embedded[-1]
 
-        def begin_here(ids: Tensor, result: Tensor) -> Tensor:
-            if not torch.equal(as_sequences(ids), tokens):
-                return result
-            embedded.append(result.detach().requires_grad_())
-            return embedded[-1]
+    trace = Trace(after_lookup=begin_here)
+    eager = torch.compiler.set_stance("force_eager")
+    unreduced = getattr(model, "no_sync", nullcontext)()
+    with put_back(model, model.parameters()), unreduced, eager, trace:
+        set_training(model, False)
+        loss(model, batch)
+        sources = [term.source for term in trace.terms if term.kind == kind]
+        if sum(map(len, sources)) < len(rows) or not embedded:
+            raise ArithmeticError("no such logits, or other tokens are looked up")
+        # A loss may have another softmax over the same logits and more rows, as a teacher's.
+        matching = [source for source in sources if len(source) == len(rows)]
+        logits = torch.cat(matching or sources)[: len(rows)]
+        noise = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0))
+        weights = noise.to(logits) * rows.to(logits)[:, None]
+        asked: Any = torch.autograd.grad(
+            (logits * weights).sum(), embedded, retain_graph=True, allow_unused=True
+        )
+        attached: Any = torch.autograd.grad((logits * 0).sum(), embedded, allow_unused=True)
+    sizes = torch.zeros(tokens.shape, device=tokens.device)
+    for gradient, unasked in zip(asked, attached, strict=True):
+        if gradient is not None and unasked is not None:
+            sizes = torch.maximum(sizes, as_sequences(_own(gradient, unasked).amax(-1)))
+    return (sizes > _FAINT * sizes.max()).cpu()
 
-        trace = Trace(after_lookup=begin_here)
-        eager = torch.compiler.set_stance("force_eager")
-        unreduced = getattr(model, "no_sync", nullcontext)()
-        with put_back(model, model.parameters()), unreduced, eager, trace:
-            set_training(model, False)
-            loss(model, batch)
-            sources = [term.source for term in trace.terms if term.kind == kind]
-            if sum(map(len, sources)) < len(rows) or not embedded:
-                raise ArithmeticError("no such logits, or other tokens are looked up")
-            # A loss may have another softmax over the same logits and more rows, as a teacher's.
-            matching = [source for source in sources if len(source) == len(rows)]
-            logits = torch.cat(matching or sources)[: len(rows)]
-            noise = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0))
-            weights = noise.to(logits) * rows.to(logits)[:, None]
-            asked: Any = torch.autograd.grad(
-                (logits * weights).sum(), embedded, retain_graph=True, allow_unused=True
-            )
-            attached: Any = torch.autograd.grad((logits * 0).sum(), embedded, allow_unused=True)
-        sizes = torch.zeros(tokens.shape, device=tokens.device)
-        for gradient, unasked in zip(asked, attached, strict=True):
-            if gradient is None or unasked is None:
-                continue
-            # An attached loss sends its gradient whatever arrives.
-            own = (gradient - unasked).abs()
-            own = own.where(own > _EXACT * unasked.abs(), 0.0)
-            sizes = torch.maximum(sizes, as_sequences(own.amax(-1)))
-        return (sizes > _FAINT * sizes.max()).cpu()
 
-    return seen_by
+def _own(gradient: Tensor, unasked: Tensor) -> Tensor:
+    """Return the size of a gradient without what an attached loss sends, whatever arrives."""
+    own = (gradient - unasked).abs()
+    return own.where(own > _EXACT * unasked.abs(), 0.0)
 
 
 def seen(seen_by: Seen, learned: Tensor, tokens: Tensor, padding: int | None) -> dict[str, Any]:
@@ -155,9 +152,7 @@ def seen(seen_by: Seen, learned: Tensor, tokens: Tensor, padding: int | None) ->
     by_last = seen_by((learned & (ranks == ranks[:, -1:])).flatten())
     earlier_ends = (by_earlier * (places + 1)).amax(1) - 1
     sees_later = len(offsets) > 1 or bool((earlier_ends >= ends)[is_tested].any())
-    begins = by_last & ~is_padding & ((places == 0) | is_padding.roll(1, 1))
-    firsts = by_last.int().argmax(1)[by_last.any(1) & ~begins.any(1)].tolist()
-    facts: dict[str, Any] = {"offset": offset, "first_seen": max(firsts, default=0)}
+    facts: dict[str, Any] = {"offset": offset, "first_seen": _first_seen(by_last, is_padding)}
     facts |= {"sees_later": None, "sees_others": None, "sees_padding": None}
     if sees_later:
         facts["offset"] = 0
@@ -170,55 +165,12 @@ def seen(seen_by: Seen, learned: Tensor, tokens: Tensor, padding: int | None) ->
     return facts
 
 
-def restart(batch: Any, tokens: Tensor) -> int | None:
-    """Return where positions of the batch begin anew for the last time, in packed rows."""
-    for x in tree_leaves(batch):
-        if isinstance(x, Tensor) and x.shape == tokens.shape and is_integer(x):
-            is_start = x[:, 1:] == 0
-            counts_up = (x[:, 1:] - x[:, :-1] == 1) | is_start
-            if bool(counts_up.all()) and bool(is_start.any()):
-                return int(is_start.any(0).nonzero()[-1]) + 1
-    return None
-
-
-def padding_of(tokens: Tensor) -> int | None:
-    """Return the id found only in runs at the ends, or starts, of two or more rows, of different
-    lengths; ``None`` without one.
-
-    Example:
-        >>> padding_of(torch.tensor([[5, 6, 7, 8], [5, 0, 0, 0], [7, 9, 0, 0]]))
-        0
+def _first_seen(by_last: Tensor, is_padding: Tensor) -> int:
+    """Return the first token that the last rows see, the largest of all sequences; 0 where a
+    sequence, or its part behind padding, begins there.
     """
-    for side in (tokens, tokens.flip(1)):
-        for token in side[:, -1:].unique():
-            is_token = side == token
-            runs = is_token.flip(1).cumprod(1).sum(1)
-            is_common = int((runs > 1).sum()) >= max(2, len(tokens) // 4)
-            if int(is_token.sum()) == int(runs.sum()) and is_common and len(runs.unique()) > 1:
-                return int(token)
-    return None
-
-
-def is_declared(model: nn.Module, batch: Any, tokens: Tensor | None, padding: int | None) -> bool:
-    """Return whether a token that looks like padding is said to be: by an embedding, by the model's
-    settings, or by a mask or ignored labels of the batch.
-
-    A run of equal tokens at the end of sequences may be text.
-    """
-    if tokens is None or padding is None:
-        return False
-    for module in model.modules():
-        settings = getattr(module, "config", None)
-        declared = getattr(module, "padding_idx", None), getattr(settings, "pad_token_id", None)
-        if padding in declared:
-            return True
-    is_padding = tokens == padding
-    for x in tree_leaves(batch):
-        if not isinstance(x, Tensor) or x.shape != tokens.shape:
-            continue
-        is_left_out = x == IGNORED
-        if x.max() <= 1:  # a mask
-            is_left_out = x == 0
-        if bool((is_left_out | ~is_padding).all()):
-            return True
-    return False
+    is_begin = is_padding.roll(1, 1)
+    is_begin[:, 0] = True
+    begins = by_last & ~is_padding & is_begin
+    firsts = by_last.int().argmax(1)[by_last.any(1) & ~begins.any(1)].tolist()
+    return max(firsts, default=0)

@@ -134,6 +134,27 @@ def storage_key(x: Tensor) -> int:
     return int(x.untyped_storage()._cdata) if x.layout is torch.strided else 0
 
 
+class ByStorage:
+    """Values by the storage of a tensor. A storage that is gone takes its value along."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, tuple[StorageWeakRef, Any]] = {}
+
+    def get(self, x: Tensor) -> Any:
+        weak, value = self._entries.get(storage_key(x), (None, None))
+        return None if weak is None or weak.expired() else value
+
+    def set(self, x: Tensor, value: Any) -> None:
+        self._entries[storage_key(x)] = StorageWeakRef(x.untyped_storage()), value
+        if len(self._entries) % 64 == 0:
+            for key, (weak, _) in list(self._entries.items()):
+                if weak.expired():
+                    del self._entries[key]
+
+    def drop(self, x: Tensor) -> None:
+        self._entries.pop(storage_key(x), None)
+
+
 def is_float(x: Any) -> bool:
     """Return whether a value is a dense tensor of floats."""
     return isinstance(x, Tensor) and x.layout is torch.strided and x.is_floating_point()
@@ -144,6 +165,14 @@ def is_finite(x: Tensor) -> bool:
     values = x.detach()
     values = values.float() if values.element_size() == 1 else values
     return not values.numel() or bool(torch.isfinite(values.sum())) or bool(values.isfinite().all())
+
+
+def first_not_finite(gradients: Mapping[str, Tensor]) -> str:
+    """Return the first gradient in backward that is not finite; empty without one."""
+    for name in reversed(list(gradients)):
+        if not is_finite(gradients[name]):
+            return name
+    return ""
 
 
 def floats_of(tree: Any) -> list[Tensor]:
@@ -191,21 +220,15 @@ class FirstBad(Sites):
         self._names = dict[int, str]()
         for name, x in (*model.named_parameters(), *model.named_buffers()):
             self._names[storage_key(x)] = torch_names.plain_name(name)
-        self._causes: dict[int, tuple[StorageWeakRef, Cause]] = {}
+        self._causes = ByStorage()
         self._count = 0
 
     def first(self, tensors: Mapping[str, Tensor] | list[Tensor]) -> str:
         """Return the earliest operation that reached some tensors; empty if none is known."""
         values = tensors.values() if isinstance(tensors, Mapping) else tensors
-        causes = [self._cause(x) for x in values]
-        known = [cause for cause in causes if cause is not None]
+        causes = map(self._causes.get, values)
+        known: list[Cause] = [cause for cause in causes if cause is not None]
         return min(known).words if known else ""
-
-    def _cause(self, x: Tensor) -> Cause | None:
-        weak, cause = self._causes.get(storage_key(x), (None, None))
-        if weak is None or weak.expired():
-            return None
-        return cause
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind not in (Tensor, nn.Parameter) for kind in types):
@@ -248,7 +271,7 @@ class FirstBad(Sites):
         return results
 
     def _bad_operands(self, operands: list[Tensor]) -> list[tuple[Tensor, Cause | None]]:
-        return [(x, self._cause(x)) for x in operands if not is_finite(x)]
+        return [(x, self._causes.get(x)) for x in operands if not is_finite(x)]
 
     def _trace(
         self, name: str, bad: list[Any], sizes: str, asks: bool, results: list[Tensor]
@@ -261,10 +284,9 @@ class FirstBad(Sites):
             if not is_float(x):
                 continue
             if is_finite(x):
-                self._causes.pop(storage_key(x), None)
+                self._causes.drop(x)
                 continue
-            cause = self._cause_of(name, bad, sizes, asks, x)
-            self._causes[storage_key(x)] = StorageWeakRef(x.untyped_storage()), cause
+            self._causes.set(x, self._cause_of(name, bad, sizes, asks, x))
 
     def _cause_of(self, name: str, bad: list[Any], sizes: str, asks: bool, x: Tensor) -> Cause:
         has_nan = bool(x.isnan().any())

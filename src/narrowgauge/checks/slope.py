@@ -14,8 +14,7 @@ that is attached by an autograd function arrives even where nothing is asked: it
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import CellType, FunctionType
 from typing import Any
@@ -26,7 +25,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from narrowgauge.analysis.kinds import KINDS
-from narrowgauge.analysis.reading import Reading, of_all
+from narrowgauge.analysis.reading import Reading, joined, of_all
+from narrowgauge.checks.fit import fit
+from narrowgauge.checks.float32_copy import is_in_function
 from narrowgauge.checks.passes import Pass, Passes, scalar
 from narrowgauge.checks.shadow import Shadow
 from narrowgauge.checks.sites import is_float, storage_key
@@ -41,6 +42,8 @@ before a tensor is named: float32 inside a loss makes them differ.
 """
 _MOST = 8
 """Tensors that are located; the first in backward."""
+MOST = 0.7
+"""Part of a float32 gradient that is rounding, from which on it is nothing else."""
 
 
 class Slope:
@@ -66,6 +69,7 @@ class Slope:
             return passes.ask(value)
 
         first = self._run(watched)
+        self.first = first
         self.value = first.value
         self.stops = stops.count + len(first.mode.stops)
         self.rounded = first.mode.stops[:1]
@@ -74,11 +78,16 @@ class Slope:
             if through:
                 raise ArithmeticError(f"not followed through {through}")
             raise ArithmeticError("the loss is not a number in float64")
-        attached = self._run(self._unasked)
         self.products = dict[str, float]()
         self.squares = dict[str, float]()
-        storages = {storage_key(passes.leaves[name]) for name in first.gradients}
-        for name, p in passes.leaves.items():
+        self._project(self._run(self._unasked).shadows)
+        self.names = list(self.products)
+
+    def _project(self, attached: Mapping[str, Tensor]) -> None:
+        """Fill the gradients' products with the direction, and their sizes, without attached ones."""
+        first = self.first
+        storages = {storage_key(self.passes.leaves[name]) for name in first.gradients}
+        for name, p in self.passes.leaves.items():
             gradient = first.shadows.get(name)
             if gradient is None and name in first.gradients:
                 continue  # not followed
@@ -87,11 +96,31 @@ class Slope:
             direction = self._direction(name)
             if gradient is None:
                 gradient = torch.zeros_like(direction)
-            elif name in attached.shadows:
-                gradient = gradient - attached.shadows[name]
+            elif name in attached:
+                gradient = gradient - attached[name]
             self.products[name] = float((gradient * direction).sum())
             self.squares[name] = float(gradient.square().sum() * direction.square().mean())
-        self.names = list(self.products)
+
+    def noise(self) -> list[Reading]:
+        """Return readings of matrices whose float32 gradient is rounding alone.
+
+        Biases before a norm, and of keys, have no other gradient. At the least of a loss most
+        matrices have none.
+        """
+        readings = []
+        number = 0
+        for name, exact in self.first.shadows.items():
+            if min(exact.shape, default=0) < 2 or self.first.mode.units:
+                continue
+            number += 1
+            part = fit(self.first.gradients[name], exact).relative
+            if MOST <= part < math.inf:
+                place = (
+                    f"In float64 this gradient differs by {part:.2g} of its length, so it is rounding "
+                    "alone. Look for a term that is constant, as a ratio of a value with itself"
+                )
+                readings.append(KINDS["rounding"].reading(name, part, 0.0, MOST, place=place))
+        return joined(readings, number) if 2 * len(readings) <= number else []
 
     def _loss(self) -> Tensor:
         model = torch_names.unwrapped_model(self.passes.model)
@@ -251,17 +280,7 @@ class _Stops(TorchFunctionMode):
             return result
         is_rounded = name in ("round", "sign") or result.element_size() == 1
         # A custom autograd function computes its forward pass without gradients.
-        if of_scalars or (needs and (is_rounded or not _is_in_apply())):
+        if of_scalars or (needs and (is_rounded or not is_in_function())):
             stopped = self._stopped if result.numel() > 1 else self._scalars
             stopped.append(result)
         return result
-
-
-def _is_in_apply() -> bool:
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if code.co_filename == torch.autograd.function.__file__ and code.co_name == "apply":
-            return True
-        frame = frame.f_back
-    return False

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from narrowgauge.checks.float32_copy import is_in_function
 from narrowgauge.torch_support.torch_names import graph_nodes
 
 LOG_SUM = "logsumexp"
@@ -100,6 +101,7 @@ class Trace(TorchFunctionMode):
         after_lookup: called with the ids and the result of a lookup; returns the result.
     Attributes:
         number: calls of ``backward``.
+        draws: dropouts that drew without a gradient, as of a teacher in training mode.
     """
 
     def __init__(self, after_lookup: Callable[[Tensor, Tensor], Tensor] | None = None) -> None:
@@ -108,6 +110,7 @@ class Trace(TorchFunctionMode):
         self.lookups = list[tuple[Tensor, int]]()
         self.terms = list[Term]()
         self.number = 0
+        self.draws = 0
         self._nodes = set[Any]()
         self._is_backward = False
 
@@ -123,9 +126,14 @@ class Trace(TorchFunctionMode):
                 self.number += 1
                 self.lookups = []
         result = func(*args, **kwargs)
-        if self._is_backward or not torch.is_grad_enabled():
-            return result
         name = getattr(func, "__name__", "")
+        if self._is_backward:
+            return result
+        if not torch.is_grad_enabled():
+            is_noise = name == "dropout" and kwargs.get("training", True) and kwargs.get("p", 0.5)
+            # A recomputed block's first pass makes no graph either.
+            self.draws += bool(is_noise) and not is_in_function()
+            return result
         if name == "embedding" and len(args) > 1:
             ids, table = args[:2]
             self.lookups.append((as_sequences(ids.detach()), len(table)))

@@ -9,43 +9,34 @@ the largest embedding. A row's place is the last token that it sees
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from narrowgauge.analysis.kinds import KINDS
-from narrowgauge.analysis.reading import Reading, Readings
-from narrowgauge.checks.gradients import (
-    has_own_batches,
-    reason_for_none,
-    weights_of_ranks,
-)
-from narrowgauge.checks.passes import Backward, Loss, Passes, leaves_of, micro_batches
-from narrowgauge.checks.set_up import SetUp
-from narrowgauge.checks.sight import (
-    is_declared,
-    num_columns,
-    padding_of,
-    restart,
-    seen,
-    sight_of,
-    tokens_of,
-)
-from narrowgauge.checks.softmaxes import LABEL, LOG_SUM, Target, Term, Trace, joined
+from narrowgauge.analysis.reading import Readings
+from narrowgauge.checks.batch_facts import is_declared, starts_of, unlearned_ends
+from narrowgauge.checks.findings import Findings
+from narrowgauge.checks.gradients import has_own_batches, weights_of_ranks
+from narrowgauge.checks.lesson_readings import Facts, lesson_readings
+from narrowgauge.checks.lesson_rows import Rows, main_terms
+from narrowgauge.checks.passes import Backward, Loss, Passes, micro_batches
+from narrowgauge.checks.set_up import inner_name
+from narrowgauge.checks.sight import seen, tokens_seen
+from narrowgauge.checks.softmaxes import Term, Trace
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.replica_verification import unlike
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.tables import Table, number_columns, text_columns
 from narrowgauge.torch_support.put_back import put_back
 
-Facts = dict[str, Any]
 SHIFTS = (1, 0, -1, 2, 3)
 """Distances of a label from its position that are tried; the first of equals counts."""
 MOST = 0.9
-HALF = 0.5
-"""Shares of the labels that settle a shift, and that exclude one."""
+"""Share of the labels that settles a shift."""
 _COLUMNS = (
     (
         *text_columns(learns="learns"),
@@ -59,7 +50,10 @@ _COLUMNS = (
     ),
 )
 """The facts that are printed, as tables of one row."""
-_SUMS = ("rows", "learned", "sequences", "smoothed_alone", "padding_learned", "unlearned")
+_SUMS = (
+    "rows", "learned", "sequences", "smoothed_alone", "padding_learned", "unlearned", "starts",
+    "starts_learned", "ends_unlearned",
+)  # fmt: skip
 """Facts that are summed over ranks."""
 _SUM_ERROR = 0.01
 """Of the sum of a row of probabilities in 16 bits."""
@@ -104,66 +98,55 @@ def teaches(
         >>> ng.teaches(model, torch.arange(24).view(2, 12) % 7, loss).taught["shift"]
         1
     """
-    is_split = isinstance(batch, list) and not any(isinstance(part, Tensor) for part in batch)
-    parts = batch if is_split else [batch]
-
-    def run() -> float:
-        if backward is not None:
-            backward(model, batch)
-            return loss_scale
-        for part in parts:
-            (loss(model, part) / len(parts)).backward()
-        return 1.0
-
-    with put_back(model, model.parameters()):
-        return lesson(model, parts[0], loss, run)
-
-
-def checked_lesson(
-    set_up: SetUp, batch: Any, loss: Loss, backward: Backward | None, unseen: dict[str, str]
-) -> Readings:
-    """Read what the loss of a set-up teaches, for :func:`narrowgauge.check`.
-
-    Errors become reasons in ``unseen``.
-    """
-    model = set_up.model
+    leaves = {inner_name(n): p for n, p in model.named_parameters() if p.requires_grad}
     parts = micro_batches(model, batch, loss)
-    passes = Passes(
-        model, set_up.optimizers, leaves_of(set_up), parts, batch, loss, backward, unseen
-    )
-
-    def run() -> float:
-        return passes.run(passes.step).loss_scale
-
-    readings = Readings()
-    with reason_for_none("what the loss teaches", unseen), put_back(model, set_up.outside.values()):
-        readings = lesson(model, parts[0], loss, run)
-    unseen |= readings.unseen
-    return readings
+    passes = Passes(model, [], leaves, parts, batch, loss, backward, {}, model.training)
+    with put_back(model, model.parameters()):
+        return lesson(passes, loss_scale)
 
 
-def lesson(model: nn.Module, batch: Any, loss: Loss, run: Callable[[], float]) -> Readings:
-    """Read what the backward passes of ``run`` teach.
+def checked_lesson(passes: Passes) -> Readings:
+    """Read what the loss of a set-up teaches, for :func:`narrowgauge.check`."""
+    findings = Findings()
+    with (
+        findings.reason_for_none("what the loss teaches"),
+        put_back(passes.model, passes.leaves.values()),
+    ):
+        return lesson(passes)
+    return Readings(unseen=findings.unseen)
 
-    ``run`` returns the loss scale. All ranks make the call.
+
+def lesson(passes: Passes, loss_scale: float = 1.0) -> Readings:
+    """Read what a step teaches. All ranks make the call.
 
     Args:
-        batch: of the first backward pass.
+        loss_scale: of the losses, where no scaler of torch scales them.
     """
+    model = passes.model
+    batch = passes.parts[0]
     with torch.compiler.set_stance("force_eager"), Trace() as trace:
-        scale = run()
+        scale = passes.run(passes.step).loss_scale
+    if loss_scale != 1.0:
+        scale = loss_scale
+    readings = []
+    if trace.draws:
+        readings.append(KINDS["wrong-mode"].case("teacher").reading("", trace.draws, 0))
     terms = main_terms(trace.terms)
     if all_ranks().largest(int(not terms)):
         words = "no cross_entropy, log_softmax or logsumexp of logits"
         if not trace.terms and trace.number:
-            return Readings([], [f"what the loss teaches is not read: {words}"])
-        return Readings(unseen={"what the loss teaches": f"{words} that learn a label"})
+            return Readings(readings, [f"what the loss teaches is not read: {words}"])
+        return Readings(readings, unseen={"what the loss teaches": f"{words} that learn a label"})
     rows = Rows(terms)
     rows.weight /= scale
     if not is_declared(model, batch, rows.first_tokens, rows.padding):
         rows.padding = None
     facts: Facts = dict.fromkeys(str(column.key) for columns in _COLUMNS for column in columns)
-    facts |= arithmetic_facts(terms) | look(model, loss, batch, rows, terms)
+    facts |= (
+        dict.fromkeys(_SUMS, 0)
+        | arithmetic_facts(terms)
+        | look(model, passes.loss, batch, rows, terms)
+    )
     facts |= label_facts(rows, terms[0].teaches)
     if has_own_batches(model) and not unlike(weights_of_ranks(model, all_ranks())):
         facts = over_ranks(facts)
@@ -171,110 +154,8 @@ def lesson(model: nn.Module, batch: Any, loss: Loss, run: Callable[[], float]) -
     for columns in _COLUMNS:
         if any(facts[str(column.key)] is not None for column in columns):
             lines += Table(columns, [facts]).plain().splitlines()
-    return Readings(_warnings(facts), lines, "what the loss teaches", taught=facts)
-
-
-def main_terms(terms: Sequence[Term]) -> list[Term]:
-    """Return the softmaxes with the most classes that teach labels, or else distributions."""
-    kinds = {}
-    live = set()
-    for term in terms:
-        if term.target is not None:
-            kinds[term] = term.teaches
-            if term.target.is_live.any():
-                live.add(term.kind)
-    for term, kind in list(kinds.items()):
-        name, classes = term.kind
-        is_z_loss = name == LOG_SUM and live & {
-            ("log_softmax", classes),
-            ("cross_entropy", classes),
-        }
-        # Chunks whose labels are all ignored stay: they hold the others' places.
-        if term.kind not in live or is_z_loss or kind == "another gradient":
-            del kinds[term]
-    taught = "a label" if "a label" in kinds.values() else "a distribution"
-    most = max((term.kind[1] for term, kind in kinds.items() if kind == taught), default=0)
-    return [term for term, kind in kinds.items() if kind == taught and term.kind[1] == most]
-
-
-def _places(members: Sequence[Term], ids: Tensor | None, first: int) -> Tensor:
-    """Return the backward pass, head, sequence and column of rows over the same tokens, ``[4, rows]``.
-
-    Args:
-        first: number of sequences before these.
-    """
-    sizes = [len(term.source) for term in members]
-    if ids is not None and len(ids) not in sizes and sum(sizes) <= ids.numel():
-        sizes = [sum(sizes)]
-    places = []
-    for head, size in enumerate(sizes):
-        place = torch.full((4, size), -1)
-        place[0] = members[0].number
-        place[1] = head
-        length = 0 if ids is None else num_columns(size, ids)
-        if length:
-            row = torch.arange(size)
-            place[2] = row // length + first
-            place[3] = row % length
-        places.append(place)
-    return torch.cat(places, 1)
-
-
-class Rows:
-    """Rows of logits over all backward passes: columns with a value for each row.
-
-    Softmaxes over the same tokens are chunks of one, unless they have more rows than there are
-    tokens.
-
-    Attributes:
-        target: what each row learns.
-        offset: tokens from a row's own to the last one that it sees.
-        number: backward pass of each row.
-        head: softmax among several over the same tokens.
-        sequence: row of ``tokens``; −1 if unknown.
-        column: place in it; −1 if unknown.
-        tokens: of each pass and forward pass.
-        first_tokens: of the first one.
-    """
-
-    def __init__(self, terms: Sequence[Term]) -> None:
-        groups = dict[int, tuple[Tensor | None, list[Term]]]()
-        for term in terms:
-            ids = tokens_of(term)
-            groups.setdefault(id(ids), (ids, []))[1].append(term)
-        targets = []
-        places = []
-        tokens = list[Tensor]()
-        for ids, members in groups.values():
-            targets += [term.target for term in members if term.target is not None]
-            places.append(_places(members, ids, sum(map(len, tokens))))
-            if ids is not None:
-                tokens.append(ids)
-        self.target: Target = joined(targets)
-        self.number, self.head, self.sequence, self.column = torch.cat(places, 1)
-        self.weight = self.target.weight
-        self.offset = 0
-        self.first_tokens: Tensor | None = None
-        self.tokens = torch.zeros(0, 0, dtype=torch.long)
-        if tokens:
-            self.first_tokens = tokens[0]
-            width = max(ids.shape[1] for ids in tokens)
-            filled = [nn.functional.pad(ids, (0, width - ids.shape[1]), value=-1) for ids in tokens]
-            self.tokens = torch.cat(filled).cpu()
-        self.padding = padding_of(self.tokens)
-        has_label = self.target.is_live & (self.target.form == LABEL)
-        self.is_smoothed = has_label & (self.target.smoothing > 0.95)
-        self.is_learned = self.target.is_live & ~self.is_smoothed
-
-    def share_at(self, shift: int, mask: Tensor) -> float:
-        """Return the share of rows whose label is the token at a distance from the last one that
-        they see.
-        """
-        place = (self.column + shift)[mask]
-        width = self.tokens.shape[1]
-        tokens = self.tokens[self.sequence[mask], place.clamp(0, width - 1)]
-        is_inside = (place >= 0) & (place < width)
-        return float((is_inside & (tokens == self.target.label[mask])).double().mean())
+    readings += lesson_readings(facts)
+    return Readings(readings, lines, "what the loss teaches", taught=facts)
 
 
 def look(model: nn.Module, loss: Loss, batch: Any, rows: Rows, terms: Sequence[Term]) -> Facts:
@@ -287,14 +168,21 @@ def look(model: nn.Module, loss: Loss, batch: Any, rows: Rows, terms: Sequence[T
         return facts
     is_first &= rows.sequence < len(tokens)
     learned = rows.is_learned[is_first].view(len(tokens), -1)
-    seen_by = sight_of(model, loss, batch, tokens, terms[0].kind)
+    seen_by = partial(tokens_seen, model, loss, batch, tokens, terms[0].kind)
     try:
         facts |= seen(seen_by, learned, tokens.cpu(), rows.padding)
     except ArithmeticError:
         return facts
     rows.offset = facts["offset"]
     rows.column = torch.where(rows.column < 0, -1, rows.column + rows.offset)
-    return facts | {"restart": restart(batch, tokens)}
+    starts = starts_of(batch, tokens)
+    if starts is not None:
+        facts["restart"] = int(starts.any(0).nonzero()[-1])
+        facts["starts"] = int(starts.sum())
+        facts["starts_learned"] = int(rows.labels_at(starts.cpu(), is_first).sum())
+    last = rows.column[is_first].view(len(tokens), -1).where(learned, -2).amax(1) + 1
+    ends = unlearned_ends(batch, tokens.cpu(), last, rows.padding)
+    return facts | {"ends_unlearned": ends}
 
 
 def over_ranks(facts: Facts) -> Facts:
@@ -334,6 +222,10 @@ def label_facts(rows: Rows, taught: str) -> Facts:
     if len(weights):
         low, high = weights.aminmax()
         facts["is_even"] = bool(high - low <= _SAME * high)
+    of_passes = []
+    for number in rows.number[learned].unique():
+        of_passes.append(float(rows.weight[learned & (rows.number == number)].mean()))
+    facts["pass_weights"] = of_passes
     mean = (weights * target.cross_entropy[learned]).sum() / weights.sum()
     facts["cross_entropy"] = float(mean)
     is_padding = has_label & (target.label == (-1 if rows.padding is None else rows.padding))
@@ -380,71 +272,3 @@ def _holds_probabilities(term: Term) -> bool:
     values = term.source.detach().float()
     sums = values.sum(-1)
     return bool((values >= 0).all() and ((sums - 1).abs() < _SUM_ERROR).all())
-
-
-def loss_lines(facts: Facts, loss: float) -> list[str]:
-    """Return a line that compares the mean cross entropy of labels with that of equal probabilities, ln V.
-
-    Sums, and losses that also push probabilities down, have no such value.
-
-    Args:
-        facts: that the loss teaches; empty if they were not read.
-        loss: of the batch. A policy that is its reference has ln 2 in preferences of pairs.
-    """
-    classes = facts.get("classes", 0)
-    if classes < 2 or facts["learns"] == "a distribution":
-        return []
-    value = facts["cross_entropy"]
-    if facts["unlearned"] and abs(loss / math.log(2) - 1) < 0.1:
-        return [f"loss {loss:.6g} beside ln 2 = 0.693147, that of pairs which are liked alike"]
-    if facts["unlearned"] or abs(facts["weight_sum"] - 1) > 0.01 or not math.isfinite(value):
-        return []
-    uniform = math.log(classes)
-    off = abs(value / uniform - 1)
-    line = f"loss {value:.4g} beside ln {classes:,} = {uniform:.4g}"
-    if off < 1e-5:
-        line = f"loss {value:.4g} = ln {classes:,}, so the logits are equal"
-    elif value < 1e-3 * uniform:
-        line += ", nearly zero: do the inputs hold the labels?"
-    elif value > 2 * uniform:
-        line += ", more than equal probabilities give: look at the initial weights"
-    return [line]
-
-
-def _warnings(facts: Facts) -> list[Reading]:
-    """Return what no healthy loop teaches."""
-    learned = facts["learned"]
-    sequences = facts["sequences"]
-    shift = facts["shift"]
-    total = facts["weight_sum"]
-    padding_learned = facts["padding_learned"] if shift is not None else 0
-    sees_later = facts["sees_later"]
-    is_other = shift not in (None, 1) and facts["next_share"] <= HALF
-    is_twice = is_other and (sees_later is False or facts["offset"] > 0)
-    is_counted = facts["is_even"] and abs(total * (learned + sequences) / learned - 1) < 3e-4
-    is_smoothed = facts["smoothed_alone"] and facts["learns"] != "a distribution"
-    first_seen = facts["first_seen"]
-    is_unmasked = first_seen is not None and first_seen < (facts["restart"] or 0)
-    seen_wrongly = facts["padding"]
-    words = f"The gradient of rows that learn reaches the padding token {seen_wrongly}"
-    if is_unmasked:
-        seen_wrongly = first_seen
-        words = (
-            f"Positions begin anew at {facts['restart']}, and the last row that learns sees tokens from "
-            f"{first_seen} on: packed documents see each other"
-        )
-    rows = (
-        ("wrong-shift", is_twice, shift, 1),
-        ("sees-its-target", sees_later and shift == 1, 1, 0),
-        ("padding-learned", padding_learned > sequences, padding_learned, 0),
-        ("ignored-smoothed", is_smoothed, facts["smoothed_alone"], 0),
-        ("counts-unlearned", is_counted and sequences, total, 1),
-        ("narrow-log-softmax", facts["log_error"], facts["log_error"], 0),
-        ("softmax-twice", facts["probabilities"], 1, None),
-        ("unmasked", facts["sees_padding"] or is_unmasked, seen_wrongly, None),
-    )
-    readings = []
-    for name, holds, value, expected in rows:
-        if holds:
-            readings.append(KINDS[name].reading("", value, expected, words=words, **facts))
-    return readings

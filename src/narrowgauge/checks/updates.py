@@ -12,13 +12,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, of_all
+from narrowgauge.checks.findings import Findings
 from narrowgauge.checks.set_up import KNOWN, NARROW, TYPICAL, SetUp, SteppedParameter
 from narrowgauge.checks.step_samples import ELEMENTS, spread
 from narrowgauge.numerics.dtensor import gradient_of
@@ -41,20 +42,7 @@ Each moves a weight by about the learning rate, in one direction.
 """
 
 
-class Updates(NamedTuple):
-    """What the next updates lose by rounding.
-
-    Args:
-        judged: the parameters whose updates were predicted.
-        unjudged: the others by name, with the reason.
-    """
-
-    readings: list[Reading]
-    judged: list[SteppedParameter]
-    unjudged: dict[str, str]
-
-
-def updates_of(set_up: SetUp, gradients: Mapping[str, Tensor] | None = None) -> Updates:
+def updates_of(set_up: SetUp, gradients: Mapping[str, Tensor] | None = None) -> Findings:
     """Judge losses by rounding: frozen tensors, lost updates, lost decay, frozen moments, truncated
     settings.
 
@@ -85,8 +73,12 @@ def updates_of(set_up: SetUp, gradients: Mapping[str, Tensor] | None = None) -> 
     readings = [*_standing_still(still), *_lost_updates(changes)]
     for rule in (_swallowed_decay, _frozen_second_moment, _truncated, _no_matrix):
         readings += rule(set_up)
-    unjudged = {f"updates of {of_all(names)}": reason for reason, names in reasons.items()}
-    return Updates(readings, judged, unjudged)
+    unseen = {f"updates of {of_all(names)}": reason for reason, names in reasons.items()}
+    done = []
+    if judged:
+        kinds = sorted({type(p.optimizer).__name__ for p in judged})
+        done.append(f"updates of {counted(len(judged), 'tensor')} by {', '.join(kinds)}")
+    return Findings(readings, judged=done, unseen=unseen)
 
 
 def _all(members: Iterable[SteppedParameter]) -> str:
@@ -126,12 +118,16 @@ def change_of(
         if direction is None:
             return None
         return -rate * spread(direction).float()
-    places = torch.arange(len(weight), dtype=torch.float64, device=weight.device)
+    return (-rate * (size * _draws(weight, size)).clamp(-1, 1)).float()
+
+
+def _draws(like: Tensor, size: float) -> Tensor:
+    """Return a fixed normal distribution; signs alone for steps as large as the learning rate."""
+    places = torch.arange(len(like), dtype=torch.float64, device=like.device)
     share = (places * 0.6180339887498949 + 0.5) % 1.0
-    draw = (share - 0.5).sign()
     if size < 1:
-        draw = math.sqrt(2.0) * torch.erfinv(2 * share.clamp(1e-6, 1 - 1e-6) - 1)
-    return (-rate * (size * draw).clamp(-1, 1)).float()
+        return math.sqrt(2.0) * torch.erfinv(2 * share.clamp(1e-6, 1 - 1e-6) - 1)
+    return (share - 0.5).sign()
 
 
 def predicted(stepped: SteppedParameter, change: Tensor, weight: Tensor) -> Tensor:
@@ -168,19 +164,10 @@ def _standing_still(still: Sequence[SteppedParameter]) -> Iterator[Reading]:
         members.sort(key=lambda p: p.parameter.ndim)  # norms first
         # Moving up needs 0.5 ulp. Moving down from a power of two needs 0.25 ulp.
         needed = typical * 2.0 ** -(members[0].storage.weight.mantissa_bits + 1)
-        noun = "tensor"
         if all(bool((spread(p.parameter) == typical).all()) for p in members):
-            noun = "norm weight"
             needed /= 2
-        elif members[-1].parameter.ndim < 2:
-            noun = "vector"
-        things = f"{counted(len(members), noun)} stay"
-        them = "them"
-        if len(members) == 1:
-            things += "s"
-            them = "it"
         yield KINDS["stands-still"].reading(
-            _all(members), rate, None, needed, things=things, them=them, typical=typical, rate=rate,
+            _all(members), rate, None, needed, count=counted(len(members), "tensor"), typical=typical, rate=rate,
             format=visible, needed=needed, fallback=members[0].storage.fallback,
         )  # fmt: skip
 
@@ -232,7 +219,7 @@ def _swallowed_decay(set_up: SetUp) -> Iterator[Reading]:
         fused = ""
         if "fused" in lost[0].group:
             fused = ", or fused=True"
-        yield KINDS["swallowed-decay"].reading(
+        yield KINDS["lost-decay"].case("predicted").reading(
             _all(lost), steps[0], None, 2.0**-bits, format=row.visible, bits=bits,
             fallback=row.fallback, fused=fused,
         )  # fmt: skip

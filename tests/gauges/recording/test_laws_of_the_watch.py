@@ -338,7 +338,7 @@ LOSSES: dict[str, Callable[[int], float]] = {
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_without_a_zero_has_no_divergence_and_no_flatness(name: str, tmp_path: Path) -> None:
     diagnosis = recorded(tmp_path, lambda step: {"loss": LOSSES[name](step)})
-    assert not [r for r in diagnosis if r.what in ("divergence", "flat-loss")], diagnosis
+    assert not [r for r in diagnosis if r.what in ("divergence", "constant-loss")], diagnosis
 
 
 def test_a_loss_of_nats_that_rises_has_diverged(tmp_path: Path) -> None:
@@ -355,9 +355,9 @@ def whats(diagnosis: Any) -> list[tuple[str, int, str]]:
 def test_repeated_batches_are_read_from_their_checksums(tmp_path: Path) -> None:
     loss = {"loss": 2.0}
     repeated = recorded(tmp_path / "a", lambda step: {**loss, "batch_crc": "aa"}, 20)
-    assert whats(repeated) == [("same-batch", 2, "warning")]
+    assert whats(repeated) == [("equal-batches", 2, "warning")]
     again = recorded(tmp_path / "b", lambda step: {**loss, "batch_crc": f"{step % 20:02}"}, 40)
-    assert whats(again) == [("repeated-batches", 21, "note")]
+    assert whats(again) == [("equal-batches", 21, "note")]
     shuffled = recorded(
         tmp_path / "c", lambda step: {**loss, "batch_crc": f"{step * step % 61}"}, 40
     )
@@ -366,7 +366,7 @@ def test_repeated_batches_are_read_from_their_checksums(tmp_path: Path) -> None:
 
 def test_a_rate_that_ends_at_zero_before_the_run_is_read(tmp_path: Path) -> None:
     diagnosis = recorded(tmp_path / "a", lambda step: {"loss": 2.0, "lr": max(0.0, 1 - step / 40)})
-    assert whats(diagnosis) == [("zero-rate", 40, "warning")]
+    assert whats(diagnosis) == [("learning-rate", 40, "warning")]
     usual = recorded(tmp_path / "b", lambda step: {"loss": 2.0, "lr": 1 - step / 60})
     assert not whats(usual)
 
@@ -558,7 +558,7 @@ def test_unusual_tensors_are_watched_to_the_end(kind: str) -> None:
 
 
 def test_two_token_types_are_no_vocabulary() -> None:
-    from narrowgauge.checks.gradients import vocabulary_of
+    from narrowgauge.checks.loss_value import vocabulary_of
 
     model = nn.ModuleDict({"types": nn.Embedding(2, 8), "classifier": nn.Linear(8, 2)})
     assert vocabulary_of(model) == 0

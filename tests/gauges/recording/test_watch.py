@@ -584,24 +584,24 @@ FAULTS: dict[type[Loop], tuple[str, str, int]] = {
     Detached: ("no-gradient", "blocks.1.norm.weight and 5 others", 55),
     ZeroRate: ("never-moved", "head.weight and 1 other", 55),
     Frozen: ("frozen-moves", "embedding.weight", 8),
-    Divided: ("nonfinite-output", "blocks.1.mlp", 7),
-    OneBadGradient: ("first-nonfinite", "head.bias", 7),
-    Overflows: ("first-nonfinite", "head.bias", 24),
+    Divided: ("nonfinite", "blocks.1.mlp", 7),
+    OneBadGradient: ("nonfinite", "head.bias", 7),
+    Overflows: ("nonfinite", "head.bias", 24),
     StaysInEvaluation: ("wrong-mode", "", 21),
     EvaluatesInTraining: ("wrong-mode", "", 20),
-    KeepsTheAverage: ("weights-not-restored", "", 20),
+    KeepsTheAverage: ("weights-written", "", 20),
     SlowNorms: ("never-moved", "blocks.0.norm.weight and 2 others", 55),
-    Twice: ("repeated-step", "", 2),
+    Twice: ("step-order", "", 2),
     KeptBySecond: ("gradients-kept", "head.bias", 2),
     ThawedLate: ("missing-parameters", "blocks.0.norm.weight and 5 others", 89),
     LeavesBlockInEvaluation: ("wrong-mode", "", 21),
     ClearedTooEarly: ("zero-gradients", "", 3),
     ClearedTooEarlyNowAndThen: ("zero-gradients", "", 6),
-    MergedBase: ("frozen-drifts", "embedding.weight", 5),
+    MergedBase: ("weights-written", "embedding.weight", 5),
     OldMasters: ("weights-jump", "head.weight", 21),
     SecondOptimizer: ("parameters-twice", "head.weight", 3),
-    AverageInBfloat16: ("average-unmoved", "embedding.weight and 10 others", 55),
-    AverageRunsAway: ("average-apart", "embedding.weight", 34),
+    AverageInBfloat16: ("average", "embedding.weight and 10 others", 55),
+    AverageRunsAway: ("average", "embedding.weight", 34),
 }
 
 
@@ -654,7 +654,7 @@ def test_a_gradient_that_is_zero_in_one_step_is_a_note() -> None:
     stop()
     (reading,) = logged
     assert (reading.what, reading.tensor, reading.severity) == (
-        "zero-gradient",
+        "zero-gradients",
         "head.bias",
         "note",
     )
@@ -892,9 +892,9 @@ def kinds_on_a_rank(rank: int, own_data: bool, own_seed: bool, loss: float) -> s
     ("faults", "kind"),
     [
         ((True, True, 1.5), None),
-        ((False, True, 1.5), "equal-ranks"),
-        ((True, False, 1.5), "equal-ranks"),
-        ((True, True, 4e4), "rank-loss"),
+        ((False, True, 1.5), "equal-batches"),
+        ((True, False, 1.5), "equal-batches"),
+        ((True, True, 4e4), "ranks-differ"),
     ],
 )
 def test_ranks_with_equal_data_equal_masks_or_another_loss_are_told(
@@ -959,7 +959,7 @@ def test_equal_losses_and_gradients_of_all_ranks_are_one_batch(
     own_data: bool, tmp_path: Path
 ) -> None:
     (readings, difference), _ = run_ranks(hidden_batches_on_a_rank, 2, tmp_path, own_data)
-    assert readings == ([] if own_data else [("equal-ranks", 1)]) and (difference > 0) is own_data
+    assert readings == ([] if own_data else [("equal-batches", 1)]) and (difference > 0) is own_data
 
 
 def sharded_on_a_rank(rank: int) -> tuple[list[str], set[str], float]:

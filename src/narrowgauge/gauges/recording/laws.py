@@ -85,7 +85,7 @@ def uniform_loss(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Readin
     if now.loss is None or facts.vocabulary <= 1:
         return
     expected = math.log(facts.vocabulary)
-    kind = KINDS["uniform-loss"]
+    kind = KINDS["constant-loss"].case("uniform")
     is_uniform = abs(now.loss / expected - 1) < kind.bound
     counts["losses"] += 1
     counts["uniform"] += is_uniform
@@ -117,7 +117,7 @@ def rank_loss(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]:
         return
     worst = max(losses, key=lambda x: (not math.isfinite(x), x))
     middle = sorted(losses)[(len(losses) - 1) // 2]
-    kind = KINDS["rank-loss"]
+    kind = KINDS["ranks-differ"].case("loss")
     bound = kind.bound * max(middle, 0.0) + LOSS_APART
     if not math.isfinite(worst) or worst > middle + bound:
         yield kind.reading("", worst, middle, bound, now.step, rank=losses.index(worst))
@@ -130,7 +130,7 @@ def not_restored(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Readin
     """Read weights that differ after an evaluation, in a loop that writes none in other steps."""
     counts["written"] += now.is_written
     if now.is_swapped and not counts["written"]:
-        yield KINDS["weights-not-restored"].reading("", 1, 0, step=now.step - 1)
+        yield KINDS["weights-written"].case("evaluation").reading("", 1, 0, step=now.step - 1)
 
 
 def gradients_kept(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]:
@@ -152,8 +152,8 @@ def first_nonfinite(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Rea
         weight = facts.nonfinite_weight(name)
         if weight:
             words = f", at weights that are not finite ({weight})"
-        yield KINDS["nonfinite-output"].reading(name, math.nan, step=now.step, words=words)
-    kind = KINDS["first-nonfinite"]
+        yield KINDS["nonfinite"].case("output").reading(name, math.nan, step=now.step, words=words)
+    kind = KINDS["nonfinite"]
     if is_overflow and counts["overflows"] >= max(kind.bound, now.step / 3):
         number = counts["overflows"]
         words = f", in {number} skipped steps of {now.step}"
@@ -189,7 +189,7 @@ def zero_gradient(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Readi
             counts[name] = first, number + 1
     if not is_sampled(now.step) or now.step < UNSTEPPED or facts.num_optimizers > 1:
         return
-    kind = KINDS["zero-gradient"]
+    kind = KINDS["zero-gradients"].case("tensor")
     few = []
     for name, (first, number) in counts.items():
         if 0 < number <= kind.bound * (now.step - first):
@@ -289,7 +289,7 @@ def still_weights(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Readi
             still["the learning rate of the group is 0"].append(name)
         elif share > _LEAST_SHARE and not weight.has_moved:
             still[f"{weight.format} rounds the updates away"].append(name)
-    yield from KINDS["idle-moves"].of(idle, now.step)
+    yield from KINDS["frozen-moves"].case("idle").of(idle, now.step)
     words: dict[str, Any] = {"count": len(now.weights), "words": f" in {now.step} steps"}
     if counts["passes"] and len(lost) < len(now.weights):
         yield from KINDS["no-gradient"].of(lost, now.step, **words)
@@ -309,7 +309,7 @@ def zero_rate(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]:
         number = counts["still", group]
         if number >= FEWEST_BATCHES and rate == 0:
             words = f" in group {group}, while others train at up to {highest:.3g}"
-            yield KINDS["zero-rate"].reading("", number, 0, step=now.step, words=words)
+            yield KINDS["learning-rate"].reading("", number, 0, step=now.step, words=words)
 
 
 def falling_count(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]:
@@ -350,7 +350,7 @@ def frozen_drifts(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Readi
     number = counts[""]
     least = max(3, number / 4)
     often = [name for name, count in counts.items() if name and count >= least]
-    yield from KINDS["frozen-drifts"].of(often, now.step, steps=number)
+    yield from KINDS["weights-written"].case("drift").of(often, now.step, steps=number)
 
 
 LAWS: tuple[Law, ...] = (

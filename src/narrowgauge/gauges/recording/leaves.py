@@ -225,7 +225,7 @@ class Averages:
             # An average may be on the CPU.
             tensors = (values - first, values, *moved[name])
             norms.append(torch.stack([x.double().norm().to(values.device) for x in tensors]))
-        kind = KINDS["average-apart"]
+        kind = KINDS["average"]
         still = {}
         runaways = []
         for (name, format), (change, size, *sizes) in zip(written, on_host(norms), strict=True):
@@ -237,4 +237,4 @@ class Averages:
         for name, size, largest in runaways[:1]:
             yield kind.reading(name, size / largest, step=step, size=size, largest=largest)
         formats = of_all(still.values())
-        yield from KINDS["average-unmoved"].of(still, step, formats=formats)
+        yield from KINDS["average"].case("unmoved").of(still, step, formats=formats)

@@ -153,7 +153,11 @@ class OfRanks(Listener):
 
     def _equal_ranks(self, step: int, words: str) -> Iterator[Reading]:
         if self._has_own_data():
-            yield KINDS["equal-ranks"].reading("", self._here.size, 1, 0, step, words=words)
+            yield (
+                KINDS["equal-batches"]
+                .case("ranks")
+                .reading("", self._here.size, 1, 0, step, words=words)
+            )
 
     def _has_own_data(self) -> bool:
         """Return whether each rank should train on its own batch. All ranks make the call."""

@@ -25,7 +25,7 @@ from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.log import happened
 from narrowgauge.analysis.reading import Reading, in_order, of_all, words_of
 from narrowgauge.checks.checking import static_readings
-from narrowgauge.checks.gradients import coarse_loss
+from narrowgauge.checks.loss_value import coarse_loss
 from narrowgauge.checks.set_up import set_up_of
 from narrowgauge.checks.step_samples import weight_of
 from narrowgauge.distributed.ranks import all_ranks

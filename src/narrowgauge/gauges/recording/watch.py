@@ -28,7 +28,7 @@ from narrowgauge.analysis.log import emit
 from narrowgauge.analysis.reading import Reading, in_order, of_all
 from narrowgauge.analysis.thresholds import MOST_PROBES, TWICE, UNSTEPPED
 from narrowgauge.checks.float32_copy import is_called_from
-from narrowgauge.checks.gradients import vocabulary_of
+from narrowgauge.checks.loss_value import vocabulary_of
 from narrowgauge.checks.manifest import master_of
 from narrowgauge.checks.set_up import SetUp, set_up_of
 from narrowgauge.errors import RecipeError, suggestion
@@ -122,7 +122,7 @@ class Watch(Listener):
         self.goes_on = False
         self.measured: dict[str, float] = {}
         self.shares: dict[int, float] = {}
-        self._told: dict[str, float] = {}
+        self._told: dict[tuple[str, ...], float] = {}
         self._logged: dict[tuple[str, str], float] = {}
         self.take_up()
         self._step = 0
@@ -313,7 +313,9 @@ class Watch(Listener):
         self._num_calls += 1
         if self._num_calls == UNSTEPPED and not self.steppers.stepped() & {*self.optimizers}:
             words = f", and watch.step() was called {self._num_calls} times: does the loop step?"
-            self.report([KINDS["never-steps"].reading("", self._num_backward, words=words)])
+            self.report(
+                [KINDS["step-order"].case("never").reading("", self._num_backward, words=words)]
+            )
         told = Snapshot(self._step)
         if loss is not None:
             self.unseen.pop("losses of ranks", None)
@@ -340,10 +342,10 @@ class Watch(Listener):
                 self._logged[place] = reading.excess
                 self._log(reading)
             is_note = reading.severity == "note"
-            if not is_note and reading.excess > TWICE * self._told.get(reading.what, -1.0):
+            if not is_note and reading.excess > TWICE * self._told.get(reading.cause, -1.0):
                 fresh.append(reading)
         for reading in fresh:
-            self._told[reading.what] = reading.excess
+            self._told[reading.cause] = reading.excess
         if fresh:
             self._say(in_order(fresh))
 
@@ -405,7 +407,7 @@ class Watch(Listener):
             if stepped and stepped.isdisjoint(self.optimizers):
                 names = of_all(type(optimizer).__name__ for optimizer in stepped)
                 words = f", and another one has ({names}): watch the one that steps"
-                self.report([KINDS["never-steps"].reading("", UNSTEPPED, words=words)])
+                self.report([KINDS["step-order"].case("never").reading("", UNSTEPPED, words=words)])
 
     # ── the step ──────────────────────────────────────────────────────────────────────────────────
 
@@ -442,7 +444,7 @@ class Watch(Listener):
         version = 0 if first is None else first._version
         present = self._num_passes, self._num_backward, id(first), version
         if self._num_backward and present == self._last.get(optimizer):
-            self.report([KINDS["repeated-step"].reading("", 1, 0, step=self.now.step)])
+            self.report([KINDS["step-order"].reading("", 1, 0, step=self.now.step)])
         self._last[optimizer] = present
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
