@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.analysis.kinds import KINDS
-from narrowgauge.analysis.reading import Reading, of_all
 from narrowgauge.analysis.thresholds import SETTLED
 from narrowgauge.checks.step_samples import evenly_spread
 from narrowgauge.gauges.hub import Listener
@@ -106,9 +104,10 @@ class Leaves(Listener):
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Read the leaves after two steps with walks."""
         if self._since_walk() == 2 and optimizer is self._watch.optimizers[0]:
-            self._watch.report(self._readings(self._watch.now.step))
+            self._take()
 
-    def _readings(self, step: int) -> Iterator[Reading]:
+    def _take(self) -> None:
+        """Add the tensors without an optimizer, and those with two, to the snapshot."""
         steppers = self._watch.steppers
         stepped = {*members_of(*steppers.stepped())}
         leaves = []
@@ -120,10 +119,9 @@ class Leaves(Listener):
                 leaves.append(leaf)
         self._leaves = {}
         self._watch.measured["untrained_tensors"] = len(leaves)
-        names = names_of(self._watch.watched_model, leaves)
-        yield from KINDS["missing-parameters"].of(names, step)
-        for twice in steppers.stepped_by_others(self._watch.names):
-            yield from KINDS["parameters-twice"].of(twice, step)
+        now = self._watch.now
+        now.untrained += names_of(self._watch.watched_model, leaves)
+        now.twice += steppers.stepped_by_others(self._watch.names)
 
 
 def names_of(model: nn.Module, tensors: Iterable[Tensor]) -> list[str]:
@@ -202,17 +200,17 @@ class Averages:
                 self._copies.append((name, weakref.ref(p), p._version, evenly_spread(p).clone()))
         self.names = {name for name, *_ in self._copies}
 
-    def readings(
-        self, step: int, moved: Mapping[str, tuple[Tensor, Tensor]], stepped: Iterable[Tensor]
-    ) -> Iterator[Reading]:
-        """Yield an average that ran away, and the averages that do not move.
+    def numbers(
+        self, step: int, moved: Mapping[str, tuple[Tensor, ...]], stepped: Iterable[Tensor]
+    ) -> dict[str, list[Any]]:
+        """Return the numbers of each copy that the loop writes, for a snapshot.
 
         Args:
-            moved: elements of the weights that moved, when the watch began and now.
+            moved: elements of the weights that moved: when the watch began, before and after the step.
             stepped: parameters with an optimizer.
         """
         stepped_params = {*stepped}
-        written = []
+        formats = {}
         norms = []
         for name, reference, version, first in self._copies:
             p = reference()
@@ -221,20 +219,16 @@ class Averages:
             if p._version - version < SETTLED:
                 continue
             values = evenly_spread(p)
-            written.append((name, dtype_name(p.dtype)))
+            formats[name] = dtype_name(p.dtype)
             # An average may be on the CPU.
-            tensors = (values - first, values, *moved[name])
-            norms.append(torch.stack([x.double().norm().to(values.device) for x in tensors]))
-        kind = KINDS["average-apart"]
-        still = {}
-        runaways = []
-        for (name, format), (change, size, *sizes) in zip(written, on_host(norms), strict=True):
-            largest = max(sizes)
-            if largest < math.inf and not size <= kind.bound * largest:
-                runaways.append((name, size, largest))
-            if change == 0 and step >= self._step + SETTLED:
-                still[name] = format
-        for name, size, largest in runaways[:1]:
-            yield kind.reading(name, size / largest, step=step, size=size, largest=largest)
-        formats = of_all(still.values())
-        yield from KINDS["average-unmoved"].of(still, step, formats=formats)
+            start, before, now = (x.double().to(values.device) for x in moved[name])
+            wide = values.double()
+            tensors = (wide - first, wide, start, now, wide - before, wide - now, now - before)
+            norms.append(torch.stack([x.norm() for x in tensors]))
+        has_settled = step >= self._step + SETTLED
+        numbers: dict[str, list[Any]] = {}
+        for (name, format), row in zip(formats.items(), on_host(norms), strict=True):
+            change, size, *sizes, to_before, to_now, step_size = row
+            lag = min(to_before, to_now) / (step_size or math.inf)
+            numbers[name] = [change, size, max(sizes), format, has_settled, lag]
+        return numbers

@@ -3,7 +3,7 @@
 Hooks on the model and on the optimizer's step only read. The numbers of a step go to the host in
 one vector: the norm of each gradient, the sum of each block's outputs, and some flags. A GPU's
 vector is read one step later, so that nothing waits for it. Together they are one snapshot, which
-the laws read (:mod:`narrowgauge.gauges.recording.laws`). A watch has parts, which hear the loop too:
+the laws read (:mod:`narrowgauge.analysis.laws`). A watch has parts, which hear the loop too:
 sampled steps, the leaves of the graph, and the ranks.
 """
 
@@ -24,23 +24,24 @@ from torch import Tensor, nn
 from torch.optim import swa_utils
 
 from narrowgauge.analysis.kinds import KINDS
+from narrowgauge.analysis.laws import Laws
 from narrowgauge.analysis.log import emit
 from narrowgauge.analysis.reading import Reading, in_order, of_all
-from narrowgauge.analysis.thresholds import MOST_PROBES, TWICE, UNSTEPPED
+from narrowgauge.analysis.snapshot import MOVED, Facts, Snapshot, is_sampled, shortened
+from narrowgauge.analysis.thresholds import LEAST_PROBE, MOST_PROBES, TWICE, UNSTEPPED
 from narrowgauge.checks.float32_copy import is_called_from
 from narrowgauge.checks.gradients import vocabulary_of
 from narrowgauge.checks.manifest import master_of
 from narrowgauge.checks.set_up import SetUp, set_up_of
 from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.gauges.hub import Hub, Listener, RunNotice
-from narrowgauge.gauges.recording.laws import Laws
 from narrowgauge.gauges.recording.leaves import Leaves, Steppers
 from narrowgauge.gauges.recording.of_ranks import OfRanks
 from narrowgauge.gauges.recording.sampled import Sampled
-from narrowgauge.gauges.recording.snapshot import Facts, Snapshot, is_sampled
 from narrowgauge.numerics.dtensor import gradient_of, is_sharded, local_of
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.finding import counted
+from narrowgauge.spec.recipes import Recipe
 from narrowgauge.torch_support.torch_hooks import members_of
 from narrowgauge.torch_support.torch_names import (
     HostCopy,
@@ -82,10 +83,13 @@ class Watch(Listener):
             update that was stored in the last sampled step.
         goes_on: the next step is the first after a checkpoint was loaded.
         is_ended: the hooks are removed.
+        laws: which read the snapshots.
+        recipe: with which the model was prepared, if it is known.
     """
 
     title = "the watch"
     is_ended = False
+    recipe: Recipe | None = None
 
     def __init__(
         self,
@@ -105,7 +109,6 @@ class Watch(Listener):
         self.optimizers = set_up_of(model, optimizer).optimizers
         inner = unwrapped_model(model)
         self.watched_model = inner
-        self._ignored = frozenset(ignore)
         if called is None:
             # A compiler skips hooks inside the model that it compiles.
             called = model if is_compiled_model(model) else inner
@@ -121,9 +124,9 @@ class Watch(Listener):
         self.optimizer_of: dict[Tensor, torch.optim.Optimizer] = {}
         self.goes_on = False
         self.measured: dict[str, float] = {}
-        self.shares: dict[int, float] = {}
+        self.shares: dict[str, float] = {}
         self._told: dict[str, float] = {}
-        self._logged: dict[tuple[str, str], float] = {}
+        self._reached: set[str] = set()  # had a gradient other than zero
         self.take_up()
         self._step = 0
         self.now = Snapshot(1)
@@ -136,12 +139,14 @@ class Watch(Listener):
         self._was_cleared: dict[Tensor, bool | Tensor] = {}
         # Of each optimizer's last step: passes before it, and its first gradient.
         self._last: dict[torch.optim.Optimizer, tuple[int, ...]] = {}
+        self._has_bad_output = False
+        self._first_gradient: Tensor | None = None  # of the probe, in the last sampled step
         self._after: Tensor | None = None  # the probe after the last step
         self._was_evaluated = False  # since then
         self.steppers = Steppers(self.optimizers)
         self._follow()
         self._follow_probes()
-        self._laws = Laws(self._facts(max_grad_norm))
+        self.laws = Laws(self._facts(max_grad_norm, ignore))
         self.sampled = Sampled(self)
         self._parts: list[Listener] = [self.sampled, Leaves(self)]
         self._of_ranks: OfRanks | None = None
@@ -182,12 +187,12 @@ class Watch(Listener):
         """Return whether an optimizer steps a master of a weight, which the loop writes back."""
         return master_of(p, self.trained.values()) is not None
 
-    def groups(self) -> Iterator[tuple[int, torch.optim.Optimizer, dict[str, Any]]]:
+    def groups(self) -> Iterator[tuple[str, torch.optim.Optimizer, dict[str, Any]]]:
         """Yield the number of each group, over all optimizers, with its optimizer and itself."""
         number = 0
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                yield number, optimizer, group
+                yield str(number), optimizer, group
                 number += 1
 
     def gradients(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -240,7 +245,7 @@ class Watch(Listener):
         for p in probes.values():
             self.hub.follow_gradients(self, partial(self._see_gradient, p), self.undo, p)
 
-    def _facts(self, limit: float | None) -> Facts:
+    def _facts(self, limit: float | None, ignore: Collection[str]) -> Facts:
         model = self.watched_model
         epsilon = 0.0
         if limit is not None:
@@ -248,10 +253,17 @@ class Watch(Listener):
         things = of_all(f"dropout {m.p:g}" for m in self._dropouts)
         if self._modal and not things:
             things = "batch statistics"
-        return Facts(
-            len(self.optimizers), vocabulary_of(model), limit,
-            not self.is_sharded or self.hub.here.size == 1, epsilon, things, partial(_nonfinite_weights, model),
+        is_whole = not self.is_sharded or self.hub.here.size == 1
+        rates = {}
+        for number, _, group in self.groups():
+            rate = group.get("initial_lr", group.get("lr"))
+            if isinstance(rate, (int, float)):
+                rates[number] = float(rate)
+        facts = Facts(
+            len(self.optimizers), self.hub.here.size, vocabulary_of(model), limit, is_whole,
+            epsilon, things, tuple(ignore), rates,
         )  # fmt: skip
+        return facts.advised_for(self.recipe)
 
     # ── the loop calls these ──────────────────────────────────────────────────────────────────────
 
@@ -267,6 +279,8 @@ class Watch(Listener):
         self._step = step
         self.now = Snapshot(step + 1)
         self.goes_on = True
+        self._reached = set()
+        self._unread = []
 
     def end(self) -> None:
         """End the watch; other listeners go on."""
@@ -310,37 +324,51 @@ class Watch(Listener):
             loss: of this rank, in nats per token. Reading a tensor waits for its device.
             grad_norm: of all gradients, before the loop clips them.
         """
-        self._num_calls += 1
-        if self._num_calls == UNSTEPPED and not self.steppers.stepped() & {*self.optimizers}:
-            words = f", and watch.step() was called {self._num_calls} times: does the loop step?"
-            self.report([KINDS["never-steps"].reading("", self._num_backward, words=words)])
+        self._count_call()
         told = Snapshot(self._step)
         if loss is not None:
-            self.unseen.pop("losses of ranks", None)
             told.loss = loss.item() if isinstance(loss, Tensor) else loss
         if grad_norm is not None:
             self._read()
             told.unclipped = grad_norm.item() if isinstance(grad_norm, Tensor) else grad_norm
-        self.report(self._laws.read(told))
-        if loss is not None and self._of_ranks is not None and is_sampled(self._step):
-            self.report(self._laws.read(self._of_ranks.compare_losses(told)))
+        self._tell(told)
+
+    def _count_call(self) -> None:
+        """Count a call of :meth:`step`, and report a loop that does not step."""
+        self._num_calls += 1
+        if self._num_calls == UNSTEPPED and not self.steppers.stepped() & {*self.optimizers}:
+            words = f", and watch.step() was called {self._num_calls} times: does the loop step?"
+            self.report([KINDS["never-steps"].reading("", self._num_backward, words=words)])
+
+    def _tell(self, told: Snapshot) -> None:
+        """Read what the loop tells of its last step."""
+        self.see(told)
+        if told.loss is not None:
+            self.unseen.pop("losses of ranks", None)
+            if self._of_ranks is not None and is_sampled(self._step):
+                now = self._of_ranks.compare_losses(told.loss, self._step)
+                self._keep(now)
+                self.see(now)
 
     # ── reports ───────────────────────────────────────────────────────────────────────────────────
 
+    def see(self, now: Snapshot) -> None:
+        """Let the laws read a snapshot, and report what is new."""
+        self._report([*self.laws.read(now)])
+
     def report(self, readings: Iterable[Reading]) -> None:
-        """Log what is new of a tensor, and say what is new of a kind: once, and again when it is
-        twice as far beyond its bound.
+        """Report what is new of readings that are no law's: they need tensors."""
+        self._report([*self.laws.new(readings)])
+
+    def _report(self, readings: list[Reading]) -> None:
+        """Log readings, and say what is new of a kind: once, and again when it is twice as far
+        beyond its bound.
         """
         fresh = []
         for reading in readings:
-            place = reading.what, reading.tensor
-            if reading.what in self._ignored:
-                continue
-            if reading.excess > TWICE * self._logged.get(place, -1.0):
-                self._logged[place] = reading.excess
-                self._log(reading)
-            is_note = reading.severity == "note"
-            if not is_note and reading.excess > TWICE * self._told.get(reading.what, -1.0):
+            self._log(reading)
+            is_new = reading.excess > TWICE * self._told.get(reading.what, -1.0)
+            if reading.severity != "note" and (is_new or not reading.tensor):
                 fresh.append(reading)
         for reading in fresh:
             self._told[reading.what] = reading.excess
@@ -372,16 +400,16 @@ class Watch(Listener):
         """Note the mode of a pass without gradients. One in training mode may be part of a step."""
         if is_called_from(swa_utils.__file__, "update_bn"):
             return  # which must run in training mode
-        self.now.passes.evaluations.add(self.drops_out())
-        self.now.passes.is_evaluated |= not self.watched_model.training
+        _add(self.now.evaluations, self.drops_out())
+        self.now.is_evaluated |= not self.watched_model.training
         self._was_evaluated |= not self.watched_model.training
 
     def before_pass(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         """Note the mode of a pass."""
         self._num_passes += 1
         is_training = module.training or any(part.training for part in self._modal)
-        self.now.passes.modes.add(is_training)
-        self.now.passes.num_dropping = sum(dropout.training for dropout in self._dropouts)
+        _add(self.now.modes, is_training)
+        self.now.num_dropping = sum(dropout.training for dropout in self._dropouts)
 
     def _add_sum(self, name: str, x: Tensor) -> None:
         if torch.is_grad_enabled() and x.element_size() > 1:
@@ -399,6 +427,11 @@ class Watch(Listener):
         if probe is not self.probe:
             return
         self._num_backward += 1
+        self.now.num_backward += 1
+        if self.now.num_backward > 1:
+            self._add_flag("cleared within", is_cleared)
+        if is_sampled(self.now.step) and probe.numel() >= LEAST_PROBE:
+            self._compare_pass(gradient)
         if self._num_backward == UNSTEPPED and self._step == 0:
             # Several micro-batches make one step, so another optimizer must have stepped.
             stepped = self.steppers.stepped()
@@ -406,6 +439,25 @@ class Watch(Listener):
                 names = of_all(type(optimizer).__name__ for optimizer in stepped)
                 words = f", and another one has ({names}): watch the one that steps"
                 self.report([KINDS["never-steps"].reading("", UNSTEPPED, words=words)])
+
+    def _compare_pass(self, gradient: Tensor) -> None:
+        """Count the passes of a sampled step with the gradient of its first pass, where this is not
+        that of the sampled step before.
+        """
+        first = self._first_gradient
+        is_alike = first is not None and first.shape == gradient.shape
+        if self.now.num_backward == 1:
+            if first is not None and is_alike:
+                self._add_flag("fresh", (gradient != first).any())
+            self._first_gradient = gradient.clone()
+        elif first is not None and is_alike:
+            self._add_flag("equal passes", (gradient == first).all() & first.any())
+
+    def _add_flag(self, what: str, flag: bool | Tensor) -> None:
+        """Count how often a flag is raised in this step, on the device."""
+        device = next(iter(self.names)).device
+        count = torch.as_tensor(flag, dtype=torch.float32, device=device)
+        self._flags[what, ""] = count + self._flags.get((what, ""), 0.0)
 
     # ── the step ──────────────────────────────────────────────────────────────────────────────────
 
@@ -417,8 +469,9 @@ class Watch(Listener):
         if optimizer is self.optimizers[0]:
             self.now.rates = self._rates()
         self.now.count = None if self.goes_on else self._count()
+        self.now.is_resumed = self.goes_on
         gradients = self.gradients(optimizer)
-        self._see_repeated(optimizer, gradients)
+        self.now.is_repeated = self._is_repeated(optimizer, gradients)
         # Of torch.amp.GradScaler, for fused optimizers.
         scale = getattr(optimizer, "grad_scale", None)
         norms = _norms([*gradients.values()])
@@ -436,14 +489,14 @@ class Watch(Listener):
             self._flags["swapped" if self._was_evaluated else "written", ""] = is_written
             self._was_evaluated = False
 
-    def _see_repeated(self, optimizer: torch.optim.Optimizer, gradients: dict[str, Tensor]) -> None:
-        """Report a step with the gradients of the last one."""
+    def _is_repeated(self, optimizer: torch.optim.Optimizer, gradients: dict[str, Tensor]) -> bool:
+        """Return whether a step has the gradients of the last one."""
         first = next(iter(gradients.values()), None)
         version = 0 if first is None else first._version
         present = self._num_passes, self._num_backward, id(first), version
-        if self._num_backward and present == self._last.get(optimizer):
-            self.report([KINDS["repeated-step"].reading("", 1, 0, step=self.now.step)])
+        last = self._last.get(optimizer)
         self._last[optimizer] = present
+        return self._num_backward > 0 and present == last
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Send the numbers of a step to the host."""
@@ -484,22 +537,46 @@ class Watch(Listener):
             values: dict[str, dict[str, float]] = defaultdict(dict)
             for (kind, name), value in zip(keys, copied.cpu().tolist(), strict=True):
                 values[kind][name] = value
-            outputs = values["output"].items()
-            now.norms = values["gradient"]
-            now.bad_outputs = [name for name, total in outputs if not math.isfinite(total)]
+            self._add_gradients(now, values["gradient"])
+            bad_outputs = [name for name, x in values["output"].items() if not math.isfinite(x)]
+            now.bad_output = next(iter(bad_outputs), "")
+            if now.bad_output and not self._has_bad_output:
+                self._has_bad_output = True
+                now.bad_weight = _nonfinite_weight(self.watched_model, now.bad_output)
             now.kept = [name for name, is_cleared in values["cleared"].items() if not is_cleared]
+            now.num_cleared = int(values["cleared within"].get("", 0))
+            if values["fresh"].get(""):
+                now.num_equal = int(values["equal passes"].get("", 0)) + 1
             now.clip = values["clip"].get("", 1.0)
-            now.is_skipped = bool(values["skipped"].get(""))
+            if values["skipped"]:
+                now.is_skipped = bool(values["skipped"][""])
             now.is_written = bool(values["written"].get(""))
             now.is_swapped = bool(values["swapped"].get(""))
-            if self._laws.facts.is_whole:
-                now.whole_norm = math.hypot(*now.norms.values())
-            if now.whole_norm is not None:
-                self.measured["grad_norm"] = now.whole_norm
-            if now.weights is not None:
-                moved = [weight.has_moved for weight in now.weights.values()]
-                self.measured["frozen_tensors"] = moved.count(False)
-            self.report(self._laws.read(now))
+            if now.weights:
+                self.measured["frozen_tensors"] = sum(x != MOVED for x in now.weights.values())
+            self._keep(now)
+            self.see(now)
+
+    def _keep(self, now: Snapshot) -> None:
+        """Write a snapshot. A watch without a folder writes nothing."""
+
+    def _add_gradients(self, now: Snapshot, norms: dict[str, float]) -> None:
+        """Add the numbers of the gradients: all of them in sampled steps, else the exceptions."""
+        now.norm = shortened(math.hypot(*norms.values()))
+        bad = [name for name, norm in norms.items() if not math.isfinite(norm)]
+        now.bad = next(iter(bad), "")
+        now.num_bad = len(bad)
+        with_gradient = {name for name, norm in norms.items() if norm}
+        now.first = [name for name in norms if name in with_gradient - self._reached]
+        self._reached |= with_gradient
+        if with_gradient and len(self.optimizers) == 1:
+            now.zero = sorted(self._reached - with_gradient)
+        if is_sampled(now.step):
+            now.norms = {name: shortened(norm) for name, norm in norms.items()}
+        if self.laws.facts.is_whole:
+            now.whole_norm = now.norm
+        if now.whole_norm is not None:
+            self.measured["grad_norm"] = now.whole_norm
 
     def _print_what_is_seen(self) -> None:
         """Print one line: what is watched, and what is not."""
@@ -519,7 +596,7 @@ class Watch(Listener):
             line += f"; not: {', '.join(missing)}"
         return line
 
-    def _rates(self) -> dict[int, float]:
+    def _rates(self) -> dict[str, float]:
         """Return the learning rate of each group by its number, without those on a device."""
         rates = {}
         for number, _, group in self.groups():
@@ -544,7 +621,12 @@ class Watch(Listener):
         return float(step)
 
 
-def _nonfinite_weights(model: nn.Module, name: str) -> str:
+def _add(modes: list[bool], mode: bool) -> None:
+    if mode not in modes:
+        modes.append(mode)
+
+
+def _nonfinite_weight(model: nn.Module, name: str) -> str:
     """Return the first weight of a module that is not finite; empty if all are.
 
     It waits for the device.
