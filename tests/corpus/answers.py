@@ -43,7 +43,7 @@ LOCATES: dict[str, set[str]] = {
     },
     "weights": {
         "step-factor", "weight", "weight-decay", "state", "nonfinite", "stands-still", "lost-updates", "weights-unmoved",
-        "truncated-setting", "never-moved",
+        "truncated-setting", "never-moved", "zero-rate",
     },
     "resume": {"states-written", "weights-written", "loss-scale-anew", "step-count"},
     "evaluation": {"weights-written", "weights-not-restored"},

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from narrowgauge.analysis.columns import column, rows_of
+from narrowgauge.analysis.columns import Array, column, rows_of
 from narrowgauge.analysis.comparison.classification import divergence, has_zero
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.log import reading_of
@@ -207,14 +207,7 @@ def _slower(run: Run) -> Iterator[Reading]:
         end = place
         while end < len(medians) and medians[end] < least:
             end += 1
-        first = start + place * size
-        while rates[first - 1] < least:
-            first -= 1
-        while rates[first] >= least:
-            first += 1
-        last = start + end * size - 1
-        while rates[last] >= least:
-            last -= 1
+        first, last = _slow_steps(rates, start + place * size, start + end * size - 1, least)
         value = float(np.median(rates[first : last + 1]))
         started = int(steps[first])
         ended = int(steps[last])
@@ -226,6 +219,17 @@ def _slower(run: Run) -> Iterator[Reading]:
             words = {"first": started, "last": ended, "factor": usual / value, "more": more}
             yield kind.reading("", value, usual, kind.bound * usual, started, **words)
             return
+
+
+def _slow_steps(rates: Array, first: int, last: int, least: float) -> tuple[int, int]:
+    """Return the first and the last slow step of a stretch of slow blocks."""
+    while rates[first - 1] < least:
+        first -= 1
+    while rates[first] >= least:
+        first += 1
+    while rates[last] >= least:
+        last -= 1
+    return first, last
 
 
 def _idle(run: Run) -> Iterator[Reading]:

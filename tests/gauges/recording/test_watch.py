@@ -867,7 +867,7 @@ def test_copies_of_a_watched_model_are_not_watched() -> None:
     loop = Loop()
     watch = ng.watch(loop.model, loop.optimizer)
     loss_of(copy.deepcopy(loop.model), batch(0)).backward()
-    assert watch._num_passes == watch._num_backward == 0
+    assert watch.forward.number == watch.backward.number == 0
 
 
 # ── ranks ─────────────────────────────────────────────────────────────────────────────────────────

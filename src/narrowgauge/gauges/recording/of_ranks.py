@@ -39,8 +39,8 @@ class OfRanks(Listener):
         watch.unseen["losses of ranks"] = "watch.step(loss) was not called"
         if watch.is_sharded:
             watch.unseen["weights of ranks"] = "parameters are sharded"
-        if watch.probe is not None:
-            watch.hub.follow_gradients(self, self._add_square, watch.undo, watch.probe)
+        if watch.backward.probe is not None:
+            watch.hub.follow_gradients(self, self._add_square, watch.undo, watch.backward.probe)
 
     def _weights(self) -> dict[str, Tensor]:
         return {name: p.detach() for name, p in self._watch.trained.items()}
@@ -76,7 +76,7 @@ class OfRanks(Listener):
             state = torch.cuda.get_rng_state(device)
         self._hashes = (
             fingerprint_all(batch) if batch else "",
-            fingerprint_all({"": state}) if self._watch.drops_out() else "",
+            fingerprint_all({"": state}) if self._watch.forward.drops_out() else "",
         )
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -111,7 +111,7 @@ class OfRanks(Listener):
 
     def compare_losses(self, loss: float, step: int) -> Snapshot:
         """Compare the losses and the gradients of the ranks after a sampled step."""
-        norm = math.nan if self._watch.probe is None else math.sqrt(float(self._square[1]))
+        norm = math.nan if self._watch.backward.probe is None else math.sqrt(float(self._square[1]))
         losses, norms = zip(*self._here.gather((loss, norm)), strict=True)
         for name, values in (("rank_loss", losses), ("rank_grad_norm", norms)):
             # Sharded gradients are not measured before their sum.

@@ -21,7 +21,9 @@ from narrowgauge.analysis.thresholds import ROUNDINGS
 from narrowgauge.checks.step_samples import evenly_spread, weight_of
 from narrowgauge.gauges.hub import Listener
 from narrowgauge.gauges.recording.leaves import Averages, copies_of
+from narrowgauge.gauges.recording.step_fit import step_readings
 from narrowgauge.gauges.recording.twin import Twin, on_host
+from narrowgauge.gauges.recording.written import Writes
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.torch_support.anatomy import moving_statistics
@@ -31,8 +33,6 @@ from narrowgauge.torch_support.torch_names import plain_name
 if TYPE_CHECKING:
     from narrowgauge.gauges.recording.watch import Watch
 
-Place = tuple[str, str]
-"""What a reading is about: its kind and its tensor."""
 Elements = dict[str, tuple[Tensor, Tensor]]
 """Tensors by name, each with a copy of some elements."""
 
@@ -126,9 +126,7 @@ class Sampled(Listener):
         self._twins: dict[torch.optim.Optimizer, Twin] = {}
         self._strays: Elements = {}
         self._frozen: Elements = {}
-        # After the first step, until the second.
-        self._first_writes: dict[torch.optim.Optimizer, dict[Place, Reading]] = {}
-        self._projected: set[Place] = set()
+        self._writes = Writes()
         self._averages: Averages | None = None
         self._start_new()
 
@@ -167,7 +165,10 @@ class Sampled(Listener):
         what it must not.
         """
         watch = self._watch
-        watch.report(self._written_readings(optimizer))
+        twin = self._twins.pop(optimizer, None)
+        if twin is not None and twin.samples and twin.samples[0].after:
+            step = watch.now.step - 1
+            watch.report(self._compared(lambda: self._writes.readings(twin, step)))
         self._take_strays()
         if not (is_sampled(watch.now.step) or watch.goes_on):
             return
@@ -220,38 +221,10 @@ class Sampled(Listener):
         if twin.reference is None and not isinstance(twin.optimizer, Optimizer):
             reason = f"{type(twin.optimizer).__name__} has a rule of its own"
             self._watch.unseen.setdefault("the optimizer's step", reason)
-        differences = self._compared(twin.readings)
+        differences = self._compared(lambda: step_readings(twin))
         self.num_compared += twin.num_compared
         for reading in joined(differences, len(twin.samples)):
             yield replace(reading, step=step)
-
-    def _written_readings(self, optimizer: torch.optim.Optimizer) -> Iterator[Reading]:
-        """Read what was written since a sampled step.
-
-        A loop that writes a weight, or a state of its own optimizer, after each of its first two
-        steps does so by its rule, as a projection: this is a note.
-        """
-        twin = self._twins.pop(optimizer, None)
-        if twin is None or not twin.samples or not twin.samples[0].after:
-            return
-        step = self._watch.now.step - 1
-        held = self._first_writes.pop(optimizer, {})
-        readings = []
-        first_writes = {}
-        for written, is_plain in self._compared(twin.written):
-            place = written.what, written.tensor
-            reading = replace(written, step=step)
-            if is_plain and step == 1:
-                first_writes[place] = reading
-                continue
-            if is_plain and held.pop(place, None) is not None:
-                self._projected.add(place)
-            if place in self._projected:
-                reading = replace(reading, severity="note")
-            readings.append(reading)
-        if first_writes:
-            self._first_writes[optimizer] = first_writes
-        yield from joined([*held.values(), *readings], len(twin.samples))
 
     def _take_strays(self) -> None:
         """Add the tensors that have a gradient, and that no optimizer stepped, to the snapshot.
