@@ -110,7 +110,9 @@ class BackwardPasses(Listener):
         watch = self._watch
         if probe in self._was_cleared and watch.now.step > 1:
             name = watch.name(probe) if len(self._probes) > 1 else ""
-            watch.numbers_of_step.add("kept", ~torch.as_tensor(self._was_cleared[probe]), name)
+            is_cleared = self._was_cleared[probe]
+            is_kept = ~is_cleared if isinstance(is_cleared, Tensor) else not is_cleared
+            watch.numbers_of_step.add("kept", is_kept, name)
         if probe is self.probe and self._after is not None:
             is_written = ((probe != self._after) & (self._after == self._after)).any()
             watch.numbers_of_step.add("swapped" if self._was_evaluated else "written", is_written)

@@ -34,11 +34,14 @@ class HostNumbers:
 
     def add(self, kind: str, number: bool | Tensor, name: str = "") -> None:
         """Add a number to those of its kind and name in this step."""
-        added = torch.as_tensor(number, device=self.device).reshape(())
         before = self._numbers.get((kind, name))
-        # A cast costs more than a test.
-        if added.dtype is not torch.float32:
-            added = added.float()
+        if isinstance(number, Tensor):
+            added = number.reshape(())
+            # A cast costs more than a test.
+            if added.dtype is not torch.float32 or added.device != self.device:
+                added = added.to(self.device, torch.float32)
+        else:  # a copy from the host would wait for the device
+            added = torch.full((), float(number), device=self.device)
         self._numbers[kind, name] = added if before is None else before + added
 
     def send(self, now: Snapshot) -> None:

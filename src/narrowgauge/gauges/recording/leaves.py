@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from narrowgauge.analysis.snapshot import is_sampled
 from narrowgauge.analysis.thresholds import SETTLED
 from narrowgauge.checks.step_samples import evenly_spread
 from narrowgauge.gauges.hub import Listener
@@ -26,6 +27,8 @@ from narrowgauge.torch_support.torch_names import callers_of_step, graph_nodes
 if TYPE_CHECKING:
     from narrowgauge.gauges.recording.watch import Watch
 
+_CLOSE = 8
+"""Sampled steps up to this one are too close for a look at each."""
 _CLOCK = itertools.count()
 _LAST_STEPS: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 """When each optimizer of this process stepped last, since the first watch: a reading of the clock."""
@@ -71,7 +74,8 @@ class Steppers:
 class Leaves(Listener):
     """Walk the graph of a pass to its leaves, and read those that no optimizer steps.
 
-    It walks in two steps of every 50, since parameters may be thawed while the loop runs.
+    It looks at two steps of every 50, and at sampled steps and the next ones, since parameters may
+    be thawed while the loop runs.
     """
 
     title = "the watch of leaves"
@@ -80,30 +84,46 @@ class Leaves(Listener):
         self._watch = watch
         self._leaves: dict[int, tuple[weakref.ref[Tensor], Tensor, set[int]]] = {}
 
-    def _since_walk(self) -> int:
-        """Return the steps since the last one in which walks began."""
-        done = self._watch.now.step - 1
-        return done if done < SETTLED else done % SETTLED
+    def _since_look(self) -> int:
+        """Return the steps since the last one in which a look began, at most 3."""
+        for since in range(3):
+            step = self._watch.now.step - since
+            if step % SETTLED == 1 or (step > _CLOSE and is_sampled(step)):
+                return since
+        return 3
 
     def after_pass(self, output: Any) -> None:
         """Remember the leaves that the optimizers do not step."""
         # The leaves of sharded parameters are gathered copies.
-        if self._since_walk() >= 2 or self._watch.is_sharded:
+        if self._since_look() >= 2 or self._watch.is_sharded:
             return
         for node in graph_nodes(output):
             leaf = getattr(node, "variable", None)
-            if not isinstance(leaf, Tensor) or leaf in self._watch.names:
-                continue
-            reference, values, steps = self._leaves.get(id(leaf), (None, None, set[int]()))
-            if reference is None or reference() is not leaf or values is None:
-                values = evenly_spread(leaf).clone()
-                steps = set()
-            steps.add(self._watch.now.step)
-            self._leaves[id(leaf)] = weakref.ref(leaf), values, steps
+            if isinstance(leaf, Tensor):
+                self._remember(leaf)
+
+    def _remember(self, leaf: Tensor) -> None:
+        if leaf in self._watch.names:
+            return
+        reference, values, steps = self._leaves.get(id(leaf), (None, None, set[int]()))
+        if reference is None or reference() is not leaf or values is None:
+            values = evenly_spread(leaf).clone()
+            steps = set()
+        steps.add(self._watch.now.step)
+        self._leaves[id(leaf)] = weakref.ref(leaf), values, steps
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Read the leaves after two steps with walks."""
-        if self._since_walk() == 2 and optimizer is self._watch.optimizers[0]:
+        """Remember the parameters with a gradient too, since a loop may not call the model itself;
+        and read the leaves after two steps with walks.
+        """
+        if optimizer is not self._watch.optimizers[0]:
+            return
+        since = self._since_look()
+        if since < 2 and not self._watch.is_sharded:
+            for p in self._watch.watched_model.parameters():
+                if p.grad is not None:
+                    self._remember(p)
+        elif since == 2:
             self._take()
 
     def _take(self) -> None:

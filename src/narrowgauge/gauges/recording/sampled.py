@@ -124,7 +124,6 @@ class Sampled(Listener):
         self._starts: dict[str, _Start] = {}
         self._stored = StoredShares(watch)
         self._twins: dict[torch.optim.Optimizer, Twin] = {}
-        self._strays: Elements = {}
         self._frozen: Elements = {}
         self._writes = Writes()
         self._averages: Averages | None = None
@@ -139,7 +138,6 @@ class Sampled(Listener):
         if anew:
             self._starts = {}
         self._twins = {}
-        self._strays = {}
         self._start_new()
 
     def _start_new(self) -> None:
@@ -169,7 +167,6 @@ class Sampled(Listener):
         if twin is not None and twin.samples and twin.samples[0].after:
             step = watch.now.step - 1
             watch.report(self._compared(lambda: self._writes.readings(twin, step)))
-        self._take_strays()
         if not (is_sampled(watch.now.step) or watch.goes_on):
             return
         watch.take_up()
@@ -180,12 +177,6 @@ class Sampled(Listener):
             if not p.requires_grad:
                 self._frozen[name] = p, evenly_spread(p).clone()
         self._twins[optimizer] = Twin(optimizer, watch.names)
-        if watch.is_sharded or watch.now.step < 3:
-            return
-        members = {*members_of(*watch.optimizers)}
-        for name, p in _named(watch.watched_model).items():
-            if p.grad is not None and p not in members and not watch.has_master(p):
-                self._strays[name] = p, evenly_spread(p).clone()
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Read a sampled step."""
@@ -225,17 +216,6 @@ class Sampled(Listener):
         self.num_compared += twin.num_compared
         for reading in joined(differences, len(twin.samples)):
             yield replace(reading, step=step)
-
-    def _take_strays(self) -> None:
-        """Add the tensors that have a gradient, and that no optimizer stepped, to the snapshot.
-
-        Another optimizer, as a generator's beside its critic's, may step more rarely.
-        """
-        stepped = {*members_of(*self._watch.steppers.stepped())}
-        for name, (p, elements) in self._strays.items():
-            if p not in stepped and torch.equal(evenly_spread(p), elements):
-                self._watch.now.untrained.append(name)
-        self._strays = {}
 
     # ── averages ──────────────────────────────────────────────────────────────────────────────────
 
