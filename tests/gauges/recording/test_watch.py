@@ -593,7 +593,7 @@ FAULTS: dict[type[Loop], tuple[str, str, int]] = {
     SlowNorms: ("never-moved", "blocks.0.norm.weight and 2 others", 55),
     Twice: ("repeated-step", "", 2),
     KeptBySecond: ("gradients-kept", "head.bias", 2),
-    ThawedLate: ("missing-parameters", "blocks.0.norm.weight and 5 others", 91),
+    ThawedLate: ("missing-parameters", "blocks.0.mlp.2.weight and 5 others", 91),
     LeavesBlockInEvaluation: ("wrong-mode", "", 21),
     ClearedTooEarly: ("zero-gradients", "", 3),
     ClearedTooEarlyNowAndThen: ("zero-gradients", "", 6),

@@ -619,11 +619,13 @@ def watch(
     * on sampled steps, frozen tensors that the optimizer changes, and a step, a decay, a state or a count unlike its class's;
     * weights and states that are written after a sampled step; gradients beyond the limit of the clip;
     * gradients that were not cleared, that are zero everywhere, or that are not finite; a step that is repeated;
+    * gradients that were cleared between the passes of a few steps, and passes with equal gradients;
+    * groups that began with different rates and have one, or none;
     * training in evaluation mode, evaluation in training mode, weights that an evaluation did not restore;
     * batch norms of frozen weights whose statistics move;
     * the first module whose output is not finite;
-    * a copy of the model that the loop writes, such as an average of its weights, which cannot move in its format or runs away;
-    * a loss that has one value in all steps, or that of a uniform guess;
+    * a copy of the model that the loop writes, such as an average of its weights, which cannot move in its format, runs away, or keeps nearly nothing of itself;
+    * a loss that has one value in all steps, or that of a uniform guess, that jumps, or that is not finite;
     * on several ranks, equal batches and equal dropout masks; on sampled steps, weights that differ;
     * on sampled steps, a rank whose loss is far from the others';
 
