@@ -271,7 +271,9 @@ def still_weights(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Readi
 
 
 def zero_rate(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]:
-    """Read a group whose learning rate has fallen to zero while another group trains on."""
+    """Read a group whose learning rate fell to zero, after steps or before the first, while another
+    group trains on.
+    """
     highest = max(now.rates.values(), default=0.0)
     if not highest:
         return

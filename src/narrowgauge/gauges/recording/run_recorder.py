@@ -368,7 +368,7 @@ class RunRecorder(Watch):
             self.step()
         self._is_open = False
         if not self.is_ended:
-            self._read()
+            self.hub.guard(self, self._read)
         try:
             if finished and not self._must_go_back:
                 self._record.finish(self._summary() | columns)
@@ -624,7 +624,8 @@ def watch(
     * training in evaluation mode, evaluation in training mode, weights that an evaluation did not restore;
     * batch norms of frozen weights whose statistics move;
     * the first module whose output is not finite;
-    * a copy of the model that the loop writes, such as an average of its weights, which cannot move in its format, runs away, or keeps nearly nothing of itself;
+    * a copy of the model that the loop writes, such as an average of its weights: it cannot move in its format, runs away, or
+      keeps nearly nothing of itself;
     * a loss that has one value in all steps, or that of a uniform guess, that jumps, or that is not finite;
     * on several ranks, equal batches and equal dropout masks; on sampled steps, weights that differ;
     * on sampled steps, a rank whose loss is far from the others';
