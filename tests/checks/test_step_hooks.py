@@ -101,7 +101,7 @@ def test_an_error_of_the_comparison_ends_no_run(monkeypatch: pytest.MonkeyPatch)
     def fails(*_: Any) -> None:
         raise MemoryError("no room\nat line 2")
 
-    monkeypatch.setattr("narrowgauge.gauges.recording.twin.Twin.readings", fails)
+    monkeypatch.setattr("narrowgauge.gauges.recording.sampled.step_readings", fails)
     assert Loop().run(3).watcher.unseen["the optimizer's step"] == "MemoryError: no room"
 
 

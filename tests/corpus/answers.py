@@ -37,7 +37,7 @@ LOCATES: dict[str, set[str]] = {
     },
     "weights": {
         "step-factor", "weight", "weight-decay", "state", "nonfinite", "stands-still", "lost-updates", "truncated-setting",
-        "never-moved",
+        "never-moved", "learning-rate",
     },
     "resume": {"states-written", "weights-written", "loss-scale-anew", "step-count"},
     "evaluation": {"weights-written"},

@@ -1,2 +1,2 @@
+from .laws import Laws as Laws
 from .reading import Readings as Readings
-from .row_laws import RowLaws as RowLaws

@@ -25,7 +25,6 @@ from narrowgauge.analysis.columns import rows_of
 from narrowgauge.analysis.reading import STAGE_OF, Reading
 from narrowgauge.analysis.settings import recipe_of
 from narrowgauge.analysis.thresholds import ENVELOPE, GROWTH, LEAST, SHARED
-from narrowgauge.runs.fingerprint_rows import parted_in
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import Row, number, step_of
 from narrowgauge.spec.formats import FORMATS
@@ -355,7 +354,7 @@ def _lacking(
 
 
 def _ranks(step: int, first_row: Row, second_row: Row) -> Iterator[Difference]:
-    """Compare the hashes of each rank, and the disagreements among the ranks of one run."""
+    """Compare the hashes of each rank."""
     first = first_row.get("ranks") or {}
     second = second_row.get("ranks") or {}
     for kind in _KINDS:
@@ -366,15 +365,6 @@ def _ranks(step: int, first_row: Row, second_row: Row) -> Iterator[Difference]:
         odd = tuple(rank for rank, hashes in enumerate(here) if hashes != there[rank])
         # If all ranks differ, the layouts may differ too. Then ranks hold other shards.
         if odd and len(odd) < len(here):
-            if kind == "clip":
-                values = float(here[odd[0]]), float(there[odd[0]])
-                yield Difference(step, kind, "factor", values=values, ranks=odd)
-            else:
-                yield Difference(step, kind, "bits", ranks=odd)
+            yield Difference(step, kind, "bits", ranks=odd)
         if odd:
             break
-    parted = [parted_in(first_row), parted_in(second_row)]
-    if bool(parted[0][0]) != bool(parted[1][0]):
-        key, odd, _ = max(parted)
-        if key != "clip:factor" or not (first.get("clip") and second.get("clip")):
-            yield Difference(step, key.partition(":")[0], "ranks-differ", key, ranks=odd)

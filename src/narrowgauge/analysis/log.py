@@ -14,7 +14,7 @@ from narrowgauge.analysis.reading import SEVERITIES, STAGES, Reading
 from narrowgauge.runs.schema import Row, number, step_of
 
 _LISTENERS: list[Callable[[Reading], object]] = []
-_TEXTS = ("stage", "tensor", "what", "advice", "severity", "place")
+_TEXTS = ("stage", "tensor", "what", "advice", "severity", "side", "place")
 
 
 def happened(

@@ -96,7 +96,7 @@ class Reading:
 
     @property
     def cause(self) -> tuple[str, ...]:
-        """Return what tells causes of one kind apart: kind, stage and severity."""
+        """Return kind, stage and severity: what differs between causes of one kind."""
         return self.what, self.stage, self.severity
 
     @property

@@ -1,8 +1,8 @@
-"""Laws of the rows of a run: functions from the row of a step, or of a sample of the gauges, to
-readings.
+"""Laws of the rows of a run: functions from the losses, norms and scales of a step, or from a
+sample of the gauges, to readings.
 
-:class:`RowLaws` reads nothing but rows: no model, no clock, no random numbers. So the laws can also
-read a finished run, and a resumed run restores what they remember from its own rows.
+They read nothing but numbers that any log may have. Each tells a fault once, and again only after it
+was over.
 
 Bounds are published numbers where there are any. Some published ones hold in no healthy run, so
 laws of casts read noisy casts alone. For example, a healthy cast to int8 or four bits rounds half of
@@ -14,19 +14,17 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
-from typing import Any
 
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import STAGE_OF, Reading, of_all
+from narrowgauge.analysis.snapshot import Facts, Snapshot
 from narrowgauge.analysis.spikes import SpikeJudge
-from narrowgauge.runs.schema import Row, gauge_metrics, number, step_of
-from narrowgauge.spec.notation import parse
-from narrowgauge.spec.recipes import Recipe
+from narrowgauge.analysis.step_laws import Counts, Law
+from narrowgauge.analysis.thresholds import LOSS_APART, UNIFORM_STEPS
 
 SETTLING_STEPS = 100
 """Steps before the loss scale counts, and steps over which its halvings are counted."""
@@ -55,213 +53,202 @@ class Spell:
         return begins
 
 
-@dataclass
-class Memory:
-    """Hold what the laws remember of the rows so far.
-
-    Args:
-        words: names of a storage that keeps updates and a compute with more range.
-        spells: of each kind of reading and tensor.
-    """
-
-    words: Mapping[str, Any]
-    judge: SpikeJudge = field(default_factory=SpikeJudge)
-    spells: dict[tuple[str, str], Spell] = field(default_factory=dict)
-    scales: deque[float] = field(default_factory=lambda: deque(maxlen=SETTLING_STEPS + 1))
-    outliers: dict[str, deque[float]] = field(default_factory=dict)
-    usual_outliers: dict[str, float] = field(default_factory=dict)
-
-    def begins(self, kind: str, is_beyond: bool, tensor: str = "", **options: int) -> bool:
-        """Count a value of a tensor, as :meth:`Spell.begins`."""
-        return self.spells.setdefault((kind, tensor), Spell()).begins(is_beyond, **options)
-
-    def read(self, kind: str, values: Mapping[str, float], step: int) -> Iterator[Reading]:
-        """Yield a reading of the worst of several tensors."""
-        if not values:
-            return
-        worst = sorted(values, key=values.__getitem__, reverse=True)
-        of_worst, _, name = worst[0].rpartition(":")
-        module = name.removesuffix(".weight") or "the layer"
-        reading = KINDS[kind].reading(
-            of_all(worst), values[worst[0]], step=step, module=module, **self.words
-        )
-        yield replace(reading, stage=STAGE_OF.get(of_worst, reading.stage))
+def _begins(counts: Counts, place: str, is_beyond: bool, *, least: int = 1, calm: int = 3) -> bool:
+    """Count a value of a kind or a tensor, as :meth:`Spell.begins`."""
+    return counts.setdefault(place, Spell()).begins(is_beyond, least, calm)  # type: ignore[no-any-return]
 
 
-class RowLaws:
-    """Ask every law about each row of a run.
-
-    Invariant: the readings depend only on the arguments and on the rows, in their order. Rows of
-    steps and rows of gauges are independent, so their interleaving does not matter. A tensor is
-    told again only after it was within its bound.
-
-    Args:
-        recipe: of the run, as for :func:`narrowgauge.prepare`; ``None`` if unknown.
-
-    Cost: about 30 µs a step, and 5 µs a tensor of a row of gauges.
-
-    Example:
-        >>> laws = RowLaws("bfloat16/naive")
-        >>> readings = laws.of_sample({"step": 20, "attention": {"layers.0.attn": [250.0]}})
-        >>> readings[0].tensor, readings[0].value
-        ('layers.0.attn', 250.0)
-    """
-
-    def __init__(self, recipe: str | Path | Recipe | None = None) -> None:
-        words = {"storage": "word", "compute": "bfloat16"}
-        if recipe is not None:
-            parsed = parse(recipe)
-            words = {"storage": parsed.storage.fallback, "compute": parsed.compute.fallback}
-        self._memory = Memory(words)
-
-    def read(self, steps: Iterable[Row], samples: Iterable[Row]) -> list[Reading]:
-        """Read the rows of ``steps.jsonl`` and ``gauges.jsonl``, and return their readings."""
-        readings = list[Reading]()
-        for row in steps:
-            readings += self.of_step(row)
-        for row in samples:
-            readings += self.of_sample(row)
-        return readings
-
-    def of_step(self, row: Row) -> list[Reading]:
-        """Read a row of ``steps.jsonl``. Pass rows in the order of their steps."""
-        readings = list[Reading]()
-        for law in STEP_LAWS:
-            readings += law(row, step_of(row), self._memory)
-        return readings
-
-    def of_sample(self, row: Row) -> list[Reading]:
-        """Read a row of ``gauges.jsonl``: at most one reading of a kind, of the worst tensor."""
-        tables: dict[str, dict[str, Any]] = {}
-        for table, name, metrics in gauge_metrics(row):
-            tables.setdefault(table, {})[name] = metrics
-        readings = list[Reading]()
-        for table, law in SAMPLE_LAWS:
-            readings += law(tables.get(table, {}), step_of(row), self._memory)
-        return readings
+def _worst_of(kind: str, values: Mapping[str, float], step: int, facts: Facts) -> Iterator[Reading]:
+    """Yield a reading of the worst of several tensors."""
+    if not values:
+        return
+    worst = sorted(values, key=values.__getitem__, reverse=True)
+    of_worst, _, name = worst[0].rpartition(":")
+    module = name.removesuffix(".weight") or "the layer"
+    reading = KINDS[kind].reading(
+        of_all(worst), values[worst[0]], step=step, module=module, storage=facts.storage,
+        compute=facts.compute,
+    )  # fmt: skip
+    yield replace(reading, stage=STAGE_OF.get(of_worst, reading.stage))
 
 
-# ── rows of steps ─────────────────────────────────────────────────────────────────────────────────
+# ── losses, norms and scales ──────────────────────────────────────────────────────────────────────
 
 
-def nonfinite_step(row: Row, step: int, memory: Memory) -> Iterator[Reading]:
+def nonfinite_step(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]:
     """Read a loss or a gradient norm that is not finite.
 
     Gradients overflow while a run searches for a loss scale.
     """
-    loss = number(row.get("loss"))
-    norm = number(row.get("grad_norm"))
-    is_searching = row.get("loss_scale") is not None and row.get("skipped")
-    is_bad = loss is not None and not math.isfinite(loss)
-    if norm is not None and not is_searching:
-        is_bad = is_bad or not math.isfinite(norm)
-    if memory.begins("nonfinite-step", is_bad, calm=10):
-        yield KINDS["nonfinite-step"].reading("", 1, step=step)
+    if not now.is_told:
+        return
+    is_searching = now.loss_scale is not None and now.is_skipped
+    is_bad = now.loss is not None and not math.isfinite(now.loss)
+    if now.unclipped is not None and not is_searching:
+        is_bad = is_bad or not math.isfinite(now.unclipped)
+    if _begins(counts, "", is_bad, calm=10):
+        yield KINDS["nonfinite-step"].reading("", 1, step=now.step)
 
 
-def diverged(row: Row, step: int, memory: Memory) -> Iterator[Reading]:
+def diverged(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]:
     """Read a run whose loss or gradient norm is not finite for long.
 
     An overflow is no failure as long as the loss scaler can lower the scale. A scale of 1 and below
     leaves float16 none of its advantage, and torch.amp.GradScaler goes on.
     """
-    loss = number(row.get("loss"))
-    norm = number(row.get("grad_norm"))
-    scale = number(row.get("loss_scale")) or math.inf
-    has_loss = math.isfinite(loss or 0.0)
-    has_failed = not has_loss or not math.isfinite(norm or 0.0)
-    if row.get("skipped") and scale <= 1:
+    if not now.is_told:
+        return
+    scale = now.loss_scale or math.inf
+    has_loss = math.isfinite(now.loss or 0.0)
+    has_failed = not has_loss or not math.isfinite(now.unclipped or 0.0)
+    if now.is_skipped and scale <= 1:
         has_failed = True
     if has_loss and 1 < scale < math.inf:
         has_failed = False
     kind = KINDS["divergence"]
-    if memory.begins(kind.name, has_failed, least=int(kind.bound), calm=1):
-        numbers = {"loss": loss, "gradient norm": norm}
+    if _begins(counts, "", has_failed, least=int(kind.bound), calm=1):
+        numbers = {"loss": now.loss, "gradient norm": now.unclipped}
         words = " and ".join(f"the {name} is {x:g}" for name, x in numbers.items() if x is not None)
-        yield kind.reading("", kind.bound, step=step, words=words)
+        yield kind.reading("", kind.bound, step=now.step, words=words)
 
 
-def loss_scale(row: Row, step: int, memory: Memory) -> Iterator[Reading]:
-    """Read a loss scale that was halved often, and one at its floor."""
-    scale = number(row.get("loss_scale"))
+def loss_scale(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]:
+    """Read a loss scale that was halved often, one at its floor, and one that began anew: from step
+    to step it at most doubles, unless a resume forgets it.
+    """
+    scale = now.loss_scale
     if scale is None:
         return
-    if step > SETTLING_STEPS:
-        memory.scales.append(scale)
+    before, low = counts.get("last", (now.step, scale))
+    counts["last"] = now.step, scale
+    most = low * 2.0 ** min(now.step - before, 60)
+    if now.step > before and 0 < most < scale < math.inf:
+        kind = KINDS["loss-scale-anew"]
+        yield kind.reading("", scale, low, low, now.step, before=before)
+    scales: deque[float] = counts.setdefault("scales", deque(maxlen=SETTLING_STEPS + 1))
+    if now.step > SETTLING_STEPS:
+        scales.append(scale)
     halvings = 0.0
-    for before, after in pairwise(memory.scales):
-        if before > after > 0:
-            halvings += math.log2(before / after)
+    for earlier, later in pairwise(scales):
+        if earlier > later > 0:
+            halvings += math.log2(earlier / later)
     for name, value in (("scale-halvings", halvings), ("scale-floor", scale)):
         kind = KINDS[name]
         is_beyond = value >= kind.bound
         if kind.side == "below":
             is_beyond = value <= kind.bound
-        if memory.begins(name, is_beyond, calm=SETTLING_STEPS):
-            yield kind.reading("", value, step=step, **memory.words)
+        if _begins(counts, name, is_beyond, calm=SETTLING_STEPS):
+            yield kind.reading("", value, step=now.step, compute=facts.compute)
 
 
-def spikes(row: Row, step: int, memory: Memory) -> Iterator[Reading]:
+def spikes(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]:
     """Read a loss and a gradient norm far above those of the steps before."""
-    loss = number(row.get("loss"))
-    norm = number(row.get("grad_norm"))
-    if loss is None:
-        loss = math.nan
-    judged = {"loss-spike": memory.judge.loss(loss), "gradient-spike": memory.judge.norm(norm)}
+    if not now.is_told:
+        return
+    loss = math.nan if now.loss is None else now.loss
+    judge: SpikeJudge = counts.setdefault("judge", SpikeJudge())
+    judged = {"loss-spike": judge.loss(loss), "gradient-spike": judge.norm(now.unclipped)}
     for name, spike in judged.items():
-        if memory.begins(name, spike is not None, calm=10) and spike is not None:
+        if _begins(counts, name, spike is not None, calm=10) and spike is not None:
             bound = spike.threshold
-            yield KINDS[name].reading("", spike.value, None, bound, step, words=spike.message)
-    memory.judge.add(loss, norm, spiked=any(judged.values()))
+            yield KINDS[name].reading("", spike.value, None, bound, now.step, words=spike.message)
+    judge.add(loss, now.unclipped, spiked=any(judged.values()))
+
+
+def uniform_loss(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]:
+    """Read losses that stay at that of a uniform guess."""
+    if now.loss is None or facts.vocabulary <= 1:
+        return
+    expected = math.log(facts.vocabulary)
+    kind = KINDS["constant-loss"].case("uniform")
+    is_uniform = abs(now.loss / expected - 1) < kind.bound
+    counts["losses"] += 1
+    counts["uniform"] += is_uniform
+    if is_uniform and counts["uniform"] >= max(UNIFORM_STEPS, counts["losses"] / 2):
+        words = {"steps": counts["uniform"], "count": counts["losses"]}
+        words["vocabulary"] = facts.vocabulary
+        yield kind.reading("", now.loss, expected, kind.bound * expected, now.step, **words)
+
+
+def constant_loss(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]:
+    """Read a loss that has had one value in all steps.
+
+    A loss of four decimals was rounded, as transformers logs it, or is zero, as GRPO's at first.
+    """
+    if now.loss is None:
+        return
+    counts["first"] = counts.get("first", now.loss)
+    counts["losses"] += 1
+    counts["equal"] += now.loss == counts["first"] != round(now.loss, 4)
+    kind = KINDS["constant-loss"]
+    if counts["equal"] == counts["losses"] and counts["equal"] >= kind.bound:
+        yield kind.reading("", counts["equal"], step=now.step, loss=now.loss)
+
+
+def rank_loss(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]:
+    """Read a rank whose loss is far above the others'."""
+    losses = now.rank_losses
+    if not losses:
+        return
+    worst = max(losses, key=lambda x: (not math.isfinite(x), x))
+    middle = sorted(losses)[(len(losses) - 1) // 2]
+    kind = KINDS["ranks-differ"].case("loss")
+    bound = kind.bound * max(middle, 0.0) + LOSS_APART
+    if not math.isfinite(worst) or worst > middle + bound:
+        yield kind.reading("", worst, middle, bound, now.step, rank=losses.index(worst))
 
 
 # ── samples of the gauges ─────────────────────────────────────────────────────────────────────────
 
 Tensors = Mapping[str, Mapping[str, float | None]]
 """Metrics by name, of each tensor of one table."""
+_NOISY_DB = 8.0
+_WINDOW = 10
+_LEAST_OUTLIER = 16.0
+"""A noisy cast's signal-to-noise ratio; samples of a median; times the rms, which is healthy."""
 
 
 def _beyond(
-    kind: str, field: str, tensors: Tensors, step: int, memory: Memory, least: int = 1
-) -> Iterator[Reading]:
-    """Read the tensors of which a metric is beyond the kind's bound."""
+    kind: str, field: str, tensors: Tensors, counts: Counts, *, least: int = 1
+) -> dict[str, float]:
+    """Return the tensors of which a metric is beyond the kind's bound."""
     beyond = {}
     for name, metrics in tensors.items():
         value = metrics.get(field)
         is_beyond = value is not None and value >= KINDS[kind].bound
-        if memory.begins(kind, is_beyond, name, least=least) and value is not None:
+        if _begins(counts, f"{kind} {name}", is_beyond, least=least) and value is not None:
             beyond[name] = value
-    yield from memory.read(kind, beyond, step)
+    return beyond
 
 
-def lost_decay(tensors: Tensors, step: int, memory: Memory) -> Iterator[Reading]:
+def lost_decay(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]:
     """Read weight decay that a storage does not take, in three samples in a row."""
-    yield from _beyond("lost-decay", "lost_decay", tensors, step, memory, least=3)
+    tensors = now.tables.get("updates", {})
+    beyond = _beyond("lost-decay", "lost_decay", tensors, counts, least=3)
+    yield from _worst_of("lost-decay", beyond, now.step, facts)
 
 
-def attention_logits(tensors: Tensors, step: int, memory: Memory) -> Iterator[Reading]:
+def attention_logits(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]:
     """Read attention logits that are far too large."""
-    yield from _beyond("attention-logits", "max_logit", tensors, step, memory)
+    beyond = _beyond("attention-logits", "max_logit", now.tables.get("attention", {}), counts)
+    yield from _worst_of("attention-logits", beyond, now.step, facts)
 
 
-def lossy_casts(
-    tensors: Tensors, step: int, memory: Memory, noisy_db: float = 8.0
-) -> Iterator[Reading]:
+def lossy_casts(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]:
     """Read casts of which little is left: most values became zero, or too many saturate.
 
     Below 8 dB rounding error exceeds a sixth of an operand's energy. Healthy casts stay above 12.
     """
     noisy = {}
-    for name, metrics in tensors.items():
+    for name, metrics in now.tables.get("tensors", {}).items():
         sqnr = metrics.get("sqnr_db")
-        noisy[name] = metrics if sqnr is not None and sqnr <= noisy_db else {}
-    yield from _beyond("underflow", "underflow", noisy, step, memory, least=2)
-    yield from _beyond("overflow", "overflow", noisy, step, memory)
+        noisy[name] = metrics if sqnr is not None and sqnr <= _NOISY_DB else {}
+    for kind, least in (("underflow", 2), ("overflow", 1)):
+        beyond = _beyond(kind, kind, noisy, counts, least=least)
+        yield from _worst_of(kind, beyond, now.step, facts)
 
 
-def growing_outliers(
-    tensors: Tensors, step: int, memory: Memory, window: int = 10, least: float = 16.0
-) -> Iterator[Reading]:
+def growing_outliers(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]:
     """Read inputs whose outliers grow far beyond the lowest median of ten samples, as SwiGLU's do.
 
     Every healthy tensor may have outliers of 16 times its rms. They hurt no operand that enters a
@@ -269,30 +256,26 @@ def growing_outliers(
     """
     kind = KINDS["growing-outliers"]
     beyond = {}
-    for name, metrics in tensors.items():
+    usual: dict[str, float] = counts.setdefault("usual", {})
+    for name, metrics in now.tables.get("tensors", {}).items():
         value = metrics.get("outlier")
         if value is None or metrics.get("sqnr_db") is None or not name.startswith("input:"):
             continue
-        usual = memory.usual_outliers.get(name, math.inf)
-        limit = kind.bound * max(usual, least)
-        recent = memory.outliers.setdefault(name, deque(maxlen=window))
+        limit = kind.bound * max(usual.get(name, math.inf), _LEAST_OUTLIER)
+        recent: deque[float] = counts.setdefault(("recent", name), deque(maxlen=_WINDOW))
         recent.append(value)
-        if len(recent) == window:
-            memory.usual_outliers[name] = min(usual, median(recent))
-        if memory.begins(kind.name, value >= limit, name, least=3):
+        if len(recent) == _WINDOW:
+            usual[name] = min(usual.get(name, math.inf), median(recent))
+        if _begins(counts, name, value >= limit, least=3):
             beyond[name] = value
-    for reading in memory.read(kind.name, beyond, step):
-        usual = memory.usual_outliers[max(beyond, key=beyond.__getitem__)]
-        yield replace(reading, bound=kind.bound * max(usual, least))
+    for reading in _worst_of(kind.name, beyond, now.step, facts):
+        worst = max(beyond, key=beyond.__getitem__)
+        yield replace(reading, bound=kind.bound * max(usual[worst], _LEAST_OUTLIER))
 
 
-StepLaw = Callable[[Row, int, Memory], Iterator[Reading]]
-SampleLaw = Callable[[Tensors, int, Memory], Iterator[Reading]]
-STEP_LAWS: tuple[StepLaw, ...] = (nonfinite_step, diverged, loss_scale, spikes)
-SAMPLE_LAWS: tuple[tuple[str, SampleLaw], ...] = (
-    ("updates", lost_decay),
-    ("tensors", lossy_casts),
-    ("tensors", growing_outliers),
-    ("attention", attention_logits),
-)
-"""Each with the table of a row that it reads."""
+LOSS_LAWS: tuple[Law, ...] = (uniform_loss, constant_loss, rank_loss)
+"""Told as the laws of a watched loop: while they last."""
+ROW_LAWS: tuple[Law, ...] = (
+    nonfinite_step, diverged, loss_scale, spikes, lost_decay, lossy_casts,
+    growing_outliers, attention_logits,
+)  # fmt: skip

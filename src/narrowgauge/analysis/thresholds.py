@@ -13,6 +13,10 @@ EVALUATIONS_APART = 4  # steps for each evaluation: a loop with passes in traini
 MOST_PROBES = 8  # optimizers: of more, as of one for each tensor, only one is looked at for gradients that were kept
 UNSTEPPED = 20  # backward passes before the first step, while another optimizer steps
 LOSS_APART = 1.0  # nats: a rank's loss above twice the median and this, since small losses differ by large factors
+LEAST_PROBE = 8  # elements: gradients of fewer are equal by chance
+FEWEST_SAMPLES = (
+    5  # sampled steps: only then are equal passes, and rates unlike those at the start, a reading
+)
 TWICE = 2.0  # factor: a fault is told again when it is this many times as far beyond its bound
 REPEATED = 0.01  # share of the intended change: largest distance between a step and its copy in the stored formats
 

@@ -13,8 +13,7 @@ from narrowgauge.analysis.columns import loop_of
 from narrowgauge.analysis.first_difference import ends_of, find_parting, roundoff
 from narrowgauge.analysis.reading import Readings
 from narrowgauge.analysis.settings import SettingDifference, acting_at, settings_diff
-from narrowgauge.runs.finding import counted
-from narrowgauge.runs.fingerprint_rows import in_words
+from narrowgauge.runs.finding import counted, listed
 from narrowgauge.runs.record import Run
 
 _NAMED = 6
@@ -76,7 +75,8 @@ class TwoRuns(Readings):
             size = " beyond rounding"
         ranks = ""
         if at.ranks:
-            ranks = f" of {in_words(at.ranks)}"
+            unit = "rank" if len(at.ranks) == 1 else "ranks"
+            ranks = f" of {unit} {listed(map(str, at.ranks))}"
         return f"The runs first differ{size} at step {at.step}, in {at.place}{ranks}."
 
     def to_dict(self) -> dict[str, Any]:

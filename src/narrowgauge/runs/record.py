@@ -8,6 +8,7 @@ damage.
     evals.jsonl         a row per evaluation
     events.jsonl        a row per event
     gauges.jsonl        a row per step that the gauges sampled
+    snapshots.jsonl     a row per snapshot of a watched step, for the laws of a diagnosis
     fingerprints.jsonl  a row per hashed step, with --fingerprints-every
     summary.json        the metrics of the finished run
     checkpoints/        see checkpoints/saving.py
@@ -66,6 +67,11 @@ class Run:
         return read_rows(self.path / "gauges.jsonl", self.notes)
 
     @cached_property
+    def snapshots(self) -> list[Row]:
+        """Return the rows of ``snapshots.jsonl``, read on first use."""
+        return read_rows(self.path / "snapshots.jsonl", self.notes)
+
+    @cached_property
     def fingerprints(self) -> list[Row]:
         """Return the rows of ``fingerprints.jsonl``, read on first use."""
         return read_rows(self.path / "fingerprints.jsonl", self.notes)
@@ -117,8 +123,8 @@ def read_run(path: str | Path) -> Run:
     log = None if is_run(path) else read_log(path)
     if log is not None:
         run = Run(**log)
-        # A log has neither, and its path may be a file.
-        vars(run).update(gauges=[], fingerprints=[])
+        # A log has none of them, and its path may be a file.
+        vars(run).update(gauges=[], snapshots=[], fingerprints=[])
         return run
     run = Run(path, read_settings(path))
     for kind in ("steps", "evals", "events"):

@@ -128,7 +128,7 @@ NOT_FINITE = frozenset({"nan", "inf", "-inf"})
 """How JSON, which has no such numbers, holds them."""
 TEXT = frozenset(column.name for column in EVENT.values() if column.type == "text")
 """Columns in which ``"nan"`` is text and not a number."""
-STEPWISE = ("steps", "evals", "gauges", "fingerprints")
+STEPWISE = ("steps", "evals", "gauges", "snapshots", "fingerprints")
 """The kinds of rows that have a step each. A resume rewrites them from its checkpoint on."""
 REQUIRED = {**dict.fromkeys(STEPWISE, ("step",)), "events": ("what", "step")}
 """Columns that each row of a kind has."""

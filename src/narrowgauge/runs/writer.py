@@ -134,8 +134,8 @@ class RunWriter:
         write_whole(self.path / "run.toml", tomli_w.dumps(content).encode())
 
     def append(self, kind: str, row: Row) -> None:
-        """Append a row to ``KIND.jsonl``: ``"steps"``, ``"evals"``, ``"gauges"`` or
-        ``"fingerprints"``. Cost: about 40 µs.
+        """Append a row to ``KIND.jsonl``: ``"steps"``, ``"evals"``, ``"gauges"``, ``"snapshots"``
+        or ``"fingerprints"``. Cost: about 40 µs.
         """
         if self._lock is None:
             raise RecordError(

@@ -254,9 +254,9 @@ def test_equal_records_are_the_same_run() -> None:
     assert not TwoRuns(*paths).settings, "the same text in another folder"
 
 
-KINDS = ("held", "tokens", "output", "sent", "grad", "clip", "weight", "exp_avg")
+KINDS = ("held", "tokens", "output", "sent", "grad", "weight", "exp_avg")
 ON_RANKS: dict[str, tuple[dict[str, dict[int, float]], str]] = {
-    "no clip on one of three": ({"clip": {1: 1.0}, "weight": {1: 7}, "exp_avg": {1: 7}}, "clip"),
+    "another update of one of three": ({"weight": {1: 7}, "exp_avg": {1: 7}}, "optimizer step"),
     "another gradient sent by one": ({"sent": {1: 7}, "grad": {0: 7, 1: 7, 2: 7}}, "gradient"),
     "other tokens on one": ({"tokens": {1: 7}}, "data"),
     "a weight that changed at rest on one": ({"held": {1: 7}}, "between steps"),
@@ -268,10 +268,7 @@ def on_ranks(name: str, changed: dict[str, dict[int, float]], num_ranks: int = 3
     for row in run.fingerprints:
         of_step = changed if row["step"] == 4 else {}
         row["ranks"] = {
-            kind: [
-                of_step.get(kind, {}).get(rank, 0.5 if kind == "clip" else 100 + rank)
-                for rank in range(num_ranks)
-            ]
+            kind: [of_step.get(kind, {}).get(rank, 100 + rank) for rank in range(num_ranks)]
             for kind in KINDS
         }
     return run

@@ -13,8 +13,9 @@ import pytest
 
 from analysis.diagnosis.records import ATTENTION, HEALTHY, LAYER, Row, gauges
 from narrowgauge.analysis.kinds import KINDS
+from narrowgauge.analysis.laws import Laws
 from narrowgauge.analysis.reading import Reading
-from narrowgauge.analysis.row_laws import RowLaws
+from narrowgauge.analysis.snapshot import Facts, Snapshot
 from narrowgauge.analysis.thresholds import Z
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
@@ -42,7 +43,15 @@ def stepped(wrong: Callable[[int], Row], until: int = 600) -> list[Row]:
 def run(
     recipe: Recipe | None, gauge_rows: Sequence[Row] = (), step_rows: Sequence[Row] = ()
 ) -> list[Reading]:
-    return RowLaws(recipe).read(step_rows, gauge_rows)
+    return read(Laws(Facts().advised_for(recipe)), step_rows, gauge_rows)
+
+
+def read(laws: Laws, step_rows: Sequence[Row], gauge_rows: Sequence[Row]) -> list[Reading]:
+    snapshots = [*map(Snapshot.of_step, step_rows), *map(Snapshot.of_gauges, gauge_rows)]
+    readings: list[Reading] = []
+    for now in snapshots:
+        readings += laws.read(now)
+    return readings
 
 
 WEIGHT = f"{LAYER}.weight"
@@ -62,6 +71,7 @@ CASES: dict[str, tuple[Recipe, list[Row], list[Row], str, int]] = {
     "divergence": (FLOAT16, [], stepped(lambda s: OVERFLOW if s >= 400 else SCALED), "", 424),
     "scale-halvings": (FLOAT16, [], stepped(lambda s: {"loss_scale": 2.0 ** (16 - sum(s >= k for k in (400, 420, 440)))}),
                        "", 440),
+    "loss-scale-anew": (FLOAT16, [], stepped(lambda s: {"loss_scale": 2.0**16 if s >= 400 else 2.0**13}), "", 400),
     "scale-floor": (FLOAT16, [], stepped(lambda s: {"loss_scale": 1.0 if s >= 400 else 2.0}), "", 400),
     "loss-spike": (NAIVE, [], stepped(lambda s: {"loss": 5.0} if s == 400 else {}), "", 400),
     "gradient-spike": (NAIVE, [], stepped(lambda s: {"grad_norm": 6.0} if s == 400 else {}), "", 400),
@@ -170,13 +180,13 @@ def test_the_same_trouble_is_told_again_only_after_it_was_over() -> None:
 def test_resumed_alarms_go_on_as_if_never_interrupted(name: str) -> None:
     recipe, gauge_rows, step_rows, *_, step = CASES[name]
     for cut in (step - 1, step + 5):
-        resumed = RowLaws(recipe)
-        resumed.read(
-            [r for r in step_rows if r["step"] <= cut], [r for r in gauge_rows if r["step"] <= cut]
-        )
-        later = resumed.read(
-            [r for r in step_rows if r["step"] > cut], [r for r in gauge_rows if r["step"] > cut]
-        )
+        resumed = Laws(Facts().advised_for(recipe))
+        parts = []
+        for is_later in (False, True):
+            steps = [r for r in step_rows if (r["step"] > cut) is is_later]
+            samples = [r for r in gauge_rows if (r["step"] > cut) is is_later]
+            parts.append(read(resumed, steps, samples))
+        later = parts[1]
         assert later == [event for event in run(recipe, gauge_rows, step_rows) if event.step > cut]
 
 
@@ -191,8 +201,7 @@ def test_resumed_alarms_go_on_as_if_never_interrupted(name: str) -> None:
     ],
 )
 def test_rows_with_holes_are_normal(tables: Row) -> None:
-    laws = RowLaws()
-    assert laws.of_sample({"step": 1, **tables}) == laws.of_step({"step": 1}) == []
+    assert read(Laws(), [{"step": 1}], [{"step": 1, **tables}]) == []
 
 
 def test_a_slow_growth_is_measured_from_the_lowest_median() -> None:

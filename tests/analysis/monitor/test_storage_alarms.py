@@ -9,10 +9,13 @@ import torch
 from torch import nn
 
 import narrowgauge as ng
+from narrowgauge.analysis.laws import Laws
 from narrowgauge.analysis.reading import Reading
+from narrowgauge.analysis.snapshot import Facts, Snapshot
 from narrowgauge.gauges.hub import Hub
 from narrowgauge.gauges.tensors import Gauges
 from narrowgauge.runs.schema import Row
+from narrowgauge.spec.notation import parse
 from tensors import metric_of
 
 ROWS = 96
@@ -40,7 +43,7 @@ def run(storage: str, weight_decay: float = 0.1) -> tuple[list[Reading], list[Ro
     )
     optimizer.on_alarm = lambda alarms: None
     compute = "float32" if storage == "float32" else "bfloat16"
-    laws = ng.analysis.RowLaws(f"{compute}/{storage}")
+    laws = Laws(Facts().advised_for(parse(f"{compute}/{storage}")))
     rows = list[Row]()
     gauges = Gauges(Hub(table, [optimizer]), optimizer, 5, rows.append)
     target = torch.randn(MET, WIDTH)
@@ -50,7 +53,10 @@ def run(storage: str, weight_decay: float = 0.1) -> tuple[list[Reading], list[Ro
         optimizer.step()
         optimizer.zero_grad()
     gauges.end()
-    return laws.read([], rows), rows
+    readings: list[Reading] = []
+    for row in rows:
+        readings += laws.read(Snapshot.of_gauges(row))
+    return readings, rows
 
 
 def test_lost_decay_is_told_though_the_edq_is_good() -> None:

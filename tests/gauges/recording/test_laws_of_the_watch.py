@@ -19,6 +19,8 @@ from torch import Tensor, nn
 import narrowgauge as ng
 from narrowgauge.gauges import Gauges, RunNotice
 from narrowgauge.gauges.hub import Hub
+from narrowgauge.gauges.recording.backward import BackwardPasses
+from narrowgauge.gauges.recording.forward import ForwardPasses
 from narrowgauge.gauges.recording.watch import Watch
 
 B16 = torch.bfloat16
@@ -109,24 +111,33 @@ def test_an_optimizer_of_an_earlier_loop_says_nothing_of_this_one() -> None:
     assert not run(25, no_step), "as a loss scaler that skips every step"
 
 
-@pytest.mark.parametrize("method", ["before_pass", "_add_sum", "_see_gradient", "after_step"])
-def test_a_watch_that_ended_leaves_no_hook_of_its_own(
-    method: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("part", "method"),
+    [
+        (ForwardPasses, "before_pass"), (ForwardPasses, "add_sum"), (BackwardPasses, "see_gradient"),
+        (Watch, "after_step"),
+    ],
+)  # fmt: skip
+def test_a_part_that_ended_leaves_no_hook_of_its_own(
+    part: Any, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: Any) -> None:
         raise ValueError("no ink")
 
-    monkeypatch.setattr(Watch, method, broken)
+    monkeypatch.setattr(part, method, broken)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     watch = ng.watch(model, optimizer)
     assert all(block._forward_hooks for block in model)
     assert any(p._backward_hooks for p in model.parameters())
     messages = run(2, loop(model, optimizer, 4, 8))
-    assert messages == ["the watch ended: ValueError: no ink"] and watch.is_ended
+    assert messages == [f"{part.title} ended: ValueError: no ink"]
+    assert watch.is_ended is (part is Watch)
+    assert part is BackwardPasses or not any(block._forward_hooks for block in model)
+    assert part is ForwardPasses or not any(p._backward_hooks for p in model.parameters())
+    watch.remove()
     assert not any(block._forward_hooks for block in model)
     assert not any(p._backward_hooks for p in model.parameters())
-    watch.remove()
     assert not model._forward_hooks and not model._forward_pre_hooks
 
 
@@ -752,3 +763,106 @@ def test_the_rate_is_that_of_now() -> None:
     run(1, loop(model, optimizer, 8, 16, dtype=B16))  # not a sampled step
     assert watch.numbers()["lr/group0"] == 0.1
     assert watch.numbers()["effective_lr/group0"] == pytest.approx(0.1 * share)
+
+
+class Accumulating:
+    """A loop of four micro-batches a step, as a fault spoils it or not."""
+
+    def __init__(self, case: str) -> None:
+        torch.manual_seed(0)
+        self.case = case
+        self.model = nn.Linear(8, 8)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
+        ng.watch(self.model, self.optimizer)
+
+    def __call__(self, step: int) -> None:
+        if self.case == "left out" and step % 10 == 9:
+            self.passes(4, torch.randn(4, 4, 8))
+            self.optimizer.zero_grad()
+        first = torch.randn(4, 8).expand(4, 4, 8)
+        batches = first if self.case in ("one read", "perturbed") else torch.randn(4, 4, 8)
+        self.passes(2, batches[:2])
+        if self.case == "evaluated" and step % 10 == 9:
+            self.optimizer.zero_grad()
+        if self.case == "perturbed":  # as sharpness-aware minimization
+            with torch.no_grad():
+                self.model.weight += 0.01
+        self.passes(2, batches[2:])
+        if self.case == "perturbed":
+            with torch.no_grad():
+                self.model.weight -= 0.01
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def passes(self, number: int, batches: Tensor) -> None:
+        for batch in batches[:number]:
+            (self.model(batch).square().mean() / 4).backward()
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("plain", ""),
+        ("left out", ""),
+        ("perturbed", ""),
+        ("evaluated", "step 10: in 1 of 10 steps the gradients were cleared between the 4"),
+        ("one read", "step 13: all 4 backward passes of a step have the same gradient"),
+    ],
+)
+def test_passes_that_a_step_lost_or_repeated_are_said(case: str, words: str) -> None:
+    messages = run(40, Accumulating(case))
+    assert [message.startswith(words) for message in messages] == [True] * bool(words), messages
+
+
+@pytest.mark.parametrize("case", ["in proportion", "at one rate", "second at zero"])
+def test_rates_of_the_run_are_compared_with_those_at_the_start(case: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    groups = [
+        {"params": model[0].parameters(), "lr": 1e-3},
+        {"params": model[1].parameters(), "lr": 1e-4},
+    ]
+    optimizer = torch.optim.SGD(groups, lr=1e-3)
+    ng.watch(model, optimizer)
+    one_step = loop(model, optimizer, 4, 8)
+
+    def scheduled(step: int) -> None:
+        rate = 1e-3 * (1 - step / 100)
+        second = {"in proportion": 0.1 * rate, "at one rate": rate, "second at zero": 0.0}[case]
+        for group, value in zip(optimizer.param_groups, (rate, second), strict=True):
+            group["lr"] = value
+        one_step(step)
+
+    expected = {
+        "at one rate": "the groups began",
+        "second at zero": "5 steps had a learning rate of 0",
+    }
+    messages = run(30, scheduled)
+    assert [expected[case] in message for message in messages[:1]] == [True] * (case in expected)
+    assert bool(messages) is (case in expected), messages
+
+
+@pytest.mark.parametrize(
+    ("case", "is_said"),
+    [("an average", False), ("exchanged", True), ("a copy", False), ("a narrow copy", False)],
+)
+def test_an_average_with_its_factors_exchanged_is_said(case: str, is_said: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    average = copy.deepcopy(model)
+    if case == "a narrow copy":
+        average = average.to(B16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    ng.watch(model, optimizer)
+    one_step = loop(model, optimizer, 4, 8)
+    taken = {"an average": 0.01, "exchanged": 0.99}.get(case, 1.0)
+
+    @torch.no_grad()
+    def averaged(step: int) -> None:
+        with torch.enable_grad():
+            one_step(step)
+        for mean, p in zip(average.parameters(), model.parameters(), strict=True):
+            mean.lerp_(p.to(mean.dtype), taken)
+
+    messages = run(501, averaged)
+    assert [("factors exchanged" in message) for message in messages] == [True] * is_said, messages

@@ -85,7 +85,6 @@ class Fingerprints(Listener):
         # Of this rank alone: a hash of its part of each kind.
         self._own: dict[str, int] = {}
         self._num_sent = 0
-        self._clip: float | None = None
 
     # ── the loop calls these ──────────────────────────────────────────────────────────────────────
 
@@ -165,9 +164,8 @@ class Fingerprints(Listener):
         if isinstance(optimizer, Optimizer) and optimizer.last_control is not None:
             # The factor by which the update multiplied the gradients.
             factor = optimizer.last_control[:1]
-            self._clip = float(factor)
             size = sum(x[2] for key, x in self._entries.items() if key.startswith("grad:"))
-            self._entries["clip:factor"] = [fingerprint(factor), self._clip, size]
+            self._entries["clip:factor"] = [fingerprint(factor), float(factor), size]
         self._end_row(self._step)
 
     def end(self) -> None:
@@ -257,14 +255,9 @@ class Fingerprints(Listener):
         """Return the column ``ranks``; none for a single process."""
         if self.here.size == 1:
             return {}
-        digests, factors = zip(*self.here.gather((self._own, self._clip)), strict=True)
-        ranks: Row = {}
-        for of_rank in digests:
-            for kind in of_rank:
-                ranks[kind] = [digest.get(kind) for digest in digests]
-        if any(factor is not None for factor in factors):
-            ranks["clip"] = list(factors)
-        return {"ranks": ranks}
+        digests = self.here.gather(self._own)
+        kinds = dict.fromkeys(kind for digest in digests for kind in digest)
+        return {"ranks": {kind: [digest.get(kind) for digest in digests] for kind in kinds}}
 
     def _stored(self, *, is_stepped: bool) -> dict[str, Tensor]:
         """Return the stored tensors by ``KIND:NAME``: every parameter's weight and, once stepped,

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.analysis.kinds import KINDS
-from narrowgauge.analysis.reading import Reading, of_all
+from narrowgauge.analysis.snapshot import is_sampled
 from narrowgauge.analysis.thresholds import SETTLED
 from narrowgauge.checks.step_samples import evenly_spread
 from narrowgauge.gauges.hub import Listener
@@ -28,6 +27,8 @@ from narrowgauge.torch_support.torch_names import callers_of_step, graph_nodes
 if TYPE_CHECKING:
     from narrowgauge.gauges.recording.watch import Watch
 
+_CLOSE = 8
+"""Sampled steps up to this one are too close for a look at each."""
 _CLOCK = itertools.count()
 _LAST_STEPS: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 """When each optimizer of this process stepped last, since the first watch: a reading of the clock."""
@@ -73,7 +74,8 @@ class Steppers:
 class Leaves(Listener):
     """Walk the graph of a pass to its leaves, and read those that no optimizer steps.
 
-    It walks in two steps of every 50, since parameters may be thawed while the loop runs.
+    It looks at two steps of every 50, and at sampled steps and the next ones, since parameters may
+    be thawed while the loop runs.
     """
 
     title = "the watch of leaves"
@@ -82,33 +84,50 @@ class Leaves(Listener):
         self._watch = watch
         self._leaves: dict[int, tuple[weakref.ref[Tensor], Tensor, set[int]]] = {}
 
-    def _since_walk(self) -> int:
-        """Return the steps since the last one in which walks began."""
-        done = self._watch.now.step - 1
-        return done if done < SETTLED else done % SETTLED
+    def _since_look(self) -> int:
+        """Return the steps since the last one in which a look began, at most 3."""
+        for since in range(3):
+            step = self._watch.now.step - since
+            if step % SETTLED == 1 or (step > _CLOSE and is_sampled(step)):
+                return since
+        return 3
 
     def after_pass(self, output: Any) -> None:
         """Remember the leaves that the optimizers do not step."""
         # The leaves of sharded parameters are gathered copies.
-        if self._since_walk() >= 2 or self._watch.is_sharded:
+        if self._since_look() >= 2 or self._watch.is_sharded:
             return
         for node in graph_nodes(output):
             leaf = getattr(node, "variable", None)
-            if not isinstance(leaf, Tensor) or leaf in self._watch.names:
-                continue
-            reference, values, steps = self._leaves.get(id(leaf), (None, None, set[int]()))
-            if reference is None or reference() is not leaf or values is None:
-                values = evenly_spread(leaf).clone()
-                steps = set()
-            steps.add(self._watch.now.step)
-            self._leaves[id(leaf)] = weakref.ref(leaf), values, steps
+            if isinstance(leaf, Tensor):
+                self._remember(leaf)
+
+    def _remember(self, leaf: Tensor) -> None:
+        if leaf in self._watch.names:
+            return
+        reference, values, steps = self._leaves.get(id(leaf), (None, None, set[int]()))
+        if reference is None or reference() is not leaf or values is None:
+            values = evenly_spread(leaf).clone()
+            steps = set()
+        steps.add(self._watch.now.step)
+        self._leaves[id(leaf)] = weakref.ref(leaf), values, steps
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Read the leaves after two steps with walks."""
-        if self._since_walk() == 2 and optimizer is self._watch.optimizers[0]:
-            self._watch.report(self._readings(self._watch.now.step))
+        """Remember the parameters with a gradient too, since a loop may not call the model itself;
+        and read the leaves after two steps with walks.
+        """
+        if optimizer is not self._watch.optimizers[0]:
+            return
+        since = self._since_look()
+        if since < 2 and not self._watch.is_sharded:
+            for p in self._watch.watched_model.parameters():
+                if p.grad is not None:
+                    self._remember(p)
+        elif since == 2:
+            self._take()
 
-    def _readings(self, step: int) -> Iterator[Reading]:
+    def _take(self) -> None:
+        """Add the tensors without an optimizer, and those with two, to the snapshot."""
         steppers = self._watch.steppers
         stepped = {*members_of(*steppers.stepped())}
         leaves = []
@@ -120,10 +139,9 @@ class Leaves(Listener):
                 leaves.append(leaf)
         self._leaves = {}
         self._watch.measured["untrained_tensors"] = len(leaves)
-        names = names_of(self._watch.watched_model, leaves)
-        yield from KINDS["missing-parameters"].of(names, step)
-        for twice in steppers.stepped_by_others(self._watch.names):
-            yield from KINDS["parameters-twice"].of(twice, step)
+        now = self._watch.now
+        now.untrained += names_of(self._watch.watched_model, leaves)
+        now.twice += steppers.stepped_by_others(self._watch.names)
 
 
 def names_of(model: nn.Module, tensors: Iterable[Tensor]) -> list[str]:
@@ -202,17 +220,17 @@ class Averages:
                 self._copies.append((name, weakref.ref(p), p._version, evenly_spread(p).clone()))
         self.names = {name for name, *_ in self._copies}
 
-    def readings(
-        self, step: int, moved: Mapping[str, tuple[Tensor, Tensor]], stepped: Iterable[Tensor]
-    ) -> Iterator[Reading]:
-        """Yield an average that ran away, and the averages that do not move.
+    def numbers(
+        self, step: int, moved: Mapping[str, tuple[Tensor, ...]], stepped: Iterable[Tensor]
+    ) -> dict[str, list[Any]]:
+        """Return the numbers of each copy that the loop writes, for a snapshot.
 
         Args:
-            moved: elements of the weights that moved, when the watch began and now.
+            moved: elements of the weights that moved: when the watch began, before and after the step.
             stepped: parameters with an optimizer.
         """
         stepped_params = {*stepped}
-        written = []
+        formats = {}
         norms = []
         for name, reference, version, first in self._copies:
             p = reference()
@@ -221,20 +239,16 @@ class Averages:
             if p._version - version < SETTLED:
                 continue
             values = evenly_spread(p)
-            written.append((name, dtype_name(p.dtype)))
+            formats[name] = dtype_name(p.dtype)
             # An average may be on the CPU.
-            tensors = (values - first, values, *moved[name])
-            norms.append(torch.stack([x.double().norm().to(values.device) for x in tensors]))
-        kind = KINDS["average"]
-        still = {}
-        runaways = []
-        for (name, format), (change, size, *sizes) in zip(written, on_host(norms), strict=True):
-            largest = max(sizes)
-            if largest < math.inf and not size <= kind.bound * largest:
-                runaways.append((name, size, largest))
-            if change == 0 and step >= self._step + SETTLED:
-                still[name] = format
-        for name, size, largest in runaways[:1]:
-            yield kind.reading(name, size / largest, step=step, size=size, largest=largest)
-        formats = of_all(still.values())
-        yield from KINDS["average"].case("unmoved").of(still, step, formats=formats)
+            start, before, now = (x.double().to(values.device) for x in moved[name])
+            wide = values.double()
+            tensors = (wide - first, wide, start, now, wide - before, wide - now, now - before)
+            norms.append(torch.stack([x.norm() for x in tensors]))
+        has_settled = step >= self._step + SETTLED
+        numbers: dict[str, list[Any]] = {}
+        for (name, format), row in zip(formats.items(), on_host(norms), strict=True):
+            change, size, *sizes, to_before, to_now, step_size = row
+            lag = min(to_before, to_now) / (step_size or math.inf)
+            numbers[name] = [change, size, max(sizes), format, has_settled, lag]
+        return numbers

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from narrowgauge.analysis.kinds import KINDS
-from narrowgauge.analysis.reading import Reading, of_all, words_of
+from narrowgauge.analysis.reading import of_all, words_of
+from narrowgauge.analysis.snapshot import Snapshot, is_sampled
 from narrowgauge.checks.gradients import has_own_batches, weights_of_ranks
 from narrowgauge.distributed.replica_verification import possible_parts, unlike
 from narrowgauge.gauges.hub import Listener
-from narrowgauge.gauges.recording.snapshot import Snapshot, is_sampled
 from narrowgauge.gauges.recording.twin import on_host
 from narrowgauge.numerics.dtensor import gradient_of, is_sharded
 from narrowgauge.numerics.hashing import fingerprint_all
@@ -23,9 +22,6 @@ from narrowgauge.torch_support.torch_hooks import members_of
 
 if TYPE_CHECKING:
     from narrowgauge.gauges.recording.watch import Watch
-
-_SAME_BATCH = "trained on the same batch: give each rank its share of the data (DistributedSampler)"
-_SAME_MASKS = "draw the same dropout masks for other batches: seed each rank with its number"
 
 
 class OfRanks(Listener):
@@ -43,8 +39,8 @@ class OfRanks(Listener):
         watch.unseen["losses of ranks"] = "watch.step(loss) was not called"
         if watch.is_sharded:
             watch.unseen["weights of ranks"] = "parameters are sharded"
-        if watch.probe is not None:
-            watch.hub.follow_gradients(self, self._add_square, watch.undo, watch.probe)
+        if watch.backward.probe is not None:
+            watch.hub.follow_gradients(self, self._add_square, watch.undo, watch.backward.probe)
 
     def _weights(self) -> dict[str, Tensor]:
         return {name: p.detach() for name, p in self._watch.trained.items()}
@@ -80,7 +76,7 @@ class OfRanks(Listener):
             state = torch.cuda.get_rng_state(device)
         self._hashes = (
             fingerprint_all(batch) if batch else "",
-            fingerprint_all({"": state}) if self._watch.drops_out() else "",
+            fingerprint_all({"": state}) if self._watch.forward.drops_out() else "",
         )
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -105,59 +101,49 @@ class OfRanks(Listener):
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Compare the weights in sampled steps, and the batches in the second."""
-        step = self._watch.now.step
+        now = self._watch.now
         if optimizer is not self._watch.optimizers[-1]:
             return
-        if is_sampled(step):
-            self._watch.report(self._replica_readings(step))
-        if step == 2:
-            self._watch.report(self._batch_readings(step))
+        if is_sampled(now.step):
+            now.ranks_apart = self._ranks_apart()
+        if now.step == 2:
+            now.alike = self._alike()
 
-    def compare_losses(self, told: Snapshot) -> Snapshot:
+    def compare_losses(self, loss: float, step: int) -> Snapshot:
         """Compare the losses and the gradients of the ranks after a sampled step."""
-        step = told.step
-        norm = math.nan if self._watch.probe is None else math.sqrt(float(self._square[1]))
-        losses, norms = zip(*self._here.gather((told.loss, norm)), strict=True)
+        norm = math.nan if self._watch.backward.probe is None else math.sqrt(float(self._square[1]))
+        losses, norms = zip(*self._here.gather((loss, norm)), strict=True)
         for name, values in (("rank_loss", losses), ("rank_grad_norm", norms)):
             # Sharded gradients are not measured before their sum.
             if not any(map(math.isnan, values)):
                 self._watch.measured[f"{name}/min"] = min(values)
                 self._watch.measured[f"{name}/max"] = max(values)
-        if len({*losses}) == len({*norms}) == 1 and 0 < norm < math.inf:
-            self._watch.report(self._equal_ranks(step, _SAME_BATCH))
-        return Snapshot(step, rank_losses=losses)
+        now = Snapshot(step, rank_losses=list(losses))
+        if len({*losses}) == len({*norms}) == 1 and 0 < norm < math.inf and self._has_own_data():
+            now.alike = "batch"
+        return now
 
-    def _replica_readings(self, step: int) -> Iterator[Reading]:
+    def _ranks_apart(self) -> dict[str, list[float]]:
         """Compare the weights of the ranks. Those that differed before the first step are parts."""
         of_ranks = self._sums(self._weights())
         differing = unlike(of_ranks) - self._split
-        parted = [name for name in self._watch.trained if name in differing]
-        if parted:
-            sums = [row.get(parted[0], math.nan) for row in of_ranks]
-            odd = next(rank for rank, x in enumerate(sums) if x != sums[0])
-            values = f"{sums[0]:.9g} on rank 0 and {sums[odd]:.9g} on rank {odd}"
-            message = f"The sum of its elements is {values} after step {step}."
-            yield KINDS["ranks-differ"].reading(
-                of_all(parted), sums[odd], sums[0], 0, step, message=message
-            )
+        apart = {}
+        for name in self._watch.trained:
+            if name in differing:
+                sums = [row.get(name, math.nan) for row in of_ranks]
+                odd = next(rank for rank, x in enumerate(sums) if x != sums[0])
+                apart[name] = [sums[0], sums[odd], odd]
+        return apart
 
-    def _batch_readings(self, step: int) -> Iterator[Reading]:
-        """Compare the batches and the random generators of the ranks, where each trains on its own
-        data.
-        """
+    def _alike(self) -> str:
+        """Return what the ranks compute alike, where each trains on its own data."""
         batches, states = zip(*self._here.gather(self._hashes or ("", "")), strict=True)
+        alike = ""
         if len({*batches}) == 1 and batches[0]:
-            yield from self._equal_ranks(step, _SAME_BATCH)
+            alike = "batch"
         elif len({*states}) == 1 and states[0]:
-            yield from self._equal_ranks(step, _SAME_MASKS)
-
-    def _equal_ranks(self, step: int, words: str) -> Iterator[Reading]:
-        if self._has_own_data():
-            yield (
-                KINDS["equal-batches"]
-                .case("ranks")
-                .reading("", self._here.size, 1, 0, step, words=words)
-            )
+            alike = "masks"
+        return alike if alike and self._has_own_data() else ""
 
     def _has_own_data(self) -> bool:
         """Return whether each rank should train on its own batch. All ranks make the call."""

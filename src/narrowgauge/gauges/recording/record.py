@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from narrowgauge.analysis.laws import Laws
 from narrowgauge.analysis.log import emit, happened, row_of
 from narrowgauge.analysis.reading import Reading
-from narrowgauge.analysis.row_laws import RowLaws
+from narrowgauge.analysis.snapshot import Facts, Snapshot, snapshots_of
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.gauges.hub import Hub
@@ -56,6 +57,7 @@ class Record(AbstractContextManager["Record"]):
 
     Attributes:
         num_steps, tokens, seconds: of all steps so far.
+        laws, see: which read the rows, and the call that lets them read one.
         undo: what leaves the model and the optimizer as they were.
     """
 
@@ -67,7 +69,6 @@ class Record(AbstractContextManager["Record"]):
         on_row: OnRow | None = None,
     ) -> None:
         self.here = all_ranks()
-        self.recipe = recipe
         self.say = say
         self.writer: RunWriter | None = None
 
@@ -78,8 +79,8 @@ class Record(AbstractContextManager["Record"]):
         self.folder = self.here.of_first(open_first)
         self._on_row = on_row or (lambda kind, row: None)
         self.reader = StepReader()
-        self.laws = RowLaws(recipe)
-        self.ignored: Collection[str] = ()
+        self.laws = Laws(Facts().advised_for(recipe))
+        self.see: Callable[[Snapshot], None] = self._see
         self.undo = ExitStack()
         self.gauges: Gauges | None = None
         self.num_steps = 0
@@ -158,7 +159,7 @@ class Record(AbstractContextManager["Record"]):
         self.tokens = row.get("tokens") or self.tokens
         self.seconds += row["seconds"] or 0.0
         self._append("steps", row)
-        self._tell(self.laws.of_step(row))
+        self.see(Snapshot.of_step(row))
         if reader.ours is not None and reader.was_skipped:
             self.event(happened("skip", self.num_steps, why_skipped(reader.ours, self.here)))
         if self.gauges is not None and self.gauges.step != self.num_steps:
@@ -180,12 +181,12 @@ class Record(AbstractContextManager["Record"]):
     def gauge(self, row: Row) -> None:
         """Write a row of ``gauges.jsonl``, and let the laws read it."""
         self._append("gauges", row)
-        self._tell(self.laws.of_sample(row))
+        self.see(Snapshot.of_gauges(row))
 
-    def _tell(self, readings: Iterable[Reading]) -> None:
-        for reading in readings:
-            if reading.what not in self.ignored:
-                self.event(reading, shown=True)
+    def _see(self, now: Snapshot) -> None:
+        """Let the laws read a row, and log and show their readings."""
+        for reading in self.laws.read(now):
+            self.event(reading, shown=True)
 
     def fingerprint(self, prints: Fingerprints) -> None:
         """Write the newest row of ``fingerprints.jsonl``, if the step has one.
@@ -232,8 +233,7 @@ class Record(AbstractContextManager["Record"]):
                 self.event(happened("note", step, note), shown=True)
             self.writer.notes.clear()
         run = self.here.of_first(lambda: read_run(self.folder))
-        self.laws = RowLaws(self.recipe)
-        self.laws.read(run.steps, run.gauges)
+        self.laws.restart(snapshots_of(run))
         self.num_steps = step
         self.tokens = 0
         self.seconds = 0.0

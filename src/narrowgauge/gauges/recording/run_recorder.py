@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.log import happened
 from narrowgauge.analysis.reading import Reading, in_order, of_all, words_of
+from narrowgauge.analysis.snapshot import Snapshot, is_sampled
 from narrowgauge.checks.checking import static_readings
 from narrowgauge.checks.loss_value import coarse_loss
 from narrowgauge.checks.set_up import set_up_of
@@ -40,7 +41,6 @@ from narrowgauge.gauges.recording.provenance import (
     formats_of,
 )
 from narrowgauge.gauges.recording.record import OnRow, Record
-from narrowgauge.gauges.recording.snapshot import is_sampled
 from narrowgauge.gauges.recording.step_row import batch_checksum
 from narrowgauge.gauges.recording.watch import Watch
 from narrowgauge.matmul.linear import Linear
@@ -156,17 +156,17 @@ class RunRecorder(Watch):
         optimizers = [*map(unwrapped, outer_ones)]
         self.model = set_up_of(model, optimizers).model
         self.optimizer = optimizers[-1]
-        policy = _recipe_in_use(model, self.optimizer) if recipe is None else parse(recipe)
-        _require_fit(policy, self.optimizer)
-        self._asked = None if recipe is None else policy
-        content = describe_run(self.model, self.optimizer, policy, settings or {}) | dict(
+        self.recipe = _recipe_in_use(model, self.optimizer) if recipe is None else parse(recipe)
+        _require_fit(self.recipe, self.optimizer)
+        self._asked = None if recipe is None else self.recipe
+        content = describe_run(self.model, self.optimizer, self.recipe, settings or {}) | dict(
             tables or {}
         )
         here = all_ranks()
         goes_on = here.of_first(lambda: resume and is_run(Path(folder)))
         self._record = Record(
             lambda: RunWriter.open(folder) if goes_on else RunWriter.create(folder, content),
-            policy,
+            self.recipe,
             warn,
             on_row,
         )
@@ -188,7 +188,8 @@ class RunRecorder(Watch):
             self._record.undo.callback(self._prints.end)
             self._columns = Row()
             self._num_taken = 0
-            self._record.ignored = self._ignored
+            self._record.laws = self.laws
+            self._record.see = self._tell
             self._record.watch(model, self.optimizer, every=gauges_every, hub=self.hub)
             self._certificate = Certificate(model, self.optimizer)
             self._must_go_back = earlier is not None and bool(earlier.steps)
@@ -196,8 +197,9 @@ class RunRecorder(Watch):
             self._run = content
             if earlier is not None:
                 self._run = {**earlier.run, "config": {**earlier.config, **dict(settings or {})}}
-                if self._record.writer is not None:
-                    self._record.writer.amend(self._run)
+            self._run["watch"] = self.laws.facts.table()
+            if self._record.writer is not None:
+                self._record.writer.amend(self._run)
             if earlier is None:
                 where = " in a loop of its own" if content["recorder"] else ""
                 self.event("start", f"{content['config']['model']}{where}")
@@ -262,10 +264,10 @@ class RunRecorder(Watch):
         self.sampled.num_compared = 0
         self._columns = {}
         present = {name: value for name, value in entries.items() if value is not None}
-        row = self._record.step(present)
-        super().step(
-            row.get("loss"), grad_norm=row["grad_norm"] if "grad_norm" in present else None
-        )
+        self._count_call()
+        if "grad_norm" in present:
+            self._read()  # the norm of what arrived comes first
+        self._record.step(present)
         if self.num_steps == 1:
             self._check(1)  # now the optimizer has its states
             for line in coarse_loss(loss):
@@ -365,6 +367,8 @@ class RunRecorder(Watch):
         if self._has_unwritten:
             self.step()
         self._is_open = False
+        if not self.is_ended:
+            self.hub.guard(self, self._read)
         try:
             if finished and not self._must_go_back:
                 self._record.finish(self._summary() | columns)
@@ -412,12 +416,13 @@ class RunRecorder(Watch):
         silent = {"missing-parameters", "no-gradient"}
         if step == 0:
             readings = [*readings, *self._asked_readings()]
-        for reading in in_order(readings):
-            place = reading.what, reading.tensor
-            is_new = place not in self._logged and reading.what not in self._ignored
-            if is_new and reading.severity != "note" and reading.what not in silent:
-                self._logged[place] = reading.excess
-                self._log(replace(reading, step=step))
+        checked = in_order(readings)
+        readings = []
+        for reading in checked:
+            if reading.severity != "note" and reading.what not in silent:
+                readings.append(replace(reading, step=step))
+        for reading in self.laws.new(readings):
+            self._log(reading)
 
     def _asked_readings(self) -> Iterator[Reading]:
         """Compare the format of the trained weights with that of the recipe that was asked for."""
@@ -445,6 +450,10 @@ class RunRecorder(Watch):
 
     def _log(self, reading: Reading) -> None:
         self._record.event(reading)
+
+    def _keep(self, now: Snapshot) -> None:
+        if self._record.writer is not None:
+            self._record.writer.append("snapshots", now.row())
 
     # ── writing ───────────────────────────────────────────────────────────────────────────────────
 
@@ -479,6 +488,8 @@ class RunRecorder(Watch):
         """Write the row of the last step, if nobody did."""
         if self._has_unwritten:
             self.step()
+        if self.num_steps + 1 != self.now.step:
+            self.now.at_row = self.num_steps + 1
         super().before_step(optimizer)
 
     def after_pass(self, output: Any) -> None:
@@ -608,11 +619,14 @@ def watch(
     * on sampled steps, frozen tensors that the optimizer changes, and a step, a decay, a state or a count unlike its class's;
     * weights and states that are written after a sampled step; gradients beyond the limit of the clip;
     * gradients that were not cleared, that are zero everywhere, or that are not finite; a step that is repeated;
+    * gradients that were cleared between the passes of a few steps, and passes with equal gradients;
+    * groups that began with different rates and have one, or none;
     * training in evaluation mode, evaluation in training mode, weights that an evaluation did not restore;
     * batch norms of frozen weights whose statistics move;
     * the first module whose output is not finite;
-    * a copy of the model that the loop writes, such as an average of its weights, which cannot move in its format or runs away;
-    * a loss that has one value in all steps, or that of a uniform guess;
+    * a copy of the model that the loop writes, such as an average of its weights: it cannot move in its format, runs away, or
+      keeps nearly nothing of itself;
+    * a loss that has one value in all steps, or that of a uniform guess, that jumps, or that is not finite;
     * on several ranks, equal batches and equal dropout masks; on sampled steps, weights that differ;
     * on sampled steps, a rank whose loss is far from the others';
 

@@ -15,14 +15,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, joined, of_all, words_of
+from narrowgauge.analysis.snapshot import AT_ZERO, MOVED, is_sampled, shortened
 from narrowgauge.analysis.thresholds import ROUNDINGS
 from narrowgauge.checks.step_samples import evenly_spread, weight_of
 from narrowgauge.gauges.hub import Listener
 from narrowgauge.gauges.recording.leaves import Averages, copies_of
-from narrowgauge.gauges.recording.snapshot import Weight, is_sampled
+from narrowgauge.gauges.recording.step_fit import step_readings
 from narrowgauge.gauges.recording.twin import Twin, on_host
+from narrowgauge.gauges.recording.written import Writes
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.torch_support.anatomy import moving_statistics
@@ -32,8 +33,6 @@ from narrowgauge.torch_support.torch_names import plain_name
 if TYPE_CHECKING:
     from narrowgauge.gauges.recording.watch import Watch
 
-Place = tuple[str, str]
-"""What a reading is about: its kind and its tensor."""
 Elements = dict[str, tuple[Tensor, Tensor]]
 """Tensors by name, each with a copy of some elements."""
 
@@ -53,12 +52,11 @@ class StoredShares:
         self._watch = watch
         self._sums: dict[Tensor, list[float]] = {}
 
-    def readings(self, twin: Twin) -> Iterator[Reading]:
-        """Read lr times the stored share of the update, of each group."""
+    def take(self, twin: Twin) -> None:
+        """Add the stored share of each group to the snapshot."""
         watch = self._watch
         sums = self._sums_of(twin)
-        kind = KINDS["effective-rate"]
-        for index, optimizer, group in watch.groups():
+        for number, optimizer, group in watch.groups():
             if optimizer is not twin.optimizer:
                 continue
             members = [p for p in group["params"] if p in sums and sums[p][0] > 0]
@@ -66,19 +64,17 @@ class StoredShares:
                 watch.unseen["effective learning rate"] = "a group has no lr"
             if group.get("lr") is None or not members:
                 continue
-            rate = float(group["lr"])
             intended, stored, variance = map(sum, zip(*(sums[p] for p in members), strict=True))
             share = stored / intended
-            error = 3 * math.sqrt(variance) / intended
-            watch.shares[index] = share
+            watch.shares[number] = share
             # Our audit has alarms of its own.
-            if share + error < kind.bound and not isinstance(optimizer, Optimizer):
-                worst = min(members, key=lambda p: sums[p][1] / sums[p][0])
-                least = sums[worst][1] / sums[worst][0]
-                yield kind.reading(
-                    "", rate * share, None, kind.bound * rate, watch.now.step, rate=rate, share=share,
-                    format=dtype_name(worst.dtype), worst=watch.name(worst), least=least,
-                )  # fmt: skip
+            if isinstance(optimizer, Optimizer):
+                continue
+            error = 3 * math.sqrt(variance) / intended
+            worst = min(members, key=lambda p: sums[p][1] / sums[p][0])
+            least = sums[worst][1] / sums[worst][0]
+            named = dtype_name(worst.dtype), watch.name(worst), least
+            watch.now.shares[number] = [float(group["lr"]), share, error, *named]
 
     def _sums_of(self, twin: Twin) -> dict[Tensor, list[float]]:
         """Return ⟨D,D⟩, ⟨D,E⟩ and its variance of each tensor, from our audit or from the repeated
@@ -128,11 +124,8 @@ class Sampled(Listener):
         self._starts: dict[str, _Start] = {}
         self._stored = StoredShares(watch)
         self._twins: dict[torch.optim.Optimizer, Twin] = {}
-        self._strays: Elements = {}
         self._frozen: Elements = {}
-        # After the first step, until the second.
-        self._first_writes: dict[torch.optim.Optimizer, dict[Place, Reading]] = {}
-        self._projected: set[Place] = set()
+        self._writes = Writes()
         self._averages: Averages | None = None
         self._start_new()
 
@@ -145,7 +138,6 @@ class Sampled(Listener):
         if anew:
             self._starts = {}
         self._twins = {}
-        self._strays = {}
         self._start_new()
 
     def _start_new(self) -> None:
@@ -171,7 +163,10 @@ class Sampled(Listener):
         what it must not.
         """
         watch = self._watch
-        watch.report(self._written_readings(optimizer))
+        twin = self._twins.pop(optimizer, None)
+        if twin is not None and twin.samples and twin.samples[0].after:
+            step = watch.now.step - 1
+            watch.report(self._compared(lambda: self._writes.readings(twin, step)))
         if not (is_sampled(watch.now.step) or watch.goes_on):
             return
         watch.take_up()
@@ -182,12 +177,6 @@ class Sampled(Listener):
             if not p.requires_grad:
                 self._frozen[name] = p, evenly_spread(p).clone()
         self._twins[optimizer] = Twin(optimizer, watch.names)
-        if watch.is_sharded or watch.now.step < 3:
-            return
-        members = {*members_of(*watch.optimizers)}
-        for name, p in _named(watch.watched_model).items():
-            if p.grad is not None and p not in members and not watch.has_master(p):
-                self._strays[name] = p, evenly_spread(p).clone()
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Read a sampled step."""
@@ -197,13 +186,13 @@ class Sampled(Listener):
         twin = self._twins[optimizer]
         twin.complete()
         watch.report(self._step_readings(twin))
-        watch.report(self._stored.readings(twin))
+        self._stored.take(twin)
         watch.now.moved = _largest_moves(twin)
         watch.now.frozen = _changed(self._frozen)
         if optimizer is watch.optimizers[-1]:
             watch.now.weights = _weights(watch, self._starts)
             watch.now.frozen_norms = _frozen_norms(watch)
-            watch.report(self._average_readings(watch.now.step))
+            self._take_averages(watch)
 
     # ── the step and its class's ──────────────────────────────────────────────────────────────────
 
@@ -223,62 +212,33 @@ class Sampled(Listener):
         if twin.reference is None and not isinstance(twin.optimizer, Optimizer):
             reason = f"{type(twin.optimizer).__name__} has a rule of its own"
             self._watch.unseen.setdefault("the optimizer's step", reason)
-        differences = self._compared(twin.readings)
+        differences = self._compared(lambda: step_readings(twin))
         self.num_compared += twin.num_compared
         for reading in joined(differences, len(twin.samples)):
             yield replace(reading, step=step)
 
-    def _written_readings(self, optimizer: torch.optim.Optimizer) -> Iterator[Reading]:
-        """Read what was written since a sampled step.
-
-        A loop that writes a weight, or a state of its own optimizer, after each of its first two
-        steps does so by its rule, as a projection: this is a note.
-        """
-        twin = self._twins.pop(optimizer, None)
-        if twin is None or not twin.samples or not twin.samples[0].after:
-            return
-        step = self._watch.now.step - 1
-        held = self._first_writes.pop(optimizer, {})
-        readings = []
-        first_writes = {}
-        for written, is_plain in self._compared(twin.written):
-            place = written.what, written.tensor
-            reading = replace(written, step=step)
-            if is_plain and step == 1:
-                first_writes[place] = reading
-                continue
-            if is_plain and held.pop(place, None) is not None:
-                self._projected.add(place)
-            if place in self._projected:
-                reading = replace(reading, severity="note")
-            readings.append(reading)
-        if first_writes:
-            self._first_writes[optimizer] = first_writes
-        yield from joined([*held.values(), *readings], len(twin.samples))
-        # Another optimizer, as a generator's beside its critic's, may step more rarely.
-        stepped = {*members_of(*self._watch.steppers.stepped())}
-        still = []
-        for name, (p, elements) in self._strays.items():
-            if p not in stepped and torch.equal(evenly_spread(p), elements):
-                still.append(name)
-        self._strays = {}
-        yield from KINDS["missing-parameters"].of(still, step)
-
     # ── averages ──────────────────────────────────────────────────────────────────────────────────
 
-    def _average_readings(self, step: int) -> Iterator[Reading]:
-        watch = self._watch
+    def _take_averages(self, watch: Watch) -> None:
+        """Add the copies of the weights that the loop writes to the snapshot."""
+        step = watch.now.step
         if step == 1:  # an average may begin as a copy after it
             return
         if self._averages is None:
             self._averages = Averages(copies_of(watch.watched_model), watch.trained, step)
+        before = {}
+        for twin in self._twins.values():
+            for sample in twin.samples:
+                before[sample.name] = sample.before["weight"]
         moved = {}
-        for name, weight in (watch.now.weights or {}).items():
-            if name in self._averages.names and weight.has_moved:
+        for name, state in watch.now.weights.items():
+            if name in self._averages.names and state == MOVED:
                 start = self._starts[name]
-                moved[name] = start.elements, _elements(watch, start.parameter)
+                now = _elements(watch, start.parameter)
+                last = before.get(name, now)  # of rules that need matrices, another shape
+                moved[name] = start.elements, last if last.shape == now.shape else now, now
         stepped = members_of(*watch.steppers.stepped())
-        yield from self._averages.readings(step, moved, stepped)
+        watch.now.averages = self._averages.numbers(step, moved, stepped)
 
 
 def _drifting(frozen: Elements) -> list[str]:
@@ -302,25 +262,26 @@ def _changed(elements: Elements) -> list[str]:
     return list(itertools.compress(frozen, on_host(flags)))
 
 
-def _weights(watch: Watch, starts: dict[str, _Start]) -> dict[str, Weight]:
-    """Return what is known of each trained weight since the watch began."""
+def _weights(watch: Watch, starts: dict[str, _Start]) -> dict[str, str]:
+    """Return which trained weights moved since the watch began, and why the others did not."""
     at_zero: set[Tensor] = set()
     for _, _, group in watch.groups():
         if group.get("lr") == 0:
             at_zero.update(group["params"])
-    names = {}
+    states = {}
     flags = []
     for name, start in starts.items():
-        now = _elements(watch, start.parameter)
+        p = start.parameter
+        now = _elements(watch, p)
         if now.shape == start.elements.shape:
             start.has_moved.logical_or_(now != start.elements)
         if now.numel():
-            names[name] = start.parameter
+            states[name] = AT_ZERO if p in at_zero else dtype_name(p.dtype)
             flags.append(start.has_moved.any())
-    weights = {}
-    for (name, p), has_moved in zip(names.items(), on_host(flags), strict=True):
-        weights[name] = Weight(has_moved, p in at_zero, dtype_name(p.dtype))
-    return weights
+    for name, has_moved in zip(states, on_host(flags), strict=True):
+        if has_moved:
+            states[name] = MOVED
+    return states
 
 
 def _frozen_norms(watch: Watch) -> list[str]:
@@ -353,4 +314,5 @@ def _largest_moves(twin: Twin) -> dict[str, float]:
         if rate and sample.parameter.numel() and sample.parameter.is_floating_point():
             change = sample.after["weight"].double() - sample.before["weight"].double()
             largest[sample.name] = change.abs().max() / rate
-    return dict(zip(largest, on_host([*largest.values()]), strict=True))
+    sizes = map(shortened, on_host([*largest.values()]))
+    return dict(zip(largest, sizes, strict=True))

@@ -3,69 +3,48 @@
 Hooks on the model and on the optimizer's step only read. The numbers of a step go to the host in
 one vector: the norm of each gradient, the sum of each block's outputs, and some flags. A GPU's
 vector is read one step later, so that nothing waits for it. Together they are one snapshot, which
-the laws read (:mod:`narrowgauge.gauges.recording.laws`). A watch has parts, which hear the loop too:
+the laws read (:mod:`narrowgauge.analysis.laws`). A watch has parts, which hear the loop too:
 sampled steps, the leaves of the graph, and the ranks.
 """
 
 from __future__ import annotations
 
 import math
-import re
 import sys
 import warnings
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import swa_utils
 
 from narrowgauge.analysis.kinds import KINDS
+from narrowgauge.analysis.laws import Laws
 from narrowgauge.analysis.log import emit
-from narrowgauge.analysis.reading import Reading, in_order, of_all
-from narrowgauge.analysis.thresholds import MOST_PROBES, TWICE, UNSTEPPED
-from narrowgauge.checks.float32_copy import is_called_from
+from narrowgauge.analysis.reading import Reading, in_order
+from narrowgauge.analysis.snapshot import MOVED, Facts, Snapshot, is_sampled, shortened
+from narrowgauge.analysis.thresholds import TWICE, UNSTEPPED
 from narrowgauge.checks.loss_value import vocabulary_of
 from narrowgauge.checks.manifest import master_of
 from narrowgauge.checks.set_up import SetUp, set_up_of
 from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.gauges.hub import Hub, Listener, RunNotice
-from narrowgauge.gauges.recording.laws import Laws
+from narrowgauge.gauges.recording.backward import BackwardPasses
+from narrowgauge.gauges.recording.forward import ForwardPasses, nonfinite_weight
+from narrowgauge.gauges.recording.host_numbers import HostNumbers, norms_of
 from narrowgauge.gauges.recording.leaves import Leaves, Steppers
 from narrowgauge.gauges.recording.of_ranks import OfRanks
 from narrowgauge.gauges.recording.sampled import Sampled
-from narrowgauge.gauges.recording.snapshot import Facts, Snapshot, is_sampled
 from narrowgauge.numerics.dtensor import gradient_of, is_sharded, local_of
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.finding import counted
+from narrowgauge.spec.recipes import Recipe
 from narrowgauge.torch_support.torch_hooks import members_of
 from narrowgauge.torch_support.torch_names import (
-    HostCopy,
     is_compiled_model,
-    plain_name,
     unwrapped_model,
 )
-
-_BLOCK = re.compile(r"\D*(\d+(\.[^.]+)?)?")
-"""Names of the modules whose outputs are summed: blocks and their parts, not the layers in these
-parts.
-"""
-
-
-def _norms(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return norms, in float32 or wider: squares overflow in float16."""
-    if not gradients:
-        return ()
-    wide = torch.float32
-    parts = []
-    for x in gradients:
-        part = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
-        parts.append(part)
-        wide = torch.promote_types(wide, part.dtype)
-    return torch._foreach_norm(parts, 2, wide)
 
 
 class Watch(Listener):
@@ -76,16 +55,20 @@ class Watch(Listener):
         unseen: what is not watched, and why.
         now: the snapshot of the step that comes, or is being taken.
         trained, names, optimizer_of: the parameters that the optimizers step.
-        probe: the smallest of them.
+        forward, backward: the passes of the model, and those that reach gradients.
+        numbers_of_step: what goes to the host from the step that comes.
         steppers: the optimizers of this process.
         measured: numbers of the last step, by name. ``shares``: of each group, the share of its
             update that was stored in the last sampled step.
         goes_on: the next step is the first after a checkpoint was loaded.
         is_ended: the hooks are removed.
+        laws: which read the snapshots.
+        recipe: with which the model was prepared, if it is known.
     """
 
     title = "the watch"
     is_ended = False
+    recipe: Recipe | None = None
 
     def __init__(
         self,
@@ -105,7 +88,6 @@ class Watch(Listener):
         self.optimizers = set_up_of(model, optimizer).optimizers
         inner = unwrapped_model(model)
         self.watched_model = inner
-        self._ignored = frozenset(ignore)
         if called is None:
             # A compiler skips hooks inside the model that it compiles.
             called = model if is_compiled_model(model) else inner
@@ -121,29 +103,23 @@ class Watch(Listener):
         self.optimizer_of: dict[Tensor, torch.optim.Optimizer] = {}
         self.goes_on = False
         self.measured: dict[str, float] = {}
-        self.shares: dict[int, float] = {}
+        self.shares: dict[str, float] = {}
         self._told: dict[tuple[str, ...], float] = {}
-        self._logged: dict[tuple[str, str], float] = {}
+        self._reached: set[str] = set()  # had a gradient other than zero
         self.take_up()
         self._step = 0
         self.now = Snapshot(1)
-        self._num_passes = 0
-        self._num_backward = 0
         self._num_calls = 0  # of step()
-        # What goes to the host from the current step, and from steps before.
-        self._flags: dict[tuple[str, str], Tensor] = {}
-        self._unread: list[tuple[Snapshot, list[tuple[str, str]], HostCopy]] = []
-        self._was_cleared: dict[Tensor, bool | Tensor] = {}
+        self.numbers_of_step = HostNumbers(self.names)
         # Of each optimizer's last step: passes before it, and its first gradient.
         self._last: dict[torch.optim.Optimizer, tuple[int, ...]] = {}
-        self._after: Tensor | None = None  # the probe after the last step
-        self._was_evaluated = False  # since then
+        self._has_bad_output = False
         self.steppers = Steppers(self.optimizers)
-        self._follow()
-        self._follow_probes()
-        self._laws = Laws(self._facts(max_grad_norm))
+        self.forward = ForwardPasses(self)
+        self.laws = Laws(self._facts(max_grad_norm, ignore))
         self.sampled = Sampled(self)
-        self._parts: list[Listener] = [self.sampled, Leaves(self)]
+        self.backward = BackwardPasses(self)
+        self._parts: list[Listener] = [self.forward, self.sampled, Leaves(self), self.backward]
         self._of_ranks: OfRanks | None = None
         if self.hub.here.size > 1:
             self._of_ranks = OfRanks(self)
@@ -182,12 +158,12 @@ class Watch(Listener):
         """Return whether an optimizer steps a master of a weight, which the loop writes back."""
         return master_of(p, self.trained.values()) is not None
 
-    def groups(self) -> Iterator[tuple[int, torch.optim.Optimizer, dict[str, Any]]]:
+    def groups(self) -> Iterator[tuple[str, torch.optim.Optimizer, dict[str, Any]]]:
         """Yield the number of each group, over all optimizers, with its optimizer and itself."""
         number = 0
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                yield number, optimizer, group
+                yield str(number), optimizer, group
                 number += 1
 
     def gradients(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -206,52 +182,22 @@ class Watch(Listener):
                 gradients[self.name(p)] = part if is_dense else part.coalesce().values()
         return gradients
 
-    def _follow(self) -> None:
-        """Follow the blocks, and the modules that a mode changes."""
-        model = self.watched_model
-        blocks: set[str] = set()
-        self._dropouts: list[nn.modules.dropout._DropoutNd] = []
-        self._modal: list[nn.Module] = []
-        for name, module in model.named_modules():
-            if name and _BLOCK.fullmatch(plain_name(name)):
-                blocks.add(name)
-            if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
-                self._dropouts.append(module)
-                self._modal.append(module)
-            elif isinstance(module, nn.modules.batchnorm._BatchNorm):
-                self._modal.append(module)
-        self.hub.follow_outputs(self, self._add_sum, self.undo, blocks)
-
-    def _follow_probes(self) -> None:
-        """Follow the smallest trained parameter of each optimizer."""
-        trained = self.trained.values()
-        unsharded = [p for p in trained if p.is_leaf and not is_sharded(p) and p.numel()]
-        probes: dict[torch.optim.Optimizer, Tensor] = {}
-        for p in sorted(unsharded, key=Tensor.numel):
-            if not probes or len(self.optimizers) <= MOST_PROBES:
-                probes.setdefault(self.optimizer_of[p], p)
-        inside = dict.fromkeys(self.watched_model.parameters())
-        for optimizer, p in probes.items():
-            if p not in inside:  # a master: backward passes reach its weight
-                weights = [q for q in inside if master_of(q, [p]) is not None]
-                probes[optimizer] = [*weights, p][0]
-        self._probes = probes
-        self.probe = next(iter(probes.values()), None)
-        for p in probes.values():
-            self.hub.follow_gradients(self, partial(self._see_gradient, p), self.undo, p)
-
-    def _facts(self, limit: float | None) -> Facts:
+    def _facts(self, limit: float | None, ignore: Collection[str]) -> Facts:
         model = self.watched_model
         epsilon = 0.0
         if limit is not None:
             epsilon = max(torch.finfo(p.dtype).eps for p in self.names)
-        things = of_all(f"dropout {m.p:g}" for m in self._dropouts)
-        if self._modal and not things:
-            things = "batch statistics"
-        return Facts(
-            len(self.optimizers), vocabulary_of(model), limit,
-            not self.is_sharded or self.hub.here.size == 1, epsilon, things, partial(_nonfinite_weights, model),
+        is_whole = not self.is_sharded or self.hub.here.size == 1
+        rates = {}
+        for number, _, group in self.groups():
+            rate = group.get("initial_lr", group.get("lr"))
+            if isinstance(rate, (int, float)):
+                rates[number] = float(rate)
+        facts = Facts(
+            len(self.optimizers), self.hub.here.size, vocabulary_of(model), limit, is_whole,
+            epsilon, self.forward.mode_dependent, tuple(ignore), rates,
         )  # fmt: skip
+        return facts.advised_for(self.recipe)
 
     # ── the loop calls these ──────────────────────────────────────────────────────────────────────
 
@@ -267,6 +213,8 @@ class Watch(Listener):
         self._step = step
         self.now = Snapshot(step + 1)
         self.goes_on = True
+        self._reached = set()
+        self.numbers_of_step.forget()
 
     def end(self) -> None:
         """End the watch; other listeners go on."""
@@ -310,39 +258,53 @@ class Watch(Listener):
             loss: of this rank, in nats per token. Reading a tensor waits for its device.
             grad_norm: of all gradients, before the loop clips them.
         """
-        self._num_calls += 1
-        if self._num_calls == UNSTEPPED and not self.steppers.stepped() & {*self.optimizers}:
-            words = f", and watch.step() was called {self._num_calls} times: does the loop step?"
-            self.report(
-                [KINDS["step-order"].case("never").reading("", self._num_backward, words=words)]
-            )
+        self._count_call()
         told = Snapshot(self._step)
         if loss is not None:
-            self.unseen.pop("losses of ranks", None)
             told.loss = loss.item() if isinstance(loss, Tensor) else loss
         if grad_norm is not None:
             self._read()
             told.unclipped = grad_norm.item() if isinstance(grad_norm, Tensor) else grad_norm
-        self.report(self._laws.read(told))
-        if loss is not None and self._of_ranks is not None and is_sampled(self._step):
-            self.report(self._laws.read(self._of_ranks.compare_losses(told)))
+        self._tell(told)
+
+    def _count_call(self) -> None:
+        """Count a call of :meth:`step`, and report a loop that does not step."""
+        self._num_calls += 1
+        if self._num_calls == UNSTEPPED and not self.steppers.stepped() & {*self.optimizers}:
+            words = f", and watch.step() was called {self._num_calls} times: does the loop step?"
+            self.report(
+                [KINDS["step-order"].case("never").reading("", self.backward.number, words=words)]
+            )
+
+    def _tell(self, told: Snapshot) -> None:
+        """Read what the loop tells of its last step."""
+        self.see(told)
+        if told.loss is not None:
+            self.unseen.pop("losses of ranks", None)
+            if self._of_ranks is not None and is_sampled(self._step):
+                now = self._of_ranks.compare_losses(told.loss, self._step)
+                self._keep(now)
+                self.see(now)
 
     # ── reports ───────────────────────────────────────────────────────────────────────────────────
 
+    def see(self, now: Snapshot) -> None:
+        """Let the laws read a snapshot, and report what is new."""
+        self._report([*self.laws.read(now)])
+
     def report(self, readings: Iterable[Reading]) -> None:
-        """Log what is new of a tensor, and say what is new of a kind: once, and again when it is
-        twice as far beyond its bound.
+        """Report what is new of readings that are no law's: they need tensors."""
+        self._report([*self.laws.new(readings)])
+
+    def _report(self, readings: list[Reading]) -> None:
+        """Log readings, and say what is new of a kind: once, and again when it is twice as far
+        beyond its bound.
         """
         fresh = []
         for reading in readings:
-            place = reading.what, reading.tensor
-            if reading.what in self._ignored:
-                continue
-            if reading.excess > TWICE * self._logged.get(place, -1.0):
-                self._logged[place] = reading.excess
-                self._log(reading)
-            is_note = reading.severity == "note"
-            if not is_note and reading.excess > TWICE * self._told.get(reading.cause, -1.0):
+            self._log(reading)
+            is_new = reading.excess > TWICE * self._told.get(reading.cause, -1.0)
+            if reading.severity != "note" and (is_new or not reading.tensor):
                 fresh.append(reading)
         for reading in fresh:
             self._told[reading.cause] = reading.excess
@@ -364,51 +326,6 @@ class Watch(Listener):
         words = f"step {step}: {'; '.join(parts)}"
         warnings.warn_explicit(words, RunNotice, "narrowgauge.watch", step)
 
-    # ── forward and backward ──────────────────────────────────────────────────────────────────────
-
-    def drops_out(self) -> bool:
-        """Return whether a dropout is in training mode."""
-        return any(dropout.training for dropout in self._dropouts)
-
-    def before_evaluation(self) -> None:
-        """Note the mode of a pass without gradients. One in training mode may be part of a step."""
-        if is_called_from(swa_utils.__file__, "update_bn"):
-            return  # which must run in training mode
-        self.now.passes.evaluations.add(self.drops_out())
-        self.now.passes.is_evaluated |= not self.watched_model.training
-        self._was_evaluated |= not self.watched_model.training
-
-    def before_pass(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        """Note the mode of a pass."""
-        self._num_passes += 1
-        is_training = module.training or any(part.training for part in self._modal)
-        self.now.passes.modes.add(is_training)
-        self.now.passes.num_dropping = sum(dropout.training for dropout in self._dropouts)
-
-    def _add_sum(self, name: str, x: Tensor) -> None:
-        if torch.is_grad_enabled() and x.element_size() > 1:
-            total = x.sum(dtype=torch.float32)
-            before = self._flags.get(("output", name))
-            self._flags["output", name] = total if before is None else before + total
-
-    def _see_gradient(self, probe: Tensor, gradient: Tensor) -> None:
-        """See one backward pass, before its gradient is added to the last one."""
-        last = probe.grad
-        is_cleared: bool | Tensor = True
-        if last is not None and last.layout is torch.strided:
-            is_cleared = ~last.any()
-        self._was_cleared[probe] = self._was_cleared.get(probe, False) | is_cleared
-        if probe is not self.probe:
-            return
-        self._num_backward += 1
-        if self._num_backward == UNSTEPPED and self._step == 0:
-            # Several micro-batches make one step, so another optimizer must have stepped.
-            stepped = self.steppers.stepped()
-            if stepped and stepped.isdisjoint(self.optimizers):
-                names = of_all(type(optimizer).__name__ for optimizer in stepped)
-                words = f", and another one has ({names}): watch the one that steps"
-                self.report([KINDS["step-order"].case("never").reading("", UNSTEPPED, words=words)])
-
     # ── the step ──────────────────────────────────────────────────────────────────────────────────
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -419,93 +336,90 @@ class Watch(Listener):
         if optimizer is self.optimizers[0]:
             self.now.rates = self._rates()
         self.now.count = None if self.goes_on else self._count()
+        self.now.is_resumed = self.goes_on
         gradients = self.gradients(optimizer)
-        self._see_repeated(optimizer, gradients)
+        self.now.is_repeated = self._is_repeated(optimizer, gradients)
         # Of torch.amp.GradScaler, for fused optimizers.
         scale = getattr(optimizer, "grad_scale", None)
-        norms = _norms([*gradients.values()])
+        norms = norms_of([*gradients.values()])
         for name, norm in zip(gradients, norms, strict=True):
-            self._flags["gradient", name] = norm if scale is None else norm / scale
-        probe = self._probes.get(optimizer)
-        if probe is None:
-            return
-        if probe in self._was_cleared and self._step > 0:
-            name = self.name(probe) if len(self._probes) > 1 else ""
-            is_cleared = torch.as_tensor(self._was_cleared[probe], device=probe.device)
-            self._flags["cleared", name] = is_cleared
-        if probe is self.probe and self._after is not None:
-            is_written = ((probe != self._after) & (self._after == self._after)).any()
-            self._flags["swapped" if self._was_evaluated else "written", ""] = is_written
-            self._was_evaluated = False
+            self.numbers_of_step.add("gradient", norm if scale is None else norm / scale, name)
 
-    def _see_repeated(self, optimizer: torch.optim.Optimizer, gradients: dict[str, Tensor]) -> None:
-        """Report a step with the gradients of the last one."""
+    def _is_repeated(self, optimizer: torch.optim.Optimizer, gradients: dict[str, Tensor]) -> bool:
+        """Return whether a step has the gradients of the last one."""
         first = next(iter(gradients.values()), None)
         version = 0 if first is None else first._version
-        present = self._num_passes, self._num_backward, id(first), version
-        if self._num_backward and present == self._last.get(optimizer):
-            self.report([KINDS["step-order"].reading("", 1, 0, step=self.now.step)])
+        present = self.forward.number, self.backward.number, id(first), version
+        last = self._last.get(optimizer)
         self._last[optimizer] = present
+        return self.backward.number > 0 and present == last
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Send the numbers of a step to the host."""
+        numbers = self.numbers_of_step
         skipped = getattr(optimizer, "found_inf", None)
         if isinstance(optimizer, Optimizer) and optimizer.last_control is not None:
-            self._flags["clip", ""] = optimizer.last_control[0]
+            numbers.add("clip", optimizer.last_control[0])
             skipped = optimizer.last_control[1]
         if skipped is not None:
-            self._flags["skipped", ""] = skipped.reshape(())
-        device = next(iter(self.names)).device
-        flags = []
-        for x in self._flags.values():
-            # A cast costs more than a test.
-            is_ready = x.dtype is torch.float32 and x.device == device
-            flags.append(x if is_ready else x.to(device, torch.float32))
-        vector = torch.stack(flags) if flags else torch.zeros(0, device=device)
-        self._unread.append((self.now, list(self._flags), HostCopy(vector)))
-        self._flags = {}
-        probe = self._probes.get(optimizer)
-        if probe is not None:
-            self._was_cleared.pop(probe, None)
-            if probe is self.probe:
-                self._after = probe.detach().clone()
+            numbers.add("skipped", skipped)
+        numbers.send(self.now)
         if optimizer is self.optimizers[-1]:
             self._step = self.now.step
             self.goes_on = False
         self.now = Snapshot(self._step + 1)
-        if device.type == "cpu":
+        if numbers.device.type == "cpu":
             self._read()
         if self._step == 3 and optimizer is self.optimizers[-1]:
             self._print_what_is_seen()
 
     def _read(self) -> None:
         """Let the laws read the snapshots whose numbers have reached the host."""
-        unread = self._unread
-        self._unread = []
-        for now, keys, copied in unread:
-            values: dict[str, dict[str, float]] = defaultdict(dict)
-            for (kind, name), value in zip(keys, copied.cpu().tolist(), strict=True):
-                values[kind][name] = value
-            outputs = values["output"].items()
-            now.norms = values["gradient"]
-            now.bad_outputs = [name for name, total in outputs if not math.isfinite(total)]
-            now.kept = [name for name, is_cleared in values["cleared"].items() if not is_cleared]
+        for now, values in self.numbers_of_step.arrived():
+            self._add_gradients(now, values["gradient"])
+            bad_outputs = [name for name, x in values["output"].items() if not math.isfinite(x)]
+            now.bad_output = next(iter(bad_outputs), "")
+            if now.bad_output and not self._has_bad_output:
+                self._has_bad_output = True
+                now.bad_weight = nonfinite_weight(self.watched_model, now.bad_output)
+            now.kept = [name for name, is_kept in values["kept"].items() if is_kept]
+            now.num_cleared = int(values["cleared within"].get("", 0))
+            if values["fresh"].get(""):
+                now.num_equal = int(values["equal passes"].get("", 0)) + 1
             now.clip = values["clip"].get("", 1.0)
-            now.is_skipped = bool(values["skipped"].get(""))
+            if values["skipped"]:
+                now.is_skipped = bool(values["skipped"][""])
             now.is_written = bool(values["written"].get(""))
             now.is_swapped = bool(values["swapped"].get(""))
-            if self._laws.facts.is_whole:
-                now.whole_norm = math.hypot(*now.norms.values())
-            if now.whole_norm is not None:
-                self.measured["grad_norm"] = now.whole_norm
-            if now.weights is not None:
-                moved = [weight.has_moved for weight in now.weights.values()]
-                self.measured["frozen_tensors"] = moved.count(False)
-            self.report(self._laws.read(now))
+            if now.weights:
+                self.measured["frozen_tensors"] = sum(x != MOVED for x in now.weights.values())
+            self._keep(now)
+            self.see(now)
+
+    def _keep(self, now: Snapshot) -> None:
+        """Write a snapshot. A watch without a folder writes nothing."""
+
+    def _add_gradients(self, now: Snapshot, norms: dict[str, float]) -> None:
+        """Add the numbers of the gradients: all of them in sampled steps, else the exceptions."""
+        now.norm = shortened(math.hypot(*norms.values()))
+        bad = [name for name, norm in norms.items() if not math.isfinite(norm)]
+        now.bad = next(iter(bad), "")
+        now.num_bad = len(bad)
+        with_gradient = {name for name, norm in norms.items() if norm}
+        now.first = [name for name in norms if name in with_gradient - self._reached]
+        self._reached |= with_gradient
+        if with_gradient and len(self.optimizers) == 1:
+            now.zero = sorted(self._reached - with_gradient)
+        if is_sampled(now.step):
+            now.norms = {name: shortened(norm) for name, norm in norms.items()}
+        if self.laws.facts.is_whole:
+            now.whole_norm = now.norm
+        if now.whole_norm is not None:
+            self.measured["grad_norm"] = now.whole_norm
 
     def _print_what_is_seen(self) -> None:
         """Print one line: what is watched, and what is not."""
-        if not self._num_passes and self._num_backward:
+        if not self.forward.number and self.backward.number:
             parts = "modes, tensors without an optimizer, batches of ranks"
             self.unseen[parts] = "the model is not called itself: name what is with called="
         if self.hub.here.is_first:
@@ -514,14 +428,14 @@ class Watch(Listener):
     def seen(self) -> str:
         """Return what is watched, and what is not, in one line."""
         line = f"watch: {counted(len(self.trained), 'tensor')}, rate, gradients"
-        if self._num_passes:
+        if self.forward.number:
             line += ", modes"
         if self.unseen:
             missing = [f"{area} ({why})" for area, why in self.unseen.items()]
             line += f"; not: {', '.join(missing)}"
         return line
 
-    def _rates(self) -> dict[int, float]:
+    def _rates(self) -> dict[str, float]:
         """Return the learning rate of each group by its number, without those on a device."""
         rates = {}
         for number, _, group in self.groups():
@@ -544,16 +458,3 @@ class Watch(Listener):
             if not any(bool(x.any()) for x in moments):
                 return None
         return float(step)
-
-
-def _nonfinite_weights(model: nn.Module, name: str) -> str:
-    """Return the first weight of a module that is not finite; empty if all are.
-
-    It waits for the device.
-    """
-    for inner, module in model.named_modules():
-        if plain_name(inner) == name:
-            for parameter, p in module.named_parameters():
-                if not bool(local_of(p).isfinite().all()):
-                    return str(parameter)
-    return ""

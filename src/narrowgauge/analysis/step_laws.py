@@ -1,57 +1,44 @@
-"""The laws of a watched loop: a table of functions from the numbers of a step to readings.
+"""Laws of a watched loop: functions from the snapshot of a step to readings.
 
-A law reads a snapshot, and counts over the run what it must remember, in a value of its own.
+Each counts over the run what it must remember. While a fault lasts, a law may yield it in every
+step: it is told once, and again when it is twice as far beyond its bound.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, of_all
+from narrowgauge.analysis.snapshot import AT_ZERO, MOVED, Facts, Snapshot, is_sampled
 from narrowgauge.analysis.thresholds import (
     EVALUATIONS_APART,
     FEWEST_BATCHES,
+    FEWEST_SAMPLES,
     LEAST_SHARE_OF_STEPS,
-    LOSS_APART,
     SETTLED,
-    UNIFORM_STEPS,
     UNSTEPPED,
 )
-from narrowgauge.gauges.recording.snapshot import Facts, Snapshot, is_sampled
 from narrowgauge.runs.finding import counted
 
 _LEAST_SHARE = 1e-6
 """Of the norm of all gradients. A smaller gradient may be rounding alone, as that of a bias before a batch norm."""
+_ALIKE = {
+    "batch": "trained on the same batch: give each rank its share of the data (DistributedSampler)",
+    "masks": "draw the same dropout masks for other batches: seed each rank with its number",
+}
+_WIDE = ("float32", "float64")
+"""Formats whose rounding is no part of a step."""
 Counts = defaultdict[Any, Any]
 """What one law remembers of a run, by name: a count, 0 at first, or the law's own numbers."""
 Law = Callable[[Snapshot, Facts, Counts], Iterator[Reading]]
 
 
-class Laws:
-    """Ask every law about each snapshot of a run.
-
-    Example:
-        >>> laws = Laws(Facts(limit=1.0))
-        >>> [reading.what for reading in laws.read(Snapshot(1, norms={"weight": 3.0}))]
-        ['clip-norm']
-    """
-
-    def __init__(self, facts: Facts) -> None:
-        self.facts = facts
-        self._counts: dict[Law, Counts] = {law: defaultdict(int) for law in LAWS}
-
-    def read(self, now: Snapshot) -> Iterator[Reading]:
-        """Yield the readings of a snapshot; pass them in the order of their steps."""
-        for law, counts in self._counts.items():
-            yield from law(now, self.facts, counts)
-
-
-# ── passes and losses ─────────────────────────────────────────────────────────────────────────────
+# ── passes ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def wrong_mode(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]:
@@ -59,68 +46,24 @@ def wrong_mode(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]
 
     A loop with such evaluations in most steps means them.
     """
-    passes = now.passes
     things = facts.mode_dependent
     kind = KINDS["wrong-mode"]
     dropped = counts["dropouts"]
-    if passes.modes:
-        counts["dropouts"] = passes.num_dropping
-    counts["evaluations"] += bool(passes.evaluations)
-    if things and passes.modes == {False}:
+    if now.modes:
+        counts["dropouts"] = now.num_dropping
+    counts["evaluations"] += bool(now.evaluations)
+    if things and now.modes == [False]:
         words = f"the model trains in evaluation mode, without {things}: call model.train()"
         yield kind.reading("", 1, 0, step=now.step, words=words)
-    elif passes.is_evaluated and 0 < passes.num_dropping < dropped:
-        left = dropped - passes.num_dropping
+    elif now.is_evaluated and 0 < now.num_dropping < dropped:
+        left = dropped - now.num_dropping
         words = f"an evaluation left {left} of {counted(dropped, 'dropout')} in evaluation mode:"
         words += " call model.train() after it"
         yield kind.reading("", left, 0, step=now.step, words=words)
     is_rare = now.step >= EVALUATIONS_APART * counts["evaluations"]
-    if passes.evaluations == {True} and is_rare:
+    if now.evaluations == [True] and is_rare:
         words = f"the evaluation ran in training mode, with {things}: call model.eval() before it"
         yield kind.reading("", 1, 0, step=now.step - 1, words=words)
-
-
-def uniform_loss(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]:
-    """Read losses that stay at that of a uniform guess."""
-    if now.loss is None or facts.vocabulary <= 1:
-        return
-    expected = math.log(facts.vocabulary)
-    kind = KINDS["constant-loss"].case("uniform")
-    is_uniform = abs(now.loss / expected - 1) < kind.bound
-    counts["losses"] += 1
-    counts["uniform"] += is_uniform
-    if is_uniform and counts["uniform"] >= max(UNIFORM_STEPS, counts["losses"] / 2):
-        words = {"steps": counts["uniform"], "count": counts["losses"]}
-        words["vocabulary"] = facts.vocabulary
-        yield kind.reading("", now.loss, expected, kind.bound * expected, now.step, **words)
-
-
-def constant_loss(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]:
-    """Read a loss that has had one value in all steps.
-
-    A loss of four decimals was rounded, as transformers logs it, or is zero, as GRPO's at first.
-    """
-    if now.loss is None:
-        return
-    counts["first"] = counts.get("first", now.loss)
-    counts["losses"] += 1
-    counts["equal"] += now.loss == counts["first"] != round(now.loss, 4)
-    kind = KINDS["constant-loss"]
-    if counts["equal"] == counts["losses"] and counts["equal"] >= kind.bound:
-        yield kind.reading("", counts["equal"], step=now.step, loss=now.loss)
-
-
-def rank_loss(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]:
-    """Read a rank whose loss is far above the others'."""
-    losses = list(now.rank_losses)
-    if not losses:
-        return
-    worst = max(losses, key=lambda x: (not math.isfinite(x), x))
-    middle = sorted(losses)[(len(losses) - 1) // 2]
-    kind = KINDS["ranks-differ"].case("loss")
-    bound = kind.bound * max(middle, 0.0) + LOSS_APART
-    if not math.isfinite(worst) or worst > middle + bound:
-        yield kind.reading("", worst, middle, bound, now.step, rank=losses.index(worst))
 
 
 # ── gradients ─────────────────────────────────────────────────────────────────────────────────────
@@ -139,35 +82,75 @@ def gradients_kept(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Read
         yield KINDS["gradients-kept"].reading(name, 1, 0, step=now.step)
 
 
+def gradients_cleared(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]:
+    """Read a few steps whose gradients were cleared between their backward passes, where they have
+    no more passes than the others.
+
+    A batch that is left out adds its passes. A loop that clears in most steps means it.
+    """
+    if now.num_backward < 2:
+        return
+    usual: Counter[int] = counts.setdefault("usual", Counter())
+    if not now.num_cleared:
+        usual[now.num_backward] += 1
+        return
+    number = usual.most_common(1)[0][0] if usual else 0
+    counts["cleared"] += now.num_backward == number
+    if now.num_backward == number and 2 * counts["cleared"] <= usual.total():
+        words = {"count": usual.total() + counts["cleared"], "passes": number}
+        yield (
+            KINDS["gradients-kept"]
+            .case("cleared")
+            .reading("", counts["cleared"], 0, step=now.step, **words)
+        )
+
+
+def equal_passes(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]:
+    """Read backward passes of a step that have one gradient, in every sampled step."""
+    if now.num_backward < 2 or not is_sampled(now.step) or not now.num_equal:
+        return
+    counts["steps"] += 1
+    counts["equal"] += now.num_equal == now.num_backward and not now.num_cleared
+    if counts["steps"] == counts["equal"] >= FEWEST_SAMPLES:
+        words = {"passes": now.num_backward}
+        yield (
+            KINDS["equal-batches"]
+            .case("passes")
+            .reading("", counts["equal"], 0, step=now.step, **words)
+        )
+
+
 def first_nonfinite(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]:
     """Read the first place that is not finite, once: it makes all later ones so."""
-    bad = [name for name, norm in (now.norms or {}).items() if not math.isfinite(norm)]
-    is_overflow = bool(bad) and now.is_skipped
+    is_overflow = bool(now.bad and now.is_skipped)
     counts["overflows"] += is_overflow
     if counts["bad"]:
         return
-    counts["bad"] += bool(now.bad_outputs or (bad and not is_overflow))
-    for name in list(now.bad_outputs)[:1]:
-        words = ", at finite weights"
-        weight = facts.nonfinite_weight(name)
-        if weight:
-            words = f", at weights that are not finite ({weight})"
-        yield KINDS["nonfinite"].case("output").reading(name, math.nan, step=now.step, words=words)
+    counts["bad"] += bool(now.bad_output or (now.bad and not is_overflow))
     kind = KINDS["nonfinite"]
+    if now.bad_output:
+        words = ", at finite weights"
+        if now.bad_weight:
+            words = f", at weights that are not finite ({now.bad_weight})"
+        yield (
+            KINDS["nonfinite"]
+            .case("output")
+            .reading(now.bad_output, math.nan, step=now.step, words=words)
+        )
     if is_overflow and counts["overflows"] >= max(kind.bound, now.step / 3):
         number = counts["overflows"]
         words = f", in {number} skipped steps of {now.step}"
-        yield kind.reading(bad[0], number, step=now.step, words=words)
-    elif bad and not is_overflow and not now.bad_outputs:
-        words = f", of {counted(len(bad), 'tensor')}, and the optimizer took the step"
-        yield kind.reading(bad[0], len(bad), 0, 0, now.step, words=words)
+        yield kind.reading(now.bad, number, step=now.step, words=words)
+    elif now.bad and not is_overflow and not now.bad_output:
+        words = f", of {counted(now.num_bad, 'tensor')}, and the optimizer took the step"
+        yield kind.reading(now.bad, now.num_bad, 0, 0, now.step, words=words)
 
 
 def zero_gradients(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]:
     """Read steps without any gradient, counted over the run."""
-    if now.norms is None:
+    if now.norm is None:
         return
-    counts["zero"] += not any(now.norms.values())
+    counts["zero"] += now.norm == 0
     kind = KINDS["zero-gradients"]
     if counts["zero"] >= max(kind.bound, LEAST_SHARE_OF_STEPS * now.step):
         yield kind.reading("", counts["zero"], step=now.step, count=now.step)
@@ -178,13 +161,12 @@ def zero_gradient(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Readi
 
     Steps in which all are zero do not count.
     """
-    norms = now.norms or {}
-    if not any(norms.values()):
+    if not now.norm:
         return
-    for name in dict.fromkeys([*counts, *norms]):
-        if norms.get(name):
-            counts.setdefault(name, (now.step, 0))
-        elif name in counts:
+    for name in now.first:
+        counts.setdefault(name, (now.step, 0))
+    for name in now.zero:
+        if name in counts:
             first, number = counts[name]
             counts[name] = first, number + 1
     if not is_sampled(now.step) or now.step < UNSTEPPED or facts.num_optimizers > 1:
@@ -221,7 +203,7 @@ def clip_norm(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]:
             cause = f", of {unclipped:.4g} before the clip"
             yield kind.reading("", arrived, expected, bound, step=now.step, cause=cause)
     is_whole = facts.is_whole or now.whole_norm is not None
-    if now.norms is None or now.is_skipped or not is_whole:
+    if now.norm is None or now.is_skipped or not is_whole:
         return
     counts["arrived"] = norm
     if limit is None or not 0 < norm < math.inf:
@@ -261,8 +243,9 @@ def _largest_shares(now: Snapshot, counts: Counts) -> dict[str, float]:
     shares: dict[str, float] = counts.setdefault("shares", {})
     whole = now.arrived
     if not now.is_skipped and 0 < whole < math.inf:
-        for name, norm in (now.norms or {}).items():
-            shares[name] = max(shares.get(name, 0.0), norm / whole)
+        for name, norm in now.norms.items():
+            if norm:
+                shares[name] = max(shares.get(name, 0.0), norm / whole)
     return shares
 
 
@@ -270,25 +253,25 @@ def still_weights(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Readi
     """Read the weights that never moved, those without a gradient, and those that move without
     one.
     """
+    if now.is_resumed:
+        counts.clear()
     shares = _largest_shares(now, counts)
-    counts["passes"] += len(now.passes.modes)
-    if now.weights is None:
-        return
-    idle = []
-    lost = []
+    counts["passes"] += len(now.modes)
+    for name in now.first:
+        shares.setdefault(name, 0.0)
+    idle: list[str] = []
+    lost: list[str] = []
     still: dict[str, list[str]] = defaultdict(list)
-    for name, weight in now.weights.items():
-        share = shares.get(name, 0.0)
+    for name, state in now.weights.items():
         if now.step - counts.setdefault(("since", name), now.step - 1) < SETTLED:
             continue
-        if weight.has_moved and not share:
-            idle.append(name)
-        elif not share:
-            lost.append(name)
-        elif weight.is_at_zero and not weight.has_moved:
+        if name not in shares:
+            unreached = idle if state == MOVED else lost
+            unreached.append(name)
+        elif state == AT_ZERO:
             still["the learning rate of the group is 0"].append(name)
-        elif share > _LEAST_SHARE and not weight.has_moved:
-            still[f"{weight.format} rounds the updates away"].append(name)
+        elif state != MOVED and shares[name] > _LEAST_SHARE:
+            still[f"{state} rounds the updates away"].append(name)
     yield from KINDS["frozen-moves"].case("idle").of(idle, now.step)
     words: dict[str, Any] = {"count": len(now.weights), "words": f" in {now.step} steps"}
     if counts["passes"] and len(lost) < len(now.weights):
@@ -298,12 +281,14 @@ def still_weights(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Readi
 
 
 def zero_rate(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]:
-    """Read a group whose learning rate has fallen to zero while another group trains on."""
+    """Read a group whose learning rate fell to zero, after steps or before the first, while another
+    group trains on.
+    """
     highest = max(now.rates.values(), default=0.0)
     if not highest:
         return
     for group, rate in now.rates.items():
-        counts["trained", group] += rate > 0
+        counts["trained", group] += rate > 0 or facts.rates.get(group, 0.0) > 0
         if counts["trained", group]:
             counts["still", group] += rate == 0
         number = counts["still", group]
@@ -312,9 +297,26 @@ def zero_rate(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]:
             yield KINDS["learning-rate"].reading("", number, 0, step=now.step, words=words)
 
 
+def one_rate(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]:
+    """Read groups that began with different learning rates, and have trained at one rate since."""
+    began = {rate for rate in facts.rates.values() if rate}
+    present = {*now.rates.values()}
+    if len(began) < 2 or not any(present) or counts["apart"]:
+        return
+    counts["apart"] += len(present) > 1
+    counts["equal"] += 1
+    if len(present) == 1 and counts["equal"] >= FEWEST_SAMPLES:
+        words = {"least": min(began), "most": max(began), "rate": max(present)}
+        yield (
+            KINDS["learning-rate"]
+            .case("one")
+            .reading("", counts["equal"], 0, step=now.step, **words)
+        )
+
+
 def falling_count(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]:
     """Read a count of steps that falls, where neither weights nor moments go back with it."""
-    if now.norms is None:
+    if now.norm is None:
         return
     before = counts["count"]
     counts["count"] = now.count or 0
@@ -353,8 +355,82 @@ def frozen_drifts(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Readi
     yield from KINDS["weights-written"].case("drift").of(often, now.step, steps=number)
 
 
-LAWS: tuple[Law, ...] = (
-    wrong_mode, uniform_loss, constant_loss, rank_loss, not_restored, gradients_kept,
-    first_nonfinite, zero_gradients, zero_gradient, clip_norm, weights_jump, frozen_moves,
-    frozen_statistics, frozen_drifts, still_weights, zero_rate, falling_count,
+# ── the optimizers, the ranks and the averages ────────────────────────────────────────────────────
+
+
+def repeated_step(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]:
+    """Read a step with the gradients of the last one."""
+    if now.is_repeated:
+        yield KINDS["step-order"].reading("", 1, 0, step=now.step)
+
+
+def missing_parameters(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]:
+    """Read tensors with a gradient and no optimizer, or with two."""
+    yield from KINDS["missing-parameters"].of(now.untrained, now.step)
+    for names in now.twice:
+        yield from KINDS["parameters-twice"].of(names, now.step)
+
+
+def effective_rate(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]:
+    """Read lr times the stored share of the update, of each group."""
+    kind = KINDS["effective-rate"]
+    for rate, share, error, *named in now.shares.values():
+        if share + error < kind.bound:
+            words = dict(zip(("format", "worst", "least"), named, strict=True))
+            yield kind.reading(
+                "", rate * share, None, kind.bound * rate, now.step, rate=rate, share=share, **words
+            )
+
+
+def ranks_differ(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]:
+    """Read weights that differ between ranks."""
+    if not now.ranks_apart:
+        return
+    first, odd, rank = next(iter(now.ranks_apart.values()))
+    values = f"{first:.9g} on rank 0 and {odd:.9g} on rank {rank:.0f}"
+    message = f"The sum of its elements is {values} after step {now.step}."
+    yield KINDS["ranks-differ"].reading(
+        of_all(now.ranks_apart), odd, first, 0, now.step, message=message
+    )
+
+
+def equal_ranks(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]:
+    """Read ranks that train on one batch, or draw the same dropout masks."""
+    if now.alike:
+        words = _ALIKE.get(now.alike, now.alike)
+        yield (
+            KINDS["equal-batches"]
+            .case("ranks")
+            .reading("", facts.num_ranks, 1, 0, now.step, words=words)
+        )
+
+
+def average_moves(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]:
+    """Read an average that ran away, averages that do not move, and those that keep nearly nothing
+    of themselves.
+    """
+    kind = KINDS["average"]
+    close = KINDS["average"].case("follows")
+    still = {}
+    runaways = []
+    for name, (change, size, largest, format, has_settled, lag) in now.averages.items():
+        if largest < math.inf and not size <= kind.bound * largest:
+            runaways.append((name, size, largest))
+        if change == 0 and has_settled:
+            still[name] = format
+        # A copy, which lies at no distance, is not meant to be an average.
+        counts[name] = counts[name] + 1 if 0 < lag < close.bound and format in _WIDE else 0
+        if counts[name] >= FEWEST_SAMPLES:
+            yield close.reading(name, lag, step=now.step)
+    for name, size, largest in runaways[:1]:
+        yield kind.reading(name, size / largest, step=now.step, size=size, largest=largest)
+    formats = of_all(still.values())
+    yield from KINDS["average"].case("unmoved").of(still, now.step, formats=formats)
+
+
+STEP_LAWS: tuple[Law, ...] = (
+    wrong_mode, not_restored, gradients_kept,
+    gradients_cleared, equal_passes, first_nonfinite, zero_gradients, zero_gradient, clip_norm, weights_jump, frozen_moves,
+    frozen_statistics, frozen_drifts, still_weights, zero_rate, one_rate, falling_count, repeated_step,
+    missing_parameters, effective_rate, ranks_differ, equal_ranks, average_moves,
 )  # fmt: skip
