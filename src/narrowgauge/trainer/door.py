@@ -145,6 +145,23 @@ def changes(before: Mapping[str, Any], config: TrainConfig, step: int) -> list[R
     return [{"what": "changed-settings", "words": x, "severity": "warning"} for x in messages]
 
 
+def lost_rows(run: Run, rows: Mapping[str, int], step: int) -> list[Row]:
+    """Return a note for each file that lacks rows which it had at the checkpoint of a step.
+
+    ``rows`` has the number of each file.
+    """
+    messages = []
+    first = run.steps[0]["step"] if run.steps else step + 1
+    if first > 1 and step > 0:
+        messages.append(f"steps.jsonl lacks the first {counted(first - 1, 'step')}")
+    for name in rows.keys() - {"steps"}:
+        present = [row for row in getattr(run, name) if row["step"] <= step]
+        missing = rows[name] - len(present)
+        if missing > 0:
+            messages.append(f"{name}.jsonl lacks {missing:,} of its first {rows[name]:,} rows")
+    return [{"what": "note", "words": message} for message in sorted(messages)]
+
+
 def require_no_checkpoint(run: Run, damaged: Sequence[str]) -> None:
     """Refuse to begin a run again that had a checkpoint, or was resumed from one.
 
