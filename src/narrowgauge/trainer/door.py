@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from narrowgauge.errors import RecordError
-from narrowgauge.runs.atomic_io import read_bytes, write_whole
+from narrowgauge.runs.atomic_io import damaged, read_bytes, write_whole
 from narrowgauge.runs.finding import counted
 from narrowgauge.runs.places import is_run, require_free
 from narrowgauge.runs.record import Run, read_run, wrong_setting
@@ -162,26 +162,26 @@ def lost_rows(run: Run, rows: Mapping[str, int], step: int) -> list[Row]:
     return [{"what": "note", "words": message} for message in sorted(messages)]
 
 
-def require_no_checkpoint(run: Run, damaged: Sequence[str]) -> None:
+def require_no_checkpoint(run: Run, reasons: Sequence[str]) -> None:
     """Refuse to begin a run again that had a checkpoint, or was resumed from one.
 
-    ``damaged`` says what is wrong with those that are there.
+    ``reasons`` say what is wrong with those that are there.
     """
     saved = [event for event in run.events if event["what"] in ("checkpoint", "resume")]
     every = run.config.get("checkpoint_every", 0)
     was_due = 0 < every < len(run.steps)  # its events may be lost as well
-    if damaged or was_due or any(event["step"] for event in saved):
+    if reasons or was_due or any(event["step"] for event in saved):
         raise RecordError(
-            f"Cannot resume {run.path} because {no_good_checkpoint(damaged)}. Its record has "
+            f"Cannot resume {run.path} because {no_good_checkpoint(reasons)}. Its record has "
             f"{counted(len(run.steps), 'step')}.",
             "Restore its checkpoints, or train it anew: narrowgauge train --config "
             f"{run.path}/run.toml --out OTHER.",
         )
 
 
-def no_good_checkpoint(damaged: Sequence[str]) -> str:
-    reasons = "; ".join(damaged)
-    return f"it holds no good checkpoint: {reasons}" if reasons else "it holds no good checkpoint"
+def no_good_checkpoint(reasons: Sequence[str]) -> str:
+    text = "it holds no good checkpoint"
+    return f"{text}: {'; '.join(reasons)}" if reasons else text
 
 
 def require_steps_left(config: TrainConfig, step: int) -> None:
@@ -203,13 +203,19 @@ def restore(folder: Path) -> None:
         return
     content = read_bytes(folder / "run.toml") or b""
     with suppress(ValueError):
-        if not wrong_setting(load_toml(content.decode())):
+        run = load_toml(content.decode())
+        if not wrong_setting(run) and _is_whole(run):
             return
     from narrowgauge.checkpoints.saving import latest_checkpoint
 
     checkpoint, _ = latest_checkpoint(folder)
     if checkpoint is not None:
         write_whole(folder / "run.toml", checkpoint.state()["run"].encode())
+
+
+def _is_whole(run: Row) -> bool:
+    """Return whether a ``run.toml`` of the trainer has its last value; others may lack it."""
+    return "recorder" in run or "unigram_loss" in run.get("data", {})
 
 
 def run_of_trainer(folder: Path) -> Run:
@@ -226,4 +232,6 @@ def run_of_trainer(folder: Path) -> Run:
             "Name a run of narrowgauge train. A loop with RunRecorder(resume=True) continues when "
             "its program starts again.",
         )
+    if not _is_whole(run.run):
+        raise damaged(folder / "run.toml", "it ends too early")
     return run
