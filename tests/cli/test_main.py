@@ -98,7 +98,8 @@ def test_what_is_refused_or_finished_says_so_before_torch_is_loaded(tmp_path: Pa
     RunWriter.create(tmp_path / "odd", {"config": {"nonsense": 1}}).close()
     tokens = write_tokens([Document("a", "text")], *load_tokenizer(None), tmp_path / "tokens")
     config = {"recipe": "bfloat16/word", "data": str(tokens), "steps": 1}
-    with RunWriter.create(tmp_path / "done", {"config": config}) as writer:
+    run = {"config": config, "data": {"unigram_loss": 5.0}}
+    with RunWriter.create(tmp_path / "done", run) as writer:
         writer.summary({"steps": 1, "val_loss": 4.0})
     process = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH], input="\n".join(REFUSED_AT_ONCE + FINISHED), capture_output=True, text=True,

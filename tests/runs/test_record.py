@@ -62,7 +62,27 @@ def test_everything_comes_back(folder: Path) -> None:
     assert run.steps == [{"step": step, "loss": 1 / step} for step in range(1, 5)]
     assert [row["step"] for row in run.evals] == [2, 4]
     assert run.events == [START]
-    assert run.summary == {"schema_version": VERSION, "steps": 4, "val_loss": math.inf}
+    rows = {"steps": 4, "evals": 2, "gauges": 0}
+    assert run.summary == {
+        "schema_version": VERSION,
+        "steps": 4,
+        "val_loss": math.inf,
+        "rows": rows,
+    }
+    assert not run.notes
+
+
+@pytest.mark.parametrize("kind", ["steps", "evals", "gauges"])
+def test_lost_rows_of_a_finished_run_are_told(kind: str, tmp_path: Path) -> None:
+    with RunWriter.create(tmp_path / "run", RUN) as writer:
+        for step in (1, 2):
+            writer.append(kind, {"step": step})
+        writer.summary({"steps": 2})
+    file = tmp_path / "run" / f"{kind}.jsonl"
+    file.write_bytes(file.read_bytes().splitlines(keepends=True)[1])
+    run = read_run(tmp_path / "run")
+    assert len(getattr(run, kind)) == 1
+    assert run.notes == [f"{kind}.jsonl lacks 1 of its 2 rows"]
 
 
 def test_values_come_back_exactly_and_the_file_is_valid_json(tmp_path: Path) -> None:

@@ -213,6 +213,20 @@ def test_a_damaged_row_costs_that_row_and_is_told(
     assert not run.notes and len(run.gauges) + 1 >= len(finished.gauges)
 
 
+@pytest.mark.parametrize("name", ["steps", "evals", "gauges"])
+def test_a_lost_file_of_rows_is_told_and_changes_no_later_row(
+    name: str, place: Path, stopped: Path, finished: Run
+) -> None:
+    (stopped / f"{name}.jsonl").unlink()
+    result = call("resume", str(stopped))
+    assert result.exit_code == 0 and f"note: {name}.jsonl lacks " in result.stdout, result.stdout
+    run = read_run(stopped)
+    assert run.summary["weights_fingerprint"] == finished.summary["weights_fingerprint"]
+    for kind in ("steps", "evals"):
+        expected = [lasting(row) for row in getattr(finished, kind)]
+        assert all(lasting(row) in expected for row in getattr(run, kind))
+
+
 def test_a_damaged_summary_is_made_again(finished: Run, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(finished.path, tmp_path / "run"))
     (copy / "summary.json").write_text("{")

@@ -343,7 +343,15 @@ def test_a_run_without_checkpoints_is_refused_and_trained_anew(
         assert_same_run(read_run(tmp_path / "anew"), uninterrupted["naive"])
 
 
-@pytest.mark.parametrize("change", [lambda text: text[1:], lambda text: b"", None])
+def without_tables(text: bytes) -> bytes:
+    """Cut a ``run.toml`` after its settings, where it is still valid."""
+    return text[: text.index(b"\n[", text.index(b"[config]"))]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda text: text[1:], lambda text: b"", without_tables, lambda text: text[:-40], None],
+)
 def test_a_run_goes_on_from_its_checkpoint_alone(
     change: Any, stopped: Path, uninterrupted: dict[str, Run]
 ) -> None:
@@ -355,6 +363,14 @@ def test_a_run_goes_on_from_its_checkpoint_alone(
         file.write_bytes(change(before))
     loop.resume(stopped)
     assert_same_run(read_run(stopped), uninterrupted["naive"])
+
+
+def test_settings_that_end_too_early_are_refused_without_a_checkpoint(stopped: Path) -> None:
+    lose(stopped)
+    file = stopped / "run.toml"
+    file.write_bytes(without_tables(file.read_bytes()))
+    refused = call("resume", str(stopped))
+    assert refused.exit_code == 2 and "run.toml is damaged: it ends too early" in refused.stderr
 
 
 def test_its_command_begins_a_run_again_that_has_no_checkpoint_yet(

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import date, time
 from functools import cached_property
 from pathlib import Path
@@ -33,7 +33,7 @@ from narrowgauge.errors import RecordError
 from narrowgauge.runs.atomic_io import damaged, load_json, read_bytes
 from narrowgauge.runs.finding import counted
 from narrowgauge.runs.foreign_logs import SOURCE, read_log
-from narrowgauge.runs.places import is_run, only_run
+from narrowgauge.runs.places import ROW_FILES, is_run, only_run
 from narrowgauge.runs.schema import NOT_FINITE, TEXT, VERSION, Row, is_whole, short, wrong_value
 from narrowgauge.spec.toml import load_toml
 
@@ -64,7 +64,7 @@ class Run:
 
         Read them on first use: they are by far the largest.
         """
-        return read_rows(self.path / "gauges.jsonl", self.notes)
+        return self.read("gauges")
 
     @cached_property
     def snapshots(self) -> list[Row]:
@@ -74,7 +74,12 @@ class Run:
     @cached_property
     def fingerprints(self) -> list[Row]:
         """Return the rows of ``fingerprints.jsonl``, read on first use."""
-        return read_rows(self.path / "fingerprints.jsonl", self.notes)
+        return self.read("fingerprints")
+
+    def read(self, kind: str) -> list[Row]:
+        """Read the rows of a kind from the folder. Add notes about damaged and lost ones."""
+        rows = (self.summary or {}).get("rows") or {}
+        return read_rows(self.path / f"{kind}.jsonl", self.notes, rows.get(kind, 0))
 
     @property
     def is_foreign(self) -> bool:
@@ -126,10 +131,12 @@ def read_run(path: str | Path) -> Run:
         # A log has none of them, and its path may be a file.
         vars(run).update(gauges=[], snapshots=[], fingerprints=[])
         return run
-    run = Run(path, read_settings(path))
+    settings = read_settings(path)
+    notes: list[str] = []
+    run = Run(path, settings, summary=read_summary(path / "summary.json", notes), notes=notes)
     for kind in ("steps", "evals", "events"):
-        getattr(run, kind).extend(read_rows(path / f"{kind}.jsonl", run.notes))
-    return replace(run, summary=read_summary(path / "summary.json", run.notes))
+        getattr(run, kind).extend(run.read(kind))
+    return run
 
 
 def read_settings(path: Path) -> Row:
@@ -230,10 +237,15 @@ def verified(line: bytes) -> bytes:
     return content + b"}"
 
 
-def read_rows(file: Path, notes: list[str]) -> list[Row]:
-    """Return the rows of a file. Drop damaged ones, and add a note about them."""
+def read_rows(file: Path, notes: list[str], number: int = 0) -> list[Row]:
+    """Return the rows of a file, which had at least a ``number`` of them.
+
+    Drop damaged ones, and add a note about them and about lost ones.
+    """
     _, rows = read_lines(file)
     notes.extend(note_of(file, rows))
+    if len(rows) < number:
+        notes.append(f"{file.name} lacks {number - len(rows):,} of its {number:,} rows")
     return [row for row in rows if row is not None]
 
 
@@ -244,6 +256,11 @@ def read_lines(file: Path) -> tuple[list[bytes], list[Row | None]]:
     if file.stem == "steps":
         _drop_repeated(rows)
     return texts, rows
+
+
+def count_rows(folder: Path) -> dict[str, int]:
+    """Return the number of lines in each file of rows."""
+    return {name: (read_bytes(folder / f"{name}.jsonl") or b"").count(b"\n") for name in ROW_FILES}
 
 
 def note_of(file: Path, rows: list[Row | None]) -> list[str]:

@@ -130,6 +130,8 @@ TEXT = frozenset(column.name for column in EVENT.values() if column.type == "tex
 """Columns in which ``"nan"`` is text and not a number."""
 STEPWISE = ("steps", "evals", "gauges", "snapshots", "fingerprints")
 """The kinds of rows that have a step each. A resume rewrites them from its checkpoint on."""
+LASTING = ("steps", "evals", "gauges")
+"""The kinds of rows that are the same however often a run was stopped."""
 REQUIRED = {**dict.fromkeys(STEPWISE, ("step",)), "events": ("what", "step")}
 """Columns that each row of a kind has."""
 _TOTALS = ("tokens", "seconds", "peak_memory_bytes")

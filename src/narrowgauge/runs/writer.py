@@ -17,6 +17,7 @@ from narrowgauge.errors import RecordError
 from narrowgauge.runs.atomic_io import disk_errors, read_bytes, write_whole
 from narrowgauge.runs.places import ROW_FILES, FolderLock, require_free
 from narrowgauge.runs.record import (
+    count_rows,
     note_of,
     read_lines,
     read_settings,
@@ -24,7 +25,7 @@ from narrowgauge.runs.record import (
     toml_value,
     wrong_setting,
 )
-from narrowgauge.runs.schema import STEPWISE, VERSION, Row, wrong_value
+from narrowgauge.runs.schema import LASTING, STEPWISE, VERSION, Row, wrong_value
 from narrowgauge.spec.tables import json_value
 
 
@@ -164,8 +165,9 @@ class RunWriter:
                 os.close(descriptor)
 
     def summary(self, row: Row) -> None:
-        """Write ``summary.json``, replacing an earlier one."""
-        content = {"schema_version": VERSION, **self._checked("summary", row)}
+        """Write ``summary.json``, replacing an earlier one. It tells how many rows there are."""
+        rows = {kind: number for kind, number in count_rows(self.path).items() if kind in LASTING}
+        content = {"schema_version": VERSION, **self._checked("summary", row), "rows": rows}
         text = json.dumps(content, indent=1, allow_nan=False)
         write_whole(self.path / "summary.json", sealed(text))
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from narrowgauge.errors import RecordError
-from narrowgauge.runs.atomic_io import read_bytes, write_whole
+from narrowgauge.runs.atomic_io import damaged, read_bytes, write_whole
 from narrowgauge.runs.finding import counted
 from narrowgauge.runs.places import is_run, require_free
 from narrowgauge.runs.record import Run, read_run, wrong_setting
@@ -145,26 +145,43 @@ def changes(before: Mapping[str, Any], config: TrainConfig, step: int) -> list[R
     return [{"what": "changed-settings", "words": x, "severity": "warning"} for x in messages]
 
 
-def require_no_checkpoint(run: Run, damaged: Sequence[str]) -> None:
+def lost_rows(run: Run, rows: Mapping[str, int], step: int) -> list[Row]:
+    """Return a note for each file that lacks rows which it had at the checkpoint of a step.
+
+    ``rows`` has the number of each file.
+    """
+    messages = []
+    first = run.steps[0]["step"] if run.steps else step + 1
+    if first > 1 and step > 0:
+        messages.append(f"steps.jsonl lacks the first {counted(first - 1, 'step')}")
+    for name in rows.keys() - {"steps"}:
+        present = [row for row in getattr(run, name) if row["step"] <= step]
+        missing = rows[name] - len(present)
+        if missing > 0:
+            messages.append(f"{name}.jsonl lacks {missing:,} of its first {rows[name]:,} rows")
+    return [{"what": "note", "words": message} for message in sorted(messages)]
+
+
+def require_no_checkpoint(run: Run, reasons: Sequence[str]) -> None:
     """Refuse to begin a run again that had a checkpoint, or was resumed from one.
 
-    ``damaged`` says what is wrong with those that are there.
+    ``reasons`` say what is wrong with those that are there.
     """
     saved = [event for event in run.events if event["what"] in ("checkpoint", "resume")]
     every = run.config.get("checkpoint_every", 0)
     was_due = 0 < every < len(run.steps)  # its events may be lost as well
-    if damaged or was_due or any(event["step"] for event in saved):
+    if reasons or was_due or any(event["step"] for event in saved):
         raise RecordError(
-            f"Cannot resume {run.path} because {no_good_checkpoint(damaged)}. Its record has "
+            f"Cannot resume {run.path} because {no_good_checkpoint(reasons)}. Its record has "
             f"{counted(len(run.steps), 'step')}.",
             "Restore its checkpoints, or train it anew: narrowgauge train --config "
             f"{run.path}/run.toml --out OTHER.",
         )
 
 
-def no_good_checkpoint(damaged: Sequence[str]) -> str:
-    reasons = "; ".join(damaged)
-    return f"it holds no good checkpoint: {reasons}" if reasons else "it holds no good checkpoint"
+def no_good_checkpoint(reasons: Sequence[str]) -> str:
+    text = "it holds no good checkpoint"
+    return f"{text}: {'; '.join(reasons)}" if reasons else text
 
 
 def require_steps_left(config: TrainConfig, step: int) -> None:
@@ -186,13 +203,19 @@ def restore(folder: Path) -> None:
         return
     content = read_bytes(folder / "run.toml") or b""
     with suppress(ValueError):
-        if not wrong_setting(load_toml(content.decode())):
+        run = load_toml(content.decode())
+        if not wrong_setting(run) and _is_whole(run):
             return
     from narrowgauge.checkpoints.saving import latest_checkpoint
 
     checkpoint, _ = latest_checkpoint(folder)
     if checkpoint is not None:
         write_whole(folder / "run.toml", checkpoint.state()["run"].encode())
+
+
+def _is_whole(run: Row) -> bool:
+    """Return whether a ``run.toml`` of the trainer has its last value; others may lack it."""
+    return "recorder" in run or "unigram_loss" in run.get("data", {})
 
 
 def run_of_trainer(folder: Path) -> Run:
@@ -209,4 +232,6 @@ def run_of_trainer(folder: Path) -> Run:
             "Name a run of narrowgauge train. A loop with RunRecorder(resume=True) continues when "
             "its program starts again.",
         )
+    if not _is_whole(run.run):
+        raise damaged(folder / "run.toml", "it ends too early")
     return run

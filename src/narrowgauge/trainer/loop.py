@@ -28,7 +28,7 @@ from narrowgauge.gauges.hub import RunNotice
 from narrowgauge.gauges.recording.run_recorder import RunRecorder
 from narrowgauge.optim.audit import UpdateLossWarning
 from narrowgauge.runs.atomic_io import disk_errors
-from narrowgauge.runs.finding import counted, sentences
+from narrowgauge.runs.finding import sentences
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import EVAL, STEP, Row
 from narrowgauge.spec.models import MODELS, weights_file
@@ -134,8 +134,10 @@ def _open(entry: Entry) -> tuple[Session, list[Row]]:
         return session, [{"what": "note", "words": note} for note in notes]
     checkpoint, damaged = latest_checkpoint(entry.folder, all_ranks())
     before = run
+    state: Row = {}
     if checkpoint is not None:
-        before = Run(entry.folder, load_toml(checkpoint.state()["run"]))
+        state = checkpoint.state()
+        before = Run(entry.folder, load_toml(state["run"]))
     else:
         door.require_no_checkpoint(run, damaged)
     door.require_same_run(before, config, data.fingerprint)
@@ -144,10 +146,7 @@ def _open(entry: Entry) -> tuple[Session, list[Row]]:
         session.load(checkpoint)
     door.require_steps_left(config, session.step)
     events = door.changes(before.config, session.config, session.step)
-    first = run.steps[0]["step"] if run.steps else session.step + 1
-    if first > 1 and session.step > 0:
-        message = f"steps.jsonl lacks the first {counted(first - 1, 'step')}"
-        events.append({"what": "note", "words": message})
+    events += door.lost_rows(run, state.get("rows", {}), session.step)
     for damage in damaged:
         message = f"{damage} and was not loaded"
         events.append({"what": "damaged-checkpoint", "words": message, "severity": "warning"})
@@ -168,7 +167,7 @@ def _recorder_of(session: Session, console: Console, goes_on: bool) -> RunRecord
         on_row=console.row, resume=goes_on, tables={**tables, "recorder": None},
     )  # fmt: skip
     if goes_on:
-        recorder.go_back(session.step)
+        recorder.go_back(session.step, tokens=session.sequences * config.sequence_length)
     tokenizer = session.data.tokenizer_path
     if session.here.is_first and tokenizer is not None:
         with disk_errors(folder):

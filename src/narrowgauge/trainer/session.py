@@ -37,6 +37,7 @@ from narrowgauge.optim.accumulation import GradientAccumulator
 from narrowgauge.optim.loading import kept_tensors
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.atomic_io import disk_errors, load_json, read_bytes, sync
+from narrowgauge.runs.record import count_rows
 from narrowgauge.spec.models import weights_file
 from narrowgauge.trainer import language_model
 from narrowgauge.trainer.config import TrainConfig, require_positions
@@ -182,15 +183,17 @@ class Session:
         if self.here.size > 1:
             verify_replicas(kept_tensors(self.optimizer), self.step)
         run = ""
+        rows = {}
         if self.here.is_first:
             run = (read_bytes(self.folder / "run.toml") or b"").decode()
+            rows = count_rows(self.folder)
             for file in self.folder.glob("*.jsonl"):
                 with disk_errors(file):
                     sync(file)
         tensors = state_tensors(self.model.named_parameters(), self.optimizer)
         state = {
             "step": self.step, "sequences": self.sequences, "num_skipped": self.optimizer.num_skipped,
-            "run": run,
+            "run": run, "rows": rows,
         }  # fmt: skip
         if self.scaler is not None:
             state["loss_scaler"] = self.scaler.state_dict()

@@ -136,6 +136,28 @@ def test_a_killed_loop_goes_on_from_its_checkpoint_with_the_same_record(tmp_path
     assert kinds == ["start", "resume", "finish"]
 
 
+def test_a_record_that_lost_its_steps_wants_to_know_from_where_the_loop_goes_on(
+    tmp_path: Path,
+) -> None:
+    """Else it would record the weights of later steps as those of the start."""
+    run = reference()
+    loop = Loop(run)
+    with ng.RunRecorder(tmp_path / "run", loop.model, loop.optimizer) as recorder:
+        loop.take(range(2), recorder)
+        recorder.close(finished=False)
+    (tmp_path / "run" / "steps.jsonl").unlink()
+    before = ng.read_run(tmp_path / "run").fingerprints
+    with ng.RunRecorder(tmp_path / "run", loop.model, loop.optimizer, resume=True) as recorder:
+        with pytest.raises(ng.errors.RecordError, match="go_back"):
+            recorder.step(1.0)
+        recorder.go_back(2, tokens=640)
+        loop.take(range(2, 3), recorder)
+        recorder.close(finished=False)
+    again = ng.read_run(tmp_path / "run")
+    assert [row["step"] for row in again.fingerprints] == [*[row["step"] for row in before], 2]
+    assert again.steps[0]["tokens"] == 640 + run.batches[2][:, 1:].numel()
+
+
 def test_the_trainer_refuses_what_it_cannot_continue(tmp_path: Path) -> None:
     model, optimizer = small()
     ng.RunRecorder(tmp_path / "run", model, optimizer).close(finished=False)

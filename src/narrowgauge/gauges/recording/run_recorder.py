@@ -192,7 +192,10 @@ class RunRecorder(Watch):
             self._record.see = self._tell
             self._record.watch(model, self.optimizer, every=gauges_every, hub=self.hub)
             self._certificate = Certificate(model, self.optimizer)
-            self._must_go_back = earlier is not None and bool(earlier.steps)
+            self._must_go_back = False
+            if earlier is not None:  # its steps may be lost, and other rows tell of them
+                rows = [*earlier.steps, *earlier.evals, *earlier.events]
+                self._must_go_back = any(row["step"] for row in rows)
             self._is_open = True
             self._run = content
             if earlier is not None:
@@ -312,7 +315,7 @@ class RunRecorder(Watch):
         self._certificate.write(path, objects)
         self.event("checkpoint", "the loop saved a checkpoint", place=str(Path(path).absolute()))
 
-    def go_back(self, step: int, **objects: Any) -> None:
+    def go_back(self, step: int, *, tokens: int | None = None, **objects: Any) -> None:
         """Continue after ``step``. Delete rows of later steps, since the loop repeats these steps.
 
         Call it after loading a checkpoint, in a resumed loop or after a rollback. Call it in an
@@ -320,6 +323,7 @@ class RunRecorder(Watch):
 
         Args:
             step: steps that the loaded checkpoint has done.
+            tokens: trained on in these steps; ``None``: as the last row says.
             objects: the loaded ones, by the names that :meth:`saved` was given.
         Missing rows up to that step are a note: a record is a log, and not what a run goes on from.
         """
@@ -333,6 +337,8 @@ class RunRecorder(Watch):
             if event["what"] == "checkpoint" and event["step"] == step:
                 path = event.get("place", "")
         self._record.go_back(step, first=run.steps[0]["step"] if run.steps else step + 1)
+        if tokens is not None:
+            self._record.tokens = tokens
         # A rollback keeps the samples of the start, which a new process does not know.
         self.go_on_after(step, anew=not began)
         self._must_go_back = False
