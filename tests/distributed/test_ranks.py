@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,8 +36,17 @@ def ask(rank: int) -> list[object]:
     return answers
 
 
-def test_ranks_learn_the_same(tmp_path: Path) -> None:
-    for rank, answers in enumerate(run_ranks(ask, 2, tmp_path)):
+def ask_and_fail(rank: int) -> tuple[list[object], list[str]]:
+    return ask(rank), fail(rank)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return run_ranks(ask_and_fail, 2, tmp_path_factory.mktemp("two"))
+
+
+def test_ranks_learn_the_same(two_ranks: list[Any]) -> None:
+    for rank, (answers, _) in enumerate(two_ranks):
         shared = [[{"rank": 0}, {"rank": 1}], 15, 0, "of rank 0", f"of rank {rank}"]
         assert answers == shared * 2
 
@@ -63,8 +73,10 @@ def fail(rank: int) -> list[str]:
     return raised
 
 
-def test_what_fails_on_one_rank_fails_on_all_and_a_bug_is_told_where_it_is(tmp_path: Path) -> None:
-    first, second = run_ranks(fail, 2, tmp_path)
+def test_what_fails_on_one_rank_fails_on_all_and_a_bug_is_told_where_it_is(
+    two_ranks: list[Any],
+) -> None:
+    first, second = (raised for _, raised in two_ranks)
     reported = f"ReportedError {ReportedError()}"
     refusals = [f"RankError refused on rank {rank}. Do not." for rank in (0, 1)]
     assert first == [*refusals, "KeyError 'rank 0'", reported]

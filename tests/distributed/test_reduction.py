@@ -5,6 +5,7 @@ each in every row.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -99,11 +100,24 @@ def every_kind(rank: int) -> list[dict[str, Tensor]]:
     return results
 
 
-def test_every_kind_of_model_gets_the_sum_or_the_average(tmp_path: Path) -> None:
+def on_four(rank: int) -> dict[str, Any]:
+    return {
+        "kinds": every_kind(rank),
+        "half precision": half_precision(rank),
+        "restored": restored(rank),
+    }
+
+
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(on_four, 4, tmp_path_factory.mktemp("four"))
+
+
+def test_every_kind_of_model_gets_the_sum_or_the_average(four_ranks: list[dict[str, Any]]) -> None:
     average = {name: total / 4 for name, total in expected(range(4)).items()}
     wanted_by_place = (expected(range(5)), expected(range(5)), average)
-    for results in run_ranks(every_kind, 4, tmp_path):
-        by_row = zip(*[iter(results)] * (3 * len(KINDS)), strict=True)
+    for result_of_rank in four_ranks:
+        by_row = zip(*[iter(result_of_rank["kinds"])] * (3 * len(KINDS)), strict=True)
         for row, found_of_row in zip(expectations.REDUCTIONS.values(), by_row, strict=True):
             for place, result in enumerate(found_of_row):
                 assert_close(result, wanted_by_place[place % 3], row.tolerance)
@@ -137,10 +151,13 @@ def half_precision(rank: int) -> list[list[float]]:
     return results
 
 
-def test_an_average_of_float16_gradients_that_overflow_in_sum_is_exact(tmp_path: Path) -> None:
+def test_an_average_of_float16_gradients_that_overflow_in_sum_is_exact(
+    four_ranks: list[dict[str, Any]],
+) -> None:
     """Four of 24,000 are 96,000, beyond float16's 65,504; in float32 their average is 24,000 again."""
-    for results in run_ranks(half_precision, 4, tmp_path):
-        for native_sum, wide_sum, native, wide in zip(*[iter(results)] * 4, strict=True):
+    for result in four_ranks:
+        quadruples = zip(*[iter(result["half precision"])] * 4, strict=True)
+        for native_sum, wide_sum, native, wide in quadruples:
             assert native_sum == wide_sum == [12000.0, 12000.0]
             assert native == [float("inf"), 24000.0] and wide == [24000.0, 24000.0]
 
@@ -162,8 +179,11 @@ def restored(rank: int) -> list[dict[str, Tensor]]:
     return results
 
 
-def test_a_closed_reduction_leaves_fsdp_and_ddp_as_they_were(tmp_path: Path) -> None:
-    for results in run_ranks(restored, 4, tmp_path):
+def test_a_closed_reduction_leaves_fsdp_and_ddp_as_they_were(
+    four_ranks: list[dict[str, Any]],
+) -> None:
+    for result in four_ranks:
+        results = result["restored"]
         for plain, closed in zip(results[:3], results[3:], strict=True):
             assert plain
             assert_close(closed, plain, 0.0)

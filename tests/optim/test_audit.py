@@ -145,8 +145,10 @@ def test_a_group_added_later_is_audited_with_the_others_of_all_ranks() -> None:
     first, late = parameters("word", [(8, 8), (4, 4)])
     optimizer = ng.AdamW([("first", first)], audit_every=1)
     optimizer.auditor.join = joined_over_ranks([first])
-    optimizer.add_param_group({"params": [("late", late)]})
     take_steps(optimizer, range(1))
+    assert list(ng.audit(optimizer)) == ["first"]
+    optimizer.add_param_group({"params": [("late", late)]})
+    take_steps(optimizer, range(1, 2))
     assert list(ng.audit(optimizer)) == ["first", "late"]
 
 

@@ -8,7 +8,7 @@ import random
 import pytest
 
 import expectations
-from narrowgauge.spec.storages import STORAGES, VISIBLE, Storage, packed, width_of
+from narrowgauge.spec.storages import STATE_NAMES, STORAGES, VISIBLE, Storage, packed, width_of
 
 every_storage = pytest.mark.parametrize("storage", STORAGES.values(), ids=STORAGES)
 
@@ -34,6 +34,14 @@ def test_bytes_are_those_of_the_words_that_hold_the_fields(storage: Storage) -> 
 def test_stochastic_rows_are_those_with_a_stochastic_code() -> None:
     stochastic = {name for name, row in STORAGES.items() if row.is_stochastic}
     assert stochastic == {name for name, row in expectations.STORAGES.items() if row.dealt}
+
+
+@every_storage
+def test_second_moments_alone_are_held_above_zero(storage: Storage) -> None:
+    """In every code that has an end below: a second moment of zero makes the next step unbounded."""
+    for role in ("weight", *STATE_NAMES):
+        code = storage.code(role)
+        assert code.hold == (role == "exp_avg_sq" and code.is_window)
 
 
 def fewest_bits(sizes: tuple[int, ...]) -> int:
