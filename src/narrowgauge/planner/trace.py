@@ -58,11 +58,13 @@ def read_trace(path: Path, plan: Path | None = None) -> Table:
     spans = list(_spans(_load(path)))
     work = [span for span in spans if "Profiler" not in span.name]
     kernels = [span for span in work if span.kind in _KERNELS]
-    marks = [span for span in spans if span.name.startswith("ProfilerStep#")]
+    marks = []
+    for span in spans:
+        if span.name.startswith("ProfilerStep#"):
+            marks.append(span)
     if marks and not kernels:
         # The step waits for the threads of gloo and of a loader: their time would count twice.
-        places = {mark.place for mark in marks}
-        work = [span for span in work if span.place in places]
+        work = [span for span in work if span.place == marks[0].place]
     times = _kernel_times(kernels) if kernels else _operation_times(work)
     if not times:
         raise RecordError(
