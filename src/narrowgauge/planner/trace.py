@@ -56,12 +56,16 @@ def read_trace(path: Path, plan: Path | None = None) -> Table:
         RecordError: a file cannot be read, or is none of these.
     """
     spans = list(_spans(_load(path)))
-    work = [span for span in spans if "Profiler" not in span.name]
-    kernels = [span for span in work if span.kind in _KERNELS]
+    work = []
+    kernels = []
     marks = []
     for span in spans:
         if span.name.startswith("ProfilerStep#"):
             marks.append(span)
+        elif "Profiler" not in span.name:
+            work.append(span)
+            if span.kind in _KERNELS:
+                kernels.append(span)
     if marks and not kernels:
         # The step waits for the threads of gloo and of a loader: their time would count twice.
         work = [span for span in work if span.place == marks[0].place]
