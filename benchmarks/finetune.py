@@ -21,11 +21,9 @@ record. Rows:
 - ``lora`` before a storage (``"lora word random"``): adapters of rank 16 on all linear layers, in bfloat16, the rest frozen;
 - a peer of ``peers.py`` (``"torch AdamW bfloat16"``), or a published method by its formula (``published/flashoptim``).
 
-``--predict`` asks ``ng.check`` about each recorded row and rate as it stands before its first step,
-without a batch. ``--page`` draws README's picture;
-``--picture`` measures how much the forward pass sees of equal updates, and draws it. ``--model
-FOLDER`` takes any Hugging Face folder and ``--text`` other files. A step of 2 × 256 tokens of
-SmolLM2 takes 2.5 seconds of a quiet core with AVX512.
+``--page`` draws README's picture; ``--picture`` measures how much the forward pass sees of equal
+updates, and draws it. ``--model FOLDER`` takes any Hugging Face folder and ``--text`` other files.
+A step of 2 × 256 tokens of SmolLM2 takes 2.5 seconds of a quiet core with AVX512.
 """
 
 from __future__ import annotations
@@ -37,12 +35,11 @@ import itertools
 import json
 import math
 import random
-import re
 import statistics
 import sysconfig
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from importlib.util import find_spec
 from pathlib import Path
@@ -86,8 +83,7 @@ class Run:
         edq: effective descent quality of the audit at three quarters of the run; ``None`` for
             others' optimizers.
         vectors: vector instructions of the processor, or the name of the GPU.
-        predicted: what ``ng.check`` says of the updates before the first step; empty if it was not
-            asked.
+        predicted: of runs until November 2026, what ``ng.check`` said of the updates before them.
     """
 
     model: str
@@ -232,44 +228,6 @@ def validation_loss(model: nn.Module, blocks: Tensor, autocast: bool) -> float:
     return statistics.fmean(losses)
 
 
-def prediction(row: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """Return what ``ng.check`` says of the updates, in a few words; a dash where it does not see
-    the optimizer.
-    """
-    check = ng.check(model, optimizer)
-    if check.unseen or row in FORMULAS:
-        return "–"
-    still = sum(
-        1 + int((re.findall(r"(\d+) others", r.tensor) or [0])[0])
-        for r in check
-        if r.what == "stands-still"
-    )
-    words = [f"{still} tensors stand still"] * (still > 0)
-    words += [f"{r.value:.2f} stored of the rest" for r in check if r.what == "lost-updates"]
-    words += [
-        f"{line.split()[4]} visible in 10 steps"
-        for line in check.lines
-        if line.startswith("forward pass")
-    ]
-    return ", ".join(words) or "nothing lost"
-
-
-def predict(file: Path, start: Start) -> None:
-    """Write what the check says beside all recorded runs of 100 steps that lack it."""
-    records = runs(file)
-    asked = sorted(
-        {(run.row, run.lr) for run in records.values() if run.steps == 100 and not run.predicted}
-    )
-    for row, lr in asked:
-        model = copy.deepcopy(start.model)
-        words = prediction(row, model, prepared(row, model, lr, 0, 0))
-        print(row, lr, words, flush=True)
-        for key, run in records.items():
-            if (run.row, run.lr, run.steps) == (row, lr, 100):
-                records[key] = replace(run, predicted=words)
-    file.write_text("".join(json.dumps(asdict(run)) + "\n" for run in records.values()))
-
-
 def fine_tuned(job: tuple[str, str, float, int, int], start: Start, batch_size: int = 2) -> Run:
     """Fine-tune once and return the record."""
     name, row, lr, steps, seed = job
@@ -284,7 +242,6 @@ def fine_tuned(job: tuple[str, str, float, int, int], start: Start, batch_size: 
     is_ours = isinstance(optimizer, ng.AdamW) and formula is None
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed + 1))
     losses = {"0": validation_loss(model, held_out, autocast)}
-    predicted = prediction(row, model, optimizer)
     for step in range(steps):
         rate = lr * min(1, (step + 1) / 10) * (1 - step / steps)
         for group in optimizer.param_groups:  # torchao keeps its rate in a tensor
@@ -309,9 +266,7 @@ def fine_tuned(job: tuple[str, str, float, int, int], start: Start, batch_size: 
             size = 16.0 if autocast else bytes_held(optimizer)
     edq = edq if edq is not None and math.isfinite(edq) else None
     date = datetime.now(timezone.utc).date().isoformat()
-    return Run(
-        name, row, lr, steps, seed, losses, size, edq, torch.__version__, vectors(), date, predicted
-    )
+    return Run(name, row, lr, steps, seed, losses, size, edq, torch.__version__, vectors(), date)
 
 
 def append(run: Any, file: Path) -> None:
@@ -426,9 +381,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags.add_argument("--file", type=Path, default=FILE)
     flags.add_argument("--threads", type=int, default=1)
     flags.add_argument("--page", action="store_true", help="draw README's picture of the records")
-    flags.add_argument(
-        "--predict", action="store_true", help="ask ng.check about the recorded rows"
-    )
     flags.add_argument("--picture", action="store_true", help="draw docs/images/visible-change.svg")
     options = flags.parse_args(arguments)
     warnings.simplefilter("ignore", EmulationNotice)
@@ -439,9 +391,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         (DOCS / "images" / "fine-tune.svg").write_text(drawing(curves, "steps", "validation loss"))
         return 0
     start = start_of(options.model, options.text)
-    if options.predict:
-        predict(options.file, start)
-        return 0
     if options.picture:
         weights = torch.cat(
             [p.detach().flatten()[:10000] for p in start.model.parameters() if p.ndim > 1]

@@ -62,6 +62,18 @@ def test_operations_count_without_those_that_they_call(tmp_path: Path) -> None:
     assert times == pytest.approx({"matmuls": 100e-6, "optimizer": 100e-6})
 
 
+def test_of_a_cpu_the_thread_of_the_steps_counts(tmp_path: Path) -> None:
+    events = [
+        event("ProfilerStep#1", 0, 100, "user_annotation"),
+        event("FSDP::all_gather (layers.0)", 0, 60, "user_annotation"),
+        event("aten::copy_", 10, 20, "cpu_op"),
+        event("aten::mm", 60, 40, "cpu_op"),
+        event("gloo:all_gather", 0, 90, "user_annotation", place=1),
+    ]
+    times = seconds(written(tmp_path / "trace.json", events))
+    assert times == pytest.approx({"communication": 60e-6, "matmuls": 40e-6})
+
+
 def test_a_real_trace_of_a_cpu_has_its_matmuls(tmp_path: Path) -> None:
     model = torch.nn.Linear(256, 256)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:

@@ -1,7 +1,7 @@
 """A trace of ``torch.profiler``, its time summed by the groups of a plan's step.
 
-Of a GPU the kernels count, of a CPU the time of each operation without those that it calls. Names
-decide (``data/trace_names.toml``). Kernels that run at once all count.
+Of a GPU the kernels count. Of a CPU the operations in the thread of the steps count, each without
+those that it calls. Names decide (``data/trace_names.toml``). Kernels that run at once all count.
 """
 
 from __future__ import annotations
@@ -56,8 +56,19 @@ def read_trace(path: Path, plan: Path | None = None) -> Table:
         RecordError: a file cannot be read, or is none of these.
     """
     spans = list(_spans(_load(path)))
-    work = [span for span in spans if "Profiler" not in span.name]
-    kernels = [span for span in work if span.kind in _KERNELS]
+    work = []
+    kernels = []
+    marks = []
+    for span in spans:
+        if span.name.startswith("ProfilerStep#"):
+            marks.append(span)
+        elif "Profiler" not in span.name:
+            work.append(span)
+            if span.kind in _KERNELS:
+                kernels.append(span)
+    if marks and not kernels:
+        # The step waits for the threads of gloo and of a loader: their time would count twice.
+        work = [span for span in work if span.place == marks[0].place]
     times = _kernel_times(kernels) if kernels else _operation_times(work)
     if not times:
         raise RecordError(
@@ -67,9 +78,8 @@ def read_trace(path: Path, plan: Path | None = None) -> Table:
     # Kernels run after their step, so the host's work decides which marks count.
     starts = [span.start for span in work if span.kind not in _KERNELS or len(work) == len(kernels)]
     steps = set()
-    for mark in spans:
-        is_mark = mark.name.startswith("ProfilerStep#")
-        if is_mark and any(mark.start <= start < mark.end for start in starts):
+    for mark in marks:
+        if any(mark.start <= start < mark.end for start in starts):
             steps.add(mark.name)
     devices = max(1, len({span.place for span in kernels}))
     scale = 1e-6 / max(1, len(steps)) / devices
