@@ -241,9 +241,9 @@ def recorded_readings(run: Run, skipped: list[int] | None) -> list[Reading]:
     readings += [*_resumes(run), *_audits(run), *_slower(run), *_idle(run)]
     readings += [*_batches(run), *_rates(run, out)]
     readings += alarms_of(run)
-    groups: dict[tuple[str, ...], list[Reading]] = {}
+    groups: dict[tuple[str, str], list[Reading]] = {}
     for reading in readings:
-        groups.setdefault((*reading.cause, reading.tensor), []).append(reading)
+        groups.setdefault((reading.what, reading.tensor), []).append(reading)
     readings = list(map(_first, groups.values()))
     # One value that is not finite makes all later ones so. The first in the order of a step tells
     # the origin.
