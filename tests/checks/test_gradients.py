@@ -845,6 +845,13 @@ def test_a_router_whose_gradient_is_rounding_alone_is_read(is_normalized: bool) 
     assert names == [("rounding", "router.weight")] * is_normalized, result
 
 
+def test_a_bias_before_a_norm_whose_gradient_is_rounding_alone_is_not_accused() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4))
+    batch = (torch.randn(64, 16), torch.randn(64, 4))
+    assert not len(check(model, batch, loss=mean_square))
+
+
 class Noted(nn.Module):
     """Keeps an auxiliary loss, and returns a dataclass."""
 

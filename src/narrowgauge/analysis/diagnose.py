@@ -233,7 +233,7 @@ def recorded_readings(run: Run, skipped: list[int] | None) -> list[Reading]:
             readings.append(reading)
     groups: dict[tuple[str, ...], list[Reading]] = {}
     for reading in readings:
-        groups.setdefault((*reading.cause, reading.tensor), []).append(reading)
+        groups.setdefault((reading.what, reading.stage, reading.tensor), []).append(reading)
     readings = list(map(_first, groups.values()))
     # One value that is not finite makes all later ones so. The first in the order of a step tells
     # the origin.

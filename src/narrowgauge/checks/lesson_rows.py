@@ -114,8 +114,9 @@ class Rows:
         sequence = self.sequence[mask]
         behind = self.column[mask] + 1
         place = behind.clamp(0, width - 1)
-        is_label = self.tokens[sequence, place] == self.target.label[mask]
-        return self.is_learned[mask] & is_label & places[sequence, place] & (behind < width)
+        is_label: Tensor = self.tokens[sequence, place] == self.target.label[mask]
+        is_label &= self.is_learned[mask] & places[sequence, place] & (behind < width)
+        return is_label
 
     def share_at(self, shift: int, mask: Tensor) -> float:
         """Return the share of rows whose label is the token at a distance from the last one that

@@ -110,7 +110,7 @@ class Slope:
         readings = []
         number = 0
         for name, exact in self.first.shadows.items():
-            if min(exact.shape, default=0) < 2 or self.first.mode.units:
+            if exact.ndim < 2 or min(exact.shape) < 2 or self.first.mode.units:
                 continue
             number += 1
             part = fit(self.first.gradients[name], exact).relative
