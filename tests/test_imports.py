@@ -27,14 +27,14 @@ LAYERS = {
     "spec": {"errors", "spec", "analysis.thresholds"},
     "monitor": {
         "analysis",
-        *(
-            f"analysis.{name}"
-            for name in ("detectors", "alarms", "spikes", "reading", "log", "kinds")
-        ),
+        *(f"analysis.{name}" for name in ("spikes", "reading", "log", "kinds")),
     },
     "record": {"analysis.columns", "analysis.settings"},
     "comparison": {"analysis.comparison"},
-    "diagnosis": {f"analysis.{name}" for name in ("diagnose", "two_runs", "first_difference")},
+    "laws": {f"analysis.{name}" for name in ("snapshot", "laws", "step_laws", "row_laws")},
+    "diagnosis": {
+        f"analysis.{name}" for name in ("diagnose", "whole_run", "two_runs", "first_difference")
+    },
     "machine": {"torch_support.machine"},
     "torch_names": {
         *(
@@ -55,10 +55,10 @@ LAYERS |= {name: {name} for name in ALIKE}
 PARTS = {"matmul", "transforms", "optim", "distributed"}
 LOWEST = {"spec", "machine"}
 SEEN_BY_PARTS = LOWEST | {"torch_names", "compile", "numerics"}
-RECORDS = LOWEST | {"runs", "record", "monitor", "comparison", "planner", "report"}
+RECORDS = LOWEST | {"runs", "record", "monitor", "laws", "comparison", "planner", "report"}
 SEEN_BY_CHECKPOINTS = SEEN_BY_PARTS | {"runs", "distributed", "optim"}
 SEEN_BY_GAUGES = SEEN_BY_PARTS | PARTS | {"runs", "monitor"}
-SEEN_BY_RECORDING = SEEN_BY_GAUGES | {"gauges", "checks", "record"}
+SEEN_BY_RECORDING = SEEN_BY_GAUGES | {"gauges", "checks", "record", "laws"}
 SEEN_BY_TRAINER = SEEN_BY_RECORDING | RECORDS | {"recording", "assembly", "checkpoints"}
 SEEN_BY_CALLERS = SEEN_BY_TRAINER | {"trainer"}
 # What each layer may import besides itself.
@@ -68,12 +68,13 @@ SEES = {
     "runs": LOWEST,
     "monitor": LOWEST | {"runs"},
     "record": LOWEST | {"runs"},
+    "laws": LOWEST | {"runs", "record", "monitor"},
     "comparison": LOWEST | {"runs", "record"},
     "report": RECORDS | {"diagnosis"},
     # The planner imports it where a module is planned.
     "planner": LOWEST | {"runs", "own_module"},
     "own_module": LOWEST | {"planner"},
-    "diagnosis": LOWEST | {"runs", "record", "monitor", "comparison"},
+    "diagnosis": LOWEST | {"runs", "record", "monitor", "laws", "comparison"},
     "torch_names": LOWEST,
     "compile": LOWEST | {"torch_names"},
     "numerics": LOWEST | {"torch_names", "compile"},
@@ -88,7 +89,7 @@ SEES = {
     "cli": SEEN_BY_CALLERS | {"diagnosis", "profiling", "integrations"},
 }
 
-TORCH_FREE = LOWEST | {"runs", "record", "monitor", "comparison", "report", "planner", "diagnosis"}
+TORCH_FREE = RECORDS | {"diagnosis"}
 TORCH_BOUND = {"torch", "transformers", "tokenizers", "safetensors", "datasets", "lightning"}
 
 
@@ -222,7 +223,7 @@ READ_GRADIENTS_IN_PLACE = {
     "numerics/dtensor.py",
     "torch_support/put_back.py",
     "distributed/reduction.py",
-    "gauges/recording/watch.py",
+    "gauges/recording/backward.py",
     "optim/parameter_formats.py",
     "planner/own_module.py",
 }

@@ -41,6 +41,7 @@ class BackwardPasses(Listener):
         self._after: Tensor | None = None  # the probe after the last step
         self._was_evaluated = False  # since then
         self._first: Tensor | None = None  # gradient of the last sampled step
+        self._had_gradient: bool | Tensor = False  # in the last pass, other than zero
         self.number = 0
         self._probes = _probes_of(watch)
         self.probe = next(iter(self._probes.values()), None)
@@ -68,9 +69,11 @@ class BackwardPasses(Listener):
         self.number += 1
         now.num_backward += 1
         if now.num_backward > 1:
-            self._watch.numbers_of_step.add("cleared within", is_cleared)
-        is_large = probe.numel() >= LEAST_PROBE and gradient.layout is torch.strided
-        if is_sampled(now.step) and is_large:
+            # A gradient of zeros, as beside a factor that is zero, was not cleared.
+            self._watch.numbers_of_step.add("cleared within", self._had_gradient & is_cleared)
+        is_dense = gradient.layout is torch.strided
+        self._had_gradient = gradient.any() if is_dense else False
+        if is_sampled(now.step) and is_dense and probe.numel() >= LEAST_PROBE:
             self._compare(gradient, is_first=now.num_backward == 1)
         if self.number == UNSTEPPED and now.step == 1:
             self._look_for_steps()

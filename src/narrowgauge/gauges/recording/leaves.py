@@ -27,8 +27,8 @@ from narrowgauge.torch_support.torch_names import callers_of_step, graph_nodes
 if TYPE_CHECKING:
     from narrowgauge.gauges.recording.watch import Watch
 
-_CLOSE = 8
-"""Sampled steps up to this one are too close for a look at each."""
+_CLOSE = 3
+"""Sampled steps up to this one are too close together for a look at each."""
 _CLOCK = itertools.count()
 _LAST_STEPS: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 """When each optimizer of this process stepped last, since the first watch: a reading of the clock."""
