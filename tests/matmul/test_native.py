@@ -36,6 +36,7 @@ NATIVE_ON = {
 }  # fmt: skip
 """A compute of each way through the code, on a chip that has its kernel."""
 SCALED_MM = ("float8-row", "float8-tensor")
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # [rows, contraction, columns]: ragged, and several tiles.
 SHAPES = [(33, 65, 17), (150, 300, 140)]
 every_place = pytest.mark.parametrize("place", PLACES)
@@ -165,7 +166,7 @@ def test_a_native_product_is_the_exact_one_rounded_once(
     And the emulation of the same codes is as near as it states.
     """
     bias = gaussian(shape[2], seed=5)
-    for dtype, added_bias in itertools.product((torch.bfloat16, torch.float32), (None, bias)):
+    for dtype, added_bias in itertools.product(DTYPES, (None, bias)):
         with device(chip):
             pair = cast_operands(row, place, shape)
             sides = len(pair[0].data), len(pair[1].data)
