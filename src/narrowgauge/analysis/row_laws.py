@@ -142,16 +142,25 @@ def loss_scale(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]
 
 
 def spikes(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]:
-    """Read a loss and a gradient norm far above those of the steps before."""
-    if not now.is_told:
+    """Read a loss and a gradient norm far above those of the steps before.
+
+    Losses of several optimizers, as of a generator and its critic, rise and fall with each other.
+    """
+    if now.is_resumed:
+        counts["resumed"] = now.step
+    if not now.is_told or facts.num_optimizers > 1:
         return
     loss = math.nan if now.loss is None else now.loss
     judge: SpikeJudge = counts.setdefault("judge", SpikeJudge())
     judged = {"loss-spike": judge.loss(loss), "gradient-spike": judge.norm(now.unclipped)}
     for name, spike in judged.items():
         if _begins(counts, name, spike is not None, calm=10) and spike is not None:
-            bound = spike.threshold
-            yield KINDS[name].reading("", spike.value, None, bound, now.step, words=spike.message)
+            kind = KINDS[name]
+            if name == "loss-spike" and now.step == counts["resumed"]:
+                kind = kind.case("resume")
+            yield kind.reading(
+                "", spike.value, None, spike.threshold, now.step, words=spike.message
+            )
     judge.add(loss, now.unclipped, spiked=any(judged.values()))
 
 

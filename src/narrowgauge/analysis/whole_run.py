@@ -13,6 +13,7 @@ from narrowgauge.analysis.comparison.classification import divergence, has_zero
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.log import reading_of
 from narrowgauge.analysis.reading import Reading
+from narrowgauge.analysis.snapshot import Facts
 from narrowgauge.analysis.thresholds import FEWEST_BATCHES, FEWEST_STEPS, MAX_SKIPPED
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import number, step_of
@@ -131,8 +132,13 @@ def _skips(run: Run, skipped: set[int]) -> Iterator[Reading]:
 
 
 def _losses(run: Run, skipped: list[int]) -> Iterator[Reading]:
-    """Yield a divergence that no event tells, or a loss that does not fall."""
+    """Yield a divergence that no event tells, or a loss that does not fall.
+
+    Losses of several optimizers, as of a generator and its critic, may end at any size.
+    """
     if len(skipped) == len(run.steps) or events_of(run, "divergence"):
+        return
+    if Facts.of_run(run).num_optimizers > 1:
         return
     values = column(run, "steps", "loss").finite
     end = max(map(step_of, run.steps))
@@ -140,7 +146,8 @@ def _losses(run: Run, skipped: list[int]) -> Iterator[Reading]:
         return
     reason = divergence(run)
     if reason:
-        yield Reading(end, "loss", "", "divergence", advice=f"The run diverged: {reason}.")
+        words = f"{reason[0].upper()}{reason[1:]}."
+        yield Reading(end, "loss", "", "divergence", advice=words)
     elif len(values) >= FEWEST_STEPS:
         kind = KINDS["constant-loss"].case("flat")
         quarters = np.array_split(values, 4)
