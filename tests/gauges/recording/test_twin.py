@@ -70,6 +70,40 @@ def test_bias_corrections_in_float32_are_healthy() -> None:
     assert not Loop(optimizer=Compiled).run(3).readings
 
 
+class InFewBits(torch.optim.AdamW):
+    """Its second moments are kept in 8 bits: floats of two mantissa bits, or even steps."""
+
+    is_even = False
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        for state in self.state.values():
+            moments = state["exp_avg_sq"]
+            scale = moments.max() / 255 if self.is_even else moments.max() / 57344
+            kept = (
+                (moments / scale).round()
+                if self.is_even
+                else (moments / scale).to(torch.float8_e5m2)
+            )
+            moments.copy_(kept.to(moments.dtype) * scale)
+        return result
+
+
+class InEvenSteps(InFewBits):
+    """Most second moments become zero."""
+
+    is_even = True
+
+
+@pytest.mark.parametrize(("kind", "is_fault"), [(InFewBits, False), (InEvenSteps, True)])
+def test_a_state_in_few_bits_is_a_note_and_one_in_even_steps_is_a_fault(
+    kind: Any, is_fault: bool
+) -> None:
+    loop = Loop(optimizer=kind).run(5)
+    severities = {r.severity for r in loop.readings if r.what == "state"}
+    assert "note" in severities and ("error" in severities) == is_fault, loop.readings
+
+
 # ── faults ────────────────────────────────────────────────────────────────────────────────────────
 
 

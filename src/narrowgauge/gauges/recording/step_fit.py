@@ -23,6 +23,9 @@ MARGIN = 4.0
 """Multiples of what the stored formats move the step by."""
 LEAST = 2e-4
 """Of a step's length. Compiled steps round bias corrections to float32."""
+COARSE = 0.125
+FEW = 0.01
+"""Largest error of e5m2, of an element; fraction of elements that may be farther, as below its range."""
 ALIKE = 1e-6
 """Distance of a cosine from 1 at which two columns count as one."""
 
@@ -84,6 +87,12 @@ def _fitted(
     """Fit the columns of a change, and read those that are not done once."""
     change = Change.of(sample, name, exact)
     size = float(change.expected.norm()) or float(change.done.norm())
+    error = change.done - change.expected
+    distance = float(error.norm()) / size
+    if name != "weight" and twin.has_own_step and _is_coarse(change):
+        kind = KINDS["state"].case("coarse")
+        yield kind.reading(sample.name, distance, 0.0, slack / size, state=name)
+        return
     columns = _columns(twin, sample, name, change, exact)
     factors, rest = fit(change.done, columns)
     wrong = {}
@@ -101,14 +110,18 @@ def _fitted(
         for key, bound in wrong.items():
             yield _factor_reading(sample, name, key, factors[key], bound, more)
         return
-    error = change.done - change.expected
-    distance = float(error.norm()) / size
     far_off = error.abs() > slack / math.sqrt(len(error))
     share = float(far_off.double().mean())
     words: dict[str, Any] = {"state": name, "share": share, "more": more}
     words["words"] = f"differs from its class's by {distance:.2g} of its length"
     kind = KINDS["weight" if name == "weight" else "state"]
     yield kind.reading(sample.name, distance, 0.0, slack / size, **words)
+
+
+def _is_coarse(change: Change) -> bool:
+    """Return whether each element of a state is near that of the class, as in a format of few bits."""
+    is_near = (change.done - change.expected).abs() <= COARSE * change.expected.abs()
+    return float(is_near.double().mean()) >= 1 - FEW
 
 
 def _columns(
@@ -198,6 +211,7 @@ def _factor_reading(
         decay = float(settings.get("weight_decay") or 0.0)
         return KINDS["weight-decay"].reading(sample.name, factor * decay, decay, bound * decay)
     word = "itself" if key == "kept" else "the gradient's term"
+    factor = 0.0 if abs(factor) < ALIKE else factor
     words = (
         f"{key[:4] if key == 'kept' else 'took'} {factor:.6g} times as much of {word} as its class"
     )

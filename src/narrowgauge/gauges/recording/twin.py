@@ -74,6 +74,7 @@ class Twin:
 
     Attributes:
         is_torchs: the class is one of ``torch.optim``.
+        has_own_step: the class is neither of ``torch.optim`` nor ours.
         is_skipped: the step is left out.
         why_not: why the stored share is not measured; empty if it is.
         num_compared: tensors whose step was compared with its class.
@@ -83,6 +84,7 @@ class Twin:
         self.optimizer = optimizer
         self.reference = reference_of(optimizer)
         self.is_torchs = type(optimizer).__module__.startswith("torch.optim.")
+        self.has_own_step = not (self.is_torchs or isinstance(optimizer, Optimizer))
         self.why_not = _why_not(optimizer)
         self.num_compared = 0
         self._most = 0 if self.reference or isinstance(optimizer, Optimizer) else WHOLE
