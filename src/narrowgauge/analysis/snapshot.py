@@ -100,6 +100,7 @@ class Snapshot:
     modes: list[bool] = field(default_factory=list)
     evaluations: list[bool] = field(default_factory=list)
     is_evaluated: bool = False
+    generator: str = ""
     num_backward: int = 0
     num_cleared: int = 0
     num_equal: int = 0

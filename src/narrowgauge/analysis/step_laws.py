@@ -20,6 +20,7 @@ from narrowgauge.analysis.thresholds import (
     FEWEST_BATCHES,
     FEWEST_SAMPLES,
     LEAST_SHARE_OF_STEPS,
+    MOST_STATES,
     SETTLED,
     UNSTEPPED,
 )
@@ -64,6 +65,24 @@ def wrong_mode(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]
     if now.evaluations == [True] and is_rare:
         words = f"the evaluation ran in training mode, with {things}: call model.eval() before it"
         yield kind.reading("", 1, 0, step=now.step - 1, words=words)
+
+
+def repeated_noise(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]:
+    """Read a random generator that moved, and is again where it was in an earlier step."""
+    if now.is_resumed:
+        counts.clear()
+    if not now.generator:
+        return
+    steps: dict[str, int] = counts.setdefault("steps", {})
+    has_moved = counts["last"] != now.generator
+    counts["last"] = now.generator
+    earlier = steps.get(now.generator)
+    if earlier is not None and has_moved:
+        counts["repeated"] += 1
+        kind = KINDS["equal-batches"].case("noise")
+        yield kind.reading("", counts["repeated"], 0, step=now.step, earlier=earlier)
+    elif len(steps) < MOST_STATES:
+        steps.setdefault(now.generator, now.step)
 
 
 # ── gradients ─────────────────────────────────────────────────────────────────────────────────────
@@ -389,9 +408,10 @@ def ranks_differ(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Readin
     first, odd, rank = next(iter(now.ranks_apart.values()))
     values = f"{first:.9g} on rank 0 and {odd:.9g} on rank {rank:.0f}"
     message = f"The sum of its elements is {values} after step {now.step}."
-    yield KINDS["ranks-differ"].reading(
-        of_all(now.ranks_apart), odd, first, 0, now.step, message=message
-    )
+    kind = KINDS["ranks-differ"]
+    if now.step == 1 and len(now.ranks_apart) == len(now.weights):
+        kind = kind.case("unsummed")
+    yield kind.reading(of_all(now.ranks_apart), odd, first, 0, now.step, message=message)
 
 
 def equal_ranks(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]:
@@ -429,7 +449,7 @@ def average_moves(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Readi
 
 
 STEP_LAWS: tuple[Law, ...] = (
-    wrong_mode, not_restored, gradients_kept,
+    wrong_mode, repeated_noise, not_restored, gradients_kept,
     gradients_cleared, equal_passes, first_nonfinite, zero_gradients, zero_gradient, clip_norm, weights_jump, frozen_moves,
     frozen_statistics, frozen_drifts, still_weights, zero_rate, one_rate, falling_count, repeated_step,
     missing_parameters, effective_rate, ranks_differ, equal_ranks, average_moves,

@@ -53,3 +53,4 @@ FEWEST_BATCHES = (
     5  # rows in a row: fewer repeated batches, or steps at a rate of zero, are no reading
 )
 LEAST_LOSS = 0.05  # nats: losses that begin lower, or pass zero, have no size of their own
+MOST_STATES = 100_000  # of a generator that are remembered, in about 15 MB

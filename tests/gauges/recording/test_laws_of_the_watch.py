@@ -17,6 +17,9 @@ import torch
 from torch import Tensor, nn
 
 import narrowgauge as ng
+from narrowgauge.analysis.laws import Laws
+from narrowgauge.analysis.reading import Reading
+from narrowgauge.analysis.snapshot import Facts, Snapshot
 from narrowgauge.gauges import Gauges, RunNotice
 from narrowgauge.gauges.hub import Hub
 from narrowgauge.gauges.recording.backward import BackwardPasses
@@ -874,3 +877,54 @@ def test_an_average_with_its_factors_exchanged_is_said(case: str, is_said: bool)
 
     messages = run(501, averaged)
     assert [("factors exchanged" in message) for message in messages] == [True] * is_said, messages
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("seeded evaluation", "step 21: the random generator is where it was at step 11"),
+        ("seeded epoch", "step 11: the random generator is where it was at step 1"),
+        ("forked evaluation", ""),
+        ("nothing drawn", ""),
+    ],
+)
+def test_a_generator_that_returns_is_told(case: str, words: str) -> None:
+    torch.manual_seed(7)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5 if case != "nothing drawn" else 0.0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    batches = torch.randn(40, 4, 8)
+    ng.watch(model, optimizer)
+
+    def one_step(step: int) -> None:
+        if step % 10 == 0 and case == "seeded epoch":
+            torch.manual_seed(0)
+        if step and step % 10 == 0 and "evaluation" in case:
+            with torch.random.fork_rng(enabled=case == "forked evaluation"), torch.no_grad():
+                torch.manual_seed(0)
+                model.eval()(torch.randn(4, 8))
+            model.train()
+        model(batches[step]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    messages = run(40, one_step)
+    assert [message.startswith(words) for message in messages] == [True] * bool(words), messages
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_weights_that_all_differ_after_the_first_step_were_not_summed(number: int) -> None:
+    sums = {name: [1.0, 2.0, 1] for name in ("a", "b")}
+    apart = dict(list(sums.items())[:number])
+    now = Snapshot(1, norm=1.0, ranks_apart=apart, weights=dict.fromkeys(sums, "moved"))
+    (reading,) = [r for r in Laws(Facts()).read(now) if r.what == "ranks-differ"]
+    assert ("summed over the ranks" in reading.advice) == (number == 2)
+
+
+def test_losses_of_several_optimizers_are_no_spikes() -> None:
+    losses = [0.5 + 0.001 * math.sin(step) for step in range(60)] + [5.0]
+    for number, kinds in ((1, ["loss-spike"]), (2, [])):
+        laws = Laws(Facts(num_optimizers=number))
+        readings: list[Reading] = []
+        for step, loss in enumerate(losses):
+            readings += laws.read(Snapshot(step, loss=loss))
+        assert [reading.what for reading in readings] == kinds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -79,6 +80,8 @@ class ForwardPasses(Listener):
         """Note the mode of a pass."""
         self.number += 1
         now = self._watch.now
+        if not now.modes:
+            now.generator = _hash_of_generator(module)
         is_training = module.training or any(part.training for part in self._modal)
         _add(now.modes, is_training)
         now.num_dropping = sum(dropout.training for dropout in self._dropouts)
@@ -87,6 +90,18 @@ class ForwardPasses(Listener):
         """Add the sum of an output of a block."""
         if torch.is_grad_enabled() and x.element_size() > 1:
             self._watch.numbers_of_step.add("output", x.sum(dtype=torch.float32), name)
+
+
+def _hash_of_generator(model: nn.Module) -> str:
+    """Return a hash of the state of the random generator that a model draws from."""
+    parameter = next(model.parameters(), None)
+    if parameter is None or not parameter.is_cuda:
+        state = torch.get_rng_state()
+    elif torch.cuda.is_current_stream_capturing():
+        return ""
+    else:
+        state = torch.cuda.get_rng_state(parameter.device)
+    return hashlib.blake2b(state.numpy().tobytes(), digest_size=8).hexdigest()
 
 
 def _add(modes: list[bool], mode: bool) -> None:

@@ -383,6 +383,11 @@ class RunRecorder(Watch):
         finally:
             self._record.close()
 
+    def remove(self) -> None:
+        """End the record, and remove every hook."""
+        self.close()
+        super().remove()
+
     def __del__(self) -> None:
         # Ranks that may have ended already are not waited for.
         if getattr(self, "_is_open", False) and self._record.here.size == 1:

@@ -74,7 +74,6 @@ class Twin:
 
     Attributes:
         is_torchs: the class is one of ``torch.optim``.
-        has_own_step: the class is neither of ``torch.optim`` nor ours.
         is_skipped: the step is left out.
         why_not: why the stored share is not measured; empty if it is.
         num_compared: tensors whose step was compared with its class.
@@ -84,7 +83,6 @@ class Twin:
         self.optimizer = optimizer
         self.reference = reference_of(optimizer)
         self.is_torchs = type(optimizer).__module__.startswith("torch.optim.")
-        self.has_own_step = not (self.is_torchs or isinstance(optimizer, Optimizer))
         self.why_not = _why_not(optimizer)
         self.num_compared = 0
         self._most = 0 if self.reference or isinstance(optimizer, Optimizer) else WHOLE
@@ -112,6 +110,11 @@ class Twin:
             self.why_not = f"each tensor has {' or '.join(reasons)}"
         if not self.why_not:
             self._repeat_own_class()
+
+    @property
+    def has_own_step(self) -> bool:
+        """Return whether the class is neither of ``torch.optim`` nor ours."""
+        return not (self.is_torchs or isinstance(self.optimizer, Optimizer))
 
     def _sample(
         self, name: str, p: Tensor, group: tuple[int, dict[str, Any]], row: dict[str, Any]
