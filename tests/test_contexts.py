@@ -35,6 +35,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "threads_of": (3, False),
     "reason_for_none": ("area", {}),
     "recorded": ({},),
+    "_signals": ([],),
     "layers_told": (SimpleNamespace(layer_output=print, layer_gradients=print),),
     "put_back": (nn.Linear(2, 2),),
     "_of_the_copy": (nn.Linear(2, 2),),

@@ -316,7 +316,7 @@ def test_a_parameter_that_nobody_sums_is_refused() -> None:
 def test_a_model_has_one_reduction_until_it_is_closed() -> None:
     model = nn.Linear(2, 2, bias=False)
     first = ng.reduce_gradients_with(model, "reproducible", average=False)
-    with pytest.raises(RecipeError, match="by 'reproducible' already"):
+    with pytest.raises(RecipeError, match="'reproducible' sums this model's gradients already"):
         ng.reduce_gradients_with(model, "float32")
     first.close()
     with pytest.raises(RuntimeError, match="closed"), first.micro_batch():

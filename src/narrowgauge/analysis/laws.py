@@ -22,6 +22,9 @@ class Laws:
 
     Invariant: the readings depend only on the facts and on the snapshots, in their order.
 
+    Args:
+        facts: what is the same in every step; of a record, ``Facts.of_run``.
+
     Example:
         >>> laws = Laws(Facts(limit=1.0))
         >>> [reading.what for reading in laws.read(Snapshot(1, norm=3.0))]

@@ -87,7 +87,10 @@ def nonfinite_step(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Read
     if now.unclipped is not None and not is_searching:
         is_bad = is_bad or not math.isfinite(now.unclipped)
     if _begins(counts, "", is_bad, calm=10):
-        yield KINDS["nonfinite-step"].reading("", 1, step=now.step)
+        reading = KINDS["nonfinite-step"].reading("", 1, step=now.step)
+        if now.loss is None or math.isfinite(now.loss):
+            reading = replace(reading, stage="gradient")
+        yield reading
 
 
 def diverged(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]:

@@ -209,7 +209,7 @@ def shortened(x: float) -> float:
     """Return a number with seven digits: a record of float32 numbers needs no more.
 
     Example:
-        >>> shortened(0.1234567890123), shortened(math.inf)
+        >>> shortened(0.1234567890123), shortened(float("inf"))
         (0.1234568, inf)
     """
     return float(f"{x:.7g}")

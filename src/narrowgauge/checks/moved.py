@@ -85,6 +85,7 @@ def moved(before: Weights, after: Weights) -> Moved:
     Cost: 7 ns a value on one CPU thread, and the largest tensor in memory twice.
 
     Example:
+        >>> import torch
         >>> before = {"norm.weight": torch.ones(2), "proj.weight": torch.zeros(2, 2)}
         >>> print(moved(before, {**before, "proj.weight": torch.eye(2)}).lines[0])
         33.33% of 6 values in 2 tensors differ
