@@ -1,7 +1,8 @@
 """What a loop writes between a sampled step and the next: into weights, states and counts.
 
-Such a write is a fault of a load, an evaluation or a format, or the rule of the loop. What a loop
-writes after each of its first two steps is its rule, as a projection: this is a note.
+Such a write is a fault of a load, an evaluation or a format, or the rule of the loop. Two rules are
+known, and notes: what a loop writes after each of its first two steps, as a projection; and weights
+that go a part of the way back to the first ones, as those of Lookahead (1907.08610).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, joined
@@ -29,14 +31,19 @@ class Writes:
         # After the first step, until the second.
         self._first: dict[torch.optim.Optimizer, dict[Place, Reading]] = {}
         self._projected: set[Place] = set()
+        self._starts: dict[Tensor, Tensor] = {}  # the weights before the first step
 
     def readings(self, twin: Twin, step: int) -> Iterator[Reading]:
         """Read what was written since a step, which the twin repeated."""
+        for sample in twin.samples:
+            self._starts.setdefault(sample.parameter, sample.before["weight"])
         held = self._first.pop(twin.optimizer, {})
         readings = []
         first = {}
-        for written, is_plain in _written(twin):
+        for written, is_plain in _written(twin, self._starts):
             place = written.what, written.tensor
+            if written.severity == "note":
+                self._projected.add(place)
             reading = replace(written, step=step)
             if is_plain and step == 1:
                 first[place] = reading
@@ -51,7 +58,7 @@ class Writes:
         yield from joined([*held.values(), *readings], len(twin.samples))
 
 
-def _written(twin: Twin) -> Iterator[tuple[Reading, bool]]:
+def _written(twin: Twin, starts: dict[Tensor, Tensor]) -> Iterator[tuple[Reading, bool]]:
     """Compare weights and states with those that the step left.
 
     Yield a reading of each tensor, and whether it is a weight with new values of no known kind, or a
@@ -80,7 +87,24 @@ def _written(twin: Twin) -> Iterator[tuple[Reading, bool]]:
         if not is_same:
             is_own = twin.reference is None and name != "weight"
             for reading, is_plain in _reading(sample, name, value):
+                start = starts[sample.parameter]
+                is_weight = name == "weight" and is_plain and value is not None
+                if is_weight and _is_between(value, sample.after[name], start):
+                    reading = replace(reading, severity="note")
                 yield reading, is_plain or is_own
+
+
+def _is_between(value: Any, before: Tensor, start: Tensor) -> bool:
+    """Return whether a weight went a part of the way from its value before to its first one."""
+    old = before.double().flatten()
+    change = value.double().flatten() - old
+    way = start.double().flatten() - old
+    length = float(way.norm())
+    if not length:
+        return False
+    part = float(change @ way) / length**2
+    slack = 4 * torch.finfo(before.dtype).eps * float(old.norm())
+    return 0 < part < 1 and float((change - part * way).norm()) <= slack
 
 
 def _reading(sample: Sample, name: str, value: Any) -> Iterator[tuple[Reading, bool]]:
