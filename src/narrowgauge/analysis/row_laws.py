@@ -147,11 +147,13 @@ def loss_scale(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]
 def spikes(now: Snapshot, facts: Facts, counts: Counts) -> Iterator[Reading]:
     """Read a loss and a gradient norm far above those of the steps before.
 
-    Losses of several optimizers, as of a generator and its critic, rise and fall with each other.
+    The losses of a generator and its critic rise and fall with each other.
     """
+    if now.norm is not None:
+        counts["is_game"] = now.is_game
     if now.is_resumed:
         counts["resumed"] = now.step
-    if not now.is_told or facts.num_optimizers > 1:
+    if not now.is_told or counts["is_game"]:
         return
     loss = math.nan if now.loss is None else now.loss
     judge: SpikeJudge = counts.setdefault("judge", SpikeJudge())

@@ -121,6 +121,7 @@ class Snapshot:
     is_written: bool = False
     is_swapped: bool = False
     is_resumed: bool = False
+    is_game: bool = False
     loss: float | None = None
     unclipped: float | None = None
     loss_scale: float | None = None

@@ -13,7 +13,6 @@ from narrowgauge.analysis.comparison.classification import divergence, has_zero
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.log import reading_of
 from narrowgauge.analysis.reading import Reading
-from narrowgauge.analysis.snapshot import Facts
 from narrowgauge.analysis.thresholds import FEWEST_BATCHES, FEWEST_STEPS, MAX_SKIPPED
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import number, step_of
@@ -134,11 +133,12 @@ def _skips(run: Run, skipped: set[int]) -> Iterator[Reading]:
 def _losses(run: Run, skipped: list[int]) -> Iterator[Reading]:
     """Yield a divergence that no event tells, or a loss that does not fall.
 
-    Losses of several optimizers, as of a generator and its critic, may end at any size.
+    The losses of a generator and its critic may end at any size.
     """
     if len(skipped) == len(run.steps) or events_of(run, "divergence"):
         return
-    if Facts.of_run(run).num_optimizers > 1:
+    snapshots = rows_of(run, "snapshots")
+    if snapshots and snapshots[-1].get("is_game"):
         return
     values = column(run, "steps", "loss").finite
     end = max(map(step_of, run.steps))

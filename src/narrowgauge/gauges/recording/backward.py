@@ -30,6 +30,7 @@ class BackwardPasses(Listener):
     Attributes:
         probe: the smallest trained tensor; ``None`` if all are sharded.
         number: backward passes so far.
+        is_shared: two optimizers stepped after the same pass, as those of one loss do.
     """
 
     title = "the watch of backward passes"
@@ -43,6 +44,9 @@ class BackwardPasses(Listener):
         self._first: Tensor | None = None  # gradient of the last sampled step
         self._had_gradient: bool | Tensor = False  # in the last pass, other than zero
         self.number = 0
+        self.is_shared = False
+        self._num_seen = 0  # gradients of any probe
+        self._last_step: tuple[torch.optim.Optimizer | None, int] = None, 0
         self._probes = _probes_of(watch)
         self.probe = next(iter(self._probes.values()), None)
         for p in self._probes.values():
@@ -59,6 +63,7 @@ class BackwardPasses(Listener):
     def see_gradient(self, probe: Tensor, gradient: Tensor) -> None:
         """See one backward pass, before its gradient is added to the last one."""
         now = self._watch.now
+        self._num_seen += 1
         last = probe.grad
         is_cleared: bool | Tensor = True
         if last is not None and last.layout is torch.strided:
@@ -109,6 +114,9 @@ class BackwardPasses(Listener):
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Take what the passes, and the time between two steps, left in the probes."""
+        last, number = self._last_step
+        self.is_shared |= last is not optimizer and number == self._num_seen > 0
+        self._last_step = optimizer, self._num_seen
         probe = self._probes.get(optimizer)
         if probe is None:
             return

@@ -64,11 +64,23 @@ class Steppers:
 
         One whose step calls a watched one's, or is called by it, is the same step.
         """
+        for other in self._others():
+            twice = [names[p] for p in members_of(other) if p in names]
+            if twice:
+                yield twice
+
+    def step_other_models(self, names: Mapping[Tensor, str]) -> bool:
+        """Return whether another optimizer steps tensors of other models alone, as a critic's."""
+        return any(names.keys().isdisjoint(members_of(other)) for other in self._others())
+
+    def _others(self) -> Iterator[torch.optim.Optimizer]:
+        """Yield the other optimizers that stepped, without those that call a watched one's step or
+        are called by it.
+        """
         callers = {caller for watched in self._watched for caller in _CALLERS.get(watched, ())}
         for other in self.stepped() - self._watched - callers:
-            twice = [names[p] for p in members_of(other) if p in names]
-            if twice and self._watched.isdisjoint(_CALLERS.get(other, ())):
-                yield twice
+            if self._watched.isdisjoint(_CALLERS.get(other, ())):
+                yield other
 
 
 class Leaves(Listener):

@@ -337,6 +337,8 @@ class Watch(Listener):
             self.now.rates = self._rates()
         self.now.count = None if self.goes_on else self._count()
         self.now.is_resumed = self.goes_on
+        has_own_passes = len(self.optimizers) > 1 and not self.backward.is_shared
+        self.now.is_game = has_own_passes or self.steppers.step_other_models(self.names)
         gradients = self.gradients(optimizer)
         self.now.is_repeated = self._is_repeated(optimizer, gradients)
         # Of torch.amp.GradScaler, for fused optimizers.
