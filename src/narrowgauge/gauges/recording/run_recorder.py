@@ -385,7 +385,8 @@ class RunRecorder(Watch):
 
     def remove(self) -> None:
         """End the record, and remove every hook."""
-        self.close()
+        if getattr(self, "_is_open", False):  # it was not refused
+            self.close()
         super().remove()
 
     def __del__(self) -> None:
