@@ -55,7 +55,8 @@ class Spell:
 
 def _begins(counts: Counts, place: str, is_beyond: bool, *, least: int = 1, calm: int = 3) -> bool:
     """Count a value of a kind or a tensor, as :meth:`Spell.begins`."""
-    return counts.setdefault(place, Spell()).begins(is_beyond, least, calm)  # type: ignore[no-any-return]
+    spell: Spell = counts.setdefault(place, Spell())
+    return spell.begins(is_beyond, least, calm)
 
 
 def _worst_of(kind: str, values: Mapping[str, float], step: int, facts: Facts) -> Iterator[Reading]:

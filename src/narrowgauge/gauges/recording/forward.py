@@ -13,6 +13,7 @@ from torch.optim import swa_utils
 
 from narrowgauge.analysis.reading import of_all
 from narrowgauge.checks.float32_copy import is_called_from
+from narrowgauge.distributed.order_invariance import generator_state
 from narrowgauge.gauges.hub import Listener
 from narrowgauge.numerics.dtensor import local_of
 from narrowgauge.torch_support.torch_names import plain_name
@@ -94,14 +95,14 @@ class ForwardPasses(Listener):
 
 def _hash_of_generator(model: nn.Module) -> str:
     """Return a hash of the state of the random generator that a model draws from."""
+    device = torch.device("cpu")
     parameter = next(model.parameters(), None)
-    if parameter is None or not parameter.is_cuda:
-        state = torch.get_rng_state()
-    elif torch.cuda.is_current_stream_capturing():
+    if parameter is not None and parameter.is_cuda:
+        device = parameter.device
+    states = generator_state(device)
+    if not states:  # CUDA captures a graph
         return ""
-    else:
-        state = torch.cuda.get_rng_state(parameter.device)
-    return hashlib.blake2b(state.numpy().tobytes(), digest_size=8).hexdigest()
+    return hashlib.blake2b(states[-1], digest_size=8).hexdigest()
 
 
 def _add(modes: list[bool], mode: bool) -> None:

@@ -166,7 +166,8 @@ class Sampled(Listener):
         twin = self._twins.pop(optimizer, None)
         if twin is not None and twin.samples and twin.samples[0].after:
             step = watch.now.step - 1
-            watch.report(self._compared(lambda: self._writes.readings(twin, step)))
+            starts = {start.parameter: start.elements for start in self._starts.values()}
+            watch.report(self._compared(lambda: self._writes.readings(twin, step, starts)))
         if not (is_sampled(watch.now.step) or watch.goes_on):
             return
         watch.take_up()

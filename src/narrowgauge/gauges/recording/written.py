@@ -8,7 +8,7 @@ that go a part of the way back to the first ones, as those of Lookahead (1907.08
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,8 @@ from torch import Tensor
 
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, joined
-from narrowgauge.gauges.recording.step_fit import rounded_to
+from narrowgauge.checks.step_samples import evenly_spread
+from narrowgauge.gauges.recording.step_fit import fit, rounded_to
 from narrowgauge.gauges.recording.twin import Sample, Twin, on_host
 
 Place = tuple[str, str]
@@ -31,16 +32,17 @@ class Writes:
         # After the first step, until the second.
         self._first: dict[torch.optim.Optimizer, dict[Place, Reading]] = {}
         self._projected: set[Place] = set()
-        self._starts: dict[Tensor, Tensor] = {}  # the weights before the first step
 
-    def readings(self, twin: Twin, step: int) -> Iterator[Reading]:
-        """Read what was written since a step, which the twin repeated."""
-        for sample in twin.samples:
-            self._starts.setdefault(sample.parameter, sample.before["weight"])
+    def readings(self, twin: Twin, step: int, starts: Mapping[Tensor, Tensor]) -> Iterator[Reading]:
+        """Read what was written since a step, which the twin repeated.
+
+        Args:
+            starts: elements of the weights before the first step, by parameter.
+        """
         held = self._first.pop(twin.optimizer, {})
         readings = []
         first = {}
-        for written, is_plain in _written(twin, self._starts):
+        for written, is_plain in _written(twin, starts):
             place = written.what, written.tensor
             if written.severity == "note":
                 self._projected.add(place)
@@ -58,7 +60,7 @@ class Writes:
         yield from joined([*held.values(), *readings], len(twin.samples))
 
 
-def _written(twin: Twin, starts: dict[Tensor, Tensor]) -> Iterator[tuple[Reading, bool]]:
+def _written(twin: Twin, starts: Mapping[Tensor, Tensor]) -> Iterator[tuple[Reading, bool]]:
     """Compare weights and states with those that the step left.
 
     Yield a reading of each tensor, and whether it is a weight with new values of no known kind, or a
@@ -87,24 +89,20 @@ def _written(twin: Twin, starts: dict[Tensor, Tensor]) -> Iterator[tuple[Reading
         if not is_same:
             is_own = twin.reference is None and name != "weight"
             for reading, is_plain in _reading(sample, name, value):
-                start = starts[sample.parameter]
-                is_weight = name == "weight" and is_plain and value is not None
+                start = starts.get(sample.parameter)
+                is_weight = name == "weight" and is_plain and start is not None
                 if is_weight and _is_between(value, sample.after[name], start):
                     reading = replace(reading, severity="note")
                 yield reading, is_plain or is_own
 
 
-def _is_between(value: Any, before: Tensor, start: Tensor) -> bool:
+def _is_between(value: Any, before: Tensor, start: Any) -> bool:
     """Return whether a weight went a part of the way from its value before to its first one."""
-    old = before.double().flatten()
-    change = value.double().flatten() - old
-    way = start.double().flatten() - old
-    length = float(way.norm())
-    if not length:
-        return False
-    part = float(change @ way) / length**2
+    old = evenly_spread(before).double()
+    way = start.double() - old
+    parts, rest = fit(evenly_spread(value).double() - old, {"way": way})
     slack = 4 * torch.finfo(before.dtype).eps * float(old.norm())
-    return 0 < part < 1 and float((change - part * way).norm()) <= slack
+    return 0 < parts["way"] < 1 and rest <= slack
 
 
 def _reading(sample: Sample, name: str, value: Any) -> Iterator[tuple[Reading, bool]]:
