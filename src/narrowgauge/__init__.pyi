@@ -27,8 +27,6 @@ from .distributed.reduction import reduce_gradients_with as reduce_gradients_wit
 from .errors import NarrowgaugeError as NarrowgaugeError
 from .gauges.recording.run_recorder import RunRecorder as RunRecorder
 from .gauges.recording.run_recorder import watch as watch
-from .integrations.merging import merge as merge
-from .integrations.merging import unmerge as unmerge
 from .matmul.inference import quantize_for_inference as quantize_for_inference
 from .matmul.swapping import swap_linears as swap_linears
 from .numerics.rounding import round_to as round_to
