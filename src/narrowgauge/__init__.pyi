@@ -30,16 +30,13 @@ from .gauges.recording.run_recorder import watch as watch
 from .matmul.inference import quantize_for_inference as quantize_for_inference
 from .matmul.swapping import swap_linears as swap_linears
 from .numerics.rounding import round_to as round_to
-from .optim.accumulation import GradientAccumulator as GradientAccumulator
 from .optim.audit import audit as audit
 from .optim.averaging import AveragedModel as AveragedModel
 from .optim.loading import full_weights as full_weights
 from .optim.loading import load_states as load_states
 from .optim.loading import to_torch_state as to_torch_state
-from .optim.low_bits import fill_low_bits as fill_low_bits
 from .optim.optimizer import Optimizer as Optimizer
 from .optim.optimizers import SGD as SGD
-from .optim.optimizers import Adafactor as Adafactor
 from .optim.optimizers import Adam as Adam
 from .optim.optimizers import AdamW as AdamW
 from .optim.optimizers import Lion as Lion
