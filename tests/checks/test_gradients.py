@@ -540,7 +540,7 @@ def test_a_missing_micro_batch_a_mean_of_means_and_a_part_without_gradient_are_r
         for rows in (slice(3), slice(3, 4)):
             (loss(model, (batch[0][rows], batch[1][rows])) / 2).backward()
 
-    (reading,) = check(Model(), parts[0], split)
+    assert len(check(Model(), parts[0], split)) == 1
 
     class Detached(Model):
         def forward(self, tokens: Tensor) -> Tensor:
