@@ -16,12 +16,8 @@ from .analysis.log import on_event as on_event
 from .analysis.reading import Reading as Reading
 from .assembly.preparation import prepare as prepare
 from .checks.checking import check as check
-from .checks.deltas import apply_delta as apply_delta
-from .checks.deltas import delta as delta
-from .checks.moved import moved as moved
 from .checks.resume import check_resume as check_resume
 from .checks.rounding import ranked_places as ranked_places
-from .checks.same import same as same
 from .checks.teaches import teaches as teaches
 from .distributed.reduction import reduce_gradients_with as reduce_gradients_with
 from .errors import NarrowgaugeError as NarrowgaugeError
@@ -31,6 +27,7 @@ from .integrations.merging import merge as merge
 from .integrations.merging import unmerge as unmerge
 from .matmul.inference import quantize_for_inference as quantize_for_inference
 from .matmul.swapping import swap_linears as swap_linears
+from .measuring.same import same as same
 from .numerics.rounding import round_to as round_to
 from .optim.accumulation import GradientAccumulator as GradientAccumulator
 from .optim.audit import audit as audit

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.checks.adapters import is_adapted, product_of
 from narrowgauge.errors import RecipeError
+from narrowgauge.measuring.adapters import is_adapted, product_of
 from narrowgauge.numerics.dtensor import is_sharded
 from narrowgauge.numerics.rounding import round_to
 from narrowgauge.spec.formats import dtype_name
