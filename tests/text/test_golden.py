@@ -23,7 +23,7 @@ from analysis.diagnosis.records import AT, healthy_run
 from narrowgauge.analysis.comparison.comparison import compare_runs
 from narrowgauge.analysis.reading import Reading
 from narrowgauge.cli.main import main
-from narrowgauge.report.runs_page import render
+from narrowgauge.report.page import render
 from narrowgauge.runs.record import Run
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "text"
@@ -155,7 +155,7 @@ TEXTS: dict[str, Callable[[], str]] = {
     "diagnose-healthy": lambda: f"{ng.diagnose(healthy_run())}\n",
     "diagnose-spike": lambda: f"{ng.diagnose(spiked_run())}\n",
     "diagnose-two-runs": lambda: f"{ng.diagnose(healthy_run(), spiked_run())}\n",
-    "report": lambda: text_of_page(render(compare_runs(compared()))),
+    "report": lambda: text_of_page(render(compare_runs(compared()), compared(), "")),
 }
 
 

@@ -220,9 +220,9 @@ def _lines(rows: list[Row]) -> list[str]:
             more = f", {counted(rounded[dtype], 'value')} beyond the narrower one"
         lines.append(f"{counted(count, 'tensor')}: {dtype}{more}")
     values = counted(sum(row["values"] for row in rows), "value")
-    line = f"weights: {share_of(rows):.2%} of {values} in {counted(len(rows), 'tensor')} differ"
     differing = [row for row in rows if row["differ"]]
-    lines.append(f"{line}, in {counted(len(rows) - len(differing), 'tensor')} none")
+    equal = f"{len(rows) - len(differing)} of {counted(len(rows), 'tensor')} are equal"
+    lines.append(f"weights: {share_of(rows):.2%} of {values} differ; {equal}")
     ones = [row["name"] for row in rows if row["is_one"]]
     if ones:
         lines.append(f"vectors that are exactly 1: {len(ones)}, {told(ones)}")
