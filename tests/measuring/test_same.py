@@ -514,7 +514,10 @@ def test_the_command_prints_the_table_or_json_and_refuses_what_holds_no_weights(
     printed, as_json = (
         CliRunner().invoke(main, [*words, *flag]).output for flag in ([], ["--json"])
     )
-    assert "100.00% of 24 values differ; 0 of 3 tensors are equal" in printed and "proj.bias" in printed
+    assert (
+        "100.00% of 24 values differ; 0 of 3 tensors are equal" in printed
+        and "proj.bias" in printed
+    )
     assert not json.loads(as_json)["ok"] and len(json.loads(as_json)["rows"]) == 3
     (tmp_path / "empty").mkdir()
     (tmp_path / "broken.safetensors").write_bytes(b"no weights")
