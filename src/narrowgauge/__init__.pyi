@@ -18,13 +18,13 @@ from .assembly.preparation import prepare as prepare
 from .checks.checking import check as check
 from .checks.resume import check_resume as check_resume
 from .checks.rounding import ranked_places as ranked_places
-from .checks.teaches import teaches as teaches
 from .distributed.reduction import reduce_gradients_with as reduce_gradients_with
 from .errors import NarrowgaugeError as NarrowgaugeError
 from .gauges.recording.run_recorder import RunRecorder as RunRecorder
 from .gauges.recording.run_recorder import watch as watch
 from .matmul.inference import quantize_for_inference as quantize_for_inference
 from .matmul.swapping import swap_linears as swap_linears
+from .measuring.lesson import teaches as teaches
 from .measuring.same import same as same
 from .numerics.rounding import round_to as round_to
 from .optim.audit import audit as audit
