@@ -296,7 +296,9 @@ def padded(x: Tensor, cast: Cast, dim: int) -> Tensor:
     if cast.rotation != "none":
         sides[dim] = math.lcm(sides[dim], ROTATION_SIZE)
     extra = [-size % side for size, side in zip(x.shape, sides, strict=True)]
-    if not any(extra):
+    # A compiler's symbol is padded without a question: an answer would make it a constant.
+    is_symbolic = any(isinstance(number, torch.SymInt) for number in extra)
+    if not is_symbolic and not any(extra):
         return x
     return F.pad(x, (0, extra[1], 0, extra[0]))
 
