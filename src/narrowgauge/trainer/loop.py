@@ -235,7 +235,7 @@ def train_entry(entry: Entry, *, stream: TextIO | None = None, is_verbose: bool 
         require_same({**settings.to_dict(), "tokens": tokens.fingerprint})
         session = build(settings, tokens)
         if entry.checkpoint is not None:
-            _load(session, entry.checkpoint)
+            load_into(session, entry.checkpoint)
         progress = Progress(session.settings, stream, is_verbose and all_ranks().is_first)
         try:
             with _recorder_of(session, entry, progress) as recorder:
@@ -253,7 +253,8 @@ def train_entry(entry: Entry, *, stream: TextIO | None = None, is_verbose: bool 
     return entry.folder
 
 
-def _load(session: Session, checkpoint: Path) -> None:
+def load_into(session: Session, checkpoint: Path) -> None:
+    """Set weights, states and step of a session to those of a good checkpoint."""
     notes = checkpoints.load(checkpoint, session.model, session.optimizer)
     session.step = notes["step"]
     session.optimizer.num_skipped = notes["num_skipped"]
@@ -425,5 +426,5 @@ def load(folder: Path) -> Session:
     none = np.zeros(0, np.uint16)
     tokens = Tokens(none, none, notes["vocab_size"])
     session = build(Settings.from_dict(notes["settings"], str(checkpoint)), tokens)
-    _load(session, checkpoint)
+    load_into(session, checkpoint)
     return session
