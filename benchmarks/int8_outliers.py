@@ -32,8 +32,8 @@ from _timing import Report, Row, exit_by, parser, peer_version
 from torch import Tensor, nn
 
 import narrowgauge as ng
-from narrowgauge.analysis.comparison.intervals import interval
 from narrowgauge.matmul.gemm import EmulationNotice
+from narrowgauge.measuring.intervals import interval
 from narrowgauge.numerics.quantization import quantize
 from narrowgauge.spec.notation import get_compute
 

@@ -10,10 +10,10 @@ Baseline: ``master``, float32 weights and moments beside bfloat16 weights, of th
 and seed; ``word`` for a compute over ``word``.
 
 Run: ``./dev bench trainings SETTING --row ROW … [--lr RATE …] [--seeds 0 1 2]`` trains what has no
-record of this processor, or of the GPU where there is one. Settings are in :data:`SETTINGS`, rows in ``_rows.py``. A stopped run of ours
-goes on where it was. A run of ``llama-1m`` takes one to five minutes of a core, of ``llama-8m`` ten
-to thirty, a step of SmolLM2 2.5 seconds with AVX512. ``--quick`` trains six steps and keeps nothing;
-``--page`` draws README's picture.
+record of this processor, or of the GPU where there is one. Settings are in :data:`SETTINGS`, rows in
+``_rows.py``. A stopped run of ours goes on where it was. A run of ``llama-1m`` takes one to five
+minutes of a core, of ``llama-8m`` ten to thirty, a step of SmolLM2 2.5 seconds with AVX512.
+``--quick`` trains six steps and keeps nothing; ``--page`` draws README's picture.
 """
 
 from __future__ import annotations
