@@ -30,7 +30,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.gauges.attention import Heads, heads_of
-from narrowgauge.gauges.hub import Hub, Listener
+from narrowgauge.measuring.hooks import Hub, Listener
 from narrowgauge.matmul.experts import GroupedLinear, grouped_layers_of
 from narrowgauge.matmul.linear import Linear
 from narrowgauge.numerics import metrics

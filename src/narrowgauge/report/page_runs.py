@@ -13,8 +13,8 @@ from functools import cached_property
 
 from narrowgauge.analysis.columns import rows_of
 from narrowgauge.analysis.comparison.comparison import Comparison
-from narrowgauge.analysis.diagnose import Diagnosis, diagnose
 from narrowgauge.errors import NarrowgaugeError
+from narrowgauge.measuring.diagnose import Diagnosis, diagnose
 from narrowgauge.report.figures.heat_maps import heat_maps
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import Row
