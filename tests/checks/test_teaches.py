@@ -378,25 +378,6 @@ def policy(model: Any, batch: Any) -> Tensor:
     return -(ratio * advantages[:, None, None]).mean()
 
 
-@pytest.mark.parametrize(
-    ("model", "loss", "line"),
-    [
-        (Classifier(), lambda m, b: F.cross_entropy(m(b[0]), torch.arange(ROWS)), "ln 4"),
-        (Model(), usual, "ln 48"),
-        (Model(), lambda m, b: usual(m, b, reduction="sum"), ""),
-        (Model(), policy, ""),
-        (Model(), preferences, "beside ln 2 = 0.693147"),
-    ],
-)
-def test_a_loss_is_beside_that_of_equal_probabilities_of_its_classes(
-    model: nn.Module, loss: Loss, line: str
-) -> None:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    check = ng.check(model, optimizer, batch=data(False), loss=loss)
-    loss_lines = [words for words in check.lines if words.startswith("loss ")]
-    assert [line in words for words in loss_lines] == [True] * bool(line)
-
-
 @pytest.mark.parametrize("ahead", [1, 2, 7])
 def test_positions_that_see_their_label_see_later_tokens(ahead: int) -> None:
     lesson = ng.teaches(Model(ahead=ahead), data(False), usual)

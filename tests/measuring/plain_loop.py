@@ -73,7 +73,9 @@ class Loop:
         self.readings: list[Reading] = []
         self.watcher: Any = None
         if is_watched:
-            self.watcher = ng.watch(self.model, self.optimizer, max_grad_norm=self.told_clip or self.clip)
+            self.watcher = ng.watch(
+                self.model, self.optimizer, max_grad_norm=self.told_clip or self.clip
+            )
             read = self.watcher.laws.read
 
             def noted(step: Any) -> list[Reading]:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import math
-import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -116,9 +115,12 @@ CASES: dict[str, tuple[str, Fault, int, str, str, str]] = {
         "bfloat16/naive", event("lost-updates", tensor="a", value=0.5, stage="storage"), AT, "storage", "a",
         "lost-updates",
     ),
-    "replicas that differ": ("bfloat16/word", event("corruption", stage="optimizer step"), AT, "optimizer step", "", "corruption"),
+    "replicas that differ": (
+        "bfloat16/word", event("corruption", stage="optimizer step"), AT, "optimizer step", "", "corruption",
+    ),
     "settings that a resume changed": (
-        "bfloat16/word", event("changed-settings", severity="warning", stage="between steps"), AT, "between steps", "", "changed-settings",
+        "bfloat16/word", event("changed-settings", severity="warning", stage="between steps"), AT, "between steps", "",
+        "changed-settings",
     ),
     # fingerprints
     "other weights after a resume": (
@@ -244,7 +246,9 @@ def test_a_run_is_finished_when_somebody_said_so_or_its_last_planned_step_is_wri
 
 def test_what_follows_a_loss_that_is_not_finite_is_not_named_for_it() -> None:
     late = steps(AT + 8, bad=["innocent"])
-    (reading,) = ng.diagnose(struck("bfloat16/word", joint(steps(loss=math.nan, until=AT + 9), late))).readings
+    (reading,) = ng.diagnose(
+        struck("bfloat16/word", joint(steps(loss=math.nan, until=AT + 9), late))
+    ).readings
     assert (reading.stage, reading.tensor, reading.step) == ("loss", "", AT)
     norms = joint(steps(grad_norm=math.nan), steps(AT, AT, bad=["guilty"]))
     readings = ng.diagnose(struck("bfloat16/word", norms)).readings
@@ -256,9 +260,13 @@ def test_what_a_record_does_not_show_is_said() -> None:
     assert "casts of layers" in ng.diagnose(run).areas
     run.gauges.clear()
     assert ng.diagnose(run).unseen["casts of layers"] == ""
-    run.events.append({"what": "unseen", "step": 3, "tensor": "the clip", "text": "no limit", "severity": "note"})
+    run.events.append(
+        {"what": "unseen", "step": 3, "tensor": "the clip", "text": "no limit", "severity": "note"}
+    )
     assert ng.diagnose(run).unseen["the clip"] == "no limit"
-    run.events.append({"what": "a later kind", "step": 3, "text": "it happened", "severity": "error"})
+    run.events.append(
+        {"what": "a later kind", "step": 3, "text": "it happened", "severity": "error"}
+    )
     assert "step 3: a later kind: it happened." in str(ng.diagnose(run))
 
 

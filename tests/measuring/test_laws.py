@@ -106,7 +106,9 @@ def test_a_failure_is_told_of_its_tensor_at_its_step(name: str) -> None:
     assert (first.tensor, first.step) == (tensor, step)
     assert first.excess >= 1 or name in ("scale-floor", "clipped-scaled")
     others = {"lost-updates", "divergence", "nonfinite", "skipped-steps", "loss-scale-anew"}
-    assert {r.what for r in told(steps)} - {name} <= (others if name == "divergence" else {"loss-rise"})
+    assert {r.what for r in told(steps)} - {name} <= (
+        others if name == "divergence" else {"loss-rise"}
+    )
     assert [r.what for r in told(steps, Laws({name}))].count(name) == 0
 
 
@@ -172,7 +174,11 @@ def test_a_healthy_run_is_silent() -> None:
     for step in range(1, 2000):
         loss = 2.5 + 6.0 * math.exp(-step / 160) + 0.1 * noise.gauss(0, 1)
         norm = 0.5 * math.exp(0.3 * noise.gauss(0, 1))
-        fields = {"stored": {"a": 1 + 0.1 * noise.gauss(0, 1)}, "largest": 1e-4 * noise.random(), "rate": 1e-4}
+        fields = {
+            "stored": {"a": 1 + 0.1 * noise.gauss(0, 1)},
+            "largest": 1e-4 * noise.random(),
+            "rate": 1e-4,
+        }
         steps.append(Step(step, loss=loss, grad_norm=norm, skipped=False, arrived=norm, **fields))  # type: ignore[arg-type]
         if step % 20 == 0:
             wrong = {kind: jitter("tensor") for kind in kinds}
@@ -209,7 +215,10 @@ def test_an_overflow_while_the_loss_scale_is_searched_for_is_no_failure() -> Non
 
 def test_the_first_place_that_is_not_finite_is_told_at_its_step() -> None:
     """Weights that became so in a step are of that step, and not of the start."""
-    steps = [Step(1, loss=3.0, bad=["b", "a"]), Step(2, loss=math.nan, bad_weight="a", bad_output="0")]
+    steps = [
+        Step(1, loss=3.0, bad=["b", "a"]),
+        Step(2, loss=math.nan, bad_weight="a", bad_output="0"),
+    ]
     (reading,) = told(steps)
     assert (reading.step, reading.stage, reading.tensor) == (1, "gradient", "b and 1 other")
     (reading,) = told(steps[1:])
@@ -224,7 +233,9 @@ def test_a_warm_up_is_no_jump() -> None:
 
 def test_slow_steps_are_told_as_they_last() -> None:
     def at(rate: Callable[[int], float]) -> list[int]:
-        steps = [Step(s, tokens_per_second=1000 * rate(s), seconds=0.1 / rate(s)) for s in range(1, 400)]
+        steps = [
+            Step(s, tokens_per_second=1000 * rate(s), seconds=0.1 / rate(s)) for s in range(1, 400)
+        ]
         return [reading.step for reading in told(steps) if reading.what == "slower-steps"]
 
     assert at(lambda s: 0.1 if s >= 200 else 1.0) == [200]
@@ -301,9 +312,19 @@ def test_rows_of_micro_batches_are_no_skipped_steps(count: int) -> None:
     ],
 )
 def test_rows_with_holes_are_normal(row: Row) -> None:
-    assert told([Step.of({"step": 1, "loss": "low", "stored": [], "bad": None}), Step.of_gauges({"step": 1, **row})]) == []
+    assert (
+        told(
+            [
+                Step.of({"step": 1, "loss": "low", "stored": [], "bad": None}),
+                Step.of_gauges({"step": 1, **row}),
+            ]
+        )
+        == []
+    )
 
 
 def test_a_row_is_the_step_that_it_was() -> None:
-    step = Step(3, loss=2.5, skipped=False, zero=["a"], stored={"a": 0.5}, kept=False, bad_output="0")
+    step = Step(
+        3, loss=2.5, skipped=False, zero=["a"], stored={"a": 0.5}, kept=False, bad_output="0"
+    )
     assert Step.of(step.row()) == step and Step.of(Step(4).row()) == Step(4)

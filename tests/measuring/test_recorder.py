@@ -20,7 +20,16 @@ from narrowgauge.measuring.hooks import RunNotice
 from narrowgauge.numerics.widening import float32_attention
 
 # Of the clock, or of the trainer or the recorder alone.
-NOT_OF_BOTH = {"seconds", "tokens_per_second", "loader_seconds", "step_memory_bytes", "audit_sums", "kept", "resumed", "still"}
+NOT_OF_BOTH = {
+    "seconds",
+    "tokens_per_second",
+    "loader_seconds",
+    "step_memory_bytes",
+    "audit_sums",
+    "kept",
+    "resumed",
+    "still",
+}
 
 
 class Loop:

@@ -53,7 +53,9 @@ class ByHand(torch.optim.Optimizer):
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "AdamW": torch.optim.AdamW,
     "SGD": torch.optim.SGD,
-    "Muon and others": lambda params, lr: torch.optim.Muon([p for p in params if p.ndim == 2], lr=lr),
+    "Muon and others": lambda params, lr: torch.optim.Muon(
+        [p for p in params if p.ndim == 2], lr=lr
+    ),
     "by hand": ByHand,
     "ours": lambda params, lr: ng.AdamW(params, lr=lr, storage="word"),
     "stochastic": lambda params, lr: ng.AdamW(params, lr=lr, storage="stochastic"),
@@ -107,7 +109,9 @@ def test_the_effective_rate_is_that_of_a_twin_in_float32(kind: Any) -> None:
     for (name, old), x, first in zip(before.items(), wide, start, strict=True):
         if name in loop.watcher.meter.last.stored:
             meant = sampler.take(x.detach() - first).double()
-            stored = sampler.take(loop.model.get_parameter(name).detach().float() - old.float()).double()
+            stored = sampler.take(
+                loop.model.get_parameter(name).detach().float() - old.float()
+            ).double()
             dots[0] += float((meant * stored).sum())
             dots[1] += float(meant.square().sum())
     share = numbers["effective_lr/group0"] / numbers["lr/group0"]
@@ -418,7 +422,9 @@ def test_an_error_of_ours_ends_the_watch_and_not_the_loop(
     place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     messages = []
-    monkeypatch.setattr(meter, "failure_of", lambda title, error: messages.append(str(error)) or "ended")
+    monkeypatch.setattr(
+        meter, "failure_of", lambda title, error: messages.append(str(error)) or "ended"
+    )
 
     def fails(self: Any, *args: Any) -> Any:
         raise ValueError("no ink")

@@ -83,8 +83,8 @@ def test_the_record_holds_what_was_promised(place: Path, tmp_path: Path) -> None
     assert summary["recipe"] == "bfloat16/word" and summary["steps"] == 8
     assert summary["tokens"] == 8 * 4 * 16
     assert 0 < summary["val_loss"] < math.log(280) + 0.5
-    # word's 8, the vectors' share, and a float32 sum of micro-batches.
-    assert 11.9 < summary["bytes_per_param"] < 13
+    # word's 8, the vectors' share, and gradients in float32.
+    assert 9.9 < summary["bytes_per_param"] < 11
     assert summary["tokens_per_second"] > 0 and summary["wall_seconds"] > 0
     assert abs(summary["edq"] - 1) < 0.01
     assert 0 <= summary["noise"] < 0.5
@@ -143,15 +143,14 @@ def test_a_lost_update_is_an_event(
     warnings = [e for e in run.events if e["what"] == "lost-updates"]
     assert any("mlp.down_proj.weight" in e["tensor"] for e in warnings)
     for e in warnings:
-        assert "'word' would keep it" in e["advice"] and e["value"] < 0.9
-        assert "'bfloat16'" not in e["advice"] and e["tensor"] in e["advice"]
+        assert "of the update" in e["text"] and e["value"] < 0.9
     # The gauges' detector reads the same updates, and does not raise the event a second time.
     assert (
         len({(e["step"], e["tensor"]) for e in warnings})
         == len(warnings)
         == len({e["tensor"] for e in warnings})
     )
-    assert capsys.readouterr().out.count("\nlost updates: '") == 1  # for all tensors of a step
+    assert capsys.readouterr().out.count("\nlost updates: ") == 1  # for all tensors of a step
     assert run.summary is not None and run.summary["lost_fraction"] > 0.5
 
 

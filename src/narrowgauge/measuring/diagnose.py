@@ -29,7 +29,10 @@ AREAS = {
     "hashes of weights": "fingerprints.tensors",
 }  # fmt: skip
 """What a record may show, and the column that shows it."""
-OUTSIDE = {"the gradient itself": "ng.check(model, optimizer, batch=…, loss=…)", "labels and masks": ""}
+OUTSIDE = {
+    "the gradient itself": "ng.check(model, optimizer, batch=…, loss=…)",
+    "labels and masks": "",
+}
 """What no record shows."""
 
 
@@ -211,7 +214,9 @@ def logged(run: Run) -> Iterator[Reading]:
         yield Reading(step_of(row), str(stage), tensor, what, *numbers)
 
 
-_OF_ROWS = {name for name, kind in KINDS.items() if kind.by.startswith(("ng.watch", "recorder.step"))}
+_OF_ROWS = {
+    name for name, kind in KINDS.items() if kind.by.startswith(("ng.watch", "recorder.step"))
+}
 _OF_ROWS -= {"lost-updates", "not-as-asked"}
 """Kinds that the laws read again."""
 

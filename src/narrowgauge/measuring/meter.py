@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from narrowgauge.measuring.hooks import Hub, Listener, failure_of
@@ -192,7 +192,7 @@ class Meter(Listener):
         """Compare what is there before a gradient is added with the gradient of the last step."""
         if self._kept is not None or self._seen is None or self._probe is None:
             return
-        before = self._probe.grad
+        before = gradient_of(self._probe)
         self._kept = torch.zeros((), dtype=torch.bool, device=gradient.device)
         if before is not None and not before.is_sparse:
             values = self._sampler.take(before)
@@ -207,13 +207,13 @@ class Meter(Listener):
     def _before(self, optimizer: torch.optim.Optimizer) -> None:
         if len(members_of(*self.hub.optimizers)) != self._members:
             self._name_all()  # parameters were added
-        self._take_gradients(optimizer)
+        gradients = self._take_gradients(optimizer)
         self._take_outputs()
-        self._samples[optimizer] = samples_of(self._sampler, optimizer, self.number)
+        self._samples[optimizer] = samples_of(self._sampler, optimizer, gradients, self.number)
         if optimizer is self.hub.optimizers[0]:
             self._take_frozen()
         if self._compared:
-            self._take_sums(optimizer)
+            self._take_sums(gradients)
 
     def _guard(self, call: Callable[..., object], *args: Any) -> None:
         """Call a part of the meter. After an error nothing more is measured, and the loop goes on."""
@@ -227,13 +227,15 @@ class Meter(Listener):
             self.is_broken = True
             self.hub.say(failure_of(self.title, error))
 
-    def _take_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take the norm of each gradient, in the order of a backward pass."""
+    def _take_gradients(self, optimizer: torch.optim.Optimizer) -> dict[Tensor, Tensor]:
+        """Take the norm of each gradient, in the order of a backward pass, and return all of them."""
+        by_parameter: dict[Tensor, Tensor] = {}
         gradients = {}
         for p in dict.fromkeys(members_of(optimizer)):
             gradient = gradient_of(p)  # all ranks ask in one order
             name = self.names[p]
             if gradient is not None:
+                by_parameter[p] = gradient
                 part = local_of(gradient)
                 gradients[name] = part.coalesce().values() if part.is_sparse else part
             elif p.requires_grad:
@@ -243,6 +245,7 @@ class Meter(Listener):
             norms = norms_of([gradients[name] for name in names])
             scale = getattr(optimizer, "grad_scale", None)  # of torch.amp.GradScaler, if fused
             self._numbers.set("norm", names, norms if scale is None else norms / scale)
+        return by_parameter
 
     def _take_outputs(self) -> None:
         if not self._outputs:
@@ -296,8 +299,9 @@ class Meter(Listener):
         if rate is not None:
             self._rate = float(rate)  # a schedule may step before the step is told
         self._seen = None
-        if self._probe is not None and self._probe.grad is not None:
-            self._seen = self._sampler.take(self._probe.grad).clone()
+        gradient = None if self._probe is None else gradient_of(self._probe)
+        if gradient is not None and not gradient.is_sparse:
+            self._seen = self._sampler.take(gradient)
         if self._kept is not None:
             self._numbers.set("kept", [""], self._kept)
 
@@ -337,13 +341,14 @@ class Meter(Listener):
         differs = self._unlike(weights.cpu()).tolist()
         self._parts = {name for name, is_part in zip(whole, differs, strict=True) if is_part}
 
-    def _take_sums(self, optimizer: torch.optim.Optimizer) -> None:
+    def _take_sums(self, gradients: dict[Tensor, Tensor]) -> None:
         """Sum the bits of the gradients."""
-        stepped = {self.names[p] for p in members_of(optimizer)}
         sums = []
-        for name, p in self._compared.items():
-            is_dense = name in stepped and p.grad is not None and not p.grad.is_sparse
-            sums.append(self._sampler.bits(p.grad) if is_dense else p.new_zeros((), dtype=torch.float64))
+        for p in self._compared.values():
+            total = torch.zeros((), dtype=torch.float64, device=p.device)
+            if p in gradients and not gradients[p].is_sparse:
+                total = self._sampler.bits(gradients[p])
+            sums.append(total)
         self._sums[0] += torch.stack(sums).cpu()
 
     def _compare_ranks(self) -> None:

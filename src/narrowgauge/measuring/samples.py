@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -81,13 +81,14 @@ class StepSample:
         optimizer: torch.optim.Optimizer,
         group: dict[str, Any],
         members: list[Any],
+        gradients: Mapping[Tensor, Tensor],
     ) -> None:
         self.sampler = sampler
         self.optimizer = optimizer
         self.group = group
         self.members = members
         self.weights = sampler.join(members)
-        self.gradients = sampler.join(p.grad for p in members)
+        self.gradients = sampler.join(gradients[p] for p in members)
         self.states: dict[str, Any] = {}
         self.home = ""
         self.is_followed = self._can_follow()
@@ -109,10 +110,8 @@ class StepSample:
             if is_own and isinstance(x, (list, dict, Tensor, nn.Module)):
                 return False
         shape = self.members[0].shape
-        for x in state.values():
-            if isinstance(x, Tensor) and x.ndim and (x.shape != shape or x.element_size() == 1):
-                return False
-        return True
+        by_element = [x for x in state.values() if isinstance(x, Tensor) and x.ndim]
+        return all(x.shape == shape and x.element_size() > 1 for x in by_element)
 
     def _take_states(self) -> None:
         states = [self.optimizer.state[p] for p in self.members]
@@ -130,9 +129,9 @@ class StepSample:
         """Return the state that holds the weight in a wider format; empty without one."""
         for name, x in self.states.items():
             is_flat = isinstance(x, Tensor) and x.shape == self.weights.shape
-            if is_flat and x.element_size() > self.weights.element_size():
-                if torch.equal(x.to(self.weights.dtype), self.weights):
-                    return name
+            is_wider = is_flat and x.element_size() > self.weights.element_size()
+            if is_wider and torch.equal(x.to(self.weights.dtype), self.weights):
+                return name
         return ""
 
     def finish(self) -> None:
@@ -187,22 +186,25 @@ class StepSample:
 
 
 def samples_of(
-    sampler: Sampler, optimizer: torch.optim.Optimizer, number: int
+    sampler: Sampler,
+    optimizer: torch.optim.Optimizer,
+    gradients: Mapping[Tensor, Tensor],
+    number: int,
 ) -> list[StepSample]:
     """Return samples of some of what an optimizer is about to step: each of its tensors in turn."""
     members = []
     for group in optimizer.param_groups:
         for p in group["params"]:
-            if p.grad is not None and p.is_floating_point() and local_of(p).numel():
-                if not p.grad.is_sparse:
-                    members.append((group, p))
+            is_dense = p in gradients and not gradients[p].is_sparse
+            if is_dense and p.is_floating_point() and local_of(p).numel():
+                members.append((group, p))
     kinds: dict[Any, list[Any]] = defaultdict(list)
     groups: dict[Any, dict[str, Any]] = {}
     for group, p in in_turn(members, number):
-        key = id(group), p.dtype, p.grad.dtype, p.device, *optimizer.state.get(p, {})
+        key = id(group), p.dtype, gradients[p].dtype, p.device, *optimizer.state.get(p, {})
         kinds[key].append(p)
         groups[key] = group
-    return [StepSample(sampler, optimizer, groups[key], kinds[key]) for key in kinds]
+    return [StepSample(sampler, optimizer, groups[key], kinds[key], gradients) for key in kinds]
 
 
 def in_turn(items: Sequence[Any], number: int) -> list[Any]:
