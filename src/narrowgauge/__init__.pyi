@@ -14,13 +14,13 @@ from .assembly.preparation import prepare as prepare
 from .checks.checking import check as check
 from .checks.resume import check_resume as check_resume
 from .checks.rounding import ranked_places as ranked_places
-from .checks.teaches import teaches as teaches
 from .distributed.reduction import reduce_gradients_with as reduce_gradients_with
 from .errors import NarrowgaugeError as NarrowgaugeError
 from .matmul.inference import quantize_for_inference as quantize_for_inference
 from .matmul.swapping import swap_linears as swap_linears
 from .measuring.diagnose import Diagnosis as Diagnosis
 from .measuring.diagnose import diagnose as diagnose
+from .measuring.lesson import teaches as teaches
 from .measuring.reading import Reading as Reading
 from .measuring.recorder import RunRecorder as RunRecorder
 from .measuring.recorder import watch as watch

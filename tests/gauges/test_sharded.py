@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import narrowgauge as ng
-from narrowgauge.gauges.hub import Hub
+from narrowgauge.measuring.hooks import Hub
 from narrowgauge.gauges.tensors import Gauges
 from narrowgauge.runs.schema import Row
 from ranks import run_ranks

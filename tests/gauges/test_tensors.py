@@ -25,7 +25,7 @@ from transformers import (
 
 import narrowgauge as ng
 from narrowgauge.errors import NarrowgaugeError
-from narrowgauge.gauges.hub import Hub, RunNotice
+from narrowgauge.measuring.hooks import Hub, RunNotice
 from narrowgauge.gauges.tensors import COUNTED, Gauges
 from narrowgauge.matmul.experts import grouped_layers_of
 from narrowgauge.runs.schema import Row

@@ -18,7 +18,7 @@ import narrowgauge as ng
 from analysis.comparison.made_runs import SIZES
 from narrowgauge.analysis.comparison.comparison import compare_runs
 from narrowgauge.errors import NarrowgaugeError, RecipeError, RecordError, Terminated
-from narrowgauge.gauges.recording.record import Record
+from narrowgauge.measuring.record import Record
 from narrowgauge.report.publishing import read_runs
 from narrowgauge.runs.record import read_run
 from narrowgauge.spec.notation import parse

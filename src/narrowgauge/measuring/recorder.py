@@ -360,9 +360,11 @@ class RunRecorder:
         self._must_go_back = False
         if path:
             for reading in self._certificate.differences(path, objects):
-                numbers = reading.value, reading.expected
-                told = measured("not-restored", reading.tensor, *numbers, step=step)
-                self._record.log(told, shown=True)
+                numbers = {"value": reading.value, "expected": reading.expected}
+                self._record.event(
+                    "not-restored", reading.advice, step=step, shown=True, tensor=reading.tensor,
+                    severity="error", **numbers,
+                )  # fmt: skip
         self._begin_at(step)
         self._tell_changes()
         if goes_on or began:
