@@ -31,7 +31,7 @@ LAYERS = {
         *(f"measuring.{name}" for name in ("reading", "kinds", "step")),
     },
     "record": {"analysis.columns", "analysis.settings"},
-    "comparison": {"analysis.comparison"},
+    "comparison": {"measuring.comparison", "measuring.intervals", "measuring.labels"},
     "laws": {"measuring.laws"},
     "diagnosis": {"measuring.diagnose", "analysis.two_runs", "analysis.first_difference"},
     "hooks": {"measuring.hooks"},

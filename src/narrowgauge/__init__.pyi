@@ -8,8 +8,6 @@ from . import numerics as numerics
 from . import optim as optim
 from . import runs as runs
 from . import spec as spec
-from .analysis.comparison.comparison import Comparison as Comparison
-from .analysis.comparison.comparison import compare_runs as compare_runs
 from .assembly.preparation import prepare as prepare
 from .checks.checking import check as check
 from .checks.resume import check_resume as check_resume
@@ -18,6 +16,8 @@ from .distributed.reduction import reduce_gradients_with as reduce_gradients_wit
 from .errors import NarrowgaugeError as NarrowgaugeError
 from .matmul.inference import quantize_for_inference as quantize_for_inference
 from .matmul.swapping import swap_linears as swap_linears
+from .measuring.comparison import Comparison as Comparison
+from .measuring.comparison import compare_runs as compare_runs
 from .measuring.diagnose import Diagnosis as Diagnosis
 from .measuring.diagnose import diagnose as diagnose
 from .measuring.lesson import teaches as teaches
