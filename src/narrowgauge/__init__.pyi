@@ -10,7 +10,6 @@ from . import runs as runs
 from . import spec as spec
 from .assembly.preparation import prepare as prepare
 from .checks.checking import check as check
-from .checks.resume import check_resume as check_resume
 from .checks.rounding import ranked_places as ranked_places
 from .distributed.reduction import reduce_gradients_with as reduce_gradients_with
 from .errors import NarrowgaugeError as NarrowgaugeError
@@ -24,6 +23,7 @@ from .measuring.lesson import teaches as teaches
 from .measuring.reading import Reading as Reading
 from .measuring.recorder import RunRecorder as RunRecorder
 from .measuring.recorder import watch as watch
+from .measuring.resume import check_resume as check_resume
 from .measuring.same import same as same
 from .numerics.rounding import round_to as round_to
 from .optim.audit import audit as audit

@@ -519,7 +519,7 @@ def test_a_loss_in_16_bits_is_told_by_the_check_and_at_the_first_recorded_step(
                 optimizer.step()
                 recorder.step(loss)
         notes = [
-            event["advice"]
+            event["text"]
             for event in ng.read_run(tmp_path / str(is_wide)).events
             if event["what"] == "note"
         ]

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from narrowgauge.checks.loss_value import coarse_loss
 from narrowgauge.checks.set_up import set_up_of
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.sharding import fingerprint_whole, fsdp_modules
 from narrowgauge.errors import RecipeError, RecordError
-from narrowgauge.gauges.recording.certificate import Certificate
 from narrowgauge.gauges.recording.fingerprints import Fingerprints
 from narrowgauge.matmul.linear import Linear
 from narrowgauge.measuring.hooks import Listener, RunNotice
@@ -30,6 +30,7 @@ from narrowgauge.measuring.meter import Meter
 from narrowgauge.measuring.provenance import describe_run, differences, formats_of
 from narrowgauge.measuring.reading import measured
 from narrowgauge.measuring.record import OnRow, Record
+from narrowgauge.measuring.resume import Certificate
 from narrowgauge.measuring.step import Step
 from narrowgauge.measuring.step_row import batch_checksum
 from narrowgauge.measuring.watch import (
@@ -268,6 +269,9 @@ class RunRecorder:
         told |= columns
         self._told = {name: value for name, value in told.items() if value is not None}
         self.meter.end_step()
+        if self.num_steps == 1:
+            for line in coarse_loss(loss):
+                self.event("note", line)
 
     def _write(self, step: Step) -> None:
         """Write the row of a step that has ended."""
@@ -359,11 +363,11 @@ class RunRecorder:
         self.meter.go_on_after(step)
         self._must_go_back = False
         if path:
-            for reading in self._certificate.differences(path, objects):
-                numbers = {"value": reading.value, "expected": reading.expected}
+            for state in self._certificate.differences(path, objects):
+                words = f"{state.kind}: {state.text}." if state.kind else f"{state.text}."
                 self._record.event(
-                    "not-restored", reading.advice, step=step, shown=True, tensor=reading.tensor,
-                    severity="error", **numbers,
+                    "not-restored", words, step=step, shown=True, tensor=state.kind,
+                    severity="error", value=state.value, expected=state.expected,
                 )  # fmt: skip
         self._begin_at(step)
         self._tell_changes()
