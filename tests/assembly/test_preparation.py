@@ -154,7 +154,6 @@ def test_running_statistics_that_depend_on_ranks_are_refused_for_equal_bits() ->
         {"groups": lambda model: [{"params": list(model.parameters()), "lrr": 1.0}]},
         {"groups": lambda model: [{"params": list(model.parameters()), "rule": "muon"}]},
         {"optimizer": ng.Muon, "recipe": "float8-row/compact"},
-        {"narrow_gather": True},
         {"recipe": "float32/word"},
     ],
 )

@@ -57,7 +57,6 @@ from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.storages import Storage, for_format, for_vectors
 from narrowgauge.spec.update_rules import Range, refuse_pair
 from narrowgauge.torch_support.machine import require_float64
-from narrowgauge.torch_support.torch_hooks import announce
 from narrowgauge.torch_support.torch_names import HostCopy, plain_name
 
 Group = dict[str, Any]
@@ -171,7 +170,6 @@ class Optimizer(torch.optim.Optimizer):
         self._to_round = None
         self._round(formats)
         self._take_over([p for p in self._parameters() if p not in formats])
-        announce(self)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:

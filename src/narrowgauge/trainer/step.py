@@ -57,7 +57,6 @@ def differentiate(session: Session) -> Tensor:
         The loss, 0-d, with the same bits on every rank and for every number of ranks.
     """
     config = session.config
-    linears = session.linears
     reduction = session.reduction
     scaler = session.scaler
     parts = session.micro_batches
@@ -68,10 +67,6 @@ def differentiate(session: Session) -> Tensor:
     is_cached = len(parts) > 1 and not fsdp_modules(session.model)
     with float32_attention(), cached_weights() if is_cached else nullcontext():
         for part, tokens in zip(parts, session.batch(), strict=True):
-            first = part.number * config.micro_batch_size
-            if linears is not None:
-                linears.step = session.step
-                linears.set_first_token(first * config.sequence_length)
             exchange: AbstractContextManager[Any] = nullcontext()
             if reduction is not None:
                 exchange = reduction.micro_batch(part.is_last, part.is_absent)
