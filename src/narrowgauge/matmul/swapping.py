@@ -220,8 +220,12 @@ def _refuse_transform(compute: Compute) -> None:
 
 
 def linears_of(model: nn.Module) -> NarrowLayers | None:
-    """Return a handle on a model's narrow layers; ``None`` if no layer is narrow.
+    """Return a handle on a model's narrow layers, for code that has only the model.
 
+    Args:
+        model: any module.
+    Returns:
+        The handle; ``None`` if no layer is narrow.
     Example:
         >>> linears_of(nn.Linear(2, 2)) is None
         True
