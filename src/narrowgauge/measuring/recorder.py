@@ -22,8 +22,8 @@ from narrowgauge.checks.set_up import set_up_of
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.sharding import fingerprint_whole, fsdp_modules
 from narrowgauge.errors import RecipeError, RecordError
-from narrowgauge.gauges.recording.fingerprints import Fingerprints
 from narrowgauge.matmul.linear import Linear
+from narrowgauge.measuring.fingerprints import Fingerprints
 from narrowgauge.measuring.hooks import Listener, RunNotice
 from narrowgauge.measuring.laws import Laws
 from narrowgauge.measuring.meter import Meter
