@@ -83,9 +83,8 @@ SEES = {
     "measuring": SEEN_BY_RECORDING | {"assembly", "comparison", "diagnosis"},
     "hooks": SEEN_BY_PARTS | {"distributed", "monitor"},
     "gauges": SEEN_BY_GAUGES,
-    "recording": SEEN_BY_RECORDING | {"measuring"},
-    "assembly": SEEN_BY_GAUGES | {"gauges"},
     "trainer": SEEN_BY_TRAINER,
+    "assembly": SEEN_BY_GAUGES | {"gauges"},
     "integrations": SEEN_BY_CALLERS,
     "cli": SEEN_BY_CALLERS | {"diagnosis", "integrations"},
 }
