@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.errors import RecordError
-from narrowgauge.numerics.dtensor import local_of
+from narrowgauge.numerics.dtensor import local_of, sendable
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.atomic_io import disk_errors
 
@@ -36,9 +36,9 @@ def state_tensors(
     names = optimizer.parameter_names()
     optimizer.settle()
     for parameter, name in names.items():
-        state = optimizer.state_of(parameter)
-        for key, value in state.saved().items() if state is not None else ():
-            tensors[f"optimizer.{name}.{key}"] = value
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                tensors[f"optimizer.{name}.{key}"] = sendable(value, value)
     for parameter, window in optimizer.auditor.windows.items():
         tensors[f"audit.{names[parameter]}"] = window
     return tensors
