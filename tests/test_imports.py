@@ -30,7 +30,7 @@ LAYERS = {
         *(f"analysis.{name}" for name in ("spikes", "reading", "log", "kinds")),
     },
     "record": {"analysis.columns", "analysis.settings"},
-    "comparison": {"analysis.comparison"},
+    "comparison": {"measuring.comparison", "measuring.intervals", "measuring.labels"},
     "laws": {f"analysis.{name}" for name in ("snapshot", "laws", "step_laws", "row_laws")},
     "diagnosis": {
         f"analysis.{name}" for name in ("diagnose", "whole_run", "two_runs", "first_difference")
@@ -82,10 +82,10 @@ SEES = {
     "numerics": LOWEST | {"torch_names", "compile"},
     **dict.fromkeys(PARTS, SEEN_BY_PARTS),
     "checkpoints": SEEN_BY_CHECKPOINTS,
-    "checks": SEEN_BY_GAUGES | {"assembly"},
+    "checks": SEEN_BY_GAUGES | {"assembly", "measuring"},
     "measuring": SEEN_BY_RECORDING | {"assembly", "comparison", "diagnosis", "recording"},
     "gauges": SEEN_BY_GAUGES,
-    "recording": SEEN_BY_RECORDING,
+    "recording": SEEN_BY_RECORDING | {"measuring"},
     "assembly": SEEN_BY_GAUGES | {"gauges"},
     "trainer": SEEN_BY_TRAINER,
     "integrations": SEEN_BY_CALLERS,

@@ -8,15 +8,12 @@ from . import numerics as numerics
 from . import optim as optim
 from . import runs as runs
 from . import spec as spec
-from .analysis.comparison.comparison import Comparison as Comparison
-from .analysis.comparison.comparison import compare_runs as compare_runs
 from .analysis.diagnose import Diagnosis as Diagnosis
 from .analysis.diagnose import diagnose as diagnose
 from .analysis.log import on_event as on_event
 from .analysis.reading import Reading as Reading
 from .assembly.preparation import prepare as prepare
 from .checks.checking import check as check
-from .checks.resume import check_resume as check_resume
 from .checks.rounding import ranked_places as ranked_places
 from .distributed.reduction import reduce_gradients_with as reduce_gradients_with
 from .errors import NarrowgaugeError as NarrowgaugeError
@@ -24,7 +21,10 @@ from .gauges.recording.run_recorder import RunRecorder as RunRecorder
 from .gauges.recording.run_recorder import watch as watch
 from .matmul.inference import quantize_for_inference as quantize_for_inference
 from .matmul.swapping import swap_linears as swap_linears
+from .measuring.comparison import Comparison as Comparison
+from .measuring.comparison import compare_runs as compare_runs
 from .measuring.lesson import teaches as teaches
+from .measuring.resume import check_resume as check_resume
 from .measuring.same import same as same
 from .numerics.rounding import round_to as round_to
 from .optim.audit import audit as audit

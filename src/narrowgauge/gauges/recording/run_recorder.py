@@ -33,7 +33,6 @@ from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.sharding import fingerprint_whole, fsdp_modules
 from narrowgauge.errors import RecipeError, RecordError
 from narrowgauge.gauges.hub import RunNotice
-from narrowgauge.gauges.recording.certificate import Certificate
 from narrowgauge.gauges.recording.fingerprints import Fingerprints
 from narrowgauge.gauges.recording.provenance import (
     describe_run,
@@ -44,6 +43,7 @@ from narrowgauge.gauges.recording.record import OnRow, Record
 from narrowgauge.gauges.recording.step_row import batch_checksum
 from narrowgauge.gauges.recording.watch import Watch
 from narrowgauge.matmul.linear import Linear
+from narrowgauge.measuring.resume import Certificate
 from narrowgauge.optim.audit import unwrapped
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.places import is_run
@@ -343,8 +343,11 @@ class RunRecorder(Watch):
         self.go_on_after(step, anew=not began)
         self._must_go_back = False
         if path:
-            for reading in self._certificate.differences(path, objects):
-                self._record.event(replace(reading, step=step), shown=True)
+            for d in self._certificate.differences(path, objects):
+                words = f"{d.kind}: {d.text}." if d.kind else f"{d.text}."
+                kind = KINDS["not-restored"]
+                reading = kind.reading(d.kind, d.value, d.expected, step=step, message=words)
+                self._record.event(reading, shown=True)
         self._begin_at(step)
         self._tell_changes()
         if goes_on or began:
