@@ -29,12 +29,10 @@ LAYERS = {
         "analysis",
         *(f"analysis.{name}" for name in ("spikes", "reading", "log", "kinds")),
     },
-    "record": {"analysis.columns", "analysis.settings"},
+    "record": {"analysis.columns", "measuring.settings"},
     "comparison": {"measuring.comparison", "measuring.intervals", "measuring.labels"},
     "laws": {f"analysis.{name}" for name in ("snapshot", "laws", "step_laws", "row_laws")},
-    "diagnosis": {
-        f"analysis.{name}" for name in ("diagnose", "whole_run", "two_runs", "first_difference")
-    },
+    "diagnosis": {"analysis.diagnose", "analysis.whole_run", "measuring.two_runs"},
     "machine": {"torch_support.machine"},
     "torch_names": {
         *(

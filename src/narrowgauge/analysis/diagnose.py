@@ -21,7 +21,6 @@ from narrowgauge.analysis.laws import Laws
 from narrowgauge.analysis.log import reading_of
 from narrowgauge.analysis.reading import STAGES, Reading, Readings, in_order
 from narrowgauge.analysis.snapshot import Facts, snapshots_of
-from narrowgauge.analysis.two_runs import TwoRuns
 from narrowgauge.analysis.whole_run import (
     events_of,
     rows_per_step,
@@ -29,6 +28,7 @@ from narrowgauge.analysis.whole_run import (
     whole_run_readings,
 )
 from narrowgauge.errors import RecordError
+from narrowgauge.measuring.two_runs import TwoRuns
 from narrowgauge.runs.finding import counted
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.runs.schema import Row, step_of

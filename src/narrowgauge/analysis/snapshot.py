@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from narrowgauge.analysis.columns import rows_of
-from narrowgauge.analysis.settings import recipe_of
+from narrowgauge.measuring.settings import recipe_of
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import METRICS, Row, gauge_metrics, number, step_of
 from narrowgauge.spec.recipes import Recipe

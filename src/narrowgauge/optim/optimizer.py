@@ -33,6 +33,7 @@ from narrowgauge.optim.multi_tensor import Table
 from narrowgauge.optim.parameter_formats import (
     float32_row,
     is_shared_by_ranks,
+    keeping_statistics,
     refuse_shared_memory,
     round_in_place,
     rounding_note,
@@ -47,10 +48,13 @@ from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.storages import Storage, for_format, for_vectors
 from narrowgauge.spec.update_rules import Range, refuse_pair
 from narrowgauge.torch_support.machine import require_float64
-from narrowgauge.torch_support.torch_hooks import announce
 from narrowgauge.torch_support.torch_names import HostCopy, plain_name
 
 Group = dict[str, Any]
+
+
+Params = nn.Module | Iterable[Any]
+"""What an optimizer takes as its parameters."""
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -67,7 +71,8 @@ class Optimizer(torch.optim.Optimizer):
     written weight replaces its master.
 
     Args:
-        params: parameters, ``(name, parameter)`` pairs, or groups, as in ``torch.optim``. A group
+        params: parameters, ``(name, parameter)`` pairs, or groups, as in ``torch.optim``; or a
+            module, whose batch norms then stay float32. A group
             may set ``storage``. If the optimizer has a matrix rule, a group may set
             ``rule="adamw"``. Float32 parameters with ``requires_grad`` are rounded in place to the
             storage's visible format, and the storage keeps the bits that this cuts. Parameters in
@@ -100,7 +105,7 @@ class Optimizer(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, params: Iterable[Any], rule: AnyRule, defaults: dict[str, Any], *, storage: str | None = None,
+        self, params: Params, rule: AnyRule, defaults: dict[str, Any], *, storage: str | None = None,
         max_grad_norm: float | None = None, seed: int = 0, audit_every: int = 10, compile: bool | None = None,
         low_bits: str = "random", maximize: bool | None = False,
         keep_float32: Callable[[str, Tensor], bool] | None = None, like: Optimizer | None = None,
@@ -117,6 +122,10 @@ class Optimizer(torch.optim.Optimizer):
         if max_grad_norm not in (None, math.inf):
             Range(above=True).check("max_grad_norm", max_grad_norm)
         self._begin()
+        if isinstance(params, nn.Module):
+            keep_float32 = keeping_statistics(params, keep_float32)
+            self._model = weakref.ref(params)
+            params = [pair for pair in params.named_parameters() if pair[1].requires_grad]
         self.rule = rule
         self.compile = compile
         self.max_grad_norm = max_grad_norm
@@ -133,7 +142,6 @@ class Optimizer(torch.optim.Optimizer):
         self._round(formats)
         if like is not None:
             self._begin_like(like)
-        announce(self)
 
     def _begin(self) -> None:
         """Set what an optimizer or a copy of one begins with."""
@@ -787,8 +795,6 @@ class Optimizer(torch.optim.Optimizer):
         if is_copy:
             self._begin()
         super().__setstate__(state)
-        if is_copy:
-            announce(self)
         self._pending = None
         self.auditor = Auditor(join=self.auditor.join)
         self._tables.clear()

@@ -33,7 +33,6 @@ from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.sharding import fingerprint_whole, fsdp_modules
 from narrowgauge.errors import RecipeError, RecordError
 from narrowgauge.gauges.hub import RunNotice
-from narrowgauge.gauges.recording.fingerprints import Fingerprints
 from narrowgauge.gauges.recording.provenance import (
     describe_run,
     differences,
@@ -43,6 +42,7 @@ from narrowgauge.gauges.recording.record import OnRow, Record
 from narrowgauge.gauges.recording.step_row import batch_checksum
 from narrowgauge.gauges.recording.watch import Watch
 from narrowgauge.matmul.linear import Linear
+from narrowgauge.measuring.fingerprints import Fingerprints
 from narrowgauge.measuring.resume import Certificate
 from narrowgauge.optim.audit import unwrapped
 from narrowgauge.optim.optimizer import Optimizer
