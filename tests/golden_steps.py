@@ -129,7 +129,7 @@ def steps(rule: str, storage: str) -> str:
     for weight in weights.values():
         states = []
         for name in ELEMENTWISE:
-            if name in optimizer.state_of(weight).shapes_of_states:
+            if name in optimizer.local_state(weight).names:
                 states.append(name)
         stored += [optimizer.stored(weight, name) for name in ("weight", *states)]
     planes = [

@@ -38,5 +38,5 @@ def test_a_flattened_checkpoint_of_pytorch_has_everything(recipe: str) -> None:
     weights, states = get_state_dict(model, optimizer, options=options)
     set_state_dict(twin, loaded, model_state_dict=weights, optim_state_dict=states, options=options)
     for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
-        for name, value in optimizer.state[mine].saved().items():
+        for name, value in optimizer.state[mine].items():
             assert torch.equal(loaded.state[theirs][name], value), name
