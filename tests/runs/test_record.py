@@ -33,7 +33,7 @@ RUN = {
 }
 
 
-START = {"what": "start", "step": 0, "advice": "begun", "severity": "note"}
+START = {"what": "start", "step": 0, "text": "begun", "severity": "note"}
 
 
 @pytest.fixture

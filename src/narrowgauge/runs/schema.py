@@ -124,7 +124,7 @@ def step_of(row: Row) -> int:
 
 # ── the check of a row ────────────────────────────────────────────────────────────────────────────
 
-STEPWISE = ("steps", "evals", "gauges", "snapshots", "fingerprints")
+STEPWISE = ("steps", "evals", "gauges", "fingerprints")
 """The kinds of rows that have a step each. A resume rewrites them from its checkpoint on."""
 REQUIRED = {**dict.fromkeys(STEPWISE, ("step",)), "events": ("what", "step")}
 """Columns that each row of a kind has."""
