@@ -368,9 +368,9 @@ class GradientReduction:
         """Forget the micro-batches since the last step, and all gradients."""
         for parameter in self._trainable:
             parameter.grad = None
-        for part in (self._replicated, *self._exchanges):
-            if part is not None:
-                part.discard()
+        self._replicated.discard()
+        for exchange in self._exchanges:
+            exchange.discard()
         self._sums.clear()
         self._place = 0
         self._arrived.clear()
