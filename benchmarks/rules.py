@@ -73,8 +73,7 @@ class Case:
         language model, and its own.
         """
         rule = UPDATE_RULES[self.rule]
-        options = {option.name: option.in_training for option in rule.options}
-        options |= {"weight_decay": rule.settings["weight_decay"], **self.options}
+        options = {**rule.options, "weight_decay": rule.settings["weight_decay"], **self.options}
         if "beta1" in rule.settings:
             options["betas"] = (rule.settings["beta1"], rule.settings["beta2"])
         if "eps" in rule.settings:

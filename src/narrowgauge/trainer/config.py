@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -29,20 +29,28 @@ from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.sums import ACCUMULATION_DTYPES, SHARDINGS
 from narrowgauge.spec.toml import read_file
-from narrowgauge.spec.update_rules import Choice, Range
+from narrowgauge.spec.values import require_choice, require_number
 
 _KINDS: dict[type, str] = {
     str: "text", int: "an integer", float: "a number", Recipe: "a recipe",
 }  # fmt: skip
 
 
-def setting(default: Any, help: str, law: Range | Choice | None = None) -> Any:
+def setting(default: Any, help: str, law: Callable[[str, Any], None] | None = None) -> Any:
     return dataclasses.field(default=default, metadata={"help": help, "law": law})
+
+
+def _within(*bounds: float, **kind: bool) -> Callable[[str, Any], None]:
+    return lambda name, value: require_number(name, value, *bounds, **kind)
+
+
+def _one_of(choices: Iterable[Any]) -> Callable[[str, Any], None]:
+    return lambda name, value: require_choice(name, value, choices)
 
 
 def count(default: int | None, help: str, least: int = 1) -> Any:
     """Return a field that holds a whole number from ``least`` on."""
-    return setting(default, help, Range(least, 10**9, is_integer=True))
+    return setting(default, help, _within(least, 10**9, is_whole=True))
 
 
 def kind_of(field: dataclasses.Field[Any]) -> type:
@@ -64,7 +72,7 @@ def require(field: dataclasses.Field[Any], value: Any) -> None:
     if value == "":
         raise NarrowgaugeError(f"{field.name} is empty.", f"Omit {flag}.")
     if field.metadata["law"] is not None:
-        field.metadata["law"].check(field.name, value)
+        field.metadata["law"](field.name, value)
 
 
 def known_model(name: str) -> str:
@@ -123,29 +131,29 @@ class TrainConfig:
         1, "Micro-batches per optimizer step, at least one for each rank; must divide the batch size.")
     lr: float | None = setting(
         None, "Peak learning rate.  [default: by parameters: 0.003 below 4 million, 0.001 below 60, 0.0006 below 600, else "
-        "0.0003]", Range(above=True))
+        "0.0003]", _within(is_open=True))
     schedule: str = setting(
         "cosine", "Decay of the learning rate after the warm-up: cosine, linear or constant.",
-        Choice(("cosine", "linear", "constant")))
+        _one_of(("cosine", "linear", "constant")))
     warmup_steps: int | None = count(None, "Warm-up steps of the learning rate.  [default: a tenth of the steps, at most 100]", 0)
-    min_lr_ratio: float = setting(0.1, "Final learning rate as a fraction of the peak.", Range(0, 1))
-    beta1: float = setting(0.9, "AdamW's decay of the first moment.", Range(0, 1))
-    beta2: float = setting(0.95, "AdamW's decay of the second moment.", Range(0, 1))
-    eps: float = setting(1e-8, "AdamW's epsilon.", Range())
-    weight_decay: float = setting(0.1, "Weight decay of matrices.", Range())
+    min_lr_ratio: float = setting(0.1, "Final learning rate as a fraction of the peak.", _within(0, 1))
+    beta1: float = setting(0.9, "AdamW's decay of the first moment.", _within(0, 1))
+    beta2: float = setting(0.95, "AdamW's decay of the second moment.", _within(0, 1))
+    eps: float = setting(1e-8, "AdamW's epsilon.", _within())
+    weight_decay: float = setting(0.1, "Weight decay of matrices.", _within())
     max_grad_norm: float = setting(1.0, "Maximum gradient norm for clipping; inf disables it.")
     seed: int = setting(
-        0, "Seed of the initial weights, the order of the data and stochastic rounding.", Range(0, 1 << 64, is_integer=True))
+        0, "Seed of the initial weights, the order of the data and stochastic rounding.", _within(0, 1 << 64, is_whole=True))
     out: str | None = setting(None, "Run folder: new, or with a run, which continues with the settings given.  "
         "[default: runs/MODEL-RECIPE-N, the first free N]")
-    held_out: float = setting(0.05, "Fraction of the documents held out for validation.", Range(0, 1, above=True))
+    held_out: float = setting(0.05, "Fraction of the documents held out for validation.", _within(0, 1, is_open=True))
     eval_every: int = count(100, "Steps between validations; 0: only at the end.", 0)
     eval_sequences: int = count(64, "Sequences per validation, over all ranks.")
     checkpoint_every: int = count(100, "Steps between checkpoints; 0: only at the end.", 0)
     keep_checkpoints: int = count(2, "Number of latest checkpoints to keep.")
     accumulation_dtype: str = setting(
         "float32", f"Format in which micro-batch gradients are accumulated: {', '.join(ACCUMULATION_DTYPES)}.",
-        Choice(ACCUMULATION_DTYPES))
+        _one_of(ACCUMULATION_DTYPES))
     audit_every: int = count(10, "Steps between audits of the update; 0: never.", 0)
     gauges_every: int = count(20, "Steps between samples of the gauges; 0: none.", 0)
     fingerprints_every: int = count(
@@ -153,10 +161,10 @@ class TrainConfig:
     log_every: int = count(10, "Steps between printed lines; every step is recorded.")
     stop_after: int | None = count(None, "Stop after this step with a checkpoint, as if interrupted.  [default: never]")
     shard: str = setting(
-        "full", "On several ranks, shard weights, gradients and states over them: full or none.", Choice(tuple(SHARDINGS)))
+        "full", "On several ranks, shard weights, gradients and states over them: full or none.", _one_of(tuple(SHARDINGS)))
     threads: int | None = setting(
         None, "CPU threads per rank.  [default: 1 with an order-invariant reduction, else cores / ranks]",
-        Range(1, 1025, is_integer=True))
+        _within(1, 1025, is_whole=True))
     # fmt: on
 
     def __post_init__(self) -> None:
@@ -224,7 +232,7 @@ class TrainConfig:
 
         require_package("transformers")
         if self.max_grad_norm != math.inf:
-            Range(above=True).check("max_grad_norm", self.max_grad_norm)
+            require_number("max_grad_norm", self.max_grad_norm, is_open=True)
         if parse(self.recipe.to_value()) != self.recipe:
             raise RecipeError(
                 f"recipe '{self.recipe.title}' has a compute or storage that differs from the "

@@ -55,11 +55,11 @@ from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.storages import STORAGES
-from narrowgauge.spec.update_rules import Range
+from narrowgauge.spec.values import require_number
 from narrowgauge.torch_support.torch_hooks import members_of
 
 _OPEN: weakref.WeakSet[RunRecorder] = weakref.WeakSet()
-_COUNT = Range(0, 1 << 63, is_integer=True)
+_MOST = 1 << 63
 atexit.register(lambda: deque(map(RunRecorder.__del__, [*_OPEN]), 0))
 
 
@@ -150,8 +150,8 @@ class RunRecorder(Watch):
         steps_itself: bool = False,
         tables: Mapping[str, Mapping[str, Any] | None] | None = None,
     ) -> None:
-        _COUNT.check("gauges_every", gauges_every)
-        _COUNT.check("fingerprints_every", fingerprints_every)
+        require_number("gauges_every", gauges_every, 0, _MOST, is_whole=True)
+        require_number("fingerprints_every", fingerprints_every, 0, _MOST, is_whole=True)
         outer_ones = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
         optimizers = [*map(unwrapped, outer_ones)]
         self.model = set_up_of(model, optimizers).model
@@ -253,7 +253,7 @@ class RunRecorder(Watch):
         self._has_unwritten = False
         entries: Row = {"loss": loss, "skipped": self._was_skipped()}
         if tokens is not None:
-            _COUNT.check("tokens", tokens)
+            require_number("tokens", tokens, 0, _MOST, is_whole=True)
             entries["tokens"] = self._record.tokens + tokens
         if batch is not None:
             values = batch.detach().cpu()
@@ -327,7 +327,7 @@ class RunRecorder(Watch):
             objects: the loaded ones, by the names that :meth:`saved` was given.
         Missing rows up to that step are a note: a record is a log, and not what a run goes on from.
         """
-        _COUNT.check("step", step)
+        require_number("step", step, 0, _MOST, is_whole=True)
         began = self.num_steps
         goes_on = self._must_go_back or step > 0
         # The first row may be of a later step, if the loop continued another run's checkpoint.
