@@ -32,7 +32,7 @@ class Shares:
     Args:
         linear: of the dense 16-bit peak, by linear layers in a compiled loop, with all gaps.
         float8: speed of linear layers in 8 bits or fewer over 16 bits, casts included.
-        experts: of the linear share, by the matmuls of experts.
+        experts: inner size of an expert whose matmuls reach half of the linear share.
         adapters: operations of frozen layers with adapters over their formula.
         attention: of the peak, by attention to 32,768 tokens of a sequence on a rank, and from
             131,072 on.

@@ -2,7 +2,8 @@
 
 The ranks of a job are numbered along five axes. ``data`` replicas see different sequences.
 ``shard`` ranks do too, and they shard the replica's state (ZeRO, FSDP2; both together are HSDP).
-``tensor`` ranks shard each matrix, ``pipeline`` stages the layers, ``context`` ranks the sequence.
+``tensor`` ranks shard each matrix and
+the residual stream, ``pipeline`` stages the layers, ``context`` ranks the sequence.
 ``expert`` ranks shard the experts of a mixture. They add no ranks: they lie inside the data, shard
 and context axes. They also lie inside the tensor axis, unless tensor ranks shard each expert's
 matrices.
@@ -49,8 +50,6 @@ class Layout:
             optimizer step.
         recompute: recomputed in backward: nothing; all but attention and every second matmul
             (selective); or whole layers.
-        sequence_parallel: tensor ranks also shard norms and residuals. Megatron-LM before 2022
-            replicates them.
         accumulation_dtype: dtype of the gradient sum over micro-batches.
     """
 
@@ -65,7 +64,6 @@ class Layout:
     micro_batch: int = 1
     micro_batches: int = 1
     recompute: Recompute = "none"
-    sequence_parallel: bool = True
     accumulation_dtype: str = "float32"
 
     def __post_init__(self) -> None:
@@ -94,11 +92,6 @@ class Layout:
     def sharing(self, level: int) -> int:
         """Count the ranks that share what a ZeRO stage of at least ``level`` shards; 1 below it."""
         return self.num_sharing if self.zero >= level else 1
-
-    @property
-    def stream_ranks(self) -> int:
-        """Count the tensor ranks that shard norms and residuals: all, or one."""
-        return self.tensor if self.sequence_parallel else 1
 
     @property
     def expert_tensor_ranks(self) -> int:

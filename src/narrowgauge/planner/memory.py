@@ -201,12 +201,12 @@ def layers_in_flight(ask: Ask) -> float:
 
 def _stream_bytes(ask: Ask) -> float:
     """Return the bytes of a token in the residual stream on a rank."""
-    return ask.stream_width * ask.architecture.hidden_size / ask.layout.stream_ranks
+    return ask.stream_width * ask.architecture.hidden_size / ask.layout.tensor
 
 
-def layer_bytes(ask: Ask) -> float:
+def layer_bytes(ask: Ask, *, is_cheap_repeated: bool = False) -> float:
     """Return the bytes that a mean layer keeps of a token on a rank: of norms, inputs of matmuls,
-    attention, and the MLP or the chosen experts.
+    attention, and the MLP or the chosen experts; without norms and gates if these are repeated.
     """
     a = ask.architecture
     is_eager = ask.program.kernels == "eager"
@@ -221,12 +221,15 @@ def layer_bytes(ask: Ask) -> float:
     if a.latent:
         heads = 3 * a.num_heads * a.query_dim
     attention = width * (heads + a.num_heads * a.value_dim)
-    if ask.program.attention == "eager":
+    if ask.program.attention == "eager" and not is_cheap_repeated:
         attention += _SCORE_BYTES * a.num_heads * ask.sequence_length
     inner = 1 + a.is_gated
     if is_eager:
         inner = 3 if a.is_gated else 4
     gates = inner * width + codes
+    if is_cheap_repeated:
+        norm = 0.0
+        gates -= codes
     total = 0.0
     for layers in a.layers:
         of_stream = 2 * norm + inputs
@@ -240,7 +243,7 @@ def layer_bytes(ask: Ask) -> float:
             chosen = layers.mixture.experts_per_token
             of_stream += inputs + 2 * chosen * hidden * width
             rest += gates * (chosen * layers.mixture.expert_size + layers.mixture.shared_size)
-        of_layer = of_stream / ask.layout.stream_ranks + rest / ask.layout.tensor
+        of_layer = of_stream / ask.layout.tensor + rest / ask.layout.tensor
         total += of_layer * layers.count / a.num_layers
     return total
 
@@ -255,6 +258,8 @@ def _kept_bytes(ask: Ask) -> float:
         saved = _stream_bytes(ask)
         if ask.program.saved == "host":  # of the two layers in use
             layers = min(layers, 2.0)
+    elif layout.recompute == "selective" and ask.program.kernels == "fused":
+        saved = layer_bytes(ask, is_cheap_repeated=True)
     elif layout.recompute == "selective":
         outputs = sum(m.flops_per_token / 2 / m.in_features for m in a.layer_matmuls)
         numbers = a.num_heads * a.value_dim + outputs / 2 / a.num_layers
@@ -282,7 +287,7 @@ def _loss(ask: Ask) -> list[Term]:
     layout = ask.layout
     if layout.pipeline > 2:
         return []
-    row = (4 + 2 * ask.stream_width) * a.hidden_size / layout.stream_ranks
+    row = (4 + 2 * ask.stream_width) * a.hidden_size / layout.tensor
     logits = a.vocab_size * LOGIT_BYTES[ask.program.loss] / layout.tensor
     return [
         Term("logits", "input of the head", ask.tokens * row),

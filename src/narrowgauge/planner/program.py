@@ -65,6 +65,7 @@ class Program:
         offload: gradients, optimizer states and their update are on the host, and with adapters
             the frozen weights too.
         saved: place of the inputs that recomputed layers keep: the chip, or ``"host"``.
+        layout: fields of the layouts that it runs, where the question names none.
         ours: whether it takes this project's optimizers; else ``master`` is planned by default.
         text, source: its name in sentences, and where the fields are from.
     """
@@ -83,6 +84,7 @@ class Program:
     release: bool = False
     offload: bool = False
     saved: str = ""
+    layout: str = ""
     ours: bool = True
     text: str = field(default="", compare=False)
     source: str = field(default="", compare=False)

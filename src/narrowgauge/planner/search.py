@@ -15,7 +15,7 @@ from typing import Any
 from narrowgauge.errors import RecipeError
 from narrowgauge.planner.ask import Ask
 from narrowgauge.planner.estimate import Estimate
-from narrowgauge.planner.layouts import Layout, unsuited
+from narrowgauge.planner.layouts import Layout, read_layout, unsuited
 from narrowgauge.planner.step_time import check_ask
 from narrowgauge.runs.finding import counted
 from narrowgauge.spec.sums import ACCUMULATION_DTYPES
@@ -25,9 +25,11 @@ LEAST_PART = 4096
 _MOST_CONTEXT = 64
 _TENSOR = (1, 2, 4, 8)
 _STAGES = (1, 2, 4, 8, 16)
-_EXPERT = (1, 8, 16, 32, 64)
+_EXPERT = (8, 16, 32, 64)
 _MICRO_BATCHES = (1, 2, 3, 4, 6, 8, 16, 32, 64, 128, 256)
 _MOST_TOKENS_AT_ONCE = 1 << 16
+SIMPLER = 0.10
+"""Fraction by which a layout must be faster than FSDP2 or plain data parallelism."""
 _MOST_GROUPS = 12  # of layers of a stage: published runs had up to 12
 
 
@@ -47,7 +49,7 @@ def search(ask: Estimate, fixed: Mapping[str, Any], tokens_per_step: float) -> E
         ChipError: the chip does not multiply the recipe's dtype.
     """
     check_ask(ask)
-    fixed = dict(fixed)
+    fixed = {**read_layout(ask.program.layout), **fixed}
     if ask.program.release:  # a gradient that is freed cannot be summed
         fixed["micro_batches"] = 1
     num_sequences = max(1, round(tokens_per_step / ask.sequence_length))
@@ -66,7 +68,11 @@ def search(ask: Estimate, fixed: Mapping[str, Any], tokens_per_step: float) -> E
 
 
 def _pace(option: Estimate) -> tuple[float, float]:
-    return option.step.total / option.layout.num_sequences, option.peak_bytes
+    """Return the time of a sequence, and the memory. What is simpler counts as faster."""
+    seconds = option.step.total / option.layout.num_sequences
+    if not option.layout.is_fsdp:
+        seconds *= 1 + SIMPLER
+    return seconds, option.peak_bytes
 
 
 def _sums(ask: Ask, fixed: Mapping[str, Any]) -> list[str]:
@@ -157,11 +163,12 @@ def _shapes(ask: Ask, fixed: Mapping[str, Any]) -> Iterator[Layout]:
 
 
 def _expert_ranks(ask: Ask, ranks: int) -> list[int]:
-    """Return numbers of expert ranks within ``ranks``: usual ones, and all."""
+    """Return numbers of expert ranks within ``ranks``: usual ones from a node's on, and all."""
     if ask.architecture.mixture is None:
         return [1]
     most = math.gcd(ask.architecture.num_experts, ranks)
-    return [*(number for number in _EXPERT if most % number == 0), most]
+    numbers = [number for number in _EXPERT if most % number == 0]
+    return [*numbers, most] if numbers else [most]
 
 
 def _depths(layers: int, pipeline: int) -> list[int]:

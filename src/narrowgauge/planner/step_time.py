@@ -19,8 +19,8 @@ from narrowgauge.planner.layouts import unsuited
 from narrowgauge.planner.memory import held
 from narrowgauge.planner.terms import Term, Terms
 
-AGAIN = {"none": 0.0, "selective": 0.3, "full": 1.0}
-"""Fraction of forward's operations that recomputation repeats."""
+_AGAIN = {"none": 0.0, "selective": 0.3, "full": 1.0}
+_CHEAP_AGAIN = 0.1  # norms and gates, which fused kernels repeat
 EAGER_BYTES = 2.2
 """Bytes of eager elementwise operations over those of compiled layers: torchtitan's 8B on 8 and 128
 H100, eager and compiled.
@@ -33,6 +33,13 @@ _HOST_SHARE = 0.85  # 55 of 63 GB/s over PCIe5 (ml-engineering)
 _HOST_UPDATES = 4e9  # parameters a second of a node's processors: ZeRO-Offload, 2101.06840, table 4
 _ALL_REDUCE_SHOWN = 0.3  # of a sum between replicas, after the last backward pass
 _TENSOR_SHOWN = 0.6
+
+
+def again_of(ask: Ask) -> float:
+    """Return the fraction of forward's operations that recomputation repeats."""
+    if ask.layout.recompute == "selective" and ask.program.kernels == "fused":
+        return _CHEAP_AGAIN
+    return _AGAIN[ask.layout.recompute]
 
 
 def check_ask(ask: Ask) -> None:
@@ -92,7 +99,7 @@ def _computing(ask: Ask, shares: Shares) -> Iterator[Term]:
     program = ask.program
     peak = ask.chip.peak_flops
     parts = layout.tensor * layout.pipeline
-    again = AGAIN[layout.recompute]
+    again = again_of(ask)
     linear = 0.0
     for matmul in a.matmuls:
         is_head = matmul.part == "head"
@@ -101,7 +108,8 @@ def _computing(ask: Ask, shares: Shares) -> Iterator[Term]:
             passes += again
         speed = shares.float8 if _is_narrow(ask) and not is_head else 1.0
         if matmul.is_expert:
-            speed *= shares.experts * program.experts
+            size = min(matmul.in_features, matmul.out_features)
+            speed *= program.experts * size / (size + shares.experts)
         linear += matmul.flops_per_token * passes / speed
     if ask.tuning.lora:
         linear *= shares.adapters
@@ -110,7 +118,7 @@ def _computing(ask: Ask, shares: Shares) -> Iterator[Term]:
     is_flash = program.attention == "flash"
     flops = a.attention_flops(ask.sequence_length, is_causal=is_flash) / 3
     flops *= _ATTENTION_PASSES + again
-    reach = peak * attention_share(shares, ask.sequence_length / layout.context)
+    reach = peak * attention_share(shares, ask.sequence_length / layout.context) * program.factor
     yield Term("attention", "attention", ask.tokens * flops / reach / parts)
     bandwidth = ask.chip.bandwidth_gb_per_second * 1e9 * shares.bandwidth
     moved = _moved_bytes(ask) * (1 + again / 3)
@@ -149,12 +157,21 @@ def _exchanges(ask: Ask, shares: Shares) -> Iterator[Term]:
     layout = ask.layout
     layers = a.num_layers / layout.pipeline
     stream = ask.tokens * a.hidden_size * ask.matmul_width
-    again = AGAIN[layout.recompute]
+    again = again_of(ask)
     if layout.tensor > 1:
         rate = group_rate(ask, shares, layout.tensor, 1)
         sent = layers * (4 + 2 * again) * 2 * stream * (1 - 1 / layout.tensor)
         name = "activations between tensor ranks"
         yield Term("communication", name, sent / rate * _TENSOR_SHOWN)
+    if layout.context > 1:
+        rate = group_rate(ask, shares, layout.context, layout.tensor)
+        heads = a.num_kv_heads * (a.query_dim + a.value_dim) * ask.matmul_width / layout.tensor
+        sent = layers * (3 + again) * (layout.context - 1) * ask.tokens * heads
+        yield Term("communication", "keys and values between context ranks", sent / rate)
+    if layout.pipeline > 1:
+        rate = group_rate(ask, shares, 2, layout.num_ranks // layout.pipeline)
+        sent = 2 * layout.interleave * stream / layout.tensor
+        yield Term("communication", "activations between stages", sent / rate)
     if a.mixture and layout.expert > 1:
         stride = layout.context * layout.expert_tensor_ranks
         rate = group_rate(ask, shares, layout.expert, stride)
