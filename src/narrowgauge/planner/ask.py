@@ -128,6 +128,13 @@ class Ask:
         """Count the tokens of a micro-batch on one rank."""
         return self.layout.tokens_on_rank(self.sequence_length)
 
+    @property
+    def stream_ranks(self) -> int:
+        """Count the tensor ranks that share norms and residuals: all, but one before 2022, when
+        attention was not fused either (Korthikanti et al., arXiv 2205.05198).
+        """
+        return 1 if self.program.attention == "eager" else self.layout.tensor
+
     @cached_property
     def gathered(self) -> str:
         """Return the dtype in which FSDP's mixed precision gathers float32 shards; empty for

@@ -201,7 +201,7 @@ def layers_in_flight(ask: Ask) -> float:
 
 def _stream_bytes(ask: Ask) -> float:
     """Return the bytes of a token in the residual stream on a rank."""
-    return ask.stream_width * ask.architecture.hidden_size / ask.layout.tensor
+    return ask.stream_width * ask.architecture.hidden_size / ask.stream_ranks
 
 
 def layer_bytes(ask: Ask, *, is_cheap_repeated: bool = False) -> float:
@@ -243,7 +243,7 @@ def layer_bytes(ask: Ask, *, is_cheap_repeated: bool = False) -> float:
             chosen = layers.mixture.experts_per_token
             of_stream += inputs + 2 * chosen * hidden * width
             rest += gates * (chosen * layers.mixture.expert_size + layers.mixture.shared_size)
-        of_layer = of_stream / ask.layout.tensor + rest / ask.layout.tensor
+        of_layer = of_stream / ask.stream_ranks + rest / ask.layout.tensor
         total += of_layer * layers.count / a.num_layers
     return total
 
@@ -287,7 +287,7 @@ def _loss(ask: Ask) -> list[Term]:
     layout = ask.layout
     if layout.pipeline > 2:
         return []
-    row = (4 + 2 * ask.stream_width) * a.hidden_size / layout.tensor
+    row = (4 + 2 * ask.stream_width) * a.hidden_size / ask.stream_ranks
     logits = a.vocab_size * LOGIT_BYTES[ask.program.loss] / layout.tensor
     return [
         Term("logits", "input of the head", ask.tokens * row),
