@@ -33,8 +33,8 @@ from finetune import loss_of, pretrained, source_of, text_blocks
 from torch import Tensor, nn
 
 import narrowgauge as ng
-from narrowgauge.analysis.comparison.intervals import interval
 from narrowgauge.matmul.gemm import EmulationNotice
+from narrowgauge.measuring.intervals import interval
 from narrowgauge.numerics.quantization import quantize
 from narrowgauge.spec.notation import get_compute
 
@@ -44,7 +44,6 @@ SWAPPED = (
     "float8-block",
     "mxfp8",
     "nvfp4",
-    "nvfp4-4over6",
     "mxfp4",
 )
 """Computes whose layers are those of training."""

@@ -3,7 +3,7 @@ once in fact.
 
 errors ← spec ← runs ← analysis, planner ← report need no PyTorch. torch_names, spec ← numerics ←
 matmul, transforms, optim, distributed (which never import each other) ← gauges ← assembly ← checks
-← checkpoints ← trainer ← profiling, integrations ← cli. Inside analysis, gauges, checkpoints and
+← checkpoints ← trainer ← integrations ← cli. Inside analysis, gauges, checkpoints and
 trainer some parts stand above others; what is above the gauges may write through `runs`.
 """
 
@@ -30,7 +30,7 @@ LAYERS = {
         *(f"analysis.{name}" for name in ("spikes", "reading", "log", "kinds")),
     },
     "record": {"analysis.columns", "analysis.settings"},
-    "comparison": {"analysis.comparison"},
+    "comparison": {"measuring.comparison", "measuring.intervals", "measuring.labels"},
     "laws": {f"analysis.{name}" for name in ("snapshot", "laws", "step_laws", "row_laws")},
     "diagnosis": {
         f"analysis.{name}" for name in ("diagnose", "whole_run", "two_runs", "first_difference")
@@ -47,8 +47,8 @@ LAYERS = {
     "own_module": {"planner.own_module"},
     "cli": {"cli", "__main__"},
 }
-ALIKE = ("runs", "planner", "report", "numerics", "matmul", "transforms", "optim", "distributed", "checks", "gauges",
-         "assembly", "checkpoints", "trainer", "profiling", "integrations")  # fmt: skip
+ALIKE = ("runs", "planner", "report", "numerics", "matmul", "transforms", "optim", "distributed", "checks", "measuring", "gauges",
+         "assembly", "checkpoints", "trainer", "integrations")  # fmt: skip
 """Layers that are one package."""
 LAYERS |= {name: {name} for name in ALIKE}
 
@@ -59,7 +59,9 @@ RECORDS = LOWEST | {"runs", "record", "monitor", "laws", "comparison", "planner"
 SEEN_BY_CHECKPOINTS = SEEN_BY_PARTS | {"runs", "distributed", "optim"}
 SEEN_BY_GAUGES = SEEN_BY_PARTS | PARTS | {"runs", "monitor"}
 SEEN_BY_RECORDING = SEEN_BY_GAUGES | {"gauges", "checks", "record", "laws"}
-SEEN_BY_TRAINER = SEEN_BY_RECORDING | RECORDS | {"recording", "assembly", "checkpoints"}
+SEEN_BY_TRAINER = (
+    SEEN_BY_RECORDING | RECORDS | {"recording", "measuring", "assembly", "checkpoints"}
+)
 SEEN_BY_CALLERS = SEEN_BY_TRAINER | {"trainer"}
 # What each layer may import besides itself.
 SEES = {
@@ -81,12 +83,13 @@ SEES = {
     **dict.fromkeys(PARTS, SEEN_BY_PARTS),
     "checkpoints": SEEN_BY_CHECKPOINTS,
     "checks": SEEN_BY_GAUGES | {"assembly"},
+    "measuring": SEEN_BY_RECORDING | {"assembly", "comparison", "diagnosis", "recording"},
     "gauges": SEEN_BY_GAUGES,
     "recording": SEEN_BY_RECORDING,
     "assembly": SEEN_BY_GAUGES | {"gauges"},
     "trainer": SEEN_BY_TRAINER,
-    **dict.fromkeys(("profiling", "integrations"), SEEN_BY_CALLERS),
-    "cli": SEEN_BY_CALLERS | {"diagnosis", "profiling", "integrations"},
+    "integrations": SEEN_BY_CALLERS,
+    "cli": SEEN_BY_CALLERS | {"diagnosis", "integrations"},
 }
 
 TORCH_FREE = RECORDS | {"diagnosis"}
@@ -142,7 +145,7 @@ def test_imports_point_down() -> None:
     assert len(imports()) >= 10 and not faults, "\n".join(faults)
 
 
-@pytest.mark.parametrize("package", ["spec", "runs", "planner", "report", "profiling"])
+@pytest.mark.parametrize("package", ["spec", "runs", "planner", "report"])
 def test_no_two_files_of_a_package_import_each_other(package: str) -> None:
     """Also inside functions: a circle is read as one file."""
     graph: dict[str, set[str]] = {}
@@ -192,7 +195,7 @@ EXPENSIVE = (
 
 ``torch._dynamo`` is not here: PyTorch imports it with the first optimizer.
 """
-ABOUT_THEM = ("checkpoints.dcp_files", "integrations", "profiling", "transforms.scal")
+ABOUT_THEM = ("checkpoints.dcp_files", "integrations", "transforms.scal")
 """Modules that subclass or change what these packages define: functions import them."""
 
 

@@ -29,7 +29,7 @@ class UpdateRule:
         rate: factor on AdamW's usual peak learning rates; ``None`` if they do not apply.
         is_matrix: it steps whole matrices. AdamW steps vectors, embeddings and output heads.
         moments: its states for each element of a matrix, with the storage's code for each.
-            (Adafactor's values by row and column are extra, and a momentum of SGD.)
+            (A momentum of SGD is extra.)
         source: the paper.
     """
 
@@ -44,29 +44,24 @@ class UpdateRule:
     source: str = field(default="", kw_only=True)
 
     @property
-    def eps_option(self) -> str:
-        """Return the optimizer's option for AdamW's epsilon.
-
-        It has another name if the rule has its own ``eps``.
-        """
-        return "adam_eps" if "eps" in self.options else "eps"
-
-    @property
     def option_names(self) -> tuple[str, ...]:
         """Return the names of a param group's options."""
         names = ["lr", "weight_decay", "seed"]
         if "beta1" in self.settings:
             names.append("betas")
         if "eps" in self.settings:
-            names.append(self.eps_option)
+            names.append("eps")
         return (*names, *self.options)
 
     def check(self, name: str, value: Any) -> None:
         """Refuse a value that an option of a param group does not take."""
         if name == "betas":
-            _check_pair(name, value, ("beta1", "beta2"), 1.0)
-        elif name == "eps" and "eps" in self.options:
-            _check_pair(name, value, ("eps1", "eps2"), math.inf)
+            if not isinstance(value, (tuple, list)) or len(value) != 2:
+                raise RecipeError(
+                    f"Cannot use betas = {value!r}: it must be two numbers, each at least 0 and below 1."
+                )
+            require_number("beta1", value[0], below=1)
+            require_number("beta2", value[1], below=1)
         elif name == "adjust_lr_fn":
             require_choice(name, value, ("original", "match_rms_adamw", None))
         elif name == "ns_dtype":
@@ -79,21 +74,9 @@ class UpdateRule:
             require_number(name, value, -math.inf, is_whole=True)
         elif name == "dampening":
             require_number(name, value, -math.inf, is_open=True)
-        elif name == "beta2_decay":
-            require_number(name, value, -math.inf, 0, is_open=True)
-        elif name == "clip_threshold":
-            require_number(name, value, is_open=True)
         else:  # momentum of SGD may be more than 1
             is_mean = name == "momentum" and self.is_matrix
             require_number(name, value, below=1 if is_mean else math.inf)
-
-
-def _check_pair(name: str, value: Any, names: tuple[str, str], below: float) -> None:
-    if not isinstance(value, (tuple, list)) or len(value) != 2:
-        words = "at least 0" + (f" and below {below:g}" if below < math.inf else "")
-        raise RecipeError(f"Cannot use {name} = {value!r}: it must be two numbers, each {words}.")
-    for part, number in zip(names, value, strict=True):
-        require_number(part, number, below=below)
 
 
 _ADAM: Mapping[str, float] = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
@@ -129,14 +112,6 @@ _RULES = (
         },
         # With match_rms_adamw its steps are as large as AdamW's (2502.16982).
         is_matrix=True, moments=(("momentum_buffer", "exp_avg"),), source="Jordan et al. 2024; Liu et al. 2025 (2502.16982)",
-    ),
-    UpdateRule(
-        "adafactor", "Adafactor", "second moments as one value per row and per column", _ADAM,
-        {
-            "beta2_decay": -0.8, "eps": (1e-30, 1e-3), "clip_threshold": 1.0, "scale_parameter": False,
-            "relative_step": False,
-        },
-        is_matrix=True, moments=(), source="Shazeer & Stern, ICML 2018 (1804.04235)",
     ),
     UpdateRule(
         "galore", "GaLore", "AdamW in a low-rank subspace of each gradient", _ADAM,

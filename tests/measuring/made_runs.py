@@ -1,0 +1,75 @@
+"""Runs made up for the comparison's tests: a few steps and a loss, without a disk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from narrowgauge.measuring.labels import run_name
+from narrowgauge.runs.record import Run
+
+COLUMNS = [
+    "recipe", "val_loss", "val_loss_std", "tokens_per_second", "bytes_per_param", "step_seconds",
+    "step_memory_bytes", "edq", "noise", "lost_fraction", "diverged", "num_seeds", "late_edq",
+    "difference", "difference_interval", "verdict",
+]  # fmt: skip
+SIZES = {
+    "bfloat16/master": 16.0,
+    "bfloat16/word": 8.0,
+    "bfloat16/naive": 8.0,
+    "bfloat16/compact": 7.0,
+}
+
+
+def make_run(
+    recipe: str,
+    seed: int,
+    loss: float | None,
+    *,
+    edq: Sequence[float] = (1.0, 1.0, 1.0),
+    noise: float = 0.01,
+    step_seconds: float = 0.5,
+    evals: Sequence[tuple[int, float]] = (),
+    events: Sequence[dict[str, Any]] = (),
+    config: dict[str, Any] | None = None,
+    skipped: int = 0,
+    steps: int = 10,
+) -> Run:
+    """A run that took ``steps`` steps from a loss of 8, and ended in ``loss``; ``None`` is not
+    finished.
+    """
+    rows: list[dict[str, Any]] = []
+    for k in range(1, steps + 1):
+        rows.append({"step": k, "loss": 8.0 - k / 10, "seconds": step_seconds})
+    for row, value in zip(rows[len(rows) - len(edq) :], edq, strict=True):
+        row |= {"edq": value, "noise": noise, "lost_fraction": 0.25}
+    summary = {
+        "val_loss": loss, "steps": steps, "tokens_per_second": 100 / step_seconds, "step_memory_bytes": 1 << 20,
+        "bytes_per_param": SIZES.get(recipe, 8.0), "edq": 1.0 if edq else None, "noise": noise, "lost_fraction": 0.25,
+        "num_skipped": skipped,
+    }  # fmt: skip
+    settings = {
+        "recipe": recipe,
+        "seed": seed,
+        "steps": steps,
+        "schedule": "cosine",
+        **(config or {}),
+    }
+    path = Path(run_name(recipe, seed))
+    validations = [{"step": step, "val_loss": value} for step, value in evals]
+    return Run(
+        path,
+        {"config": settings},
+        rows,
+        validations,
+        list(events),
+        None if loss is None else summary,
+    )
+
+
+def seeds(recipe: str, losses: Sequence[float | None], **more: Any) -> list[Run]:
+    return [make_run(recipe, seed, loss, **more) for seed, loss in enumerate(losses)]
+
+
+MASTER = seeds("bfloat16/master", (4.0, 4.1, 4.2))

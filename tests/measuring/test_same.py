@@ -1,0 +1,529 @@
+"""Two models that should be one: what differs is named with its place and number, and equal ones
+are silent.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+import narrowgauge as ng
+from narrowgauge.cli.main import main
+from narrowgauge.errors import RecordError
+from tables import exhaustive
+
+PADDING = 5
+
+
+def model_of(dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
+    model = Qwen2ForCausalLM(Qwen2Config(**{**sizes, **heads, **options}))
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if p.ndim == 2:
+                p.mul_(4.0)
+            elif "bias" in name:
+                p.normal_(0.0, 0.3)
+    return ng.cast_parameters(model, dtype)
+
+
+TOKENS = torch.randint(0, 61, (8, 16), generator=torch.Generator().manual_seed(1))
+
+
+class NarrowNorm(nn.Module):
+    """A norm whose mean and products are bfloat16, where the trainer's are float32."""
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        self.weight = norm.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        narrow = x.bfloat16()
+        scale = torch.rsqrt(narrow.square().mean(-1, keepdim=True) + 1e-6)
+        return (self.weight.bfloat16() * (narrow * scale)).to(x.dtype)
+
+
+class Lora(nn.Module):
+    """A linear layer with an adapter, with the attributes of PEFT's."""
+
+    def __init__(self, base: Any) -> None:
+        super().__init__()
+        rows, columns = base.weight.shape
+        dtype = base.weight.dtype
+        self.base_layer = base
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(columns, 2, bias=False, dtype=dtype)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(2, rows, bias=False, dtype=dtype)})
+        self.scaling = {"default": 2.0}
+        self.active_adapters = ["default"]
+        self.merged_adapters: list[str] = []
+
+    def get_base_layer(self) -> Any:
+        return self.base_layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.base_layer(x)
+        if self.merged_adapters:
+            return y
+        return y + 2.0 * self.lora_B["default"](self.lora_A["default"](x))
+
+
+def adapted(dtype: torch.dtype) -> Any:
+    model = model_of(dtype)
+    attention = model.model.layers[1].self_attn
+    attention.v_proj = Lora(attention.v_proj)
+    return model
+
+
+# ── what a server may do ──────────────────────────────────────────────────────────────────────────
+
+
+def narrow_norm(model: Any) -> None:
+    model.model.layers[1].input_layernorm = NarrowNorm(model.model.layers[1].input_layernorm)
+
+
+def narrow_rotary(model: Any) -> None:
+    model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq.bfloat16()
+
+
+def other_scale(model: Any) -> None:
+    model.model.layers[1].self_attn.scaling *= 1.5
+
+
+def window(model: Any) -> Any:
+    windowed = model_of(sliding_window=6, use_sliding_window=True, max_window_layers=1)
+    windowed.load_state_dict(model.state_dict())
+    return windowed
+
+
+def no_bias(model: Any) -> None:
+    model.model.layers[1].self_attn.k_proj.bias = None
+
+
+def merged_twice(model: Any) -> None:
+    layer = model.model.layers[1].self_attn.v_proj
+    up = layer.lora_B["default"].weight
+    layer.base_layer.weight.data += 2.0 * up.data @ layer.lora_A["default"].weight.data
+
+
+def one_step_old(model: Any) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model(input_ids=TOKENS, labels=TOKENS).loss.backward()
+    optimizer.step()
+
+
+def untied(model: Any) -> None:
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+
+
+def float8(model: Any) -> None:
+    ng.swap_linears(model, "float8-row")
+
+
+def nvfp4(model: Any) -> None:
+    ng.swap_linears(model, "nvfp4")
+
+
+def one_head(model: Any) -> None:
+    attention = model.model.layers[1].self_attn
+    attention.q_proj.weight.data[8:16] *= 1.5  # of four heads of 8 values
+
+
+ATTENTION = "model.layers.1.self_attn, before o_proj"
+CASES: dict[str, tuple[Callable[[Any], Any], str, str]] = {
+    "norm": (narrow_norm, "model.layers.1.input_layernorm", "other-outputs"),
+    "rotary": (narrow_rotary, "model.rotary_emb", "other-outputs"),
+    "scale": (other_scale, ATTENTION, "other-outputs"),
+    "window": (window, ATTENTION, "other-outputs"),
+    "bias": (no_bias, "model.layers.1.self_attn.k_proj", "other-outputs"),
+    "twice": (merged_twice, "model.layers.1.self_attn.v_proj", "adapter-times"),
+    "old": (one_step_old, "model.embed_tokens", "other-outputs"),
+    "float8": (float8, "model.layers.0.self_attn.q_proj", "other-outputs"),
+    "nvfp4": (nvfp4, "model.layers.0.self_attn.q_proj", "other-outputs"),
+    "head": (one_head, "model.layers.1.self_attn.q_proj", "other-outputs"),
+}
+"""What the second model changes; the place that is named, and by which reading."""
+NARROW: dict[str, tuple[str, str]] = {
+    "rotary": ("other-weights", "no larger than rounding"),
+    "scale": ("other-outputs", "has a place"),
+    "twice": ("adapter-times", "has a place"),
+    "float8": ("other-outputs", "has a place"),
+}
+"""What names the place of a case where all is bfloat16, and the sentence about it."""
+
+
+def trainer_for(case: str, dtype: torch.dtype) -> Any:
+    return adapted(dtype) if case == "twice" else model_of(dtype)
+
+
+@exhaustive(
+    ("case", "dtype"),
+    [*((case, torch.float32) for case in CASES), *((case, torch.bfloat16) for case in NARROW)],
+)
+def test_the_place_of_a_difference_is_named_with_its_number(case: str, dtype: torch.dtype) -> None:
+    change, place, kind = CASES[case]
+    trainer = trainer_for(case, dtype)
+    server = copy.deepcopy(trainer)
+    server = change(server) or server
+    result = ng.same(trainer, server, TOKENS)
+    sentence = "has a place"
+    if dtype is torch.bfloat16:
+        kind, sentence = NARROW[case]
+    reading = next(r for r in result if r.what == kind)
+    assert reading.tensor.startswith(place), result
+    assert reading.value is not None and reading.bound is not None
+    assert abs(reading.value) > reading.bound
+    assert sentence in result.lines[-1]
+    assert all(p.grad is None for p in trainer.parameters()) and trainer.training
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_equal_models_are_silent(dtype: torch.dtype) -> None:
+    trainer = model_of(dtype)
+    result = ng.same(trainer, copy.deepcopy(trainer), {"input_ids": TOKENS})
+    assert len(result) == 0 and not result.unseen
+    assert result.lines[-1] == "The bits are equal."
+
+
+def in_one(model: Any) -> Callable[[Tensor], Tensor]:
+    return lambda tokens: torch.cat([model(row[None]).logits for row in tokens])
+
+
+def with_cache(model: Any) -> Callable[[Tensor], Tensor]:
+    def run(tokens: Tensor) -> Tensor:
+        cache = None
+        logits = []
+        for column in tokens.split(1, 1):
+            output = model(column, past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            logits.append(output.logits)
+        return torch.cat(logits, 1)
+
+    return run
+
+
+def padded(model: Any, is_left: bool, is_masked: bool = True) -> Callable[[Tensor], Tensor]:
+    def run(tokens: Tensor) -> Tensor:
+        padding = tokens.new_zeros(len(tokens), PADDING)
+        mask = torch.cat([padding, torch.ones_like(tokens)], 1)
+        inputs = torch.cat([padding, tokens], 1)
+        if not is_left:
+            mask = mask.flip(1)
+            inputs = torch.cat([tokens, padding], 1)
+        logits = model(inputs, attention_mask=mask if is_masked else None).logits
+        return logits[:, PADDING:] if is_left else logits[:, :-PADDING]
+
+    return run
+
+
+def eager(model: Any) -> Any:
+    twin = copy.deepcopy(model)
+    twin.set_attn_implementation("eager")
+    return twin
+
+
+WAYS: dict[str, Callable[[Any], Any]] = {
+    "sequences one by one": in_one,
+    "a cache of keys and values": with_cache,
+    "padding on the left": lambda model: padded(model, True),
+    "padding on the right": lambda model: padded(model, False),
+    "eager attention": eager,
+}
+
+
+@exhaustive(
+    ("way", "dtype"), [(way, dtype) for way in WAYS for dtype in (torch.float32, torch.bfloat16)]
+)
+def test_another_way_to_the_same_result_is_of_rounding(way: str, dtype: torch.dtype) -> None:
+    trainer = model_of(dtype).eval()
+    result = ng.same(trainer, WAYS[way](trainer), TOKENS)
+    assert result.ok, result
+    assert "no larger than rounding" in result.lines[-1] or "bits are equal" in result.lines[-1]
+
+
+def test_padding_that_is_seen_moves_log_probabilities() -> None:
+    trainer = model_of().eval()
+    result = ng.same(trainer, padded(trainer, True, is_masked=False), TOKENS)
+    (reading,) = result
+    assert (reading.what, reading.stage) == ("other-outputs", "loss")
+    assert "no module of both shows it" in result.lines[-1]
+    assert any("in another shape" in reason for reason in result.unseen.values())
+
+
+class Clock(nn.Module):
+    """A layer on the sine of a large angle."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.dtype = dtype
+        self.layer = nn.Linear(16, 8, dtype=torch.bfloat16)
+
+    def forward(self, sigma: Tensor) -> Tensor:
+        time = (sigma.to(self.dtype) * 1000).float()
+        angle = time * torch.exp(-torch.arange(16) * 0.6)
+        return self.layer(angle.sin().bfloat16())
+
+
+def test_a_place_with_unusual_rounding_sets_no_bound() -> None:
+    sigma = torch.rand(32, 1, generator=torch.Generator().manual_seed(0))
+    narrow = Clock(torch.bfloat16)
+    place = "the model, before layer"
+    result = ng.same(narrow, Clock(torch.float32), sigma)
+    assert result[0].tensor == place and result[0].value > 0.3 > result[0].bound
+    assert any(line.startswith(place) and "more than usual" in line for line in result.lines)
+    assert ng.same(narrow, copy.deepcopy(narrow), sigma).lines[-1] == "The bits are equal."
+
+
+class Masked(nn.Module):
+    """Scores beside a mask of infinities."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values = nn.Linear(8, 8)
+        self.scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.values(x)
+        mask = torch.full((4, 4), -torch.inf).triu(1)
+        return (self.scale * (y @ y.mT) + mask).softmax(-1) @ y
+
+
+def test_a_place_behind_a_mask_of_infinities_has_a_bound() -> None:
+    torch.manual_seed(0)
+    trainer = Masked()
+    server = copy.deepcopy(trainer)
+    server.scale = 1.5
+    (reading,) = ng.same(trainer, server, torch.randn(2, 4, 8))
+    assert (reading.what, reading.tensor) == ("other-outputs", "the model")
+
+
+def test_a_narrower_server_is_of_rounding_and_a_fault_in_it_is_not() -> None:
+    trainer = model_of()
+    server = model_of(torch.bfloat16)
+    assert ng.same(trainer, server, TOKENS).ok
+    other_scale(server)
+    result = ng.same(trainer, server, TOKENS)
+    assert result[0].tensor == ATTENTION
+
+
+def test_ties_and_factors_and_one_sided_tensors_are_named() -> None:
+    tied = model_of(tie_word_embeddings=True)
+    server = copy.deepcopy(tied)
+    untied(server)
+    told = ng.same(tied, server)
+    assert not len(told) and any("tied in the first alone: " in x for x in told.lines), told
+    weights = model_of().state_dict()
+    weights["lm_head.weight"] = 3 * weights["lm_head.weight"]
+    weights["lm_head.weight_scale"] = weights.pop("model.norm.weight")
+    result = ng.same(model_of(), weights)
+    assert [r.what for r in result] == ["other-weights", "one-sided-tensors"]
+    assert result.rows[0]["name"] == "lm_head.weight"
+    assert result.rows[0]["factor"] == pytest.approx(3)
+    assert "first model.norm.weight; in the second lm_head.weight_scale" in result[1].advice
+
+
+def test_a_merged_server_holds_the_adapters_once() -> None:
+    trainer = adapted(torch.bfloat16)
+    server = copy.deepcopy(trainer)
+    layer = server.model.layers[1].self_attn.v_proj
+    product = 2.0 * layer.lora_B["default"].weight.float() @ layer.lora_A["default"].weight.float()
+    with torch.no_grad():
+        layer.base_layer.weight.copy_(layer.base_layer.weight.float() + product)
+    layer.merged_adapters.append("default")
+    assert ng.same(trainer, server, TOKENS).ok
+    plain = model_of(torch.bfloat16)
+    (missing,) = [r for r in ng.same(trainer, plain) if r.what == "adapter-times"]
+    assert missing.value == pytest.approx(-1, abs=1e-3)
+
+
+@exhaustive("storage", ["word", "exact", "split", "compact", "states8", "kahan"])
+def test_an_export_has_the_bits_that_trained_and_says_what_is_beyond_them(storage: str) -> None:
+    model = model_of(num_hidden_layers=1)
+    optimizer = ng.AdamW(model.parameters(), lr=1e-3, storage=storage, compile=False)
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(input_ids=TOKENS, labels=TOKENS).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    full = ng.full_weights(model, optimizer)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        assert ng.same(model, folder, TOKENS).lines[-1] == "The bits are equal."
+        model.save_pretrained(folder, state_dict=dict(full))  # which it empties
+        result = ng.same(model, Path(folder) / "model.safetensors")
+    assert len(result) == 0
+    beyond = sum(row["rounded"] for row in result.rows)
+    words = f"bfloat16 → float32, {beyond:,} values beyond the narrower one"
+    assert beyond > 100 and any(words in line for line in result.lines), result
+
+
+def test_a_folder_and_a_file_are_loaded(tmp_path: Path) -> None:
+    trainer = model_of(torch.bfloat16)
+    trainer.save_pretrained(tmp_path)
+    assert ng.same(trainer, tmp_path, TOKENS).lines[-1] == "The bits are equal."
+    file = tmp_path / "model.safetensors"
+    assert ng.same(trainer, file, TOKENS).lines[-1] == "The bits are equal."
+    assert not len(ng.same(trainer, file))
+    weights = trainer.state_dict()
+    weights["model.layers.1.mlp.up_proj.weight"] *= 1.5
+    place = "The difference has a place: model.layers.1.mlp.up_proj"
+    assert place in ng.same(model_of(torch.bfloat16), weights, TOKENS).lines[-1]
+
+
+def test_what_cannot_be_compared_is_refused() -> None:
+    with pytest.raises(ng.errors.RecipeError, match="there is no batch"):
+        ng.same(lambda batch: batch, lambda batch: batch)
+    with pytest.raises(ng.errors.RecipeError, match="Cannot call weights"):
+        ng.same({}, model_of(), TOKENS)
+    trainer = model_of()
+    with pytest.raises(ng.errors.DataError, match="gives another number"):
+        ng.same(trainer, lambda tokens: trainer(tokens[:4]).logits, TOKENS)
+
+
+def test_a_model_that_draws_in_evaluation_is_not_called_equal_to_itself() -> None:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model_of()
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            logits: Tensor = self.model(tokens).logits
+            return logits + 0.3 * torch.randn_like(logits)
+
+    model = Noisy()
+    result = ng.same(model, copy.deepcopy(model), TOKENS)
+    assert "draws random numbers" in result.unseen["outputs and log probabilities"], result
+    assert "The bits are equal." not in result.lines, result
+
+
+# ── two sets of weights ───────────────────────────────────────────────────────────────────────────
+
+
+def weights() -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    return {
+        "norm.weight": torch.ones(4),
+        "proj.weight": torch.randn(4, 4),
+        "proj.bias": torch.zeros(4),
+    }
+
+
+def trained(**values: Any) -> dict[str, Tensor]:
+    after = {name: value + 0.5 for name, value in weights().items()}
+    for key, value in values.items():
+        after[key.replace("_", ".")] = value
+    return {name: value for name, value in after.items() if value is not None}
+
+
+STATES: dict[str, tuple[dict[str, Tensor], str, str]] = {
+    "equal": (weights(), "", ""),
+    "trained": (trained(), "other-weights", "proj.bias and 2 others"),
+    "one frozen": (trained(proj_weight=weights()["proj.weight"]), "other-weights", "proj.bias and 1 other"),
+    "a NaN": (trained(proj_bias=torch.tensor([0.0, math.nan, 1, 1])), "nonfinite", "proj.bias"),
+    "a tensor less": (trained(proj_bias=None), "one-sided-tensors", "proj.bias"),
+    "a tensor more": (trained(lora_A=torch.ones(4)), "one-sided-tensors", "lora.A"),
+    "another shape": (trained(proj_weight=torch.randn(2, 8)), "one-sided-tensors", "proj.weight"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", STATES)
+def test_two_state_dicts_are_compared_without_a_model(case: str) -> None:
+    after, kind, tensor = STATES[case]
+    result = ng.same(weights(), after)
+    readings = {reading.what: reading.tensor for reading in result}
+    assert readings.get(kind, "") == tensor and result.ok == (not kind), str(result)
+    assert json.dumps(result.to_dict()) and {row["name"] for row in result.rows} <= set(weights())
+    told = [line for line in result.lines if line.startswith("vectors that are exactly 1: 1, norm")]
+    assert bool(told) == (case == "equal")
+
+
+def test_rows_hold_exact_counts_whatever_the_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.arange(100.0)
+    after = torch.arange(100.0)
+    after[[3, 98]] = 7.0
+    after[50] = before[50] = math.nan
+    for size in (1 << 17, 7):
+        monkeypatch.setattr("narrowgauge.checks.fit.CHUNK", size)
+        (row,) = ng.same({"a": before}, {"a": after}).rows
+        assert (row["differ"], row["nonfinite"], row["values"]) == (2, 1, 100)
+        (row,) = ng.same({"a": torch.full((50,), 2.0)}, {"a": torch.full((50,), 3.0)}).rows
+        assert (row["factor"], row["change"]) == (1.5, pytest.approx(0.5))
+    assert before.isnan().sum() == after.isnan().sum() == 1, "nothing is written"
+
+
+def test_values_are_compared_in_the_narrower_format() -> None:
+    before = {"a": torch.randn(64, 64)}
+    after = {"a": before["a"].bfloat16()}
+    for pair in ((before, after), (after, before)):
+        (row,) = ng.same(*pair).rows
+        assert row["differ"] == 0 and row["rounded"] > 4000
+    for dtype in (torch.float8_e4m3fn, torch.float16, torch.int8, torch.uint8, torch.bool):
+        zeros = torch.zeros(4, 4).to(dtype)
+        (row,) = ng.same({"a": torch.ones(4, 4).to(dtype)}, {"a": zeros}).rows
+        assert row["differ"] == 16
+
+
+def test_folders_shards_modules_and_wrappers_name_the_same_tensors(tmp_path: Path) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+            self.head.weight = self.embed.weight
+            self.register_buffer("mask", torch.ones(3))
+
+    model = Model()
+    folder = tmp_path / "one"
+    sharded = tmp_path / "shards"
+    folder.mkdir(), sharded.mkdir()
+    stored = {"embed.weight": model.embed.weight.detach().clone(), "mask": torch.ones(3)}
+    save_file(stored, folder / "model.safetensors")
+    places: dict[str, Any] = {
+        name: f"part-{number}.safetensors" for number, name in enumerate(stored)
+    }
+    for name, file in places.items():
+        save_file({name: stored[name]}, sharded / file)
+    save_file({"stale": torch.ones(1)}, sharded / "stale.safetensors")
+    (sharded / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    for other in (sharded, folder / "model.safetensors", stored, model, torch.compile(model)):
+        assert not len(ng.same(folder, other)), other
+        assert len(ng.same(other, folder).rows) == 2
+    assert not len(ng.same(sharded, nn.DataParallel(model)))
+
+
+def test_the_command_prints_the_table_or_json_and_refuses_what_holds_no_weights(
+    tmp_path: Path,
+) -> None:
+    for name, tensors in {"base": weights(), "last": trained()}.items():
+        save_file(tensors, tmp_path / f"{name}.safetensors")
+    words = ["same", str(tmp_path / "base.safetensors"), str(tmp_path / "last.safetensors")]
+    printed, as_json = (
+        CliRunner().invoke(main, [*words, *flag]).output for flag in ([], ["--json"])
+    )
+    assert (
+        "100.00% of 24 values differ; 0 of 3 tensors are equal" in printed
+        and "proj.bias" in printed
+    )
+    assert not json.loads(as_json)["ok"] and len(json.loads(as_json)["rows"]) == 3
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "broken.safetensors").write_bytes(b"no weights")
+    (tmp_path / "parts").mkdir()
+    for rank in range(2):
+        save_file({"a": torch.ones(2)}, tmp_path / "parts" / f"{rank}.safetensors")
+    for path in ("empty", "absent", "broken.safetensors", "parts"):
+        with pytest.raises(RecordError, match="Cannot read weights"):
+            ng.same(weights(), tmp_path / path)
