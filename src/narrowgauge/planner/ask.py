@@ -194,9 +194,7 @@ def trained_of(a: Architecture, tuning: Tuning) -> int:
 
 
 @lru_cache(maxsize=256)
-def state_of(
-    a: Architecture, storage: Storage, optimizer: str, tuning: Tuning
-) -> dict[str, State]:
+def state_of(a: Architecture, storage: Storage, optimizer: str, tuning: Tuning) -> dict[str, State]:
     """Return the state of a model by place (:attr:`Architecture.weights`)."""
     places = dict.fromkeys(a.weights, State())
     for place, weights in a.weights.items():

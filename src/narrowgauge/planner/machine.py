@@ -111,6 +111,7 @@ def cluster_of(
         ChipError: unknown chip, or the chips do not fill nodes of ``chips_per_node``.
     """
     kind = get_chip(chip) if isinstance(chip, str) else chip
+    require_number("chips", chips, 1, is_whole=True)
     usual_size = kind.chips_per_node if chips_per_node is None else chips_per_node
     size = min(chips, usual_size)
     if chips_per_node is None:

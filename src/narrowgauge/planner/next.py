@@ -12,7 +12,7 @@ are of pairs of published runs (``benchmarks/published_runs.py --next``).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +22,7 @@ from typing import Any
 from narrowgauge.errors import DataError, NarrowgaugeError
 from narrowgauge.planner.errors import ERRORS, Ends
 from narrowgauge.planner.estimate import Estimate
+from narrowgauge.planner.layouts import read_layout
 from narrowgauge.planner.plan import plan
 from narrowgauge.planner.units import layout_text
 from narrowgauge.runs.record import read_run
@@ -84,6 +85,13 @@ class Next:
         """Return the 80 % interval of the peak."""
         wider = 1 + ERRORS["next"]["memory"]
         return self.peak_gb / wider, self.peak_gb * wider
+
+    @property
+    def asks_for(self) -> str:
+        """Return the line that asks for a second measured run."""
+        if self.difference in ("mixture", BEYOND, "length to 4 times"):
+            return "A second measured run of this length and kind makes the interval smaller: others = […]."
+        return "A second measured run makes the interval smaller: others = [{ chips = …, tokens_per_second = … }]."
 
     @property
     def fits(self) -> str:
@@ -173,18 +181,22 @@ class MeasuredRun:
         ``changes`` do not name is this run's.
         """
         asked = {**self.asked, **changes}
-        if "tokens_per_step" not in changes:
-            scaled = self.job.tokens_per_step * asked["chips"] / self.asked["chips"]
-            asked["tokens_per_step"] = max(scaled, asked.get("sequence_length") or 1)
+        is_counted = "micro_batches" in read_layout(changes.get("layout", ""))
+        if "tokens_per_step" not in changes and not is_counted:
+            more = asked["chips"] / self.asked["chips"]
+            length = asked.get("sequence_length") or self.job.sequence_length
+            least = length * max(1, round(self.job.layout.num_replicas * more))
+            asked["tokens_per_step"] = max(self.job.tokens_per_step * more, least)
         job = None
         is_same = False
-        for layout, is_same in self._layouts(changes):
+        for layout, is_kept in self._layouts(changes):
             try:
                 job = plan(**{**asked, "layout": layout}, advise=False).best
             except NarrowgaugeError:
-                if not layout:
+                if not layout or "layout" in changes:
                     raise
                 continue  # it does not divide the model or the chips
+            is_same = is_kept
             told = job.allocated_bytes + 1e9 * self.extra_gb + job.outside_bytes
             if told <= job.chip.memory_bytes:
                 break
@@ -230,16 +242,35 @@ def described(job: Estimate) -> str:
     )
 
 
-def read_measured(path: Path, **said: Any) -> MeasuredRun:
-    """Read a measured run: a TOML file with the arguments of :class:`MeasuredRun`, or a run folder
-    or the log of another program, of which ``said`` names what it does not say.
+def read_changes(words: Iterable[str]) -> dict[str, Any]:
+    """Read ``NAME=VALUE`` of a command line.
 
-    In a file ``log`` may name a run folder or a log instead of ``tokens_per_second``.
+    Example:
+        >>> read_changes(["chips=128", "recipes=float8-row/word", "sequence-length=16384"])
+        {'chips': 128, 'recipes': 'float8-row/word', 'sequence_length': 16384}
     """
-    asked = dict(said)
+    changes: dict[str, Any] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals:
+            raise DataError(f"Cannot read {word!r} as a change.", "Write NAME=VALUE: chips=128.")
+        key = name.strip().replace("-", "_")
+        changes[{"recipe": "recipes"}.get(key, key)] = int(value) if value.isdecimal() else value
+    return changes
+
+
+def read_measured(path: Path) -> MeasuredRun:
+    """Read a measured run: a run folder, or a TOML file with the arguments of :class:`MeasuredRun`.
+
+    In a file ``log`` may name a run folder or the log of another program instead of
+    ``tokens_per_second``, and ``others`` may list further measured runs, each with what differs.
+    """
+    asked: dict[str, Any] = {}
+    others: list[dict[str, Any]] = []
     log = path
     if path.suffix == ".toml":
-        asked = {**read_file(path, "measured run", "Write model = 'llama-8b'."), **said}
+        asked = read_file(path, "measured run", "Write model = 'llama-8b'.")
+        others = asked.pop("others", [])
         log = path.parent / asked.pop("log", "")
     if "tokens_per_second" not in asked:
         asked = {**_of_log(log), **asked}
@@ -249,7 +280,8 @@ def read_measured(path: Path, **said: Any) -> MeasuredRun:
                 f"Cannot plan from {path} because it does not say its {name}.",
                 f"Write a file with {name} = … and log = '{path}', and name that.",
             )
-    return MeasuredRun(**asked)
+    further = tuple(MeasuredRun(**{**asked, **other}) for other in others)
+    return MeasuredRun(**asked, others=further)
 
 
 def _of_log(path: Path) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from typing import Any
 
 from narrowgauge.errors import (
     ChipError,
-    DataError,
     NarrowgaugeError,
     RecipeError,
     suggestion_or_all,
@@ -48,14 +47,15 @@ MOST_CHANGES = 4
 _RANK = 16
 
 
-def plan(model: Any, *, tokens: float | None = None, advise: bool = True, **asked: Any) -> Plan:
+def plan(model: Any, *, tokens: float | None = None, advise: bool = True, **asked: Any) -> Any:
     """Plan what fits, how fast, in which layout, and why.
 
     Nothing is trained, and only a ``config.json`` needs transformers.
 
     Args:
         model: a preset's name, a Hugging Face ``config.json``, its folder or a cached ``org/name``,
-            or an architecture.
+            an architecture, or a module, of which a step on ``batch`` is counted
+            (:func:`~narrowgauge.planner.module.plan_module` has its arguments).
         tokens: of the whole run, for its days.
         advise: whether to look for what would fit.
         asked: the question. ``recipes``: names or recipes; ``"all"`` for every recipe that the
@@ -70,7 +70,8 @@ def plan(model: Any, *, tokens: float | None = None, advise: bool = True, **aske
             :class:`~narrowgauge.planner.program.Tuning`. Further fields of
             :class:`~narrowgauge.planner.machine.Cluster` for ``chip``.
     Returns:
-        The jobs, the best first.
+        A :class:`~narrowgauge.planner.words.Plan`: the jobs, the best first. Of a module a
+        :class:`~narrowgauge.planner.module.ModulePlan`.
     Raises:
         NarrowgaugeError: the question contradicts itself, or a model, chip, recipe or cluster is
             unknown.
@@ -80,6 +81,10 @@ def plan(model: Any, *, tokens: float | None = None, advise: bool = True, **aske
         >>> best.fits, best.layout.shard
         (True, 8)
     """
+    if not isinstance(model, str | Path | Architecture):
+        from narrowgauge.planner.module import plan_module
+
+        return plan_module(model, **asked)
     if tokens is not None:
         require_number("tokens", tokens, 1)
     question = read_question(model, **asked)
@@ -236,15 +241,12 @@ def read_question(
     Raises:
         NarrowgaugeError: it contradicts itself, or a name is unknown.
     """
+    if "batch" in rest:
+        raise RecipeError("Cannot plan a batch of a named model.", "Name sequence_length.")
     tuned = {key: rest.pop(key) for key in ("lora", "base", "experts", "train") if key in rest}
     refuse_unknown(rest, _RATES, "a plan", NarrowgaugeError)
     if tokens_per_step is not None:
         require_number("tokens_per_step", tokens_per_step, 1)
-    if not isinstance(model, str | Path | Architecture):
-        raise DataError(
-            f"Cannot plan a {type(model).__name__}.",
-            "Name a model or its config.json. narrowgauge.planner.module.count counts a module.",
-        )
     architecture = model if isinstance(model, Architecture) else read_model(str(model))
     if optimizer not in UPDATE_RULES:
         raise RecipeError(
@@ -262,9 +264,15 @@ def read_question(
             f"Cannot store experts in {tuning.experts} because {architecture.name} has none.",
             "Leave experts out.",
         )
+    length = _sequence_length(architecture, sequence_length)
+    if tokens_per_step is not None and tokens_per_step < length:
+        raise RecipeError(
+            f"Cannot plan a step of {tokens_per_step:,} tokens because a sequence has {length:,}.",
+            "Name as many tokens, or shorter sequences.",
+        )
     return Question(
         architecture.name if isinstance(model, Architecture) else str(model), architecture,
-        tuple(_machines(cluster, chip, chips, rest)), _sequence_length(architecture, sequence_length), recipes,
+        tuple(_machines(cluster, chip, chips, rest)), length, recipes,
         optimizer, read_layout(layout), program, tuning, tokens_per_step,
     )  # fmt: skip
 

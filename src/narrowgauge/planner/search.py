@@ -129,7 +129,9 @@ def _shapes(ask: Ask, fixed: Mapping[str, Any]) -> Iterator[Layout]:
     if is_large:
         # Stages of equally many layers; embedding and head may count as a layer each.
         for number in range(3, 16):
-            if chips % number == 0 and (a.num_layers % number == 0 or (a.num_layers + 2) % number == 0):
+            if chips % number == 0 and (
+                a.num_layers % number == 0 or (a.num_layers + 2) % number == 0
+            ):
                 stages.append(number)
     longest = min(_MOST_CONTEXT, max(1, ask.sequence_length // LEAST_PART))
     contexts = [number for number in range(1, longest + 1) if chips % number == 0]

@@ -32,7 +32,9 @@ _LOGIT_BYTES = {"whole": 38, "compiled": 12, "chunked": 38}  # that a loss reads
 _HOST_SHARE = 0.85  # 55 of 63 GB/s over PCIe5 (ml-engineering)
 _HOST_UPDATES = 4e9  # parameters a second of a node's processors: ZeRO-Offload, 2101.06840, table 4
 _ALL_REDUCE_SHOWN = 0.3  # of a sum between replicas, after the last backward pass
-_TENSOR_SHOWN = 0.6
+TENSOR_SHOWN = 0.6
+"""Fraction of an exchange between tensor ranks that computing does not hide: asynchronous tensor
+parallelism hides a part."""
 
 
 def again_of(ask: Ask) -> float:
@@ -162,7 +164,7 @@ def _exchanges(ask: Ask, shares: Shares) -> Iterator[Term]:
         rate = group_rate(ask, shares, layout.tensor, 1)
         sent = layers * (4 + 2 * again) * 2 * stream * (1 - 1 / layout.tensor)
         name = "activations between tensor ranks"
-        yield Term("communication", name, sent / rate * _TENSOR_SHOWN)
+        yield Term("communication", name, sent / rate * TENSOR_SHOWN)
     if layout.context > 1:
         rate = group_rate(ask, shares, layout.context, layout.tensor)
         heads = a.num_kv_heads * (a.query_dim + a.value_dim) * ask.matmul_width / layout.tensor

@@ -260,7 +260,10 @@ def _without_effect(job: Estimate) -> Iterator[str]:
     is_autocast = job.recipe.storage.visible == "float32"
     rows = (
         (program.saved and layout.recompute != "full", "saved=host without recompute=full"),
-        (program.gathered and is_autocast and not job.gathered, "gathered= without sharded weights"),
+        (
+            program.gathered and is_autocast and not job.gathered,
+            "gathered= without sharded weights",
+        ),
         (layout.zero not in (0, 3) and layout.num_sharing == 1, "zero= on one shard"),
     )
     for holds, text in rows:

@@ -16,6 +16,7 @@ from narrowgauge.errors import RecipeError
 from narrowgauge.spec.storages import Storage
 from narrowgauge.spec.values import require_choice, require_number
 
+
 @dataclass(frozen=True)
 class UpdateRule:
     """One update rule.
