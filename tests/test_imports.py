@@ -43,7 +43,7 @@ LAYERS = {
         )
     },
     "compile": {"torch_support"},
-    "own_module": {"planner.own_module"},
+    "own_module": {"planner.module"},
     "cli": {"cli", "__main__"},
 }
 ALIKE = ("runs", "planner", "report", "numerics", "matmul", "transforms", "optim", "distributed", "checks", "measuring", "gauges",

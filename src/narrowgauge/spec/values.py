@@ -22,23 +22,23 @@ def require_number(
     """Refuse a value that is no number in ``[least, below)``, or in ``(least, below)`` if it
     ``is_open``. NaN is never inside.
     """
-    words = "one integer" if is_whole else "one finite number"
     bounds = []
     if least > -math.inf:
         bounds.append(f"above {least:g}" if is_open else f"at least {least:g}")
     if below < math.inf:
         bounds.append(f"below {below:g}")
-    if bounds:
-        words += f", {' and '.join(bounds)}"
-    number = math.nan
-    if not isinstance(value, (bool, str)):
-        try:
-            number = operator.index(value) if is_whole else float(value)
-        except (TypeError, ValueError, RuntimeError):
-            number = math.nan
-    is_inside = least < number < below if is_open else least <= number < below
-    if not is_inside:
-        raise RecipeError(f"Cannot use {name} = {value!r}: it must be {words}.")
+    try:
+        if isinstance(value, (bool, str)):
+            raise TypeError
+        number = operator.index(value) if is_whole else float(value)
+    except (TypeError, ValueError, RuntimeError):
+        words = ", ".join(["one integer" if is_whole else "one number", *bounds])
+        raise RecipeError(f"Cannot use {name} = {value!r}: it must be {words}.") from None
+    if not (least < number < below if is_open else least <= number < below):
+        if not is_whole:
+            bounds.append("finite")
+        shown = value if isinstance(value, (int, float)) else number
+        raise RecipeError(f"Cannot use {name} = {shown}: it must be {' and '.join(bounds)}.")
 
 
 def require_choice(name: str, value: Any, choices: Iterable[Any]) -> None:
