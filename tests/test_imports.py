@@ -224,7 +224,7 @@ READ_GRADIENTS_IN_PLACE = {
     "torch_support/put_back.py",
     "distributed/reduction.py",
     "optim/parameter_formats.py",
-    "planner/own_module.py",
+    "planner/module.py",
 }
 
 

@@ -125,6 +125,7 @@ class MeasuredRun:
     """A run that was measured, asked as of :func:`narrowgauge.plan`.
 
     Args:
+        model, asked: the question, as of :func:`narrowgauge.plan`.
         tokens_per_second: of all chips.
         peak_gb: memory that the framework's allocator printed for the fullest chip, in 10^9 bytes.
         others: further measured runs. The one that differs least from a plan corrects it.
