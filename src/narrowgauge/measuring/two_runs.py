@@ -45,8 +45,8 @@ AGREES = 0.05
 """Relative difference of other recorded numbers of a step, such as the stored share of an update,
 beside a difference by rounding.
 """
-_UNLIKE = ("s", "bytes", "tokens/s")
-"""Units of numbers that differ between any two runs."""
+_UNLIKE = ("seconds", "per_second", "bytes")
+"""Ends of the names of numbers that differ between any two runs."""
 _NAMED = 6
 
 
