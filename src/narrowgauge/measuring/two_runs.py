@@ -280,19 +280,14 @@ def _other_numbers(first: Row, second: Row) -> Iterator[str]:
     """Yield the other numbers of two rows that disagree; fractions, which are known columns, by more
     than :data:`AGREES` itself.
     """
-    for name in first.keys() & second.keys():
+    for name in sorted(first.keys() & second.keys()):
         here = first[name]
         there = second[name]
-        column = STEP.get(name)
-        is_time = column is not None and column.unit in _UNLIKE
-        if (
-            name in COLUMNS
-            or is_time
-            or not isinstance(here, float)
-            or not isinstance(there, float)
-        ):
+        if name in COLUMNS or name.endswith(_UNLIKE):
             continue
-        size = max(abs(here), abs(there)) if column is None else 1.0
+        if not isinstance(here, float) or not isinstance(there, float):
+            continue
+        size = 1.0 if name in STEP else max(abs(here), abs(there))
         if abs(here - there) > AGREES * size:
             yield f"{name} {here:.4g} and {there:.4g}"
 
