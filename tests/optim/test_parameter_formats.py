@@ -295,6 +295,23 @@ def test_an_optimizer_like_an_earlier_one_begins_with_its_weights() -> None:
     assert not third.state and torch.equal(third.stored(model.weight), model.weight.float())
 
 
+def test_a_module_keeps_its_batch_norms_in_float32() -> None:
+    """PyTorch multiplies one format only: under autocast the forward pass once failed."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    for kind in (ng.AdamW, ng.SGD):
+        copied = copy.deepcopy(model)
+        with pytest.warns(UserWarning, match="Rounded"):
+            optimizer = kind(copied, lr=1e-3)
+        assert optimizer.rounded == ["0.weight", "0.bias", "2.weight", "2.bias"]
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = copied(torch.randn(4, 8)).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        assert copied[1].weight.dtype is torch.float32
+        assert not torch.equal(copied[1].weight, model[1].weight)
+
+
 def test_an_averaged_model_runs_whatever_else_the_model_holds() -> None:
     """Statistics of batch norms in bfloat16, codes of a quantized base, complex weights."""
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))

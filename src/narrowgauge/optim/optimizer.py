@@ -42,6 +42,7 @@ from narrowgauge.optim.multi_tensor import Table
 from narrowgauge.optim.parameter_formats import (
     float32_row,
     is_shared_by_ranks,
+    keeping_statistics,
     refuse_shared_memory,
     round_in_place,
     rounding_note,
@@ -62,6 +63,10 @@ from narrowgauge.torch_support.torch_names import HostCopy, plain_name
 Group = dict[str, Any]
 
 
+Params = nn.Module | Iterable[Any]
+"""What an optimizer takes as its parameters."""
+
+
 class Optimizer(torch.optim.Optimizer):
     """Step weights by an update rule, and store weights and states in the formats of a storage.
 
@@ -76,7 +81,8 @@ class Optimizer(torch.optim.Optimizer):
     written weight replaces its master.
 
     Args:
-        params: parameters, ``(name, parameter)`` pairs, or groups, as in ``torch.optim``. A group
+        params: parameters, ``(name, parameter)`` pairs, or groups, as in ``torch.optim``; or a
+            module, whose batch norms then stay float32. A group
             may set ``storage``. If the optimizer has a matrix rule, a group may set
             ``rule="adamw"``. Float32 parameters with ``requires_grad`` are rounded in place to the
             storage's visible format, and the storage keeps the bits that this cuts. Parameters in
@@ -109,7 +115,7 @@ class Optimizer(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, params: Iterable[Any], rule: AnyRule, defaults: dict[str, Any], *, storage: str | None = None,
+        self, params: Params, rule: AnyRule, defaults: dict[str, Any], *, storage: str | None = None,
         max_grad_norm: float | None = None, seed: int = 0, audit_every: int = 10, compile: bool | None = None,
         low_bits: str = "random", maximize: bool | None = False,
         keep_float32: Callable[[str, Tensor], bool] | None = None, like: Optimizer | None = None,
@@ -153,6 +159,10 @@ class Optimizer(torch.optim.Optimizer):
         self._has_one_seed = False  # on all ranks that hold the same parameter
         self._uncompiled: Callable[..., Any] | None = None
         self._pending: _Pending | None = None
+        if isinstance(params, nn.Module):
+            keep_float32 = keeping_statistics(params, keep_float32)
+            self._model = weakref.ref(params)
+            params = [pair for pair in params.named_parameters() if pair[1].requires_grad]
         self.keep_float32 = keep_float32
         self.maximize = bool(maximize)
         # The visible format of each parameter to be rounded, until all groups are checked.
