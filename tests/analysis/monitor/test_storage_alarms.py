@@ -13,7 +13,7 @@ from narrowgauge.analysis.laws import Laws
 from narrowgauge.analysis.reading import Reading
 from narrowgauge.analysis.snapshot import Facts, Snapshot
 from narrowgauge.gauges.hub import Hub
-from narrowgauge.gauges.tensors import Gauges
+from narrowgauge.measuring.casts import Gauges
 from narrowgauge.runs.schema import Row
 from narrowgauge.spec.notation import parse
 from tensors import metric_of

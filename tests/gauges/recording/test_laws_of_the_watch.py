@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import narrowgauge as ng
 from narrowgauge.analysis.laws import Laws
 from narrowgauge.analysis.snapshot import Facts, Snapshot
-from narrowgauge.gauges import Gauges, RunNotice
+from narrowgauge.gauges import RunNotice
 from narrowgauge.gauges.hub import Hub
 from narrowgauge.gauges.recording.backward import BackwardPasses
 from narrowgauge.gauges.recording.forward import ForwardPasses

@@ -27,7 +27,7 @@ from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.gauges.hub import Hub
 from narrowgauge.gauges.recording.step_row import StepReader, why_skipped
-from narrowgauge.gauges.tensors import Gauges
+from narrowgauge.measuring.casts import Gauges
 from narrowgauge.measuring.fingerprints import Fingerprints
 from narrowgauge.numerics.metrics import UPDATE_SUMS
 from narrowgauge.optim.audit import Alarm, figures_of, joined_over_ranks, unwrapped

@@ -69,7 +69,7 @@ class RunRecorder(Watch):
 
     It is an :func:`narrowgauge.watch` with a folder. ``narrowgauge report``, ``ng.compare_runs``
     and ``ng.read_run`` read the folder like the trainer's. A loop computes the same bits with and
-    without a recorder, but for gauges in narrow layers that are compiled. Each reading of the watch
+    without a recorder. Each reading of the watch
     and of the rows becomes an event, a :class:`RunNotice` and a call of ``ng.on_event``'s
     callbacks.
 
@@ -87,7 +87,7 @@ class RunRecorder(Watch):
         settings: of your loop, such as ``{"lr": 1e-3, "steps": 400}``. Comparisons show the
             settings in which runs differ, and pair runs of one ``seed``.
         gauges_every: steps between samples of what tensors hold and casts lose
-            (:class:`narrowgauge.gauges.Gauges`); 0 for none.
+            (:class:`narrowgauge.measuring.casts.Gauges`); 0 for none.
         max_grad_norm, ignore: as in :func:`narrowgauge.watch`.
         fingerprints_every: steps between fingerprints of every tensor. With them ``narrowgauge
             diagnose RUN OTHER`` finds the first different tensor. The start and the first step have
