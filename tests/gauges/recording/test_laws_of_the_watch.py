@@ -24,6 +24,7 @@ from narrowgauge.gauges.hub import Hub
 from narrowgauge.gauges.recording.backward import BackwardPasses
 from narrowgauge.gauges.recording.forward import ForwardPasses
 from narrowgauge.gauges.recording.watch import Watch
+from narrowgauge.measuring.casts import Gauges
 
 B16 = torch.bfloat16
 
