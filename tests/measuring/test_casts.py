@@ -24,9 +24,9 @@ from transformers import (
 )
 
 import narrowgauge as ng
-from narrowgauge.gauges.hub import Hub
 from narrowgauge.matmul.experts import grouped_layers_of
 from narrowgauge.measuring.casts import Gauges
+from narrowgauge.measuring.hooks import Hub
 from narrowgauge.runs.schema import Row
 from tensors import metric_of
 

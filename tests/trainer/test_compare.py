@@ -18,8 +18,8 @@ import torch
 import narrowgauge as ng
 from measuring.made_runs import SIZES
 from narrowgauge.errors import NarrowgaugeError, RecipeError, RecordError, Terminated
-from narrowgauge.gauges.recording.record import Record
 from narrowgauge.measuring.comparison import compare_runs
+from narrowgauge.measuring.record import Record
 from narrowgauge.report.publishing import read_runs
 from narrowgauge.runs.record import read_run
 from narrowgauge.spec.notation import parse

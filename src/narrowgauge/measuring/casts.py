@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.gauges.hub import Hub, Listener
 from narrowgauge.matmul.experts import GroupedLinear, grouped_layers_of
 from narrowgauge.matmul.linear import Linear
+from narrowgauge.measuring.hooks import Hub, Listener
 from narrowgauge.numerics import metrics
 from narrowgauge.numerics.dtensor import is_split_over_ranks, local_of
 from narrowgauge.numerics.exact_sums import largest_magnitude

@@ -21,8 +21,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from narrowgauge.analysis.columns import loop_of, rows_of
-from narrowgauge.analysis.reading import Reading, Readings
 from narrowgauge.analysis.thresholds import ENVELOPE, GROWTH, LEAST
+from narrowgauge.measuring.reading import Reading, Readings
 from narrowgauge.measuring.settings import recipe_of, settings_diff
 from narrowgauge.runs.finding import counted, listed, told
 from narrowgauge.runs.record import Run
@@ -409,7 +409,7 @@ class TwoRuns(Readings):
             "runs": list(self.names),
             "verdict": self.verdict,
             "same": at is None,
-            "readings": list(map(asdict, self.readings)),
+            "readings": [reading.to_dict() for reading in self.readings],
             "ranks": list(at.ranks) if at else [],
             "is_rounding": self.is_rounding,
             "factor": self.search.factor,

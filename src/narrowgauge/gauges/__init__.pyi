@@ -1,1 +1,0 @@
-from .hub import RunNotice as RunNotice
