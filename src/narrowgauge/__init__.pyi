@@ -2,7 +2,6 @@
 
 from . import analysis as analysis
 from . import errors as errors
-from . import gauges as gauges
 from . import matmul as matmul
 from . import numerics as numerics
 from . import optim as optim

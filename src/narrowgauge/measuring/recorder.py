@@ -64,8 +64,7 @@ class RunRecorder:
     records its runs.
 
     ``narrowgauge report``, ``ng.compare_runs`` and ``ng.read_run`` read the folder like the trainer's.
-    A loop computes the same bits with and without a recorder, but for gauges in narrow layers that are
-    compiled. Each reading becomes an event and a :class:`RunNotice`.
+    A loop computes the same bits with and without a recorder. Each reading becomes an event and a :class:`RunNotice`.
 
     On several ranks, all of them make all calls, and rank 0 writes. The losses are rank 0's. A run is
     finished when :meth:`close` or the end of the ``with`` block says so. Nothing happens at exit.
@@ -81,7 +80,7 @@ class RunRecorder:
         settings: of your loop, such as ``{"lr": 1e-3, "steps": 400}``. Comparisons show the
             settings in which runs differ, and pair runs of one ``seed``.
         gauges_every: steps between samples of what tensors hold and casts lose
-            (:class:`narrowgauge.gauges.Gauges`); 0 for none.
+            (:class:`narrowgauge.measuring.casts.Gauges`); 0 for none.
         max_grad_norm, ignore: as in :func:`narrowgauge.watch`.
         fingerprints_every: steps between fingerprints of every tensor. With them ``narrowgauge
             diagnose RUN OTHER`` finds the first different tensor. The start and the first step have
