@@ -70,12 +70,6 @@ class Column:
 _DATA = load_data("columns", "runs")
 TENSOR_KINDS: dict[str, str] = _DATA.pop("tensor_kinds")
 """Every kind of tensor that gauges watch, and its meaning."""
-FIRST_EXPONENT = -64
-NUM_EXPONENTS = 112
-"""Bin ``k`` of a histogram counts magnitudes from ``2**(FIRST_EXPONENT + k)`` to just below twice
-that. Smaller magnitudes are in the first bin, larger ones in the last. Zeros and non-finite values
-are not counted.
-"""
 
 
 def _columns(table: Row, metrics: Mapping[str, dict[str, Column]]) -> dict[str, Column]:
@@ -128,7 +122,7 @@ NOT_FINITE = frozenset({"nan", "inf", "-inf"})
 """How JSON, which has no such numbers, holds them."""
 TEXT = frozenset(column.name for column in EVENT.values() if column.type == "text")
 """Columns in which ``"nan"`` is text and not a number."""
-STEPWISE = ("steps", "evals", "gauges", "snapshots", "fingerprints")
+STEPWISE = ("steps", "evals", "gauges", "fingerprints")
 """The kinds of rows that have a step each. A resume rewrites them from its checkpoint on."""
 LASTING = ("steps", "evals", "gauges")
 """The kinds of rows that are the same however often a run was stopped."""
