@@ -140,6 +140,11 @@ def words_of(error: Exception) -> str:
     return words.partition("\n")[0][:300]
 
 
+def failure_of(title: str, error: Exception) -> str:
+    """Return the sentence about an error of ours in a user's loop. Tests raise the error here."""
+    return f"{title} ended: {words_of(error)}"
+
+
 def reading_table(readings: Sequence[Reading]) -> Table:
     """Return readings as a table, without their sentences.
 
