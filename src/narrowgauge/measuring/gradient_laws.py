@@ -20,36 +20,38 @@ def nonfinite(least: int = 3) -> Law:
     norms in a row.
     """
     is_told = False
-    unknown: list[int] = []
+    bad_steps: list[int] = []
     readings: list[Reading] = []
     while True:
         step = yield readings
         readings = []
-        if is_told:
+        stage, names = _first_bad(step)
+        if is_told or not stage:
+            bad_steps.clear()
             continue
-        is_finite = math.isfinite(step.loss or 0.0)
-        is_norm_bad = not math.isfinite(step.grad_norm or 0.0)
-        number = step.step
-        if step.skipped is None and is_finite and step.grad_norm is not None and not step.bad:
-            unknown = [*unknown, step.step] if is_norm_bad else []
-            if len(unknown) < least:
-                continue
-            number = unknown[0]
-        elif step.skipped and is_finite:
+        if step.skipped and math.isfinite(step.loss or 0.0):
             continue
-        norms = [""] if is_norm_bad else []
-        places = {
-            "between steps": [step.bad_weight] if step.bad_weight else [],
-            "forward": [step.bad_output] if step.bad_output else [],
-            "loss": [] if is_finite else [""],
-            "gradient": step.bad or norms,
-        }
-        for stage, names in places.items():
-            if names:
-                reading = measured("nonfinite", names, len(names), step=number, stage=stage)
-                readings = [reading]
-                is_told = True
-                break
+        bad_steps.append(step.step)
+        is_unknown = stage == "gradient" and step.skipped is None and not step.bad
+        if is_unknown and len(bad_steps) < least:
+            continue
+        readings = [measured("nonfinite", names, len(names), step=bad_steps[0], stage=stage)]
+        is_told = True
+
+
+def _first_bad(step: Step) -> tuple[str, list[str]]:
+    """Return the first stage of a step that is not finite, and the names there."""
+    if step.bad_weight:
+        return "between steps", [step.bad_weight]
+    if step.bad_output:
+        return "forward", [step.bad_output]
+    if not math.isfinite(step.loss or 0.0):
+        return "loss", [""]
+    if step.bad:
+        return "gradient", step.bad
+    if not math.isfinite(step.grad_norm or 0.0):
+        return "gradient", [""]
+    return "", []
 
 
 class _Share:

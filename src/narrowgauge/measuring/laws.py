@@ -28,19 +28,18 @@ from narrowgauge.measuring.loss_laws import (
 from narrowgauge.measuring.reading import Reading, failure_of
 from narrowgauge.measuring.step import Law, Step
 from narrowgauge.measuring.update_laws import (
-    casts,
     drift,
-    lost_decay,
     lost_updates,
     never_moved,
     outliers,
+    sampled,
 )
 
 TWICE = 2.0
 """A fault is told again when it is so many times as far beyond its bound."""
 LAWS: tuple[Callable[[], Law], ...] = (
-    nonfinite, lost_updates, lost_decay, never_moved, drift, skipped, failed, loss_scale, zero_gradients,
-    gradients_kept, clip_norm, ranks, jump, loss_rise, loss_spikes, gradient_spikes, throughput, casts, outliers,
+    nonfinite, lost_updates, never_moved, drift, skipped, failed, loss_scale, zero_gradients,
+    gradients_kept, clip_norm, ranks, jump, loss_rise, loss_spikes, gradient_spikes, throughput, sampled, outliers,
 )  # fmt: skip
 """Every law of a run."""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from statistics import fmean, median, stdev
 
 from narrowgauge.measuring.kinds import KINDS
@@ -43,30 +44,6 @@ def lost_updates(fewest: int = 5, most: int = 20) -> Law:
         if names:
             since = since or step.step
             readings = [measured("lost-updates", names, low[names[0]], 1.0, step=since)]
-
-
-def lost_decay(fewest: int = 3) -> Law:
-    """Read weight decay that a storage does not take, in three samples in a row."""
-    beyond: Counter[str] = Counter()
-    bound = KINDS["lost-decay"].bound
-    readings: list[Reading] = []
-    while True:
-        step = yield readings
-        values: dict[str, float] = {}
-        for name, metrics in _with_total(step).items():
-            value = metrics.get("lost_decay")
-            if value is None:
-                continue
-            beyond[name] = beyond[name] + 1 if value >= bound else 0
-            if beyond[name] >= fewest:
-                values[name] = value
-        readings = [*_worst("lost-decay", values, step)]
-
-
-def _with_total(step: Step) -> Metrics:
-    """Return the metrics of the updates in a sample, and of all tensors in a row."""
-    total = {} if step.lost_decay is None else {"": {"lost_decay": step.lost_decay}}
-    return {**total, **step.gauges.get("updates", {})}
 
 
 def never_moved() -> Law:
@@ -108,27 +85,45 @@ def drift() -> Law:
 # ── casts of layers ───────────────────────────────────────────────────────────────────────────────
 
 
-def casts() -> Law:
-    """Read casts of which little is left, and attention logits that are far too large.
+SAMPLED = (
+    ("lost-decay", "updates", "lost_decay", 3), ("underflow", "tensors", "underflow", 2),
+    ("overflow", "tensors", "overflow", 1), ("attention-logits", "attention", "max_logit", 1),
+)  # fmt: skip
+"""Kinds that read samples of the gauges: the table, the metric, and samples in a row beyond the bound."""
+
+
+def sampled() -> Law:
+    """Read what storages and casts lose, and attention logits that are far too large.
 
     Below 8 dB rounding error exceeds a sixth of an operand's energy.
     """
     before: Counter[tuple[str, str]] = Counter()
-    rules = (("underflow", 2), ("overflow", 1))
     readings: list[Reading] = []
     while True:
         step = yield readings
         readings = []
-        noisy = {}
-        for name, metrics in step.gauges.get("tensors", {}).items():
-            ratio = metrics.get("sqnr_db")
-            noisy[name] = metrics if ratio is not None and ratio <= 8.0 else {}
-        for kind, least in rules:
-            values = _beyond(kind, noisy, kind, before, least)
+        for kind, table, metric, least in SAMPLED:
+            values = {}
+            for name, metrics in _tensors(step, table).items():
+                value = metrics.get(metric)
+                is_beyond = value is not None and value >= KINDS[kind].bound
+                before[kind, name] = (before[kind, name] + 1) * is_beyond
+                if value is not None and before[kind, name] >= least:
+                    values[name] = value
             readings += _worst(kind, values, step)
-        attention = step.gauges.get("attention", {})
-        values = _beyond("attention-logits", attention, "max_logit", before, 1)
-        readings += _worst("attention-logits", values, step)
+
+
+def _tensors(step: Step, table: str) -> Metrics:
+    """Return the metrics of a table: of casts the noisy ones, and of updates the audit's of all tensors."""
+    tensors = dict(step.gauges.get(table, {}))
+    if table == "updates" and step.lost_decay is not None:
+        tensors[""] = {"lost_decay": step.lost_decay}
+    if table == "tensors":
+        for name, metrics in tensors.items():
+            ratio = metrics.get("sqnr_db")
+            if ratio is None or ratio > 8.0:
+                tensors[name] = {}
+    return tensors
 
 
 def outliers(window: int = 10, least: float = 16.0) -> Law:
@@ -143,41 +138,22 @@ def outliers(window: int = 10, least: float = 16.0) -> Law:
     readings: list[Reading] = []
     while True:
         step = yield readings
-        worst = {}
-        limits = {}
+        values = {}
         for name, metrics in step.gauges.get("tensors", {}).items():
             value = metrics.get("outlier")
             if value is None or metrics.get("sqnr_db") is None or not name.startswith("input:"):
                 continue
-            limits[name] = factor * max(usual.get(name, math.inf), least)
+            limit = factor * max(usual.get(name, math.inf), least)
             recent[name].append(value)
             if len(recent[name]) == window:
                 usual[name] = min(usual.get(name, math.inf), median(recent[name]))
-            beyond[name] = beyond[name] + 1 if value >= limits[name] else 0
+            beyond[name] = (beyond[name] + 1) * (value >= limit)
             if beyond[name] >= 3:
-                worst[name] = value
+                values[name] = value
         readings = []
-        names = sorted(worst, key=worst.__getitem__, reverse=True)
-        if names:
-            bound = limits[names[0]]
-            reading = measured(
-                "growing-outliers", names, worst[names[0]], None, bound, step=step.step
-            )
-            readings = [reading]
-
-
-def _beyond(
-    kind: str, tensors: Metrics, metric: str, before: Counter[tuple[str, str]], least: int
-) -> dict[str, float]:
-    """Return the tensors of which a metric is beyond its bound in so many samples in a row."""
-    values = {}
-    for name, metrics in tensors.items():
-        value = metrics.get(metric)
-        is_beyond = value is not None and value >= KINDS[kind].bound
-        before[kind, name] = before[kind, name] + 1 if is_beyond else 0
-        if value is not None and before[kind, name] >= least:
-            values[name] = value
-    return values
+        for reading in _worst("growing-outliers", values, step):
+            name = max(values, key=values.__getitem__)
+            readings = [replace(reading, bound=factor * max(usual[name], least))]
 
 
 def _worst(kind: str, values: Mapping[str, float], step: Step) -> Iterator[Reading]:
