@@ -19,7 +19,7 @@ from torch import nn
 
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.errors import NarrowgaugeError
-from narrowgauge.gauges.tensors import Gauges
+from narrowgauge.measuring.casts import Gauges
 from narrowgauge.measuring.diagnose import ignored, steps_of
 from narrowgauge.measuring.fingerprints import Fingerprints
 from narrowgauge.measuring.hooks import Hub

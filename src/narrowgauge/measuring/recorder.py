@@ -53,10 +53,10 @@ from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.storages import STORAGES
-from narrowgauge.spec.update_rules import Range
+from narrowgauge.spec.values import require_number
 from narrowgauge.torch_support.torch_hooks import members_of
 
-_COUNT = Range(0, 1 << 63, is_integer=True)
+_MOST = 1 << 63
 
 
 class RunRecorder:
@@ -64,8 +64,7 @@ class RunRecorder:
     records its runs.
 
     ``narrowgauge report``, ``ng.compare_runs`` and ``ng.read_run`` read the folder like the trainer's.
-    A loop computes the same bits with and without a recorder, but for gauges in narrow layers that are
-    compiled. Each reading becomes an event and a :class:`RunNotice`.
+    A loop computes the same bits with and without a recorder. Each reading becomes an event and a :class:`RunNotice`.
 
     On several ranks, all of them make all calls, and rank 0 writes. The losses are rank 0's. A run is
     finished when :meth:`close` or the end of the ``with`` block says so. Nothing happens at exit.
@@ -81,7 +80,7 @@ class RunRecorder:
         settings: of your loop, such as ``{"lr": 1e-3, "steps": 400}``. Comparisons show the
             settings in which runs differ, and pair runs of one ``seed``.
         gauges_every: steps between samples of what tensors hold and casts lose
-            (:class:`narrowgauge.gauges.Gauges`); 0 for none.
+            (:class:`narrowgauge.measuring.casts.Gauges`); 0 for none.
         max_grad_norm, ignore: as in :func:`narrowgauge.watch`.
         fingerprints_every: steps between fingerprints of every tensor. With them ``narrowgauge
             diagnose RUN OTHER`` finds the first different tensor. The start and the first step have
@@ -141,8 +140,8 @@ class RunRecorder:
         resume: bool = False,
         tables: Mapping[str, Mapping[str, Any] | None] | None = None,
     ) -> None:
-        _COUNT.check("gauges_every", gauges_every)
-        _COUNT.check("fingerprints_every", fingerprints_every)
+        require_number("gauges_every", gauges_every, 0, _MOST, is_whole=True)
+        require_number("fingerprints_every", fingerprints_every, 0, _MOST, is_whole=True)
         require_kinds(ignore)
         set_up = set_up_of(model, _unwrapped_all(optimizer))
         self.model = set_up.model
@@ -257,7 +256,7 @@ class RunRecorder:
             )
         told: Row = {"loss": loss}
         if tokens is not None:
-            _COUNT.check("tokens", tokens)
+            require_number("tokens", tokens, 0, _MOST, is_whole=True)
             told["tokens"] = self._record.tokens + tokens
         if batch is not None:
             values = batch.detach().cpu()
@@ -347,7 +346,7 @@ class RunRecorder:
             objects: the loaded ones, by the names that :meth:`saved` was given.
         Missing rows up to that step are a note: a record is a log, and not what a run goes on from.
         """
-        _COUNT.check("step", step)
+        require_number("step", step, 0, _MOST, is_whole=True)
         began = self.num_steps
         goes_on = self._must_go_back or step > 0
         # The first row may be of a later step, if the loop continued another run's checkpoint.

@@ -70,12 +70,6 @@ class Column:
 _DATA = load_data("columns", "runs")
 TENSOR_KINDS: dict[str, str] = _DATA.pop("tensor_kinds")
 """Every kind of tensor that gauges watch, and its meaning."""
-FIRST_EXPONENT = -64
-NUM_EXPONENTS = 112
-"""Bin ``k`` of a histogram counts magnitudes from ``2**(FIRST_EXPONENT + k)`` to just below twice
-that. Smaller magnitudes are in the first bin, larger ones in the last. Zeros and non-finite values
-are not counted.
-"""
 
 
 def _columns(table: Row, metrics: Mapping[str, dict[str, Column]]) -> dict[str, Column]:

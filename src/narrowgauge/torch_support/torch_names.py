@@ -1,10 +1,6 @@
 """List the private names of PyTorch that we use, with the reason and the alternative.
 (``compile.py`` lists the compiler's.)
 
-``torch._higher_order_ops.effects._register_effectful_op``
-    Gauges mark tensors inside compiled code. The operator returns nothing, but must not be removed
-    as dead code. Alternative: ``torch.library.Library.register_effect`` once it is public, or
-    marking in eager mode only.
 ``torch._C._current_autograd_node``, ``_current_graph_task_id``, ``_autograd._get_sequence_nr``; ``Node._sequence_nr``
     Find the module of a backward operation, in the search for the first bad value. Alternative:
     naming only the node.
@@ -179,13 +175,6 @@ def next_sequence_number() -> int:
 def sequence_number(node: Any) -> int:
     """Return the number of a node; -1 for none."""
     return -1 if node is None else int(node._sequence_nr())
-
-
-def keep_effect(operator: Any) -> None:
-    """Declare that a custom operator has side effects, so that the compiler keeps all its calls."""
-    from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
-
-    _register_effectful_op(operator._opoverload, _EffectType.ORDERED)
 
 
 def no_modes() -> AbstractContextManager[Any]:
