@@ -219,11 +219,8 @@ def memory() -> list[Row]:
         settings = {"MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_MMAP_THRESHOLD_": "65536"}
         measured = fresh(memory_of_a_step, storage, **settings)
         model, batch = model_and_batch()
-        recipe = f"bfloat16/{storage}"
-        plan = ng.plan(
-            model.bfloat16(), batch=batch, recipes=recipe, chip="A100-SXM4-80GB", chips=1
-        )
-        planned = plan.options[0].memory.without("overhead").total
+        plan = ng.plan(model.bfloat16(), batch=batch, storage=storage, chip="A100-SXM4-80GB")
+        planned = plan.state_bytes + plan.step_bytes
         planned /= sum(p.numel() for p in model.parameters())
         row = {"": storage, "measured B/param": measured, "planned B/param": planned}
         for name in ("measured", "planned"):

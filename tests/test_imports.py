@@ -2,8 +2,8 @@
 once in fact.
 
 errors ← spec ← runs ← analysis, planner ← report need no PyTorch. torch_names, spec ← numerics ←
-matmul, transforms, optim, distributed (which never import each other) ← gauges ← assembly ← checks
-← checkpoints ← trainer ← integrations ← cli. Inside analysis, gauges, checkpoints and
+matmul, transforms, optim, distributed (which never import each other) ← assembly ← checks ← measuring
+← checkpoints ← trainer ← integrations ← cli. Inside measuring and
 trainer some parts stand above others; what is above the gauges may write through `runs`.
 """
 
@@ -27,12 +27,14 @@ LAYERS = {
     "spec": {"errors", "spec", "analysis.thresholds"},
     "monitor": {
         "analysis",
-        *(f"analysis.{name}" for name in ("spikes", "reading", "log", "kinds")),
+        *(f"analysis.{name}" for name in ("reading", "kinds")),
+        *(f"measuring.{name}" for name in ("reading", "kinds", "step")),
     },
     "record": {"analysis.columns", "measuring.settings"},
     "comparison": {"measuring.comparison", "measuring.intervals", "measuring.labels"},
-    "laws": {f"analysis.{name}" for name in ("snapshot", "laws", "step_laws", "row_laws")},
-    "diagnosis": {"analysis.diagnose", "analysis.whole_run", "measuring.two_runs"},
+    "laws": {"measuring.laws"},
+    "diagnosis": {"measuring.diagnose", "measuring.two_runs"},
+    "hooks": {"measuring.hooks"},
     "machine": {"torch_support.machine"},
     "torch_names": {
         *(
@@ -41,11 +43,10 @@ LAYERS = {
         )
     },
     "compile": {"torch_support"},
-    "recording": {"gauges.recording"},
-    "own_module": {"planner.own_module"},
+    "own_module": {"planner.module"},
     "cli": {"cli", "__main__"},
 }
-ALIKE = ("runs", "planner", "report", "numerics", "matmul", "transforms", "optim", "distributed", "checks", "measuring", "gauges",
+ALIKE = ("runs", "planner", "report", "numerics", "matmul", "transforms", "optim", "distributed", "checks", "measuring",
          "assembly", "checkpoints", "trainer", "integrations")  # fmt: skip
 """Layers that are one package."""
 LAYERS |= {name: {name} for name in ALIKE}
@@ -55,11 +56,9 @@ LOWEST = {"spec", "machine"}
 SEEN_BY_PARTS = LOWEST | {"torch_names", "compile", "numerics"}
 RECORDS = LOWEST | {"runs", "record", "monitor", "laws", "comparison", "planner", "report"}
 SEEN_BY_CHECKPOINTS = SEEN_BY_PARTS | {"runs", "distributed", "optim"}
-SEEN_BY_GAUGES = SEEN_BY_PARTS | PARTS | {"runs", "monitor"}
-SEEN_BY_RECORDING = SEEN_BY_GAUGES | {"gauges", "checks", "record", "laws"}
-SEEN_BY_TRAINER = (
-    SEEN_BY_RECORDING | RECORDS | {"recording", "measuring", "assembly", "checkpoints"}
-)
+SEEN_BY_GAUGES = SEEN_BY_PARTS | PARTS | {"runs", "monitor", "hooks"}
+SEEN_BY_RECORDING = SEEN_BY_GAUGES | {"checks", "record", "laws"}
+SEEN_BY_TRAINER = SEEN_BY_RECORDING | RECORDS | {"measuring", "assembly", "checkpoints"}
 SEEN_BY_CALLERS = SEEN_BY_TRAINER | {"trainer"}
 # What each layer may import besides itself.
 SEES = {
@@ -81,11 +80,10 @@ SEES = {
     **dict.fromkeys(PARTS, SEEN_BY_PARTS),
     "checkpoints": SEEN_BY_CHECKPOINTS,
     "checks": SEEN_BY_GAUGES | {"assembly", "measuring"},
-    "measuring": SEEN_BY_RECORDING | {"assembly", "comparison", "diagnosis", "recording"},
-    "gauges": SEEN_BY_GAUGES,
-    "recording": SEEN_BY_RECORDING | {"measuring"},
-    "assembly": SEEN_BY_GAUGES | {"gauges"},
+    "measuring": SEEN_BY_RECORDING | {"assembly", "comparison", "diagnosis"},
+    "hooks": SEEN_BY_PARTS | {"distributed", "monitor"},
     "trainer": SEEN_BY_TRAINER,
+    "assembly": SEEN_BY_GAUGES,
     "integrations": SEEN_BY_CALLERS,
     "cli": SEEN_BY_CALLERS | {"diagnosis", "integrations"},
 }
@@ -224,9 +222,8 @@ READ_GRADIENTS_IN_PLACE = {
     "numerics/dtensor.py",
     "torch_support/put_back.py",
     "distributed/reduction.py",
-    "gauges/recording/backward.py",
     "optim/parameter_formats.py",
-    "planner/own_module.py",
+    "planner/module.py",
 }
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import narrowgauge as ng
-from narrowgauge.gauges import RunNotice
+from narrowgauge.measuring.hooks import RunNotice
 
 
 class Loop:
@@ -92,18 +92,16 @@ def resumed(folder: Path, fault: Fault, storage: str = "") -> list[str]:
         recorder.go_back(3, **again.objects)
         again.train(recorder, 1)
         recorder.close()
-    readings = [
-        r.advice.removesuffix(".")
-        for r in ng.diagnose(folder / "run").readings
-        if r.what == "not-restored"
-    ]
+    run = ng.read_run(folder / "run")
+    logged = [e["text"].rstrip(".") for e in run.events if e["what"] == "not-restored"]
+    readings = [r for r in ng.diagnose(run).readings if r.what == "not-restored"]
     notices = [str(w.message).rstrip(".") for w in caught if w.category is RunNotice]
     sentences = [
         notice.removeprefix("not restored: ")
         for notice in notices
         if notice.startswith("not restored: ")
     ]
-    assert readings == sentences
+    assert logged == sentences and len(readings) == len(sentences)
     return sentences
 
 

@@ -25,7 +25,9 @@ SHAPE = {
 }  # fmt: skip
 TIMINGS = {
     "tokens_per_second", "seconds", "wall_seconds", "step_seconds", "loader_seconds", "communication_seconds", "wait_seconds",
+    "kept", "still", "resumed",
 }  # fmt: skip
+"""Columns of the clock, and of what one process remembers."""
 ENVIRONMENT = {
     **os.environ,
     "PYTHONPATH": str(Path(narrowgauge.__file__).parents[1]),

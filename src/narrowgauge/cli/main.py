@@ -151,10 +151,12 @@ def show_storages(params: float | None, as_json: bool) -> None:
 @flags.json_list
 def show_checks(as_json: bool) -> None:
     """Readings: what measures each, its bound, and the bound's source."""
-    from narrowgauge.analysis.kinds import kind_table
+    from narrowgauge.analysis import kinds as kinds_of_checks
+    from narrowgauge.measuring.kinds import kind_table
 
     table = kind_table()
-    _print(as_json, table.rows, table)
+    rows = [*kinds_of_checks.kind_table().rows, *table.rows]
+    _print(as_json, rows, tables.Table(table.columns, rows))
 
 
 @show_group.command("recipe", short_help="What one recipe stores, computes and loses.")
@@ -201,7 +203,7 @@ def show_arithmetic(cuda: bool, as_json: bool) -> None:
     """
     import torch
 
-    from narrowgauge.gauges.arithmetic import measure_arithmetic, measure_changes
+    from narrowgauge.measuring.arithmetic import measure_arithmetic, measure_changes
 
     if cuda and not torch.cuda.is_available():
         raise ChipError(
@@ -366,7 +368,7 @@ def diagnose(run: Path, other: Path | None, as_json: bool) -> None:
     if is_trace(run) and not is_log(run):
         table = read_trace(run, other)
         return _print(as_json, table.rows, table)
-    from narrowgauge.analysis import diagnose as diagnosing
+    from narrowgauge.measuring import diagnose as diagnosing
 
     runs = [read_run(path) for path in (run, other) if path is not None]
     diagnosis: Any = diagnosing.diagnose(*runs)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from narrowgauge.checks.step_samples import stored_by
 from narrowgauge.distributed.replica_verification import unlike
 from narrowgauge.distributed.sharding import fingerprints_whole_and_own
-from narrowgauge.gauges.hub import Hub, Listener
+from narrowgauge.measuring.hooks import Hub, Listener
 from narrowgauge.numerics.chunks import flat_chunks
 from narrowgauge.numerics.dtensor import gradient_of, is_sharded
 from narrowgauge.numerics.hashing import combine, fingerprint, fingerprint_all

@@ -33,7 +33,7 @@ from narrowgauge.trainer.settings import FIXED, Settings
 from narrowgauge.trainer.tokens import Tokens, copy_tokenizer, open_tokens
 
 if TYPE_CHECKING:
-    from narrowgauge.gauges.recording.run_recorder import RunRecorder
+    from narrowgauge.measuring.recorder import RunRecorder
     from narrowgauge.trainer.session import Session
 
 _SIGNALS = [
@@ -223,7 +223,7 @@ def train_entry(entry: Entry, *, stream: TextIO | None = None, is_verbose: bool 
     # Imported late: what is refused is refused before PyTorch is loaded.
     from narrowgauge.distributed.job import require_same, threads_of
     from narrowgauge.distributed.ranks import all_ranks
-    from narrowgauge.gauges.hub import RunNotice
+    from narrowgauge.measuring.hooks import RunNotice
     from narrowgauge.optim.audit import UpdateLossWarning
     from narrowgauge.trainer.session import build
 
@@ -291,8 +291,8 @@ def _recorder_of(session: Session, entry: Entry, progress: Progress) -> RunRecor
 
     Must precede the first step, whose compiled code calls the gauges.
     """
-    from narrowgauge.gauges.recording.run_recorder import RunRecorder
     from narrowgauge.matmul.gemm import describe_matmuls
+    from narrowgauge.measuring.recorder import RunRecorder
 
     settings = session.settings
     folder = entry.folder
@@ -319,7 +319,7 @@ def _recorder_of(session: Session, entry: Entry, progress: Progress) -> RunRecor
 
 def _mend(session: Session) -> bool:
     """Write ``run.toml`` again if it cannot be read: it is a log, and the settings are known."""
-    from narrowgauge.gauges.recording.provenance import describe_run
+    from narrowgauge.measuring.provenance import describe_run
 
     settings = session.settings
     file = settings.folder / "run.toml"

@@ -97,7 +97,8 @@ class Progress:
     def _event(self, row: Row) -> None:
         """Show an event that needs attention. Of the alarms of a step show one tensor's."""
         what = row["what"].replace("-", " ")
-        line = f"{what}: {sentences(row['advice'])}"
+        tensor = f"{row['tensor']}: " if row.get("tensor") else ""
+        line = f"{what}: {tensor}{sentences(row['text'])}"
         if row["what"] in _ROUTINE:
             return
         if what.startswith(("note", "changed")):

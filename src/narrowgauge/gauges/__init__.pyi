@@ -1,2 +1,0 @@
-from .hub import RunNotice as RunNotice
-from .tensors import Gauges as Gauges
