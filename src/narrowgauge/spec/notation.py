@@ -107,7 +107,7 @@ def get_compute(compute: str | Compute) -> Compute:
     raise _no_part("compute", name, COMPUTES)
 
 
-def parse(value: Any, where: str = "a call") -> Recipe:
+def parse(value: Any, where: str = "") -> Recipe:
     """Read a recipe from its name.
 
     Args:
@@ -126,7 +126,9 @@ def parse(value: Any, where: str = "a call") -> Recipe:
     if isinstance(value, Recipe):
         return value
     if not isinstance(value, str):
-        raise RecipeError(f"{where} has recipe = {value!r}.", "A recipe is a name in quotes.")
+        raise RecipeError(
+            f"{where or 'a call'} has recipe = {value!r}.", "A recipe is a name in quotes."
+        )
     return _from_name(value)
 
 
