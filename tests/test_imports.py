@@ -32,7 +32,7 @@ LAYERS = {
     },
     "record": {"analysis.columns", "measuring.settings"},
     "comparison": {"measuring.comparison", "measuring.intervals", "measuring.labels"},
-    "laws": {"measuring.laws"},
+    "laws": {f"measuring.{name}laws" for name in ("", "update_", "gradient_", "loss_")},
     "diagnosis": {"measuring.diagnose", "measuring.two_runs"},
     "hooks": {"measuring.hooks"},
     "machine": {"torch_support.machine"},
@@ -43,7 +43,7 @@ LAYERS = {
         )
     },
     "compile": {"torch_support"},
-    "own_module": {"planner.own_module"},
+    "own_module": {"planner.module"},
     "cli": {"cli", "__main__"},
 }
 ALIKE = ("runs", "planner", "report", "numerics", "matmul", "transforms", "optim", "distributed", "checks", "measuring",
@@ -223,7 +223,7 @@ READ_GRADIENTS_IN_PLACE = {
     "torch_support/put_back.py",
     "distributed/reduction.py",
     "optim/parameter_formats.py",
-    "planner/own_module.py",
+    "planner/module.py",
 }
 
 

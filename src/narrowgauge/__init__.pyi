@@ -37,6 +37,7 @@ from .optim.optimizers import AdamW as AdamW
 from .optim.optimizers import Lion as Lion
 from .optim.optimizers import Muon as Muon
 from .optim.parameter_formats import cast_parameters as cast_parameters
+from .planner.next import MeasuredRun as MeasuredRun
 from .planner.plan import plan as plan
 from .planner.words import Plan as Plan
 from .runs.record import Run as Run
