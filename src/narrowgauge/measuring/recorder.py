@@ -165,7 +165,7 @@ class RunRecorder:
                 undo.callback(shutil.rmtree, self.folder, ignore_errors=True)
             undo.callback(self._record.close)
             self._hook(model, called, max_grad_norm, gauges_every, fingerprints_every)
-            self._record.laws = Laws(ignore)
+            self._record.laws = Laws(ignore, say=self._record.note)
             self._begin(content, earlier, settings or {}, is_asked=recipe is not None)
             undo.pop_all()
 
@@ -180,10 +180,9 @@ class RunRecorder:
         """Hook the loop: the meter first, which ends a step before the next one has fingerprints."""
         self.hub = hub_of(model, self.optimizers, called)
         self._record.undo.callback(self.hub.undo.close)
-        self.hub.say = self._note
-        self.meter = Meter(self.hub, limit=limit)
+        self.hub.say = self._record.note
+        self.meter = Meter(self.hub, self._write, limit=limit)
         self._record.undo.callback(self.meter.end)
-        self.meter.writer = self._write
         self._prints = Fingerprints(self.hub, fingerprints_every)
         self._record.undo.callback(self._prints.end)
         self.hub.listeners.append(_Formats(self))
@@ -435,9 +434,6 @@ class RunRecorder:
         """Record the loop's state after ``step`` steps, and begin the next step."""
         self.hub.guard(self._prints, self._prints.start, step)
         self._record.fingerprint(self._prints)
-
-    def _note(self, message: str) -> None:
-        self._record.event("note", message, shown=True)
 
     def see_formats(self, output: Any) -> bool:
         """Record the formats of the first forward pass. After a resume, note changed formats."""
