@@ -32,7 +32,7 @@ LAYERS = {
     },
     "record": {"analysis.columns", "measuring.settings"},
     "comparison": {"measuring.comparison", "measuring.intervals", "measuring.labels"},
-    "laws": {"measuring.laws"},
+    "laws": {f"measuring.{name}laws" for name in ("", "update_", "gradient_", "loss_")},
     "diagnosis": {"measuring.diagnose", "measuring.two_runs"},
     "hooks": {"measuring.hooks"},
     "machine": {"torch_support.machine"},
@@ -223,7 +223,6 @@ READ_GRADIENTS_IN_PLACE = {
     "torch_support/put_back.py",
     "distributed/reduction.py",
     "optim/parameter_formats.py",
-    "planner/module.py",
 }
 
 

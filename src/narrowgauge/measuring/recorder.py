@@ -165,7 +165,7 @@ class RunRecorder:
                 undo.callback(shutil.rmtree, self.folder, ignore_errors=True)
             undo.callback(self._record.close)
             self._hook(model, called, max_grad_norm, gauges_every, fingerprints_every)
-            self._record.laws = Laws(ignore)
+            self._record.laws = Laws(ignore, say=self._record.note)
             self._begin(content, earlier, settings or {}, is_asked=recipe is not None)
             undo.pop_all()
 
@@ -180,10 +180,9 @@ class RunRecorder:
         """Hook the loop: the meter first, which ends a step before the next one has fingerprints."""
         self.hub = hub_of(model, self.optimizers, called)
         self._record.undo.callback(self.hub.undo.close)
-        self.hub.say = self._note
-        self.meter = Meter(self.hub, limit=limit)
+        self.hub.say = self._record.note
+        self.meter = Meter(self.hub, self._write, limit=limit)
         self._record.undo.callback(self.meter.end)
-        self.meter.writer = self._write
         self._prints = Fingerprints(self.hub, fingerprints_every)
         self._record.undo.callback(self._prints.end)
         self.hub.listeners.append(_Formats(self))
@@ -200,8 +199,10 @@ class RunRecorder:
         self._changes: list[str] = []
         self._run = content
         if earlier is None:
-            where = " in a loop of its own" if content["recorder"] else ""
-            self.event("start", f"{content['config']['model']}{where}")
+            where = str(content["config"]["model"])
+            if content["recorder"]:
+                where += " in a loop of its own"
+            self.event("start", where)
             if is_asked:
                 self._compare_formats()
             self._begin_at(0)
@@ -356,7 +357,10 @@ class RunRecorder:
         for event in run.events:
             if event["what"] == "checkpoint" and event["step"] == step:
                 path = event.get("place", "")
-        self._record.go_back(step, first=run.steps[0]["step"] if run.steps else step + 1)
+        first = step + 1
+        if run.steps:
+            first = run.steps[0]["step"]
+        self._record.go_back(step, first=first)
         if tokens is not None:
             self._record.tokens = tokens
         self.meter.go_on_after(step)
@@ -371,8 +375,10 @@ class RunRecorder:
         self._begin_at(step)
         self._tell_changes()
         if goes_on or began:
-            done = f", after {began} were done" if began else ""
-            self.event("resume", f"from step {step}{done}")
+            words = f"from step {step}"
+            if began:
+                words += f", after {began} were done"
+            self.event("resume", words)
 
     def _tell_changes(self) -> None:
         """Record what has changed on the machine since the run began, once."""
@@ -436,9 +442,6 @@ class RunRecorder:
         self.hub.guard(self._prints, self._prints.start, step)
         self._record.fingerprint(self._prints)
 
-    def _note(self, message: str) -> None:
-        self._record.event("note", message, shown=True)
-
     def see_formats(self, output: Any) -> bool:
         """Record the formats of the first forward pass. After a resume, note changed formats."""
         formats = formats_of(output)
@@ -494,7 +497,9 @@ class _Formats(Listener):
 
 def _unwrapped_all(optimizer: Any) -> list[Any]:
     """Return optimizers without the wrappers of frameworks."""
-    return [*map(unwrapped, optimizer if isinstance(optimizer, (list, tuple)) else [optimizer])]
+    if isinstance(optimizer, (list, tuple)):
+        return [*map(unwrapped, optimizer)]
+    return [unwrapped(optimizer)]
 
 
 def _recipe_in_use(model: nn.Module, optimizer: torch.optim.Optimizer) -> Recipe | None:
@@ -551,7 +556,9 @@ def folder_for(folder: Path, *, goes_on: bool) -> Path:
             number += 1
             used = free
             free = folder.with_name(f"{folder.name}-{number}")
-        return used if goes_on else free
+        if goes_on:
+            return used
+        return free
 
     return all_ranks().of_first(first_free)
 

@@ -140,7 +140,7 @@ def _record(
 
     parsed = parsed_recipe(recipe)
     label = recipe_name(recipe)
-    config = {"recipe": recipe if parsed is None else parsed.to_value(), "seed": seed}
+    config = {"recipe": recipe if parsed is None else parsed.name, "seed": seed}
     with Record(lambda: RunWriter.create(folder, {"config": config}), warn) as record:
         try:
             returned = train_function(recipe, seed, record)
@@ -196,7 +196,7 @@ def define(
     folder = Path(out or first_free(Path("comparisons") / Path(base.model).name))
     entries = []
     for recipe, seed, name in plan:
-        of_run = {"recipe": recipe.to_value(), "seed": seed, "out": str(folder / name)}
+        of_run = {"recipe": recipe.name, "seed": seed, "out": str(folder / name)}
         entries.append(enter({**shared, **of_run}))
     return entries
 
@@ -244,7 +244,7 @@ def run_comparison(
                 ) from None
             took = duration(time.monotonic() - began)
         loss = (read_run(entry.folder).summary or {})["val_loss"]
-        name = f"{entry.settings.recipe.title}, seed {entry.settings.seed}"
+        name = f"{entry.settings.recipe.name}, seed {entry.settings.seed}"
         say(f"{number + 1}/{len(entries)}  {name}  validation loss {loss:.4f}  {took}")
     runs = [read_run(entry.folder) for entry in entries]
     asked = [run.path for run in runs]

@@ -221,7 +221,7 @@ def train_entry(entry: Entry, *, stream: TextIO | None = None, is_verbose: bool 
         try:
             with _recorder_of(session, entry, progress) as recorder:
                 progress.say(
-                    f"{Path(settings.model).name} · {settings.recipe.title} · {entry.folder}"
+                    f"{Path(settings.model).name} · {settings.recipe.name} · {entry.folder}"
                 )
                 _run(session, recorder, progress)
         finally:
