@@ -174,7 +174,7 @@ def test_a_folder_holds_the_definition_the_runs_the_rows_and_the_page(
         *NAMES,
     }
     assert [row["recipe"] for row in json.loads((out / "compare.json").read_text())] == [
-        r.title for r in RECIPES
+        r.name for r in RECIPES
     ]
     assert printed.count("\n") == 6 and "\x1b" not in printed and "\r" not in printed
 
