@@ -15,12 +15,10 @@ from .analysis.diagnose import diagnose as diagnose
 from .analysis.log import on_event as on_event
 from .analysis.reading import Reading as Reading
 from .assembly.preparation import prepare as prepare
-from .checks.checking import check as check
 from .checks.deltas import apply_delta as apply_delta
 from .checks.deltas import delta as delta
 from .checks.moved import moved as moved
 from .checks.resume import check_resume as check_resume
-from .checks.rounding import ranked_places as ranked_places
 from .checks.same import same as same
 from .checks.teaches import teaches as teaches
 from .distributed.reduction import reduce_gradients_with as reduce_gradients_with
@@ -29,6 +27,8 @@ from .gauges.recording.run_recorder import RunRecorder as RunRecorder
 from .gauges.recording.run_recorder import watch as watch
 from .matmul.inference import quantize_for_inference as quantize_for_inference
 from .matmul.swapping import swap_linears as swap_linears
+from .measuring.check import check as check
+from .measuring.places import ranked_places as ranked_places
 from .numerics.rounding import round_to as round_to
 from .optim.audit import audit as audit
 from .optim.averaging import AveragedModel as AveragedModel

@@ -1,0 +1,301 @@
+"""What rounding does to a step's gradient, and the places that do most of it.
+
+The gradient minus its shadow is what rounding does. Each place is rounded alone in a shadow, and gives
+its part. Halving the places finds the largest part in log2(n) passes: one half is measured, and the
+other follows in squares, since errors of different places are nearly orthogonal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from narrowgauge.measuring.beside import SUM, is_finite, tensors_in
+from narrowgauge.measuring.passes import Gradients, Pass, Passes, inner_name
+from narrowgauge.measuring.policies.finite import Finite
+from narrowgauge.measuring.policies.wide import FINEST, UNITS, Place, Wide
+from narrowgauge.measuring.reading import Reading, Readings, measured
+from narrowgauge.spec.formats import dtype_name
+
+OF_SUMS = 1.5
+"""Roundings of the gradient from which on the sum of micro-batches is measured alone: 64 of them in
+bfloat16 give 2.0.
+"""
+MOST = 0.7
+"""Share of the error that a place must give alone to be the one."""
+SATURATED = 1 / 8
+"""Share of a cast's values at the end of its format: a block of 16 has one, and rounded scales bring
+another.
+"""
+OUTSIDE = 2.0
+"""Roundings of its input that a cast may err: one where nothing ends, and as much again."""
+FEWEST = 0.03
+"""Least length of a tensor that counts, as a share of the mean length per element: the gradient of a
+bias before a norm is zero but for rounding.
+"""
+
+
+def distance(first: Gradients, second: Gradients, names: Sequence[str]) -> float:
+    """Return the length of the difference of two sets of gradients."""
+    squares = 0.0
+    for name in names:
+        squares += float((first[name].double() - second[name]).square().sum())
+    return math.sqrt(squares)
+
+
+def length(gradients: Gradients, names: Sequence[str]) -> float:
+    return math.sqrt(sum(float(gradients[name].double().square().sum()) for name in names))
+
+
+class Roundings:
+    """Measure what rounding does to a gradient, and rank the places that do it.
+
+    Args:
+        first: a pass of the step.
+        repeat: runs the step again with places whose shadows are rounded.
+
+    Attributes:
+        names: tensors whose gradients are finite and followed.
+        unit: unit roundoff of the coarsest product of the step.
+        relative: distance of all gradients from their shadows, over their length.
+        worst: the tensor with the largest distance over its length, and ``largest``, that distance.
+    """
+
+    def __init__(self, first: Pass, repeat: Callable[[Collection[Place]], Pass]) -> None:
+        self.first = first
+        self.repeat = repeat
+        self.names = []
+        for name, shadow in first.shadows.items():
+            if is_finite(first.gradients[name]) and is_finite(shadow):
+                self.names.append(name)
+        self.unit = first.wide.working
+        self.error = distance(first.gradients, first.shadows, self.names)
+        self.length = length(first.shadows, self.names)
+        self.relative = self.error / self.length if self.length else 0.0
+        self.worst, self.largest = self._worst_tensor()
+
+    def _worst_tensor(self) -> tuple[str, float]:
+        """Return the tensor that is farthest from its shadow, over its length."""
+        count = sum(self.first.shadows[name].numel() for name in self.names)
+        mean = self.length / math.sqrt(max(count, 1))
+        worst, largest = "", 0.0
+        for name in self.names:
+            shadow = self.first.shadows[name]
+            own = float(shadow.norm())
+            if own <= FEWEST * mean * math.sqrt(shadow.numel()):
+                continue
+            relative = distance(self.first.gradients, self.first.shadows, [name]) / own
+            if relative > largest or not worst:
+                worst, largest = name, relative
+        return worst, largest
+
+    @property
+    def roundings(self) -> float:
+        return self.relative / self.unit
+
+    @property
+    def format(self) -> str:
+        for dtype, unit in UNITS.items():
+            if unit == self.unit:
+                return dtype_name(dtype)
+        return "float32" if self.unit == FINEST else f"a format of unit roundoff {self.unit:.2g}"
+
+    def line(self) -> str:
+        if not self.first.gradients:
+            return "gradients: none was seen"
+        if not self.names:
+            return "gradients: none is followed"
+        return (
+            f"gradients of {len(self.names)} tensors: {self.relative:.2g} of their length from "
+            f"float64's, {self.roundings:.3g} roundings of {self.format}; most in {self.worst}, "
+            f"{self.largest:.2g}"
+        )
+
+    def is_unusual(self, bound: float) -> bool:
+        """Return whether the gradients are off by more roundings than products leave.
+
+        Where products are float32 the unit is half of its digits: an error of that size is a 16-bit
+        format's.
+        """
+        if self.unit == FINEST:
+            return self.relative > 2.0**-14
+        return self.roundings > bound
+
+    # ── places ────────────────────────────────────────────────────────────────────────────────────
+
+    def places(self, number: int) -> list[tuple[Place, float, float]]:
+        """Return at most ``number`` places, largest first: each with its share of the error alone,
+        and with the share that is left without it and those before it.
+        """
+        rest = list(self.first.wide.rounds)
+        left = self.error
+        ranked = []
+        while rest and len(ranked) < number and left > self.unit * self.length:
+            place = self._largest(rest, left)
+            alone = self._alone([place])
+            rest.remove(place)
+            left = self._alone(rest) if rest else 0.0
+            ranked.append((place, alone / self.error, left / self.error))
+        return ranked
+
+    def _largest(self, places: list[Place], error: float) -> Place:
+        while len(places) > 1:
+            half = places[: len(places) // 2]
+            part = self._alone(half)
+            other = math.sqrt(max(0.0, error**2 - part**2))
+            if part < other:
+                places = places[len(half) :]
+                error = other
+            else:
+                places = half
+                error = part
+        return places[0]
+
+    def _alone(self, places: Collection[Place]) -> float:
+        shadows = self.repeat(places).shadows
+        names = [name for name in self.names if name in shadows]
+        reached = distance(shadows, self.first.shadows, names)
+        return reached if math.isfinite(reached) else math.inf
+
+    def sum_of_micro_batches(self) -> tuple[Place, float] | None:
+        """Return the narrow sum over micro-batches with its share, where it gives most of the error.
+
+        Its error grows with their number, and shows before the whole is large.
+        """
+        sums = [place for place in self.first.wide.rounds if place[0].line == SUM]
+        if not sums or self.roundings < OF_SUMS:
+            return None
+        share = self._alone(sums) / self.error
+        return (sums[0], share) if share >= MOST else None
+
+
+def place_line(place: Place, share: float, left: float, wide: Wide) -> str:
+    """Return the line of a place: its share of the error, and what is left without it."""
+    site, name = place
+    line = f"  {share:.2f} of it from {name} in {site}; {left:.2f} is left without it"
+    cast = wide.casts.get(place)
+    if cast is not None:
+        line += (
+            f"; {cast.at_end:.1%} of its values are at the format's end, {cast.zeros:.1%} became 0"
+        )
+    return line
+
+
+def rounding_readings(roundings: Roundings, lines: list[str], number: int = 1) -> list[Reading]:
+    """Return a reading where rounding is unusual, with a line for each place that does most of it."""
+    lines.append(roundings.line())
+    wide = roundings.first.wide
+    readings = []
+    bound = 4.0
+    if roundings.is_unusual(bound):
+        for place, share, left in roundings.places(number):
+            lines.append(place_line(place, share, left, wide))
+        limit = bound if roundings.unit > FINEST else 2.0**-14 / FINEST
+        values = roundings.worst, roundings.roundings, 0.0, limit
+        readings.append(measured("rounding", *values))
+    else:
+        summed = roundings.sum_of_micro_batches()
+        if summed is not None:
+            lines.append(place_line(*summed, 1 - summed[1], wide))
+            readings.append(
+                measured("rounding", roundings.worst, roundings.roundings, 0.0, OF_SUMS)
+            )
+    return readings + cast_readings(wide, lines)
+
+
+def cast_readings(wide: Wide, lines: list[str]) -> list[Reading]:
+    """Return readings of casts whose values lie outside the range of their format."""
+    readings = []
+    saturated: dict[str, float] = {}
+    coarse: dict[str, float] = {}
+    for (site, name), cast in wide.casts.items():
+        place = f"{name} in {site}"
+        if cast.at_end > SATURATED:
+            saturated[place] = cast.at_end
+        elif cast.roundings > OUTSIDE:
+            coarse[place] = cast.roundings
+            lines.append(f"  {place}: {cast.zeros:.1%} of its values became 0")
+    for what, casts, expected in (("saturation", saturated, 0.0), ("cast-range", coarse, 1.0)):
+        if casts:
+            places = sorted(casts, key=lambda place: -casts[place])
+            readings.append(measured(what, places, casts[places[0]], expected))
+    for site, words in wide.misread.items():
+        readings.append(measured("misread-bytes", str(site), 1, 0))
+        lines.append(f"  {words} in {site}")
+    return readings
+
+
+def nonfinite_readings(first: Pass, finite: Finite, lines: list[str]) -> list[Reading]:
+    """Return a reading of gradients or a loss that are not finite, with the operation that began it."""
+    bad = [name for name in reversed(first.gradients) if not is_finite(first.gradients[name])]
+    loss = tensors_in(first.loss)
+    if not bad and all(map(is_finite, loss)):
+        return []
+    tensors = [*loss, *(first.gradients[name] for name in bad)]
+    cause = finite.first(tensors)
+    if cause:
+        lines.append(f"not finite first: {cause}")
+    if not bad:
+        return [measured("nonfinite", "the loss", 1, 0, stage="loss")]
+    shadow = first.shadows.get(bad[0])
+    if shadow is not None:
+        verb = "is finite: a format's range ends" if is_finite(shadow) else "is not finite either"
+        lines.append(f"without roundings the gradient of {bad[0]} {verb}")
+    return [measured("nonfinite", bad, len(bad), 0)]
+
+
+def ranked_places(model: nn.Module, step: Callable[[], Any]) -> Readings:
+    """Rank the places of a step by what their rounding adds to the gradient; or name the operation
+    that made its first value which is not finite.
+
+    The step runs eagerly on the model, including compiled parts. Weights, gradients, buffers and
+    random states are as before at the end.
+
+    Args:
+        model: gives the names of the parameters.
+        step: computes forward and backward of a whole step, with all its micro-batches. It may end
+            with ``optimizer.step()`` and ``zero_grad()``.
+
+    Returns:
+        Readings, whose lines are the ranked list.
+
+    Cost: one pass of a healthy step, 5 to 24 of a step with a place to be found. A pass takes 3 to
+    16 steps, in twice the memory.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> _ = torch.manual_seed(0)
+        >>> model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4)).bfloat16()
+        >>> x = torch.randn(8, 16).bfloat16()
+        >>> ranked = ranked_places(model, lambda: model(x).float().square().mean().backward())
+        >>> ranked.ok, "roundings of bfloat16" in ranked.lines[0]
+        (True, True)
+    """
+    leaves = {inner_name(n): p for n, p in model.named_parameters() if p.requires_grad}
+    passes = Passes(model, [], leaves, [None], None, lambda *_: None, lambda *_: step())
+    passes.is_training = model.training
+    finite = Finite(model)
+
+    def repeat(places: Collection[Place]) -> Pass:
+        return passes.run(step, Wide(places), hooked=True)
+
+    first = passes.run(step, Wide(), finite, hooked=True)
+    lines: list[str] = []
+    readings = nonfinite_readings(first, finite, lines)
+    if not readings:
+        readings = rounding_readings(Roundings(first, repeat), lines, 3)
+    unseen: Mapping[str, str] = not_followed(first)
+    return Readings(readings, lines, "roundings of the gradient", unseen)
+
+
+def not_followed(first: Pass) -> dict[str, str]:
+    """Return the gradients whose shadows are not known, with the operations that cut them."""
+    names = [name for name in first.gradients if name not in first.shadows]
+    if not names:
+        return {}
+    through = ", ".join(first.wide.cuts) or "shards"
+    return {f"roundings of {len(names)} gradients": f"not followed through {through}"}
