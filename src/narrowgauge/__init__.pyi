@@ -15,12 +15,7 @@ from .analysis.diagnose import diagnose as diagnose
 from .analysis.log import on_event as on_event
 from .analysis.reading import Reading as Reading
 from .assembly.preparation import prepare as prepare
-from .checks.deltas import apply_delta as apply_delta
-from .checks.deltas import delta as delta
-from .checks.moved import moved as moved
 from .checks.resume import check_resume as check_resume
-from .checks.same import same as same
-from .checks.teaches import teaches as teaches
 from .distributed.reduction import reduce_gradients_with as reduce_gradients_with
 from .errors import NarrowgaugeError as NarrowgaugeError
 from .gauges.recording.run_recorder import RunRecorder as RunRecorder
@@ -28,7 +23,9 @@ from .gauges.recording.run_recorder import watch as watch
 from .matmul.inference import quantize_for_inference as quantize_for_inference
 from .matmul.swapping import swap_linears as swap_linears
 from .measuring.check import check as check
+from .measuring.lesson import teaches as teaches
 from .measuring.places import ranked_places as ranked_places
+from .measuring.same import same as same
 from .numerics.rounding import round_to as round_to
 from .optim.audit import audit as audit
 from .optim.averaging import AveragedModel as AveragedModel
