@@ -38,7 +38,7 @@ from _timing import Report, Row, parser
 from torch import Tensor
 
 import narrowgauge as ng
-from narrowgauge.gauges.hub import RunNotice
+from narrowgauge.measuring.hooks import RunNotice
 from narrowgauge.trainer import language_model
 from narrowgauge.trainer.data.dataset import open_data
 

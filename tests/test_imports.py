@@ -27,14 +27,14 @@ LAYERS = {
     "spec": {"errors", "spec", "analysis.thresholds"},
     "monitor": {
         "analysis",
-        *(f"analysis.{name}" for name in ("spikes", "reading", "log", "kinds")),
+        *(f"analysis.{name}" for name in ("reading", "kinds")),
+        *(f"measuring.{name}" for name in ("reading", "kinds", "step")),
     },
     "record": {"analysis.columns", "analysis.settings"},
     "comparison": {"analysis.comparison"},
-    "laws": {f"analysis.{name}" for name in ("snapshot", "laws", "step_laws", "row_laws")},
-    "diagnosis": {
-        f"analysis.{name}" for name in ("diagnose", "whole_run", "two_runs", "first_difference")
-    },
+    "laws": {"measuring.laws"},
+    "diagnosis": {"measuring.diagnose", "analysis.two_runs", "analysis.first_difference"},
+    "hooks": {"measuring.hooks"},
     "machine": {"torch_support.machine"},
     "torch_names": {
         *(
@@ -57,7 +57,7 @@ LOWEST = {"spec", "machine"}
 SEEN_BY_PARTS = LOWEST | {"torch_names", "compile", "numerics"}
 RECORDS = LOWEST | {"runs", "record", "monitor", "laws", "comparison", "planner", "report"}
 SEEN_BY_CHECKPOINTS = SEEN_BY_PARTS | {"runs", "distributed", "optim"}
-SEEN_BY_GAUGES = SEEN_BY_PARTS | PARTS | {"runs", "monitor"}
+SEEN_BY_GAUGES = SEEN_BY_PARTS | PARTS | {"runs", "monitor", "hooks"}
 SEEN_BY_RECORDING = SEEN_BY_GAUGES | {"gauges", "checks", "record", "laws"}
 SEEN_BY_TRAINER = (
     SEEN_BY_RECORDING | RECORDS | {"recording", "measuring", "assembly", "checkpoints"}
@@ -84,6 +84,7 @@ SEES = {
     "checkpoints": SEEN_BY_CHECKPOINTS,
     "checks": SEEN_BY_GAUGES | {"assembly"},
     "measuring": SEEN_BY_RECORDING | {"assembly", "comparison", "diagnosis", "recording"},
+    "hooks": SEEN_BY_PARTS | {"distributed", "monitor"},
     "gauges": SEEN_BY_GAUGES,
     "recording": SEEN_BY_RECORDING,
     "assembly": SEEN_BY_GAUGES | {"gauges"},
@@ -226,7 +227,6 @@ READ_GRADIENTS_IN_PLACE = {
     "numerics/dtensor.py",
     "torch_support/put_back.py",
     "distributed/reduction.py",
-    "gauges/recording/backward.py",
     "optim/parameter_formats.py",
     "planner/own_module.py",
 }

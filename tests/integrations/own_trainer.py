@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from narrowgauge.assembly.preparation import matrices_decay
-from narrowgauge.gauges.recording.step_row import StepReader, batch_checksum
+from narrowgauge.measuring.step_row import StepReader, batch_checksum
 from narrowgauge.spec.notation import parse
 from narrowgauge.trainer import language_model
 from narrowgauge.trainer.config import TrainConfig

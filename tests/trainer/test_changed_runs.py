@@ -75,7 +75,7 @@ def test_an_edited_setting_holds_from_there_on_and_is_told(stopped: Path) -> Non
     notes = []
     for event in run.events:
         if event["what"] == "changed-settings" and event["step"] == 4:
-            notes.append(event["advice"])
+            notes.append(event["text"])
     assert notes == [
         "steps was 8 up to step 4 and is 6 from there on",
         "lr was 0.003 up to step 4 and is 0.007 from there on",
@@ -89,7 +89,7 @@ def test_an_edited_setting_holds_from_there_on_and_is_told(stopped: Path) -> Non
 
 def changes_of(run: Run) -> list[str]:
     """Return what is told about changed settings, without the rate that follows from them."""
-    return [e["advice"] for e in run.events if e["advice"].endswith(" from there on")]
+    return [e["text"] for e in run.events if e["text"].endswith(" from there on")]
 
 
 DOORS = {

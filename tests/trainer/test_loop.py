@@ -143,15 +143,14 @@ def test_a_lost_update_is_an_event(
     warnings = [e for e in run.events if e["what"] == "lost-updates"]
     assert any("mlp.down_proj.weight" in e["tensor"] for e in warnings)
     for e in warnings:
-        assert "'word' would keep it" in e["advice"] and e["value"] < 0.9
-        assert "'bfloat16'" not in e["advice"] and e["tensor"] in e["advice"]
+        assert "of the update" in e["text"] and e["value"] < 0.9
     # The gauges' detector reads the same updates, and does not raise the event a second time.
     assert (
         len({(e["step"], e["tensor"]) for e in warnings})
         == len(warnings)
         == len({e["tensor"] for e in warnings})
     )
-    assert capsys.readouterr().out.count("\nlost updates: '") == 1  # for all tensors of a step
+    assert capsys.readouterr().out.count("\nlost updates: ") == 1  # for all tensors of a step
     assert run.summary is not None and run.summary["lost_fraction"] > 0.5
 
 

@@ -274,7 +274,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(
     output = capsys.readouterr().out
     assert "damaged checkpoint: step-00000004 is damaged" in output and "checksum" in output
     events = {e["what"]: e for e in read_run(folder).events}
-    assert "step-00000004" in events["damaged-checkpoint"]["advice"]
+    assert "step-00000004" in events["damaged-checkpoint"]["text"]
     assert events["resume"]["step"] == 2
     assert_same_run(read_run(folder), uninterrupted[name])
 
@@ -447,7 +447,7 @@ def test_what_has_changed_since_the_run_began_is_told(
     notes = []
     for e in read_run(stopped).events:
         if e["what"] == "changed-software":
-            notes.append(e["advice"])
+            notes.append(e["text"])
     ends = ": bits may differ from an uninterrupted run"
     assert notes[0] == f"the run started with torch 2.0.1 and resumes with {now}{ends}"
     assert len(notes) == 4 and "started with num_threads 64 and resumes with 1" in notes[2]

@@ -383,7 +383,7 @@ def diagnose(run: Path, other: Path | None, as_json: bool) -> None:
     if is_trace(run) and not is_log(run):
         table = read_trace(run, other)
         return _print(as_json, table.rows, table)
-    from narrowgauge.analysis import diagnose as diagnosing
+    from narrowgauge.measuring import diagnose as diagnosing
 
     runs = [read_run(path) for path in (run, other) if path is not None]
     diagnosis: Any = diagnosing.diagnose(*runs)

@@ -30,9 +30,9 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.gauges.attention import Heads, heads_of
-from narrowgauge.gauges.hub import Hub, Listener
 from narrowgauge.matmul.experts import GroupedLinear, grouped_layers_of
 from narrowgauge.matmul.linear import Linear
+from narrowgauge.measuring.hooks import Hub, Listener
 from narrowgauge.numerics import metrics
 from narrowgauge.numerics.dtensor import gradient_of, is_split_over_ranks, local_of
 from narrowgauge.numerics.exact_sums import largest_magnitude

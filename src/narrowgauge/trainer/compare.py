@@ -36,7 +36,7 @@ from narrowgauge.trainer.data.tokens import TokenMap, read_tokens
 from narrowgauge.trainer.door import Entry
 
 if TYPE_CHECKING:
-    from narrowgauge.gauges.recording.record import Record
+    from narrowgauge.measuring.record import Record
 
 
 def planned(recipes: Sequence[Any], seeds: int | Sequence[int]) -> list[tuple[Any, int, str]]:
@@ -139,13 +139,13 @@ def require_new(folder: Path, names: Sequence[str]) -> None:
 def _record(
     train_function: Callable[[str, int, Record], Any], recipe: str, seed: int, folder: Path
 ) -> Run:
-    from narrowgauge.gauges.recording.record import Record, numbers
-    from narrowgauge.gauges.recording.run_recorder import warn
+    from narrowgauge.measuring.record import Record, numbers
+    from narrowgauge.measuring.recorder import warn
 
     parsed = parsed_recipe(recipe)
     label = recipe_name(recipe)
     config = {"recipe": recipe if parsed is None else parsed.to_value(), "seed": seed}
-    with Record(lambda: RunWriter.create(folder, {"config": config}), parsed, warn) as record:
+    with Record(lambda: RunWriter.create(folder, {"config": config}), warn) as record:
         try:
             returned = train_function(recipe, seed, record)
             if returned is None:

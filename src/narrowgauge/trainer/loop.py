@@ -24,8 +24,8 @@ from narrowgauge.checkpoints.saving import latest_checkpoint
 from narrowgauge.distributed.job import require_same, threads_of
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.errors import CorruptionError, Terminated
-from narrowgauge.gauges.hub import RunNotice
-from narrowgauge.gauges.recording.run_recorder import RunRecorder
+from narrowgauge.measuring.hooks import RunNotice
+from narrowgauge.measuring.recorder import RunRecorder
 from narrowgauge.optim.audit import UpdateLossWarning
 from narrowgauge.runs.atomic_io import disk_errors
 from narrowgauge.runs.finding import sentences
@@ -314,7 +314,8 @@ class Console:
     def event(self, row: Row) -> None:
         """Print an event that needs attention. Of the alarms of a step print one tensor's."""
         what = row["what"].replace("-", " ")
-        line = f"{what}: {sentences(row['advice'])}"
+        tensor = f"{row['tensor']}: " if row.get("tensor") else ""
+        line = f"{what}: {tensor}{sentences(row['text'])}"
         if row["what"] in _ROUTINE:
             return
         if what.startswith(("note", "changed")):

@@ -56,7 +56,7 @@ def divergence(run: Run) -> str:
     """Describe how a run diverged; empty if it did not."""
     for event in run.events:
         if event.get("what") == "divergence":
-            words = str(event.get("advice") or "").partition(". ")[0]
+            words = str(event.get("text") or "").partition(". ")[0]
             return f"at step {event.get('step')}: {words}"
     losses = [float(row["loss"]) for row in run.steps if row.get("loss") is not None]
     name = "loss"

@@ -25,7 +25,7 @@ from narrowgauge.checks.step_samples import stored_by
 from narrowgauge.distributed.reduction import reduction_of
 from narrowgauge.distributed.replica_verification import unlike
 from narrowgauge.distributed.sharding import fingerprints_whole_and_own
-from narrowgauge.gauges.hub import Hub, Listener
+from narrowgauge.measuring.hooks import Hub, Listener
 from narrowgauge.numerics.chunks import flat_chunks
 from narrowgauge.numerics.dtensor import gradient_of, is_sharded
 from narrowgauge.numerics.hashing import GOLDEN, combine, fingerprint, fingerprint_all
@@ -57,6 +57,7 @@ class Fingerprints(Listener):
     """
 
     title = "the record of fingerprints"
+    compares_ranks = True
 
     def __init__(self, hub: Hub, every: int) -> None:
         self.hub = hub

@@ -1,10 +1,8 @@
-"""The record of a loop: pass every row once, in order, to the run folder, the callback ``on_row``
-and the laws of rows.
+"""The record of a loop: write every row once, in order, and read it by the laws.
 
-The trainer, :class:`narrowgauge.RunRecorder` and :func:`narrowgauge.compare` use it. The run folder
-comes first, so everything shown was written before. The laws read only written rows. So a resumed
-run restores what they remember from its own folder. On several ranks all ranks make all calls. Rank 0
-writes and shows.
+:class:`narrowgauge.RunRecorder` and :func:`narrowgauge.compare` use it. The run folder comes first, so
+everything shown was written before. The laws read only written rows, so a resumed run restores what
+they remember from its own folder. On several ranks all ranks make all calls. Rank 0 writes and shows.
 """
 
 from __future__ import annotations
@@ -19,25 +17,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from narrowgauge.analysis.laws import Laws
-from narrowgauge.analysis.log import emit, happened, row_of
-from narrowgauge.analysis.reading import Reading
-from narrowgauge.analysis.snapshot import Facts, Snapshot, snapshots_of
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.errors import NarrowgaugeError
-from narrowgauge.gauges.hub import Hub
 from narrowgauge.gauges.recording.fingerprints import Fingerprints
-from narrowgauge.gauges.recording.step_row import StepReader, why_skipped
 from narrowgauge.gauges.tensors import Gauges
+from narrowgauge.measuring.diagnose import ignored, steps_of
+from narrowgauge.measuring.hooks import Hub, failure_of
+from narrowgauge.measuring.laws import Laws
+from narrowgauge.measuring.reading import Reading, measured
+from narrowgauge.measuring.step import Step
+from narrowgauge.measuring.step_row import StepReader, why_skipped
 from narrowgauge.numerics.metrics import UPDATE_SUMS
-from narrowgauge.optim.audit import Alarm, figures_of, joined_over_ranks, unwrapped
+from narrowgauge.optim.audit import MOST_AT_END, Alarm, figures_of, joined_over_ranks, unwrapped
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.finding import counted
 from narrowgauge.runs.record import read_run
 from narrowgauge.runs.schema import Row
 from narrowgauge.runs.writer import RunWriter
-from narrowgauge.spec.recipes import Recipe
-from narrowgauge.spec.significance import MIN_EDQ
 from narrowgauge.torch_support.torch_names import unwrapped_model
 
 OnRow = Callable[[str, Row], object]
@@ -57,14 +53,13 @@ class Record(AbstractContextManager["Record"]):
 
     Attributes:
         num_steps, tokens, seconds: of all steps so far.
-        laws, see: which read the rows, and the call that lets them read one.
+        laws: which read the rows.
         undo: what leaves the model and the optimizer as they were.
     """
 
     def __init__(
         self,
         open_folder: Callable[[], RunWriter],
-        recipe: Recipe | None,
         say: Callable[[str, str], object],
         on_row: OnRow | None = None,
     ) -> None:
@@ -79,8 +74,8 @@ class Record(AbstractContextManager["Record"]):
         self.folder = self.here.of_first(open_first)
         self._on_row = on_row or (lambda kind, row: None)
         self.reader = StepReader()
-        self.laws = Laws(Facts().advised_for(recipe))
-        self.see: Callable[[Snapshot], None] = self._see
+        self.laws = Laws()
+        self._has_laws = True
         self.undo = ExitStack()
         self.gauges: Gauges | None = None
         self.num_steps = 0
@@ -122,31 +117,27 @@ class Record(AbstractContextManager["Record"]):
             self.undo.callback(self.gauges.end)
 
     def _hear(self, optimizer: Optimizer) -> None:
-        """Record the alarms of an optimizer's audit, in addition to its user's callback."""
+        """Log the alarms of an optimizer's audit, in addition to its user's callback."""
         before = optimizer.on_alarm
 
         def alarmed(alarms: list[Alarm]) -> None:
             before(alarms)
+            step = self.num_steps + 1
             for alarm in alarms:
-                words = {"value": alarm.reading.edq, "expected": 1.0, "bound": 1.0 - MIN_EDQ}
-                step = self.num_steps + 1
-                reading = happened(
-                    "lost-updates", step, alarm.message, severity="error", stage="storage",
-                    tensor=alarm.tensor, **words,
-                )  # fmt: skip
-                self.event(reading)
+                self.log(_reading_of(alarm, step))
 
         optimizer.on_alarm = alarmed
         self.undo.callback(setattr, optimizer, "on_alarm", before)
 
     # ── rows ──────────────────────────────────────────────────────────────────────────────────────
 
-    def step(self, columns: Mapping[str, Any]) -> Row:
+    def step(self, columns: Mapping[str, Any], measured_row: Row | None = None) -> Row:
         """Record an optimizer step, and return its row. Call it before the schedule's step.
 
         Args:
             columns: ``loss``, and any of ``lr``, ``grad_norm``, ``tokens`` (so far), ``edq``, …
                 They replace those read here.
+            measured_row: what a meter measured, which the others replace.
         """
         reader = self.reader
         columns = numbers(columns, "step")
@@ -155,17 +146,29 @@ class Record(AbstractContextManager["Record"]):
                 "step was given a column 'step', which the record counts itself.", "Leave it out."
             )
         row = reader.row(self.num_steps + 1, columns, tokens_before=self.tokens)
+        for name, value in (measured_row or {}).items():
+            if row.get(name) is None:
+                row[name] = value
         self.num_steps = int(row["step"])
         self.tokens = row.get("tokens") or self.tokens
         self.seconds += row["seconds"] or 0.0
         self._append("steps", row)
-        self.see(Snapshot.of_step(row))
+        self._read(Step.of(row))
         if reader.ours is not None and reader.was_skipped:
-            self.event(happened("skip", self.num_steps, why_skipped(reader.ours, self.here)))
+            self.event("skip", why_skipped(reader.ours, self.here))
         if self.gauges is not None and self.gauges.step != self.num_steps:
             self.gauges.step = self.num_steps  # the loop did not call the optimizer
         reader.begin()
         return row
+
+    def fingerprint(self, prints: Fingerprints) -> None:
+        """Write the newest row of ``fingerprints.jsonl``, if the step has one.
+
+        Expect the next step.
+        """
+        row = prints.take(self.num_steps)
+        if row is not None and self.writer is not None:
+            self.writer.append("fingerprints", row)
 
     def eval(self, columns: Mapping[str, Any]) -> None:
         """Record a validation: ``val_loss``, and any other metric.
@@ -181,34 +184,52 @@ class Record(AbstractContextManager["Record"]):
     def gauge(self, row: Row) -> None:
         """Write a row of ``gauges.jsonl``, and let the laws read it."""
         self._append("gauges", row)
-        self.see(Snapshot.of_gauges(row))
+        self._read(Step.of_gauges(row))
 
-    def _see(self, now: Snapshot) -> None:
-        """Let the laws read a row, and log and show their readings."""
-        for reading in self.laws.read(now):
-            self.event(reading, shown=True)
+    def _read(self, step: Step) -> None:
+        """Let the laws read a step, and log and show what is new."""
+        if not self._has_laws:
+            return
+        try:
+            readings = self.laws.fresh(self.laws.read(step))
+        except Exception as error:
+            self._has_laws = False
+            self.event("note", failure_of("the laws", error), shown=True)
+            return
+        for reading in readings:
+            self.log(reading, shown=reading.severity != "note")
 
-    def fingerprint(self, prints: Fingerprints) -> None:
-        """Write the newest row of ``fingerprints.jsonl``, if the step has one.
+    def log(self, reading: Reading, *, shown: bool = False) -> None:
+        """Log a reading."""
+        row = {name: x for name, x in reading.to_dict().items() if x not in (None, "")}
+        self._log(row)
+        if shown and self.writer is not None:
+            words = reading.text.removesuffix(".")
+            if reading.tensor:
+                words = f"{reading.tensor}: {words}"
+            self.say(f"step {reading.step}: {reading.what}", words)
 
-        Expect the next step.
+    def event(
+        self, what: str, text: str, *, step: int | None = None, shown: bool = False, **fields: Any
+    ) -> None:
+        """Log something that happened.
+
+        Args:
+            what: its kind, such as ``"note"``.
+            text: what happened and what to do, in sentences.
+            step: optimizer steps done; ``None`` takes those recorded.
+            fields: further columns of ``events.jsonl``. The ``severity`` is ``"note"`` if not given.
         """
-        row = prints.take(self.num_steps)
-        if row is not None and self.writer is not None:
-            self.writer.append("fingerprints", row)
+        number = self.num_steps if step is None else step
+        stage = "between steps" if number else "start"
+        row: Row = {"step": number, "stage": stage, "what": what, "severity": "note"}
+        row |= {name: x for name, x in fields.items() if x not in (None, "")}
+        self._log(row | {"text": text})
+        if shown and self.writer is not None:
+            self.say(what.replace("-", " "), text.removesuffix("."))
 
-    def event(self, reading: Reading, shown: bool = False) -> None:
-        """Log a reading, and show it if ``shown``."""
-        if self.writer is not None:
-            row = row_of(reading)
-            self.writer.append("events", row)
-            emit(reading)
-            if shown:
-                words = reading.advice.removesuffix(".")
-                if reading.tensor not in words:
-                    words = f"{reading.tensor}: {words}"
-                self.say(reading.what.replace("-", " "), words)
-            self._on_row("events", row)
+    def _log(self, row: Row) -> None:
+        self._append("events", row)
 
     def _append(self, kind: str, row: Row) -> None:
         if self.writer is not None:
@@ -230,10 +251,10 @@ class Record(AbstractContextManager["Record"]):
         self.here.of_first(rewind)
         if self.writer is not None:
             for note in self.writer.notes:
-                self.event(happened("note", step, note), shown=True)
+                self.event("note", note, step=step, shown=True)
             self.writer.notes.clear()
         run = self.here.of_first(lambda: read_run(self.folder))
-        self.laws.restart(snapshots_of(run))
+        self.laws = Laws(self.laws.ignore or ignored(run), steps_of(run))
         self.num_steps = step
         self.tokens = 0
         self.seconds = 0.0
@@ -282,18 +303,18 @@ class Record(AbstractContextManager["Record"]):
     def finish(self, summary: Row) -> None:
         """Write the last event and ``summary.json``."""
         loss = summary.get("val_loss")
-        message = f"after {counted(summary['steps'], 'step')}"
+        text = f"after {counted(summary['steps'], 'step')}"
         if loss is not None:
-            message = f"validation loss {loss:.4f}"
-        self.event(happened("finish", summary["steps"], message))
+            text = f"validation loss {loss:.4f}"
+        self.event("finish", text, step=summary["steps"])
         # Write the summary last: it makes the run finished. A finished run is not resumed to add
         # missing parts.
         if self.writer is not None:
             self.writer.summary(summary)
 
-    def stop(self, message: str = "the loop ended before its last step") -> None:
+    def stop(self, text: str = "the loop ended before its last step") -> None:
         """Record that the loop stopped early."""
-        self.event(happened("stop", self.num_steps, message))
+        self.event("stop", text)
 
     def close(self) -> None:
         """Release the folder, and leave the model and the optimizer as they were."""
@@ -303,6 +324,14 @@ class Record(AbstractContextManager["Record"]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _reading_of(alarm: Alarm, step: int) -> Reading:
+    """Return an alarm of an audit as a reading."""
+    updates = alarm.reading
+    if updates.at_end > MOST_AT_END:
+        return measured("range-end", alarm.tensor, updates.at_end, step=step)
+    return measured("lost-updates", alarm.tensor, updates.edq, 1.0, step=step)
 
 
 def numbers(row: Any, caller: str) -> Row:

@@ -1,11 +1,11 @@
-"""The hub of a loop: one set of hooks on its model and optimizers, and the listeners that read them.
+"""The one set of hooks on a loop's model and optimizers, and the listeners that read them.
 
-The watch and the fingerprints are listeners. The hub hooks the module that the loop calls, and the
-step of each optimizer. Outputs and gradients of single tensors are hooked while a listener wants
-them. A compiler and the transforms of ``torch.func`` skip all hooks.
+The meter of a watch, the fingerprints and the gauges are listeners. The hub hooks the module that the
+loop calls, and the step of each optimizer. Outputs and gradients of single tensors are hooked while a
+listener wants them. A compiler and the transforms of ``torch.func`` skip all hooks.
 
-An error in a listener ends this listener, and neither the others nor the loop. Ranks wait for each
-other, so on several of them it ends the loop.
+An error in a listener ends this listener, and neither the others nor the loop. The ranks of a listener
+that compares them wait for each other, so there an error ends the loop.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.analysis.reading import words_of
 from narrowgauge.distributed.ranks import Ranks, all_ranks
+from narrowgauge.measuring.reading import words_of
 from narrowgauge.torch_support.torch_hooks import Follower, OwnHook
 from narrowgauge.torch_support.torch_names import is_transformed, plain_name
 
@@ -33,18 +33,21 @@ class RunNotice(UserWarning):
 
 
 class Listener:
-    """Hear what happens in a loop. Each method does nothing here, and may only read."""
+    """Hear what happens in a loop. Each method does nothing here, and may only read.
+
+    Attributes:
+        title: names it where an error ends it.
+        compares_ranks: it communicates, so that an error on one rank must reach the others.
+    """
 
     title = "the listener"
+    compares_ranks = False
 
     def before_pass(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         """Hear of a forward pass with gradients that begins."""
 
     def after_pass(self, output: Any) -> None:
         """Hear of a forward pass with gradients that ended."""
-
-    def before_evaluation(self) -> None:
-        """Hear of a forward pass without gradients."""
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Hear of a step that has its gradients."""
@@ -98,12 +101,12 @@ class Hub:
         try:
             call(*args)
         except Exception as error:
-            if self.here.size > 1 or isinstance(error, UserWarning):
+            if isinstance(error, UserWarning) or (self.here.size > 1 and listener.compares_ranks):
                 raise
             if listener in self.listeners:
                 self.listeners.remove(listener)
                 listener.end()
-                self.say(f"{listener.title} ended: {words_of(error)}")
+                self.say(failure_of(listener.title, error))
 
     @torch.no_grad()
     def _tell(self, event: str, *args: Any) -> None:
@@ -116,8 +119,6 @@ class Hub:
             return
         if torch.is_grad_enabled():
             self._tell("before_pass", module, (*args, *kwargs.values()))
-        else:
-            self._tell("before_evaluation")
 
     def _after_pass(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.is_grad_enabled() and _is_eager():
@@ -177,6 +178,11 @@ class Hub:
         for parameter in tensors:
             if parameter.requires_grad:
                 stack.callback(parameter.register_hook(OwnHook(hook)).remove)
+
+
+def failure_of(title: str, error: Exception) -> str:
+    """Return the sentence about an error of ours in a user's loop. Tests raise the error here."""
+    return f"{title} ended: {words_of(error)}"
 
 
 def _is_eager() -> bool:

@@ -9,9 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.gauges.hub import Hub, Listener
+from narrowgauge.measuring.hooks import Hub, Listener
 
-EVENTS = ("before_pass", "after_pass", "before_evaluation", "before_step", "after_step")
+EVENTS = ("before_pass", "after_pass", "before_step", "after_step")
+
+
+@pytest.fixture(autouse=True)
+def loud() -> None:
+    """Errors end their listener here."""
 
 
 class Diary(Listener):
@@ -36,9 +41,6 @@ class Diary(Listener):
     def after_pass(self, output: Any) -> None:
         assert output.requires_grad
         self.note("after_pass")
-
-    def before_evaluation(self) -> None:
-        self.note("before_evaluation")
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         self.note("before_step")
@@ -66,7 +68,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         model(torch.ones(2, 4))
 
 
-ONE_STEP = ["before_pass", "after_pass", "before_step", "after_step", "before_evaluation"]
+ONE_STEP = [*EVENTS]
 
 
 @pytest.mark.parametrize("event", EVENTS)
@@ -84,10 +86,18 @@ def test_an_error_ends_its_listener_and_nothing_else(event: str) -> None:
 
 
 def test_ranks_wait_for_each_other_so_an_error_ends_the_loop() -> None:
-    hub, model, optimizer = hub_of(Diary("before_step"))
-    hub.here = type("Two", (), {"size": 2})()  # type: ignore[assignment]
-    with pytest.raises(ValueError, match="no ink"):
-        train(model, optimizer)
+    """Where its listener compares ranks; another one ends alone."""
+    for compares_ranks in (True, False):
+        diary = Diary("before_step")
+        diary.compares_ranks = compares_ranks
+        hub, model, optimizer = hub_of(diary)
+        hub.say = lambda message: None
+        hub.here = type("Two", (), {"size": 2})()  # type: ignore[assignment]
+        if compares_ranks:
+            with pytest.raises(ValueError, match="no ink"):
+                train(model, optimizer)
+        else:
+            train(model, optimizer)
 
 
 def test_outputs_and_gradients_are_seen_until_the_stack_closes() -> None:

@@ -1,53 +1,50 @@
 """A run folder for any training loop, as ``narrowgauge train`` writes for its own runs.
 
-:class:`RunRecorder` opens the folder, describes the run, checks it, and goes back in it. A resumed
-loop needs only the rows. Nothing of the recorder belongs in a checkpoint.
+:class:`RunRecorder` opens the folder, describes the run, measures and writes its steps, and goes back
+in it. A resumed loop needs only the rows. Nothing of the recorder belongs in a checkpoint.
 """
 
 from __future__ import annotations
 
-import atexit
 import shutil
 import sys
 import warnings
-import weakref
-from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.analysis.kinds import KINDS
-from narrowgauge.analysis.log import happened
-from narrowgauge.analysis.reading import Reading, in_order, of_all, words_of
-from narrowgauge.analysis.snapshot import Snapshot, is_sampled
-from narrowgauge.checks.checking import static_readings
-from narrowgauge.checks.loss_value import coarse_loss
 from narrowgauge.checks.set_up import set_up_of
-from narrowgauge.checks.step_samples import weight_of
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.sharding import fingerprint_whole, fsdp_modules
 from narrowgauge.errors import RecipeError, RecordError
-from narrowgauge.gauges.hub import RunNotice
 from narrowgauge.gauges.recording.certificate import Certificate
 from narrowgauge.gauges.recording.fingerprints import Fingerprints
-from narrowgauge.gauges.recording.provenance import (
-    describe_run,
-    differences,
-    formats_of,
-)
-from narrowgauge.gauges.recording.record import OnRow, Record
-from narrowgauge.gauges.recording.step_row import batch_checksum
-from narrowgauge.gauges.recording.watch import Watch
 from narrowgauge.matmul.linear import Linear
+from narrowgauge.measuring.hooks import Listener, RunNotice
+from narrowgauge.measuring.laws import Laws
+from narrowgauge.measuring.meter import Meter
+from narrowgauge.measuring.provenance import describe_run, differences, formats_of
+from narrowgauge.measuring.reading import measured
+from narrowgauge.measuring.record import OnRow, Record
+from narrowgauge.measuring.step import Step
+from narrowgauge.measuring.step_row import batch_checksum
+from narrowgauge.measuring.watch import (
+    SEEN_AT,
+    Watch,
+    groups_of,
+    hub_of,
+    numbers_of,
+    require_kinds,
+    seen,
+)
 from narrowgauge.optim.audit import unwrapped
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.places import is_run
-from narrowgauge.runs.record import read_run
+from narrowgauge.runs.record import Run, read_run
 from narrowgauge.runs.schema import Row
 from narrowgauge.runs.writer import RunWriter
 from narrowgauge.spec.computes import COMPUTES
@@ -58,23 +55,19 @@ from narrowgauge.spec.storages import STORAGES
 from narrowgauge.spec.update_rules import Range
 from narrowgauge.torch_support.torch_hooks import members_of
 
-_OPEN: weakref.WeakSet[RunRecorder] = weakref.WeakSet()
 _COUNT = Range(0, 1 << 63, is_integer=True)
-atexit.register(lambda: deque(map(RunRecorder.__del__, [*_OPEN]), 0))
 
 
-class RunRecorder(Watch):
+class RunRecorder:
     """Watch a training loop of your own, and record it in a run folder, as ``narrowgauge train``
     records its runs.
 
-    It is an :func:`narrowgauge.watch` with a folder. ``narrowgauge report``, ``ng.compare_runs``
-    and ``ng.read_run`` read the folder like the trainer's. A loop computes the same bits with and
-    without a recorder, but for gauges in narrow layers that are compiled. Each reading of the watch
-    and of the rows becomes an event, a :class:`RunNotice` and a call of ``ng.on_event``'s
-    callbacks.
+    ``narrowgauge report``, ``ng.compare_runs`` and ``ng.read_run`` read the folder like the trainer's.
+    A loop computes the same bits with and without a recorder, but for gauges in narrow layers that are
+    compiled. Each reading becomes an event and a :class:`RunNotice`.
 
-    On several ranks, all of them make all calls, and rank 0 writes. The losses are rank 0's. A
-    process that ends without :meth:`close` closes the record.
+    On several ranks, all of them make all calls, and rank 0 writes. The losses are rank 0's. A run is
+    finished when :meth:`close` or the end of the ``with`` block says so. Nothing happens at exit.
 
     Args:
         folder: the run folder; absent or empty, unless ``resume``.
@@ -101,8 +94,6 @@ class RunRecorder(Watch):
             row).items()]``. Its exceptions end the loop.
         resume: continue the run in the folder, if there is one; then call :meth:`go_back` before
             the first step. The ``settings`` replace those in its ``run.toml``.
-        steps_itself: write a row for each step of the optimizer, also without a call of
-            :meth:`step`, as ``ng.watch(record=)`` does.
         tables: further tables of ``run.toml``, such as ``{"data": {"folder": "text"}}``; ``None``
             in place of a table leaves it out.
 
@@ -111,9 +102,9 @@ class RunRecorder(Watch):
         RecipeError: the optimizer's storage is not the recipe's, or ``ignore`` has an unknown kind
             of reading.
 
-    Cost: about 0.1 ms per step, reading the loss from the device, and with a reduction one gather over its ranks. Fingerprints
-        take 3 ns an element on one CPU thread, for weights, gradients, states and the outputs of
-        modules. A sampled step repeats the step on 4,096 elements of each tensor.
+    Cost: that of :func:`narrowgauge.watch`, about 0.1 ms per step, reading the loss from the device,
+        and with a reduction one gather over its ranks. Fingerprints take 3 ns an element on one CPU
+        thread, for weights, gradients, states and the outputs of modules.
 
     Example:
         >>> import tempfile, torch, narrowgauge as ng
@@ -147,26 +138,24 @@ class RunRecorder(Watch):
         called: nn.Module | None = None,
         on_row: OnRow | None = None,
         resume: bool = False,
-        steps_itself: bool = False,
         tables: Mapping[str, Mapping[str, Any] | None] | None = None,
     ) -> None:
         _COUNT.check("gauges_every", gauges_every)
         _COUNT.check("fingerprints_every", fingerprints_every)
-        outer_ones = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
-        optimizers = [*map(unwrapped, outer_ones)]
-        self.model = set_up_of(model, optimizers).model
-        self.optimizer = optimizers[-1]
+        require_kinds(ignore)
+        set_up = set_up_of(model, _unwrapped_all(optimizer))
+        self.model = set_up.model
+        self.optimizers = set_up.optimizers
+        self.optimizer = self.optimizers[-1]
         self.recipe = _recipe_in_use(model, self.optimizer) if recipe is None else parse(recipe)
         _require_fit(self.recipe, self.optimizer)
-        self._asked = None if recipe is None else self.recipe
-        content = describe_run(self.model, self.optimizer, self.recipe, settings or {}) | dict(
-            tables or {}
-        )
+        content = describe_run(self.model, self.optimizer, self.recipe, settings or {})
+        content |= {"watch": {"ignore": list(ignore)}, **dict(tables or {})}
         here = all_ranks()
         goes_on = here.of_first(lambda: resume and is_run(Path(folder)))
+        earlier = here.of_first(lambda: read_run(folder)) if goes_on else None
         self._record = Record(
             lambda: RunWriter.open(folder) if goes_on else RunWriter.create(folder, content),
-            self.recipe,
             warn,
             on_row,
         )
@@ -175,44 +164,58 @@ class RunRecorder(Watch):
             if not goes_on and here.is_first:
                 undo.callback(shutil.rmtree, self.folder, ignore_errors=True)
             undo.callback(self._record.close)
-            earlier = here.of_first(lambda: read_run(folder)) if goes_on else None
-            self._has_formats = False
-            self._steps_itself = steps_itself
-            self._has_unwritten = False
-            super().__init__(
-                model, optimizers, called=called, max_grad_norm=max_grad_norm, ignore=ignore
-            )
-            self._record.undo.callback(self.remove)
-            self.hub.say = self._note
-            self._prints = Fingerprints(self.hub, fingerprints_every)
-            self._record.undo.callback(self._prints.end)
-            self._columns = Row()
-            self._num_taken = 0
-            self._record.laws = self.laws
-            self._record.see = self._tell
-            self._record.watch(model, self.optimizer, every=gauges_every, hub=self.hub)
-            self._certificate = Certificate(model, self.optimizer)
-            self._must_go_back = False
-            if earlier is not None:  # its steps may be lost, and other rows tell of them
-                rows = [*earlier.steps, *earlier.evals, *earlier.events]
-                self._must_go_back = any(row["step"] for row in rows)
-            self._is_open = True
-            self._run = content
-            if earlier is not None:
-                self._run = {**earlier.run, "config": {**earlier.config, **dict(settings or {})}}
-            self._run["watch"] = self.laws.facts.table()
-            if self._record.writer is not None:
-                self._record.writer.amend(self._run)
-            if earlier is None:
-                where = " in a loop of its own" if content["recorder"] else ""
-                self.event("start", f"{content['config']['model']}{where}")
-            if not self._must_go_back:
-                self._begin_at(0)
-            self._changes = differences(earlier.run, content) if earlier is not None else []
-            if not self._must_go_back:
-                self._tell_changes()
+            self._hook(model, called, max_grad_norm, gauges_every, fingerprints_every)
+            self._record.laws = Laws(ignore)
+            self._begin(content, earlier, settings or {}, is_asked=recipe is not None)
             undo.pop_all()
-        _OPEN.add(self)
+
+    def _hook(
+        self,
+        model: nn.Module,
+        called: nn.Module | None,
+        limit: float | None,
+        gauges_every: int,
+        fingerprints_every: int,
+    ) -> None:
+        """Hook the loop: the meter first, which ends a step before the next one has fingerprints."""
+        self.hub = hub_of(model, self.optimizers, called)
+        self._record.undo.callback(self.hub.undo.close)
+        self.hub.say = self._note
+        self.meter = Meter(self.hub, limit=limit)
+        self._record.undo.callback(self.meter.end)
+        self.meter.writer = self._write
+        self._prints = Fingerprints(self.hub, fingerprints_every)
+        self._record.undo.callback(self._prints.end)
+        self.hub.listeners.append(_Formats(self))
+        self._record.watch(model, self.optimizer, every=gauges_every, hub=self.hub)
+        self._certificate = Certificate(model, self.optimizer)
+
+    def _begin(
+        self, content: Row, earlier: Run | None, settings: Mapping[str, Any], *, is_asked: bool
+    ) -> None:
+        """Write what is known before the first step."""
+        self._told: Row = {}
+        self._is_open = True
+        self._must_go_back = False
+        self._changes: list[str] = []
+        self._run = content
+        if earlier is None:
+            where = " in a loop of its own" if content["recorder"] else ""
+            self.event("start", f"{content['config']['model']}{where}")
+            if is_asked:
+                self._compare_formats()
+            self._begin_at(0)
+            return
+        # Its steps may be lost, and other rows tell of them.
+        rows = [*earlier.steps, *earlier.evals, *earlier.events]
+        self._must_go_back = any(row["step"] for row in rows)
+        self._run = {**earlier.run, "config": {**earlier.config, **settings}}
+        if self._record.writer is not None:
+            self._record.writer.amend(self._run)
+        self._changes = differences(earlier.run, content)
+        if not self._must_go_back:
+            self._begin_at(0)
+            self._tell_changes()
 
     @property
     def num_steps(self) -> int:
@@ -230,6 +233,8 @@ class RunRecorder(Watch):
         **columns: Any,
     ) -> None:
         """Record an optimizer step. Call it after ``optimizer.step()`` and before the schedule's.
+
+        An optimizer step without such a call has a row without a loss.
 
         Args:
             loss: of the step, in nats per token; ``None`` if it is unknown. Reading a tensor waits
@@ -250,32 +255,44 @@ class RunRecorder(Watch):
                 "Call recorder.go_back(step) with the step of the checkpoint that was loaded, or "
                 "0.",
             )
-        self._has_unwritten = False
-        entries: Row = {"loss": loss, "skipped": self._was_skipped()}
+        told: Row = {"loss": loss}
         if tokens is not None:
             _COUNT.check("tokens", tokens)
-            entries["tokens"] = self._record.tokens + tokens
+            told["tokens"] = self._record.tokens + tokens
         if batch is not None:
             values = batch.detach().cpu()
             if values.is_floating_point():
                 values = values.float().view(torch.int32)  # the bits
             checksums = self._record.here.gather(int(batch_checksum(values.numpy()), 16))
-            entries["batch_crc"] = f"{sum(checksums) % 2**64:016x}"
-        entries["compared"] = self.sampled.num_compared or None
-        entries |= self._columns
-        entries |= columns
-        self.sampled.num_compared = 0
-        self._columns = {}
-        present = {name: value for name, value in entries.items() if value is not None}
-        self._count_call()
-        if "grad_norm" in present:
-            self._read()  # the norm of what arrived comes first
-        self._record.step(present)
-        if self.num_steps == 1:
-            self._check(1)  # now the optimizer has its states
-            for line in coarse_loss(loss):
-                self.event("note", line)
+            told["batch_crc"] = f"{sum(checksums) % 2**64:016x}"
+        told |= columns
+        self._told = {name: value for name, value in told.items() if value is not None}
+        self.meter.end_step()
+
+    def _write(self, step: Step) -> None:
+        """Write the row of a step that has ended."""
+        told = self._told
+        self._told = {}
+        measured_row = step.row()
+        measured_row.pop("step", None)
+        if step.lr is not None:
+            told.setdefault("lr", step.lr)  # a schedule may have stepped since
+        for index, group in groups_of(self.meter):
+            if index in self.meter.shares:  # the rows of ours have the audit's figures
+                rate = float(group["lr"]) * self.meter.shares[index]
+                measured_row[f"effective_lr/group{index}"] = rate
+        self._record.step(told, measured_row)
+        if self.num_steps == SEEN_AT:
+            self._print_seen()
         self._record.fingerprint(self._prints)
+
+    def _print_seen(self) -> None:
+        """Log what is not measured. The trainer prints lines of its own."""
+        line = seen(self.meter)
+        if self._run.get("recorder") and self._record.here.is_first:
+            print(line, file=sys.stderr)
+        for area, reason in self.meter.unseen.items():
+            self.event("unseen", reason, tensor=area)
 
     def evaluate(self, loss: float | Tensor, **columns: Any) -> None:
         """Record an evaluation at the current step.
@@ -285,6 +302,7 @@ class RunRecorder(Watch):
             columns: further columns of the row.
         """
         self._record.eval({"val_loss": loss, **columns})
+        self.meter.restart_clock()
 
     def event(self, what: str, words: str, *, at: int | None = None, **fields: Any) -> None:
         """Log something that happened in the loop at the current step.
@@ -293,11 +311,10 @@ class RunRecorder(Watch):
             what: its kind, such as ``"note"``.
             words: what happened and what to do, in sentences.
             at: another step.
-            fields: of :class:`narrowgauge.Reading`, such as ``tensor`` and ``value``. The
+            fields: further columns of ``events.jsonl``, such as ``tensor`` and ``value``. The
                 ``severity`` is ``"note"`` if not given.
         """
-        step = self.num_steps if at is None else at
-        self._record.event(happened(what, step, words, **fields))
+        self._record.event(what, words, step=at, **fields)
 
     def saved(self, path: str | Path, **objects: Any) -> None:
         """Certify a checkpoint that the loop has saved: write hashes of every state beside it.
@@ -339,12 +356,13 @@ class RunRecorder(Watch):
         self._record.go_back(step, first=run.steps[0]["step"] if run.steps else step + 1)
         if tokens is not None:
             self._record.tokens = tokens
-        # A rollback keeps the samples of the start, which a new process does not know.
-        self.go_on_after(step, anew=not began)
+        self.meter.go_on_after(step)
         self._must_go_back = False
         if path:
             for reading in self._certificate.differences(path, objects):
-                self._record.event(replace(reading, step=step), shown=True)
+                numbers = reading.value, reading.expected
+                told = measured("not-restored", reading.tensor, *numbers, step=step)
+                self._record.log(told, shown=True)
         self._begin_at(step)
         self._tell_changes()
         if goes_on or began:
@@ -357,11 +375,12 @@ class RunRecorder(Watch):
             self.event("changed-software", change, severity="warning")
         self._changes = []
 
-    def close(self, finished: bool = True, **columns: Any) -> None:
-        """End the record.
+    def numbers(self) -> dict[str, float]:
+        """Return the newest numbers by name, as :meth:`narrowgauge.measuring.watch.Watch.numbers`."""
+        return numbers_of(self.meter)
 
-        A second call does nothing. Without a call, the end of the process or of the recorder is
-        one.
+    def close(self, finished: bool = True, **columns: Any) -> None:
+        """End the record. A second call does nothing.
 
         Args:
             finished: the loop has done its last step, so write ``summary.json``. Otherwise the run
@@ -370,12 +389,10 @@ class RunRecorder(Watch):
         """
         if not self._is_open:
             return
-        if self._has_unwritten:
-            self.step()
         self._is_open = False
-        if not self.is_ended:
-            self.hub.guard(self, self._read)
         try:
+            if self.meter.has_stepped and not self._must_go_back:
+                self.meter.end_step()
             if finished and not self._must_go_back:
                 self._record.finish(self._summary() | columns)
             elif not self._must_go_back:
@@ -385,14 +402,7 @@ class RunRecorder(Watch):
 
     def remove(self) -> None:
         """End the record, and remove every hook."""
-        if getattr(self, "_is_open", False):  # it was not refused
-            self.close()
-        super().remove()
-
-    def __del__(self) -> None:
-        # Ranks that may have ended already are not waited for.
-        if getattr(self, "_is_open", False) and self._record.here.size == 1:
-            self.close(finished=getattr(sys, "last_value", None) is None)
+        self.close()
 
     def __enter__(self) -> RunRecorder:
         return self
@@ -400,120 +410,35 @@ class RunRecorder(Watch):
     def __exit__(self, kind: object, *_: object) -> None:
         self.close(finished=kind is None)
 
-    def _was_skipped(self) -> bool | None:
-        """Return whether the step was left out.
+    # ── writing ───────────────────────────────────────────────────────────────────────────────────
 
-        Our optimizers tell it; where another one steps the weights, it is unknown.
-        """
-        if isinstance(self.optimizer, Optimizer) or self.is_ended:
-            return None
-        is_taken = self._num_taken > 0
-        self._num_taken = 0
-        if not is_taken and any(self.steppers.stepped_by_others(self.names)):
-            return None
-        return not is_taken
-
-    # ── the checks ────────────────────────────────────────────────────────────────────────────────
-
-    def _check(self, step: int) -> None:
-        """Check the set-up.
-
-        Missing parameters may have another optimizer. Report each kind once.
-        """
-        try:
-            readings = static_readings(set_up_of(self.model, self.optimizers))
-        except Exception as error:  # states of another library
-            self.event("note", f"the set-up was not checked: {words_of(error)}")
-            return
-        silent = {"missing-parameters", "no-gradient"}
-        if step == 0:
-            readings = [*readings, *self._asked_readings()]
-        checked = in_order(readings)
-        readings = []
-        for reading in checked:
-            if reading.severity != "note" and reading.what not in silent:
-                readings.append(replace(reading, step=step))
-        for reading in self.laws.new(readings):
-            self._log(reading)
-
-    def _asked_readings(self) -> Iterator[Reading]:
+    def _compare_formats(self) -> None:
         """Compare the format of the trained weights with that of the recipe that was asked for."""
-        if self._asked is None:
-            return
-        asked = self._asked.storage.visible
+        assert self.recipe is not None
         total = 0
         elements = 0
-        other = {}
-        for name, p in self.trained.items():
+        others = []
+        for p in dict.fromkeys(members_of(*self.optimizers)):
             total += p.numel()
-            if dtype_name(p.dtype) != asked:
+            if dtype_name(p.dtype) != self.recipe.storage.visible:
                 elements += p.numel()
-                other[name] = dtype_name(p.dtype)
+                others.append(self.meter.names[p])
         if 2 * elements > total:
-            formats = of_all(dict.fromkeys(other.values()))
-            kind = KINDS["not-as-asked"]
-            yield from kind.of(list(other), recipe=self._asked.title, asked=asked, formats=formats)
-
-    def _print_what_is_seen(self) -> None:
-        if self._run.get("recorder"):  # the trainer prints lines of its own
-            super()._print_what_is_seen()
-        for area, reason in self.unseen.items():
-            self.event("unseen", reason, tensor=area)
-
-    def _log(self, reading: Reading) -> None:
-        self._record.event(reading)
-
-    def _keep(self, now: Snapshot) -> None:
-        if self._record.writer is not None:
-            self._record.writer.append("snapshots", now.row())
-
-    # ── writing ───────────────────────────────────────────────────────────────────────────────────
+            self._record.log(measured("not-as-asked", others, len(others), 0), shown=True)
 
     def _begin_at(self, step: int) -> None:
         """Record the loop's state after ``step`` steps, and begin the next step."""
-        if step == 0:
-            self._check(0)
         self.hub.guard(self._prints, self._prints.start, step)
         self._record.fingerprint(self._prints)
 
     def _note(self, message: str) -> None:
-        self._record.event(happened("note", self.num_steps, message), shown=True)
+        self._record.event("note", message, shown=True)
 
-    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Count a step that was taken, too."""
-        found_inf = getattr(optimizer, "found_inf", None)  # of torch.amp.GradScaler, if fused
-        if found_inf is None or not bool(found_inf):
-            self._num_taken += 1
-        is_read = is_sampled(self.now.step) or self.goes_on
-        if is_read and not isinstance(optimizer, Optimizer):
-            # The rows of ours have the audit's figures.
-            for name, value in self.numbers().items():
-                if name.startswith("effective_lr"):
-                    self._columns[name] = value
-        super().after_step(optimizer)
-        self._has_unwritten = self._steps_itself and optimizer is self.optimizers[-1]
-        rate = optimizer.param_groups[0].get("lr")
-        if rate is not None:
-            self._columns["lr"] = float(rate)  # a schedule may step before the row is written
-
-    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Write the row of the last step, if nobody did."""
-        if self._has_unwritten:
-            self.step()
-        if self.num_steps + 1 != self.now.step:
-            self.now.at_row = self.num_steps + 1
-        super().before_step(optimizer)
-
-    def after_pass(self, output: Any) -> None:
-        """Record the formats of the first forward pass too.
-
-        After a resume, note changed formats.
-        """
-        super().after_pass(output)
-        formats = {} if self._has_formats else formats_of(output)
+    def see_formats(self, output: Any) -> bool:
+        """Record the formats of the first forward pass. After a resume, note changed formats."""
+        formats = formats_of(output)
         if not formats:
-            return
-        self._has_formats = True
+            return False
         model = self._run["model"]
         before = model.get("formats")
         now = formats["formats"]
@@ -524,19 +449,22 @@ class RunRecorder(Watch):
             began = f"the model computed in {before} when the run began"
             message = f"{began}, and now computes in {now}"
             self.event("changed-settings", message, severity="warning")
+        return True
 
     def _summary(self) -> Row:
         for module in fsdp_modules(self.model):  # an evaluation leaves the weights gathered
             module.reshard()
-        stepped = {*members_of(*self.optimizers)}
+        holders: dict[Any, torch.optim.Optimizer] = {}
+        for optimizer in self.optimizers:
+            holders |= dict.fromkeys(members_of(optimizer), optimizer)
         stored = {}
-        found = 0
+        count = 0
         for name, p in self.model.named_parameters():
-            holder = self.optimizer_of.get(p, self.optimizer)
-            stored[name] = weight_of(holder, p) if p in stepped else p
-            found += p in stepped
+            holder = holders.get(p)
+            stored[name] = holder.stored(p) if isinstance(holder, Optimizer) else p
+            count += holder is not None
         fingerprint = None  # of all weights, or of none
-        if found == len(stepped):
+        if count == len(holders):
             fingerprint = fingerprint_whole(stored)
         config = self._record.here.of_first(lambda: read_run(self.folder)).config
         return self._record.summary(
@@ -546,11 +474,26 @@ class RunRecorder(Watch):
         )
 
 
-def _recipe_in_use(model: nn.Module, optimizer: torch.optim.Optimizer) -> Recipe | None:
-    """Return the compute and storage of a model in a user's loop, for the alarms.
+class _Formats(Listener):
+    """Tell a recorder the formats of the first forward pass."""
 
-    ``None`` if unknown.
-    """
+    title = "the record of formats"
+
+    def __init__(self, recorder: RunRecorder) -> None:
+        self._recorder = recorder
+        self._is_done = False
+
+    def after_pass(self, output: Any) -> None:
+        self._is_done = self._is_done or self._recorder.see_formats(output)
+
+
+def _unwrapped_all(optimizer: Any) -> list[Any]:
+    """Return optimizers without the wrappers of frameworks."""
+    return [*map(unwrapped, optimizer if isinstance(optimizer, (list, tuple)) else [optimizer])]
+
+
+def _recipe_in_use(model: nn.Module, optimizer: torch.optim.Optimizer) -> Recipe | None:
+    """Return the compute and storage of a model in a user's loop; ``None`` if unknown."""
     if not isinstance(optimizer, Optimizer):
         return None
     storage = STORAGES.get(optimizer.param_groups[0]["storage"])
@@ -617,30 +560,18 @@ def watch(
     max_grad_norm: float | None = None,
     ignore: Collection[str] = (),
     **options: Any,
-) -> Watch:
+) -> Watch | RunRecorder:
     """Watch a training loop.
 
-    Print at the third step what is watched and what is not, and a sentence at a step that is not
-    well.
+    Print after the third step what is measured and what is not, and a sentence at a step that is not
+    well. Each kind of fault is told once, and again when it is twice as large:
 
-    Each kind of fault is told once, and again when it is twice as large:
-
-    * the learning rate at which the weights really train, for any optimizer;
-    * after 50 steps, tensors that never moved or never had a gradient;
-    * at the third step, and later after sampled ones, tensors with a gradient and no optimizer, or with two;
-    * on sampled steps, frozen tensors that the optimizer changes, and a step, a decay, a state or a count unlike its class's;
-    * weights and states that are written after a sampled step; gradients beyond the limit of the clip;
-    * gradients that were not cleared, that are zero everywhere, or that are not finite; a step that is repeated;
-    * gradients that were cleared between the passes of a few steps, and passes with equal gradients;
-    * groups that began with different rates and have one, or none;
-    * training in evaluation mode, evaluation in training mode, weights that an evaluation did not restore;
-    * batch norms of frozen weights whose statistics move;
-    * the first module whose output is not finite;
-    * a copy of the model that the loop writes, such as an average of its weights: it cannot move in its format, runs away, or
-      keeps nearly nothing of itself;
-    * a loss that has one value in all steps, or that of a uniform guess, that jumps, or that is not finite;
-    * on several ranks, equal batches and equal dropout masks; on sampled steps, weights that differ;
-    * on sampled steps, a rank whose loss is far from the others';
+    * the share of the update that the formats of the weights store, for optimizers whose step on a copy
+      of some elements gives the same result;
+    * tensors that never moved, frozen tensors that change by a few roundings, a weight that jumps;
+    * gradients that are zero, that were not cleared, or that are beyond the limit of the clip;
+    * the first weight, output, gradient or loss that is not finite; skipped steps, and the loss scale;
+    * on several ranks, gradients that were not summed, and weights that differ.
 
     A watched loop computes the same bits. On several ranks, all of them make the call.
 
@@ -649,24 +580,22 @@ def watch(
         optimizer: any ``torch.optim.Optimizer``, possibly wrapped; or a list of several, the last
             to step at the end.
         record: a folder in which the run is recorded: the watch is a
-            :class:`narrowgauge.RunRecorder`, and writes a row for each step
-            of the optimizer, with the loss where :meth:`step` tells it.
+            :class:`narrowgauge.RunRecorder`, and writes a row for each step of the optimizer, with the
+            loss where :meth:`Watch.step` tells it.
         called: the module whose forward pass the loop calls, if not the model itself.
         max_grad_norm: the limit to which the loop clips gradients.
+        ignore: kinds of readings that are intended. ``narrowgauge show checks`` lists them.
         options: of :class:`narrowgauge.RunRecorder`, with ``record``.
-        ignore: kinds of readings that are intended, such as ``"weights-written"`` if the loop
-            averages weights. ``narrowgauge show checks`` lists them.
     Returns:
-        The watch. ``numbers()`` is a flat dict of floats for a logger; ``step(loss)`` watches the
-            loss too; ``remove()`` ends it.
+        The watch. ``numbers()`` is a flat dict of floats for a logger; ``step(loss)`` tells the loss
+            too; ``remove()`` ends it.
     Raises:
         RecipeError: ``model`` is not a module, ``optimizer`` not an optimizer, or ``ignore`` has an
             unknown kind.
         RecordError: the folder is in use.
 
-    Cost: one read of the gradients and of the blocks' outputs in each step. A sampled step repeats
-        the optimizer's step on at most 4,096 elements of each tensor, in float64: for rules that
-        need matrices, on at most 65,536.
+    Cost: the norm of each gradient and the sum of each block's output, and two steps of the
+        optimizer's class on 64 elements of 16 tensors.
 
     Example:
         >>> import torch, narrowgauge as ng
@@ -674,14 +603,14 @@ def watch(
         >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
         >>> watch = ng.watch(model, optimizer)
         >>> with warnings.catch_warnings(record=True) as caught:
-        ...     for _ in range(2):
+        ...     for _ in range(8):
         ...         model(torch.ones(4, 64, dtype=torch.bfloat16)).float().square().mean().backward()
         ...         optimizer.step()
         ...         optimizer.zero_grad()
         >>> str(caught[0].message).split(":")[0], watch.numbers()["lr/group0"]
-        ('step 1', 1e-05)
+        ('step 6', 1e-05)
     """
     options |= {"called": called, "max_grad_norm": max_grad_norm, "ignore": ignore}
     if record is None:
         return Watch(model, optimizer, **options)
-    return RunRecorder(record, model, optimizer, steps_itself=True, **options)
+    return RunRecorder(record, model, optimizer, **options)
