@@ -39,10 +39,11 @@ from narrowgauge.measuring.places import (
     rounding_readings,
 )
 from narrowgauge.measuring.policies.finite import Finite
-from narrowgauge.measuring.policies.wide import UNITS, Wide
+from narrowgauge.measuring.policies.wide import Wide
 from narrowgauge.measuring.reading import Reading, Readings, measured
 from narrowgauge.measuring.set_up import SetUp, set_up_of, set_up_readings
 from narrowgauge.measuring.stored import stored_readings
+from narrowgauge.measuring.units import UNITS
 from narrowgauge.runs.finding import counted
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.torch_support.torch_hooks import has_own_hooks

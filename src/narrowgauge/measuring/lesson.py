@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, Readings
-from narrowgauge.checks.passes import Backward, Loss, divided_losses, micro_batches
+from narrowgauge.measuring.passes import Backward, Loss, divided_losses, micro_batches
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.tables import Table, number_columns, text_columns
 from narrowgauge.torch_support.put_back import put_back

@@ -146,20 +146,7 @@ class Passes:
         if self.backward is not None:
             self.backward(self.model, self.batch)
             return None
-        ours = [x for x in self.optimizers if isinstance(x, Optimizer)]
-        reduction = next((optimizer.reduction for optimizer in ours), None)
-        value: Any = None
-        for place, part in enumerate(self.parts, 1):
-            is_last = place == len(self.parts)
-            waits: Any = nullcontext()
-            if reduction is not None:
-                waits = reduction.micro_batch(is_last=is_last)
-            elif not is_last:
-                waits = getattr(self.model, "no_sync", nullcontext)()
-            with waits:
-                value = scalar(self.loss(self.model, part))
-                (value / len(self.parts)).backward()
-        return value
+        return divided_losses(self.model, self.parts, self.loss, self.optimizers)
 
     def plain(self, batch: Any, factor: float = 1.0) -> Callable[[], Tensor]:
         """Return a call that computes the gradient of the plain loss, without the loop's hooks."""
@@ -383,6 +370,29 @@ def scalar(result: Any) -> Tensor:
         f"Cannot compare gradients because loss(model, batch) returned {kind}.",
         "Return the mean loss over the batch, a tensor of one element.",
     )
+
+
+def divided_losses(
+    model: nn.Module,
+    parts: Sequence[Any],
+    loss: Loss,
+    optimizers: Sequence[torch.optim.Optimizer] = (),
+) -> Any:
+    """Run a backward pass of each micro-batch's loss, divided by their number; return the last loss."""
+    ours = [optimizer for optimizer in optimizers if isinstance(optimizer, Optimizer)]
+    reduction = next((optimizer.reduction for optimizer in ours), None)
+    value: Any = None
+    for place, part in enumerate(parts, 1):
+        is_last = place == len(parts)
+        waits: Any = nullcontext()
+        if reduction is not None:
+            waits = reduction.micro_batch(is_last=is_last)
+        elif not is_last:
+            waits = getattr(model, "no_sync", nullcontext)()
+        with waits:
+            value = scalar(loss(model, part))
+            (value / len(parts)).backward()
+    return value
 
 
 def micro_batches(model: nn.Module, batch: Any, loss: Loss) -> list[Any]:

@@ -16,8 +16,9 @@ from torch import nn
 from narrowgauge.measuring.beside import SUM, is_finite, tensors_in
 from narrowgauge.measuring.passes import Gradients, Pass, Passes, inner_name
 from narrowgauge.measuring.policies.finite import Finite
-from narrowgauge.measuring.policies.wide import FINEST, UNITS, Place, Wide
+from narrowgauge.measuring.policies.wide import Place, Wide
 from narrowgauge.measuring.reading import Reading, Readings, measured
+from narrowgauge.measuring.units import FINEST, UNITS
 from narrowgauge.spec.formats import dtype_name
 
 OF_SUMS = 1.5

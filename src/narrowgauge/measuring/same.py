@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, Readings, of_all
-from narrowgauge.checks.units import unit_of
 from narrowgauge.errors import DataError, RecipeError
 from narrowgauge.measuring.outputs import (
     Outputs,
@@ -29,6 +28,7 @@ from narrowgauge.measuring.outputs import (
     recorded,
     shapes_of,
 )
+from narrowgauge.measuring.units import unit_of
 from narrowgauge.measuring.weights import (
     MOST_ROWS,
     Weights,

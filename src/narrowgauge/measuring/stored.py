@@ -17,7 +17,8 @@ from torch import Tensor
 
 from narrowgauge.measuring.reading import Reading, measured, of_all
 from narrowgauge.measuring.set_up import NARROW, SetUp, Stepped, spread
-from narrowgauge.numerics.dtensor import gradient_of, is_sharded
+from narrowgauge.measuring.states import stored_by
+from narrowgauge.numerics.dtensor import gradient_of
 from narrowgauge.numerics.metrics import update_metrics, update_sums
 from narrowgauge.numerics.rounding import round_to
 from narrowgauge.optim.optimizer import Optimizer
@@ -125,8 +126,7 @@ class Update:
 
     def _state(self) -> dict[str, Any]:
         if not isinstance(self.optimizer, Optimizer):
-            state = self.optimizer.state.get(self.parameter, {})
-            return {name: _plain(value) for name, value in state.items()}
+            return stored_by(self.optimizer, self.parameter)
         steps = self.optimizer.num_steps(self.parameter)
         return {"step": steps} if steps else {}
 
@@ -279,15 +279,6 @@ class Update:
             row["of_decay"] = shares.decay
             row["second_moment"] = shares.second_moment
         return row
-
-
-def _plain(value: Any) -> Any:
-    """Return a state as it can be read: dequantized if it holds codes; ``None`` of another class."""
-    if not isinstance(value, Tensor) or type(value) in (Tensor, torch.nn.Parameter):
-        return value
-    if is_sharded(value):
-        return value
-    return value.dequantize() if type(value).dequantize is not Tensor.dequantize else None
 
 
 def _draws(like: Tensor, size: float) -> Tensor:

@@ -20,8 +20,6 @@ from torch import Tensor, nn
 
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, of_all
-from narrowgauge.checks.fit import fit
-from narrowgauge.checks.units import unit_of
 from narrowgauge.errors import RecordError
 from narrowgauge.measuring.adapters import (
     is_adapted,
@@ -29,6 +27,8 @@ from narrowgauge.measuring.adapters import (
     product_of,
     weight_with_adapters,
 )
+from narrowgauge.measuring.fit import fit
+from narrowgauge.measuring.units import unit_of
 from narrowgauge.numerics.dtensor import whole
 from narrowgauge.runs.finding import counted, told
 from narrowgauge.spec.formats import dtype_name

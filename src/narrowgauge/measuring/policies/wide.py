@@ -26,16 +26,9 @@ from narrowgauge.measuring.beside import (
     storage_key,
     tensors_in,
 )
+from narrowgauge.measuring.units import FINEST, UNITS, unit_of
 from narrowgauge.spec.formats import FORMATS
 
-NARROW = (
-    torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz,
-    torch.float8_e5m2fnuz,
-)  # fmt: skip
-UNITS = {dtype: torch.finfo(dtype).eps / 2 for dtype in NARROW}
-"""Formats whose roundings count, each with its unit roundoff."""
-FINEST = 2.0**-24
-"""Unit roundoff of float32."""
 WIDE = torch.float64
 _PRODUCTS = (
     "mm", "addmm", "bmm", "baddbmm", "convolution", "dot", "mv", "addmv", "_scaled_mm",
@@ -351,7 +344,7 @@ class Wide:
 
 def _unit_of(compute: Any, dtype: torch.dtype) -> float:
     """Return the unit roundoff of a layer's coarsest cast or of its results."""
-    unit = UNITS.get(dtype, FINEST)
+    unit = unit_of(dtype)
     for cast in compute.casts.values():
         if cast is not None:
             row = FORMATS[cast.format]
