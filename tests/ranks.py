@@ -29,7 +29,7 @@ _CONTEXT.set_forkserver_preload(
         "narrowgauge.trainer.loop",
         "narrowgauge.checkpoints.saving",
         "narrowgauge.measuring.recorder",
-        "narrowgauge.checks.checking",
+        "narrowgauge.measuring.check",
     ]
 )
 _GROUND = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}

@@ -7,18 +7,21 @@ What is not followed is compared within four times the roundings of the plain pa
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import nn
 
 from narrowgauge.distributed.ranks import Ranks, all_ranks
-from narrowgauge.measuring.passes import Alone, Gradients, NotFollowed, Pass, Passes, inner_name
+from narrowgauge.errors import NarrowgaugeError
+from narrowgauge.measuring.passes import Alone, Gradients, Pass, Passes, inner_name
 from narrowgauge.measuring.places import distance
 from narrowgauge.measuring.policies.wide import Wide
-from narrowgauge.measuring.reading import Reading, measured
+from narrowgauge.measuring.reading import Reading, measured, words_of
 from narrowgauge.measuring.set_up import spread
 from narrowgauge.measuring.sharded import gathered_copy
 from narrowgauge.measuring.slope import slope_readings
@@ -71,8 +74,10 @@ class OneProcess:
             readings += self._structure(alone)
             batch = alone.parts[0] if alone.whole is None else alone.whole
             readings += slope_readings(alone, batch, self.lines, self.unseen, *self.policies)
-        except NotFollowed as error:
-            self.unseen["the gradient"] = str(error)
+        except NarrowgaugeError:
+            raise
+        except Exception as error:  # whatever the loss raises of an unwrapped model
+            self.unseen["the gradient"] = words_of(error)
         finally:
             self.passes.is_training = True
         return readings
@@ -128,7 +133,7 @@ class OneProcess:
             step = self.passes.run(self.passes.step, Wide())
         plain = alone.run(alone.plain(alone.whole), Wide(), *self.policies)
         self.plain = plain
-        if plain.draws:
+        if plain.draws and self._draws_matter(alone, plain):
             words = "evaluation mode draws random numbers too"
             self.unseen["the structure of the gradient"] = words
             return []
@@ -150,6 +155,18 @@ class OneProcess:
         exact = {name: x for name, x in exact.items() if name not in self.differing}
         alone.is_training = True
         return readings + missing_readings(passes, step, exact)
+
+    def _draws_matter(self, alone: Passes, plain: Pass) -> bool:
+        """Return whether other random numbers give other gradients."""
+        call = alone.plain(alone.whole)
+
+        def other() -> Any:
+            torch.manual_seed(1)
+            random.seed(1)
+            return call()
+
+        again = alone.run(other, Wide(), *self.policies).shadows
+        return any(not torch.equal(x, again[name]) for name, x in plain.shadows.items())
 
     def _terms(self, alone: Passes) -> list[Pass]:
         if not 1 < len(alone.parts) <= MOST_PARTS:

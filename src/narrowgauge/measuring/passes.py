@@ -29,7 +29,7 @@ Backward = Callable[[nn.Module, Any], Any]
 Gradients = dict[str, Tensor]
 
 
-class NotFollowed(Exception):
+class NotFollowed(ArithmeticError):
     """A pass that one process cannot make alone."""
 
 
@@ -38,6 +38,7 @@ class Pass(NamedTuple):
 
     Args:
         gradients: by the names of the tensors, in their own formats.
+        raw: the tensors that the gradients were copied from.
         shadows: of the gradients that are followed, without a loss scale that is left in them.
         loss: what the call returned.
         value: the shadow of the loss; NaN if it is not followed.
@@ -47,6 +48,7 @@ class Pass(NamedTuple):
     """
 
     gradients: Gradients
+    raw: list[Tensor]
     shadows: Gradients
     loss: Any
     value: float
@@ -205,14 +207,18 @@ class Passes:
             draws = bool(wide.draws) or _generators() != before
             changes()
             gradients, shadows = self._read(leaves, wide)
+            raw = [gradient_of(p) for p in leaves.values() if p.grad is not None]
             for name, (gradient, shadow) in taken.items():
                 gradients[name] = gradient
+                raw.append(gradient)
                 shadows |= {name: shadow} if shadow is not None else {}
             number = math.nan
             if isinstance(value, Tensor) and wide.follows(value):
                 number = float(wide.of(value.detach()).real)
             unlisted = self._unlisted(model, leaves)
-            return Pass(gradients, shadows, value, number, wide, draws, changes.names, unlisted)
+            return Pass(
+                gradients, raw, shadows, value, number, wide, draws, changes.names, unlisted
+            )
 
     def _read(self, leaves: Mapping[str, Any], wide: Wide) -> tuple[Gradients, Gradients]:
         left = 1.0

@@ -21,6 +21,12 @@ from narrowgauge.measuring.reading import Reading, Readings, measured
 from narrowgauge.measuring.units import FINEST, UNITS
 from narrowgauge.spec.formats import dtype_name
 
+OF_FLOAT32 = 2.0**-14
+"""Of a gradient whose products are float32: half of its digits."""
+FLIPPED = 4.0
+"""Factor of the bound where a rounding flips a choice, such as a unit of a ReLU: a flip is a whole
+element.
+"""
 OF_SUMS = 1.5
 """Roundings of the gradient from which on the sum of micro-batches is measured alone: 64 of them in
 bfloat16 give 2.0.
@@ -122,7 +128,7 @@ class Roundings:
         format's.
         """
         if self.unit == FINEST:
-            return self.relative > 2.0**-14
+            return self.relative > OF_FLOAT32
         return self.roundings > bound
 
     # ── places ────────────────────────────────────────────────────────────────────────────────────
@@ -185,16 +191,28 @@ def place_line(place: Place, share: float, left: float, wide: Wide) -> str:
     return line
 
 
+def rounding_alone(roundings: Roundings) -> list[str]:
+    """Return the matrices whose gradient is rounding alone: their shadows are nearly zero."""
+    first = roundings.first
+    names = []
+    for name in roundings.names:
+        shadow = first.shadows[name]
+        off = distance(first.gradients, first.shadows, [name])
+        if shadow.ndim > 1 and off > MOST * float(first.gradients[name].double().norm()) > 0:
+            names.append(name)
+    return names
+
+
 def rounding_readings(roundings: Roundings, lines: list[str], number: int = 1) -> list[Reading]:
     """Return a reading where rounding is unusual, with a line for each place that does most of it."""
     lines.append(roundings.line())
     wide = roundings.first.wide
     readings = []
-    bound = 4.0
+    bound = 4.0 * (FLIPPED if wide.flips else 1.0)
     if roundings.is_unusual(bound):
         for place, share, left in roundings.places(number):
             lines.append(place_line(place, share, left, wide))
-        limit = bound if roundings.unit > FINEST else 2.0**-14 / FINEST
+        limit = bound if roundings.unit > FINEST else OF_FLOAT32 / FINEST
         values = roundings.worst, roundings.roundings, 0.0, limit
         readings.append(measured("rounding", *values))
     else:
@@ -204,6 +222,9 @@ def rounding_readings(roundings: Roundings, lines: list[str], number: int = 1) -
             readings.append(
                 measured("rounding", roundings.worst, roundings.roundings, 0.0, OF_SUMS)
             )
+    alone = rounding_alone(roundings)
+    if alone and not readings:
+        readings.append(measured("rounding-alone", alone, len(alone), 0))
     return readings + cast_readings(wide, lines)
 
 
@@ -235,8 +256,7 @@ def nonfinite_readings(first: Pass, finite: Finite, lines: list[str]) -> list[Re
     loss = tensors_in(first.loss)
     if not bad and all(map(is_finite, loss)):
         return []
-    tensors = [*loss, *(first.gradients[name] for name in bad)]
-    cause = finite.first(tensors)
+    cause = finite.first([*loss, *(x for x in first.raw if not is_finite(x))])
     if cause:
         lines.append(f"not finite first: {cause}")
     if not bad:

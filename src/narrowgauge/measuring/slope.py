@@ -17,7 +17,8 @@ from torch import Tensor
 from narrowgauge.measuring.beside import is_finite
 from narrowgauge.measuring.passes import Pass, Passes
 from narrowgauge.measuring.policies.wide import Wide
-from narrowgauge.measuring.reading import Reading, measured
+from narrowgauge.measuring.reading import Reading, measured, of_all
+from narrowgauge.torch_support.torch_hooks import OwnHook
 
 BOUND = 2.0**-9
 """Part of the slope: a wrong backward formula below bfloat16's unit roundoff is less than its noise."""
@@ -34,7 +35,7 @@ class Slope:
     """The slope of the plain loss, and what its gradient says.
 
     Attributes:
-        names: the tensors that are moved.
+        names: the tensors that are moved. ``hooked`` are those whose gradient a hook may change.
         said: the slope by the gradient. ``found`` is that of the loss.
         off: their difference over their size.
     """
@@ -55,9 +56,12 @@ class Slope:
         finite = math.isfinite(self.value) and all(map(is_finite, self.exact.values()))
         self.is_known = finite and bool(self.exact)
         self.names = []
+        self.hooked = []
         for name, p in passes.plain_leaves.items():
             is_compared = name in self.exact or name not in first.gradients
-            if is_compared and is_finite(p):
+            if _has_hook(p):
+                self.hooked.append(name)
+            elif is_compared and is_finite(p):
                 self.names.append(name)
 
     def _run(self, call: Callable[[], Any], shifts: Any = ()) -> Pass:
@@ -108,6 +112,12 @@ class Slope:
         return abs(slopes[0] - slopes[1]) <= abs(slopes[1] - self.said) / 4
 
 
+def _has_hook(p: Any) -> bool:
+    """Return whether a hook of the loop's own sees the gradient of a tensor, and may change it."""
+    hooks = (p._backward_hooks or {}).values()
+    return not all(isinstance(hook, OwnHook) for hook in hooks)
+
+
 def slope_readings(
     passes: Passes, batch: Any, lines: list[str], unseen: dict[str, str], *policies: Any
 ) -> list[Reading]:
@@ -118,6 +128,9 @@ def slope_readings(
             reason = f"not followed through {', '.join(slope.cuts)}"
             unseen["the slope of the loss"] = reason if slope.cuts else "it is not finite"
             return []
+        if slope.hooked:
+            names = of_all(slope.hooked)
+            unseen[f"the slope along {names}"] = "a hook may change its gradient"
         differs = slope.differs(slope.names)
         if differs:
             slope.leave_out_attached()

@@ -100,10 +100,10 @@ def _answer(
         weights, of_whole = _weights(columns, a), _weights(columns, b)
         if not of_whole and float((columns.mean(1) - a).norm()) <= bound * float(a.norm()):
             return None  # a mean of losses of which the whole batch's is no sum
-        if weights and of_whole:
+        if weights and of_whole and min(map(abs, of_whole)) > 1e-6:
             times = []
             for weight, whole in zip(weights, of_whole, strict=True):
-                times.append(f"{weight / whole:.2g}")
+                times.append(f"{weight / whole:.3g}")
             return Answer(f"micro-batches count {', '.join(times)} times", off, 0.0)
     return Answer("neither a multiple of the plain loss's nor of its micro-batches'", off, 0.0)
 
@@ -112,7 +112,7 @@ def _weights(columns: Tensor, target: Tensor) -> list[float]:
     """Return the weights of columns whose sum is a target; empty if none is."""
     solution = torch.linalg.lstsq(columns, target[:, None], driver="gelsd").solution[:, 0]
     rest = float((target - columns @ solution).norm())
-    is_sum = rest <= 1e-3 * float(target.norm()) and bool((solution.abs() > 1e-6).all())
+    is_sum = rest <= 1e-3 * float(target.norm())
     return [float(weight) for weight in solution] if is_sum else []
 
 

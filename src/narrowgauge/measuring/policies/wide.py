@@ -41,6 +41,7 @@ _BY_VALUE = (
 )  # fmt: skip
 """Operations whose results have shapes that depend on values; those are the step's."""
 _TO_INTEGERS = ("round", "floor", "ceil", "trunc", "sign")
+_KINKS = ("relu", "relu_", "leaky_relu", "clamp_min", "hardtanh", "threshold_backward")
 _PACKED = ("mkldnn_rnn_layer", "_cudnn_rnn")
 """Kernels whose packed weights are no float64, and crash."""
 _FEWEST = 64
@@ -92,6 +93,7 @@ class Wide:
         casts: what each cast to a narrow format loses.
         working: unit roundoff of the coarsest product in forward, or of a cast to 8 bits.
         cuts: operations that are not followed, with their number.
+        flips: number of choices, and of units of a kink, that are others without roundings.
         draws: number of operations that drew random numbers.
         misread: sites where bytes of one format are read as another's.
     """
@@ -110,6 +112,7 @@ class Wide:
         self.working = FINEST
         self.cuts = Counter[str]()
         self.draws = 0
+        self.flips = 0
         self.misread: dict[Site, str] = {}
         self._shadows = ByStorage()
         self._formats = ByStorage()
@@ -227,6 +230,7 @@ class Wide:
                 self.keep(x, value)
         if is_lost:
             self._lose(targets)
+        self._count_flips(op, targets)
         self._note(op, floats_in(targets))
 
     def _drawn(self, op: Operation, results: list[Tensor]) -> None:
@@ -290,6 +294,13 @@ class Wide:
             source = op.operands[-1] if op.written else op.operands[0]
             cast = self.casts.setdefault(place, Cast())
             cast.add(first, self.of(first), source.to(WIDE))
+
+    def _count_flips(self, op: Operation, targets: list[Tensor]) -> None:
+        for x in targets:
+            if x.dtype is torch.bool:
+                self.flips += int((x != self.of(x)).sum())
+            elif op.name in _KINKS:
+                self.flips += int(((x == 0) != (self.of(x) == 0)).sum())
 
     def _note_misread(self, op: Operation) -> None:
         for x in op.read:
