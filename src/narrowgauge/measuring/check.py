@@ -177,7 +177,7 @@ def _loss_readings(plain: Pass | None, lines: list[str]) -> list[Reading]:
     loss = None if plain is None else plain.loss
     if plain is None or not isinstance(loss, Tensor) or not is_finite(loss):
         return []
-    value = float(loss)
+    value = float(loss.detach())
     line = f"loss {value:.6g}"
     off = abs(value - plain.value) / (abs(plain.value) or 1.0)
     if math.isfinite(off):

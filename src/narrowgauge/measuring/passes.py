@@ -213,7 +213,7 @@ class Passes:
                 raw.append(gradient)
                 shadows |= {name: shadow} if shadow is not None else {}
             number = math.nan
-            if isinstance(value, Tensor) and wide.follows(value):
+            if isinstance(value, Tensor) and value.numel() == 1 and wide.follows(value):
                 number = float(wide.of(value.detach()).real)
             unlisted = self._unlisted(model, leaves)
             return Pass(

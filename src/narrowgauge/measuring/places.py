@@ -9,20 +9,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
-from narrowgauge.measuring.beside import SUM, is_finite, tensors_in
+from narrowgauge.measuring.beside import SUM, Site, is_finite, tensors_in
+from narrowgauge.measuring.kinds import KINDS
 from narrowgauge.measuring.passes import Gradients, Pass, Passes, inner_name
 from narrowgauge.measuring.policies.finite import Finite
-from narrowgauge.measuring.policies.wide import Place, Wide
+from narrowgauge.measuring.policies.wide import Wide
 from narrowgauge.measuring.reading import Reading, Readings, measured
 from narrowgauge.measuring.units import FINEST, UNITS
 from narrowgauge.spec.formats import dtype_name
 
 OF_FLOAT32 = 2.0**-14
 """Of a gradient whose products are float32: half of its digits."""
+RANKED = 4.0
+"""Roundings from which on places are ranked. Healthy models have 1.0 to 9.2."""
 FLIPPED = 4.0
 """Factor of the bound where a rounding flips a choice, such as a unit of a ReLU: a flip is a whole
 element.
@@ -32,7 +35,8 @@ OF_SUMS = 1.5
 bfloat16 give 2.0.
 """
 MOST = 0.7
-"""Share of the error that a place must give alone to be the one."""
+LEFT = 1 / 3
+"""A place is the one if it gives this share of the error, and leaves at most that share without it."""
 SATURATED = 1 / 8
 """Share of a cast's values at the end of its format: a block of 16 has one, and rounded scales bring
 another.
@@ -57,12 +61,27 @@ def length(gradients: Gradients, names: Sequence[str]) -> float:
     return math.sqrt(sum(float(gradients[name].double().square().sum()) for name in names))
 
 
+class Place(NamedTuple):
+    """A site, the share of the error that it gives alone, and the share that is left without it and
+    those before it.
+    """
+
+    site: Site
+    share: float
+    left: float
+
+    @property
+    def is_most(self) -> bool:
+        """Return whether the place is the one that gives the error."""
+        return self.share >= MOST and self.left <= LEFT
+
+
 class Roundings:
     """Measure what rounding does to a gradient, and rank the places that do it.
 
     Args:
         first: a pass of the step.
-        repeat: runs the step again with places whose shadows are rounded.
+        repeat: runs the step again with sites whose shadows are rounded.
 
     Attributes:
         names: tensors whose gradients are finite and followed.
@@ -71,7 +90,7 @@ class Roundings:
         worst: the tensor with the largest distance over its length, and ``largest``, that distance.
     """
 
-    def __init__(self, first: Pass, repeat: Callable[[Collection[Place]], Pass]) -> None:
+    def __init__(self, first: Pass, repeat: Callable[[Collection[Site]], Pass]) -> None:
         self.first = first
         self.repeat = repeat
         self.names = []
@@ -121,34 +140,27 @@ class Roundings:
             f"{self.largest:.2g}"
         )
 
-    def is_unusual(self, bound: float) -> bool:
-        """Return whether the gradients are off by more roundings than products leave.
-
-        Where products are float32 the unit is half of its digits: an error of that size is a 16-bit
-        format's.
-        """
-        if self.unit == FINEST:
-            return self.relative > OF_FLOAT32
-        return self.roundings > bound
-
     # ── places ────────────────────────────────────────────────────────────────────────────────────
 
-    def places(self, number: int) -> list[tuple[Place, float, float]]:
-        """Return at most ``number`` places, largest first: each with its share of the error alone,
-        and with the share that is left without it and those before it.
-        """
-        rest = list(self.first.wide.rounds)
+    def places(self, number: int) -> list[Place]:
+        """Return at most ``number`` places, the largest first."""
+        rest = self.sites
         left = self.error
         ranked = []
         while rest and len(ranked) < number and left > self.unit * self.length:
-            place = self._largest(rest, left)
-            alone = self._alone([place])
-            rest.remove(place)
+            site = self._largest(rest, left)
+            alone = self._alone([site])
+            rest.remove(site)
             left = self._alone(rest) if rest else 0.0
-            ranked.append((place, alone / self.error, left / self.error))
+            ranked.append(Place(site, alone / self.error, left / self.error))
         return ranked
 
-    def _largest(self, places: list[Place], error: float) -> Place:
+    @property
+    def sites(self) -> list[Site]:
+        """Return the sites that round."""
+        return list(dict.fromkeys(site for site, _ in self.first.wide.rounds))
+
+    def _largest(self, places: list[Site], error: float) -> Site:
         while len(places) > 1:
             half = places[: len(places) // 2]
             part = self._alone(half)
@@ -161,30 +173,31 @@ class Roundings:
                 error = part
         return places[0]
 
-    def _alone(self, places: Collection[Place]) -> float:
+    def _alone(self, places: Collection[Site]) -> float:
         shadows = self.repeat(places).shadows
         names = [name for name in self.names if name in shadows]
         reached = distance(shadows, self.first.shadows, names)
         return reached if math.isfinite(reached) else math.inf
 
-    def sum_of_micro_batches(self) -> tuple[Place, float] | None:
+    def sum_of_micro_batches(self) -> list[Place]:
         """Return the narrow sum over micro-batches with its share, where it gives most of the error.
 
         Its error grows with their number, and shows before the whole is large.
         """
-        sums = [place for place in self.first.wide.rounds if place[0].line == SUM]
+        sums = [site for site in self.sites if site.line == SUM]
         if not sums or self.roundings < OF_SUMS:
-            return None
+            return []
         share = self._alone(sums) / self.error
-        return (sums[0], share) if share >= MOST else None
+        return [Place(sums[0], share, 1 - share)]
 
 
-def place_line(place: Place, share: float, left: float, wide: Wide) -> str:
+def place_line(place: Place, wide: Wide) -> str:
     """Return the line of a place: its share of the error, and what is left without it."""
-    site, name = place
-    line = f"  {share:.2f} of it from {name} in {site}; {left:.2f} is left without it"
-    cast = wide.casts.get(place)
-    if cast is not None:
+    names = [name for site, name in wide.rounds if site == place.site]
+    line = f"  {place.share:.2f} of it from {', '.join(names)} in {place.site}"
+    line += f"; {place.left:.2f} is left without it"
+    casts = [cast for (site, _), cast in wide.casts.items() if site == place.site]
+    for cast in casts[:1]:
         line += (
             f"; {cast.at_end:.1%} of its values are at the format's end, {cast.zeros:.1%} became 0"
         )
@@ -208,20 +221,20 @@ def rounding_readings(roundings: Roundings, lines: list[str], number: int = 1) -
     lines.append(roundings.line())
     wide = roundings.first.wide
     readings = []
-    bound = 4.0 * (FLIPPED if wide.flips else 1.0)
-    if roundings.is_unusual(bound):
-        for place, share, left in roundings.places(number):
-            lines.append(place_line(place, share, left, wide))
-        limit = bound if roundings.unit > FINEST else OF_FLOAT32 / FINEST
-        values = roundings.worst, roundings.roundings, 0.0, limit
-        readings.append(measured("rounding", *values))
-    else:
-        summed = roundings.sum_of_micro_batches()
-        if summed is not None:
-            lines.append(place_line(*summed, 1 - summed[1], wide))
-            readings.append(
-                measured("rounding", roundings.worst, roundings.roundings, 0.0, OF_SUMS)
-            )
+    is_float32 = roundings.unit == FINEST
+    bound = OF_FLOAT32 / FINEST if is_float32 else KINDS["rounding"].bound
+    slack = FLIPPED if wide.flips else 1.0
+    is_many = roundings.roundings > (bound if is_float32 else slack * bound)
+    places: list[Place] = []
+    if is_many or (not is_float32 and roundings.roundings > RANKED):
+        places = roundings.places(number)
+    elif not is_many and number:
+        places = roundings.sum_of_micro_batches()
+    lines += [place_line(place, wide) for place in places]
+    if is_many or (slack == 1.0 and places and places[0].is_most):
+        bound = bound if is_many else OF_SUMS
+        measures = roundings.worst, roundings.roundings, 0.0, bound
+        readings.append(measured("rounding", *measures))
     alone = rounding_alone(roundings)
     if alone and not readings:
         readings.append(measured("rounding-alone", alone, len(alone), 0))
@@ -301,7 +314,7 @@ def ranked_places(model: nn.Module, step: Callable[[], Any]) -> Readings:
     passes.is_training = model.training
     finite = Finite(model)
 
-    def repeat(places: Collection[Place]) -> Pass:
+    def repeat(places: Collection[Site]) -> Pass:
         return passes.run(step, Wide(places), hooked=True)
 
     first = passes.run(step, Wide(), finite, hooked=True)

@@ -70,7 +70,10 @@ class Finite:
                 self._causes.drop(x)
                 continue
             made_nan = bool(x.float().isnan().any()) if x.element_size() > 1 else True
-            if bad and (had_nan or not made_nan):
+            known = [cause for cause in causes if cause is not None and not cause.is_deliberate]
+            if known:
+                self._causes.set(x, min(known))
+            elif bad and (had_nan or not made_nan):
                 self._causes.set(x, self._inherited(op, bad, causes))
             else:
                 self._causes.set(x, self._made(op, x, made_nan))
@@ -78,7 +81,7 @@ class Finite:
     def _inherited(self, op: Operation, bad: list[Tensor], causes: list[Any]) -> Cause:
         known = [cause for cause in causes if cause is not None]
         if known:
-            return min(known, key=lambda cause: (cause.is_deliberate, cause.order))
+            return min(known)
         name = self._names.get(storage_key(bad[0]), "a tensor that the step was given")
         words = f"{name} is not finite before any operation; {op} reads it"
         return Cause(self._count, words)

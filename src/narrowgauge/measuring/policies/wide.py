@@ -83,7 +83,7 @@ class Wide:
     """Keep the float64 shadow of each tensor of a step.
 
     Args:
-        chosen: places whose shadows are rounded as the step's values are.
+        chosen: sites whose shadows are rounded as the step's values are.
         shifts: tensors, and what is added to their shadows at the beginning.
         is_smooth: leave out roundings to integers too, so that the loss has a slope. Otherwise they are
             choices, and the shadow takes the step's.
@@ -100,7 +100,7 @@ class Wide:
 
     def __init__(
         self,
-        chosen: Collection[Place] = (),
+        chosen: Collection[Site] = (),
         shifts: Iterable[tuple[Tensor, Tensor]] = (),
         *,
         is_smooth: bool = False,
@@ -286,7 +286,7 @@ class Wide:
         if is_product or first.element_size() == 1:
             self.working = max(self.working, unit)
         place = op.site, op.name
-        if place in self.chosen:
+        if op.site in self.chosen:
             for x in narrow:
                 self.of(x).copy_(self.of(x).to(x.dtype))
         self.rounds[place] = max(unit, self.rounds.get(place, 0.0))
@@ -313,13 +313,12 @@ class Wide:
 
     def _follow_layer(self, op: Operation) -> None:
         """Multiply the shadows of a narrow layer's operands, as they are before the casts."""
-        place = op.site, op.name
         compute = op.layer.compute
         unit = _unit_of(compute, op.operands[0].dtype)
         self.working = max(self.working, unit)
-        self.rounds[place] = unit
+        self.rounds[op.site, op.name] = unit
         shadows = self._layer_shadows(op, *op.args)
-        if place in self.chosen:
+        if op.site in self.chosen:
             args = [self._narrowed(x) for x in op.args]
             shadows = op.func(*args)
         is_forward = isinstance(op.args[1], Tensor)
