@@ -16,8 +16,7 @@ from peers import Peer
 from torch import Tensor, nn
 
 import narrowgauge as ng
-from narrowgauge.trainer.session import Session
-from narrowgauge.trainer.step import differentiate
+from narrowgauge.trainer.session import Session, differentiate
 
 PEERS = {peer.name: peer for peer in ALL_PEERS}
 FORMULAS = {f"published/{name}": row for name, row in PUBLISHED.items()} | dict(CONTROLS)
@@ -25,7 +24,7 @@ FORMULAS = {f"published/{name}": row for name, row in PUBLISHED.items()} | dict(
 
 def peer_optimizer(peer: Peer, session: Session) -> torch.optim.Optimizer:
     """Build a peer's optimizer over the session's parameters; matrices decay, as in the trainer."""
-    config = session.config
+    settings = session.settings
     matrices = []
     for weight in session.model.parameters():
         if weight.ndim >= 2:
@@ -35,31 +34,32 @@ def peer_optimizer(peer: Peer, session: Session) -> torch.optim.Optimizer:
         if weight.ndim < 2:
             vectors.append(weight)
     groups = [
-        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": matrices, "weight_decay": settings.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
     return peer.make(
         groups,
-        lr=config.lr,
-        betas=config.optimizer_options["betas"],
-        eps=config.eps,
-        weight_decay=config.weight_decay,
+        lr=settings.lr,
+        betas=session.optimizer.param_groups[0]["betas"],
+        eps=1e-8,
+        weight_decay=settings.weight_decay,
     )
 
 
 def peer_step(session: Session, optimizer: torch.optim.Optimizer) -> None:
     """Take one step of the trainer with a peer's optimizer."""
-    rate = session.config.learning_rate(session.step + 1)
+    schedule = session.schedule or session.settings.learning_rate
+    rate = schedule(session.step + 1)
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(rate)
         else:
             group["lr"] = rate
-    differentiate(session)
-    nn.utils.clip_grad_norm_(session.model.parameters(), session.config.max_grad_norm)
+    differentiate(session, session.batch())
+    nn.utils.clip_grad_norm_(session.model.parameters(), session.settings.max_grad_norm)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    session.end_step()
+    session.step += 1
 
 
 @torch.no_grad()

@@ -35,7 +35,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -47,16 +47,15 @@ from _stdlib import stdlib_tokens
 from _timing import exit_by
 from peers import bytes_held, peer_version
 
-from narrowgauge.checkpoints.saving import latest_checkpoint
 from narrowgauge.distributed.sharding import fingerprint_whole
 from narrowgauge.errors import RecordError
 from narrowgauge.matmul.gemm import EmulationNotice
 from narrowgauge.numerics.metrics import UPDATE_SUMS, update_metrics
 from narrowgauge.spec.notation import parse
-from narrowgauge.trainer.config import TrainConfig
-from narrowgauge.trainer.data.dataset import Dataset, open_data
-from narrowgauge.trainer.session import build
-from narrowgauge.trainer.step import evaluate, train_step
+from narrowgauge.trainer import checkpoints, loop
+from narrowgauge.trainer.session import Session, build, evaluate, train_step
+from narrowgauge.trainer.settings import Settings
+from narrowgauge.trainer.tokens import Tokens, open_tokens
 
 FILE = Path(__file__).with_name("board.jsonl")
 
@@ -130,33 +129,29 @@ class Job:
         return f"{self.setting.model}-{self.setting.steps}-{row}-lr{lr:g}-beta{beta2:g}-seed{self.seed}"
 
     @property
-    def config(self) -> TrainConfig:
+    def settings(self) -> Settings:
         """The trainer's settings.
 
         A peer steps the model of ``naive``; published states replace those of ``master``.
         """
-        sizes, (lr, beta2) = dict(vars(self.setting)), self.cell
+        sizes = {**vars(self.setting), "lr": self.cell[0], "seed": self.seed}
+        del sizes["final_lr"]
         stand_in = "naive"
         if self.row not in PEERS:
             stand_in = MASTER if self.row in (NO_DECAY, *FORMULAS) else self.row
         recipe = parse(stand_in if "/" in stand_in else f"bfloat16/{stand_in}")
-        sizes |= {
-            "lr": lr,
-            "min_lr_ratio": sizes.pop("final_lr") / lr,
-            "beta2": beta2,
-            "seed": self.seed,
-        }
         if self.row == NO_DECAY:
             sizes["weight_decay"] = 0.0
-        config = TrainConfig(
-            **sizes,
-            recipe=recipe,
-            data=self.data,
-            keep_checkpoints=1,
-            gauges_every=0,
-            threads=1,
-        )
-        return config.filled()
+        return Settings(**sizes, recipe=recipe, data=self.data, keep_checkpoints=1, gauges_every=0)
+
+    def rate(self, step: int) -> float:
+        """The learning rate of a step: the trainer's cosine, to ``final_lr`` instead of a tenth."""
+        lr = self.cell[0]
+        share = self.settings.learning_rate(step) / lr
+        if step <= min(self.setting.steps // 10, 100):
+            return lr * share
+        final = self.setting.final_lr / lr
+        return lr * (final + (1 - final) * (share - 0.1) / 0.9)
 
 
 @dataclass(frozen=True)
@@ -255,14 +250,14 @@ def vectors() -> str:
 # ── training ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def levels(data: Dataset, setting: Setting) -> tuple[float, float]:
+def levels(data: Tokens, setting: Setting) -> tuple[float, float]:
     """Return the unigram and bigram losses of the validation batches, in nats per token.
 
     Counts are those of the training text. A bigram after n occurrences of its first token is
     interpolated with the unigram by n / (n + 50).
     """
     size = data.vocab_size
-    tokens = np.asarray(data.train[np.arange(data.num_tokens)], dtype=np.int64)
+    tokens = np.asarray(data.train, dtype=np.int64)
     sequences = data.validation(setting.eval_sequences, setting.sequence_length)
     first = sequences[:, :-1].ravel()
     second = sequences[:, 1:].ravel()
@@ -275,48 +270,57 @@ def levels(data: Dataset, setting: Setting) -> tuple[float, float]:
     return float(-np.log(unigram[second]).mean()), float(-np.log(bigram).mean())
 
 
-def data_of(job: Job) -> Dataset:
+def data_of(job: Job) -> Tokens:
     """Open the tokens of a run; all runs of a setting are judged on the same."""
-    return open_data(job.data or stdlib_tokens(job.setting.model), job.config.held_out)
+    return open_tokens(job.data or stdlib_tokens(job.setting.model))
+
+
+def begun(job: Job, settings: Settings, data: Tokens) -> Session:
+    """A session at step 0 with the cell's beta2 and the job's rates."""
+    session = build(settings, data)
+    session.schedule = job.rate
+    for group in session.optimizer.param_groups:
+        group["betas"] = (0.9, job.cell[1])
+    return session
 
 
 def trained(job: Job, out: Path) -> Record:
     """Train to the end, from the last checkpoint if there is one, and return the record."""
-    config = job.config
     folder = out / job.name
+    settings = replace(job.settings, out=str(folder))
     folder.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     data = data_of(job)
-    session = build(config, folder, data)
+    session = begun(job, settings, data)
     edq = None
     late_edq = None
     peer = PEERS.get(job.row)
     formula = FORMULAS.get(job.row)
     if peer is not None:
         optimizer = peer_optimizer(peer, session)
-        while session.step < config.steps:
+        while session.step < settings.steps:
             peer_step(session, optimizer)
         weights = fingerprint_whole(
             {name: weight.detach() for name, weight in session.model.named_parameters()}
         )
         size = bytes_held(optimizer)
     else:
-        checkpoint, _ = latest_checkpoint(folder)
+        checkpoint, _ = checkpoints.newest(folder)
         if checkpoint is not None:
-            session.load(checkpoint)
+            loop.load_into(session, checkpoint)
         audits = torch.zeros(
             2, len(UPDATE_SUMS), dtype=torch.float64
         )  # early, late; since the last checkpoint that was loaded
-        while session.step < config.steps:
+        while session.step < settings.steps:
             train_step(session)
             if session.optimizer.last_audit is not None:
-                audits[int(4 * session.step > 3 * config.steps)] += session.optimizer.last_audit.to(
-                    "cpu", torch.float64
+                audits[int(4 * session.step > 3 * settings.steps)] += (
+                    session.optimizer.last_audit.to("cpu", torch.float64)
                 )
             if formula is not None:
                 cut(formula, session.optimizer)
-            if session.step % CHECKPOINT_EVERY == 0 and session.step < config.steps:
-                session.save()
+            if session.step % CHECKPOINT_EVERY == 0 and session.step < settings.steps:
+                loop.save(session)
         weights = session.weights_fingerprint()
         size = session.optimizer.bytes_per_param()
         if formula is None:
@@ -333,7 +337,7 @@ def trained(job: Job, out: Path) -> Record:
     return Record(
         **setting,
         row=job.row,
-        recipe=config.recipe.name,
+        recipe=settings.recipe.name,
         package=f"{peer.package} {peer_version(peer.package)}" if peer else "",
         lr=job.cell[0],
         beta2=job.cell[1],

@@ -40,7 +40,7 @@ from torch import Tensor
 import narrowgauge as ng
 from narrowgauge.measuring.hooks import RunNotice
 from narrowgauge.trainer import language_model
-from narrowgauge.trainer.data.dataset import open_data
+from narrowgauge.trainer.tokens import open_tokens
 
 FILE = Path(__file__).with_name("diverging.jsonl")
 MODEL = "llama-1m"
@@ -98,8 +98,8 @@ def trained(row: str, seed: int, steps: int) -> Row:
     """Train once; return what the loss did, and the first alarm."""
     model: Any = language_model.build(MODEL, seed=seed)
     optimizer = optimizer_of(row, model)
-    data = open_data(stdlib_tokens(MODEL), 0.05)
-    tokens = torch.from_numpy(data.train[np.arange(data.num_tokens)].astype(np.int64))
+    data = open_tokens(stdlib_tokens(MODEL))
+    tokens = torch.from_numpy(data.train.astype(np.int64))
     windows = tokens.unfold(0, 129, 1)
     generator = torch.Generator().manual_seed(seed)
     losses: list[float] = []

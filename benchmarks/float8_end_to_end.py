@@ -22,7 +22,7 @@ import contextlib
 import io
 import tempfile
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,13 +36,13 @@ from _timing import Report, Row, exit_by, parser
 from board import SETTINGS
 from torch import Tensor
 
-from narrowgauge.analysis.comparison.intervals import interval
+from narrowgauge.measuring.intervals import interval
 from narrowgauge.numerics.rounding import round_nearest, round_stochastic
 from narrowgauge.runs.record import read_run
 from narrowgauge.spec.formats import get_format
 from narrowgauge.spec.notation import parse
-from narrowgauge.trainer import loop
-from narrowgauge.trainer.config import TrainConfig
+from narrowgauge.trainer import loop, session
+from narrowgauge.trainer.settings import Settings
 
 SETTING = SETTINGS["llama-1m"]
 STEPS = 400
@@ -95,20 +95,17 @@ class Float8Sums:
     accumulator.
     """
 
-    def __init__(self, parameters: Iterable[Tensor], rounding: str, seed: int) -> None:
-        self.parameters = list(parameters)
+    def __init__(self, model: Any, optimizer: Any, rounding: str, seed: int) -> None:
         self.rounding = rounding
         self.sums: dict[Tensor, Tensor] = {}
         self.draw = torch.Generator().manual_seed(seed)
-
-    def discard(self) -> None:
-        self.sums.clear()
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(self.take)
+        optimizer.register_step_pre_hook(lambda *_: self.finish())
 
     @torch.no_grad()
-    def accumulate(self) -> None:
-        for p in self.parameters:
-            if p.grad is None:
-                continue
+    def take(self, p: Tensor) -> None:
+        if p.grad is not None:
             total = p.grad.float() + self.sums.get(p, 0.0)
             _, exponent = torch.frexp(total.abs().max())
             scale = torch.ldexp(
@@ -125,10 +122,17 @@ class Float8Sums:
     def finish(self) -> None:
         for p, total in self.sums.items():
             p.grad = total.to(p.dtype)
-        self.discard()
+        self.sums.clear()
 
-    def bytes_per_param(self) -> float:
-        return 1.0
+
+def rate(settings: Settings, step: int) -> float:
+    """The learning rate of a step: the trainer's cosine, to the board's last rate."""
+    lr = settings.lr
+    share = settings.learning_rate(step) / lr
+    if step <= min(settings.steps // 10, 100):
+        return lr * share
+    final = SETTING.final_lr / lr
+    return lr * (final + (1 - final) * (share - 0.1) / 0.9)
 
 
 def trained(case: Case, seed: int, steps: int) -> dict[str, Any]:
@@ -137,19 +141,20 @@ def trained(case: Case, seed: int, steps: int) -> dict[str, Any]:
     Return the last validation loss in nats, and the alarms: step and name of each.
     """
 
-    built = loop.build
+    built = session.build
 
     def build(*arguments: Any) -> Any:
-        session = built(*arguments)
+        run = built(*arguments)
+        run.schedule = lambda step: rate(run.settings, step)
         if case.rounding:
-            session.accumulator = Float8Sums(session.model.parameters(), case.rounding, seed)
+            Float8Sums(run.model, run.optimizer, case.rounding, seed)
         if case.weights:
             formula = FORMULAS[case.weights]
-            session.optimizer.register_step_post_hook(lambda ours, *_: cut(formula, ours))
-        return session
+            run.optimizer.register_step_post_hook(lambda ours, *_: cut(formula, ours))
+        return run
 
     with tempfile.TemporaryDirectory() as folder:
-        config = TrainConfig(
+        config = Settings(
             model=SETTING.model,
             steps=steps,
             batch_size=BATCH,
@@ -157,17 +162,14 @@ def trained(case: Case, seed: int, steps: int) -> dict[str, Any]:
             eval_every=0,
             eval_sequences=EVALUATED,
             data=str(stdlib_tokens(SETTING.model)),
-            threads=1,
             recipe=parse(case.recipe),
             lr=SETTING.lr / 3,
-            min_lr_ratio=3 * SETTING.final_lr / SETTING.lr,
-            beta2=0.95,
             seed=seed,
             out=str(Path(folder, "run")),
             gradient_accumulation_steps=case.micro_batches,
         )
         with (
-            patch.object(loop, "build", build),
+            patch.object(session, "build", build),
             contextlib.redirect_stdout(io.StringIO()),
             warnings.catch_warnings(),
         ):

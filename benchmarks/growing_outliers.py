@@ -19,9 +19,8 @@ from __future__ import annotations
 import copy
 import json
 import sys
-import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +32,9 @@ from torch.nn.functional import cosine_similarity, cross_entropy
 
 import narrowgauge as ng
 from narrowgauge.matmul.gemm import EmulationNotice
-from narrowgauge.trainer.config import TrainConfig
-from narrowgauge.trainer.data.dataset import open_data
-from narrowgauge.trainer.session import build
-from narrowgauge.trainer.step import train_step
+from narrowgauge.trainer.session import build, train_step
+from narrowgauge.trainer.settings import Settings
+from narrowgauge.trainer.tokens import open_tokens
 
 FILE = Path(__file__).with_name("growing_outliers.jsonl")
 MODEL = "llama-1m"
@@ -83,6 +81,10 @@ def outliers(model: nn.Module, tokens: Tensor) -> Row:
     return row
 
 
+def warmed_up(lr: float) -> Callable[[int], float]:
+    return lambda step: lr * min(1.0, step / 100)
+
+
 def main(arguments: Sequence[str]) -> int:
     """Train side by side, and print the table."""
     flags = parser(__doc__, rounds=1)
@@ -92,34 +94,32 @@ def main(arguments: Sequence[str]) -> int:
     warnings.simplefilter("ignore", EmulationNotice)
     torch.set_num_threads(1)
     report = Report("growing_outliers", options)
-    data = open_data(stdlib_tokens(MODEL), 0.05)
+    data = open_tokens(stdlib_tokens(MODEL))
     tokens = torch.from_numpy(data.validation(64, 128)).long()
     rows: list[Row] = []
-    with tempfile.TemporaryDirectory() as folder:
-        sessions = []
-        for decay in (0.1, 0.0):
-            config = TrainConfig(
-                model=MODEL,
-                steps=options.steps,
-                sequence_length=128,
-                lr=options.lr,
-                schedule="constant",
-                warmup_steps=100,
-                weight_decay=decay,
-                audit_every=0,
-                gauges_every=0,
-                threads=1,
-            )
-            sessions.append(build(config, Path(folder), data))
-        for step in range(0, 1 if options.quick else options.steps + 1, EVERY):
-            for session in sessions:
-                while session.step < step:
-                    train_step(session)
-                row = {"lr": options.lr, "decay": session.config.weight_decay, "step": step}
-                rows.append(row | outliers(session.model, tokens))
-                if not options.quick:
-                    with FILE.open("a") as stream:
-                        stream.write(json.dumps(rows[-1]) + "\n")
+    sessions = []
+    for decay in (0.1, 0.0):
+        settings = Settings(
+            model=MODEL,
+            steps=options.steps,
+            sequence_length=128,
+            lr=options.lr,
+            warmup_steps=100,
+            weight_decay=decay,
+            gauges_every=0,
+        )
+        session = build(settings, data)
+        session.schedule = warmed_up(options.lr)
+        sessions.append(session)
+    for step in range(0, 1 if options.quick else options.steps + 1, EVERY):
+        for session in sessions:
+            while session.step < step:
+                train_step(session)
+            row = {"lr": options.lr, "decay": session.settings.weight_decay, "step": step}
+            rows.append(row | outliers(session.model, tokens))
+            if not options.quick:
+                with FILE.open("a") as stream:
+                    stream.write(json.dumps(rows[-1]) + "\n")
     report.add("inputs of down_proj, and losses of float8 less bfloat16's", rows)
     return report.end()
 

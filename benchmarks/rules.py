@@ -22,11 +22,9 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import tempfile
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,10 +38,9 @@ from narrowgauge.optim import optimizers
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.update_rules import UPDATE_RULES
 from narrowgauge.trainer import language_model
-from narrowgauge.trainer.config import TrainConfig
-from narrowgauge.trainer.data.dataset import open_data
-from narrowgauge.trainer.session import Session
-from narrowgauge.trainer.step import evaluate, train_step
+from narrowgauge.trainer.session import Session, evaluate, train_step
+from narrowgauge.trainer.settings import Settings
+from narrowgauge.trainer.tokens import open_tokens
 
 OPTIMIZERS = {name: getattr(optimizers, row.optimizer) for name, row in UPDATE_RULES.items()}
 
@@ -120,10 +117,10 @@ def outer_names(model: nn.Module) -> set[str]:
     return {name for name, parameter in model.named_parameters() if parameter in members}
 
 
-def trained(case: Case, config: TrainConfig) -> dict[str, float]:
+def trained(case: Case, config: Settings) -> dict[str, float]:
     """Train without a run folder; return the validation loss and the bytes per parameter."""
     torch.set_num_threads(1)
-    data = open_data(stdlib_tokens(config.model), config.held_out)
+    data = open_tokens(stdlib_tokens(config.model))
     model = language_model.build(config.model, vocab_size=data.vocab_size, seed=config.seed)
     if UPDATE_RULES[case.rule].is_matrix:
         left_to_adamw = outer_names(model)
@@ -153,11 +150,10 @@ def trained(case: Case, config: TrainConfig) -> dict[str, float]:
         average=False,
     )
 
-    with tempfile.TemporaryDirectory() as folder:
-        session = Session(config, Path(folder), data, model, optimizer)
-        while session.step < config.steps:
-            train_step(session)
-        return {"loss": evaluate(session), "bytes": float(session.optimizer.bytes_per_param())}
+    session = Session(config, data, model, optimizer)
+    while session.step < config.steps:
+        train_step(session)
+    return {"loss": evaluate(session), "bytes": float(session.optimizer.bytes_per_param())}
 
 
 def rows(options: argparse.Namespace) -> list[Row]:
@@ -169,14 +165,14 @@ def rows(options: argparse.Namespace) -> list[Row]:
         for lr in case.rates[: 2 if options.quick else None]:
             ends = []
             for seed in options.seeds:
-                config = TrainConfig(
+                config = Settings(
                     **{name: getattr(options, name) for name in SIZES},
                     recipe=parse(f"bfloat16/{case.storage}"),
                     lr=lr,
                     seed=seed,
                     gauges_every=0,
                 )
-                ends.append(trained(case, config.filled()))
+                ends.append(trained(case, config))
             row["B/param"] = ends[0]["bytes"]
             row[f"at {lr:g}"] = statistics.fmean(end["loss"] for end in ends)
             print(row, flush=True)

@@ -45,10 +45,9 @@ from narrowgauge.optim import multi_tensor, proof
 from narrowgauge.spec.notation import parse
 from narrowgauge.torch_support import triton
 from narrowgauge.trainer import language_model
-from narrowgauge.trainer.config import TrainConfig
-from narrowgauge.trainer.data.dataset import open_data
-from narrowgauge.trainer.session import build
-from narrowgauge.trainer.step import train_step
+from narrowgauge.trainer.session import build, train_step
+from narrowgauge.trainer.settings import Settings
+from narrowgauge.trainer.tokens import open_tokens
 
 STORAGES = ("word", "exact", "compact", "states8", "kahan")
 OPTIONS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -293,26 +292,23 @@ def watched(name: str, shape: tuple[int, int], rounds: int, report: Report) -> N
 
 def training(name: str, shape: tuple[int, int], rounds: int) -> list[Row]:
     """Return the time of our trainer's step beside others' loops."""
-    config = TrainConfig(
+    settings = Settings(
         model=name,
         recipe=parse("bfloat16/word"),
         batch_size=shape[0],
         sequence_length=shape[1],
         steps=100_000,
-        schedule="constant",
         warmup_steps=0,
     )
     plain = Loop(name, shape, compiled=False)
     compiled = Loop(name, shape, compiled=True)
-    with tempfile.TemporaryDirectory() as folder:
-        data = open_data(stdlib_tokens(name), config.held_out)
-        session = build(config, Path(folder), data)
-        contenders = [
-            Contender("ours, bfloat16/word", lambda: train_step(session)),
-            Contender("plain float32", plain.step),
-            Contender("autocast, compiled, fused", compiled.step),
-        ]
-        return measure(contenders, baseline="ours, bfloat16/word", rounds=rounds)
+    session = build(settings, open_tokens(stdlib_tokens(name)))
+    contenders = [
+        Contender("ours, bfloat16/word", lambda: train_step(session)),
+        Contender("plain float32", plain.step),
+        Contender("autocast, compiled, fused", compiled.step),
+    ]
+    return measure(contenders, baseline="ours, bfloat16/word", rounds=rounds)
 
 
 PARTS = ("steps", "layers", "host", "first", "watch", "training", "memory")

@@ -2,7 +2,7 @@
 once in fact.
 
 errors ← spec ← runs ← analysis, planner ← report need no PyTorch. torch_names, spec ← numerics ←
-matmul, transforms, optim, distributed (which never import each other) ← gauges ← assembly ← checks
+matmul, transforms, optim, distributed (which never import each other) ← gauges ← assembly ← measuring
 ← checkpoints ← trainer ← integrations ← cli. Inside analysis, gauges, checkpoints and
 trainer some parts stand above others; what is above the gauges may write through `runs`.
 """
@@ -31,7 +31,7 @@ LAYERS = {
         *(f"measuring.{name}" for name in ("reading", "kinds", "step")),
     },
     "record": {"analysis.columns", "analysis.settings"},
-    "comparison": {"analysis.comparison"},
+    "comparison": {"measuring.comparison", "measuring.intervals", "measuring.labels"},
     "laws": {"measuring.laws"},
     "diagnosis": {"measuring.diagnose", "analysis.two_runs", "analysis.first_difference"},
     "hooks": {"measuring.hooks"},
@@ -47,7 +47,7 @@ LAYERS = {
     "own_module": {"planner.own_module"},
     "cli": {"cli", "__main__"},
 }
-ALIKE = ("runs", "planner", "report", "numerics", "matmul", "transforms", "optim", "distributed", "checks", "measuring", "gauges",
+ALIKE = ("runs", "planner", "report", "numerics", "matmul", "transforms", "optim", "distributed", "measuring", "gauges",
          "assembly", "checkpoints", "trainer", "integrations")  # fmt: skip
 """Layers that are one package."""
 LAYERS |= {name: {name} for name in ALIKE}
@@ -58,7 +58,7 @@ SEEN_BY_PARTS = LOWEST | {"torch_names", "compile", "numerics"}
 RECORDS = LOWEST | {"runs", "record", "monitor", "laws", "comparison", "planner", "report"}
 SEEN_BY_CHECKPOINTS = SEEN_BY_PARTS | {"runs", "distributed", "optim"}
 SEEN_BY_GAUGES = SEEN_BY_PARTS | PARTS | {"runs", "monitor", "hooks"}
-SEEN_BY_RECORDING = SEEN_BY_GAUGES | {"gauges", "checks", "record", "laws"}
+SEEN_BY_RECORDING = SEEN_BY_GAUGES | {"gauges", "record", "laws"}
 SEEN_BY_TRAINER = (
     SEEN_BY_RECORDING | RECORDS | {"recording", "measuring", "assembly", "checkpoints"}
 )
@@ -82,11 +82,10 @@ SEES = {
     "numerics": LOWEST | {"torch_names", "compile"},
     **dict.fromkeys(PARTS, SEEN_BY_PARTS),
     "checkpoints": SEEN_BY_CHECKPOINTS,
-    "checks": SEEN_BY_GAUGES | {"assembly"},
     "measuring": SEEN_BY_RECORDING | {"assembly", "comparison", "diagnosis", "recording"},
     "hooks": SEEN_BY_PARTS | {"distributed", "monitor"},
     "gauges": SEEN_BY_GAUGES,
-    "recording": SEEN_BY_RECORDING,
+    "recording": SEEN_BY_RECORDING | {"measuring"},
     "assembly": SEEN_BY_GAUGES | {"gauges"},
     "trainer": SEEN_BY_TRAINER,
     "integrations": SEEN_BY_CALLERS,

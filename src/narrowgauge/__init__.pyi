@@ -8,15 +8,14 @@ from . import numerics as numerics
 from . import optim as optim
 from . import runs as runs
 from . import spec as spec
-from .analysis.comparison.comparison import Comparison as Comparison
-from .analysis.comparison.comparison import compare_runs as compare_runs
 from .assembly.preparation import prepare as prepare
-from .checks.resume import check_resume as check_resume
 from .distributed.reduction import reduce_gradients_with as reduce_gradients_with
 from .errors import NarrowgaugeError as NarrowgaugeError
 from .matmul.inference import quantize_for_inference as quantize_for_inference
 from .matmul.swapping import swap_linears as swap_linears
 from .measuring.check import check as check
+from .measuring.comparison import Comparison as Comparison
+from .measuring.comparison import compare_runs as compare_runs
 from .measuring.diagnose import Diagnosis as Diagnosis
 from .measuring.diagnose import diagnose as diagnose
 from .measuring.lesson import teaches as teaches
@@ -24,6 +23,7 @@ from .measuring.places import ranked_places as ranked_places
 from .measuring.reading import Reading as Reading
 from .measuring.recorder import RunRecorder as RunRecorder
 from .measuring.recorder import watch as watch
+from .measuring.resume import check_resume as check_resume
 from .measuring.same import same as same
 from .numerics.rounding import round_to as round_to
 from .optim.audit import audit as audit

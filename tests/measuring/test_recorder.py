@@ -211,7 +211,7 @@ def test_an_optimizer_of_torch_is_recorded_beside_ours(tmp_path: Path) -> None:
     assert record.run["optimizer"]["class"] == "AdamW"
     # It is finished; what it lacks is an evaluation.
     compared = ng.compare_runs([record])
-    assert "without a validation loss: float32/float32, seed 0 (3 steps)" in compared.text()
+    assert "float32/float32, seed 0 (3 steps, no validation loss)" in compared.text()
     assert (
         "not recorded" in compared.table().plain() and "unfinished" not in compared.table().plain()
     )

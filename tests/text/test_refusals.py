@@ -19,7 +19,6 @@ from click.testing import CliRunner
 from torch import nn
 
 import narrowgauge as ng
-from narrowgauge.analysis.comparison.comparison import compare_runs
 from narrowgauge.cli.main import main
 from narrowgauge.errors import (
     ChipError,
@@ -30,6 +29,7 @@ from narrowgauge.errors import (
     RecordError,
 )
 from narrowgauge.matmul.inference import quantize_for_inference
+from narrowgauge.measuring.comparison import compare_runs
 from narrowgauge.numerics.rounding import round_to
 from narrowgauge.planner.layouts import read_layout
 from narrowgauge.planner.plan import plan
@@ -47,9 +47,8 @@ COMMANDS = [
     ("train --steps", "UsageError", "--steps"),
     ("train --recipe bfloat16/wrod", "RecipeError", "mean 'word'"),
     ("train --config nowhere.toml", "DataError", r"nowhere\.toml"),
-    ("train --sequence-length 4096", "RecipeError", "2048 positions"),
-    ("resume", "UsageError", "DIR"),
-    ("resume nowhere", "RecordError", "nowhere"),
+    ("train --out nowhere", "DataError", "no data was named"),
+    ("export nowhere out", "RecordError", "nowhere"),
     ("compare --seeds 2", "UsageError", "'--recipes'"),
     ("compare --recipes bfloat16/word,bfloat16/wrd", "RecipeError", "mean 'word'"),
     ("plan longst", "UsageError", "mean 'longest'"),

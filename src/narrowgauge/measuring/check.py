@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.errors import RecipeError
 from narrowgauge.measuring.beside import is_finite
+from narrowgauge.measuring.loss_value import coarse_loss
 from narrowgauge.measuring.one_process import OneProcess
 from narrowgauge.measuring.passes import (
     Backward,
@@ -45,7 +46,6 @@ from narrowgauge.measuring.set_up import SetUp, set_up_of, set_up_readings
 from narrowgauge.measuring.stored import stored_readings
 from narrowgauge.measuring.units import UNITS
 from narrowgauge.runs.finding import counted
-from narrowgauge.spec.formats import dtype_name
 from narrowgauge.torch_support.torch_hooks import has_own_hooks
 
 LOSS = 2.0**-14
@@ -185,5 +185,5 @@ def _loss_readings(plain: Pass | None, lines: list[str]) -> list[Reading]:
     lines.append(line)
     if loss.dtype not in UNITS:
         return []
-    lines.append(f"  the loss is in {dtype_name(loss.dtype)}: take that of logits.float()")
+    lines += coarse_loss(loss)
     return [measured("loss-rounding", "the loss", off, 0.0)] if off > LOSS else []

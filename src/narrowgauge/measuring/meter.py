@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from narrowgauge.measuring.hooks import Hub, Listener, failure_of
+from narrowgauge.measuring.rank_sums import RankSums
 from narrowgauge.measuring.reading import words_of
 from narrowgauge.measuring.samples import Sampler, StepSample, in_turn, samples_of
 from narrowgauge.measuring.step import Step
@@ -110,11 +111,11 @@ class Meter(Listener):
         hub.follow_outputs(self, self._add_output, self._undo, names)
         self._follow_probe()
         self._undo.callback(register_optimizer_step_post_hook(_heard_by(weakref.ref(self))).remove)
-        self._is_whole = not any(is_sharded(p) for p in self.names)
-        self._compared: dict[str, Tensor] = {}
-        self._parts: set[str] = set()
+        self._is_whole = not any(map(is_sharded, self.names))
+        self._ranks: RankSums | None = None
         if hub.here.size > 1:
-            self._begin_ranks()
+            self._ranks = RankSums(hub.here, self.names, self._sampler)
+            self.unseen |= self._ranks.unseen
         hub.listeners.append(self)
 
     def _name_all(self) -> None:
@@ -212,8 +213,8 @@ class Meter(Listener):
         self._samples[optimizer] = samples_of(self._sampler, optimizer, gradients, self.number)
         if optimizer is self.hub.optimizers[0]:
             self._take_frozen()
-        if self._compared:
-            self._take_sums(gradients)
+        if self._ranks is not None:
+            self._ranks.add_gradients(gradients)
 
     def _guard(self, call: Callable[..., object], *args: Any) -> None:
         """Call a part of the meter. After an error nothing more is measured, and the loop goes on."""
@@ -240,9 +241,9 @@ class Meter(Listener):
                 gradients[name] = part.coalesce().values() if part.is_sparse else part
             elif p.requires_grad:
                 self._missing.add(name)
-        names = [name for name, x in reversed(gradients.items()) if x.numel()]
+        names = [name for name in reversed(gradients) if gradients[name].numel()]
         if names:
-            norms = norms_of([gradients[name] for name in names])
+            norms = norms_of([*map(gradients.__getitem__, names)])
             scale = getattr(optimizer, "grad_scale", None)  # of torch.amp.GradScaler, if fused
             self._numbers.set("norm", names, norms if scale is None else norms / scale)
         return by_parameter
@@ -277,8 +278,10 @@ class Meter(Listener):
         self._guard(self._after, optimizer)
         self._stepped.add(optimizer)
         if self.has_stepped:
-            if self._compared:
-                self._compare_ranks()
+            if self._ranks is not None:
+                self._guard(self._ranks.take_weights)
+                for what, flags in self._ranks.compare(self.is_broken, self.number).items():
+                    self._numbers.set(what, [*self._ranks.whole], flags)
             if not self._is_sent:
                 self._numbers.send()
                 self._is_sent = True
@@ -287,7 +290,7 @@ class Meter(Listener):
         self._take_control(optimizer)
         for sample in self._samples.pop(optimizer, ()):
             sample.finish()
-            names = [self.names[p] for p in sample.members]
+            names = [*map(self.names.__getitem__, sample.members)]
             self._numbers.set("move", names, sample.moves)
             self._numbers.set("size", names, sample.sizes)
             if sample.meant is not None:
@@ -318,64 +321,7 @@ class Meter(Listener):
     def hear(self, optimizer: torch.optim.Optimizer) -> None:
         """Hear of a step of any optimizer: one that is not watched may step the same weights."""
         if optimizer not in self.hub.optimizers:
-            self._others_stepped |= any(p in self.names for p in members_of(optimizer))
-
-    # ── ranks ─────────────────────────────────────────────────────────────────────────────────────
-
-    def _begin_ranks(self) -> None:
-        """Compare tensors that all ranks hold whole.
-
-        Those that differ at first are parts of one, unless their first gradients are equal.
-        """
-        if not self._is_whole:
-            self.unseen["weights of ranks"] = "parameters are sharded"
-            return
-        whole = {name: p for p, name in self.names.items() if p.requires_grad and p.numel()}
-        lists = self.hub.here.gather([(name, tuple(p.shape)) for name, p in whole.items()])
-        if any(other != lists[0] for other in lists):
-            self.unseen["weights of ranks"] = "ranks hold other tensors"
-            return
-        self._compared = whole
-        self._sums = torch.zeros(2, len(whole), dtype=torch.float64)
-        weights = torch.stack([self._sampler.bits(p) for p in whole.values()])
-        differs = self._unlike(weights.cpu()).tolist()
-        self._parts = {name for name, is_part in zip(whole, differs, strict=True) if is_part}
-
-    def _take_sums(self, gradients: dict[Tensor, Tensor]) -> None:
-        """Sum the bits of the gradients."""
-        sums = []
-        for p in self._compared.values():
-            total = torch.zeros((), dtype=torch.float64, device=p.device)
-            if p in gradients and not gradients[p].is_sparse:
-                total = self._sampler.bits(gradients[p])
-            sums.append(total)
-        self._sums[0] += torch.stack(sums).cpu()
-
-    def _compare_ranks(self) -> None:
-        """Compare gradients and weights of all ranks, in one call that all of them make."""
-        names = [*self._compared]
-        self._guard(self._sum_weights)
-        sums = torch.cat([self._sums.flatten(), torch.tensor([float(self.is_broken)] * 2)])
-        unsummed, apart, broken = self._unlike(sums).tensor_split([len(names), 2 * len(names)])
-        if broken.any() or self.is_broken:
-            return
-        if self._parts and not self.number:
-            self._parts &= {name for name, is_so in zip(names, unsummed, strict=True) if is_so}
-        whole = torch.tensor([name not in self._parts for name in names])
-        self._numbers.set("unsummed", names, unsummed & whole)
-        self._numbers.set("apart", names, apart & whole)
-        self._sums = torch.zeros_like(self._sums)
-
-    def _sum_weights(self) -> None:
-        weights = torch.stack([self._sampler.bits(p) for p in self._compared.values()])
-        self._sums[1] = weights.cpu()
-
-    def _unlike(self, values: Tensor) -> Tensor:
-        """Return which values differ between ranks: their largest and their smallest do."""
-        both = torch.stack([values, -values]).to(self.hub.here.device)
-        torch.distributed.all_reduce(both, torch.distributed.ReduceOp.MAX)
-        largest, smallest = both.cpu()
-        return largest != -smallest
+            self._others_stepped |= not self.names.keys().isdisjoint(members_of(optimizer))
 
     # ── the end of a step ─────────────────────────────────────────────────────────────────────────
 
@@ -431,39 +377,47 @@ class Meter(Listener):
             return values
 
     def _measured(self, read: dict[str, dict[str, float]]) -> dict[str, Any]:
-        norms = read.get("norm", {})
-        control = read.get("control", {})
-        sizes = {name: x for name, x in read.get("size", {}).items() if math.isfinite(x)}
-        with_gradient = {name for name, norm in norms.items() if norm}
+        empty: dict[str, float] = {}
+        norms = read.get("norm", empty)
+        control = read.get("control", empty)
+        sizes = _finite(read.get("size", empty))
+        shares = _finite(read.get("share", empty))
+        with_gradient = {*_true(norms)}
         zero = (self._missing | {*norms}) - with_gradient
         zero &= self._reached
         self._reached |= with_gradient
-        self._moved |= {name for name, x in read.get("move", {}).items() if x}
-        shares = {name: x for name, x in read.get("share", {}).items() if math.isfinite(x)}
+        self._moved |= {*_true(read.get("move", empty))}
         self._still = (self._still | {*sizes}) - self._moved - {*shares}
-        self._share_groups(shares, read.get("meant", {}))
+        self._share_groups(shares, read.get("meant", empty))
         largest_in = max(sizes, key=sizes.__getitem__, default="")
-        arrived = math.hypot(*norms.values()) * control.get("clip", 1.0)
-        rates = [group.get("lr") or 0.0 for o in self.hub.optimizers for group in o.param_groups]
-        kept = read.get("kept", {}).get("")
-        return {
+        values: dict[str, Any] = {
             "lr": self._rate,
-            "rate": max(map(float, rates)),
+            "rate": self._largest_rate(),
             "skipped": bool(control.get("skipped", 0.0)),
-            "arrived": shortened(arrived) if self._is_whole else None,
             "zero": sorted(zero),
-            "bad": [name for name, norm in norms.items() if not math.isfinite(norm)],
-            "bad_output": _first(read.get("output", {})),
+            "bad": [name for name in norms if not math.isfinite(norms[name])],
+            "bad_output": _first(read.get("output", empty)),
             "bad_weight": self._bad_weight,
-            "kept": None if kept is None else bool(kept),
-            "stored": {name: round(x, 4) for name, x in shares.items()},
+            "stored": shares,
             "still": sorted(self._still & with_gradient),
-            "largest": None if not sizes else shortened(sizes[largest_in]),
             "largest_in": largest_in,
-            "drift": _true(read.get("drift", {})),
-            "apart": _true(read.get("apart", {})),
-            "unsummed": _true(read.get("unsummed", {})),
         }
+        if self._is_whole:
+            values["arrived"] = shortened(math.hypot(*norms.values()) * control.get("clip", 1.0))
+        if sizes:
+            values["largest"] = shortened(sizes[largest_in])
+        if "kept" in read:
+            values["kept"] = bool(read["kept"][""])
+        for what in ("drift", "apart", "unsummed"):
+            values[what] = _true(read.get(what, empty))
+        return values
+
+    def _largest_rate(self) -> float:
+        largest = 0.0
+        for optimizer in self.hub.optimizers:
+            for group in optimizer.param_groups:
+                largest = max(largest, float(group.get("lr") or 0.0))
+        return largest
 
     def _share_groups(self, shares: dict[str, float], meant: dict[str, float]) -> None:
         """Keep the share of each group, weighted by the updates that were meant."""
@@ -519,8 +473,16 @@ def shortened(x: float) -> float:
     return float(f"{x:.7g}")
 
 
+def _finite(values: dict[str, float]) -> dict[str, float]:
+    return {name: shortened(x) for name, x in values.items() if math.isfinite(x)}
+
+
 def _first(outputs: dict[str, float]) -> str:
-    return next((name for name, x in outputs.items() if not math.isfinite(x)), "")
+    """Return the first name whose value is not finite."""
+    for name, x in outputs.items():
+        if not math.isfinite(x):
+            return name
+    return ""
 
 
 def _true(flags: dict[str, float]) -> list[str]:

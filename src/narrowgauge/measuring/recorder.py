@@ -20,15 +20,16 @@ from torch import Tensor, nn
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.sharding import fingerprint_whole, fsdp_modules
 from narrowgauge.errors import RecipeError, RecordError
-from narrowgauge.gauges.recording.certificate import Certificate
 from narrowgauge.gauges.recording.fingerprints import Fingerprints
 from narrowgauge.matmul.linear import Linear
 from narrowgauge.measuring.hooks import Listener, RunNotice
 from narrowgauge.measuring.laws import Laws
+from narrowgauge.measuring.loss_value import coarse_loss
 from narrowgauge.measuring.meter import Meter
 from narrowgauge.measuring.provenance import describe_run, differences, formats_of
 from narrowgauge.measuring.reading import measured
 from narrowgauge.measuring.record import OnRow, Record
+from narrowgauge.measuring.resume import Certificate
 from narrowgauge.measuring.set_up import set_up_of
 from narrowgauge.measuring.step import Step
 from narrowgauge.measuring.step_row import batch_checksum
@@ -268,6 +269,9 @@ class RunRecorder:
         told |= columns
         self._told = {name: value for name, value in told.items() if value is not None}
         self.meter.end_step()
+        if self.num_steps == 1:
+            for line in coarse_loss(loss):
+                self.event("note", line)
 
     def _write(self, step: Step) -> None:
         """Write the row of a step that has ended."""
@@ -359,10 +363,12 @@ class RunRecorder:
         self.meter.go_on_after(step)
         self._must_go_back = False
         if path:
-            for reading in self._certificate.differences(path, objects):
-                numbers = reading.value, reading.expected
-                told = measured("not-restored", reading.tensor, *numbers, step=step)
-                self._record.log(told, shown=True)
+            for state in self._certificate.differences(path, objects):
+                words = f"{state.kind}: {state.text}." if state.kind else f"{state.text}."
+                self._record.event(
+                    "not-restored", words, step=step, shown=True, tensor=state.kind,
+                    severity="error", value=state.value, expected=state.expected,
+                )  # fmt: skip
         self._begin_at(step)
         self._tell_changes()
         if goes_on or began:

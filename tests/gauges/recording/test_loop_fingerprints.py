@@ -147,7 +147,7 @@ def test_an_error_while_hashing_ends_no_run(
 
     run = recorded(tmp_path, after_step=break_hashes)
     assert len(run.steps) == STEPS and [row["step"] for row in run.fingerprints] == [0, 1]
-    notes = [event["advice"] for event in run.events if event["what"] == "note"]
+    notes = [event["text"] for event in run.events if event["what"] == "note"]
     assert notes.count("the record of fingerprints ended: ValueError: no bits") == 1
 
 
