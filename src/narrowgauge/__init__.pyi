@@ -19,7 +19,6 @@ from .measuring.comparison import compare_runs as compare_runs
 from .measuring.diagnose import Diagnosis as Diagnosis
 from .measuring.diagnose import diagnose as diagnose
 from .measuring.lesson import teaches as teaches
-from .measuring.places import ranked_places as ranked_places
 from .measuring.reading import Reading as Reading
 from .measuring.recorder import RunRecorder as RunRecorder
 from .measuring.recorder import watch as watch

@@ -104,7 +104,7 @@ def test_a_second_moment_whose_decay_is_rounded_away_is_told_once_with_the_step(
     model = nn.Linear(64, 64).bfloat16()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=0.1)
     check = ng.check(model, optimizer)
-    assert [r.what for r in check] == ["stored-share"] and share_of(check) == 0.0
+    assert [r.what for r in check] == ["stored-share"] and share_of(check) < 0.2
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, betas=(0.9, 0.95), weight_decay=0)
     assert not len(ng.check(model, optimizer))
 

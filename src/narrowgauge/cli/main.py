@@ -151,10 +151,13 @@ def show_storages(params: float | None, as_json: bool) -> None:
 @flags.json_list
 def show_checks(as_json: bool) -> None:
     """Readings: what measures each, its bound, and the bound's source."""
-    from narrowgauge.analysis.kinds import kind_table
+    from narrowgauge.analysis import kinds as of_two_models
+    from narrowgauge.measuring.kinds import kind_table
+    from narrowgauge.spec.tables import Table
 
     table = kind_table()
-    _print(as_json, table.rows, table)
+    rows = [*table.rows, *of_two_models.kind_table().rows]
+    _print(as_json, rows, Table(table.columns, rows))
 
 
 @show_group.command("recipe", short_help="What one recipe stores, computes and loses.")

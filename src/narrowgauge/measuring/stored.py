@@ -315,8 +315,9 @@ def stored_readings(
             reasons.setdefault(update.unpredicted, []).append(stepped.name)
         else:
             shares = update.shares()
-            if shares.step < MIN_EDQ or shares.least < MIN_EDQ:
-                lost[stepped.name] = shares.least
+            if shares.least < MIN_EDQ:
+                is_step = shares.step < MIN_EDQ
+                lost[stepped.name] = shares.step if is_step else shares.least
         if update.zero_eps:
             zero_eps.append(stepped.name)
         row = update.row(shares)
