@@ -30,10 +30,10 @@ LAYERS = {
         *(f"analysis.{name}" for name in ("reading", "kinds")),
         *(f"measuring.{name}" for name in ("reading", "kinds", "step")),
     },
-    "record": {"analysis.columns", "analysis.settings"},
+    "record": {"analysis.columns", "measuring.settings"},
     "comparison": {"measuring.comparison", "measuring.intervals", "measuring.labels"},
     "laws": {"measuring.laws"},
-    "diagnosis": {"measuring.diagnose", "analysis.two_runs", "analysis.first_difference"},
+    "diagnosis": {"measuring.diagnose", "measuring.two_runs"},
     "hooks": {"measuring.hooks"},
     "machine": {"torch_support.machine"},
     "torch_names": {
@@ -43,7 +43,6 @@ LAYERS = {
         )
     },
     "compile": {"torch_support"},
-    "recording": {"gauges.recording"},
     "own_module": {"planner.own_module"},
     "cli": {"cli", "__main__"},
 }
@@ -59,9 +58,7 @@ RECORDS = LOWEST | {"runs", "record", "monitor", "laws", "comparison", "planner"
 SEEN_BY_CHECKPOINTS = SEEN_BY_PARTS | {"runs", "distributed", "optim"}
 SEEN_BY_GAUGES = SEEN_BY_PARTS | PARTS | {"runs", "monitor", "hooks"}
 SEEN_BY_RECORDING = SEEN_BY_GAUGES | {"gauges", "record", "laws"}
-SEEN_BY_TRAINER = (
-    SEEN_BY_RECORDING | RECORDS | {"recording", "measuring", "assembly", "checkpoints"}
-)
+SEEN_BY_TRAINER = SEEN_BY_RECORDING | RECORDS | {"measuring", "assembly", "checkpoints"}
 SEEN_BY_CALLERS = SEEN_BY_TRAINER | {"trainer"}
 # What each layer may import besides itself.
 SEES = {
@@ -82,12 +79,11 @@ SEES = {
     "numerics": LOWEST | {"torch_names", "compile"},
     **dict.fromkeys(PARTS, SEEN_BY_PARTS),
     "checkpoints": SEEN_BY_CHECKPOINTS,
-    "measuring": SEEN_BY_RECORDING | {"assembly", "comparison", "diagnosis", "recording"},
+    "measuring": SEEN_BY_RECORDING | {"assembly", "comparison", "diagnosis"},
     "hooks": SEEN_BY_PARTS | {"distributed", "monitor"},
     "gauges": SEEN_BY_GAUGES,
-    "recording": SEEN_BY_RECORDING | {"measuring"},
-    "assembly": SEEN_BY_GAUGES | {"gauges"},
     "trainer": SEEN_BY_TRAINER,
+    "assembly": SEEN_BY_GAUGES | {"gauges"},
     "integrations": SEEN_BY_CALLERS,
     "cli": SEEN_BY_CALLERS | {"diagnosis", "integrations"},
 }

@@ -11,7 +11,6 @@ LEAST = (
     2.0**-20
 )  # relative: 8 ulps of float32; another order of a float32 model's sums moved norms by up to 1.4e-7
 GROWTH = 30.0  # factor a step: of the largest difference; measured on tiny models: below 6
-SHARED = 0.5  # fraction of a kind's tensors in both runs: below, the runs name tensors differently
 
 # ── the comparison of runs ──────────────────────────────────────────────────────
 NEGLIGIBLE = 1e-3  # fraction of the baseline's loss: a difference whose whole interval lies within does not matter

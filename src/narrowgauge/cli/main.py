@@ -357,7 +357,7 @@ def diagnose(run: Path, other: Path | None, as_json: bool) -> None:
     cannot show.
 
     With OTHER, a run that should have been equal: the first step, stage, tensor and rank in which
-    they differ, and the recorded settings that differ and can act there.
+    they differ, and the recorded settings that differ.
 
     RUN is a run folder, finished or not, or the log of another framework, as for report.
 

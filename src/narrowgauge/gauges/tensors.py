@@ -467,7 +467,7 @@ def _leading(optimizer: torch.optim.Optimizer, p: Tensor, name: str) -> list[Ten
     the state.
     """
     if isinstance(optimizer, Optimizer):
-        state = optimizer.state_of(p)
+        state = optimizer.local_state(p)
         values = None
         if state is not None and name in dict(state.storage.states):
             values = stored(state, name, _NUM_VALUES)

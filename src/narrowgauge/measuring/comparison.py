@@ -21,7 +21,6 @@ from itertools import combinations
 from typing import Any
 
 from narrowgauge.analysis.columns import column
-from narrowgauge.analysis.settings import recipe_of, settings_diff
 from narrowgauge.analysis.thresholds import (
     ACCEPTABLE,
     LEAST_LOSS,
@@ -33,6 +32,7 @@ from narrowgauge.analysis.thresholds import (
 from narrowgauge.errors import RecordError
 from narrowgauge.measuring.intervals import PairedDifference, interval, shown_loss
 from narrowgauge.measuring.labels import run_labels, seed_of
+from narrowgauge.measuring.settings import recipe_of, settings_diff
 from narrowgauge.runs.finding import listed
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import SUMMARY, Row, finite_number, number

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any, overload
 
 from narrowgauge.analysis.columns import column, rows_of
-from narrowgauge.analysis.two_runs import TwoRuns
 from narrowgauge.errors import RecordError
 from narrowgauge.measuring.kinds import KINDS
 from narrowgauge.measuring.laws import Laws
 from narrowgauge.measuring.reading import STAGES, Reading, Readings, measured
 from narrowgauge.measuring.step import Step
+from narrowgauge.measuring.two_runs import TwoRuns
 from narrowgauge.runs.finding import counted, sentences
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.runs.schema import Row, number, step_of

@@ -207,7 +207,7 @@ class Passes:
             draws = bool(wide.draws) or _generators() != before
             changes()
             gradients, shadows = self._read(leaves, wide)
-            raw = [gradient_of(p) for p in leaves.values() if p.grad is not None]
+            raw: list[Tensor] = [p.grad for p in leaves.values() if p.grad is not None]
             for name, (gradient, shadow) in taken.items():
                 gradients[name] = gradient
                 raw.append(gradient)
@@ -351,7 +351,7 @@ def _scalers_put_back() -> Iterator[dict[GradScaler, dict[str, Any]]]:
             saved[scaler] = vars(scaler) | {"_per_optimizer_states": states}
         return scale(scaler, outputs)
 
-    GradScaler.scale = noting  # type: ignore[method-assign]
+    GradScaler.scale = noting  # type: ignore[assignment, method-assign]
     try:
         yield saved
     finally:

@@ -146,7 +146,7 @@ class Roundings:
         """Return at most ``number`` places, the largest first."""
         rest = self.sites
         left = self.error
-        ranked = []
+        ranked: list[Place] = []
         while rest and len(ranked) < number and left > self.unit * self.length:
             site = self._largest(rest, left)
             alone = self._alone([site])
@@ -228,7 +228,7 @@ def rounding_readings(roundings: Roundings, lines: list[str], number: int = 1) -
     places: list[Place] = []
     if is_many or (not is_float32 and roundings.roundings > RANKED):
         places = roundings.places(number)
-    elif not is_many and number:
+    elif number:
         places = roundings.sum_of_micro_batches()
     lines += [place_line(place, wide) for place in places]
     if is_many or (slack == 1.0 and places and places[0].is_most):

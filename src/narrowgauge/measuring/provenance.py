@@ -18,10 +18,10 @@ import torch
 from torch import nn
 
 import narrowgauge
-from narrowgauge.analysis.settings import settings_diff
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.errors import RecordError
 from narrowgauge.gauges.arithmetic import measure_arithmetic
+from narrowgauge.measuring.settings import settings_diff
 from narrowgauge.runs.finding import told
 from narrowgauge.runs.schema import Row
 from narrowgauge.spec.formats import FORMATS, dtype_name

@@ -19,9 +19,9 @@ from torch import nn
 
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.errors import NarrowgaugeError
-from narrowgauge.gauges.recording.fingerprints import Fingerprints
 from narrowgauge.gauges.tensors import Gauges
 from narrowgauge.measuring.diagnose import ignored, steps_of
+from narrowgauge.measuring.fingerprints import Fingerprints
 from narrowgauge.measuring.hooks import Hub, failure_of
 from narrowgauge.measuring.laws import Laws
 from narrowgauge.measuring.reading import Reading, measured

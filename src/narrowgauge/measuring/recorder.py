@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.sharding import fingerprint_whole, fsdp_modules
 from narrowgauge.errors import RecipeError, RecordError
-from narrowgauge.gauges.recording.fingerprints import Fingerprints
 from narrowgauge.matmul.linear import Linear
+from narrowgauge.measuring.fingerprints import Fingerprints
 from narrowgauge.measuring.hooks import Listener, RunNotice
 from narrowgauge.measuring.laws import Laws
 from narrowgauge.measuring.loss_value import coarse_loss

@@ -95,7 +95,7 @@ def set_up_of(model: Any, optimizer: Any) -> SetUp:
             f"Cannot check {type(model).__name__} as a model.", "Pass the torch.nn.Module."
         )
     require_float64(model.parameters())
-    optimizers = []
+    optimizers: list[torch.optim.Optimizer] = []
     for outer in optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]:
         inner = outer
         deeper = getattr(outer, "optimizer", None)

@@ -43,6 +43,7 @@ class Slope:
     said = 0.0
     found = 0.0
     off = 0.0
+    _answer: bool | None = None
 
     def __init__(self, passes: Passes, batch: Any, has_constants: bool, *policies: Any) -> None:
         self.passes = passes
@@ -111,6 +112,15 @@ class Slope:
         # A kink lies within the larger step where the two slopes differ.
         return abs(slopes[0] - slopes[1]) <= abs(slopes[1] - self.said) / 4
 
+    def disagrees(self) -> bool:
+        """Return whether the loss of all tensors does, also without what is attached in backward."""
+        if self._answer is None:
+            self._answer = self.differs(self.names)
+            if self._answer:
+                self.leave_out_attached()
+                self._answer = self.differs(self.names)
+        return self._answer
+
 
 def _has_hook(p: Any) -> bool:
     """Return whether a hook of the loop's own sees the gradient of a tensor, and may change it."""
@@ -122,25 +132,21 @@ def slope_readings(
     passes: Passes, batch: Any, lines: list[str], unseen: dict[str, str], *policies: Any
 ) -> list[Reading]:
     """Return a reading where the loss does not change as its gradient says."""
-    for has_constants in (True, False):
-        slope = Slope(passes, batch, has_constants, *policies)
-        if not slope.is_known:
-            reason = f"not followed through {', '.join(slope.cuts)}"
-            unseen["the slope of the loss"] = reason if slope.cuts else "it is not finite"
-            return []
-        if slope.hooked:
-            names = of_all(slope.hooked)
-            unseen[f"the slope along {names}"] = "a hook may change its gradient"
-        differs = slope.differs(slope.names)
-        if differs:
-            slope.leave_out_attached()
-            differs = slope.differs(slope.names)
-        if not differs:
-            lines.append(
-                f"slope: the loss changes as the gradient of {len(slope.names)} tensors says, "
-                f"within {slope.off:.1g}"
-            )
-            return []
+    slope = Slope(passes, batch, True, *policies)
+    if slope.is_known and slope.disagrees():
+        slope = Slope(passes, batch, False, *policies)
+    if not slope.is_known:
+        reason = f"not followed through {', '.join(slope.cuts)}"
+        unseen["the slope of the loss"] = reason if slope.cuts else "it is not finite"
+        return []
+    if slope.hooked:
+        unseen[f"the slope along {of_all(slope.hooked)}"] = "a hook may change its gradient"
+    if not slope.disagrees():
+        lines.append(
+            f"slope: the loss changes as the gradient of {len(slope.names)} tensors says, "
+            f"within {slope.off:.1g}"
+        )
+        return []
     wrong = _wrong_tensors(slope)
     if not wrong:
         unseen["the slope of the loss"] = "no tensor alone has another one"

@@ -8,12 +8,12 @@ from torch import Tensor
 from narrowgauge.optim.kernel import Inputs, Numbers, advance, audited_terms, average, named
 from narrowgauge.optim.row_bounds import bound_rows
 from narrowgauge.optim.rules.matrix import MatrixRule
-from narrowgauge.optim.state import ParameterState
+from narrowgauge.optim.state import LocalState
 from narrowgauge.optim.values import at_once
 from narrowgauge.optim.walk import spans
 
 
-def run(state: ParameterState, numbers: Numbers) -> Tensor | None:
+def run(state: LocalState, numbers: Numbers) -> Tensor | None:
     """Step by the definition, in place. Return the audit's sums, float64, if it is audited.
 
     The state has its gradient. That of a matrix rule has its change.
@@ -37,7 +37,7 @@ def run(state: ParameterState, numbers: Numbers) -> Tensor | None:
     return None if numbers.turn is None else total
 
 
-def average_gradient(state: ParameterState, numbers: Numbers) -> None:
+def average_gradient(state: LocalState, numbers: Numbers) -> None:
     """Write a matrix rule's average of the gradients into ``change``, by the definition."""
     rule = state.kernel.rule
     assert isinstance(rule, MatrixRule)

@@ -17,7 +17,7 @@ from narrowgauge.optim.definition import average_gradient, run
 from narrowgauge.optim.kernel import Kernel, Numbers
 from narrowgauge.optim.multi_tensor import Table
 from narrowgauge.optim.rules.matrix import AnyRule
-from narrowgauge.optim.state import ParameterState
+from narrowgauge.optim.state import LocalState, new_state
 from narrowgauge.optim.values import begin
 from narrowgauge.spec.storages import Storage
 from narrowgauge.torch_support import proven, triton
@@ -78,13 +78,13 @@ def _has_the_bits(rule: AnyRule, storage: Storage, device: torch.device) -> bool
     return True
 
 
-def _tensors_of(state: ParameterState) -> list[Tensor]:
-    return [state.parameter, state.change, *state.tensors()]
+def _tensors_of(state: LocalState) -> list[Tensor]:
+    return [state.parameter, state.change, *state.tensors().values()]
 
 
 def _cases(
     rule: AnyRule, storage: Storage, device: torch.device, proven: torch.device
-) -> list[ParameterState]:
+) -> list[LocalState]:
     """Draw tensors: ordinary values, odd ends, and in the last two rows edge values.
 
     A fault of a division's last bit shows in one of a thousand weights of 16 bits. An interpreter
@@ -109,16 +109,13 @@ def _cases(
         ((3, 67), True, True),
         ((rows, 256), True, False),
     ):
-        weight = drawn(dtype, shape, 1, edges)
-        state = ParameterState(weight.to(device), storage, kernel)
-        state.allocate()
+        weight = drawn(dtype, shape, 1, edges).to(device)
+        state = LocalState(weight, new_state(weight, storage, {}), kernel, {})
         begin(state)
-        values = {}
-        for name, like in state.saved().items():
-            if like.ndim:
-                value = drawn(like.dtype, like.shape, 3, edges)
-                values[name] = value.abs() if value.is_floating_point() else value
-        state.take(values)
+        for name, tensor in state.tensors().items():
+            shape_drawn = (*shape[:1], 1) if name.endswith("_bound") else shape
+            value = drawn(tensor.dtype, shape_drawn, 3, edges)
+            tensor.copy_(value.abs() if value.is_floating_point() else value)
         gradient = drawn(dtype, shape, GRADIENT, edges)
         state.gradient = (gradient.float() if wide else gradient).to(device)
         state.change = torch.zeros(shape, dtype=torch.float32, device=device)

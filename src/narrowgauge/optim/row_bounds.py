@@ -21,7 +21,7 @@ from narrowgauge.optim.rules.elementwise import Rule
 from narrowgauge.spec.storages import Storage
 
 if TYPE_CHECKING:
-    from narrowgauge.optim.state import ParameterState
+    from narrowgauge.optim.state import LocalState
 
 
 def bounding(rule: Rule) -> tuple[str, ...]:
@@ -59,7 +59,7 @@ def scales_of_rows(
     return scales
 
 
-def bound_rows(state: ParameterState, values: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+def bound_rows(state: LocalState, values: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
     """Set the new bounds of a state's rows, which has its gradient. Return the multipliers of this
     step for the definition.
 
@@ -80,7 +80,7 @@ def bound_rows(state: ParameterState, values: Tensor) -> dict[str, tuple[Tensor,
     return multipliers
 
 
-def peaks_of_rows(state: ParameterState, values: Tensor) -> Tensor:
+def peaks_of_rows(state: LocalState, values: Tensor) -> Tensor:
     """Return the largest magnitude of each row, float32 ``[rows, 1]``, over all ranks that share
     the row. A NaN is the largest.
     """

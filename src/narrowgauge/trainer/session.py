@@ -225,10 +225,6 @@ def differentiate(session: Session, batch: Sequence[Tensor]) -> Tensor:
     is_cached = len(batch) > 1 and not fsdp_modules(session.model)
     with float32_attention(), cached_weights() if is_cached else nullcontext():
         for part, tokens in zip(session.micro_batches(), batch, strict=True):
-            if session.linears is not None:
-                first = part.number * settings.micro_batch_size
-                session.linears.step = session.step
-                session.linears.set_first_token(first * settings.sequence_length)
             exchange: AbstractContextManager[Any] = nullcontext()
             if reduction is not None:
                 exchange = reduction.micro_batch(part.is_last, part.is_absent)

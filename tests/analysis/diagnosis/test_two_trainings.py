@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from narrowgauge.analysis.two_runs import TwoRuns
+from narrowgauge.measuring.two_runs import TwoRuns
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.trainer import loop, session
 from narrowgauge.trainer.session import Session, train_step
@@ -60,9 +60,9 @@ def flipped_bit(session: Session) -> None:
 
 CASES: dict[str, tuple[Any, dict[str, Any], int, str, str, str]] = {
     "another seed": (None, {"seed": 1}, 0, "start", "weight:model.embed_tokens.weight", "seed 0 and 1"),
-    "another order of the data": (other_order, {}, AT, "data", "tokens:batch", "can act there. Repeat one run."),
-    "a gradient times 1.01": (scaled_gradient, {}, AT, "gradient", f"grad:{WEIGHT}", "can act there. Repeat one run."),
-    "a flipped bit": (flipped_bit, {}, AT, "between steps", f"held:{WEIGHT}", "can act there. Repeat one run."),
+    "another order of the data": (other_order, {}, AT, "data", "tokens:batch", "No recorded setting differs."),
+    "a gradient times 1.01": (scaled_gradient, {}, AT, "gradient", f"grad:{WEIGHT}", "No recorded setting differs."),
+    "a flipped bit": (flipped_bit, {}, AT, "forward", f"output:{WEIGHT.removesuffix('.weight')}", "No recorded setting differs."),
 }  # fmt: skip
 """By case: what strikes the second run, its settings, then step, stage and tensor of the first
 difference, and a sentence.

@@ -52,7 +52,8 @@ class Finite:
         for is_deliberate in (False, True):
             chosen = [cause for cause in known if cause.is_deliberate is is_deliberate]
             if chosen:
-                return min(chosen).words
+                words: str = min(chosen).words
+                return words
         return ""
 
     def before(self, op: Operation) -> None:
@@ -79,7 +80,7 @@ class Finite:
                 self._causes.set(x, self._made(op, x, made_nan))
 
     def _inherited(self, op: Operation, bad: list[Tensor], causes: list[Any]) -> Cause:
-        known = [cause for cause in causes if cause is not None]
+        known: list[Cause] = [cause for cause in causes if cause is not None]
         if known:
             return min(known)
         name = self._names.get(storage_key(bad[0]), "a tensor that the step was given")

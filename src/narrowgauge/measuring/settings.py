@@ -1,14 +1,8 @@
-"""Recorded differences between two runs (settings, data, software), and the stages at which each
-can act.
-
-A seed acts on the first weights. The order of a sum acts only after a matmul. The limit of the
-gradient norm acts only at the clip. So the stage of the first difference rules out most other
-differences between two runs.
-"""
+"""Recorded differences between two runs: settings, data and software."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +11,6 @@ from narrowgauge.runs.record import Run, config_of
 from narrowgauge.runs.schema import UNAVAILABLE, Row, short
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.spec.toml import load_data
 
 TABLES = ("config", "data", "model", "optimizer", "versions", "machine")
 """Compared tables of ``run.toml``."""
@@ -110,35 +103,3 @@ def _of_table(
 
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else short(value)
-
-
-# ── where settings act ────────────────────────────────────────────────────────────────────────────
-
-
-ACTS: list[Row] = load_data("acts", "analysis")["acts"]
-"""Settings (``table.name`` or ``table.*``), the first ``stages`` where they show, and
-``only_rounds`` if they only round.
-"""
-
-
-def acting_at(
-    differences: Iterable[SettingDifference], stage: str, is_rounding: bool
-) -> tuple[SettingDifference, ...]:
-    """Return the differences that can act at a stage.
-
-    Include rounding-only differences if ``is_rounding``.
-
-    A setting that :data:`ACTS` does not name, such as one of a user's loop, can act at any stage.
-    """
-    listed = set[str]()
-    settings = set[str]()
-    for row in ACTS:
-        listed.update(row["settings"])
-        if stage in row["stages"] and (is_rounding or not row.get("only_rounds")):
-            settings.update(row["settings"])
-    acting = []
-    for difference in differences:
-        names = {f"{difference.table}.{difference.name}", f"{difference.table}.*"}
-        if names & settings or not names & listed:
-            acting.append(difference)
-    return tuple(acting)

@@ -1,9 +1,9 @@
 """Fingerprints of a training step: the tensors that two runs computed, in 64 bits each.
 
-A step can record a hash and the norm of each of its tensors, in the order of computation: weights
-that changed since the last step, the tokens, the output of each module with parameters, the
-gradients from the last parameter to the first, and after the update the stored weights and moments.
-``narrowgauge diagnose RUN OTHER`` compares from the first different entry on.
+A step can record a hash and the norm of each of its tensors, in the order of computation: the
+tokens, the output of each module with parameters, the gradients from the last parameter to the
+first, and after the update the stored weights and moments. ``narrowgauge diagnose RUN OTHER``
+compares from the first different entry on.
 
 A fingerprint is a sum over elements of a hash of their bits and their place in the whole tensor. So
 it depends neither on sharding nor on which rank computed which micro-batch. To show the rank on
@@ -21,15 +21,13 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.distributed.reduction import reduction_of
 from narrowgauge.distributed.replica_verification import unlike
 from narrowgauge.distributed.sharding import fingerprints_whole_and_own
 from narrowgauge.measuring.hooks import Hub, Listener
 from narrowgauge.measuring.states import stored_by
 from narrowgauge.numerics.chunks import flat_chunks
 from narrowgauge.numerics.dtensor import gradient_of, is_sharded
-from narrowgauge.numerics.hashing import GOLDEN, combine, fingerprint, fingerprint_all
-from narrowgauge.optim.optimizer import Optimizer
+from narrowgauge.numerics.hashing import combine, fingerprint, fingerprint_all
 from narrowgauge.runs.schema import Row
 from narrowgauge.torch_support.torch_hooks import members_of
 from narrowgauge.torch_support.torch_names import is_compiled_model, plain_name
@@ -67,25 +65,23 @@ class Fingerprints(Listener):
         self.here = hub.here
         self.is_on = False
         self._last: Row | None = None
-        # The stored tensors of the last recorded step.
-        self._recorded_step = -2
-        self._recorded: tuple[dict[str, int], dict[str, int]] = {}, {}
+        self._names = _names_of(self.optimizer, self.model)
         self._pass = ExitStack()
-        self._backward = ExitStack()
-        self._step = 0
-        self._has_begun = True
         self._is_past_backward = False
         self._num_sequences = 0
         self._first_sequence = 0
-        self._clear()
+        self._begin(0)
         hub.listeners.append(self)
 
-    def _clear(self) -> None:
+    def _begin(self, step: int) -> None:
+        """Begin the step that ends as number ``step``."""
+        self._step = step
+        self.is_on = self.every > 0 and (step % self.every == 0 or step == 1)
+        self._is_past_backward = False
+        self._num_sequences = 0
         self._entries: dict[str, list[float]] = {}
-        self._changed: dict[str, list[float]] = {}
         # Of this rank alone: a hash of its part of each kind.
         self._own: dict[str, int] = {}
-        self._num_sent = 0
 
     # ── the loop calls these ──────────────────────────────────────────────────────────────────────
 
@@ -97,42 +93,27 @@ class Fingerprints(Listener):
             self._end_row(step)
 
     def take(self, step: int) -> Row | None:
-        """Return the newest row, if there is one, and expect the step after ``step``.
-
-        Changes of weights before its first pass count as between steps.
-        """
+        """Return the newest row, if there is one, and expect the step after ``step``."""
         self.end()
         row = self._last
         self._last = None
-        self._step = step + 1
-        self._num_sequences = 0
-        self._is_past_backward = False
-        self._has_begun = False
+        self._begin(step + 1)
         return row
 
     # ── the hub calls these ───────────────────────────────────────────────────────────────────────
 
     def before_pass(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        """Begin a micro-batch.
-
-        Later computations than the backward pass are not part of the step.
-        """
-        if self._is_past_backward:
+        """Begin a micro-batch. Later computations than the backward pass are not part of the step."""
+        if self._is_past_backward or not self.is_on:
             return
-        self._begin_once()
-        if not self.is_on:
-            return
-        tokens = None
-        for x in inputs:
-            # The tokens are the first integer input with two dims: batch, sequence.
-            is_integer = isinstance(x, Tensor) and x.ndim == 2 and not x.is_floating_point()
-            if tokens is None and is_integer:
-                tokens = x
         self._pass.close()  # of a pass that raised
         self._first_sequence = self._num_sequences
-        if tokens is not None:
-            self._add("tokens:batch", tokens)
-            self._num_sequences += len(tokens)
+        for x in inputs:
+            # The tokens are the first integer input with two dims: batch, sequence.
+            if isinstance(x, Tensor) and x.ndim == 2 and not x.is_floating_point():
+                self._add("tokens:batch", x)
+                self._num_sequences += len(x)
+                break
         if not is_compiled_model(self.model):
             self.hub.follow_outputs(self, self._add_output, self._pass)
 
@@ -144,9 +125,7 @@ class Fingerprints(Listener):
         """Record the gradients of the step, before our optimizer clips them."""
         if optimizer is not self.optimizer:
             return
-        self._begin_once()
         self._pass.close()
-        self._backward.close()
         self._is_past_backward = True
         if not self.is_on:
             return
@@ -160,65 +139,17 @@ class Fingerprints(Listener):
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Record the weights and the states, and close the row."""
-        if not self.is_on or optimizer is not self.optimizer:
-            return
-        if isinstance(optimizer, Optimizer) and optimizer.last_control is not None:
-            # The factor by which the update multiplied the gradients.
-            factor = optimizer.last_control[:1]
-            size = sum(x[2] for key, x in self._entries.items() if key.startswith("grad:"))
-            self._entries["clip:factor"] = [fingerprint(factor), float(factor), size]
-        self._end_row(self._step)
+        if self.is_on and optimizer is self.optimizer:
+            self._end_row(self._step)
 
     def end(self) -> None:
-        """Remove the hooks of a pass and of a backward pass."""
+        """Remove the hooks of a pass."""
         self._pass.close()
-        self._backward.close()
         if self not in self.hub.listeners:
             self.every = 0
             self.is_on = False
 
     # ── one step ──────────────────────────────────────────────────────────────────────────────────
-
-    def _begin_once(self) -> None:
-        if self._has_begun:
-            return
-        self._has_begun = True
-        self._begin(self._step)
-        if not self.is_on or self.here.size == 1:
-            return
-        reduction = reduction_of(self.model)
-        if reduction is not None:
-            self._backward.enter_context(reduction.shown_to(self._add_sent))
-        else:
-            self.hub.follow_gradients(
-                self, self._add_sent, self._backward, *self.model.parameters()
-            )
-
-    def _begin(self, step: int) -> None:
-        """Begin the step that ends as number ``step``.
-
-        If the last step was recorded, the first entries are weights and moments that changed since
-        without an update.
-        """
-        self.is_on = self.every > 0 and (step % self.every == 0 or step == 1)
-        self._clear()
-        if not self.is_on or self._recorded_step != step - 1:
-            return
-        stored = self._stored(is_stepped=step > 1)
-        numbers, local_numbers = fingerprints_whole_and_own(stored)
-        before, own_before = self._recorded
-        for key, number in numbers.items():
-            if number != before.get(key):
-                self._changed[_held_key(key)] = _entry(number, stored[key])
-        for key in before:
-            if key not in numbers:  # a state that was lost
-                self._changed[_held_key(key)] = [0, 0.0, 0]
-        changed = {
-            key: number for key, number in local_numbers.items() if number != own_before.get(key)
-        }
-        self._own["held"] = 0
-        if changed:
-            self._own["held"] = _digest(changed)
 
     def _add_output(self, name: str, x: Tensor) -> None:
         self._add(f"output:{name}", x)
@@ -231,76 +162,54 @@ class Fingerprints(Listener):
         entry[1] += _sum_of_squares(x)
         entry[2] += x.numel()
 
-    def _add_sent(self, gradient: Tensor) -> None:
-        """Record a gradient that this rank adds to the sum.
-
-        Equal runs have them in the same order.
-        """
-        if is_plain(gradient):
-            self._num_sent += 1
-            number = fingerprint(gradient, offset=self._num_sent * GOLDEN % (1 << 62))
-            self._own["sent"] = combine([self._own.get("sent", 0), number])
-
     def _end_row(self, step: int) -> None:
         """Record the stored tensors after a step, and make its row."""
-        self._recorded = self._record(self._stored(is_stepped=step > 0))
-        self._recorded_step = step
-        tensors: dict[str, list[float]] = {}
-        for changed in self.here.gather(self._changed):
-            tensors |= changed
-        self._last = {"step": step, "tensors": tensors | self._entries, **self._of_ranks()}
-        self._clear()
+        self._record(self._stored(is_stepped=step > 0))
+        self._last = {"step": step, "tensors": self._entries}
+        if self.here.size > 1:
+            digests = self.here.gather(self._own)
+            kinds = dict.fromkeys(kind for digest in digests for kind in digest)
+            self._last["ranks"] = {kind: [x.get(kind) for x in digests] for kind in kinds}
         self.is_on = False
 
-    def _of_ranks(self) -> Row:
-        """Return the column ``ranks``; none for a single process."""
-        if self.here.size == 1:
-            return {}
-        digests = self.here.gather(self._own)
-        kinds = dict.fromkeys(kind for digest in digests for kind in digest)
-        return {"ranks": {kind: [digest.get(kind) for digest in digests] for kind in kinds}}
-
     def _stored(self, *, is_stepped: bool) -> dict[str, Tensor]:
-        """Return the stored tensors by ``KIND:NAME``: every parameter's weight and, once stepped,
-        its states, kind by kind.
+        """Return the stored tensors by ``KIND:NAME``: the weight of every parameter that the
+        optimizer steps and, once stepped, its states, kind by kind.
         """
         by_kind: dict[str, dict[str, Tensor]] = {}
-        stepped = {*members_of(self.optimizer)}
-        for name, parameter in self.model.named_parameters():
-            if parameter not in stepped:
-                continue
+        for parameter, name in self._names.items():
             stored = {"weight": parameter.detach(), **stored_by(self.optimizer, parameter)}
             for state, tensor in stored.items():
                 if is_plain(tensor) and (state == "weight" or (is_stepped and tensor.ndim)):
                     kind = state if state in ("weight", *MOMENTS) else f"{STATE}:{state}"
-                    by_kind.setdefault(kind, {})[f"{kind}:{plain_name(name)}"] = tensor
+                    by_kind.setdefault(kind, {})[f"{kind}:{name}"] = tensor
         tensors: dict[str, Tensor] = {}
         for named in by_kind.values():
             tensors |= named
         return tensors
 
-    def _record(self, named: Mapping[str, Tensor]) -> tuple[dict[str, int], dict[str, int]]:
+    def _record(self, named: Mapping[str, Tensor]) -> None:
         numbers, local_numbers = fingerprints_whole_and_own(named)
         for key, number in numbers.items():
-            self._entries[key] = _entry(number, named[key])
-        if self.here.size > 1:
-            self._digest_kinds(local_numbers)
-            norms = {key: self._entries[key][1] for key in numbers}
-            numbers_of, norms_of = zip(*self.here.gather((local_numbers, norms)), strict=True)
-            for key in unlike(numbers_of) & numbers.keys():
-                if not is_sharded(named[key]):  # a replica that differs, or a part
-                    of_key = [of_rank.get(key, 0) for of_rank in numbers_of]
-                    squares = [of_rank.get(key, 0.0) ** 2 for of_rank in norms_of]
-                    self._entries[key][0] = combine(of_key)
-                    self._entries[key][1] = math.sqrt(statistics.fmean(squares))
-        return numbers, local_numbers
+            tensor = named[key]
+            self._entries[key] = [number, _sum_of_squares(tensor) ** 0.5, tensor.numel()]
+        if self.here.size == 1:
+            return
+        self._digest_kinds(local_numbers)
+        norms = {key: self._entries[key][1] for key in numbers}
+        numbers_of, norms_of = zip(*self.here.gather((local_numbers, norms)), strict=True)
+        for key in unlike(numbers_of) & numbers.keys():
+            if not is_sharded(named[key]):  # a replica that differs, or a part
+                squares = [of_rank.get(key, 0.0) ** 2 for of_rank in norms_of]
+                self._entries[key][0] = combine([of_rank.get(key, 0) for of_rank in numbers_of])
+                self._entries[key][1] = math.sqrt(statistics.fmean(squares))
 
     def _digest_kinds(self, numbers: Mapping[str, int]) -> None:
         of_kinds: dict[str, dict[str, int]] = {}
         for key, number in numbers.items():
             of_kinds.setdefault(key.partition(":")[0], {})[key] = number
         for kind, of_kind in of_kinds.items():
-            self._own[kind] = _digest(of_kind)
+            self._own[kind] = int(fingerprint_all(of_kind), 16)
 
     def _join_outputs(self) -> None:
         """Join the entries of all ranks' micro-batches."""
@@ -318,6 +227,24 @@ class Fingerprints(Listener):
             entry[1] = entry[1] ** 0.5
 
 
+def _names_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[Tensor, str]:
+    """Return the name of each parameter of an optimizer: the model's; for masters of the loop's own
+    ``master of`` the parameter whose values they have, else their place.
+    """
+    members = dict.fromkeys(members_of(optimizer))
+    named = {p: plain_name(name) for name, p in model.named_parameters()}
+    names = {p: name for p, name in named.items() if p in members}
+    for number, master in enumerate(members):
+        if master in names:
+            continue
+        names[master] = f"parameter {number} of the optimizer"
+        for parameter, name in named.items():
+            is_alike = parameter.shape == master.shape and is_plain(parameter)
+            if is_alike and torch.equal(parameter, master.to(parameter.dtype)):
+                names[master] = f"master of {name}"
+    return names
+
+
 def is_plain(x: object) -> TypeGuard[Tensor]:
     """Return whether a value is a plain tensor, possibly sharded, and not a subclass that decodes
     its elements.
@@ -325,16 +252,6 @@ def is_plain(x: object) -> TypeGuard[Tensor]:
     if not isinstance(x, Tensor) or x.layout is not torch.strided or x.is_complex():
         return False
     return type(x) in (Tensor, nn.Parameter) or is_sharded(x)
-
-
-def _held_key(key: str) -> str:
-    """Return ``held:NAME`` of a weight, ``held:exp_avg:NAME`` of a moment."""
-    return f"held:{key.removeprefix('weight:')}"
-
-
-def _entry(number: int, x: Tensor) -> list[float]:
-    """Return the entry of a tensor in a row: its fingerprint, norm and number of elements."""
-    return [number, _sum_of_squares(x) ** 0.5, x.numel()]
 
 
 def _sum_of_squares(x: Tensor) -> float:
@@ -346,10 +263,4 @@ def _sum_of_squares(x: Tensor) -> float:
         total: Any = x.detach().to(torch.float64).square().sum()
         return float(total.full_tensor())
     chunks = [chunk.to(torch.float64).square().sum() for (chunk,) in flat_chunks(x.detach())]
-    if not chunks:
-        return 0.0
-    return float(torch.stack(chunks).sum())
-
-
-def _digest(numbers: Mapping[str, int]) -> int:
-    return int(fingerprint_all(numbers), 16)
+    return float(torch.stack(chunks).sum()) if chunks else 0.0
