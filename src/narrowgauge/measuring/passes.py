@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from narrowgauge.errors import RecipeError
 from narrowgauge.measuring.beside import Beside, is_float, storage_key, tensors_in
 from narrowgauge.measuring.policies.wide import Wide
-from narrowgauge.numerics.dtensor import gradient_of, is_sharded, whole
+from narrowgauge.numerics.dtensor import is_sharded, named_gradients, whole
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.torch_support import torch_names
 from narrowgauge.torch_support.put_back import objects_of, put_back
@@ -207,7 +207,7 @@ class Passes:
             draws = bool(wide.draws) or _generators() != before
             changes()
             gradients, shadows = self._read(leaves, wide)
-            raw: list[Tensor] = [p.grad for p in leaves.values() if p.grad is not None]
+            raw = [*named_gradients(leaves).values()]
             for name, (gradient, shadow) in taken.items():
                 gradients[name] = gradient
                 raw.append(gradient)
@@ -228,11 +228,8 @@ class Passes:
                 left = scaler.get_scale()
         gradients: Gradients = {}
         shadows: Gradients = {}
-        for name, p in leaves.items():
-            gradient = gradient_of(p)
-            if gradient is None:
-                continue
-            gradient = gradient.detach()
+        for name, raw in named_gradients(leaves).items():
+            gradient = raw.detach()
             if gradient.layout is not torch.strided:
                 gradient = gradient.to_dense()
             gradients[name] = gradient.clone() / left if left != 1.0 else gradient.clone()
@@ -325,7 +322,7 @@ def _taken(leaves: Mapping[str, Any], wide: Wide) -> Iterator[dict[str, Any]]:
 
     def take(name: str, p: Any) -> None:
         with torch_names.no_modes():
-            gradient = p.grad.detach()
+            gradient = named_gradients({name: p})[name].detach()
             shadow = wide.of(gradient).clone() if wide.follows(gradient) else None
             taken[name] = gradient.clone(), shadow
 
