@@ -1,8 +1,6 @@
 """The public names; all others are under the packages that are imported first."""
 
-from . import analysis as analysis
 from . import errors as errors
-from . import gauges as gauges
 from . import matmul as matmul
 from . import numerics as numerics
 from . import optim as optim
@@ -37,6 +35,7 @@ from .optim.optimizers import AdamW as AdamW
 from .optim.optimizers import Lion as Lion
 from .optim.optimizers import Muon as Muon
 from .optim.parameter_formats import cast_parameters as cast_parameters
+from .planner.next import MeasuredRun as MeasuredRun
 from .planner.plan import plan as plan
 from .planner.words import Plan as Plan
 from .runs.record import Run as Run

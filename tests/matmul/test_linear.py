@@ -187,7 +187,26 @@ def test_autocast_is_the_stream_s_dtype_and_changes_no_product(row: Compute) -> 
     x = batch(SHAPES[0])[0]
     with torch.autocast("cpu", torch.bfloat16):
         inside = layer(x.float())
-    assert inside.dtype is torch.bfloat16 and torch.equal(inside, layer(x))
+        narrow = layer(x)
+    assert inside.dtype is torch.bfloat16 and torch.equal(inside, narrow)
+
+
+def test_a_narrow_input_of_float32_weights_is_refused_as_nn_linear_does() -> None:
+    layer, _ = make_layer("float8-row", dtype=torch.float32)
+    with pytest.raises(RecipeError, match=r"layer 'fc'.*torch\.autocast"):
+        layer(batch(SHAPES[0])[0])
+
+
+def test_small_inputs_lose_nothing_in_the_weight_s_gradient() -> None:
+    """Their scales are multiplied into the gradient, near one."""
+    layer, _ = make_layer("int8-row", 64, 48, bias=False)
+    x, grad = gaussian(128, 64, seed=3), gaussian(128, 48, seed=4)
+    errors = []
+    for scale in (1.0, 2.0**-99):
+        result = passed(layer, x * scale, grad).grad_weight.double() / scale
+        exact = grad.double().t() @ x.double()
+        errors.append(float((result - exact).norm() / exact.norm()))
+    assert errors[1] < 1.5 * errors[0] < 0.05
 
 
 # ── swapping and the handle ───────────────────────────────────────────────────────────────────────

@@ -151,13 +151,10 @@ def show_storages(params: float | None, as_json: bool) -> None:
 @flags.json_list
 def show_checks(as_json: bool) -> None:
     """Readings: what measures each, its bound, and the bound's source."""
-    from narrowgauge.analysis import kinds as of_two_models
     from narrowgauge.measuring.kinds import kind_table
-    from narrowgauge.spec.tables import Table
 
     table = kind_table()
-    rows = [*table.rows, *of_two_models.kind_table().rows]
-    _print(as_json, rows, Table(table.columns, rows))
+    _print(as_json, table.rows, table)
 
 
 @show_group.command("recipe", short_help="What one recipe stores, computes and loses.")
@@ -204,7 +201,7 @@ def show_arithmetic(cuda: bool, as_json: bool) -> None:
     """
     import torch
 
-    from narrowgauge.gauges.arithmetic import measure_arithmetic, measure_changes
+    from narrowgauge.measuring.arithmetic import measure_arithmetic, measure_changes
 
     if cuda and not torch.cuda.is_available():
         raise ChipError(

@@ -234,9 +234,9 @@ def grouped_layers(
 def take_over(module: nn.Module, layers: nn.ModuleDict) -> None:
     """Make a module's own forward multiply by swapped projections, by the names of its weights."""
     if getattr(module, "_is_expert_parallel", False):
-        names = next(iter(layers.values())).names
+        layer: Any = next(iter(layers.values()))
         raise RecipeError(
-            f"Cannot swap '{names[0]}' because it is sharded by expert parallelism.",
+            f"Cannot swap '{layer.names[0]}' because it is sharded by expert parallelism.",
             "Load the model without it.",
         )
     module.add_module(NARROW, layers)

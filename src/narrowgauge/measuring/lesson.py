@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from narrowgauge.analysis.kinds import KINDS
-from narrowgauge.analysis.reading import Reading, Readings
 from narrowgauge.measuring.passes import Backward, Loss, divided_losses, micro_batches
+from narrowgauge.measuring.reading import Reading, Readings, measured
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.tables import Table, number_columns, text_columns
 from narrowgauge.torch_support.put_back import put_back
@@ -39,6 +38,18 @@ _COLUMNS = (
 )
 
 
+class Lesson(Readings):
+    """Hold what a loss teaches; ``taught`` is a flat dict of the facts."""
+
+    def __init__(self, taught: dict[str, Any], readings: list[Reading], lines: list[str]) -> None:
+        super().__init__(readings, lines)
+        self.taught = taught
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return readings and facts as values for JSON."""
+        return super().to_dict() | {"taught": self.taught}
+
+
 def teaches(
     model: nn.Module,
     batch: Any,
@@ -46,7 +57,7 @@ def teaches(
     *,
     backward: Backward | None = None,
     loss_scale: float = 1.0,
-) -> Readings:
+) -> Lesson:
     """Read what a loss teaches: which token each row of logits learns, with which weight, in which
     format.
 
@@ -89,7 +100,7 @@ def teaches(
     softmaxes = _of_the_loss(trace.softmaxes)
     if not softmaxes:
         words = "no gradient reached a cross_entropy or log_softmax of logits"
-        return Readings([], [f"what the loss teaches is not read: {words}"])
+        return Lesson({}, [], [f"what the loss teaches is not read: {words}"])
     facts = _facts(softmaxes, loss_scale)
     _add_padding(facts, model, softmaxes)
     lines = Table(_COLUMNS, [facts]).plain().splitlines()
@@ -98,7 +109,7 @@ def teaches(
             f"over the classes the gradient on the logits sums to {facts['rest']:.2g} of its size, "
             "and a softmax's to 0: something stands between softmax and gradient, or beside them"
         )
-    return Readings(_readings(facts), lines, "what the loss teaches", taught=facts)
+    return Lesson(facts, _readings(facts), lines)
 
 
 # ── the softmaxes of a step ───────────────────────────────────────────────────────────────────────
@@ -306,9 +317,9 @@ def _readings(facts: dict[str, Any]) -> list[Reading]:
     shift = facts["shift"]
     # The first padding token of a sequence may be the end of its text.
     if shift is not None and facts["padding_learned"] > facts["sequences"]:
-        readings.append(KINDS["wrong-labels"].reading("", facts["padding_learned"], 0, **facts))
+        readings.append(measured("wrong-labels", "", facts["padding_learned"], 0))
     if shift is not None and shift > 1:
-        readings.append(KINDS["wrong-shift"].reading("", shift, 1))
+        readings.append(measured("wrong-shift", "", shift, 1))
     if facts["log_error"]:
-        readings.append(KINDS["softmax"].reading("", facts["log_error"], 0, **facts))
+        readings.append(measured("narrow-softmax", "", facts["log_error"], 0))
     return readings

@@ -20,7 +20,7 @@ from torch import nn
 import narrowgauge
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.errors import RecordError
-from narrowgauge.gauges.arithmetic import measure_arithmetic
+from narrowgauge.measuring.arithmetic import measure_arithmetic
 from narrowgauge.measuring.settings import settings_diff
 from narrowgauge.runs.finding import told
 from narrowgauge.runs.schema import Row

@@ -60,12 +60,11 @@ class Reading:
         kind = KINDS.get(self.what)
         if kind is None:
             return ""
-        unknown = math.nan
-        return kind.text.format(
-            value=unknown if self.value is None else self.value,
-            expected=unknown if self.expected is None else self.expected,
-            bound=unknown if self.bound is None else self.bound,
-        )
+        numbers = {}
+        for name in ("value", "expected", "bound"):
+            number = getattr(self, name)
+            numbers[name] = math.nan if number is None else number
+        return kind.text.format(**numbers)
 
     @property
     def severity(self) -> str:
@@ -138,6 +137,11 @@ def words_of(error: Exception) -> str:
     if not isinstance(error, ArithmeticError):
         words = f"{type(error).__name__}: {error}"
     return words.partition("\n")[0][:300]
+
+
+def failure_of(title: str, error: Exception) -> str:
+    """Return the sentence about an error of ours in a user's loop. Tests raise the error here."""
+    return f"{title} ended: {words_of(error)}"
 
 
 def reading_table(readings: Sequence[Reading]) -> Table:

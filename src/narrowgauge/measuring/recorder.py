@@ -53,10 +53,10 @@ from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.storages import STORAGES
-from narrowgauge.spec.update_rules import Range
+from narrowgauge.spec.values import require_number
 from narrowgauge.torch_support.torch_hooks import members_of
 
-_COUNT = Range(0, 1 << 63, is_integer=True)
+_MOST = 1 << 63
 
 
 class RunRecorder:
@@ -64,8 +64,7 @@ class RunRecorder:
     records its runs.
 
     ``narrowgauge report``, ``ng.compare_runs`` and ``ng.read_run`` read the folder like the trainer's.
-    A loop computes the same bits with and without a recorder, but for gauges in narrow layers that are
-    compiled. Each reading becomes an event and a :class:`RunNotice`.
+    A loop computes the same bits with and without a recorder. Each reading becomes an event and a :class:`RunNotice`.
 
     On several ranks, all of them make all calls, and rank 0 writes. The losses are rank 0's. A run is
     finished when :meth:`close` or the end of the ``with`` block says so. Nothing happens at exit.
@@ -81,7 +80,7 @@ class RunRecorder:
         settings: of your loop, such as ``{"lr": 1e-3, "steps": 400}``. Comparisons show the
             settings in which runs differ, and pair runs of one ``seed``.
         gauges_every: steps between samples of what tensors hold and casts lose
-            (:class:`narrowgauge.gauges.Gauges`); 0 for none.
+            (:class:`narrowgauge.measuring.casts.Gauges`); 0 for none.
         max_grad_norm, ignore: as in :func:`narrowgauge.watch`.
         fingerprints_every: steps between fingerprints of every tensor. With them ``narrowgauge
             diagnose RUN OTHER`` finds the first different tensor. The start and the first step have
@@ -141,8 +140,8 @@ class RunRecorder:
         resume: bool = False,
         tables: Mapping[str, Mapping[str, Any] | None] | None = None,
     ) -> None:
-        _COUNT.check("gauges_every", gauges_every)
-        _COUNT.check("fingerprints_every", fingerprints_every)
+        require_number("gauges_every", gauges_every, 0, _MOST, is_whole=True)
+        require_number("fingerprints_every", fingerprints_every, 0, _MOST, is_whole=True)
         require_kinds(ignore)
         set_up = set_up_of(model, _unwrapped_all(optimizer))
         self.model = set_up.model
@@ -166,7 +165,7 @@ class RunRecorder:
                 undo.callback(shutil.rmtree, self.folder, ignore_errors=True)
             undo.callback(self._record.close)
             self._hook(model, called, max_grad_norm, gauges_every, fingerprints_every)
-            self._record.laws = Laws(ignore)
+            self._record.laws = Laws(ignore, say=self._record.note)
             self._begin(content, earlier, settings or {}, is_asked=recipe is not None)
             undo.pop_all()
 
@@ -181,10 +180,9 @@ class RunRecorder:
         """Hook the loop: the meter first, which ends a step before the next one has fingerprints."""
         self.hub = hub_of(model, self.optimizers, called)
         self._record.undo.callback(self.hub.undo.close)
-        self.hub.say = self._note
-        self.meter = Meter(self.hub, limit=limit)
+        self.hub.say = self._record.note
+        self.meter = Meter(self.hub, self._write, limit=limit)
         self._record.undo.callback(self.meter.end)
-        self.meter.writer = self._write
         self._prints = Fingerprints(self.hub, fingerprints_every)
         self._record.undo.callback(self._prints.end)
         self.hub.listeners.append(_Formats(self))
@@ -258,7 +256,7 @@ class RunRecorder:
             )
         told: Row = {"loss": loss}
         if tokens is not None:
-            _COUNT.check("tokens", tokens)
+            require_number("tokens", tokens, 0, _MOST, is_whole=True)
             told["tokens"] = self._record.tokens + tokens
         if batch is not None:
             values = batch.detach().cpu()
@@ -348,7 +346,7 @@ class RunRecorder:
             objects: the loaded ones, by the names that :meth:`saved` was given.
         Missing rows up to that step are a note: a record is a log, and not what a run goes on from.
         """
-        _COUNT.check("step", step)
+        require_number("step", step, 0, _MOST, is_whole=True)
         began = self.num_steps
         goes_on = self._must_go_back or step > 0
         # The first row may be of a later step, if the loop continued another run's checkpoint.
@@ -436,9 +434,6 @@ class RunRecorder:
         """Record the loop's state after ``step`` steps, and begin the next step."""
         self.hub.guard(self._prints, self._prints.start, step)
         self._record.fingerprint(self._prints)
-
-    def _note(self, message: str) -> None:
-        self._record.event("note", message, shown=True)
 
     def see_formats(self, output: Any) -> bool:
         """Record the formats of the first forward pass. After a resume, note changed formats."""

@@ -22,12 +22,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.analysis.kinds import KINDS
-from narrowgauge.analysis.reading import Readings
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.sharding import fingerprints_whole_and_own
 from narrowgauge.errors import RecipeError
 from narrowgauge.measuring.adapters import name_without_adapters
+from narrowgauge.measuring.reading import Readings, measured
 from narrowgauge.numerics.dtensor import whole
 from narrowgauge.runs.atomic_io import load_json, read_bytes, write_whole
 from narrowgauge.runs.finding import counted
@@ -147,10 +146,7 @@ def check_resume(
             if found:
                 lines.append("The load restored all that is returned. Look at what is not.")
         if found:
-            kind = KINDS["not-restored"]
-            readings = []
-            for d in found:
-                readings.append(kind.reading(d.kind, d.value, d.expected, message=d.text))
+            readings = [measured("not-restored", d.kind, d.value, d.expected) for d in found]
             return Readings(readings, lines, unseen=unseen)
     words = f"every state has the bits of the run that went on, for {counted(steps, 'step')}; steps= crosses an epoch"
     return Readings([], lines, words, unseen)

@@ -16,8 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.analysis.kinds import KINDS
-from narrowgauge.analysis.reading import Reading, Readings, of_all
 from narrowgauge.errors import DataError, RecipeError
 from narrowgauge.measuring.outputs import (
     Outputs,
@@ -28,6 +26,7 @@ from narrowgauge.measuring.outputs import (
     recorded,
     shapes_of,
 )
+from narrowgauge.measuring.reading import Reading, Readings, measured
 from narrowgauge.measuring.units import unit_of
 from narrowgauge.measuring.weights import (
     MOST_ROWS,
@@ -36,7 +35,7 @@ from narrowgauge.measuring.weights import (
     tensor_name,
     tensors_of,
 )
-from narrowgauge.runs.finding import counted
+from narrowgauge.runs.finding import counted, told
 from narrowgauge.spec.tables import Row, Table, name_columns, number_columns
 from narrowgauge.torch_support.put_back import generators_put_back, put_back
 
@@ -246,7 +245,7 @@ class _Passes:
         self.lines.append(f"outputs: {len(places)} of {count} of modules differ")
         self._add_places(places)
         if missing:
-            self.unseen[f"outputs of {of_all(missing)}"] = "not in both, or in another shape"
+            self.unseen[f"outputs of {told(missing, 1)}"] = "not in both, or in another shape"
         is_equal = self._add_log_probs(log_probs, served, [x for _, x in whole_passes])
         self.lines.append(_verdict(self.readings, is_equal=is_equal and not places))
         return places
@@ -257,11 +256,10 @@ class _Passes:
             table = Table((*name_columns(place="place"), *columns), places[:MOST_ROWS])
             self.lines += table.plain().splitlines()
         wrong = [place for place in places if place["difference"] > place["bound"]]
-        for place in wrong[:1]:
-            tensor = of_all(place["place"] for place in wrong)
-            kind = KINDS["other-outputs"]
-            reading = kind.reading(tensor, place["difference"], 0.0, place["bound"])
-            self.readings.append(reading)
+        if wrong:
+            names = [place["place"] for place in wrong]
+            value = wrong[0]["difference"], 0.0, wrong[0]["bound"]
+            self.readings.append(measured("other-outputs", names, *value))
 
     def _add_log_probs(self, ours: Any, theirs: Any, noisy: list[Any]) -> bool:
         """Compare log probabilities, beside what random roundings give; return whether they are
@@ -284,11 +282,11 @@ class _Passes:
             f"log probabilities of {counted(len(off), 'token')}: mean difference {mean:.2g}, "
             f"largest {largest:.2g}; rounding alone: {mean_noise:.2g}, {largest_noise:.2g}"
         )
-        kind = KINDS["other-outputs"].case("logprobs")
-        if mean > MARGIN / 2 * mean_noise:
-            self.readings.append(kind.reading("", mean, 0.0, MARGIN / 2 * mean_noise))
-        elif largest > MARGIN * largest_noise:
-            self.readings.append(kind.reading("", largest, 0.0, MARGIN * largest_noise))
+        bound = MARGIN / 2 * mean_noise
+        if mean <= bound:
+            mean, bound = largest, MARGIN * largest_noise
+        if mean > bound:
+            self.readings.append(measured("other-log-probabilities", "", mean, 0.0, bound))
         return torch.equal(ours, theirs)
 
 

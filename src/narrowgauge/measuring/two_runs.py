@@ -21,8 +21,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from narrowgauge.analysis.columns import loop_of, rows_of
-from narrowgauge.analysis.reading import Reading, Readings
 from narrowgauge.analysis.thresholds import ENVELOPE, GROWTH, LEAST
+from narrowgauge.measuring.reading import Reading, Readings
 from narrowgauge.measuring.settings import recipe_of, settings_diff
 from narrowgauge.runs.finding import counted, listed, told
 from narrowgauge.runs.record import Run
@@ -45,8 +45,8 @@ AGREES = 0.05
 """Relative difference of other recorded numbers of a step, such as the stored share of an update,
 beside a difference by rounding.
 """
-_UNLIKE = ("s", "bytes", "tokens/s")
-"""Units of numbers that differ between any two runs."""
+_UNLIKE = ("seconds", "per_second", "bytes")
+"""Ends of the names of numbers that differ between any two runs."""
 _NAMED = 6
 
 
@@ -280,19 +280,14 @@ def _other_numbers(first: Row, second: Row) -> Iterator[str]:
     """Yield the other numbers of two rows that disagree; fractions, which are known columns, by more
     than :data:`AGREES` itself.
     """
-    for name in first.keys() & second.keys():
+    for name in sorted(first.keys() & second.keys()):
         here = first[name]
         there = second[name]
-        column = STEP.get(name)
-        is_time = column is not None and column.unit in _UNLIKE
-        if (
-            name in COLUMNS
-            or is_time
-            or not isinstance(here, float)
-            or not isinstance(there, float)
-        ):
+        if name in COLUMNS or name.endswith(_UNLIKE):
             continue
-        size = max(abs(here), abs(there)) if column is None else 1.0
+        if not isinstance(here, float) or not isinstance(there, float):
+            continue
+        size = 1.0 if name in STEP else max(abs(here), abs(there))
         if abs(here - there) > AGREES * size:
             yield f"{name} {here:.4g} and {there:.4g}"
 
@@ -414,7 +409,7 @@ class TwoRuns(Readings):
             "runs": list(self.names),
             "verdict": self.verdict,
             "same": at is None,
-            "readings": list(map(asdict, self.readings)),
+            "readings": [reading.to_dict() for reading in self.readings],
             "ranks": list(at.ranks) if at else [],
             "is_rounding": self.is_rounding,
             "factor": self.search.factor,

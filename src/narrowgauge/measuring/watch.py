@@ -70,8 +70,8 @@ class Watch:
     ) -> None:
         require_kinds(ignore)
         self.hub = hub_of(model, optimizer, called)
-        self.laws = Laws(ignore)
-        self.meter = Meter(self.hub, limit=max_grad_norm, listeners=[self._read])
+        self.laws = Laws(ignore, say=self.hub.say)
+        self.meter = Meter(self.hub, self._read, limit=max_grad_norm)
 
     def step(self, loss: float | Tensor | None = None, **numbers: Any) -> None:
         """Tell of the step that is done, after the optimizer's step.

@@ -18,8 +18,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from narrowgauge.analysis.kinds import KINDS
-from narrowgauge.analysis.reading import Reading, of_all
 from narrowgauge.errors import RecordError
 from narrowgauge.measuring.adapters import (
     is_adapted,
@@ -28,6 +26,8 @@ from narrowgauge.measuring.adapters import (
     weight_with_adapters,
 )
 from narrowgauge.measuring.fit import fit
+from narrowgauge.measuring.kinds import KINDS
+from narrowgauge.measuring.reading import Reading, measured, of_all
 from narrowgauge.measuring.units import unit_of
 from narrowgauge.numerics.dtensor import whole
 from narrowgauge.runs.finding import counted, told
@@ -143,7 +143,10 @@ def compare_weights(first: Weights, second: Weights) -> tuple[list[Row], list[Re
     readings = list[Reading]()
     if isinstance(first, nn.Module) and isinstance(second, nn.Module):
         effective, times = _adapters(first, second)
-        readings += _adapter_reading(times)
+        wrong = [name for name in times if abs(times[name]) > KINDS["adapter-times"].bound]
+        wrong.sort(key=lambda name: -abs(times[name]))
+        if wrong:
+            readings.append(measured("adapter-times", wrong, times[wrong[0]], 0.0))
     rows = list[Row]()
     reshaped = []
     for name in before.read.keys() & after.read.keys():
@@ -161,15 +164,17 @@ def compare_weights(first: Weights, second: Weights) -> tuple[list[Row], list[Re
         if name in effective and row["change"] <= unit_of(dtype):
             row["differ"] = 0  # the merge rounded once
         rows.append(row)
-    rows.sort(key=lambda row: (-row["change"], row["name"]))
+    rows.sort(key=lambda row: (not row["differ"], -row["change"], row["name"]))
     readings += _readings(rows)
     ours = after.lacking(before)
     theirs = before.lacking(after)
-    sides = f"in the first {told(ours) or 'none'}; in the second {told(theirs) or 'none'}"
-    if reshaped:
-        sides += f"; in another shape {told(reshaped)}"
-    readings += KINDS["one-sided-tensors"].of(ours + theirs + reshaped, sides=sides)
+    one_sided = ours + theirs + reshaped
+    if one_sided:
+        readings.append(measured("one-sided-tensors", one_sided, len(one_sided), 0))
     lines = _lines(rows)
+    for words, names in (("the first", ours), ("the second", theirs), ("other shapes", reshaped)):
+        if names:
+            lines.append(f"only in {words}: {told(names)}")
     if effective:
         lines.append(f"adapters: in {counted(len(effective), 'weight')}, compared with them")
     ties = before.ties().symmetric_difference(after.ties())
@@ -195,16 +200,12 @@ def _distance(x: Tensor, y: Tensor, dtype: torch.dtype) -> Row:
 
 
 def _readings(rows: list[Row]) -> Iterator[Reading]:
-    differing = [row for row in rows if row["differ"]]
+    differing = [row["name"] for row in rows if row["differ"]]
     if differing:
-        worst = differing[0]
-        yield KINDS["other-weights"].reading(
-            of_all(row["name"] for row in differing), worst["change"], 0.0,
-            count=counted(len(differing), "tensor"), share=share_of(differing),
-            factor=worst["factor"],
-        )  # fmt: skip
+        yield measured("other-weights", differing, rows[0]["change"], 0.0)
     bad = [row["name"] for row in rows if row["nonfinite"]]
-    yield from KINDS["nonfinite"].case("weights").of(bad)
+    if bad:
+        yield measured("nonfinite", bad, len(bad), 0, stage="start")
 
 
 def _lines(rows: list[Row]) -> list[str]:
@@ -262,12 +263,3 @@ def _adapters(
         weights[f"{name}.weight"] = x, y
         times[name] = fit(product_of(adapted), y - x).factor
     return weights, times
-
-
-def _adapter_reading(times: dict[str, float]) -> Iterator[Reading]:
-    kind = KINDS["adapter-times"]
-    wrong = [name for name in times if abs(times[name]) > kind.bound]
-    wrong.sort(key=lambda name: -abs(times[name]))
-    if wrong:
-        count = counted(len(wrong), "layer")
-        yield kind.reading(of_all(wrong), times[wrong[0]], 0.0, count=count)

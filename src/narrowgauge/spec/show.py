@@ -21,7 +21,8 @@ from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.storages import STORAGES, VISIBLE, Code, Storage, width_of
 from narrowgauge.spec.sums import REDUCTIONS, Reduction
 from narrowgauge.spec.tables import Column, Row, Table, cell_text
-from narrowgauge.spec.update_rules import UPDATE_RULES, Range, UpdateRule, option_text
+from narrowgauge.spec.update_rules import UPDATE_RULES, UpdateRule
+from narrowgauge.spec.values import option_text, require_number
 
 
 def table(name: str) -> Table:
@@ -44,7 +45,7 @@ def _table(rows: list[Row], hidden: str = "") -> Table:
 
 def state_table(params: float) -> Table:
     """Return the bytes of weights, gradients and states of ``params`` parameters, by storage."""
-    Range(1).check("params", params)
+    require_number("params", params, 1)
     rows = []
     for storage in STORAGES.values():
         per = storage.bytes_per_param
@@ -129,7 +130,7 @@ def _alias_rows() -> list[Row]:
 
 
 def _options(rule: UpdateRule) -> dict[str, str]:
-    return {option.name: option_text(option.in_training) for option in rule.options}
+    return {name: option_text(value) for name, value in rule.options.items()}
 
 
 def _sent_bytes(reduction: Reduction) -> dict[str, float]:

@@ -24,10 +24,9 @@ from transformers import (
 )
 
 import narrowgauge as ng
-from narrowgauge.errors import NarrowgaugeError
-from narrowgauge.gauges.tensors import COUNTED, Gauges
 from narrowgauge.matmul.experts import grouped_layers_of
-from narrowgauge.measuring.hooks import Hub, RunNotice
+from narrowgauge.measuring.casts import Gauges
+from narrowgauge.measuring.hooks import Hub
 from narrowgauge.runs.schema import Row
 from tensors import metric_of
 
@@ -84,39 +83,35 @@ def test_readings_are_those_of_the_tensors() -> None:
         # By row e4m3 has 31.5 dB for normal values.
         assert 28 < (metric_of(row, "tensors", name, "sqnr_db") or 0) < 36
         assert metric_of(row, "tensors", name, "overflow") == 0
-    # Two inputs of 32 features and one of 64, of 64 tokens each; every third value counts, and
-    # hardly one is zero.
-    counted = 2 * -(-64 * 32 // COUNTED) + -(-64 * 64 // COUNTED)
-    assert 0 <= counted - sum(row["histograms"]["input"]) <= 4
 
 
-def test_what_enters_as_it_is_has_a_histogram_and_no_loss() -> None:
+def test_what_enters_as_it_is_has_no_loss() -> None:
     model, optimizer = prepared()
     _, rows = attached(model, optimizer)
     trained(model, optimizer)
-    assert "tensors" not in rows[0] and sum(rows[0]["histograms"]["output_grad"]) > 0
+    assert "tensors" not in rows[0] and rows[0]["updates"]
 
 
-@pytest.mark.parametrize("case", ["a pass without gradients", "a copy", "autocast"])
-def test_inputs_are_those_of_the_matmul(case: str) -> None:
-    """A pass without gradients is not read, nor one of a copy; autocast casts before."""
-    model = nn.Sequential(nn.Linear(32, 8))
+@pytest.mark.parametrize("case", ["a pass without gradients", "a copy", "evaluation"])
+def test_inputs_are_those_of_training(case: str) -> None:
+    model = nn.Sequential(nn.Linear(32, 8)).bfloat16()
+    ng.swap_linears(model, "float8-row")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     _, rows = attached(model, optimizer)
-    x = torch.full((4, 32), 2.0 - 2.0**-9)
-    with torch.autocast("cpu", torch.bfloat16, enabled=case == "autocast"):
-        loss = model(x).float().square().mean()
+    x = torch.ones(4, 32, dtype=torch.bfloat16)
+    other = x.clone()
+    other[0, 0] = 64
+    loss = model(x).float().square().mean()
     if case == "a copy":
-        copy.deepcopy(model)(64 * x).sum().backward()
+        copy.deepcopy(model)(other).sum().backward()
     if case == "a pass without gradients":
         with torch.no_grad():
-            model(64 * x)
+            model(other)
+    if case == "evaluation":
+        model.eval()(other)
     loss.backward()
     optimizer.step()
-    counts = rows[0]["histograms"]["input"]
-    largest = max(place for place, count in enumerate(counts) if count)
-    below_two = ng.runs.schema.FIRST_EXPONENT
-    assert largest + below_two == (1 if case == "autocast" else 0)
+    assert metric_of(rows[0], "tensors", "input:0", "outlier") == pytest.approx(1)
 
 
 def test_a_loop_that_goes_on_samples_at_the_same_steps() -> None:
@@ -129,14 +124,11 @@ def test_a_loop_that_goes_on_samples_at_the_same_steps() -> None:
     assert [row["step"] for row in rows] == [6, 9]
 
 
-def test_a_model_has_gauges_once_and_none_at_the_end() -> None:
-    model, optimizer = prepared()
+def test_a_model_has_no_hooks_at_the_end() -> None:
+    model, optimizer = prepared("float8-row/word")
     gauges, rows = attached(model, optimizer)
-    with pytest.raises(NarrowgaugeError, match="already has gauges"):
-        attached(model, optimizer)
     gauges.end()
-    assert not any(hasattr(module, "gauge_entries") for module in model.modules())
-    attached(model, optimizer)[0].end()
+    assert not any(module._forward_hooks for module in model.modules())
     trained(model, optimizer)
     assert not rows
 
@@ -147,16 +139,7 @@ def test_any_module_and_any_optimizer(kind: Any) -> None:
     optimizer = kind(model.parameters(), lr=1e-3)
     _, rows = attached(model, optimizer, every=2)
     trained(model, optimizer, 4)
-    assert sum(rows[-1]["histograms"]["grad"]) > 0
-    assert ("exp_avg_sq" in rows[-1]["histograms"]) == (kind is not torch.optim.Adafactor)
-
-
-def test_training_in_eval_mode_is_told_as_such() -> None:
-    model, optimizer = prepared()
-    attached(model, optimizer)
-    model.eval()
-    with pytest.warns(RunNotice, match="in eval mode, and only training is watched"):
-        trained(model, optimizer)
+    assert [row["step"] for row in rows] == [2, 4]
 
 
 def test_experts_are_read_by_the_names_of_their_weights_and_the_run_is_the_same() -> None:

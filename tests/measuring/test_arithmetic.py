@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from narrowgauge.gauges import arithmetic
-from narrowgauge.gauges.arithmetic import PROBES, measure_arithmetic, measure_changes
-from narrowgauge.measuring import provenance
+from narrowgauge.measuring import arithmetic, provenance
+from narrowgauge.measuring.arithmetic import PROBES, measure_arithmetic, measure_changes
 from narrowgauge.measuring.provenance import describe_process
 from narrowgauge.measuring.provenance import differences as changes_since
 from narrowgauge.measuring.settings import settings_diff

@@ -47,7 +47,7 @@ _LOWER_SETTINGS = {
 # Variables that make a library use fewer instructions, each with an instruction set that it gives up.
 _MEASURE_AGAIN = """
 import json, torch
-from narrowgauge.gauges.arithmetic import measure_arithmetic
+from narrowgauge.measuring.arithmetic import measure_arithmetic
 torch.set_num_threads({threads})
 print(json.dumps(measure_arithmetic(torch.device("cpu"))["results"]))
 """
