@@ -86,8 +86,8 @@ def test_flags_and_defaults_are_torchs(name: str) -> None:
         "differentiable": False,
         "amsgrad": False,
     }
-    ours = getattr(ng, name)(parameters("float32"), storage="float32", **off)
-    ours.add_param_group({"params": parameters("float32"), **off})
+    ours = getattr(ng, name)(parameters("float32", [(6, 4)]), storage="float32", **off)
+    ours.add_param_group({"params": parameters("float32", [(6, 4)]), **off})
     take_steps(ours, range(1))
     with pytest.raises(ng.errors.RecipeError, match="amsgrad = True"):
         getattr(ng, name)(parameters("word"), amsgrad=True)
@@ -165,7 +165,7 @@ def test_one_cycle_cycles_the_momentum_that_the_rule_reads(rule: str) -> None:
 
 
 def test_a_group_that_comes_later_has_all_options() -> None:
-    optimizer = ng.Muon(parameters("word"), betas=(0.5, 0.6))
+    optimizer = ng.Muon(parameters("word"), betas=(0.5, 0.6), adjust_lr_fn="match_rms_adamw")
     optimizer.add_param_group({"params": parameters("word", [(5,)])})
     assert optimizer.param_groups[0].keys() == optimizer.param_groups[1].keys()
     assert optimizer.param_groups[1]["betas"] == (0.5, 0.6)
@@ -263,3 +263,23 @@ def test_a_gradient_whose_square_is_infinite_freezes_its_weight_as_in_torch(
     assert weight.isfinite().all()
     if storage in ("float32", "exact", "kahan"):  # others keep moments in a window, which ends
         assert torch.equal(weight.detach(), before)
+
+
+def test_muon_refuses_vectors_at_its_own_rate() -> None:
+    matrix, vector = parameters("word", [(4, 6), (5,)])
+    with pytest.raises(ng.errors.RecipeError, match=r"no matrix.*'rule': 'adamw'"):
+        ng.Muon([matrix, vector], lr=0.02)
+    optimizer = ng.Muon([matrix], lr=0.02)
+    with pytest.raises(ng.errors.RecipeError, match="no matrix"):
+        optimizer.add_param_group({"params": [vector]})
+    assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group({"params": [vector], "rule": "adamw", "lr": 3e-4})
+    ng.Muon([matrix, vector], lr=3e-4, adjust_lr_fn="match_rms_adamw")
+
+
+def test_maximize_is_the_optimizers_and_no_groups() -> None:
+    (weight,) = parameters("word", [(4, 6)])
+    group = {"params": [weight], "maximize": True}
+    with pytest.raises(ng.errors.RecipeError, match="applies to all groups"):
+        ng.AdamW([group])
+    ng.AdamW([{**group, "maximize": False}])

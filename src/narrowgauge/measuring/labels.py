@@ -67,7 +67,7 @@ def run_labels(runs: Sequence[Run]) -> list[str]:
         for place, label in enumerate(labels):
             groups.setdefault(label, []).append(place)
         for places in groups.values():
-            group = [runs[place] for place in places]
+            group = list(map(runs.__getitem__, places))
             if not _is_distinct(map(seed_of, group)):
                 for place, suffix in zip(places, suffixes_of(group), strict=True):
                     labels[place] += suffix
@@ -85,7 +85,10 @@ def _settings(runs: Sequence[Run]) -> list[str]:
     """
     differing = []
     for key in runs[0].config:
-        texts = [repr(run.config[key]) for run in runs if key in run.config]
+        texts = []
+        for run in runs:
+            if key in run.config:
+                texts.append(repr(run.config[key]))
         if key not in _NOT_NAMED and len(texts) == len(runs) and len({*texts}) > 1:
             differing.append(key)
     suffixes = [""] * len(runs)
@@ -101,4 +104,4 @@ def _folders(runs: Sequence[Run]) -> list[str]:
     names = [run.path.parent.name for run in runs]
     if not _is_distinct(zip(names, map(seed_of, runs), strict=True)):
         names = [str(run.path) for run in runs]
-    return [f" ({name})" for name in names]
+    return list(map(" ({})".format, names))

@@ -187,14 +187,16 @@ class _Text(Program):
             if stream.name not in self.peaks:
                 continue
             load = self.loaded(stream)[1]
+            bits = "int_of(w) & 0x7FFFFFFF"
             if stream.name == "weight":
                 load = f"value_of({load})"
+                bits = f"{bits} & ((int_of(w) & 0x7FFFFFFF) < 0x7F800000)"
             lines = [
                 f"char* const p_{stream.name} = p[0];",
                 "Ints most{};",
                 "for (int64_t at = 0; at < GROUP * groups; at += LANES) {",
                 f"  const Floats w = {load};",
-                "  most = larger(most, int_of(w) & 0x7FFFFFFF);",
+                f"  most = larger(most, {bits});",
                 "}",
                 "out[0] = float_of(larger(int_of(out[0]), largest_of(most)));",
             ]

@@ -206,6 +206,7 @@ class Optimizer(torch.optim.Optimizer):
         try:
             require_float64(group["params"])
             validation.check_options(group, self.rule)
+            validation.check_vectors(group, self.rule)
             to_round = self._formats_of_rounding(group)
             if to_round and is_shared_by_ranks():
                 asked = validation.known_row(group["storage"])

@@ -174,6 +174,8 @@ class _Text(Program):
             begin.append(f"{most} = tl.full([{BLOCK}], 0, tl.int32)")
             body += self.loaded(stream)
             bits = f"{value}.to(tl.int32, bitcast=True) & 0x7FFFFFFF"
+            if name == "weight":
+                bits = f"tl.where(({bits}) < 0x7F800000, {bits}, 0)"
             body.append(f"{most} = tl.maximum({most}, {bits})")
             largest = f"tl.reduce({most}, 0, larger_of)"
             ends.append(f"peak_{name} = {largest}.to(tl.float32, bitcast=True)")

@@ -27,7 +27,7 @@ from narrowgauge.spec.update_rules import UPDATE_RULES
 from narrowgauge.spec.values import require_number
 from narrowgauge.torch_support.torch_names import default_store, is_captured
 
-FLAGS = ("amsgrad", "maximize", "differentiable", "capturable")
+FLAGS = ("amsgrad", "differentiable", "capturable")
 """Options of ``torch.optim`` that no param group here has. They may be false or ``None``."""
 HOW_TO_RUN = ("fused", "foreach")
 """Options of ``torch.optim`` for what is done anyway."""
@@ -60,6 +60,11 @@ def check_step(options: Mapping[str, Any], rule: AnyRule) -> None:
 
     A negative ``lr`` passes: a schedule may end slightly below 0.
     """
+    if options.get("maximize"):
+        raise RecipeError(
+            "Cannot set maximize = True in a param group because it applies to all groups.",
+            "Pass maximize=True to the optimizer.",
+        )
     for name in FLAGS:
         if options.get(name):
             raise RecipeError(
@@ -82,6 +87,21 @@ def check_step(options: Mapping[str, Any], rule: AnyRule) -> None:
     for name in row.option_names if row else ():
         if name in options and name != "lr":
             row.check(name, options[name])
+
+
+def check_vectors(group: Mapping[str, Any], rule: AnyRule) -> None:
+    """Refuse vectors that AdamW would step at a rate of Muon's, tens of times too large."""
+    has_one_rate = group.get("adjust_lr_fn") == "match_rms_adamw"
+    if rule.name != "muon" or group.get("rule") == ADAMW.name or has_one_rate:
+        return
+    for parameter in group["params"]:
+        if parameter.requires_grad and parameter.ndim < 2:
+            raise RecipeError(
+                f"Cannot step a parameter of shape {tuple(parameter.shape)} by Muon because it is "
+                "no matrix.",
+                "Give vectors a group of their own: {'params': vectors, 'rule': 'adamw', 'lr': "
+                "3e-4}. Or set adjust_lr_fn='match_rms_adamw': one rate of AdamW serves both then.",
+            )
 
 
 def check_one_device(parameters: Iterable[Tensor]) -> torch.device:

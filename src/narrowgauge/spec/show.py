@@ -108,6 +108,8 @@ def _code_text(code: Code) -> str:
 def _range_text(storage: Storage) -> str:
     """Write which gradients a storage takes: ``3e-11 to 2e+07``."""
     least, most = storage.gradients
+    if storage.scaled:
+        return "any; in a row, down to 8e-06 of its largest"
     return "any" if most == math.inf else f"{least:.0e} to {most:.0e}"
 
 
