@@ -328,7 +328,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], int, str]] = {
         write("steps.jsonl", rows(*({"step": k, "loss": None} for k in range(1, 60)))), 0, "Not recorded: the loss of 59 of",
     ),
     "not a number": (
-        write("steps.jsonl", rows(*({"step": k, "loss": "nan"} for k in range(1, 60)))), 0, "nonfinite",
+        write("steps.jsonl", rows(*({"step": k, "loss": math.nan} for k in range(1, 60)))), 0, "nonfinite",
     ),
     "a broken row": (write("steps.jsonl", '{"step": 1\n{"step": 2}\n{"step": 3}\n'), 0, "1 damaged row of 3, "),
     "broken gauges": (write("gauges.jsonl", "xx\n{}\n"), 0, "gauges.jsonl has 2 damaged rows of 2"),
