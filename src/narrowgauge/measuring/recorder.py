@@ -63,7 +63,7 @@ class RunRecorder:
     """Watch a training loop of your own, and record it in a run folder, as ``narrowgauge train``
     records its runs.
 
-    ``narrowgauge report``, ``ng.compare_runs`` and ``ng.read_run`` read the folder like the trainer's.
+    ``narrowgauge report``, ``narrowgauge diagnose`` and ``ng.read_run`` read the folder like the trainer's.
     A loop computes the same bits with and without a recorder. Each reading becomes an event and a :class:`RunNotice`.
 
     On several ranks, all of them make all calls, and rank 0 writes. The losses are rank 0's. A run is
