@@ -223,7 +223,6 @@ READ_GRADIENTS_IN_PLACE = {
     "torch_support/put_back.py",
     "distributed/reduction.py",
     "optim/parameter_formats.py",
-    "planner/module.py",
 }
 
 

@@ -163,7 +163,7 @@ def show_checks(as_json: bool) -> None:
 @click.argument("name")
 @flags.json_list
 def show_recipe(name: str, as_json: bool) -> None:
-    """Print what the recipe NAME (or a .toml file) stores, computes and loses."""
+    """Print what the recipe NAME stores, computes and loses."""
     _print(as_json, *show.page_recipe(name))
 
 
@@ -264,9 +264,7 @@ def train(file: Path | None, **settings: Any) -> None:
     short_help="What several recipes cost, trained alike.",
     params=flags.of_settings(compared=True),
 )
-@click.option(
-    "--recipes", metavar="A,B,…", type=flags.RECIPES, required=True, help="Recipes or .toml files."
-)
+@click.option("--recipes", metavar="A,B,…", type=flags.RECIPES, required=True, help="Recipes.")
 @click.option(
     "--seeds",
     type=_count,

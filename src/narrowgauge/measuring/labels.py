@@ -29,7 +29,7 @@ def run_name(recipe: str, seed: int) -> str:
 
 
 def parsed_recipe(recipe: Any) -> Recipe | None:
-    """Return a recipe from its name, its table or itself; ``None`` for an unknown name."""
+    """Return a recipe from its name or itself; ``None`` for an unknown name."""
     try:
         return parse(recipe)
     except NarrowgaugeError:
@@ -37,9 +37,9 @@ def parsed_recipe(recipe: Any) -> Recipe | None:
 
 
 def recipe_name(recipe: Any) -> str:
-    """Return the label of a recipe: its title, or the name itself if unknown."""
+    """Return the label of a recipe: its full name, or the name itself if unknown."""
     parsed = parsed_recipe(recipe)
-    return str(recipe) if parsed is None else parsed.title
+    return str(recipe) if parsed is None else parsed.name
 
 
 def seed_of(run: Run) -> int:
