@@ -151,19 +151,17 @@ def show_storages(params: float | None, as_json: bool) -> None:
 @flags.json_list
 def show_checks(as_json: bool) -> None:
     """Readings: what measures each, its bound, and the bound's source."""
-    from narrowgauge.analysis import kinds as kinds_of_checks
     from narrowgauge.measuring.kinds import kind_table
 
     table = kind_table()
-    rows = [*kinds_of_checks.kind_table().rows, *table.rows]
-    _print(as_json, rows, tables.Table(table.columns, rows))
+    _print(as_json, table.rows, table)
 
 
 @show_group.command("recipe", short_help="What one recipe stores, computes and loses.")
 @click.argument("name")
 @flags.json_list
 def show_recipe(name: str, as_json: bool) -> None:
-    """Print what the recipe NAME (or a .toml file) stores, computes and loses."""
+    """Print what the recipe NAME stores, computes and loses."""
     _print(as_json, *show.page_recipe(name))
 
 
@@ -264,9 +262,7 @@ def train(file: Path | None, **settings: Any) -> None:
     short_help="What several recipes cost, trained alike.",
     params=flags.of_settings(compared=True),
 )
-@click.option(
-    "--recipes", metavar="A,B,…", type=flags.RECIPES, required=True, help="Recipes or .toml files."
-)
+@click.option("--recipes", metavar="A,B,…", type=flags.RECIPES, required=True, help="Recipes.")
 @click.option(
     "--seeds",
     type=_count,

@@ -70,7 +70,9 @@ def multiply_codes(
     The accumulation ``fast`` is in the tensor core's register alone, if the kernel can.
     """
     # Float32 sums, so that a bias is added before the result is rounded.
-    sum_dtype = dtype if bias is None else torch.float32
+    sum_dtype = dtype
+    if bias is not None:
+        sum_dtype = torch.float32
     a = filled(lhs.data).contiguous()
     b = filled(rhs.data).contiguous()
     left = right = None
@@ -173,7 +175,7 @@ def _by_blocks(
     assert lhs.inner is not None and rhs.inner is not None
     names = []
     for cast in (product.left, product.right):
-        block = "1x16" if cast.granularity == "16x16" else cast.granularity
+        block = cast.granularity.replace("16x16", "1x16")
         names.append(f"BlockWise{block}")
     if names[0] in _SCALES:
         inner = lhs.inner.view(torch.uint8), rhs.inner.view(torch.uint8)
@@ -193,7 +195,9 @@ def _by_blocks(
             scales[-1].append(operand.outer.reshape(1))
     if product.left.format == "float4_e2m1fn" and product.left.scale != "float8_e4m3fn":
         dtype = torch.bfloat16  # all that mxfp4's kernel writes
-    call: Any = _traced_product if is_traced() else _scaled_product
+    call: Any = _scaled_product
+    if is_traced():
+        call = _traced_product
     result: Tensor = call(a, b, scales[0], scales[1], names[0], names[1], dtype)
     return result
 
@@ -291,7 +295,9 @@ def _is_exact(kernel: Kernel, lhs: Cast, rhs: Cast, device: torch.device) -> boo
         # The same kernel, without what a kernel does not see.
         casts.append(Cast(cast.format, cast.granularity, cast.scale))
         x = exact_matrix(casts[side], _ROWS[side], _TERMS, side)
-        dtype = PAIRS if cast.element.bits == 4 else getattr(torch, cast.format)
+        dtype = PAIRS
+        if cast.element.bits != 4:
+            dtype = getattr(torch, cast.format)
         codes = cast_matrix(x, casts[side], 1, dtype)
         matrices.append(x.double())
         operands.append(codes.mapped(lambda part: part.to(device)))

@@ -114,7 +114,9 @@ def measure_arithmetic(device: torch.device) -> dict[str, dict[str, str]]:
     """
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         x = fixed_numbers().to(device)
-        results = {name: _bits(probe, x) for name, probe in PROBES.items()}
+        results = {}
+        for name, probe in PROBES.items():
+            results[name] = _bits(probe, x)
         return {"settings": settings_in_force(device), "results": results}
 
 
@@ -176,25 +178,27 @@ def _bits(probe: Callable[[Tensor], Tensor], x: Tensor) -> str:
 
 def settings_in_force(device: torch.device) -> dict[str, str]:
     """Return the settings of a device that explain differences."""
-    built_with = torch.__config__.show()
-    cuda = dict[str, str]()
-    libraries = {name: re.search(pattern, built_with) for name, pattern in _LIBRARIES.items()}
-    if device.type == "cuda":
-        reduced = torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
-        cuda = {
-            "cuda": str(torch.version.cuda or torch.version.hip),
-            "cudnn": str(torch.backends.cudnn.version()),
-            "reduced sums of bfloat16": str(reduced).lower(),
-        }
-    return {
+    settings = {
         "torch": torch.__version__,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "device": device.type,
         "processor": processor_name(),
         "capability": torch.backends.cpu.get_cpu_capability(),
         "threads": str(torch.get_num_threads()),
-        **{name: match[1] for name, match in libraries.items() if match},
         "matmul precision": torch.get_float32_matmul_precision(),
         "deterministic": str(torch.are_deterministic_algorithms_enabled()).lower(),
-        **cuda,
-        **{name: os.environ[name] for name in _VARIABLES if os.environ.get(name)},
     }
+    built_with = torch.__config__.show()
+    for name, pattern in _LIBRARIES.items():
+        match = re.search(pattern, built_with)
+        if match:
+            settings[name] = match[1]
+    if device.type == "cuda":
+        reduced = torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+        settings["device"] = torch.cuda.get_device_name(device)
+        settings["cuda"] = str(torch.version.cuda or torch.version.hip)
+        settings["cudnn"] = str(torch.backends.cudnn.version())
+        settings["reduced sums of bfloat16"] = str(reduced).lower()
+    for name in _VARIABLES:
+        if os.environ.get(name):
+            settings[name] = os.environ[name]
+    return settings

@@ -88,7 +88,9 @@ class Gauges(Listener):
         self._undo = ExitStack()
         self._layers: dict[str, Any] = {}
         self._heads: dict[str, Heads] = {}
-        names = {id(module): name for name, module in grouped_layers_of(hub.model).items()}
+        names = {}
+        for name, grouped in grouped_layers_of(hub.model).items():
+            names[id(grouped)] = name
         for name, module in hub.model.named_modules():
             heads = heads_of(module)
             if isinstance(module, (Linear, GroupedLinear)):
@@ -188,9 +190,10 @@ class Gauges(Listener):
                 largest = self._largest[kind, name]
                 parts["tensors", f"{kind}:{name}"] = _losses(sample, cast, largest)
         for name, heads in self._heads.items():
-            norms = [self._largest.get((kind, name)) for kind in ("query", "key")]
-            if norms[0] is not None and norms[1] is not None:
-                parts["attention", name] = (heads.scale * norms[0] * norms[1]).double().view(1)
+            query = self._largest.get(("query", name))
+            key = self._largest.get(("key", name))
+            if query is not None and key is not None:
+                parts["attention", name] = (heads.scale * query * key).double().view(1)
         row: Row = {}
         for (table, name), numbers in _on_host(parts).items():
             row.setdefault(table, {})[name] = _metrics(numbers)
@@ -230,7 +233,9 @@ def cast_of(kind: str, layer: Any) -> Cast | None:
         is_unseen = _has_one_scale(cast) or cast.is_wide
     elif kind == "weight" and _has_one_scale(cast):
         is_unseen = is_split_over_ranks(layer.weight)
-    return None if is_unseen else cast
+    if is_unseen:
+        return None
+    return cast
 
 
 def _has_one_scale(cast: Cast) -> bool:
@@ -240,7 +245,9 @@ def _has_one_scale(cast: Cast) -> bool:
 def _losses(sample: Tensor, cast: Cast, largest: Tensor) -> Tensor:
     """Return the sums of a cast's loss, and the largest magnitude over the rms."""
     finite = sample.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-    scale = largest.view(1, 1) if _has_one_scale(cast) else None
+    scale = None
+    if _has_one_scale(cast):
+        scale = largest.view(1, 1)
     sums = metrics.cast_sums(finite, cast, amax=scale).sum(0)
     outlier = finite.abs().amax() / finite.square().mean().sqrt()
     return torch.cat([sums, outlier.double().view(1)])

@@ -90,7 +90,7 @@ def describe_run(
     group = optimizer.param_groups[0]
     config = {"model": type(model).__name__, "seed": group.get("seed", 0)}
     if recipe is not None:
-        config = {"recipe": recipe.to_value(), **config}
+        config = {"recipe": recipe.name, **config}
     described = {"class": type(optimizer).__name__}
     for name, value in group.items():
         if _is_plain(value):

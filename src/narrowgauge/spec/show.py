@@ -191,18 +191,16 @@ def page_recipe(name: str) -> tuple[list[Row], list[Table]]:
     """Return what one recipe stores and computes: a row for JSON, and the tables to print.
 
     Args:
-        name: a full name, an alias, or a ``.toml`` file.
+        name: a full name, or an alias.
     """
     recipe = notation.parse(name)
     storage = recipe.storage
     vectors = storages.for_vectors(storage)
-    overrides = [f"{row.pattern} in {row.compute.name}" for row in recipe.overrides]
     facts = {
         "loses": storage.loses,
         "gradients": _range_text(storage),
         "storage from": storage.source,
         "norm gains, biases": f"stored as {vectors.name}, {cell_text(vectors.bytes_per_param)} bytes each",
-        "computed otherwise": ", ".join(overrides),
         **_facts(recipe.compute),
     }
     stored = _stored_parts(storage)

@@ -76,7 +76,7 @@ class Settings:
         "llama-1m", "A preset (narrowgauge show models), a Hugging Face folder, or ORG/NAME in the hub's cache; weights are "
         "used, if there are any.")
     recipe: Recipe = setting(  # noqa: RUF009
-        parse("bfloat16/word"), "A recipe (narrowgauge show recipes) or a .toml file with one.")
+        parse("bfloat16/word"), "A recipe (narrowgauge show recipes).")
     out: str | None = setting(None, "Run folder: new, or with a run, which goes on with the settings given.  "
         "[default: runs/MODEL-RECIPE-N, the first free N]")
     steps: int = count(400, "Optimizer steps.")
@@ -144,9 +144,9 @@ class Settings:
         from narrowgauge.trainer.tokens import open_tokens
 
         require_package("transformers")
-        if parse(self.recipe.to_value()) != self.recipe:
+        if parse(self.recipe.name) != self.recipe:
             raise RecipeError(
-                f"recipe '{self.recipe.title}' has a compute or storage that differs from the "
+                f"recipe '{self.recipe.name}' has a compute or storage that differs from the "
                 "table's of that name.",
                 "A run records its recipe by name: take one from narrowgauge show recipes.",
             )
@@ -188,7 +188,7 @@ class Settings:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        table = {**vars(self), "recipe": self.recipe.to_value()}
+        table = {**vars(self), "recipe": self.recipe.name}
         return {name: value for name, value in table.items() if value is not None}
 
     @classmethod
