@@ -69,16 +69,18 @@ class Reading:
     @property
     def severity(self) -> str:
         """Return how serious it is, by its kind."""
-        kind = KINDS.get(self.what)
-        return "error" if kind is None else kind.severity
+        if self.what not in KINDS:
+            return "error"
+        return KINDS[self.what].severity
 
     @property
     def excess(self) -> float:
         """Return how many times the value is beyond its bound, on either side; infinite if unknown."""
         if self.value is None or self.bound is None or not math.isfinite(self.value):
             return math.inf
-        distance = abs(self.value - (self.expected or 0.0))
-        return distance / self.bound if self.bound > 0 else math.inf
+        if self.bound <= 0:
+            return math.inf
+        return abs(self.value - (self.expected or 0.0)) / self.bound
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as values for JSON, with the sentence and the severity."""

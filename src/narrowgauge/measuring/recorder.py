@@ -17,8 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.checks.loss_value import coarse_loss
-from narrowgauge.checks.set_up import set_up_of
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.sharding import fingerprint_whole, fsdp_modules
 from narrowgauge.errors import RecipeError, RecordError
@@ -26,11 +24,13 @@ from narrowgauge.matmul.linear import Linear
 from narrowgauge.measuring.fingerprints import Fingerprints
 from narrowgauge.measuring.hooks import Listener, RunNotice
 from narrowgauge.measuring.laws import Laws
+from narrowgauge.measuring.loss_value import coarse_loss
 from narrowgauge.measuring.meter import Meter
 from narrowgauge.measuring.provenance import describe_run, differences, formats_of
 from narrowgauge.measuring.reading import measured
 from narrowgauge.measuring.record import OnRow, Record
 from narrowgauge.measuring.resume import Certificate
+from narrowgauge.measuring.set_up import set_up_of
 from narrowgauge.measuring.step import Step
 from narrowgauge.measuring.step_row import batch_checksum
 from narrowgauge.measuring.watch import (
@@ -63,7 +63,7 @@ class RunRecorder:
     """Watch a training loop of your own, and record it in a run folder, as ``narrowgauge train``
     records its runs.
 
-    ``narrowgauge report``, ``ng.compare_runs`` and ``ng.read_run`` read the folder like the trainer's.
+    ``narrowgauge report``, ``narrowgauge diagnose`` and ``ng.read_run`` read the folder like the trainer's.
     A loop computes the same bits with and without a recorder. Each reading becomes an event and a :class:`RunNotice`.
 
     On several ranks, all of them make all calls, and rank 0 writes. The losses are rank 0's. A run is
@@ -199,8 +199,10 @@ class RunRecorder:
         self._changes: list[str] = []
         self._run = content
         if earlier is None:
-            where = " in a loop of its own" if content["recorder"] else ""
-            self.event("start", f"{content['config']['model']}{where}")
+            where = str(content["config"]["model"])
+            if content["recorder"]:
+                where += " in a loop of its own"
+            self.event("start", where)
             if is_asked:
                 self._compare_formats()
             self._begin_at(0)
@@ -355,7 +357,10 @@ class RunRecorder:
         for event in run.events:
             if event["what"] == "checkpoint" and event["step"] == step:
                 path = event.get("place", "")
-        self._record.go_back(step, first=run.steps[0]["step"] if run.steps else step + 1)
+        first = step + 1
+        if run.steps:
+            first = run.steps[0]["step"]
+        self._record.go_back(step, first=first)
         if tokens is not None:
             self._record.tokens = tokens
         self.meter.go_on_after(step)
@@ -370,8 +375,10 @@ class RunRecorder:
         self._begin_at(step)
         self._tell_changes()
         if goes_on or began:
-            done = f", after {began} were done" if began else ""
-            self.event("resume", f"from step {step}{done}")
+            words = f"from step {step}"
+            if began:
+                words += f", after {began} were done"
+            self.event("resume", words)
 
     def _tell_changes(self) -> None:
         """Record what has changed on the machine since the run began, once."""
@@ -490,7 +497,9 @@ class _Formats(Listener):
 
 def _unwrapped_all(optimizer: Any) -> list[Any]:
     """Return optimizers without the wrappers of frameworks."""
-    return [*map(unwrapped, optimizer if isinstance(optimizer, (list, tuple)) else [optimizer])]
+    if isinstance(optimizer, (list, tuple)):
+        return [*map(unwrapped, optimizer)]
+    return [unwrapped(optimizer)]
 
 
 def _recipe_in_use(model: nn.Module, optimizer: torch.optim.Optimizer) -> Recipe | None:
@@ -547,7 +556,9 @@ def folder_for(folder: Path, *, goes_on: bool) -> Path:
             number += 1
             used = free
             free = folder.with_name(f"{folder.name}-{number}")
-        return used if goes_on else free
+        if goes_on:
+            return used
+        return free
 
     return all_ranks().of_first(first_free)
 
