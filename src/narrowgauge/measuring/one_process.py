@@ -139,22 +139,21 @@ class OneProcess:
             return []
         terms = self._terms(alone)
         exact = self._exact(plain, terms)
+        for name in self.differing:
+            exact.pop(name, None)
         own: Gradients = {}
         bounds = {}
         for name in exact:
-            if name in self.differing or name not in step.gradients:
-                continue
-            own[name] = step.shadows.get(name, step.gradients[name].double())
-            bounds[name] = SAME
-            if name not in step.shadows:
+            if name in step.shadows:
+                own[name] = step.shadows[name]
+                bounds[name] = SAME
+            elif name in step.gradients:
+                own[name] = step.gradients[name].double()
                 bounds[name] = self._coarse(plain, name)
-        right = {name: exact[name] for name in own}
         of_parts = [term.shadows for term in terms]
-        readings = structure_readings(own, right, bounds, of_parts, self.lines)
-        passes = self.passes
-        exact = {name: x for name, x in exact.items() if name not in self.differing}
+        readings = structure_readings(own, exact, bounds, of_parts, self.lines)
         alone.is_training = True
-        return readings + missing_readings(passes, step, exact)
+        return readings + missing_readings(self.passes, step, exact)
 
     def _draws_matter(self, alone: Passes, plain: Pass) -> bool:
         """Return whether other random numbers give other gradients."""
@@ -180,10 +179,10 @@ class OneProcess:
         """
         size = self.ranks.size
         if size == 1 or not terms:
-            return plain.shadows
+            return dict(plain.shadows)
         mean = sum(term.value for term in terms) / len(terms)
         if not abs(plain.value - size * mean) < 0.1 * abs(plain.value):
-            return plain.shadows
+            return dict(plain.shadows)
         self.lines.append(f"  the loss is {size} times a mean over the batches of all ranks")
         return {name: x / size for name, x in plain.shadows.items()}
 

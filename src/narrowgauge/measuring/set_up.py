@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -257,11 +257,3 @@ def _equal_pairs(model: nn.Module) -> Iterator[tuple[str, str]]:
         first_name, q = first.setdefault(key, (name, p))
         if first_name != name and bool((bits != bits[0]).any()) and torch.equal(p, q):
             yield first_name, name
-
-
-def tied_names(named: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """Return the names of each tensor that has several, with signs of equality."""
-    groups: dict[int, list[str]] = {}
-    for name, x in named:
-        groups.setdefault(id(x), []).append(inner_name(name))
-    return [" = ".join(names) for names in groups.values() if len(names) > 1]
