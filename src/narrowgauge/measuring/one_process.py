@@ -8,7 +8,7 @@ What is not followed is compared within four times the roundings of the plain pa
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -88,11 +88,7 @@ class OneProcess:
         for name, gradient in self.first.gradients.items():
             if name not in self.apart and not is_sharded(gradient):
                 prints[name] = fingerprint(gradient)
-        first, *others = self.ranks.gather(prints)
-        self.differing = []
-        for name, bits in first.items():
-            if any(of_rank.get(name) != bits for of_rank in others):
-                self.differing.append(name)
+        self.differing = _unlike(self.ranks.gather(prints))
         if not self.differing:
             return []
         is_summed = self.passes.backward is not None or self.passes.model is not (
@@ -199,9 +195,13 @@ def _weights_apart(passes: Passes, ranks: Ranks) -> list[str]:
     for name, p in passes.leaves.items() if ranks.size > 1 else ():
         if not is_sharded(p):
             prints[name] = fingerprint(spread(p))
-    first, *others = ranks.gather(prints)
-    apart = []
-    for name, bits in first.items():
-        if any(of_rank.get(name) != bits for of_rank in others):
-            apart.append(name)
-    return apart
+    return _unlike(ranks.gather(prints))
+
+
+def _unlike(of_ranks: Sequence[Mapping[str, int]]) -> list[str]:
+    """Return the names whose fingerprint is another one on a rank than on rank 0."""
+    names = []
+    for name, bits in of_ranks[0].items():
+        if any(prints.get(name) != bits for prints in of_ranks):
+            names.append(name)
+    return names
