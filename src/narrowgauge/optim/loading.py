@@ -390,13 +390,18 @@ def kept_tensors(optimizer: Optimizer) -> Iterator[tuple[str, Tensor, Tensor]]:
     optimizer.settle()
     for parameter, name in optimizer.parameter_names().items():
         state = optimizer.local_state(parameter)
+        if state is None:
+            yield name, local_of(parameter).detach(), parameter
+            continue
         late = []
-        for plane in () if state is None else state.kernel.planes:
-            if {field for field, _, _ in plane.fields} <= set(state.storage.beside):
+        for plane in state.kernel.planes:
+            field = plane.fields[0][0]
+            if len(plane.fields) == 1 and field in state.storage.beside:
                 late.append(plane.name)
-        tensors = {} if state is None else state.tensors()
-        for key in [key for key in tensors if key not in late]:
-            yield f"{key} of {name}", tensors[key], parameter
+        tensors = state.tensors()
+        for key, tensor in tensors.items():
+            if key not in late:
+                yield f"{key} of {name}", tensor, parameter
         yield name, local_of(parameter).detach(), parameter
         for key in late:
             yield f"{key} of {name}", tensors[key], parameter
