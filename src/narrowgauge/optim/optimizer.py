@@ -26,7 +26,7 @@ from narrowgauge.optim.audit import Alarm, Auditor, joined_over_ranks, warn_of
 from narrowgauge.optim.clip import Decision, Finite, StepControl
 from narrowgauge.optim.codes import value_dtype
 from narrowgauge.optim.kernel import Kernel
-from narrowgauge.optim.loading import loaded_state, resume_from, saved_states, unnamed
+from narrowgauge.optim.loading import load_torch_state, loaded_state, saved_states, unnamed
 from narrowgauge.optim.low_bits import fill_states, has_low_bits, num_off_grid
 from narrowgauge.optim.multi_tensor import Table
 from narrowgauge.optim.parameter_formats import (
@@ -770,7 +770,7 @@ class Optimizer(torch.optim.Optimizer):
             ValueError: the groups do not match, as in ``torch.optim``.
         """
         if any("storage" not in group for group in state_dict["param_groups"]):
-            resume_from(self, state_dict)
+            load_torch_state(self, state_dict)
             return
         states: dict[Tensor, State] = {}
 

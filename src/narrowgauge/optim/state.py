@@ -92,7 +92,7 @@ def check_tensor(
         f"Cannot use a state that {has}: rule '{kernel.rule.name}' in storage "
         f"'{kernel.storage.name}' needs {dtype_name(dtype)} of shape {tuple(shape)}.",
         "Set formats, shapes and options (storage, rule, rank, momentum) before the first step, and "
-        "load states of the same ones. ng.load_states converts others.",
+        "load states of the same ones. ng.to_torch_state(old) converts others.",
     )
 
 
