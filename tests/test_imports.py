@@ -24,13 +24,13 @@ SOURCE = Path(__file__).parents[1] / "src" / "narrowgauge"
 # The beginnings of modules' paths inside the package, by layer; the longest that fits counts. A
 # file of no layer fails the test.
 LAYERS = {
-    "spec": {"errors", "spec", "analysis.thresholds"},
+    "spec": {"errors", "spec", "measuring.thresholds"},
     "monitor": {
         "analysis",
         *(f"analysis.{name}" for name in ("reading", "kinds")),
         *(f"measuring.{name}" for name in ("reading", "kinds", "step")),
     },
-    "record": {"analysis.columns", "measuring.settings"},
+    "record": {"measuring.columns", "measuring.settings"},
     "comparison": {"measuring.comparison", "measuring.intervals", "measuring.labels"},
     "laws": {f"measuring.{name}laws" for name in ("", "update_", "gradient_", "loss_")},
     "diagnosis": {"measuring.diagnose", "measuring.two_runs"},

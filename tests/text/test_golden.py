@@ -19,9 +19,9 @@ from click.testing import CliRunner
 import narrowgauge as ng
 from analysis.diagnosis.records import AT, healthy_run
 from measuring.made_runs import make_run, seeds
-from narrowgauge.analysis.reading import Reading
 from narrowgauge.cli.main import main
 from narrowgauge.measuring.comparison import compare_runs
+from narrowgauge.measuring.reading import Reading
 from narrowgauge.report.page import render
 from narrowgauge.runs.record import Run
 

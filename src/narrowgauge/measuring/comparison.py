@@ -22,8 +22,12 @@ from typing import Any
 
 import numpy as np
 
-from narrowgauge.analysis.columns import column
-from narrowgauge.analysis.thresholds import (
+from narrowgauge.errors import RecordError
+from narrowgauge.measuring.columns import column
+from narrowgauge.measuring.intervals import PairedDifference, interval, shown_loss
+from narrowgauge.measuring.labels import run_labels, seed_of
+from narrowgauge.measuring.settings import recipe_of, settings_diff
+from narrowgauge.measuring.thresholds import (
     ACCEPTABLE,
     LEAST_LOSS,
     MAX_LOSS_RISE,
@@ -31,10 +35,6 @@ from narrowgauge.analysis.thresholds import (
     NEGLIGIBLE,
     NOISE,
 )
-from narrowgauge.errors import RecordError
-from narrowgauge.measuring.intervals import PairedDifference, interval, shown_loss
-from narrowgauge.measuring.labels import run_labels, seed_of
-from narrowgauge.measuring.settings import recipe_of, settings_diff
 from narrowgauge.runs.finding import listed
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import SUMMARY, Row, finite_number, number
