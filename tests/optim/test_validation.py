@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import narrowgauge as ng
+from narrowgauge.optim import GaLore
 from narrowgauge.optim.rules.elementwise import ADAMW
 from narrowgauge.optim.validation import check_one_device
 from optim.pairs import RULES, build, everything, parameters
@@ -140,7 +141,7 @@ def test_values_of_another_shape_or_tensor_are_not_adopted_and_change_nothing() 
         with pytest.raises(ng.errors.RecipeError, match=words):
             optimizer.adopt({first: torch.zeros(2, 3), **weights}, states)
         assert first.all() and weight.all() and not optimizer.state
-    optimizer = ng.optim.GaLore(params, rank=1)
+    optimizer = GaLore(params, rank=1)
     with pytest.raises(ng.errors.RecipeError, match="'projector' of shape"):
         optimizer.adopt({first: torch.zeros(2, 3)}, {first: {"projector": torch.ones(3, 1)}})
     assert first.all()

@@ -17,30 +17,28 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
-from typing import Any
-
-import numpy as np
 
 from narrowgauge.errors import RecordError
 from narrowgauge.measuring.columns import column
 from narrowgauge.measuring.intervals import PairedDifference, interval, shown_loss
 from narrowgauge.measuring.labels import run_labels, seed_of
 from narrowgauge.measuring.settings import recipe_of, settings_diff
-from narrowgauge.measuring.thresholds import (
-    ACCEPTABLE,
-    LEAST_LOSS,
-    MAX_LOSS_RISE,
-    MAX_SKIPPED,
-    NEGLIGIBLE,
-    NOISE,
-)
 from narrowgauge.runs.finding import listed
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import SUMMARY, Row, finite_number, number
 from narrowgauge.spec.significance import MIN_EDQ
 from narrowgauge.spec.tables import Column, Table, json_value
 
+NEGLIGIBLE = 1e-3
+"""Fraction of the baseline's loss: a difference whose whole interval lies within does not matter."""
+ACCEPTABLE = 0.01
+"""Fraction of the baseline's loss: a certain increase up to this is a price, a larger one a fault."""
+MAX_SKIPPED = 0.05
+"""Fraction of steps: a loss scale settles within fewer."""
+MAX_LOSS_RISE = 0.2
+"""Fraction of the first loss: a run that ends higher has diverged."""
+LEAST_LOSS = 0.05
+"""Nats: losses that begin lower have no size of their own."""
 BASELINE = "the baseline"
 NO_INTERVAL = "no interval"
 FIT = (BASELINE, "better", "within the noise")
@@ -205,27 +203,15 @@ def divergence(run: Run) -> str:
         end = number(run.summary.get("val_loss"))
     if end is not None and not math.isfinite(end):
         return f"its loss is {end}"
-    if len(run.steps) < 10 or not has_zero(losses):
+    # A loss of GRPO begins at zero, and those of PPO, ELBOs and densities pass it: their shares say
+    # nothing.
+    if len(losses) < 10 or min(losses) <= 0:
         return ""
     first = statistics.median(losses[:5])
     last = statistics.median(losses[-5:])
-    quarter = losses[: max(5, len(losses) // 4)]
-    middle = statistics.median(quarter)
-    noise = float(np.median(np.abs(np.subtract(quarter, middle))))
-    if last - first > max(MAX_LOSS_RISE * first, NOISE * noise):
+    if first >= LEAST_LOSS and last > (1 + MAX_LOSS_RISE) * first:
         return f"its loss began at {first:.2f} and ended at {last:.2f}"
     return ""
-
-
-def has_zero(losses: Sequence[float]) -> bool:
-    """Return whether a loss has a size of its own, as a likelihood has: it begins well above zero,
-    and stays above.
-
-    A loss of GRPO begins at zero, and those of PPO, ELBOs and densities pass it: their shares say
-    nothing.
-    """
-    finite = list(filter(math.isfinite, losses))
-    return bool(finite) and min(finite) > 0 and statistics.median(finite[:5]) >= LEAST_LOSS
 
 
 def _counts(run: Run) -> bool:
@@ -436,20 +422,15 @@ def _left_out(runs: Sequence[Run], labels: Sequence[str]) -> Iterator[str]:
 
 def _other_settings(runs: Sequence[Run]) -> Iterator[str]:
     """Name the settings that differ between runs of one seed. Skip those that one run lacks."""
-    values = dict[str, dict[Any, None]]()
-    for first, second in combinations(runs, 2):
-        if seed_of(first) != seed_of(second):
-            continue
-        for setting in settings_diff(first.run, second.run):
+    first_of_seed = dict[int, Run]()
+    names = dict[str, None]()
+    for run in runs:
+        first = first_of_seed.setdefault(seed_of(run), run)
+        for setting in settings_diff(first.run, run.run):
             is_config = setting.table == "config" and setting.name not in _FREE
             if is_config or (setting.table, setting.name) in _ALIKE:
-                values.setdefault(setting.name, {}).update(dict.fromkeys(setting.values))
-    items = []
-    if values.pop("fingerprint", None):
-        items.append("data, so those losses are not compared")
-    for name, texts in values.items():
-        items.append(f"{name} {', '.join(texts)}")
-    if any(run.is_foreign for run in runs):
-        items.append("logs of other frameworks, without recipe, audit or seed (0 is taken)")
-    if items:
-        yield f"The runs differ in more than recipe and seed: {'; '.join(items)}."
+                names[f"{setting.table}.{setting}"] = None
+        if run.is_foreign:
+            names["logs of other frameworks, without recipe, audit or seed (0 is taken)"] = None
+    if names:
+        yield f"The runs differ in more than recipe and seed: {'; '.join(names)}."

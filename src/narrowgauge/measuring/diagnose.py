@@ -146,7 +146,8 @@ def diagnose(run: str | Path | Run, other: str | Path | Run | None = None) -> Di
     Example:
         >>> import tempfile, narrowgauge as ng
         >>> folder = Path(tempfile.mkdtemp(), "first")
-        >>> with ng.runs.RunWriter.create(folder, {"recipe": "bfloat16/word"}) as writer:
+        >>> from narrowgauge.runs import RunWriter
+        >>> with RunWriter.create(folder, {"recipe": "bfloat16/word"}) as writer:
         ...     for step in range(1, 81):
         ...         writer.append("steps", {"step": step, "loss": 9.0 if step == 60 else 3.0 + 1.0 / step, "grad_norm": 1.0})
         >>> [(reading.step, reading.stage, reading.what) for reading in ng.diagnose(folder).readings]

@@ -100,8 +100,5 @@ def _settings(runs: Sequence[Run]) -> list[str]:
 
 
 def _folders(runs: Sequence[Run]) -> list[str]:
-    """Return the comparison's folder if it distinguishes runs of one seed, else the run's path."""
-    names = [run.path.parent.name for run in runs]
-    if not _is_distinct(zip(names, map(seed_of, runs), strict=True)):
-        names = [str(run.path) for run in runs]
-    return list(map(" ({})".format, names))
+    """Return the paths of runs that no setting distinguishes."""
+    return [f" ({run.path})" for run in runs]

@@ -134,12 +134,11 @@ def check_resume(
         if number > 1:
             when = f"after load {number}"
         found = differences(before, snapshot(objects, unseen) | generators(), when, lines)
-        if number == 1:
+        if not found:
             fresh = snapshot(_not_returned(fresh_step, objects), {})
             for difference in differences(held, fresh, when, []):
-                if difference.there:
+                if difference.there and number == 1:
                     unseen[difference.kind] = f"not returned by the step, and {difference.text}"
-        if not found:
             now = snapshot(_last_of(fresh_step, steps), unseen)
             before = now
             if number < len(after):

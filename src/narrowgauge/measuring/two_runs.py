@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 from narrowgauge.measuring.columns import loop_of, rows_of
 from narrowgauge.measuring.reading import Reading, Readings
 from narrowgauge.measuring.settings import recipe_of, settings_diff
-from narrowgauge.measuring.thresholds import ENVELOPE, GROWTH, LEAST
 from narrowgauge.runs.finding import counted, listed, told
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import STEP, Row, number, step_of
@@ -41,6 +40,12 @@ STAGE_OF = {
 _KINDS = list(STAGE_OF)
 EXACT = frozenset({"tokens", "batch_crc", "lr", "loss_scale", "skipped"})
 """Values that rounding cannot change."""
+ENVELOPE = 32.0
+"""Multiples of a norm's expected rounding error: rounding errors are not independent."""
+LEAST = 2.0**-20
+"""Relative: 8 ulps of float32. Another order of a float32 model's sums moved norms by up to 1.4e-7."""
+GROWTH = 30.0
+"""Factor a step of the largest difference; measured on tiny models: below 6."""
 AGREES = 0.05
 """Relative difference of other recorded numbers of a step, such as the stored share of an update,
 beside a difference by rounding.
@@ -430,11 +435,10 @@ class TwoRuns(Readings):
     def to_dict(self) -> dict[str, Any]:
         """Return the comparison as values for JSON."""
         at = self.difference
-        return {
+        return super().to_dict() | {
             "runs": list(self.names),
             "verdict": self.verdict,
             "same": at is None,
-            "readings": [reading.to_dict() for reading in self.readings],
             "ranks": list(getattr(at, "ranks", ())),
             "is_rounding": self.is_rounding,
             "factor": self.search.factor,
@@ -472,11 +476,7 @@ class TwoRuns(Readings):
             yield "No recorded setting differs."
 
     def _notes(self, runs: Sequence[Run]) -> Iterator[str]:
-        lengths = len(runs[0].steps), len(runs[1].steps)
         at = self.difference
-        common = self.search.num_common
-        if common and lengths[0] != lengths[1]:
-            yield f"they recorded {lengths[0]} and {lengths[1]} steps, of which {common} are common"
         if at is not None and at.what in ("loss", "grad_norm") and not self.search.is_hashed:
             flag = "ng.RunRecorder(…, fingerprints_every=1)"
             if all(loop_of(run) == "trainer" for run in runs):

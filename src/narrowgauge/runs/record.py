@@ -111,7 +111,8 @@ def read_run(path: str | Path) -> Run:
     Example:
         >>> import tempfile, narrowgauge as ng
         >>> folder = Path(tempfile.mkdtemp(), "first")
-        >>> with ng.runs.RunWriter.create(folder, {"recipe": "bfloat16/word"}) as writer:
+        >>> from narrowgauge.runs import RunWriter
+        >>> with RunWriter.create(folder, {"recipe": "bfloat16/word"}) as writer:
         ...     writer.append("steps", {"step": 1, "loss": float("nan")})
         >>> read_run(folder).steps
         [{'step': 1, 'loss': nan}]

@@ -43,7 +43,7 @@ class RunWriter:
     Example:
         >>> import tempfile, narrowgauge as ng
         >>> folder = Path(tempfile.mkdtemp(), "own")
-        >>> with ng.runs.RunWriter.create(folder, {"config": {"recipe": "bfloat16/word", "seed": 0}}) as writer:
+        >>> with RunWriter.create(folder, {"config": {"recipe": "bfloat16/word", "seed": 0}}) as writer:
         ...     writer.append("steps", {"step": 1, "loss": 2.5})
         ...     writer.append("events", {"step": 1, "what": "note", "text": "half of the data are seen"})
         >>> ng.read_run(folder).steps
