@@ -2,7 +2,7 @@
 once in fact.
 
 errors ← spec ← runs ← analysis, planner ← report need no PyTorch. torch_names, spec ← numerics ←
-matmul, transforms, optim, distributed (which never import each other) ← assembly ← checks ← measuring
+matmul, transforms, optim, distributed (which never import each other) ← assembly ← measuring
 ← checkpoints ← trainer ← integrations ← cli. Inside measuring and
 trainer some parts stand above others; what is above the gauges may write through `runs`.
 """
@@ -46,7 +46,7 @@ LAYERS = {
     "own_module": {"planner.module"},
     "cli": {"cli", "__main__"},
 }
-ALIKE = ("runs", "planner", "report", "numerics", "matmul", "transforms", "optim", "distributed", "checks", "measuring",
+ALIKE = ("runs", "planner", "report", "numerics", "matmul", "transforms", "optim", "distributed", "measuring",
          "assembly", "checkpoints", "trainer", "integrations")  # fmt: skip
 """Layers that are one package."""
 LAYERS |= {name: {name} for name in ALIKE}
@@ -57,7 +57,7 @@ SEEN_BY_PARTS = LOWEST | {"torch_names", "compile", "numerics"}
 RECORDS = LOWEST | {"runs", "record", "monitor", "laws", "comparison", "planner", "report"}
 SEEN_BY_CHECKPOINTS = SEEN_BY_PARTS | {"runs", "distributed", "optim"}
 SEEN_BY_GAUGES = SEEN_BY_PARTS | PARTS | {"runs", "monitor", "hooks"}
-SEEN_BY_RECORDING = SEEN_BY_GAUGES | {"checks", "record", "laws"}
+SEEN_BY_RECORDING = SEEN_BY_GAUGES | {"record", "laws"}
 SEEN_BY_TRAINER = SEEN_BY_RECORDING | RECORDS | {"measuring", "assembly", "checkpoints"}
 SEEN_BY_CALLERS = SEEN_BY_TRAINER | {"trainer"}
 # What each layer may import besides itself.
@@ -79,7 +79,6 @@ SEES = {
     "numerics": LOWEST | {"torch_names", "compile"},
     **dict.fromkeys(PARTS, SEEN_BY_PARTS),
     "checkpoints": SEEN_BY_CHECKPOINTS,
-    "checks": SEEN_BY_GAUGES | {"assembly", "measuring"},
     "measuring": SEEN_BY_RECORDING | {"assembly", "comparison", "diagnosis"},
     "hooks": SEEN_BY_PARTS | {"distributed", "monitor"},
     "trainer": SEEN_BY_TRAINER,

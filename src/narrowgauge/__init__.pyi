@@ -3,11 +3,10 @@
 from . import errors as errors
 from . import spec as spec
 from .assembly.preparation import prepare as prepare
-from .checks.checking import check as check
-from .checks.rounding import ranked_places as ranked_places
 from .distributed.reduction import reduce_gradients_with as reduce_gradients_with
 from .matmul.inference import quantize_for_inference as quantize_for_inference
 from .matmul.swapping import swap_linears as swap_linears
+from .measuring.check import check as check
 from .measuring.diagnose import diagnose as diagnose
 from .measuring.lesson import teaches as teaches
 from .measuring.reading import Reading as Reading

@@ -151,12 +151,10 @@ def show_storages(params: float | None, as_json: bool) -> None:
 @flags.json_list
 def show_checks(as_json: bool) -> None:
     """Readings: what measures each, its bound, and the bound's source."""
-    from narrowgauge.analysis import kinds as kinds_of_checks
     from narrowgauge.measuring.kinds import kind_table
 
     table = kind_table()
-    rows = [*kinds_of_checks.kind_table().rows, *table.rows]
-    _print(as_json, rows, tables.Table(table.columns, rows))
+    _print(as_json, table.rows, table)
 
 
 @show_group.command("recipe", short_help="What one recipe stores, computes and loses.")

@@ -21,10 +21,10 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.checks.step_samples import stored_by
 from narrowgauge.distributed.replica_verification import unlike
 from narrowgauge.distributed.sharding import fingerprints_whole_and_own
 from narrowgauge.measuring.hooks import Hub, Listener
+from narrowgauge.measuring.states import stored_by
 from narrowgauge.numerics.chunks import flat_chunks
 from narrowgauge.numerics.dtensor import gradient_of, is_sharded
 from narrowgauge.numerics.hashing import combine, fingerprint, fingerprint_all

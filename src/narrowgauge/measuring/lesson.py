@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from narrowgauge.checks.passes import Backward, Loss, divided_losses, micro_batches
+from narrowgauge.measuring.passes import Backward, Loss, divided_losses, micro_batches
 from narrowgauge.measuring.reading import Reading, Readings, measured
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.tables import Table, number_columns, text_columns

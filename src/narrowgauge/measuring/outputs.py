@@ -19,9 +19,9 @@ from torch.nn.modules import module as global_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from narrowgauge.checks.sites import floats_of, is_float
-from narrowgauge.checks.units import FINEST, unit_of
 from narrowgauge.measuring.adapters import name_without_adapters
+from narrowgauge.measuring.beside import floats_in, is_float
+from narrowgauge.measuring.units import FINEST, unit_of
 
 _SUMS = re.compile("mm|mv|dot|conv|attention|linear")
 """Parts of names of operations whose terms may cancel: their error is a part of a row's size."""
@@ -56,7 +56,7 @@ class _Recording:
         if module not in self.names:
             self.names.update(names_of(module))
         name = self.names[module]
-        if self._stack and not all(map(self._was_returned, floats_of(args))):
+        if self._stack and not all(map(self._was_returned, floats_in(args))):
             parent = self._stack[-1]
             child = name.removeprefix(f"{parent}.")
             args = self._keep(f"{parent or 'the model'}, before {child}", args)
@@ -125,11 +125,11 @@ class RandomRounding(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         wide_args, wide_kwargs = tree_map(_wide, (args, kwargs or {}))
         result = func(*args, **(kwargs or {}))
-        floats = floats_of(result)
+        floats = floats_in(result)
         if not floats:
             return result
         try:
-            wide = floats_of(func(*wide_args, **wide_kwargs))
+            wide = floats_in(func(*wide_args, **wide_kwargs))
         except (RuntimeError, NotImplementedError):
             wide = list(map(Tensor.double, floats))
         has_sums = _SUMS.search(name) is not None

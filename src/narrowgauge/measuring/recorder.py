@@ -17,8 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.checks.loss_value import coarse_loss
-from narrowgauge.checks.set_up import set_up_of
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.sharding import fingerprint_whole, fsdp_modules
 from narrowgauge.errors import RecipeError, RecordError
@@ -26,11 +24,13 @@ from narrowgauge.matmul.linear import Linear
 from narrowgauge.measuring.fingerprints import Fingerprints
 from narrowgauge.measuring.hooks import Listener, RunNotice
 from narrowgauge.measuring.laws import Laws
+from narrowgauge.measuring.loss_value import coarse_loss
 from narrowgauge.measuring.meter import Meter
 from narrowgauge.measuring.provenance import describe_run, differences, formats_of
 from narrowgauge.measuring.reading import measured
 from narrowgauge.measuring.record import OnRow, Record
 from narrowgauge.measuring.resume import Certificate
+from narrowgauge.measuring.set_up import set_up_of
 from narrowgauge.measuring.step import Step
 from narrowgauge.measuring.step_row import batch_checksum
 from narrowgauge.measuring.watch import (

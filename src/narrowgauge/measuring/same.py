@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.checks.units import unit_of
 from narrowgauge.errors import DataError, RecipeError
 from narrowgauge.measuring.outputs import (
     Outputs,
@@ -28,6 +27,7 @@ from narrowgauge.measuring.outputs import (
     shapes_of,
 )
 from narrowgauge.measuring.reading import Reading, Readings, measured
+from narrowgauge.measuring.units import unit_of
 from narrowgauge.measuring.weights import (
     MOST_ROWS,
     Weights,

@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from narrowgauge.checks.set_up import set_up_of
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.measuring.hooks import Hub, RunNotice
@@ -17,6 +16,7 @@ from narrowgauge.measuring.kinds import KINDS
 from narrowgauge.measuring.laws import Laws
 from narrowgauge.measuring.meter import Meter
 from narrowgauge.measuring.reading import Reading
+from narrowgauge.measuring.set_up import set_up_of
 from narrowgauge.measuring.step import Step
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.finding import counted

@@ -20,8 +20,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from narrowgauge.checks.fit import fit
-from narrowgauge.checks.units import unit_of
 from narrowgauge.errors import RecordError
 from narrowgauge.measuring.adapters import (
     is_adapted,
@@ -29,8 +27,10 @@ from narrowgauge.measuring.adapters import (
     product_of,
     weight_with_adapters,
 )
+from narrowgauge.measuring.fit import fit
 from narrowgauge.measuring.kinds import KINDS
 from narrowgauge.measuring.reading import Reading, measured, of_all
+from narrowgauge.measuring.units import unit_of
 from narrowgauge.numerics.dtensor import whole
 from narrowgauge.runs.finding import counted, told
 from narrowgauge.spec.formats import dtype_name

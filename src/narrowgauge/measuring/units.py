@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from narrowgauge.spec.formats import FORMATS
-
 NARROW = (
     torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz,
     torch.float8_e5m2fnuz,
@@ -18,11 +16,3 @@ FINEST = 2.0**-24
 def unit_of(dtype: torch.dtype) -> float:
     """Return the unit roundoff of a format; of wide ones, float32's."""
     return UNITS.get(dtype, FINEST)
-
-
-def unit_of_row(name: str) -> float:
-    """Return a row's unit roundoff; of an integer format, half a step of its largest value."""
-    row = FORMATS[name]
-    if name.startswith("int"):
-        return float(0.5 / row.max)
-    return float(row.epsilon / 2)
