@@ -180,12 +180,12 @@ class Search:
         self.num_common = len(steps.intersection(map(step_of, second_run.steps)))
         common = self.records[0].rows.keys() & self.records[1].rows.keys()
         hashed = self.records[0].prints.keys() & self.records[1].prints.keys()
-        self._go_through(common, hashed)
+        is_equal = self._go_through(common, hashed)
         ends = ends_of(first_run, second_run)
-        if self.first is None and None not in ends and ends[0] != ends[1]:
+        if is_equal and None not in ends and ends[0] != ends[1]:
             end = Difference(max(common, default=0), "weight", "weights_fingerprint")
             self.first = self.beyond = end
-        self.at = self.beyond or self.first
+        self.at: Difference | None = self.beyond or self.first
         self.is_hashed = False
         self.factor = 1.0
         self.unlike = list[str]()
@@ -200,8 +200,8 @@ class Search:
         if step in first.rows and step in second.rows:
             self.unlike += _other_numbers(first.rows[step], second.rows[step])
 
-    def _go_through(self, common: Set[int], hashed: Set[int]) -> None:
-        """Add the differences of steps until one is beyond its bound."""
+    def _go_through(self, common: Set[int], hashed: Set[int]) -> bool:
+        """Add the differences of steps until one is beyond its bound; return whether there is none."""
         for step in sorted(common | hashed):
             differences = []
             if step in common:
@@ -211,6 +211,7 @@ class Search:
             self._add(step, differences, has_columns=step in common, has_tensors=step in hashed)
             if self.beyond is not None:
                 break
+        return self.first is None
 
     def _add(
         self, step: int, differences: list[Difference], *, has_columns: bool, has_tensors: bool

@@ -124,7 +124,7 @@ def check_resume(
         torch.rand(7), np.random.rand(7), random.random()
         objects, fresh_step, *fresh_save = _loaded(load(saved))
         before = _set_in(objects, before)
-        when = f"after load {number}".replace("load 1", "the load")
+        when = ("after the load", f"after load {number}")[number > 1]
         found = differences(before, snapshot(objects, unseen) | generators(), when, lines)
         if not found:
             if number == 1:
@@ -140,7 +140,7 @@ def check_resume(
                 lines.append("The load restored all that is returned. Look at what is not.")
         if found:
             break
-    words = f"every state has the bits of the run that went on, for {counted(steps, 'step')}; steps= crosses an epoch"
+    words = "every state has the bits of the run that went on; steps= crosses an epoch"
     return Readings(_readings(found), lines, words, unseen)
 
 

@@ -197,7 +197,7 @@ def _rows(
         if name in before.buffers | after.buffers or not y.is_floating_point():
             dtype = torch.promote_types(x.dtype, y.dtype)
         dtypes = dict.fromkeys((dtype_name(x.dtype), dtype_name(y.dtype)))
-        row = {"name": name, "dtype": " → ".join(dtypes), "values": y.numel()}
+        row: Row = {"name": name, "dtype": " → ".join(dtypes), "values": y.numel()}
         row |= _distance(*effective.get(name, (x, y)), dtype)
         if name in effective and row["change"] <= unit_of(dtype):
             row["differ"] = 0  # the merge rounded once
