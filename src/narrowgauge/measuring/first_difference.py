@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from narrowgauge.analysis.columns import rows_of
+from narrowgauge.measuring.columns import rows_of
 from narrowgauge.measuring.reading import Reading
 from narrowgauge.measuring.settings import recipe_of
 from narrowgauge.runs.record import Run

@@ -357,7 +357,8 @@ def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 def generators() -> dict[str, Entry]:
     """Return entries for the random generators of this process."""
     states: dict[str, Any] = {"torch": torch.get_rng_state().numpy().tobytes()}
-    states["numpy"] = np.random.get_state()[1:3]
+    numpy_state: Any = np.random.get_state()
+    states["numpy"] = numpy_state[1:3]
     states["python"] = random.getstate()[1]
     if torch.cuda.is_initialized():
         states["cuda"] = [state.numpy().tobytes() for state in torch.cuda.get_rng_state_all()]

@@ -134,7 +134,7 @@ def same(
     return result
 
 
-def _from_pretrained(model: Any, folder: str | Path) -> nn.Module:
+def _from_pretrained(model: Any, folder: Any) -> nn.Module:
     attention = model.config._attn_implementation
     kind: Any = type(model)
     loaded: nn.Module = kind.from_pretrained(folder, dtype="auto", attn_implementation=attention)
@@ -251,7 +251,7 @@ class _Passes:
         self, ours: Outputs, theirs: Outputs, bounds: Mapping[str, float]
     ) -> list[Row]:
         """Compare the outputs of modules; return the places that differ."""
-        places = []
+        places = list[Row]()
         missing = []
         shapes = shapes_of(ours)
         their_shapes = shapes_of(theirs)
@@ -270,7 +270,7 @@ class _Passes:
             columns = number_columns(difference="difference", rounding_explains="bound")
             table = Table((*name_columns(place="place"), *columns), places[:MOST_ROWS])
             self.lines += table.plain().splitlines()
-        wrong = {}
+        wrong = dict[str, tuple[float, float, float]]()
         for place in places:
             if place["difference"] > place["bound"]:
                 wrong[place["place"]] = place["difference"], 0.0, place["bound"]

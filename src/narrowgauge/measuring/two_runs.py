@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from narrowgauge.analysis.columns import loop_of
+from narrowgauge.measuring.columns import loop_of
 from narrowgauge.measuring.first_difference import AGREES, LEAST, Search, ends_of, roundoff
 from narrowgauge.measuring.reading import Readings
 from narrowgauge.measuring.settings import settings_diff
