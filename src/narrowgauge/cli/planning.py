@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
@@ -62,7 +62,10 @@ def plan_group(context: click.Context) -> None:
     help_without_command(context)
 
 
-def _option(name: str, metavar: str, help: str, read: Any = str) -> Any:
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def _option(name: str, metavar: str, help: str, read: Any = str) -> Callable[[Function], Function]:
     return click.option(f"--{name}", metavar=metavar, type=flags.Parsed(read), help=help)
 
 

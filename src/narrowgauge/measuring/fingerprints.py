@@ -248,7 +248,7 @@ def _names_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[Tensor
     """
     members = dict.fromkeys(members_of(optimizer))
     named = {}
-    names = {}
+    names: dict[Tensor, str] = {}
     for name, p in model.named_parameters():
         named[p] = plain_name(name)
         if p in members:

@@ -183,10 +183,11 @@ class _Trace(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is Tensor.backward:
+        call: Any = func
+        if call is Tensor.backward:
             self._is_backward = True
             try:
-                return func(*args, **kwargs)
+                return call(*args, **kwargs)
             finally:
                 self._is_backward = False
                 self._ids = {}
@@ -287,9 +288,8 @@ def _shifts(softmaxes: Sequence[_Softmax]) -> list[int]:
             parts = [torch.cat(parts)]
         for part in parts:
             shifts.add(_shift(part, ids))
-    if None in shifts:
-        return []
-    return sorted(shifts)
+    known = [shift for shift in shifts if shift is not None]
+    return sorted(known) if len(known) == len(shifts) else []
 
 
 def _columns(num_rows: int, ids: Any) -> int:

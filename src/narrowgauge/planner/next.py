@@ -162,13 +162,15 @@ class MeasuredRun:
     @cached_property
     def job(self) -> Estimate:
         """Return the plan of the measured run."""
-        return plan(**self.asked, advise=False).best
+        best: Estimate = plan(**self.asked, advise=False).best
+        return best
 
     @cached_property
     def factor(self) -> float:
         """Return the factor on the planned rate of the next run."""
         ratio: float = self.tokens_per_second / self.job.tokens_per_second
-        return ratio**TRUST
+        factor: float = ratio**TRUST
+        return factor
 
     @property
     def extra_gb(self) -> float:

@@ -41,7 +41,7 @@ def newest(run: Path) -> tuple[Path | None, list[str]]:
     """Return the newest checkpoint of a run that matches its manifest, and what is wrong with each
     newer one.
     """
-    damaged = []
+    damaged: list[str] = []
     for folder in folders(run):
         reason = _damage(folder)
         if not reason:
@@ -108,7 +108,8 @@ def save(run: Path, model: Any, optimizer: Optimizer, notes: Row, keep: int = 2)
     Raises:
         RecordError: it could not be written; on all ranks. Older checkpoints are intact.
     """
-    from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.state_dict_saver import save as save_states
 
     from narrowgauge.distributed.ranks import all_ranks
 
@@ -140,9 +141,9 @@ def save(run: Path, model: Any, optimizer: Optimizer, notes: Row, keep: int = 2)
         ranks.of_first(clean)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is (disabled|unavailable)")
-            dcp.save(states_of(model, optimizer), checkpoint_id=new, no_dist=ranks.size == 1)
+            save_states(states_of(model, optimizer), checkpoint_id=new, no_dist=ranks.size == 1)
         ranks.of_first(publish)
-    except (OSError, dcp.CheckpointException) as error:  # DCP gives the errors of all ranks
+    except (OSError, CheckpointException) as error:  # DCP gives the errors of all ranks
         failures = getattr(error, "failures", {0: (error, None)})
         raise disk_error(final, failures[min(failures)][0]) from error
 
@@ -157,14 +158,14 @@ def _remove(folder: Path) -> None:
 
 def load(folder: Path, model: Any, optimizer: Optimizer) -> Row:
     """Load a good checkpoint, and return its notes. All ranks call it, however many wrote it."""
-    from torch.distributed import checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import set_state_dict
+    from torch.distributed.checkpoint.state_dict_loader import load as load_states
 
     state = states_of(model, optimizer)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is (disabled|unavailable)")
-            dcp.load(state, checkpoint_id=folder)
+            load_states(state, checkpoint_id=folder)
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise RecordError(

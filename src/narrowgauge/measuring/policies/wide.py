@@ -395,7 +395,7 @@ def _is_part_of_cast(args: Any) -> bool:
 def _scaled_product(
     a: Tensor, b: Tensor, scale_a: Any, scale_b: Any, bias: Tensor | None = None, *_: Any
 ) -> Tensor:
-    product = (a * scale_a) @ (b * scale_b)
+    product: Tensor = (a * scale_a) @ (b * scale_b)
     if bias is not None:
         product = product + bias
     return product
