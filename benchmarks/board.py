@@ -73,7 +73,7 @@ STORAGES = (
 COMPUTES = (
     "int8-row/word", "int8-outlier-codes/word", "float8-row/word",
     "float8-tensor/word", "float8-block/word", "mxfp8/word",
-    "nvfp4/word", "nvfp4-4over6/word", "mxfp4/word",
+    "nvfp4/word", "mxfp4/word",
     "scalify/word", "scalify-float16/word", "scalify-float16/scaled16",
 )  # fmt: skip
 FULL = "float32/float32"

@@ -177,6 +177,16 @@ def start_of(folder: Path | None = None, text: str = sysconfig.get_path("stdlib"
 # ── a run ─────────────────────────────────────────────────────────────────────────────────────────
 
 
+def draw_low_bits(model: nn.Module, seed: int) -> None:
+    """Give float32 copies of bfloat16 weights the low bits that our optimizer draws."""
+    narrow = ng.cast_parameters(copy.deepcopy(model), torch.bfloat16)
+    optimizer = ng.AdamW(narrow.named_parameters(), lr=0.0, storage="exact", seed=seed)
+    for parameter in narrow.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    model.load_state_dict(ng.full_weights(narrow, optimizer))
+
+
 def prepared(
     row: str, model: nn.Module, lr: float, seed: int, audit_every: int
 ) -> torch.optim.Optimizer:
@@ -201,7 +211,7 @@ def prepared(
             ng.cast_parameters(model, torch.bfloat16)
             ng.cast_parameters(model, torch.float32)
         if start == "random":
-            ng.fill_low_bits(model, seed=seed)
+            draw_low_bits(model, seed)
         return torch.optim.AdamW(model.parameters(), **options, fused=True)
     if "/" in name:
         recipe = name

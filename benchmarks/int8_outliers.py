@@ -44,7 +44,6 @@ SWAPPED = (
     "float8-block",
     "mxfp8",
     "nvfp4",
-    "nvfp4-4over6",
     "mxfp4",
 )
 """Computes whose layers are those of training."""

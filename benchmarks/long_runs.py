@@ -39,7 +39,7 @@ from typing import Any
 
 import torch
 from _others_training import FORMULAS, PEERS, cut, formula_bytes
-from finetune import append, start_of
+from finetune import append, draw_low_bits, start_of
 from peers import bytes_held
 from torch import Tensor, nn
 
@@ -239,7 +239,7 @@ class Trained:
         if not self.is_wide:
             ng.cast_parameters(self.model, torch.bfloat16)
         elif self.is_random:
-            ng.fill_low_bits(self.model, seed=seed)
+            draw_low_bits(self.model, seed)
         options: dict[str, Any] = {"lr": lr, "betas": BETAS, "weight_decay": 0.0}
         if self.is_wide:
             self.optimizer = torch.optim.AdamW(self.model.parameters(), **options, fused=True)

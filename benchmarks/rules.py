@@ -78,7 +78,7 @@ class Case:
         if "beta1" in rule.settings:
             options["betas"] = (rule.settings["beta1"], rule.settings["beta2"])
         if "eps" in rule.settings:
-            options[rule.eps_option] = rule.settings["eps"]
+            options["eps"] = rule.settings["eps"]
         return options
 
 
@@ -99,7 +99,6 @@ CASES = {
         ),
         Case("gradnorm_lorp", "word", _LARGER, {"rank": 32, "update_proj_gap": 50}),
         Case("muon", "word", _LARGER),
-        Case("adafactor", "word", _LARGER),
         Case("lion", "word", _SMALLER),
     )
 }

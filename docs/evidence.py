@@ -13,6 +13,7 @@ runs in a cell; ``section NAME`` cites a whole section, as RESULTS.md does. ::
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -85,14 +86,17 @@ def conditions(run: Row) -> tuple[Any, ...]:
 
 
 def pairs(runs: Iterable[Row], baseline: Iterable[Row]) -> Pairs:
-    """Return runs with the baseline's of the same seed, all of the one machine that has most."""
+    """Return each run with the baseline's of the same seed and machine, on all machines."""
     bases = {conditions(run): run for run in baseline if run["loss"] is not None}
-    machines: dict[Any, Pairs] = {}
-    for run in runs:
-        base = bases.get(conditions(run))
-        if base is not None:
-            machines.setdefault((run.get("vectors"), run.get("torch")), []).append((run, base))
-    return max(machines.values(), key=len, default=[])
+    return [(run, bases[conditions(run)]) for run in runs if conditions(run) in bases]
+
+
+def by(both: Pairs, *fields: str) -> list[Pairs]:
+    """Return the pairs in groups that are equal in these fields."""
+    groups: dict[tuple[Any, ...], Pairs] = {}
+    for run, base in both:
+        groups.setdefault(tuple(map(run.get, fields)), []).append((run, base))
+    return list(groups.values())
 
 
 def half_interval(values: Sequence[float]) -> float:
@@ -116,11 +120,38 @@ def interval(values: Sequence[float]) -> str:
 
 
 def apart(both: Pairs) -> list[float]:
-    """Return the losses less the baseline's; infinite where a run diverged."""
-    losses = []
-    for run, base in both:
-        losses.append(math.inf if run["loss"] is None else run["loss"] - base["loss"])
-    return losses
+    """Return the losses less the baseline's, one mean a seed; infinite where a run diverged.
+
+    Two machines repeat a seed's weights and text, so that their pairs are no two samples.
+    """
+    means = []
+    for same_seed in by(both, "seed"):
+        losses = []
+        for run, base in same_seed:
+            losses.append(math.inf if run["loss"] is None else run["loss"] - base["loss"])
+        means.append(statistics.fmean(losses))
+    return means
+
+
+def less(both: Pairs) -> str:
+    """Return the interval over all machines, and that of each machine where two disagree.
+
+    Machines disagree if their means differ in sign, or by more than both half intervals. A machine
+    of one seed has no interval and is not asked.
+    """
+    machines = {}
+    for same_machine in by(both, "vectors", "torch"):
+        losses = apart(same_machine)
+        if len(losses) > 1 and all(map(math.isfinite, losses)):
+            machines[same_machine[0][0]["vectors"]] = losses
+    text = interval(apart(both))
+    for first, second in itertools.combinations(machines.values(), 2):
+        means = statistics.fmean(first), statistics.fmean(second)
+        reach = half_interval(first) + half_interval(second)
+        if means[0] * means[1] < 0 or abs(means[0] - means[1]) > reach:
+            parts = [f"{name} {interval(losses)}" for name, losses in machines.items()]
+            return f"{text}; {', '.join(parts)}"
+    return text
 
 
 def fallen(both: Pairs, place: int) -> float:
@@ -136,9 +167,9 @@ def mean(runs: list[Row], spec: Row) -> str:
 
 SHOWN: dict[str, Callable[[list[Row], Pairs, Row], str]] = {
     "text": lambda runs, both, spec: str(runs[0][spec["field"]] or "–"),
-    "seeds": lambda runs, both, spec: str(len(runs)),
+    "seeds": lambda runs, both, spec: str(len({run["seed"] for run in runs})),
     "mean": lambda runs, both, spec: mean(runs, spec),
-    "less": lambda runs, both, spec: interval(apart(both)),
+    "less": lambda runs, both, spec: less(both),
     "ahead": lambda runs, both, spec: f"{-1e3 * statistics.fmean(apart(both)):+.2f}",
     "fall": lambda runs, both, spec: format(fallen(both, 0), spec["form"]),
     "kept": lambda runs, both, spec: format(fallen(both, 0) / fallen(both, 1), spec["form"]),
@@ -234,8 +265,8 @@ def losses() -> str:
         runs = chosen(records, {**where, "row": row})
         recipe = row if "/" in row else f"bfloat16/{row}"
         both = pairs(runs, masters)
-        if len(both) >= 3 and both[0][0]["recipe"] == recipe and is_recipe(recipe):
-            costs = apart(both)
+        costs = apart(both)
+        if len(costs) >= 3 and both[0][0]["recipe"] == recipe and is_recipe(recipe):
             # 0.0 takes its sign from a cost that rounds to -0.0.
             cost = round(statistics.fmean(costs), 4) + 0.0
             lines.append(f'"{recipe}" = [{cost:.4f}, {half_interval(costs):.4f}]')

@@ -103,7 +103,6 @@ STORAGES: dict[str, Storage] = {
     "float16/collage-plus": Storage(
         12, 0.002, 8, beside=_LOW, vectors_whole=False, stands_for="the arithmetic of expansions in float16"
     ),
-    "float16-throughout/naive": Storage(8, "lost", 8, vectors_whole=False),
     "float16-throughout/stochastic": Storage(
         8, "noisy", 8, vectors_whole=False, dealt={"weight": (0, 13)}, stands_for="float16 with scales by row, stochastic"
     ),
@@ -139,7 +138,7 @@ COMPUTES: dict[str, Compute] = {
     "float32": Compute(4, default_storage="float32"),
     "bfloat16": Compute(2),
     "float16": Compute(2, default_storage="split", has=("scaled loss",)),
-    "float16-throughout": Compute(2, default_storage="naive", has=("scaled loss",)),
+    "float16-throughout": Compute(2, default_storage="stochastic", has=("scaled loss",)),
     "float8-tensor": Compute(1, _ALL, has=("served",)),
     "float8-row": Compute(2, has=("served",)),
     "float8-block": Compute(2, ("weight",)),
@@ -148,7 +147,6 @@ COMPUTES: dict[str, Compute] = {
     "mxfp8": Compute(2),
     "mxfp4": Compute(2, has=("stochastic",)),
     "nvfp4": Compute(2, has=("stochastic",)),
-    "nvfp4-4over6": Compute(2, has=("stochastic",)),
     "scalify": Compute(1, _ALL),
     "scalify-float16": Compute(2),
 }

@@ -197,26 +197,6 @@ def linear(compute: Compute) -> str:
 # ── sums ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-def accumulation() -> str:
-    """The sums of two steps of five micro-batches."""
-    dtype = torch.bfloat16
-    weights = []
-    for shape in SHAPES.values():
-        weights.append(nn.Parameter(values(shape, 1).to(dtype)))
-    accumulator = ng.GradientAccumulator(weights)
-    results = []
-    for step in range(2):
-        for micro_batch in range(5):
-            for place, weight in enumerate(weights):
-                weight.grad = values(weight.shape, 1000 * step + 10 * micro_batch + place).to(dtype)
-            accumulator.accumulate()
-        accumulator.finish()
-        results += [weight.grad.clone() for weight in weights]
-        for weight in weights:
-            weight.grad = None
-    return fingerprint(results)
-
-
 class Given(nn.Module):
     """A model whose gradients are given: the loss is the sum of products with them."""
 
@@ -349,7 +329,6 @@ def sections(two_ranks: Callable[[], Mapping[str, str]]) -> dict[str, dict[str, 
                 f"linear layers on {here}": {
                     name: linear(compute) for name, compute in computes().items()
                 },
-                "accumulations": {"float32": accumulation()},
                 "reductions": one_rank
                 | {f"{name}, 2 ranks": digest for name, digest in two_ranks().items()},
                 "roundings": {name: rounding(name) for name in formats()},

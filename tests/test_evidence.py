@@ -70,12 +70,40 @@ def run_of(row: str, seed: int, loss: float, **changed: Any) -> dict[str, Any]:
     return {"row": row, "seed": seed, "loss": loss, "vectors": "AVX2", **changed}
 
 
-def test_only_pairs_of_one_seed_and_machine_count() -> None:
+def test_all_pairs_of_one_seed_and_machine_count() -> None:
     masters = [run_of("master", seed, 4.0 + seed) for seed in (0, 1, 2)]
     naives = [run_of("naive", 0, 4.5), run_of("naive", 1, 5.5), run_of("naive", 3, 9.0)]
     naives += [run_of("naive", 2, 9.0, vectors="AVX512"), run_of("naive", 2, 9.0, lr=1e-3)]
+    masters.append(run_of("master", 1, 6.0, vectors="AVX512"))
+    naives.append(run_of("naive", 1, 7.5, vectors="AVX512"))
     both = evidence.pairs(naives, masters)
-    assert [ours["loss"] - base["loss"] for ours, base in both] == [0.5, 0.5]
+    assert [ours["loss"] - base["loss"] for ours, base in both] == [0.5, 0.5, 1.5]
+    # The seed that two machines repeat counts once.
+    assert evidence.apart(both) == [0.5, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("here", "elsewhere", "is_shown"),
+    [
+        ((0.1, 0.1), (0.3, 0.3), True),  # apart by more than both intervals
+        ((0.1, 0.1), (0.0, 0.4), False),
+        ((0.1, 0.1), (-0.4, 0.2), True),  # of another sign
+        ((0.1, 0.1), (-0.4,), False),  # without an interval
+    ],
+)
+def test_machines_that_disagree_stand_beside_the_pooled_mean(
+    here: tuple[float, ...], elsewhere: tuple[float, ...], is_shown: bool
+) -> None:
+    masters, words = [], []
+    for vectors, losses in {"AVX2": here, "AVX512": elsewhere}.items():
+        for seed, loss in enumerate(losses):
+            masters.append(run_of("master", seed, 0.0, vectors=vectors))
+            words.append(run_of("word", seed, loss, vectors=vectors))
+    both = evidence.pairs(words, masters)
+    text = evidence.interval(evidence.apart(both))
+    if is_shown:
+        text += f"; AVX2 {evidence.interval(here)}, AVX512 {evidence.interval(elsewhere)}"
+    assert evidence.less(both) == text
 
 
 @pytest.mark.parametrize(

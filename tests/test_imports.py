@@ -3,7 +3,7 @@ once in fact.
 
 errors ← spec ← runs ← analysis, planner ← report need no PyTorch. torch_names, spec ← numerics ←
 matmul, transforms, optim, distributed (which never import each other) ← gauges ← assembly ← checks
-← checkpoints ← trainer ← profiling, integrations ← cli. Inside analysis, gauges, checkpoints and
+← checkpoints ← trainer ← integrations ← cli. Inside analysis, gauges, checkpoints and
 trainer some parts stand above others; what is above the gauges may write through `runs`.
 """
 
@@ -48,7 +48,7 @@ LAYERS = {
     "cli": {"cli", "__main__"},
 }
 ALIKE = ("runs", "planner", "report", "numerics", "matmul", "transforms", "optim", "distributed", "checks", "gauges",
-         "assembly", "checkpoints", "trainer", "profiling", "integrations")  # fmt: skip
+         "assembly", "checkpoints", "trainer", "integrations")  # fmt: skip
 """Layers that are one package."""
 LAYERS |= {name: {name} for name in ALIKE}
 
@@ -85,8 +85,8 @@ SEES = {
     "recording": SEEN_BY_RECORDING,
     "assembly": SEEN_BY_GAUGES | {"gauges"},
     "trainer": SEEN_BY_TRAINER,
-    **dict.fromkeys(("profiling", "integrations"), SEEN_BY_CALLERS),
-    "cli": SEEN_BY_CALLERS | {"diagnosis", "profiling", "integrations"},
+    "integrations": SEEN_BY_CALLERS,
+    "cli": SEEN_BY_CALLERS | {"diagnosis", "integrations"},
 }
 
 TORCH_FREE = RECORDS | {"diagnosis"}
@@ -142,7 +142,7 @@ def test_imports_point_down() -> None:
     assert len(imports()) >= 10 and not faults, "\n".join(faults)
 
 
-@pytest.mark.parametrize("package", ["spec", "runs", "planner", "report", "profiling"])
+@pytest.mark.parametrize("package", ["spec", "runs", "planner", "report"])
 def test_no_two_files_of_a_package_import_each_other(package: str) -> None:
     """Also inside functions: a circle is read as one file."""
     graph: dict[str, set[str]] = {}
@@ -192,7 +192,7 @@ EXPENSIVE = (
 
 ``torch._dynamo`` is not here: PyTorch imports it with the first optimizer.
 """
-ABOUT_THEM = ("checkpoints.dcp_files", "integrations", "profiling", "transforms.scal")
+ABOUT_THEM = ("checkpoints.dcp_files", "integrations", "transforms.scal")
 """Modules that subclass or change what these packages define: functions import them."""
 
 

@@ -1,119 +1,165 @@
-"""The tree has the sizes of ``tests/sizes.toml``: none above its row, and none more than 2 % below
-it, so that a cut is kept and a raise is a line that a reviewer sees.
+"""Count shapes that hide how code works: what is too large to read at once, what outlives a call,
+and modules that import each other in a circle.
 """
 
 from __future__ import annotations
 
 import ast
 import functools
-from collections import Counter
-from collections.abc import Callable
+import graphlib
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-import narrowgauge
-from narrowgauge.spec.toml import load_data, load_toml
-
-ROOT = Path(__file__).parents[1]
-SOURCE = ROOT / "src" / "narrowgauge"
-SIZES = Path(__file__).parent / "sizes.toml"
-COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+SOURCE = Path(__file__).parents[1] / "src" / "narrowgauge"
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-SLACK = 0.02
+CACHES = {"cache", "lru_cache", "cached_property"}
+MUTABLE = {"dict", "list", "set", "defaultdict", "Counter", "OrderedDict", "WeakSet"}
+MUTABLE |= {"WeakKeyDictionary", "WeakValueDictionary", "WeakTensorKeyDictionary"}
+
+# The most that the source may hold of each. Lower a ceiling whenever a change allows it.
+CEILINGS = {
+    "functions above 400 nodes": 42,
+    "functions with more than 8 parameters": 10,
+    "classes above 1,500 nodes": 14,
+    "files above 3,500 nodes": 6,
+    "registries at module level": 24,
+    "caches": 71,
+    "modules in a circle": 5,
+}
 
 
 @functools.cache
-def syntax_trees(folder: Path) -> list[ast.Module]:
-    return [ast.parse(path.read_text(encoding="utf-8")) for path in sorted(folder.rglob("*.py"))]
+def syntax_trees() -> dict[str, ast.Module]:
+    """Return the syntax tree of each module, by its path inside the package."""
+    trees = {}
+    for path in sorted(SOURCE.rglob("*.py")):
+        name = path.relative_to(SOURCE).with_suffix("").as_posix()
+        trees[name] = ast.parse(path.read_text(encoding="utf-8"))
+    return trees
 
 
-def nodes(tree: ast.AST) -> int:
+def size(tree: ast.AST) -> int:
     return sum(1 for _ in ast.walk(tree))
 
 
-def values(table: Any) -> int:
-    """Count the single values of a TOML table."""
-    if isinstance(table, dict):
-        return sum(map(values, table.values()))
-    return sum(map(values, table)) if isinstance(table, list) else 1
-
-
-def package_sizes() -> dict[str, float]:
-    """Return the nodes of each package, with one for each value of its TOML files."""
-    sizes = Counter[str]()
-    for path in SOURCE.rglob("*"):
-        package = path.relative_to(SOURCE).parts[0]
-        name = package if (SOURCE / package).is_dir() else "top"
-        if path.suffix == ".py":
-            sizes[name] += nodes(ast.parse(path.read_text(encoding="utf-8")))
-        elif path.suffix == ".toml":
-            sizes[name] += values(load_toml(path.read_text(encoding="utf-8")))
-    for name in ("tests", "benchmarks"):
-        sizes[name] = sum(map(nodes, syntax_trees(ROOT / name)))
-    return dict(sizes)
-
-
-def is_number(statement: ast.stmt) -> bool:
-    """Return whether a statement gives a number a name."""
-    value = getattr(statement, "value", None)
-    if isinstance(value, ast.UnaryOp):
-        value = value.operand
-    named = isinstance(statement, ast.Assign | ast.AnnAssign)
-    return named and isinstance(value, ast.Constant) and type(value.value) in (int, float)
-
-
-def shapes() -> dict[str, float]:
-    """Count what is too large to read at once, and what a user or a reviewer must learn."""
-    counts = Counter[str]()
-    for tree in syntax_trees(SOURCE):
-        counts["files_above_3500_nodes"] += nodes(tree) > 3500
-        counts["numbers_of_modules"] += sum(map(is_number, tree.body))
+def functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    for module, tree in syntax_trees().items():
         for node in ast.walk(tree):
             if isinstance(node, FUNCTIONS):
-                counts["functions_above_400_nodes"] += nodes(node) > 400
-            elif isinstance(node, ast.ClassDef):
-                counts["classes_above_1500_nodes"] += nodes(node) > 1500
-    counts["public_names"] = len(narrowgauge.__all__)
-    counts["kinds_of_readings"] = len(load_data("kinds", "analysis"))
-    return dict(counts)
+                yield f"{module}:{node.lineno} {node.name}", node
 
 
-def is_packed(node: ast.AST) -> bool:
-    """Return whether a line assigns two values, or is an expression for its effect."""
-    if isinstance(node, ast.Expr):
-        return isinstance(node.value, (ast.IfExp, ast.BoolOp, *COMPREHENSIONS))
-    pairs = isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple)
-    return pairs and isinstance(node.value, ast.Tuple)
+def large_functions() -> list[str]:
+    return [name for name, node in functions() if size(node) > 400]
 
 
-def densities() -> dict[str, float]:
-    """Count what must be unfolded before it can be stepped through, per 1,000 statements."""
-    counts = Counter[str]()
-    for tree in syntax_trees(SOURCE):
+def functions_of_many_parameters() -> list[str]:
+    names = []
+    for name, node in functions():
+        arguments = node.args
+        count = len(arguments.posonlyargs) + len(arguments.args) + len(arguments.kwonlyargs)
+        if count > 8:
+            names.append(name)
+    return names
+
+
+def large_classes() -> list[str]:
+    names = []
+    for module, tree in syntax_trees().items():
         for node in ast.walk(tree):
-            is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-            counts["statements"] += isinstance(node, ast.stmt) and not is_text
-            counts["comprehensions"] += isinstance(node, COMPREHENSIONS)
-            counts["conditionals"] += isinstance(node, ast.IfExp)
-            counts["packed"] += is_packed(node)
-    statements = counts.pop("statements")
-    return {name: round(1000 * count / statements, 1) for name, count in counts.items()}
+            if isinstance(node, ast.ClassDef) and size(node) > 1500:
+                names.append(f"{module}:{node.lineno} {node.name}")
+    return names
 
 
-@pytest.mark.parametrize(
-    ("group", "measure"),
-    [("nodes", package_sizes), ("shape", shapes), ("density", densities)],
-)
-def test_sizes_are_those_of_the_table(group: str, measure: Callable[[], dict[str, float]]) -> None:
-    rows = load_toml(SIZES.read_text(encoding="utf-8"))[group]
-    sizes = measure()
-    assert rows.keys() == sizes.keys()
-    faults = []
-    for name, size in sizes.items():
-        if size > rows[name]:
-            faults.append(f"{name} is {size}, above {rows[name]}: make it smaller")
-        elif size < rows[name] * (1 - SLACK):
-            faults.append(f"{name} is {size}, below {rows[name]}: lower its row in {SIZES.name}")
-    assert not faults, "\n".join(faults)
+def large_files() -> list[str]:
+    return [module for module, tree in syntax_trees().items() if size(tree) > 3500]
+
+
+def is_empty_container(value: ast.expr | None) -> bool:
+    """Return whether an expression makes a container that only later code can fill."""
+    if isinstance(value, ast.Dict):
+        return not value.keys
+    if isinstance(value, ast.List):
+        return not value.elts
+    if isinstance(value, ast.Call):
+        called = value.func
+        if isinstance(called, ast.Subscript):
+            called = called.value
+        name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+        return name in MUTABLE and not value.args
+    return False
+
+
+def registries() -> list[str]:
+    """Name module-level containers that begin empty: they hold what calls leave behind."""
+    names = []
+    for module, tree in syntax_trees().items():
+        for node in tree.body:
+            is_assignment = isinstance(node, ast.Assign | ast.AnnAssign)
+            if is_assignment and is_empty_container(node.value):
+                names.append(f"{module}:{node.lineno}")
+    return names
+
+
+def caches() -> list[str]:
+    names = []
+    for name, node in functions():
+        for decorator in node.decorator_list:
+            called = decorator.func if isinstance(decorator, ast.Call) else decorator
+            if CACHES & {getattr(called, "attr", ""), getattr(called, "id", "")}:
+                names.append(name)
+    return names
+
+
+def imports_of(tree: ast.Module, modules: set[str]) -> set[str]:
+    """Return the modules of the package that a module imports, also inside its functions."""
+    targets = set()
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        for name in names:
+            targets.add(name.removeprefix("narrowgauge.").replace(".", "/"))
+    return targets & modules
+
+
+def modules_in_circles() -> list[str]:
+    """Name modules that import each other, until taking one away leaves no circle."""
+    trees = syntax_trees()
+    graph = {}
+    for module, tree in trees.items():
+        graph[module] = imports_of(tree, set(trees)) - {module}
+    names = []
+    while True:
+        try:
+            tuple(graphlib.TopologicalSorter(graph).static_order())
+        except graphlib.CycleError as error:
+            circle = error.args[1]
+            names.append(" -> ".join(reversed(circle)))
+            graph.pop(circle[0])
+            for targets in graph.values():
+                targets.discard(circle[0])
+        else:
+            return names
+
+
+MEASURES = {
+    "functions above 400 nodes": large_functions,
+    "functions with more than 8 parameters": functions_of_many_parameters,
+    "classes above 1,500 nodes": large_classes,
+    "files above 3,500 nodes": large_files,
+    "registries at module level": registries,
+    "caches": caches,
+    "modules in a circle": modules_in_circles,
+}
+
+
+@pytest.mark.parametrize("shape", CEILINGS)
+def test_no_shape_is_above_its_ceiling(shape: str) -> None:
+    places = MEASURES[shape]()
+    assert len(places) <= CEILINGS[shape], "\n".join(places)

@@ -111,7 +111,7 @@ def suggestion_or_all(name: str, names: Iterable[str]) -> str:
     return suggestion(name, known) or f"Known: {', '.join(known)}."
 
 
-_EXTRAS = {"transformers": "train", "tokenizers": "train", "plotly": "report", "jinja2": "report"}
+_EXTRAS = {"transformers": "train", "tokenizers": "train", "plotly": "report"}
 
 
 def require_package(name: str) -> None:

@@ -15,7 +15,6 @@ import torch
 
 import narrowgauge.trainer
 from narrowgauge.errors import Terminated
-from narrowgauge.report import publishing
 from narrowgauge.runs.writer import RunWriter
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.data.tokens import Document, load_tokenizer, write_tokens
@@ -171,20 +170,3 @@ def test_output_that_cannot_be_written_costs_one_line_and_status_1(tmp_path: Pat
         )  # fmt: skip
     assert (result.returncode, result.stderr.count("\n")) == (1, 1)
     assert result.stderr.startswith("OSError: Cannot write to standard output: File too large.")
-
-
-def test_a_followed_page_is_written_until_its_runs_are_finished(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("os.nice", lambda increment: increment)  # else all later tests wait
-    config = {"config": {"recipe": "bfloat16/word", "model": "llama-1m"}}
-    with RunWriter.create(tmp_path / "run", config) as writer:
-        writer.append("steps", {"step": 1, "loss": 5.0})
-        pages = publishing.follow([tmp_path / "run"], None, 0)
-        assert b'http-equiv="refresh"' not in next(pages).read_bytes()  # 0 seconds: never
-        page = publishing.report([tmp_path / "run"], refresh=30)
-        assert b'<meta http-equiv="refresh" content="30">' in page.read_bytes()
-        writer.summary({"steps": 1, "val_loss": 4.0})
-    assert list(pages) == [page]
-    assert b'http-equiv="refresh"' not in page.read_bytes()
-    assert call("report", str(tmp_path / "run"), "--follow").stdout == f"{page}\n"

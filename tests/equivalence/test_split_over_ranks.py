@@ -126,24 +126,21 @@ def set_gradients(model: nn.Module, step: int) -> None:
             p.grad = shared_out(p.grad, p)
 
 
-def train(training: Training, steps: Iterable[int], *, accumulates: bool = False) -> Training:
-    accumulator = ng.GradientAccumulator(training.model.parameters())
+def train(training: Training, steps: Iterable[int]) -> Training:
     for step in steps:
         set_gradients(training.model, step)
-        if accumulates:
-            accumulator.finish()
         training.optimizer.step()
     return training
 
 
 def split(case: str, mesh: Any, folder: Path) -> dict[str, str]:
-    """Train, go on from a checkpoint in another model, and accumulate gradients."""
+    """Train, and go on from a checkpoint in another model."""
     group = mesh.get_group() if mesh.ndim == 1 else None
     training = train(start(case, mesh), range(HALF))
     save_dcp(training, folder, process_group=group)
     resumed = train(start(case, mesh, seed=1), range(50, 51))
     load_dcp(resumed, folder, process_group=group)
-    return fingerprint(train(resumed, range(HALF, STEPS), accumulates=True))
+    return fingerprint(train(resumed, range(HALF, STEPS)))
 
 
 def zero(storage: str) -> list[Tensor]:

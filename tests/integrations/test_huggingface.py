@@ -4,23 +4,17 @@ callback's record.
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import Trainer, TrainingArguments
 
 import narrowgauge as ng
 from integrations.bfloat16_loop import LR, STEPS, llama, same_weights, sequences, trained
-from narrowgauge.integrations.huggingface import (
-    NarrowgaugeCallback,
-    save_for_torch,
-    use_adamw,
-)
+from narrowgauge.integrations.huggingface import NarrowgaugeCallback, use_adamw
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.usefixtures("one_thread")]
 
@@ -178,48 +172,3 @@ def test_a_float32_model_under_bf16_trains_and_resumes_from_torchs_checkpoint(
     resumed.train(resume_from_checkpoint=str(tmp_path / "theirs" / "checkpoint-3"))
     for trainer in (ours, resumed):
         assert history(trainer, "loss") == pytest.approx(history(theirs, "loss"), abs=0.01)
-
-
-def test_a_checkpoint_of_ours_continues_with_torchs_optimizer(tmp_path: Path) -> None:
-    """The rest of the run has the losses of a run that was torch's from the start, with float32
-    weights.
-    """
-
-    def wide(name: str, **changes: Any) -> Any:
-        trainer = trainer_of(
-            tmp_path / name,
-            {},
-            bf16=True,
-            save_strategy="steps",
-            save_steps=3,
-            lr_scheduler_type="constant",
-            **changes,
-        )
-        ng.cast_parameters(trainer.model, torch.float32)
-        return trainer
-
-    ours = use_adamw(wide("ours", max_steps=3), storage="word")
-    ours.train()
-    folder = tmp_path / "ours" / "checkpoint-3"
-    save_for_torch(ours, folder)
-    torchs = wide("torchs")
-    theirs = wide("theirs")
-    for trainer in (torchs, theirs):
-        trainer.optimizer_cls_and_kwargs = (torch.optim.AdamW, {"lr": LR})
-    torchs.train(resume_from_checkpoint=str(folder))
-    theirs.train()
-    # Gradients of bfloat16 weights are rounded, those of float32 weights are not.
-    assert history(torchs, "loss")[3:] == pytest.approx(history(theirs, "loss")[3:], abs=0.03)
-    stored = ng.full_weights(ours.model, ours.optimizer.optimizer)
-    written = load_file(folder / "model.safetensors")
-    assert all(torch.equal(written[name], stored[name]) for name in written)
-    states = torch.load(folder / "optimizer.pt")["state"]
-    optimizer = ours.optimizer.optimizer
-    for state, parameter in zip(states.values(), optimizer.parameter_names(), strict=True):
-        assert torch.equal(state["exp_avg"], optimizer.stored(parameter, "exp_avg"))
-    with pytest.raises(ng.errors.RecipeError, match="steps with AdamW, not with Narrowgauge"):
-        save_for_torch(torchs, folder)
-    state = json.loads((folder / "trainer_state.json").read_text())
-    (folder / "trainer_state.json").write_text(json.dumps({**state, "global_step": 2}))
-    with pytest.raises(ng.errors.RecipeError, match="saved at step 2"):
-        save_for_torch(ours, folder)

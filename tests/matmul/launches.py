@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from narrowgauge.matmul import gemm, grouped, native, operand
+from narrowgauge.matmul import gemm, native, operand
 
 VIEWS = {
     "view", "t", "transpose", "detach", "expand", "unsqueeze", "select", "slice", "as_strided", "alias", "permute", "squeeze",
@@ -32,7 +32,7 @@ class Launches(TorchDispatchMode):
         self.names: list[str] = []
         self.functions: set[Any] = set()
         self._inside = 0
-        for module in (native, operand, gemm, grouped):
+        for module in (native, operand, gemm):
             patch.setattr(module, "fused", self._fused)
 
     def _fused(self, size: int, function: Callable[..., Any], *arguments: Any) -> Any:

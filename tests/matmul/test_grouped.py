@@ -4,22 +4,18 @@ for bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from matmul.scenarios import CPU, EIGHT
-from narrowgauge.matmul import grouped, native
+from matmul.scenarios import EIGHT
 from narrowgauge.matmul.clock import set_draw
-from narrowgauge.matmul.experts import GroupedLinear, _one_by_one, grouped_linear
+from narrowgauge.matmul.experts import GroupedLinear
 from narrowgauge.matmul.linear import Linear
 from narrowgauge.matmul.swapping import swap_linears
 from narrowgauge.spec.computes import COMPUTES, Compute
-from oracles import cuda_matmuls as device_rules
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -97,80 +93,3 @@ def test_each_expert_is_a_linear_layer_of_its_own(
 # ── all experts in one product ────────────────────────────────────────────────────────────────────
 
 ROW = COMPUTES["float8-row"]
-
-
-@pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Take the CPU for a chip, and stand-ins for its kernels."""
-    monkeypatch.setattr(native, "architecture_of", lambda device: "sm90")
-    monkeypatch.setattr(torch, "_scaled_mm", device_rules.scaled_mm_v1)
-    monkeypatch.setattr(torch, "_scaled_grouped_mm", device_rules.scaled_grouped_mm)
-    native._works.cache_clear()
-    grouped.works.cache_clear()
-    yield
-    native._works.cache_clear()
-    grouped.works.cache_clear()
-
-
-@pytest.mark.parametrize("ends", [(40, 40, 200, 201, 290), (0, 0, 128, 300), (1,)], ids=str)
-def test_all_experts_at_once_have_the_bits_of_one_after_the_other(
-    hopper: None, ends: tuple[int, ...]
-) -> None:
-    x, weights, offsets, _, grad = mixture(ends, 300, (64, 96))
-    assert grouped.has_kernels(ROW.name, x, weights)
-    results = []
-    for is_at_once in (True, False):
-        own_x, own_weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
-        if is_at_once:
-            y = grouped_linear(own_x, own_weights, offsets, ROW)
-        else:
-            y = _one_by_one(own_x, own_weights, offsets, ROW.name, None, None, 1)
-        y.backward(grad)
-        results.append((y.detach(), own_x.grad, own_weights.grad))
-    for at_once, expected in zip(*results, strict=True):
-        assert torch.equal(at_once, expected)
-
-
-def test_biases_are_added_to_the_rounded_product(hopper: None) -> None:
-    x, weights, offsets, biases, grad = mixture((40, 40, 200), 210, (64, 96))
-    biases.requires_grad_()
-    y = grouped_linear(x, weights, offsets, ROW, biases)
-    plain = grouped_linear(x, weights, offsets, ROW)
-    rows = biases.detach().repeat_interleave(torch.tensor([40, 0, 160]), 0)
-    assert torch.equal(y[:200], plain[:200] + rows) and not y[200:].any()
-    y.backward(grad)
-    for expert, (start, stop) in enumerate(pairwise((0, 40, 40, 200))):
-        expected = grad[start:stop].double().sum(0)
-        torch.testing.assert_close(biases.grad[expert].double(), expected, rtol=2**-8, atol=1e-5)
-
-
-def test_a_compiler_gets_one_graph_of_all_experts(hopper: None) -> None:
-    x, weights, offsets, _, _ = mixture((40, 40, 200), 210, (64, 96))
-    layer = GroupedLinear(3, "experts", ROW)
-    assert grouped.has_kernels(ROW.name, x, weights)
-    call = torch.compile(layer, backend="eager", fullgraph=True)
-    assert torch.equal(call(x, weights, offsets), layer(x, weights, offsets))
-
-
-@pytest.mark.parametrize("dims", [2, 3], ids=["an empty expert", "scales"])
-def test_a_grouped_kernel_that_is_off_in_its_trial_is_not_used(
-    hopper: None, dims: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert grouped.works(CPU)
-    grouped.works.cache_clear()
-
-    def off(a: Tensor, b: Tensor, *scales: Tensor, **options: Any) -> Tensor:
-        result = device_rules.scaled_grouped_mm(a, b, *scales, **options)
-        if b.ndim == 2 == dims:
-            result[1] = torch.nan
-        if b.ndim == 3 == dims:
-            result[200:] *= 2
-        return result
-
-    monkeypatch.setattr(torch, "_scaled_grouped_mm", off)
-    assert not grouped.works(CPU)
-
-
-def test_a_compute_without_a_grouped_kernel_takes_one_expert_after_the_other(hopper: None) -> None:
-    at_once = {name for name in COMPUTES if grouped.kernels_work(name, CPU)}
-    assert at_once == {"float8-row"}

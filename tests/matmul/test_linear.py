@@ -80,9 +80,8 @@ def every_cast() -> Iterator[Cast]:
             "1x256",
         ):
             for scale in ("float32", "power-of-two", "float8_e8m0fnu", "float8_e4m3fn"):
-                for fit in ("largest", "four-or-six"):
-                    with suppress(RecipeError):
-                        yield Cast(format.name, granularity, scale, fit=fit)
+                with suppress(RecipeError):
+                    yield Cast(format.name, granularity, scale)
 
 
 def every_row() -> Iterator[Compute]:

@@ -121,7 +121,7 @@ def test_which_computes_each_chip_multiplies_itself() -> None:
     float8 = {"float8-tensor", "float8-row", "scalify"}
     mx = {"mxfp8"}
     blocks = {"float8-block"}
-    nv = {"nvfp4", "nvfp4-4over6"}
+    nv = {"nvfp4"}
     expected = {
         **dict.fromkeys(("sm75", "sm80", "gfx90a"), frozenset()), **dict.fromkeys(("sm89", "gfx942"), float8),
         "gfx950": float8 | mx | {"mxfp4"}, "sm90": float8 | blocks,

@@ -52,7 +52,6 @@ class Row:
     matrix: bool = False
 
 
-OWN_RATE = {"scale_parameter": False, "relative_step": False, "weight_decay": 0.01}
 SUBSPACE = {"lr": 0.4, "rank": 4, "update_proj_gap": 3, "scale": 1.0}
 RULES = {
     "adamw": Row(ng.AdamW, {"lr": 0.3}),
@@ -65,7 +64,6 @@ RULES = {
     "muon": Row(
         ng.Muon, {"lr": 0.5, "weight_decay": 0.0, "adjust_lr_fn": "match_rms_adamw"}, matrix=True
     ),
-    "adafactor": Row(ng.Adafactor, {"lr": 0.3, **OWN_RATE}, matrix=True),
     "galore": Row(ng.optim.GaLore, SUBSPACE, matrix=True),
     "gradnorm_lorp": Row(ng.optim.GradNormLoRP, SUBSPACE, matrix=True),
 }

@@ -122,7 +122,7 @@ def test_a_storage_takes_the_rules_step_wherever_it_says_so(storage: str) -> Non
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("rule", ["adam", "sgd", "lion", "muon", "adafactor", "galore"])
+@pytest.mark.parametrize("rule", ["adam", "sgd", "lion", "muon", "galore"])
 def test_every_rule_takes_its_step_at_both_ends(rule: str) -> None:
     slopes = {}
     for storage in ("word", "split", *(["compact"] if rule != "muon" else [])):

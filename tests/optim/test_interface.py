@@ -76,7 +76,6 @@ def test_a_wrong_group_leaves_the_optimizer_as_it_was() -> None:
     [
         ("adamw", "word", False),
         ("muon", "kahan", False),
-        ("adafactor", "word", False),
         ("galore", "word", False),
         ("plain sgd", "naive", True),
     ],

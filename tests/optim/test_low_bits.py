@@ -160,32 +160,8 @@ def test_another_optimizer_takes_bits_whatever_way_the_first_has_them(way: str) 
     assert torch.equal(second.stored(model.weight), stored)
 
 
-def test_float32_copies_of_a_checkpoint_are_filled_once() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(40, 40), nn.LayerNorm(40)).bfloat16().float()
-    model.append(nn.Linear(40, 8))  # with low bits of its own
-    with_low_bits = model[2].weight.detach().clone()
-    visible = [p.bfloat16() for p in model.parameters()]
-    assert ng.fill_low_bits(model) == 40 * 40 + 40
-    for p, v in zip(model.parameters(), visible, strict=True):
-        assert torch.equal(p.bfloat16(), v)
-    assert torch.equal(model[2].weight, with_low_bits) and model[1].weight.unique().numel() == 1
-    assert model[0].weight.unique().numel() > 1500
-    assert ng.fill_low_bits(model) == 0
-
-
-def test_a_float16_checkpoint_is_filled_with_its_own_cells() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(40, 40), nn.Linear(4, 4, bias=False)).half().float()
-    model[1].weight.data = torch.full((4, 4), 1.5)  # on both grids
-    visible = [p.half() for p in model.parameters()]
-    ng.fill_low_bits(model)
-    for p, v in zip(model.parameters(), visible, strict=True):
-        assert torch.equal(p.half(), v) and not torch.equal(p, v.float())
-
-
 def test_a_tensor_that_was_changed_in_part_is_named() -> None:
     model = nn.Embedding(50, 8).bfloat16().float()
     model.weight.data[7] += 1e-4
     with pytest.warns(UserWarning, match="'weight': 8 of its 400 values"):
-        assert ng.fill_low_bits(model) == 0
+        ng.AdamW(model.named_parameters())

@@ -44,8 +44,7 @@ KERNELS = [
     (rule, storage)
     for rule, storage in PAIRS
     if STORAGES[storage].arithmetic != "float64"
-    if rule != "nesterov"
-    and (rule not in ("own", "adafactor", "galore", "gradnorm_lorp") or storage in OWN)
+    if rule != "nesterov" and (rule not in ("own", "galore", "gradnorm_lorp") or storage in OWN)
 ]
 FEW = [("adamw", "word"), ("adam", "compact"), ("muon", "word"), ("galore", "compact")]
 """Flat and by row, elementwise and of matrices: by which a table lies."""

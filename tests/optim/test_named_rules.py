@@ -40,7 +40,7 @@ def test_a_row_has_its_classes_options_and_defaults_and_names_the_rule_that_step
     for name, p in inspect.signature(OPTIMIZERS[rule]).parameters.items():
         if name not in RATES:
             options[name] = p.default
-    shared = {"betas": "beta1" in row.settings, row.eps_option: "eps" in row.settings}
+    shared = {"betas": "beta1" in row.settings, "eps": "eps" in row.settings}
     for name, is_option in shared.items():
         assert (name in options) == is_option
         options.pop(name, None)

@@ -21,7 +21,6 @@ from torch import Tensor
 
 REAL_SCALED_MM = torch.nn.functional.scaled_mm
 REAL_SCALED_MM_V1 = torch._scaled_mm
-REAL_GROUPED_MM = torch._scaled_grouped_mm
 FP4 = torch.float4_e2m1fn_x2
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
@@ -120,43 +119,3 @@ def scaled_mm(
     if len(scales_a) == 2:  # PyTorch multiplies the two with each other, in float32
         values = values * scales_a[1].mul(scales_b[1]).double()
     return values.to(output_dtype)
-
-
-def scaled_grouped_mm(
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    offs: Tensor,
-    out_dtype: torch.dtype,
-    use_fast_accum: bool = False,
-) -> Tensor:
-    """Compute ``torch._scaled_grouped_mm``: rows of ``a`` by experts of ``b``, or groups of their
-    columns.
-
-    Rows after the last offset are not written: here they are NaN.
-    """
-    arguments = [on_meta(x) for x in (a, b, scale_a, scale_b)]
-    REAL_GROUPED_MM(*arguments, offs=on_meta(offs), out_dtype=out_dtype)
-    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
-        return REAL_GROUPED_MM(a, b, scale_a, scale_b, offs=offs, out_dtype=out_dtype)
-    spans = list(zip([0, *offs.tolist()], offs.tolist(), strict=False))
-    assert all(stop % 16 == 0 for _, stop in spans), "groups of whole 16"
-    rows = len(a)
-    columns = b.shape[-1]
-    products = []
-    if b.ndim == 3:
-        lhs = a.double() * scale_a[:, None].double()
-        for expert, (start, stop) in enumerate(spans):
-            rhs = b[expert].double() * scale_b[expert][None, :].double()
-            products.append(lhs[start:stop] @ rhs)
-        products.append(torch.full((rows - spans[-1][1], columns), torch.nan).double())
-        return torch.cat(products).to(out_dtype)
-    for group, (start, stop) in enumerate(spans):
-        sides = []
-        for codes, scales in ((a[:, start:stop], scale_a), (b[start:stop].t(), scale_b)):
-            side = len(codes)
-            factor = scales[group * side : (group + 1) * side, None]
-            sides.append(codes.double() * factor.double())
-        products.append(sides[0] @ sides[1].t())
-    return torch.stack(products).to(out_dtype)

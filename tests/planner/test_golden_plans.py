@@ -37,7 +37,7 @@ LOOPS = (*PROGRAMS, "offload=true,attention=eager", "release=true,saved=host,hea
 PARTS: tuple[dict[str, Any], ...] = (
     {}, {}, adapters(16, "nf4"), adapters(64, "bfloat16"), {"embeddings": "frozen", "mlp": "nf4", "reference": "bfloat16"},
 )  # fmt: skip
-OPTIMIZERS = ("adamw", "adamw", "lion", "muon", "adafactor", "galore")
+OPTIMIZERS = ("adamw", "adamw", "lion", "muon", "muon", "galore")
 
 
 def figures() -> dict[str, list[float]]:

@@ -19,7 +19,7 @@ COLS = 256
 LOW_RANK = ("galore", "gradnorm_lorp")
 CASES = [
     (name, storage)
-    for name in ("adamw", "adam", "lion", "muon", "adafactor", *LOW_RANK)
+    for name in ("adamw", "adam", "lion", "muon", *LOW_RANK)
     for storage in ("word", "master", "split", "exact", "compact", "states8")
     if storage not in ("compact", "states8") or name not in ("muon", "gradnorm_lorp")
 ]

@@ -84,7 +84,6 @@ REFUSED = {
     "two levels of a row": lambda: Cast("float8_e4m3fn", "row", "float8_e4m3fn"),
     "a static block": lambda: Cast("float8_e4m3fn", "1x32", scaling="static"),
     "a float32 that is rounded down": lambda: Cast("int8", "1x32", scale_rounding="floor"),
-    "4 or 6 of powers of two": lambda: Cast("float4_e2m1fn", "1x32", "power-of-two", fit="four-or-six"),
     "outliers of blocks": lambda: Cast("int8", "1x32", outliers=6.0),
     "an infinite outlier": lambda: Cast("int8", "row", outliers=math.inf),
     "a negative outlier": lambda: Cast("int8", "row", outliers=-1.0),
@@ -92,7 +91,7 @@ REFUSED = {
     "an unknown accumulation": lambda: Product(_MX, _MX, "bfloat16"),  # type: ignore[arg-type]
     **{
         f"an unknown {name}": partial(_with_word, name)
-        for name in ("scale", "rounding", "scale_rounding", "fit", "scaling", "rotation")
+        for name in ("scale", "rounding", "scale_rounding", "scaling", "rotation")
     },
     "a left column": lambda: Product(Cast("int8", "column"), Cast("int8", "row")),
     "outliers of a gradient": lambda: replace(

@@ -52,8 +52,8 @@ def test_your_own_training_loop_is_compared_in_order_and_kept(tmp_path: Path) ->
     assert comparison.verdict[0].startswith("bfloat16/word is the cheapest")
     assert comparison.rows[0]["tokens_per_second"] > 0
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
-        "compare.json", "report.html", "bfloat16-master-seed0", "bfloat16-master-seed1", "bfloat16-word-seed0",
-        "bfloat16-word-seed1",
+        "compare.json", "differences.svg", "plotly.min.js", "report.html",
+        "bfloat16-master-seed0", "bfloat16-master-seed1", "bfloat16-word-seed0", "bfloat16-word-seed1",
     }  # fmt: skip
     run = read_run(tmp_path / "out" / "bfloat16-word-seed1")
     assert [row["step"] for row in run.steps] == list(range(1, 11))
@@ -61,7 +61,7 @@ def test_your_own_training_loop_is_compared_in_order_and_kept(tmp_path: Path) ->
     assert all(row["seconds"] >= 0 for row in (*run.steps, *run.evals))
     assert run.summary is not None and run.summary["val_loss"] == 4.1 and run.summary["steps"] == 10
     assert compare_runs(read_runs([tmp_path / "out"])).rows == comparison.rows
-    with pytest.raises(RecordError, match="is not empty"):
+    with pytest.raises(RecordError, match="a run is there already"):
         compare(train, ["bfloat16/word"], out=tmp_path / "out")
 
 
@@ -166,7 +166,13 @@ def test_a_folder_holds_the_definition_the_runs_the_rows_and_the_page(
     first: tuple[Path, str],
 ) -> None:
     out, printed = first
-    assert {path.name for path in out.iterdir()} == {"compare.json", "report.html", *NAMES}
+    assert {path.name for path in out.iterdir()} == {
+        "compare.json",
+        "differences.svg",
+        "plotly.min.js",
+        "report.html",
+        *NAMES,
+    }
     assert [row["recipe"] for row in json.loads((out / "compare.json").read_text())] == [
         r.title for r in RECIPES
     ]

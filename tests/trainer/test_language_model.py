@@ -100,9 +100,7 @@ class Own(LlamaConfig):
 """
 
 
-@pytest.mark.parametrize(
-    ("command", "model_type"), [("train", "own"), ("profile", "llama"), ("build", "own")]
-)
+@pytest.mark.parametrize(("command", "model_type"), [("train", "own"), ("build", "own")])
 def test_model_code_never_runs(
     model_type: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,10 +122,7 @@ def test_model_code_never_runs(
         ):
             build(str(folder), seed=0)
     else:
-        given_words = {
-            "train": ["--out", str(tmp_path / "run")],
-            "profile": ["--recipes", "bfloat16/word"],
-        }[command]
+        given_words = ["--out", str(tmp_path / "run")]
         refused = CliRunner().invoke(
             main, [command, "--model", str(folder), *given_words], input="y\n"
         )

@@ -249,7 +249,7 @@ def grid_lines(set_up: SetUp) -> list[str]:
             part = visible_part(spread(p.parameter), dtype, NUM_UPDATES * p.rate)
             moved += part * p.parameter.numel()
             total += p.parameter.numel()
-        cure = 'low_bits="random"' if dtype in formats else "ng.fill_low_bits(model)"
+        cure = 'low_bits="random"' if dtype in formats else "ng.AdamW(model.parameters())"
         lines.append(
             f"forward pass in {dtype_name(dtype)}: {moved / total:.2g} of the updates is visible "
             f"after {NUM_UPDATES} steps at lr {stepped[-1].rate:.3g}, since the weights lie on its "

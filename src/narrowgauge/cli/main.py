@@ -7,7 +7,6 @@ first, and import PyTorch (some seconds) only then.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import platform
@@ -24,14 +23,13 @@ from narrowgauge.cli import flags, planning
 from narrowgauge.cli.exit_status import CommandGroup, help_without_command
 from narrowgauge.errors import ChipError, RankError
 from narrowgauge.runs.foreign_logs import is_log
-from narrowgauge.runs.places import require_free
+from narrowgauge.runs.places import require_empty
 from narrowgauge.runs.record import read_run
 from narrowgauge.spec import show, tables
 from narrowgauge.spec.recipes import Recipe
 
 _path = flags.PATH
 _count = click.IntRange(min=1)
-FOLLOW_SECONDS = 30
 _run_folder = click.argument("folder", metavar="DIR", type=_path)
 
 
@@ -329,11 +327,9 @@ def compare(
     "--table", is_flag=True, help="Print the table of costs as markdown instead of writing a page."
 )
 @click.option(
-    "--follow",
-    is_flag=True,
-    help="Write the page again while the runs grow; the browser reloads it.",
+    "--inline", is_flag=True, help="Put Plotly's script into the page, 5 MB, not beside it."
 )
-def report(runs: tuple[Path, ...], out: Path | None, table: bool, follow: bool) -> None:
+def report(runs: tuple[Path, ...], out: Path | None, table: bool, inline: bool) -> None:
     """Write one HTML page about runs.
 
     Each RUN is a run folder, the folder of a comparison, or the log of another framework: a Hugging
@@ -345,15 +341,8 @@ def report(runs: tuple[Path, ...], out: Path | None, table: bool, follow: bool) 
     say = partial(click.echo, err=True)
     if table:
         click.echo(compare_runs(publishing.read_runs(runs, say)).table().markdown(), nl=False)
-    if follow:
-        with contextlib.suppress(AttributeError, OSError):
-            os.nice(19)  # training goes first
-        with contextlib.suppress(KeyboardInterrupt):
-            for number, page in enumerate(publishing.follow(runs, out, FOLLOW_SECONDS)):
-                if number == 0:
-                    click.echo(page)
-    elif not table or out is not None:
-        click.echo(publishing.report(runs, out, say))
+    if not table or out is not None:
+        click.echo(publishing.report(runs, out, say, inline=inline))
 
 
 @main.command("export", short_help="Write a run's model as a Hugging Face folder.")
@@ -364,37 +353,11 @@ def export(folder: Path, out: Path) -> None:
     _require_one_process("export")
     from narrowgauge.trainer import door
 
-    require_free(out, "write")
+    require_empty(out)
     door.run_of_trainer(folder)
     from narrowgauge.trainer import export as exporting
 
     click.echo(exporting.export(folder, out))
-
-
-@main.command("profile", short_help="Measure what recipes cost a model here.")
-@click.option(
-    "--model",
-    required=True,
-    metavar="TEXT",
-    help="A preset (narrowgauge show models) or a folder with a config.json.",
-)
-@click.option(
-    "--recipe", "--recipes", "recipes", required=True, metavar="A,B,…", type=flags.RECIPES,
-    help="Recipes to compare with bfloat16 (narrowgauge show recipes).",
-)  # fmt: skip
-@click.option("--batch-size", type=_count, default=8, show_default=True, help="Sequences per step.")
-@click.option(
-    "--sequence-length", type=_count, default=256, show_default=True, help="Tokens per sequence."
-)
-@flags.json_list
-def profile(model: str, recipes: list[Recipe], as_json: bool, **options: Any) -> None:
-    """Measure what recipes cost a model here, by whole training steps."""
-    from narrowgauge.profiling import profile as profiling
-
-    rows = profiling.profile(
-        model, recipes, **options, say=lambda line: click.echo(f"{line} …", err=True)
-    )
-    _print(as_json, rows, profiling.table_of(rows))
 
 
 @main.command(

@@ -38,7 +38,7 @@ from narrowgauge.distributed.ranks import StepEnds, all_ranks
 from narrowgauge.distributed.replicated import Replicated
 from narrowgauge.distributed.sharding import settle
 from narrowgauge.errors import RecipeError, suggestion
-from narrowgauge.numerics.dtensor import by_group, local_of
+from narrowgauge.numerics.dtensor import by_group, gradient_of, local_of
 from narrowgauge.spec.sums import REDUCTIONS, Reduction
 from narrowgauge.torch_support import torch_names
 from narrowgauge.torch_support.torch_hooks import OwnHook
@@ -160,8 +160,8 @@ class _GroupSum:
 class GradientReduction:
     """Sum the gradients of a model across ranks. :func:`reduce_gradients_with` makes it.
 
-    FSDP2's groups are summed in each backward pass. The backend's sums take what autograd, or an
-    accumulator, has added up on the rank. Exact sums take each micro-batch alone, and refuse what
+    FSDP2's groups are summed in each backward pass. The backend's sums take what autograd has
+    added up on the rank. Exact sums take each micro-batch alone, and refuse what
     makes them depend on the ranks.
 
     Attributes:
@@ -175,7 +175,9 @@ class GradientReduction:
         self.is_exact = row.order_invariant
         self._model = model
         self._average = average
-        self._accumulator: Any = None
+        # Sum the micro-batches' shards of 16 bits in float32. Exact sums need none of this.
+        self.sums_in_float32 = False
+        self._sums: dict[Tensor, Tensor] = {}
         self.current: _MicroBatch | None = None
         self._is_closed = False
         self._place = 0  # of the next micro-batch in its step
@@ -294,12 +296,25 @@ class GradientReduction:
 
     def _add(self, is_last: bool) -> None:
         """Add the gradients of a micro-batch. After the last, write the sums to ``p.grad``."""
-        if self._accumulator is not None:
-            self._accumulator.accumulate()
-            if is_last:
-                self._accumulator.finish()
+        if self.sums_in_float32:
+            self._add_shards(is_last)
         if is_last:
             self._replicated.add()
+
+    def _add_shards(self, is_last: bool) -> None:
+        """Add a micro-batch's gradients of sharded parameters in float32, and round the last sum."""
+        for parameter in self._sharded:
+            if parameter.dtype.itemsize > 2:
+                continue
+            gradient = gradient_of(parameter)
+            if gradient is not None:
+                total = gradient.float()
+                if parameter in self._sums:
+                    total += self._sums[parameter]
+                self._sums[parameter] = total
+                parameter.grad = None
+            if is_last and parameter in self._sums:
+                parameter.grad = self._sums.pop(parameter).to(parameter.dtype)
 
     def _generators(self) -> tuple[bytes, ...]:
         """Return the state of the generators that a micro-batch of an exact sum must not use."""
@@ -351,13 +366,6 @@ class GradientReduction:
         for parameter in self._sharded:
             parameter.grad = None
 
-    def accumulate_in(self, accumulator: Any) -> None:
-        """Sum micro-batches in a :class:`narrowgauge.GradientAccumulator`.
-
-        An order-invariant reduction ignores it.
-        """
-        self._accumulator = accumulator
-
     @contextlib.contextmanager
     def shown_to(self, look: Callable[[Tensor], None]) -> Iterator[None]:
         """Call ``look`` with each flat gradient that this rank is about to send into a sum."""
@@ -373,9 +381,10 @@ class GradientReduction:
         """Forget the micro-batches since the last step, and all gradients."""
         for parameter in self._trainable:
             parameter.grad = None
-        for part in (self._replicated, self._accumulator, *self._exchanges):
+        for part in (self._replicated, *self._exchanges):
             if part is not None:
                 part.discard()
+        self._sums.clear()
         self._place = 0
         self._arrived.clear()
 

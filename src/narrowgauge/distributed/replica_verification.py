@@ -12,7 +12,7 @@ Damage of a shard without a replica cannot be detected.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,19 @@ from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.errors import CorruptionError
 from narrowgauge.numerics.dtensor import is_sharded
 from narrowgauge.numerics.hashing import tensor_hash
+
+
+class _Difference(NamedTuple):
+    """A tensor that ranks do not hold alike.
+
+    Attributes:
+        wrong: the ranks outside the largest set of equal ranks.
+        others: the number of the other ranks.
+    """
+
+    name: str
+    wrong: list[int]
+    others: int
 
 
 @torch.no_grad()
@@ -36,20 +49,48 @@ def verify_replicas(tensors: Iterable[tuple[str, Tensor, Tensor]], step: int) ->
         CorruptionError: on all ranks.
     Cost: one read of the replicas, and 8 bytes for each tensor and rank.
     """
-    replicas: dict[Any, list[tuple[str, Tensor]]] = {}
+    hashes: dict[Any, dict[str, Tensor]] = {}
     for name, tensor, owner in tensors:
         for group in replica_groups(owner):
-            replicas.setdefault(group, []).append((name, tensor_hash(tensor)))
-    errors: list[CorruptionError] = []
-    for group, hashes in replicas.items():
-        errors += _compare(group, dict(hashes), step)
-    ranks = all_ranks()
-    if not ranks.largest(len(errors)):
+            hashes.setdefault(group, {})[name] = tensor_hash(tensor).to(all_ranks().device)
+    differences: list[_Difference] = []
+    for group, hashes_by_name in hashes.items():
+        differences += _differences(group, hashes_by_name)
+    everywhere: list[_Difference] = []
+    for of_rank in all_ranks().gather(differences):
+        everywhere += of_rank
+    if not everywhere:
         return
-    everywhere: list[CorruptionError] = []
-    for some in ranks.gather(errors):
-        everywhere += some
-    raise min(everywhere, key=lambda error: error.rank is None)  # rather one that names a rank
+    # A difference with a majority comes first: it names the machine.
+    name, wrong, others = min(everywhere, key=lambda item: len(item.wrong) >= item.others)
+    culprit = None
+    ranks = " and ".join(f"rank {rank}" for rank in wrong)
+    message = f"{name} differs between {ranks} after step {step}."
+    advice = "Test the memory of these machines"
+    if len(wrong) < others:
+        culprit = wrong[0]
+        message = f"{name} of {ranks} differs from that of {others} other ranks after step {step}."
+        advice = f"Take the machine of rank {culprit} out of service"
+    advice += ", and resume: the last checkpoint was saved before the damage."
+    raise CorruptionError(message, advice, culprit, name)
+
+
+def _differences(group: Any, hashes: dict[str, Tensor]) -> list[_Difference]:
+    """Gather the hashes of a group's ranks. Return the tensors whose hashes differ."""
+    own_hashes = torch.stack(list(hashes.values()))
+    gathered = [torch.empty_like(own_hashes) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, own_hashes, group=group)
+    ranks = dist.get_process_group_ranks(group)
+    differences = []
+    for name, values in zip(hashes, torch.stack(gathered, 1).tolist(), strict=True):
+        most = max(values, key=values.count)
+        wrong = [rank for rank, value in zip(ranks, values, strict=True) if value != most]
+        others = len(ranks) - len(wrong)
+        if len(wrong) >= others:  # no majority: all of them are suspects
+            wrong = ranks
+        if wrong:
+            differences.append(_Difference(name, wrong, others))
+    return differences
 
 
 def replica_groups(owner: Any) -> list[Any]:
@@ -94,35 +135,3 @@ def possible_parts(weights: Sequence[Mapping[str, float]]) -> set[str]:
     names = set[str]().union(*weights)
     differing = unlike(weights)
     return set() if differing == names else differing
-
-
-def _compare(group: Any, hashes: dict[str, Tensor], step: int) -> list[CorruptionError]:
-    """Return an error for each tensor whose hashes differ.
-
-    It names the ranks outside the majority, if there is one.
-    """
-    mine = torch.stack([number.to(all_ranks().device) for number in hashes.values()])
-    rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(rows, mine, group=group)
-    ranks = dist.get_process_group_ranks(group)
-    errors = []
-    for name, values in zip(hashes, torch.stack(rows, 1).tolist(), strict=True):
-        most = max(values, key=values.count)
-        wrong = [rank for rank, value in zip(ranks, values, strict=True) if value != most]
-        if not wrong:
-            continue
-        culprit = wrong[0] if 2 * len(wrong) < len(ranks) else None
-        if culprit is None:
-            message = f"{name} differs between {_names(ranks)} after step {step}."
-            advice = "Test the memory of these machines"
-        else:
-            num_right = len(ranks) - len(wrong)
-            message = f"{name} of {_names(wrong)} differs from that of {num_right} other ranks after step {step}."
-            advice = f"Take the machine of rank {culprit} out of service"
-        advice += ", and resume: the last checkpoint was saved before the damage."
-        errors.append(CorruptionError(message, advice, culprit, name))
-    return errors
-
-
-def _names(ranks: list[int]) -> str:
-    return " and ".join(f"rank {rank}" for rank in ranks)

@@ -4,20 +4,15 @@ and warns.
 
 from __future__ import annotations
 
-import io
-from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from transformers import Trainer, TrainerCallback, TrainerState
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.integrations.recording import RecordedCallback
 from narrowgauge.optim.audit import audit, unwrapped
-from narrowgauge.optim.loading import full_weights, to_torch_state
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.optim.optimizers import AdamW
-from narrowgauge.runs.atomic_io import write_whole
 
 AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
 
@@ -53,42 +48,6 @@ def use_adamw(trainer: AnyTrainer, **options: Any) -> AnyTrainer:
     }
     trainer.optimizer_cls_and_kwargs = (AdamW, {**taken, **options})
     return trainer
-
-
-def save_for_torch(trainer: Trainer, checkpoint: str | Path) -> None:
-    """Rewrite a Trainer's checkpoint so that a training with ``torch.optim.AdamW`` continues from
-    it.
-
-    The optimizer's states and the weights are written in float32, with the bits that our optimizer
-    keeps. Load the model with ``dtype=torch.float32``.
-
-    Args:
-        trainer: trained with our optimizer, and at the step of the checkpoint.
-        checkpoint: its folder, which holds ``optimizer.pt``.
-    Raises:
-        RecipeError: the trainer has another optimizer, or is at another step.
-    Example:
-        >>> save_for_torch(trainer, "out/checkpoint-500")  # doctest: +SKIP
-    """
-    folder = Path(checkpoint)
-    optimizer = unwrapped(trainer.optimizer)
-    if not isinstance(optimizer, Optimizer):
-        raise RecipeError(
-            f"Cannot rewrite {folder}: the trainer steps with {type(optimizer).__name__}, "
-            "not with Narrowgauge's optimizer."
-        )
-    saved = TrainerState.load_from_json(str(folder / "trainer_state.json")).global_step
-    if saved != trainer.state.global_step:
-        raise RecipeError(
-            f"Cannot rewrite {folder}: it was saved at step {saved}, "
-            f"and the trainer is at step {trainer.state.global_step}.",
-            "Continue from it with resume_from_checkpoint, and rewrite the last checkpoint.",
-        )
-    model: Any = trainer.model
-    model.save_pretrained(folder, state_dict=full_weights(model, optimizer))
-    states = io.BytesIO()
-    torch.save(to_torch_state(optimizer), states)
-    write_whole(folder / "optimizer.pt", states.getvalue())
 
 
 class NarrowgaugeCallback(RecordedCallback, TrainerCallback):

@@ -20,7 +20,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.matmul.grouped import has_kernels, multiply_experts_at_once
 from narrowgauge.matmul.layer_matmuls import Call, multiply_layer, register
 from narrowgauge.matmul.linear import NarrowLayer, plain_dtype
 from narrowgauge.matmul.operand import Keys, layer_keys
@@ -30,7 +29,6 @@ from narrowgauge.spec.computes import Compute
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.notation import get_compute
 from narrowgauge.torch_support.anatomy import parts
-from narrowgauge.torch_support.torch_names import is_transformed
 
 
 def grouped_linear(
@@ -56,9 +54,8 @@ def grouped_linear(
         keys: with a key for each expert. Needed for random bits.
         sequence_length: rows by which the index of the first sequence advances the random bits: all
             rows, so that micro-batches of equal size never share any.
-    Cost: on a GPU with grouped kernels of the compute (:mod:`.grouped`), at most 12 launches a
-    product. Elsewhere one layer per expert, on CUDA a wait for the offsets, and ``torch.compile``
-    breaks its graph here.
+    Cost: one layer per expert, on CUDA a wait for the offsets, and ``torch.compile`` breaks its
+    graph here.
     """
     if x.dtype is plain_dtype(compute):
         weights = weights.to(x.dtype)
@@ -66,8 +63,6 @@ def grouped_linear(
         if bias is None and _suits_torch(x, weights):
             return F.grouped_mm(x, weights.transpose(1, 2), offs=offsets)
     name = register(compute)
-    if not is_transformed() and has_kernels(name, x, weights):
-        return cast(Tensor, multiply_experts_at_once(x, weights, bias, offsets, name))
     return cast(Tensor, _one_by_one(x, weights, offsets, name, bias, keys, sequence_length))
 
 

@@ -42,8 +42,8 @@ def multiply(
     """
     if product.right.granularity == "column":
         rhs = rhs._replace(outer=None)
-    if bias is not None and len(bias) < len(rhs.data):
-        bias = F.pad(bias, (0, len(rhs.data) - len(bias)))
+    if bias is not None and bias.shape[0] < rhs.data.shape[0]:
+        bias = F.pad(bias, (0, rhs.data.shape[0] - bias.shape[0]))
     kernel = None
     if lhs.data.dtype in CODES and rhs.data.dtype in CODES:
         kernel = native.kernel_here(product, lhs.data.device)

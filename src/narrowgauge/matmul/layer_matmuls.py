@@ -111,7 +111,7 @@ def multiply_input(
     """Return ``x · wᵀ + b`` ``[tokens, out]`` of rows ``x [tokens, in]``, and the cast of ``x``."""
     compute = call.compute
     lhs = call.cast(x, "output.left")
-    y = multiply(lhs, weight, compute.output, (len(x), num_outputs), x.dtype, bias)
+    y = multiply(lhs, weight, compute.output, (x.shape[0], num_outputs), x.dtype, bias)
     if compute.output.left.outliers:
         y = add_outliers(y, x, compute.output.left.outliers, weight.data, weight.outer)
     return y, lhs
@@ -124,7 +124,7 @@ def output(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> tuple[
     if is_traced():
         TRACED.add(call.name)
     rhs = call.cast_weight(weight, "output.right")
-    y, lhs = multiply_input(x, rhs, bias, len(weight), call)
+    y, lhs = multiply_input(x, rhs, bias, weight.shape[0], call)
     if call.compute.cast_slots["grad_weight.right"] == "output.left":
         return y, *lhs
     return y, *Operand(x)
@@ -145,7 +145,7 @@ def gradients(
     if needs[0]:
         rhs = call.cast_weight(weight, "grad_input.right")
         lhs = call.cast(grad, "grad_input.left", rhs)
-        grad_input = multiply(lhs, rhs, compute.grad_input, (len(grad), inputs), grad.dtype)
+        grad_input = multiply(lhs, rhs, compute.grad_input, (grad.shape[0], inputs), grad.dtype)
         if slots["grad_weight.left"] == "grad_input.left":
             shared = lhs.turned()
     if needs[1]:

@@ -115,7 +115,7 @@ class NarrowLayer(nn.Module):
             return linear(x, weight, bias)
         call = layer_matmuls.Call(self.registered_name, keys, length)
         y = layer_matmuls.multiply_layer(x.reshape(-1, x.shape[-1]), weight, bias, call)
-        return cast(Tensor, y.view(*x.shape[:-1], len(weight)))
+        return cast(Tensor, y.view(*x.shape[:-1], weight.shape[0]))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         had_memory = not self.key.is_meta

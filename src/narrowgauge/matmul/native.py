@@ -86,8 +86,8 @@ def multiply_codes(
     sum_dtype = dtype if bias is None else torch.float32
     sums = _FUNCTIONS[kernel.name](lhs, rhs, sum_dtype, product.accumulation == "fast")
     values = sums.values
-    if (*values.shape,) != (len(lhs.data), len(rhs.data)):
-        values = values[: len(lhs.data), : len(rhs.data)]
+    if (*values.shape,) != (lhs.data.shape[0], rhs.data.shape[0]):
+        values = values[: lhs.data.shape[0], : rhs.data.shape[0]]
     return scaled(values, sums.left, sums.right, bias, dtype)
 
 
@@ -164,8 +164,8 @@ def _float8(lhs: Operand, rhs: Operand, dtype: torch.dtype, fast: bool) -> Sums:
         if is_whole:
             scales.append(scale.reshape(()))
         else:
-            column = scale.reshape(-1, 1).expand(len(operand.data), 1)
-            scales.append(_padded(column, len(codes), 1).contiguous())
+            column = scale.reshape(-1, 1).expand(operand.data.shape[0], 1)
+            scales.append(_padded(column, codes.shape[0], 1).contiguous())
     first, second = scales
     sums = torch._scaled_mm(a, b.t(), first, second.t(), out_dtype=dtype, use_fast_accum=fast)
     return Sums(sums)
@@ -190,9 +190,9 @@ def _float8_blocks(lhs: Operand, rhs: Operand, dtype: torch.dtype, *_: Any) -> S
 def _scales_of_128(operand: Operand) -> tuple[Tensor, str]:
     assert operand.inner is not None
     inner = operand.inner.float()
-    if len(inner) < len(operand.data):
+    if inner.shape[0] < operand.data.shape[0]:
         return square_scales_in_columns(inner), "BlockWise128x128"
-    rows = len(inner) + -len(inner) % _SIDE
+    rows = inner.shape[0] + -inner.shape[0] % _SIDE
     return scales_in_columns(_padded(inner, rows, inner.shape[1])), "BlockWise1x128"
 
 
@@ -206,7 +206,10 @@ def _micro_scaled(lhs: Operand, rhs: Operand, dtype: torch.dtype, *_: Any, block
     inner = lhs.inner.view(torch.uint8), rhs.inner.view(torch.uint8)
     # Scales of 16 × 16 values are repeated: the kernel reads one for each row. Nothing bound here
     # depends on the number of tokens, so one compiled function lays out all of them.
-    times = len(lhs.data) // len(inner[0]), len(rhs.data) // len(inner[1])
+    times = [
+        operand.data.shape[0] // scales.shape[0]
+        for operand, scales in zip((lhs, rhs), inner, strict=True)
+    ]
     tile_both = bound(_tile_both, *times)
     laid_out = fused(inner[0].numel() + inner[1].numel(), tile_both, *inner)
     scales = []

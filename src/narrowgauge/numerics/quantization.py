@@ -159,13 +159,9 @@ def _block_scales(
         inner = _one_level_scale(largest, cast)
         return reciprocal(inner), inner, None
     peak = largest.amax((0, 2), keepdim=True) if amax is None else amax.view(-1, 1, 1, 1)
-    # The larger of two fits has scales half as large again: they end at 1.5 · 256.
-    most = _E4M3.max if cast.fit == "largest" else 256.0
-    outer = _or_nan(peak.clamp_min(TINY) * (1 / (most * cast.element.max)), peak)
+    outer = _or_nan(peak.clamp_min(TINY) * (1 / (_E4M3.max * cast.element.max)), peak)
     ratio = largest * (1 / cast.element.max) * reciprocal(outer)
     inner = _e4m3_scale(ratio, up=cast.needs_bits)
-    if cast.fit == "four-or-six":
-        inner = _better_scale(blocks, inner, _e4m3_scale(ratio * 1.5, up=False), outer, cast)
     return reciprocal(inner * outer), inner, outer.view(-1, 1)
 
 
@@ -174,29 +170,6 @@ def _one_level_scale(largest: Tensor, cast: Cast) -> Tensor:
     if cast.scale == "float32":
         return _or_nan(largest.clamp_min(TINY) * (1 / cast.element.max), largest)
     return power_of_two_scale(largest, cast.element, up=cast.scale_rounding == "up")
-
-
-def _better_scale(blocks: Tensor, six: Tensor, four: Tensor, outer: Tensor, cast: Cast) -> Tensor:
-    """Return for each block the scale of the smaller squared error, and of equal ones ``six``.
-
-    The errors are sums of at most 256 terms in a fixed order: by halves along each side.
-
-    Source: Cook et al. 2025, Four Over Six (2512.02010).
-    """
-    errors = []
-    for inner in (six, four):
-        scale = inner * outer
-        error = round_nearest(blocks * reciprocal(scale), cast.element) * scale - blocks
-        errors.append(_sum_by_halves(_sum_by_halves(error * error, 1), 3))
-    return torch.where(errors[1] < errors[0], four, six)
-
-
-def _sum_by_halves(x: Tensor, dim: int) -> Tensor:
-    """Sum a power of two of values along a dimension by halves, the same bits eager and compiled."""
-    while x.shape[dim] > 1:
-        half = x.shape[dim] // 2
-        x = x.narrow(dim, 0, half) + x.narrow(dim, half, half)
-    return x
 
 
 def _codes(
@@ -323,7 +296,9 @@ def padded(x: Tensor, cast: Cast, dim: int) -> Tensor:
     if cast.rotation != "none":
         sides[dim] = math.lcm(sides[dim], ROTATION_SIZE)
     extra = [-size % side for size, side in zip(x.shape, sides, strict=True)]
-    if not any(extra):
+    # A compiler's symbol is padded without a question: an answer would make it a constant.
+    is_symbolic = any(isinstance(number, torch.SymInt) for number in extra)
+    if not is_symbolic and not any(extra):
         return x
     return F.pad(x, (0, extra[1], 0, extra[0]))
 

@@ -19,21 +19,18 @@ Zeros stay zeros. A vector of one value, such as gains of 1, stays as it is.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from narrowgauge.numerics.chunks import chunk_size
 from narrowgauge.numerics.dtensor import largest_over_ranks, local_of, place_along, split_groups
 from narrowgauge.numerics.hashing import named_seed
 from narrowgauge.numerics.rounding import bits_of, random_bits
-from narrowgauge.optim import codes
 from narrowgauge.optim.values import store_low_bits
 from narrowgauge.spec.storages import Storage
-from narrowgauge.torch_support.torch_names import plain_name
 
 LOW_BITS = ("zero", "random")
 """The values of the option ``low_bits``."""
@@ -122,62 +119,6 @@ def num_off_grid(values: Sequence[tuple[Tensor, Tensor]], visible: str) -> list[
         counts.append(count.clamp(max=(1 << 31) - 1).to(torch.int32).view(1))
         groups.append(split_groups(owner))
     return list(map(int, largest_over_ranks(counts, groups)))
-
-
-def fill_low_bits(model: nn.Module, seed: int = 0) -> int:
-    """Fill the low bits of float32 parameters that lie on the grid of bfloat16 or float16, for any
-    optimizer.
-
-    Call it once before training, where a 16-bit checkpoint was read into float32. Under autocast to
-    the checkpoint's format a matmul sees the same weights as before. What autocast leaves in
-    float32, such as embeddings and norms, sees the new ones. A parameter with any low bit of its
-    own does not change, and is named if most of it lies on the grid.
-
-    Args:
-        model: its parameters may be DTensors: the bits do not depend on the sharding.
-        seed: of the random bits. A bit depends on the seed, the parameter's name, and its place in
-            its tensor.
-    Returns:
-        The number of parameters' elements that were filled.
-
-    Example:
-        >>> import torch, narrowgauge as ng
-        >>> model = torch.nn.Linear(64, 64).bfloat16().float()
-        >>> before = model.weight.bfloat16()
-        >>> ng.fill_low_bits(model)
-        4160
-        >>> torch.equal(model.weight.bfloat16(), before)
-        True
-    """
-    parameters: dict[str, Tensor] = {}
-    for name, weight in model.named_parameters():
-        if weight.dtype is torch.float32:
-            parameters[plain_name(name)] = weight
-    pairs = [(p, local_of(p.detach())) for p in parameters.values()]
-    off: dict[str, dict[str, int]] = {}
-    for visible in ("bfloat16", "float16"):
-        off[visible] = dict(zip(parameters, num_off_grid(pairs, visible), strict=True))
-    # Simple values lie on both grids. A checkpoint has one format.
-    is_float16 = any(off["float16"][n] == 0 and off["bfloat16"][n] for n in parameters)
-    visible = "float16" if is_float16 else "bfloat16"
-    total = 0
-    varying = set(_varying(list(parameters.values())))
-    for name, parameter in parameters.items():
-        if parameter not in varying:
-            continue
-        count = off[visible][name]
-        weights = local_of(parameter.detach())
-        if 0 < count < MOSTLY * parameter.numel():
-            warnings.warn(kept_note(name, count, parameter.numel()), stacklevel=2)
-        if count:
-            continue
-        flat = weights if weights.ndim else weights.view(1)
-        for rows, random in random_rows(parameter, weights, seed, name):
-            bits = codes.visible_bits(visible, flat[rows])
-            drawn = bits + codes.random_offset(visible, bits, random)
-            flat[rows] = codes.visible_value(visible, drawn)
-        total += parameter.numel()
-    return total
 
 
 def kept_note(name: str, count: int, total: int) -> str:

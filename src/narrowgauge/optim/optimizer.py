@@ -550,7 +550,7 @@ class Optimizer(torch.optim.Optimizer):
         return 0 if state is None else state.step
 
     def bytes_per_param(self) -> float:
-        """Return bytes per parameter of weights, gradients (in the parameters' format) and states.
+        """Return bytes per parameter of weights, gradients (in ``grad_dtype``) and states.
 
         Before the first step, count the states that it will make.
         """
@@ -559,7 +559,8 @@ class Optimizer(torch.optim.Optimizer):
             for parameter in group["params"]:
                 local = local_of(parameter)
                 count += local.numel()
-                total += 2 * local.nbytes
+                gradient_dtype = parameter.grad_dtype or parameter.dtype
+                total += local.nbytes + local.numel() * gradient_dtype.itemsize
                 state = self.state_of(parameter)
                 if not self.state and parameter.requires_grad:
                     empty = local.to("meta")
@@ -583,7 +584,7 @@ class Optimizer(torch.optim.Optimizer):
                 the model lacks them.
 
         Cost: transient memory. Elementwise rules take at most 64 MiB for any model. Matrix rules take float32 copies of the
-            largest parameter: Muon and GaLore 4, Adafactor 2, GradNormLoRP 8.
+            largest parameter: Muon and GaLore 4, GradNormLoRP 8.
         """
         if self._uncompiled is None:  # not earlier, since the import takes a second
             self._uncompiled = torch.compiler.disable(self._close_and_step)

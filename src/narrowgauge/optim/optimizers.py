@@ -1,6 +1,6 @@
 """The named optimizers: a rule, its options, and their defaults.
 
-:class:`Muon`, :class:`Adafactor`, :class:`GaLore` and :class:`GradNormLoRP` step matrices. A
+:class:`Muon`, :class:`GaLore` and :class:`GradNormLoRP` step matrices. A
 parameter of three dims is a stack of matrices, such as the experts of a mixture: each matrix steps
 as if it were a parameter of its own, one after the other. More dims (``nn.Conv2d``) are flattened
 to columns. AdamW steps parameters of fewer than two dims, with the same learning rate and the
@@ -22,7 +22,7 @@ from narrowgauge.errors import RecipeError
 from narrowgauge.optim.optimizer import Group, Optimizer
 from narrowgauge.optim.rules.elementwise import ADAM, ADAMW, LION, PLAIN_SGD
 from narrowgauge.optim.rules.elementwise import SGD as MOMENTUM_SGD
-from narrowgauge.optim.rules.matrix import ADAFACTOR, GALORE, GRADNORM_LORP, MUON
+from narrowgauge.optim.rules.matrix import GALORE, GRADNORM_LORP, MUON
 
 
 class AdamW(Optimizer):
@@ -228,54 +228,6 @@ class Muon(Optimizer):
         if not {"betas"} & {*self.defaults, *param_group}:
             param_group["betas"] = self.param_groups[0]["betas"]
         super().add_param_group(param_group)
-
-
-class Adafactor(Optimizer):
-    """Adafactor: store second moments as one value per row and one per column.
-
-    By default ``lr`` bounds a relative step, as in the paper and in ``torch.optim.Adafactor``. To
-    use an AdamW's rate and schedule, set ``scale_parameter=False, relative_step=False``. Vectors
-    take AdamW steps of ``lr`` itself, 1e-2 by default.
-
-    Args:
-        params, weight_decay, options: as in :class:`Muon`. Row and column values are float32 in
-            every storage.
-        lr: learning rate, or its bound with ``relative_step``.
-        beta2_decay: the second moments' decay rate at step ``t`` is ``1 - t^beta2_decay``; below 0.
-        eps: a pair, as in transformers. The first is added to every squared gradient. The second is
-            the smallest root mean square of a weight with ``scale_parameter``.
-        clip_threshold: largest root mean square of a step; torch's ``d``.
-        scale_parameter: multiply ``lr`` by the weight's root mean square.
-        relative_step: bound ``lr`` by ``1 / sqrt(t)``.
-        betas, adam_eps: AdamW's ``betas`` and ``eps``, for parameters of fewer than two dims.
-
-    Cost: ``4 · (rows + cols)`` bytes of second moments. Transient memory holds two float32 copies
-    of the matrix.
-
-    Example:
-        >>> import torch, narrowgauge as ng
-        >>> weight = torch.nn.Parameter(torch.zeros(8, 8, dtype=torch.bfloat16))
-        >>> optimizer = ng.Adafactor([weight], lr=1e-3, scale_parameter=False, relative_step=False, storage="word")
-        >>> weight.grad = torch.ones_like(weight)
-        >>> optimizer.step()
-        >>> round(optimizer.stored(weight).mean().item(), 5)
-        -0.001
-
-    Source:
-        Shazeer & Stern, ICML 2018 (1804.04235).
-    """
-
-    def __init__(
-        self, params: Iterable[Any], lr: float | Tensor = 1e-2, beta2_decay: float = -0.8,
-        eps: tuple[float, float] = (1e-30, 1e-3), clip_threshold: float = 1.0, weight_decay: float = 0.0, *,
-        scale_parameter: bool = True, relative_step: bool = True, betas: tuple[float, float] = (0.9, 0.999),
-        adam_eps: float = 1e-8, **options: Any,
-    ) -> None:  # fmt: skip
-        defaults = {
-            "lr": lr, "beta2_decay": beta2_decay, "eps": eps, "clip_threshold": clip_threshold, "weight_decay": weight_decay,
-            "scale_parameter": scale_parameter, "relative_step": relative_step, "betas": betas, "adam_eps": adam_eps,
-        }  # fmt: skip
-        super().__init__(params, ADAFACTOR, defaults, **options)
 
 
 class GaLore(Optimizer):

@@ -46,7 +46,6 @@ class Bytes(NamedTuple):
         return Bytes().plus(self, factor)
 
 
-_FACTOR_BYTES = 4  # per row and column of a matrix under Adafactor
 RANKS = {
     rule.name: int(option.default)
     for rule in UPDATE_RULES.values()
@@ -114,10 +113,9 @@ def state_of(
 def _state(storage: Storage, optimizer: str, weight: Weight, ranks: int, part: Part) -> Bytes:
     """Return the state of weights without biases; ``ranks`` shard those that are split.
 
-    A rule for matrices leaves vectors to AdamW, and all but Adafactor leave it embedding and head,
-    too.
+    A rule for matrices leaves vectors, embedding and head to AdamW.
     """
-    vector_parts = {"norms"} if optimizer == "adafactor" else {"norms", "embeddings", "head"}
+    vector_parts = {"norms", "embeddings", "head"}
     if UPDATE_RULES[optimizer].is_matrix and weight.part in vector_parts:
         optimizer = "adamw"
     if weight.part == "norms":
@@ -127,8 +125,6 @@ def _state(storage: Storage, optimizer: str, weight: Weight, ranks: int, part: P
         return Bytes(part.bytes * weight.num_elements * share)
     row = storage.keeping(OPTIMIZER_STATES[optimizer])
     beside = row.bytes_per_row * weight.count * weight.out_features
-    if optimizer == "adafactor":
-        beside += _FACTOR_BYTES * weight.count * (weight.in_features + weight.out_features)
     state = bytes_per_parameter(row).times(weight.num_elements).plus(Bytes(optimizer=beside))
     unsharded = 0.0
     if optimizer in RANKS:

@@ -1,121 +1,204 @@
-"""A page: one HTML file that opens from disk without a network and can be sent by mail.
+"""The page of runs: one recipe or many, as one HTML file that opens from disk.
 
-Everything is inside: tables as plain HTML without scripts, figures as data, and compressed Plotly.
-A policy in the head forbids all requests. It allows only the two scripts of this package, by their
-digests. Templates escape all text from a run, so the name of a tensor is never markup. Data is
-encoded in base 64.
+Its tables equal the terminal's. Text of a run is escaped, so the name of a tensor is never markup.
 """
 
 from __future__ import annotations
 
-import base64
-import functools
-import gzip
-import hashlib
-import json
-import re
+from collections.abc import Iterator, Sequence
+from html import escape
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
-import jinja2
-import markupsafe
+from narrowgauge.analysis.comparison.comparison import Comparison
+from narrowgauge.analysis.comparison.labels import run_labels, seed_of
+from narrowgauge.analysis.diagnose import diagnose
+from narrowgauge.analysis.reading import Reading
+from narrowgauge.errors import NarrowgaugeError, require_package
+from narrowgauge.report.curves import PageRun, curves_of
+from narrowgauge.report.interval_figure import interval_figure
+from narrowgauge.runs.finding import counted, listed, sentences, told
+from narrowgauge.runs.places import PAGE_MARK
+from narrowgauge.runs.record import Run
+from narrowgauge.spec.tables import Table, cell_text
 
-from narrowgauge.errors import require_package
-from narrowgauge.report.figures.palette import DASHES, NUM_COLOURS, dash_of, symbol_of
-from narrowgauge.runs.schema import Row
-
-
-def digest_of(script: str) -> str:
-    """Return the source expression of a script in a content security policy.
-
-    Example:
-        >>> digest_of("")
-        'sha256-47DEQpj8HBSa+/TImW+5JCeuQeRkm5NMpJWZG3hSuFU='
-    """
-    return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+MOST_READINGS = 12
 
 
-def packed(value: Any) -> str:
-    """Return JSON, compressed and encoded. Floats must be finite."""
-    return _encoded(
-        gzip.compress(
-            json.dumps(value, allow_nan=False, separators=(",", ":")).encode(), 9, mtime=0
-        )
-    )
-
-
-@functools.cache
-def plotly_script() -> tuple[str, str]:
-    """Return Plotly's JavaScript: compressed and encoded, and its digest for the policy."""
-    require_package("plotly")
-    from plotly.offline import get_plotlyjs
-
-    source: str = get_plotlyjs()
-    # Five megabytes: the highest level takes twice as long and saves one percent.
-    return _encoded(gzip.compress(source.encode(), 6, mtime=0)), digest_of(source)
-
-
-def _encoded(content: bytes) -> str:
-    return base64.b64encode(content).decode()
-
-
-# ── pages from templates ──────────────────────────────────────────────────────────────────────────
-
-
-def document(data: Row, **words: Any) -> str:
-    """Return a page as one HTML document.
-
-    It fetches nothing.
+def render(comparison: Comparison, runs: Sequence[Run], script: str) -> str:
+    """Return the page of a comparison and its runs, finished or not.
 
     Args:
-        data: the figures, as the page's script reads them.
-        words: values for the template.
+        script: the HTML element that loads Plotly.
     """
-    script = asset("page.js")
-    plotly, digest = plotly_script()
-    policy = f"script-src '{digest_of(script)}' '{digest}'"
-    template = environment().get_template("page.html.j2")
-    page = template.render(
-        **words,
-        policy=markupsafe.Markup(policy),
-        style=markupsafe.Markup(asset("page.css")),
-        script=markupsafe.Markup(script),
-        data=packed(data),
-        plotly=plotly,
-    )
-    return page.lstrip()
+    shown = page_runs(runs)
+    body = [
+        f"<h1>{escape(title_of(shown))}</h1>",
+        f'<p class="muted">{escape(_subtitle(runs))}</p>',
+        *_verdict(comparison, runs),
+        _section("Cost", html_table(comparison.table())),
+        *_curves(comparison, shown),
+        *_diagnosis(shown),
+    ]
+    style = (resources.files(__package__) / "page.css").read_text(encoding="utf-8")
+    head = [
+        "<!doctype html>",
+        '<html lang="en"><head><meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        PAGE_MARK.decode(),
+        f"<title>{escape(title_of(shown))} · Narrowgauge</title>",
+        f"<style>{style}</style>{script}</head><body><main>",
+    ]
+    return "\n".join([*head, *body, "</main></body></html>\n"])
 
 
-@functools.cache
-def environment() -> jinja2.Environment:
-    """Return the environment of this package's templates.
+def page_runs(runs: Sequence[Run]) -> list[PageRun]:
+    """Return the runs with the number of their recipe, which gives it a colour."""
+    labels = run_labels(runs)
+    numbers = {label: number for number, label in enumerate(dict.fromkeys(labels))}
+    shown = []
+    for run, label in zip(runs, labels, strict=True):
+        shown.append(PageRun(run, label, numbers[label], seed_of(run)))
+    return shown
 
-    It escapes everything, and compiles each template once.
+
+def title_of(runs: Sequence[PageRun]) -> str:
+    """Return the models and recipes of a page."""
+    models = dict.fromkeys(Path(str(run.run.config.get("model", "a model"))).name for run in runs)
+    labels = dict.fromkeys(run.label for run in runs)
+    recipes = listed(labels) if len(labels) <= 4 else f"{len(labels)} recipes"
+    return f"{listed(models)} in {recipes}"
+
+
+def _subtitle(runs: Sequence[Run]) -> str:
+    """Return what all runs have in common: data, steps and device."""
+    words = []
+    for table, name in (("config", "data"), ("config", "steps"), ("machine", "device")):
+        values = {str(run.run.get(table, {}).get(name, "")) for run in runs}
+        if len(values) == 1 and values != {""}:
+            value = values.pop()
+            words.append(
+                {"data": f"data {Path(value).name}", "steps": f"{value} steps"}.get(name, value)
+            )
+    return " · ".join([*words, counted(len(runs), "run")])
+
+
+def _section(heading: str, *parts: str) -> str:
+    return "\n".join(["<section>", f"<h2>{escape(heading)}</h2>", *parts, "</section>"])
+
+
+def html_table(table: Table) -> str:
+    """Return a table in a box that scrolls sideways."""
+    head = "".join(f"<th>{escape(column.title)}</th>" for column in table.columns)
+    lines = []
+    for row in table.rows:
+        cells = []
+        for column in table.columns:
+            style = ' class="number"' if column.right else ""
+            cells.append(f"<td{style}>{escape(column.cell(row))}</td>")
+        lines.append(f"<tr>{''.join(cells)}</tr>")
+    return f'<div class="scroll"><table><tr>{head}</tr>\n{chr(10).join(lines)}</table></div>'
+
+
+# ── what the runs say ─────────────────────────────────────────────────────────────────────────────
+
+
+def _verdict(comparison: Comparison, runs: Sequence[Run]) -> Iterator[str]:
+    first, *others = [*comparison.verdict, *learned(comparison, runs)]
+    items = "".join(f"<li>{escape(sentence)}</li>" for sentence in others)
+    figure = interval_figure(comparison)
+    parts = [f'<p class="lead">{escape(first)}</p>', f"<ul>{items}</ul>"]
+    if figure:
+        caption = (
+            "A bar is the 95 % interval of the mean over seeds. Inside the band a recipe is as good "
+            "as the baseline; a bar over its edge is not resolved by these seeds."
+        )
+        parts.append(f"<figure>{figure}<figcaption>{caption}</figcaption></figure>")
+    yield _section("Verdict", *parts)
+
+
+def learned(comparison: Comparison, runs: Sequence[Run]) -> Iterator[str]:
+    """Yield a sentence on whether each recipe learned more than the frequencies of its tokens.
+
+    The frequencies alone have a loss, which the trainer records for its validation text.
     """
-    environment = jinja2.Environment(
-        loader=jinja2.FunctionLoader(asset),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
+    levels = []
+    for run in runs:
+        level = run.run.get("data", {}).get("unigram_loss")
+        if isinstance(level, (int, float)):
+            levels.append(level)
+    if not levels:
+        return
+    level = max(levels)
+    words = []
+    for row in comparison.rows:
+        if row["val_loss"] is not None:
+            side = "below" if row["val_loss"] < level else "above"
+            words.append(f"{row['recipe']} is {abs(row['val_loss'] - level):.4f} {side}")
+    ending = f": {listed(words)}" if words else ""
+    yield f"Token frequencies alone have a loss of {level:.4f}{ending}."
+
+
+def _curves(comparison: Comparison, runs: Sequence[PageRun]) -> Iterator[str]:
+    require_package("plotly")
+    from plotly.io import to_html
+
+    config = {"displayModeBar": False, "responsive": True}
+    parts = []
+    for number, curve in enumerate(curves_of(runs, comparison.baseline)):
+        drawing = to_html(
+            curve.figure, config, full_html=False, include_plotlyjs=False, validate=False, default_width="100%",
+            div_id=f"curve-{number}",
+        )  # fmt: skip
+        caption = f"<h3>{escape(curve.title)}</h3>{drawing}<figcaption>{curve.caption}</figcaption>"
+        parts.append(f"<figure>{caption}</figure>")
+    if parts:
+        yield _section("Curves", '<div class="grid">', *parts, "</div>")
+
+
+# ── what their records show ───────────────────────────────────────────────────────────────────────
+
+
+def _diagnosis(runs: Sequence[PageRun]) -> Iterator[str]:
+    """Yield the readings beyond their bound, one of each kind and recipe, and the healthy runs."""
+    groups: dict[tuple[str, str, str], list[tuple[int, Reading]]] = {}
+    healthy: dict[str, list[str]] = {}
+    lines = []
+    for run in runs:
+        try:
+            diagnosis = diagnose(run.run)
+        except NarrowgaugeError as error:
+            lines.append(f"{run.label}, seed {run.seed}, could not be diagnosed. {error}")
+            continue
+        for reading in diagnosis.readings:
+            kind = (run.label, reading.what, reading.stage)
+            groups.setdefault(kind, []).append((run.seed, reading))
+        if not diagnosis.readings:
+            healthy.setdefault(diagnosis.verdict, []).append(f"{run.label}, seed {run.seed}")
+    items = []
+    for (label, what, _), members in groups.items():
+        items.append(f"<li>{_finding(label, what, members)}</li>")
+    for verdict, names in healthy.items():
+        lines.append(f"{told(names, 6)}: {verdict}")
+    if len(items) > MOST_READINGS:
+        lines.append(f"{len(items) - MOST_READINGS} more: narrowgauge diagnose RUN.")
+    paragraphs = [f'<p class="muted">{escape(line)}</p>' for line in lines]
+    yield _section(
+        "Diagnosis", f'<ul class="findings">{"".join(items[:MOST_READINGS])}</ul>', *paragraphs
     )
-    environment.filters["breakable"] = _breakable
-    environment.globals |= {
-        "symbol_of": symbol_of,
-        "dash_of": dash_of,
-        "num_colours": NUM_COLOURS,
-        "solid": DASHES[0],
-    }
-    return environment
 
 
-def _breakable(text: Any) -> markupsafe.Markup:
-    """Return text whose long names may break only after a dot, a slash or an underscore."""
-    return markupsafe.Markup(
-        re.sub(r"(?<=\w)([._/])(?=[A-Za-z_])", r"\1<wbr>", str(markupsafe.escape(text)))
-    )
-
-
-def asset(name: str) -> str:
-    """Return a file of ``templates/``."""
-    return (resources.files(__package__) / "templates" / name).read_text(encoding="utf-8").strip()
+def _finding(label: str, what: str, members: list[tuple[int, Reading]]) -> str:
+    """Return the sentence of the earliest reading of a kind, and then its numbers."""
+    reading = min((reading for _, reading in members), key=lambda reading: reading.step)
+    seeds = ", ".join(map(str, sorted({seed for seed, _ in members})))
+    numbers: dict[str, Any] = {
+        "step": reading.step, "value": reading.value, "expected": reading.expected,
+        "bound": reading.bound,
+    }  # fmt: skip
+    words = [f"{label}, seed {seeds}", what, reading.tensor]
+    words += [f"{name} {cell_text(value)}" for name, value in numbers.items() if value is not None]
+    place = " · ".join(filter(None, words))
+    sentence = sentences(reading.advice or what)
+    return f'<p>{escape(sentence)}</p><p class="muted">{escape(place)}</p>'

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import gc
-import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from narrowgauge.analysis.comparison.comparison import Comparison, compare_runs
-from narrowgauge.errors import NarrowgaugeError, RecordError
+from narrowgauge.errors import NarrowgaugeError, RecordError, require_package
+from narrowgauge.report.interval_figure import interval_figure
 from narrowgauge.runs.atomic_io import write_whole
 from narrowgauge.runs.places import is_page, run_folders
 from narrowgauge.runs.record import Run, read_run
+
+SCRIPT = "plotly.min.js"
 
 
 def read_runs(
@@ -48,12 +49,12 @@ def report(
     out: str | Path | None = None,
     say: Callable[[str], object] = warnings.warn,
     *,
-    refresh: int = 0,
+    inline: bool = False,
 ) -> Path:
     """Write one page about existing runs, named as for :func:`read_runs`. Return its path.
 
-    If ``out`` is None, write ``report.html`` into the only folder in ``paths``. With ``refresh``,
-    a browser loads the page of unfinished runs again after so many seconds.
+    If ``out`` is None, write ``report.html`` into the only folder in ``paths``. With ``inline``
+    the page holds Plotly's script, 5 MB; else it is a file beside the page.
     """
     if out is None and len(paths) != 1:
         raise NarrowgaugeError(
@@ -64,24 +65,7 @@ def report(
     page = Path(out or folder / "report.html")
     require_page(page)
     runs = read_runs(paths, say)
-    gc.freeze()  # else Python repeatedly collects garbage among a million rows
-    if all(run.summary is not None for run in runs):
-        refresh = 0
-    return write_report(compare_runs(runs), page, refresh)
-
-
-def follow(paths: Sequence[Path], out: Path | None, seconds: int) -> Iterator[Path]:
-    """Write the page of runs again and again until all are finished; yield its path each time.
-
-    A rendering rests ten times as long as it took.
-    """
-    is_finished = False
-    while not is_finished:
-        began = time.monotonic()
-        is_finished = all(run.summary is not None for run in read_runs(paths))
-        yield report(paths, out, refresh=seconds)
-        if not is_finished:
-            time.sleep(max(seconds, 10 * (time.monotonic() - began)))
+    return write_report(compare_runs(runs), runs, page, inline=inline)
 
 
 def require_page(page: Path) -> None:
@@ -93,17 +77,34 @@ def require_page(page: Path) -> None:
         )
 
 
-def write_report(comparison: Comparison, page: Path, refresh: int = 0) -> Path:
+def write_report(
+    comparison: Comparison, runs: Sequence[Run], page: Path, *, inline: bool = False
+) -> Path:
     """Write the page of a comparison, or replace one of ours. Return its path."""
     require_page(page)
-    # Imported late: the page dominates the loading time.
-    from narrowgauge.report.runs_page import render
+    require_package("plotly")
+    # Imported late: Plotly takes a second to load.
+    from plotly.offline import get_plotlyjs
 
-    write_whole(page, render(comparison, refresh).encode())
+    from narrowgauge.report.page import render
+
+    script = f'<script src="{SCRIPT}"></script>'
+    if inline:
+        script = f"<script>{get_plotlyjs()}</script>"
+    content = render(comparison, runs, script).encode()
+    if not inline:
+        write_whole(page.with_name(SCRIPT), get_plotlyjs().encode())
+    write_whole(page, content)
     return page
 
 
-def publish(comparison: Comparison, out: Path) -> Path:
-    """Write ``compare.json`` and ``report.html`` into a folder. Return the path of the page."""
+def publish(comparison: Comparison, runs: Sequence[Run], out: Path) -> Path:
+    """Write ``compare.json``, ``differences.svg`` and ``report.html`` into a folder.
+
+    Return the path of the page.
+    """
     write_whole(out / "compare.json", comparison.json())
-    return write_report(comparison, out / "report.html")
+    figure = interval_figure(comparison)
+    if figure:
+        write_whole(out / "differences.svg", figure.encode())
+    return write_report(comparison, runs, out / "report.html")

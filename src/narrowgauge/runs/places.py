@@ -10,7 +10,7 @@ import contextlib
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from narrowgauge.errors import RecordError
@@ -44,49 +44,76 @@ def is_page(file: Path) -> bool:
 # ── to write ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def require_free(
-    path: str | Path, task: str = "create a run in", *, continues: bool = False
-) -> None:
-    """Refuse to write into a run, a file, or a folder with anything that is not ours.
-
-    What a killed process leaves does not count.
-
-    Args:
-        task: begins the message.
-        continues: accept a folder with nothing but runs and their comparison.
-    """
+def require_free(path: str | Path) -> None:
+    """Refuse to begin a run in a run, in a file, or over files that a run would overwrite."""
     path = Path(path)
-    advice = "Choose another folder."
-    problem = ""
     with disk_errors(path):
         if is_run(path):
-            problem = "a run is there already"
-            advice = f"Choose another folder, or go on with {_continuation(path)}."
-        elif path.is_dir():
-            names = sorted(os.listdir(path))
-            runs = [name for name in names if is_run(path / name)]
-            for name in names:
-                is_ours = name in runs or name == "compare.json" or is_page(path / name)
-                is_kept = continues and runs and is_ours
-                if not (name.startswith(TEMPORARY) or is_kept):
-                    problem = f"the folder is not empty (it holds {name})"
+            raise RecordError(
+                f"Cannot create a run in {path}: a run is there already.",
+                f"Choose another folder, or go on with {_continuation(path)}.",
+            )
+        require_no_file(path, [f"{name}.jsonl" for name in ROW_FILES])
+
+
+def require_no_file(path: Path, names: Iterable[str], task: str = "create a run in") -> None:
+    """Refuse a file, and a folder that holds one of ``names``."""
+    problem = ""
+    with disk_errors(path):
+        if path.exists() and not path.is_dir():
+            problem = "it is a file"
+        for name in names:
+            if (path / name).exists():
+                problem = f"it holds {name}, which is not to be overwritten"
+    if problem:
+        raise RecordError(f"Cannot {task} {path}: {problem}.", "Choose another folder.")
+
+
+def require_comparison(folder: Path, runs: Iterable[str]) -> None:
+    """Refuse a folder in which a comparison would overwrite what is not its own.
+
+    Args:
+        runs: the names of the runs' folders. A run may be there already.
+    """
+    require_no_file(folder, ["run.toml"], "compare in")
+    page = folder / "report.html"
+    has_run = False
+    for name in runs:
+        if is_run(folder / name):
+            has_run = True
+        else:
+            require_free(folder / name)
+    if page.exists() and not is_page(page):
+        require_no_file(folder, ["report.html"], "compare in")
+    if not has_run and not page.exists():
+        require_no_file(folder, ["compare.json"], "compare in")
+
+
+def require_empty(path: Path) -> None:
+    """Refuse to write a folder where something is."""
+    problem = ""
+    with disk_errors(path):
+        if path.is_dir():
+            names = [name for name in os.listdir(path) if not name.startswith(TEMPORARY)]
+            if names:
+                problem = f"the folder is not empty (it holds {min(names)})"
         elif path.exists():
             problem = "it is a file"
     if problem:
-        raise RecordError(f"Cannot {task} {path}: {problem}.", advice)
+        raise RecordError(f"Cannot write {path}: {problem}.", "Choose another folder.")
 
 
 def _continuation(path: Path) -> str:
     """Return what continues the run in a folder: its record says which program wrote it."""
     if b"\n[recorder]" in (read_bytes(path / "run.toml") or b""):
         return "RunRecorder(…, resume=True) in its program"
-    return f"narrowgauge resume {path}"
+    return f"narrowgauge train --out {path}"
 
 
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
     """Yield a temporary folder, renamed to ``path`` if the block succeeds. ``path`` may be empty."""
-    require_free(path, "write")
+    require_empty(path)
     path = path.absolute()
     if path == Path.cwd():
         raise RecordError(f"Cannot write {path}: it is the current folder.", "Name a new folder.")

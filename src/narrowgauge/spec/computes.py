@@ -28,7 +28,6 @@ Granularity = str
 """
 Scale = Literal["float32", "power-of-two", "float8_e8m0fnu", "float8_e4m3fn"]
 ScaleRounding = Literal["up", "floor"]
-Fit = Literal["largest", "four-or-six"]
 Scaling = Literal["current", "static"]
 Accumulation = Literal["float32", "promoted", "fast", "int32"]
 Rounding = Literal["nearest", "stochastic"]
@@ -64,7 +63,6 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "scale": get_args(Scale),
     "rounding": get_args(Rounding),
     "scale_rounding": get_args(ScaleRounding),
-    "fit": get_args(Fit),
     "scaling": get_args(Scaling),
     "rotation": get_args(Rotation),
 }
@@ -87,9 +85,6 @@ class Cast:
         scale_rounding: of powers of two. ``up``: the smallest at which nothing saturates.
             ``floor``: the OCP rule, the exponent of amax minus the format's largest exponent, at
             which values just below the next power saturate.
-        fit: which value of the format a block's amax becomes. ``largest``: the largest.
-            ``four-or-six``: 4 or 6, whichever gives the block the smaller squared error (e2m1 with
-            two levels only).
         rounding: ``nearest`` (ties to even) or ``stochastic``. Stochastic casts round scales up, so
             that nothing saturates.
         scaling: ``current``: from the operand's amax; ``static``: 1.
@@ -117,7 +112,6 @@ class Cast:
     scale: Scale = "float32"
     rounding: Rounding = "nearest"
     scale_rounding: ScaleRounding = "up"
-    fit: Fit = "largest"
     scaling: Scaling = "current"
     rotation: Rotation = "none"
     outliers: float = 0.0
@@ -145,7 +139,6 @@ class Cast:
         is_16_bits = self.element.kind == "float" and self.element.bits in (16, 32, 64)
         is_code = self.element.kind != "scale" and self.element.bits <= 8 and not is_16_bits
         is_power = self.scale in ("power-of-two", "float8_e8m0fnu")
-        is_pair = self.format == "float4_e2m1fn" and self.scale == "float8_e4m3fn"
         is_plain = self.granularity == "tensor" and self.scale == "float32"
         is_shared = self.block is not None or self.granularity in _TURNED
         laws = (
@@ -174,10 +167,6 @@ class Cast:
             (
                 self.scale_rounding == "up" or (is_power and not self.needs_bits), "round scales down",
                 "Only powers of two of casts to nearest can be.",
-            ),
-            (
-                self.fit == "largest" or (is_pair and not self.needs_bits), "fit 4 or 6",
-                "That is for float4_e2m1fn with float8_e4m3fn scales, to nearest.",
             ),
             (
                 not self.outliers or not (self.is_wide or self.block is not None), "leave outlier columns out",
@@ -230,8 +219,6 @@ class Cast:
             words.append(f"scales {self.scale}")
         if self.scale_rounding != "up":
             words.append("scales rounded down")
-        if self.fit != "largest":
-            words.append("amax fits 4 or 6")
         if self.scaling != "current":
             words.append(f"{self.scaling} scale")
         if self.rounding != "nearest":
@@ -514,14 +501,14 @@ def _mxfp4() -> Products:
     )
 
 
-def _nvfp4(fit: Fit = "largest") -> Products:
+def _nvfp4() -> Products:
     """Return e2m1 everywhere.
 
     Weights have blocks of 16×16, so that forward and backward multiply by the same codes.
     """
-    forward = Cast("float4_e2m1fn", "1x16", "float8_e4m3fn", fit=fit)
+    forward = Cast("float4_e2m1fn", "1x16", "float8_e4m3fn")
     weight = replace(forward, granularity="16x16")
-    gradient = replace(forward, rounding="stochastic", fit="largest")
+    gradient = replace(forward, rounding="stochastic")
     return (
         Product(forward, weight),
         Product(gradient, weight),
@@ -567,7 +554,7 @@ _COMPUTES = (
     ),
     Compute(
         "float16-throughout", *(_wide("float16"),) * 3, dtype="float16", native="CUDA", keep=(),
-        default_storage="naive", owns_storages=True,
+        default_storage="stochastic", owns_storages=True,
         purpose="no float32 copy of anything: weights, gradients and moments are float16",
         source="the abstract of 'Distributed Low Precision Training Without Mixed Precision' (1911.07384), not its method",
     ),
@@ -616,12 +603,6 @@ _COMPUTES = (
         fallback="mxfp8",
         purpose="four bits with an e4m3 scale per 16 values, of weights per 16×16; the last blocks of the model stay wide",
         source="NVIDIA 2025, Pretraining LLMs with NVFP4 (2509.25149), section 4; TransformerEngine, NVFP4BlockScaling",
-    ),
-    Compute(
-        "nvfp4-4over6", *_nvfp4("four-or-six"), native="Blackwell", keep_last=0.15,
-        fallback="nvfp4",
-        purpose="nvfp4 whose blocks of weights and inputs end at 4 or at 6, whichever is nearer to the values",
-        source="Cook et al. 2025, Four Over Six (2512.02010); TransformerEngine, nvfp4_4over6",
     ),
     Compute(
         "scalify", *_uniform("float8_e4m3fn", "tensor", "float8_e5m2", scaling="static"), transform="scalify", native=_SM89,

@@ -473,11 +473,6 @@ STORAGES: dict[str, Storage] = {
             source="Yu et al. 2024, Collage (2405.03637), which names half precision",
         ),
         _row(
-            "float16-throughout/naive", "float16", "float16+float16-row+float16-row-held", vectors=None, fallback="float16/split",
-            loses="every update below half an ulp (2^-12 of the weight); 13 bits of each moment, relative to its row",
-            source="what the abstract of 1911.07384 claims: no float32 copy of anything",
-        ),
-        _row(
             "float16-throughout/stochastic", "float16", "float16-stochastic+float16-row+float16-row-held", vectors=None,
             fallback="float16/split",
             loses="13 bits of the weight, stochastic: no bias, noise of 2^-11; 13 bits of each moment, relative to its row",

@@ -147,8 +147,7 @@ class UpdateRule:
         rate: factor on AdamW's usual peak learning rates; ``None`` if they do not apply.
         is_matrix: it steps whole matrices. AdamW steps vectors, embeddings and output heads.
         moments: its states for each element of a matrix, with the storage's code for each, if a
-            plan needs no more; ``None`` if this depends on options. (Adafactor's values by row and
-            column are extra.)
+            plan needs no more; ``None`` if this depends on options.
         source: the paper.
     """
 
@@ -173,21 +172,10 @@ class UpdateRule:
         if "beta1" in self.settings:
             ranges["betas"] = Range(0, 1, is_pair=True)
         if "eps" in self.settings:
-            ranges[self.eps_option] = Range()
+            ranges["eps"] = Range()
         for option in self.options:
             ranges[option.name] = option.law
         return ranges
-
-    @property
-    def eps_option(self) -> str:
-        """Return the optimizer's option for AdamW's epsilon.
-
-        It has another name if the rule has its own ``eps``.
-        """
-        for option in self.options:
-            if option.name == "eps":
-                return "adam_eps"
-        return "eps"
 
 
 _ADAM: Mapping[str, float] = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
@@ -232,15 +220,6 @@ _RULES = (
         ),
         # With match_rms_adamw its steps are as large as AdamW's (2502.16982).
         is_matrix=True, moments=(("momentum_buffer", "exp_avg"),), source="Jordan et al. 2024; Liu et al. 2025 (2502.16982)",
-    ),
-    UpdateRule(
-        "adafactor", "Adafactor", "second moments as one value per row and per column", _ADAM,
-        (
-            Option("beta2_decay", -0.8, Range(-math.inf, 0, above=True)),
-            Option("eps", (1e-30, 1e-3), Range(is_pair=True)), Option("clip_threshold", 1.0, Range(0, above=True)),
-            Option("scale_parameter", True, FLAG, trained=False), Option("relative_step", True, FLAG, trained=False),
-        ),
-        is_matrix=True, moments=(), source="Shazeer & Stern, ICML 2018 (1804.04235)",
     ),
     UpdateRule(
         "galore", "GaLore", "AdamW in a low-rank subspace of each gradient", _ADAM,

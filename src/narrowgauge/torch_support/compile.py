@@ -126,9 +126,11 @@ def fused(size: int, function: Callable[..., Any], *arguments: Tensor | None) ->
     Each function is compiled once for a pattern. So pass the same function object for the same
     lines and constants.
     """
+    if is_traced():  # before sizes are compared: a comparison makes a symbol a constant
+        return function(*arguments)
     place = place_of(arguments)
     is_small = place == "cpu" and size < COMPILE_ELEMENTS
-    if is_small or is_traced() or not can_compile(place):
+    if is_small or not can_compile(place):
         return function(*arguments)
     return compiled_for_pattern(function, *arguments)
 

@@ -22,10 +22,10 @@ from narrowgauge.analysis.comparison.classification import divergence
 from narrowgauge.analysis.comparison.comparison import Comparison, compare_runs
 from narrowgauge.analysis.comparison.labels import parsed_recipe, recipe_name, run_name
 from narrowgauge.errors import NarrowgaugeError, RecipeError, RecordError, require_package
+from narrowgauge.report.page import learned
 from narrowgauge.report.publishing import publish
-from narrowgauge.report.run_tables import frequencies_alone
 from narrowgauge.runs.finding import counted, duration
-from narrowgauge.runs.places import require_free
+from narrowgauge.runs.places import require_comparison, require_free
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.runs.writer import RunWriter
 from narrowgauge.spec.recipes import Recipe
@@ -118,14 +118,22 @@ def compare(
 
     if out is not None:
         require_package("plotly")  # for the page; not after hours of training
-        all_ranks().of_first(lambda: require_free(out, "compare in"))
+        names = [name for _, _, name in plan]
+        all_ranks().of_first(lambda: require_new(Path(out), names))
     with tempfile.TemporaryDirectory(prefix="narrowgauge-") as temporary:
         place = Path(out or temporary)
         runs = [_record(train_function, recipe, seed, place / name) for recipe, seed, name in plan]
     comparison = compare_runs(runs)
     if out is not None and all_ranks().is_first:
-        publish(comparison, Path(out))
+        publish(comparison, runs, Path(out))
     return comparison
+
+
+def require_new(folder: Path, names: Sequence[str]) -> None:
+    """Refuse a comparison whose folder holds one of its runs already."""
+    require_comparison(folder, names)
+    for name in names:
+        require_free(folder / name)
 
 
 def _record(
@@ -184,7 +192,7 @@ def define(
     plan = planned(recipes, seeds)
     present = []
     if out is not None:
-        require_free(out, "compare in", continues=True)
+        require_comparison(Path(out), [name for _, _, name in plan])
         present = runs_in(Path(out))
     shared = {name: value for name, value in settings.items() if value is not None}
     for run in present[:1]:
@@ -262,14 +270,14 @@ def run_comparison(
             result = f"validation loss {(run.summary or {})['val_loss']:.4f}"
         name = f"{entry.config.recipe.title}, seed {entry.config.seed}"
         say(f"{len(runs)}/{len(entries)}  {name}  {result}  {took}")
-    for words in frequencies_alone(runs[0].run):
-        say(words)
     requested = [run.path for run in runs]
     for run in runs_in(folder):
         if run.path not in requested and run.summary is not None:
             runs.append(run)
     comparison = compare_runs(runs)
-    return comparison, publish(comparison, folder)
+    for words in learned(comparison, runs):
+        say(words)
+    return comparison, publish(comparison, runs, folder)
 
 
 def _train(entry: Entry, stream: TextIO | None) -> Run:

@@ -33,7 +33,7 @@ from narrowgauge.errors import DataError, RecordError
 from narrowgauge.matmul.gemm import EmulationNotice, describe_matmuls
 from narrowgauge.matmul.scopes import compute_scope
 from narrowgauge.matmul.swapping import linears_of
-from narrowgauge.optim.accumulation import GradientAccumulator
+from narrowgauge.numerics.dtensor import is_sharded
 from narrowgauge.optim.loading import kept_tensors
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.atomic_io import disk_errors, load_json, read_bytes, sync
@@ -97,8 +97,6 @@ class Session:
     """A run in memory.
 
     Args:
-        accumulator: sums the gradients of micro-batches, if this process has several. A reduction
-            calls it itself.
         reduction: sums the gradients of micro-batches over ranks; ``None`` for one process with
             nothing to sum.
         step: optimizer steps done.
@@ -112,7 +110,6 @@ class Session:
     data: Dataset
     model: PreTrainedModel
     optimizer: Optimizer
-    accumulator: GradientAccumulator | None = None
     reduction: GradientReduction | None = None
     step: int = 0
     sequences: int = 0
@@ -165,9 +162,8 @@ class Session:
         parameter of this rank.
         """
         total = self.optimizer.bytes_per_param()
-        for sums in (self.accumulator, self.reduction):
-            if sums is not None:
-                total += sums.bytes_per_param()
+        if self.reduction is not None:
+            total += self.reduction.bytes_per_param()
         return total
 
     def save(self) -> None:
@@ -244,13 +240,14 @@ def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
     # One process sums its micro-batches alone, unless the result must not depend on their order.
     is_order_invariant = config.recipe.reduction.order_invariant
     reduction = optimizer.reduction if size > 1 or is_order_invariant else None
-    accumulator = None
     has_several = config.gradient_accumulation_steps > size
     if has_several and not is_order_invariant and config.accumulation_dtype == "float32":
-        accumulator = GradientAccumulator(model.parameters(), dtype=torch.float32)
+        for parameter in model.parameters():
+            if parameter.dtype.itemsize == 2 and not is_sharded(parameter):
+                parameter.grad_dtype = torch.float32  # autograd sums in it
         if reduction is not None:
-            reduction.accumulate_in(accumulator)
-    return Session(config, folder, data, model, optimizer, accumulator, reduction)
+            reduction.sums_in_float32 = True
+    return Session(config, folder, data, model, optimizer, reduction)
 
 
 def emulated(session: Session) -> list[str]:

@@ -62,11 +62,8 @@ def differentiate(session: Session) -> Tensor:
     scaler = session.scaler
     parts = session.micro_batches
     shares = []
-    accumulator = None
     if reduction is None:
-        accumulator = session.accumulator
-    if accumulator is not None:
-        accumulator.discard()  # half a batch of a step that failed
+        session.optimizer.zero_grad()  # half a batch of a step that failed
     # A cache of casts of sharded weights would keep the whole model on each rank.
     is_cached = len(parts) > 1 and not fsdp_modules(session.model)
     with float32_attention(), cached_weights() if is_cached else nullcontext():
@@ -83,11 +80,7 @@ def differentiate(session: Session) -> Tensor:
                     loss = session.loss(tokens) / config.tokens_per_step
                 scaled = loss if scaler is None else scaler.scale(loss)
                 scaled.backward()
-                if accumulator is not None:
-                    accumulator.accumulate()
             shares.append(loss.detach())
-        if accumulator is not None:
-            accumulator.finish()
     return sum_in_order(shares, config.gradient_accumulation_steps, session.here.size)
 
 

@@ -10,13 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
 
 from narrowgauge.optim import optimizers
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.optim.rules.matrix import (
-    ADAFACTOR,
     GALORE,
     GRADNORM_LORP,
     MUON,
@@ -31,19 +29,13 @@ from tensors import gaussian, peak_bytes, step_gradients
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-MATRIX_RULES = {rule.name: rule for rule in (MUON, ADAFACTOR, GALORE, GRADNORM_LORP)}
+MATRIX_RULES = {rule.name: rule for rule in (MUON, GALORE, GRADNORM_LORP)}
 EVERY = pytest.mark.parametrize("rule", MATRIX_RULES.values(), ids=MATRIX_RULES)
 SHAPES = [(6, 10), (7, 1), (4, 3, 5)]
 # What each rule needs to come to a minimum of a small problem: subspaces of half the side, turned
 # often.
 SMALL: dict[str, dict[str, Any]] = {
     "muon": {"ns_dtype": "float32", "adjust_lr_fn": "match_rms_adamw"},
-    "adafactor": {
-        "lr": 1e-3,
-        "weight_decay": 0.01,
-        "scale_parameter": False,
-        "relative_step": False,
-    },
     "galore": {"rank": 4, "update_proj_gap": 5, "scale": 1.0},
     "gradnorm_lorp": {"rank": 4, "update_proj_gap": 5},
 }
@@ -137,41 +129,14 @@ def test_muon_is_torchs_but_for_the_rounding_of_bfloat16(
         )
 
 
-@pytest.mark.parametrize("scaled", [False, True])
-def test_adafactor_is_that_of_transformers(scaled: bool) -> None:
-    shape, start = (
-        (12, 20),
-        gaussian(12, 20, scale=0.0001 if scaled else 1.0),
-    )  # 1e-4 is below the second of eps
-    theirs = torch.nn.Parameter(start.clone())
-    optimizer = transformers.Adafactor(
-        [theirs], lr=1e-2, clip_threshold=0.5, scale_parameter=scaled, relative_step=False
-    )
-    for step in range(1, 21):
-        theirs.grad = noise(shape)(theirs, step)
-        optimizer.step()
-    ours, _ = train(
-        ADAFACTOR,
-        start,
-        noise(shape),
-        20,
-        lr=1e-2,
-        clip_threshold=0.5,
-        scale_parameter=scaled,
-        weight_decay=0.0,
-    )
-    assert relative(ours - start, theirs.detach() - start) < 2e-5
-
-
 @EVERY
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_gradient_of_zeros_only_decays(rule: MatrixRule, shape: tuple[int, ...]) -> None:
     weight = gaussian(*shape)
     for eps in (1e-8, 0.0):
-        more = {"eps": (eps and 1e-30, 1e-3) if rule is ADAFACTOR else eps}
         for scaled in (weight, torch.zeros(shape)):
             after, _ = train(
-                rule, scaled, lambda w, _: torch.zeros_like(w), 3, lr=0.1, weight_decay=0.1, **more
+                rule, scaled, lambda w, _: torch.zeros_like(w), 3, lr=0.1, weight_decay=0.1, eps=eps
             )
             assert torch.allclose(after, scaled * 0.99**3, rtol=1e-6, atol=0)
 
@@ -199,10 +164,7 @@ def test_a_stack_has_the_bits_of_its_matrices(
     matrices = [nn.Parameter(matrix.clone()) for matrix in start]
     # Random low bits are keyed by a tensor's name and places in it.
     options: dict[str, Any] = {"storage": storage, "compile": False, "low_bits": "zero"}
-    # The measure of Adafactor's relative steps, too.
-    group = options_of(
-        rule, lr=0.02, weight_decay=0.1, **({"scale_parameter": True} if rule is ADAFACTOR else {})
-    )
+    group = options_of(rule, lr=0.02, weight_decay=0.1)
     stacked = Optimizer([stack], rule, dict(group), **options)
     separate = Optimizer(matrices, rule, dict(group), **options)
     for step in range(1, 7):
@@ -228,15 +190,14 @@ def test_a_stack_has_the_bits_of_its_matrices(
 @EVERY
 def test_powers_of_two_on_the_gradients_change_no_bit(rule: MatrixRule) -> None:
     shape = (12, 20)
-    silent = {"eps": (0.0, 0.0) if rule is ADAFACTOR else 0.0}
-    unscaled, _ = train(rule, gaussian(*shape), noise(shape), 7, **silent)
+    unscaled, _ = train(rule, gaussian(*shape), noise(shape), 7, eps=0.0)
     scaled, _ = train(
-        rule, gaussian(*shape), lambda w, step: noise(shape)(w, step) * 2.0**-20, 7, **silent
+        rule, gaussian(*shape), lambda w, step: noise(shape)(w, step) * 2.0**-20, 7, eps=0.0
     )
     assert torch.equal(unscaled, scaled)
 
 
-COPIES = {"Muon": 4, "GradNormLoRP": 8, "Adafactor": 2, "GaLore": 4}
+COPIES = {"Muon": 4, "GradNormLoRP": 8, "GaLore": 4}
 """Transient memory of a matrix rule, at most, in float32 copies of the matrix, as the docstrings
 say.
 """

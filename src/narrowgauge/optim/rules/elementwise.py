@@ -96,8 +96,7 @@ def _adam_scalars(group: Mapping[str, Any], step: int) -> tuple[float, ...]:
     beta1, beta2 = map(float, group["betas"])
     correction1 = 1 - beta1**step
     correction2 = (1 - beta2**step) ** 0.5
-    # Adafactor's eps is a pair; AdamW's is called adam_eps there.
-    eps = max(float(group.get("adam_eps", group["eps"])), TINY)
+    eps = max(float(group["eps"]), TINY)
     return 1 - beta1, 1 - beta2, -lr / correction1, 1 / correction2, eps
 
 

@@ -8,7 +8,6 @@ its first dim against all others. A parameter of fewer than two is stepped by Ad
 | rule | states of a weight of ``rows × cols`` | reads |
 |---|---|---|
 | ``muon`` | one moment | the whole matrix: every singular value of the step becomes about 1 |
-| ``adafactor`` | ``rows + cols`` values | means of squares along rows and columns |
 | ``galore`` | ``rank · (shorter + 2 · longer side)`` values | its leading singular vectors |
 | ``gradnorm_lorp`` | the same and ``2 · cols`` values | the same, and the lengths of its columns |
 """
@@ -25,7 +24,6 @@ import torch
 from torch import Tensor
 
 from narrowgauge.numerics.chunks import row_pieces
-from narrowgauge.numerics.rounding import sqrt
 from narrowgauge.numerics.widening import add_product, matmul
 from narrowgauge.optim.rules.elementwise import ADAMW, TINY, Rule, Scalars, moving_average
 from narrowgauge.optim.rules.subspaces import is_tall, lift, project, refreshed
@@ -140,10 +138,6 @@ def _lengths(matrices: Sequence[Tensor]) -> Tensor:
     return torch.stack(torch._foreach_norm(pieces.unbind()))
 
 
-def _root_mean_square(matrix: Tensor) -> Tensor:
-    return _lengths([matrix])[0] / math.sqrt(matrix.numel())
-
-
 # ── Muon ──────────────────────────────────────────────────────────────────────────────────────────
 
 NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -234,51 +228,6 @@ def _muon(g: Tensor, measure: Tensor | None, states: States, options: Options, s
     return orthogonalise(g, options["ns_steps"], getattr(torch, options["ns_dtype"])).mul_(
         -size
     ), {}
-
-
-# ── Adafactor ─────────────────────────────────────────────────────────────────────────────────────
-
-
-def _adafactor_states(shape: tuple[int, int], options: Options) -> dict[str, MatrixState]:
-    rows, cols = shape
-    return {"exp_avg_sq_row": MatrixState((rows,)), "exp_avg_sq_col": MatrixState((cols,))}
-
-
-def _least_rms(options: Options) -> Callable[[Tensor], Tensor] | None:
-    if not options["scale_parameter"]:
-        return None
-    return lambda w: _root_mean_square(w).clamp(min=options["eps"][1]).float()
-
-
-def _adafactor(
-    g: Tensor, rms: Tensor | None, states: States, options: Options, step: int
-) -> Result:
-    # The second moment is an outer product: row means times column means, over the mean of all.
-    row_means = []
-    column_sums = []
-    for rows in row_pieces(g):
-        squares = rows * rows + options["eps"][0]
-        row_means.append(squares.mean(1))
-        column_sums.append(squares.sum(0))
-    one_minus_beta2 = step ** options["beta2_decay"]
-    row = states["exp_avg_sq_row"]
-    col = states["exp_avg_sq_col"]
-    row = row + (torch.cat(row_means) - row) * one_minus_beta2
-    col = col + (functools.reduce(torch.add, column_sums) / len(g) - col) * one_minus_beta2
-    # Divided before they are multiplied: the product of two mean squares may lie below float32.
-    root_row = sqrt(row / row.mean().clamp(min=TINY))[:, None]
-    root_col = sqrt(col)
-    pieces = row_pieces(g)
-    for rows, root in zip(pieces, root_row.split([len(rows) for rows in pieces]), strict=True):
-        rows.div_((root * root_col).clamp_(min=TINY))
-    g.div_((_root_mean_square(g) / options["clip_threshold"]).clamp(min=1.0).float())
-    size = float(options["lr"])
-    if options["relative_step"]:
-        size = min(size, step**-0.5)
-    change = g.mul_(-size)
-    if rms is not None:
-        change = change.mul_(rms)
-    return change, {"exp_avg_sq_row": row, "exp_avg_sq_col": col}
 
 
 # ── Low rank ──────────────────────────────────────────────────────────────────────────────────────
@@ -405,7 +354,6 @@ MUON = MatrixRule(
     _momentum,
     stacks=True,
 )
-ADAFACTOR = MatrixRule("adafactor", _adafactor_states, _adafactor, measure=_least_rms, **_DECAY)
 GALORE = MatrixRule("galore", _galore_states, _galore, **_DECAY)
 GRADNORM_LORP = MatrixRule(
     "gradnorm_lorp", _gradnorm_lorp_states, _gradnorm_lorp, measure=_weight_itself

@@ -1,1 +1,0 @@
-"""Figures of a page, as plain data for Plotly."""

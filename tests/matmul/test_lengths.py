@@ -1,0 +1,58 @@
+"""A layer serves every sequence length: one graph when compiled, one program when exported."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+from narrowgauge.matmul.inference import quantize_for_inference
+from narrowgauge.matmul.swapping import swap_linears
+from narrowgauge.spec.computes import COMPUTES, stores_codes
+
+TRAINED = [name for name, row in COMPUTES.items() if not row.transform and row.dtype == "bfloat16"]
+SERVED = [name for name, row in COMPUTES.items() if stores_codes(row)]
+WAYS = [*(("trained", name) for name in TRAINED), *(("served", name) for name in SERVED)]
+LENGTHS = (16, 33, 48, 7)
+
+
+def model_of(way: str, compute: str) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 32)).bfloat16()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if way == "served":
+            return quantize_for_inference(model, compute)
+        swap_linears(model, lambda _: compute)
+    return model
+
+
+@pytest.mark.parametrize(("way", "compute"), WAYS)
+def test_four_lengths_make_one_graph(way: str, compute: str) -> None:
+    model = model_of(way, compute)
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = torch.compile(model, dynamic=True, backend="aot_eager")
+    for length in LENGTHS:
+        # More than a block of tokens: a compiler makes a graph of its own for sizes of one.
+        x = torch.randn(32, length, 64).bfloat16().requires_grad_(way == "trained")
+        y = compiled(x)
+        if way == "trained":
+            y.float().sum().backward()
+        else:
+            assert torch.equal(y, model(x))
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize(("way", "compute"), WAYS)
+def test_a_program_is_exported_for_every_length(way: str, compute: str) -> None:
+    model = model_of(way, compute).eval()
+    length = torch.export.Dim("t", min=2, max=4096)
+    example = torch.randn(4, 16, 64).bfloat16()
+    exported = torch.export.export(model, (example,), dynamic_shapes=({1: length},)).module()
+    for number in LENGTHS:
+        x = torch.randn(4, number, 64).bfloat16()
+        assert torch.equal(exported(x), model(x))
