@@ -39,7 +39,6 @@ from narrowgauge.optim.loading import (
     unnamed,
 )
 from narrowgauge.optim.low_bits import fill_states, has_low_bits, num_off_grid
-from narrowgauge.optim.multi_tensor import Table
 from narrowgauge.optim.parameter_formats import (
     float32_row,
     is_any_taken,
@@ -52,6 +51,7 @@ from narrowgauge.optim.rules.elementwise import ADAMW, PLAIN_SGD, SGD
 from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule, extras_of, shapes_of_states
 from narrowgauge.optim.state import NO_GRADIENT, ParameterState
 from narrowgauge.optim.step import Step, why_by_definition
+from narrowgauge.optim.table import Table
 from narrowgauge.optim.values import begin, store_state, store_weight, stored
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.storages import Storage, for_format, for_vectors
@@ -94,7 +94,7 @@ class Optimizer(torch.optim.Optimizer):
             steps.
         seed: seed of the stochastic rounding, the same on every rank.
         audit_every: steps between audits; 0 never audits.
-        compile: print and compile the steps. ``None`` leaves out a first step of fewer than 2¹⁴
+        compile: build and compile the steps. ``None`` leaves out a first step of fewer than 2¹⁴
             elements on a CPU. :meth:`ran_compiled` returns the outcome. Storages in float64 never
             run compiled.
         low_bits: where a weight of 16 bits begins: at a ``"random"`` place in its rounding cell
@@ -625,8 +625,8 @@ class Optimizer(torch.optim.Optimizer):
             kernel.how_it_ran = None
         scaling = {"grad_scale": self.loss_scale, "found_inf": found_inf}
         placed = [gradients[state.owner] for state in states]
-        is_printed = not why_by_definition(self.compile, states)
-        self.last_control, norm, finite = self._decide(placed, is_printed, **scaling)
+        has_kernel = not why_by_definition(self.compile, states)
+        self.last_control, norm, finite = self._decide(placed, has_kernel, **scaling)
         control = self.last_control
         # Autocast would round the operands of matrix rules.
         with torch.autocast(device.type, enabled=False):
@@ -644,9 +644,9 @@ class Optimizer(torch.optim.Optimizer):
         for state in states:
             state.gradient = NO_GRADIENT
 
-    def _decide(self, gradients: Sequence[Tensor], is_printed: bool, **scaling: Any) -> Decision:
+    def _decide(self, gradients: Sequence[Tensor], has_kernel: bool, **scaling: Any) -> Decision:
         scaling |= {"max_norm": self.max_grad_norm, "skip_above": self.skip_above}
-        decision = self._control(gradients, is_printed=is_printed, **scaling)
+        decision = self._control(gradients, has_kernel=has_kernel, **scaling)
         self.grad_norm = self.grad_norm if decision.norm is None else decision.norm
         if self.maximize:
             scale, skip = decision.control.split(1)
@@ -693,7 +693,7 @@ class Optimizer(torch.optim.Optimizer):
         parameters = [p for p in group["params"] if p in gradients]
         states: list[ParameterState] = [self.state[p] for p in parameters]
         for state, parameter in zip(states, parameters, strict=True):
-            # A printed step reads memory: a negative view must hold its values.
+            # A kernel reads memory: a negative view must hold its values.
             state.gradient = local_of(gradients[parameter]).resolve_neg()
             validation.check_fits(state, group["storage"], local_of(parameter))
             state.set_parameter(local_of(parameter))

@@ -268,28 +268,13 @@ INLINE Ints random_bits(Ints key, int32_t seed) {
   h = (h ^ shifted_down(h, 15)) * (int32_t)0x846CA68B;
   return h ^ shifted_down(h, 16);
 }
-// The 32 random bits are divided among the codes that drop bits by chance. A code that gets fewer
-// than it drops borrows its neighbour's: the word is turned by `borrowed` bits.
+// The random bits of a code: `count` from `start` on, of the word turned up by `borrowed` bits.
 struct Share {
   int start = 0, borrowed = 0, count = 0;
 };
 struct Shares {
   Share weight, first, second;
 };
-constexpr Shares divided(int weight, int first, int second) {
-  Shares shares;
-  Share* const places[] = {&shares.weight, &shares.first, &shares.second};
-  const int drops[] = {weight, first, second};
-  int others = (weight > 0) + (first > 0) + (second > 0), start = 0;
-  for (int k = 0; k < 3; k++) {
-    if (!drops[k]) continue;
-    const int even = (32 - start) / others--;
-    start += drops[k] < even ? drops[k] : even;
-    const int borrowed = drops[k] > start ? drops[k] - start : 0;
-    *places[k] = {start + borrowed - drops[k], borrowed, drops[k]};
-  }
-  return shares;
-}
 INLINE Ints noise(Ints random, Share share) {
   if (share.borrowed) random = random << share.borrowed | shifted_down(random, 32 - share.borrowed);
   if (share.start + share.count == 32) return shifted_down(random, share.start);
@@ -685,8 +670,8 @@ template <class S, class R> struct InFloats {
     Moments next;
   };
   static constexpr Layout L = S::LAYOUT;
-  static constexpr Shares SHARES = divided(W::NOISE, First::NOISE, Second::NOISE);
-  static constexpr bool IS_RANDOM = W::NOISE || First::NOISE || Second::NOISE;
+  static constexpr Shares SHARES = S::SHARES;
+  static constexpr bool IS_RANDOM = SHARES.weight.count || SHARES.first.count || SHARES.second.count;
   static constexpr bool IS_SCALED = First::IS_SCALED || Second::IS_SCALED;
   static constexpr bool IS_CUT_BY_STORE = W::STORED_FROM >= 0 && L.low.plane != L.first.plane;
   static constexpr int stored_from(int plane) {

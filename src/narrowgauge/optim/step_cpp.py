@@ -41,6 +41,28 @@ def struct_of(rule: AnyRule) -> str:
     return RULES.get(rule, "")
 
 
+def has_kernel(rule: AnyRule, storage: Storage) -> bool:
+    """Return whether a kernel is written for a (rule, storage): not for a rule of the user's own,
+    and not in float64.
+    """
+    return storage.arithmetic != "float64" and bool(struct_of(rule))
+
+
+def num_addresses(rule: AnyRule, storage: Storage) -> int:
+    """Return the number of addresses in a row of the table: of the weight, the gradient, the
+    planes, a matrix rule's change, and the bounds of rows.
+    """
+    is_matrix = isinstance(rule, MatrixRule)
+    return 2 + len(planes_of(storage)) + is_matrix + len(storage.scaled)
+
+
+def record_size(rule: AnyRule, storage: Storage) -> int:
+    """Return the floats of the record of a row that ranks share: its largest magnitudes and its
+    bounds.
+    """
+    return (2 if getattr(rule, "coupled", False) else 1) + len(storage.scaled)
+
+
 def _code(code: Code) -> str:
     if not code.is_window:
         return f"Upper<{code.mantissa_bits}>"
@@ -95,8 +117,18 @@ def storage_text(storage: Storage) -> str:
         places.append(fields[low])
     elif storage.arithmetic == "expansion":
         lines.append("  typedef Nothing SecondLow;")
+    shares = []
+    for name in ("weight", *states):
+        start, borrowed = codes.shares(storage).get(name, (0, 0))
+        dropped = codes.dropped_bits(storage.code(name)) if name in codes.shares(storage) else 0
+        shares.append(f"{{{start}, {borrowed}, {dropped}}}")
     layout = f"{len(sizes)}, {{{', '.join(sizes)}}}, {', '.join(places)}"
-    lines += [f"  static constexpr Layout LAYOUT{{{layout}}};  // {storage.name}", "};", "}"]
+    lines += [
+        f"  static constexpr Layout LAYOUT{{{layout}}};",
+        f"  static constexpr Shares SHARES{{{', '.join(shares)}}};",
+        f"}};  // {storage.name}",
+        "}",
+    ]
     return "\n".join(lines)
 
 
