@@ -51,7 +51,7 @@ from narrowgauge.optim.rules import elementwise
 from narrowgauge.optim.rules.matrix import MUON
 from narrowgauge.spec.computes import COMPUTES, Cast
 from narrowgauge.spec.storages import STORAGES, Storage
-from narrowgauge.torch_support.compile import compiled_for_pattern
+from narrowgauge.torch_support.compile import compiled
 from narrowgauge.torch_support.edge_values import edge_values
 from narrowgauge.torch_support.triton import LAUNCH
 
@@ -144,7 +144,7 @@ def cast_row(cast: Cast, device: torch.device) -> Row:
 
             expected = function(x, *words)
             there = [argument.to(device) for argument in (x, *words)]
-            for actual in (function(*there), compiled_for_pattern(function, *there)):
+            for actual in (function(*there), compiled(function, "gpu")(*there)):
                 wrong += sum(differing(*pair) for pair in zip(expected, actual, strict=True))
     return {"": f"cast {cast}", "wrong": wrong, "passes": "yes" if wrong == 0 else "NO"}
 

@@ -47,7 +47,7 @@ LAYERS = {
     "own_module": {"planner.own_module"},
     "cli": {"cli", "__main__"},
 }
-ALIKE = ("runs", "planner", "report", "numerics", "matmul", "transforms", "optim", "distributed", "checks", "gauges",
+ALIKE = ("runs", "planner", "report", "numerics", "matmul", "transforms", "optim", "distributed", "checks", "measuring", "gauges",
          "assembly", "checkpoints", "trainer", "integrations")  # fmt: skip
 """Layers that are one package."""
 LAYERS |= {name: {name} for name in ALIKE}
@@ -59,7 +59,9 @@ RECORDS = LOWEST | {"runs", "record", "monitor", "laws", "comparison", "planner"
 SEEN_BY_CHECKPOINTS = SEEN_BY_PARTS | {"runs", "distributed", "optim"}
 SEEN_BY_GAUGES = SEEN_BY_PARTS | PARTS | {"runs", "monitor"}
 SEEN_BY_RECORDING = SEEN_BY_GAUGES | {"gauges", "checks", "record", "laws"}
-SEEN_BY_TRAINER = SEEN_BY_RECORDING | RECORDS | {"recording", "assembly", "checkpoints"}
+SEEN_BY_TRAINER = (
+    SEEN_BY_RECORDING | RECORDS | {"recording", "measuring", "assembly", "checkpoints"}
+)
 SEEN_BY_CALLERS = SEEN_BY_TRAINER | {"trainer"}
 # What each layer may import besides itself.
 SEES = {
@@ -81,6 +83,7 @@ SEES = {
     **dict.fromkeys(PARTS, SEEN_BY_PARTS),
     "checkpoints": SEEN_BY_CHECKPOINTS,
     "checks": SEEN_BY_GAUGES | {"assembly"},
+    "measuring": SEEN_BY_RECORDING | {"assembly", "comparison", "diagnosis", "recording"},
     "gauges": SEEN_BY_GAUGES,
     "recording": SEEN_BY_RECORDING,
     "assembly": SEEN_BY_GAUGES | {"gauges"},

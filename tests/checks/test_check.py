@@ -72,11 +72,6 @@ def check_rotated(cast: Callable[[nn.Module], nn.Module]) -> ng.analysis.Reading
 # ── every kind ────────────────────────────────────────────────────────────────────────────────────
 
 
-def batch_norm_formats() -> ng.analysis.Readings:
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    return ng.check(model, ng.AdamW(model.named_parameters(), lr=1e-3))
-
-
 def nonfinite_weights() -> ng.analysis.Readings:
     model, optimizer = torch_adamw(torch.float32)
     model[1].weight.data[0, 0], model[4].weight.data[0, 0] = float("nan"), float("-inf")
@@ -109,11 +104,6 @@ def untied() -> ng.analysis.Readings:
     return ng.check(model, torch.optim.AdamW(model.parameters()))
 
 
-def no_matrix() -> ng.analysis.Readings:
-    model = language_model()
-    return ng.check(model, ng.Muon([flat(model)], storage="float32"))
-
-
 def no_gradient() -> ng.analysis.Readings:
     model, optimizer = torch_adamw(torch.float32)
     loss_of(model[:4]).backward()
@@ -138,12 +128,10 @@ PROVOKED: dict[str, tuple[Callable[[], ng.analysis.Readings], set[str]]] = {
     ),
     "nonfinite, weights": (nonfinite_weights, set()),
     "rounded-buffers": (rounded_buffers, set()),
-    "rounded-buffers, batch-norm": (batch_norm_formats, set()),
     "stands-still": (sixteen_bits, NARROW),
     "lost-decay, predicted": (sixteen_bits, NARROW),
     "truncated-setting": (lambda: ng.check(*torch_adamw(torch.float16, lr=0.1, eps=1e-8)), NARROW),
     "untied": (untied, set()),
-    "no-matrix": (no_matrix, set()),
     "no-gradient": (no_gradient, set()),
 }
 
@@ -188,23 +176,6 @@ def whats(check: ng.analysis.Readings) -> list[str]:
 def test_a_prepared_model_is_clean(recipe: str) -> None:
     check = ng.check(*ng.prepare(language_model(), recipe, compile=False, max_grad_norm=1.0))
     assert check.require() is check and not len(check)
-
-
-def test_a_matrix_rules_stacks_are_named() -> None:
-    model = nn.ParameterDict(
-        {name: nn.Parameter(torch.zeros(3, 4, 5)) for name in ("down", "gate_up", "plain")}
-    )
-    groups = [
-        {"params": [model["down"], model["gate_up"]]},
-        {"params": [model["plain"]], "rule": "adamw"},
-    ]
-    lines = [
-        [*ng.check(model, optimizer(groups, storage="float32")).lines]
-        for optimizer in (ng.Muon, ng.AdamW)
-    ]
-    assert [
-        sum("muon steps each matrix of down and 1 other" in line for line in part) for part in lines
-    ] == [1, 0]
 
 
 def test_parameters_that_were_cast_alone_are_clean_and_the_angle_bounds_the_error_of_rounded_frequencies() -> (
@@ -531,34 +502,6 @@ def test_what_is_no_model_or_optimizer_is_refused() -> None:
             ng.check(*wrong)
     with pytest.raises(ng.errors.RecipeError, match="batch= needs loss="):
         ng.check(model, optimizer, batch=TOKENS)
-
-
-@pytest.mark.parametrize("lr", [5e-6, 2e-5, 1e-3])
-def test_the_part_of_ten_updates_that_the_forward_pass_sees_is_predicted(lr: float) -> None:
-    """For updates that all go one way; with random low bits, or bits of its own, a model lies on no
-    grid.
-    """
-    torch.manual_seed(0)
-    model = ng.cast_parameters(nn.Linear(96, 96, bias=False), torch.bfloat16)
-    optimizer = ng.AdamW(
-        model.parameters(), lr=lr, weight_decay=0.0, storage="word", compile=False, low_bits="zero"
-    )
-    (line,) = [line for line in ng.check(model, optimizer).lines if "grid" in line]
-    before = model.weight.detach().float().clone()
-    for _ in range(10):
-        model.weight.grad = torch.ones_like(model.weight) * -model.weight.detach().sign()
-        optimizer.step()
-    seen = float((model.weight.detach().float().abs() - before.abs()).mean()) / (10 * lr)
-    assert float(line.split(": ")[1].split()[0]) == pytest.approx(seen, abs=0.03)
-    copied = nn.Linear(96, 96).bfloat16().float()
-    lines = ng.check(copied, torch.optim.AdamW(copied.parameters())).lines
-    assert any("ng.AdamW" in line for line in lines)
-    for candidate in (model, nn.Linear(8, 8), nn.Linear(8, 8).bfloat16()):
-        stepper = optimizer
-        if candidate is not model:
-            is_wide = next(candidate.parameters()).dtype is torch.float32
-            stepper = ng.AdamW(candidate.parameters(), storage="float32" if is_wide else "word")
-        assert not any("grid" in line for line in ng.check(candidate, stepper).lines)
 
 
 def test_a_loss_in_16_bits_is_told_by_the_check_and_at_the_first_recorded_step(

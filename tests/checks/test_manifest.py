@@ -2,29 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
 
 import narrowgauge as ng
-
-
-@pytest.mark.parametrize(
-    ("options", "is_told"),
-    [({}, True), ({"keep_float32": lambda name, p: p.ndim < 2}, False)],
-)
-def test_a_batch_norm_that_torch_refuses_is_told_before(options: Any, is_told: bool) -> None:
-    """As timm's loop meets it: convolutions and batch norms under autocast."""
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 2))
-    optimizer = ng.AdamW(model.named_parameters(), lr=1e-3, **options)
-    readings = [reading.what for reading in ng.check(model, optimizer).readings]
-    assert ("rounded-buffers" in readings) == is_told
-    refusal = pytest.raises(RuntimeError, match="BFloat16") if is_told else nullcontext()
-    with refusal, torch.autocast("cpu", dtype=torch.bfloat16):
-        model(torch.ones(2, 3, 8, 8)).sum().backward()
 
 
 def test_a_parameter_without_dimensions_is_checked() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,10 +22,7 @@ FOLDER = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Row:
-    """A fault, and where a tool should locate it; or a healthy loop, without a stage.
-
-    ``taught`` has the facts of its loss that differ from what its settings say.
-    """
+    """A fault, and where a tool should locate it; or a healthy loop, without a stage."""
 
     name: str
     options: str = ""
@@ -33,7 +30,6 @@ class Row:
     stage: str = ""
     where: str = ""
     fault: str = ""
-    taught: dict[str, Any] = field(default_factory=dict, compare=False)
 
     @property
     def settings(self) -> Settings:
@@ -71,7 +67,7 @@ def rows(stage: str, tables: dict[str, Any]) -> Iterator[Row]:
         for number, options in enumerate([settings] if isinstance(settings, str) else settings):
             numbered = f"{name} {number + 1}" if number else name
             where, fault = row.get("where", ""), row.get("fault", "")
-            yield Row(numbered, options, edits, stage, where, fault, row.get("taught", {}))
+            yield Row(numbered, options, edits, stage, where, fault)
 
 
 def load(name: str) -> dict[str, Any]:

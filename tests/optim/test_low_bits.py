@@ -139,7 +139,7 @@ def test_parameters_of_one_name_are_filled_alike() -> None:
 
 
 @pytest.mark.parametrize("way", ["load_state_dict", "load_states", "deepcopy", "pickle"])
-def test_another_optimizer_takes_bits_whatever_way_the_first_has_them(way: str) -> None:
+def test_an_optimizer_like_another_begins_with_its_bits_whatever_way_it_has_them(way: str) -> None:
     model = nn.Linear(16, 16, bias=False).bfloat16()
     first = ng.AdamW(model.parameters(), lr=1e-3, compile=False)
     model.weight.grad = torch.ones_like(model.weight)
@@ -155,7 +155,7 @@ def test_another_optimizer_takes_bits_whatever_way_the_first_has_them(way: str) 
         copied = ng.AdamW(model.parameters(), lr=1e-3, compile=False)
         state = first.state_dict()
         copied.load_state_dict(state) if way == "load_state_dict" else ng.load_states(copied, state)
-    second = ng.AdamW(model.parameters(), lr=1e-3, compile=False)
+    second = ng.AdamW(model.parameters(), lr=1e-3, compile=False, like=copied)
     assert torch.equal(copied.stored(model.weight), stored)
     assert torch.equal(second.stored(model.weight), stored)
 
@@ -165,3 +165,22 @@ def test_a_tensor_that_was_changed_in_part_is_named() -> None:
     model.weight.data[7] += 1e-4
     with pytest.warns(UserWarning, match="'weight': 8 of its 400 values"):
         ng.AdamW(model.named_parameters())
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_an_equal_trial_in_one_process_has_equal_bits(storage: str) -> None:
+    """A sweep keeps earlier optimizers alive. None of them decides where a later one begins."""
+    weights = parameters(storage)
+    start = [weight.detach().clone() for weight in weights]
+    optimizers = []
+    trials = []
+    for _ in range(2):
+        for weight, value in zip(weights, start, strict=True):
+            weight.data.copy_(value)
+        optimizer = build("adamw", weights, storage, low_bits="random")
+        take_steps(optimizer, range(3))
+        optimizers.append(optimizer)
+        trials.append(
+            {name: optimizer.stored(p) for p, name in optimizer.parameter_names().items()}
+        )
+    assert_same_bits(*trials)

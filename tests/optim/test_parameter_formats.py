@@ -5,7 +5,6 @@ storage holds 16 bits.
 from __future__ import annotations
 
 import copy
-import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -212,6 +211,30 @@ def test_parameters_that_a_wrapper_holds_stay_in_float32(
         assert losses == pytest.approx(reference, abs=0.02)
 
 
+@pytest.mark.usefixtures("one_rank")
+def test_an_optimizer_made_before_its_wrapper_has_the_same_bits() -> None:
+    """The format of a weight does not depend on the order of two lines."""
+    torch.manual_seed(0)
+    first = Model()
+    second = copy.deepcopy(first)
+    losses = []
+    for model, is_wrapped in ((first, True), (second, False)):
+        wrapped = nn.parallel.DistributedDataParallel(model) if is_wrapped else None
+        optimizer = ng.AdamW(model.named_parameters(), lr=1e-2)
+        wrapped = wrapped or nn.parallel.DistributedDataParallel(model)
+        losses.append(train(wrapped, optimizer, 5, autocast=True))
+    assert losses[0] == losses[1]
+    for a, b in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_cast_weights_are_narrow_in_a_process_group() -> None:
+    model = ng.cast_parameters(Model(), torch.bfloat16)
+    optimizer = ng.AdamW(nn.parallel.DistributedDataParallel(model).parameters())
+    assert {group["storage"] for group in optimizer.param_groups} == {"word"}
+
+
 def test_parameters_on_one_memory_are_refused() -> None:
     """Nothing is changed, and a storage of float32 takes them."""
     model = on_one_memory(Model())
@@ -258,7 +281,7 @@ def test_a_first_step_in_inference_mode_is_refused() -> None:
     optimizer.step()
 
 
-def test_a_second_optimizer_takes_the_bits_that_the_first_one_keeps() -> None:
+def test_an_optimizer_like_an_earlier_one_begins_with_its_weights() -> None:
     torch.manual_seed(0)
     model = nn.Linear(64, 64)
     before = model.weight.detach().clone()
@@ -266,12 +289,10 @@ def test_a_second_optimizer_takes_the_bits_that_the_first_one_keeps() -> None:
         first = ng.AdamW(model.named_parameters(), storage="exact")
     assert first.rounded == ["weight", "bias"]
     assert torch.equal(first.stored(model.weight), before)
-    second = ng.AdamW(model.parameters(), storage="exact")
+    second = ng.AdamW(model.parameters(), storage="exact", like=first)
     assert second.rounded == [] and torch.equal(second.stored(model.weight), before)
-    del first, second
-    gc.collect()
     third = ng.AdamW(model.parameters(), storage="exact")
-    assert not third.state
+    assert not third.state and torch.equal(third.stored(model.weight), model.weight.float())
 
 
 def test_an_averaged_model_runs_whatever_else_the_model_holds() -> None:

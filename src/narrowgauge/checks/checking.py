@@ -13,12 +13,10 @@ from torch import nn
 from narrowgauge.analysis.reading import Reading, Readings
 from narrowgauge.checks.findings import Findings
 from narrowgauge.checks.gradients import compare_gradients
-from narrowgauge.checks.loss_value import loss_lines
 from narrowgauge.checks.manifest import manifest, parameter_readings
 from narrowgauge.checks.passes import Backward, Loss, passes_of
 from narrowgauge.checks.set_up import SetUp, set_up_of
-from narrowgauge.checks.teaches import checked_lesson
-from narrowgauge.checks.updates import grid_lines, updates_of
+from narrowgauge.checks.updates import updates_of
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.swapping import linears_of
 from narrowgauge.runs.finding import counted
@@ -35,12 +33,11 @@ def check(
     """Find the losses and errors of a training set-up before it trains.
 
     Without ``batch`` the model is not called: only weights, states and settings are read. With
-    ``batch`` and ``loss``, read what the loss teaches, as :func:`narrowgauge.teaches`; compare the
-    gradient with the slope of the loss, and one configured step with its shadow and with the plain loss in one process, tensor
-    by tensor. All ranks make the call. Where ranks hold parts of layers that are no DTensors, one
-    process has no whole model, and the gradient is not compared. Gradients, buffers, states,
-    generators and attributes of modules are as before at the end. ``ng.watch`` and
-    ``ng.RunRecorder`` compare steps of the run with those of the optimizer's class.
+    ``batch`` and ``loss``, compare the gradient with the slope of the loss, and one configured step
+    with its shadow and with the plain loss in one process, tensor by tensor. All ranks make the
+    call. Where ranks hold parts of layers that are no DTensors, one process has no whole model, and
+    the gradient is not compared. Gradients, buffers, states, generators and attributes of modules
+    are as before at the end.
 
     Args:
         model: as the loop calls it, possibly wrapped or compiled.
@@ -55,7 +52,7 @@ def check(
             micro-batch's loss, divided by their number.
     Returns:
         The readings beyond their bound. ``ok`` is true if none is worse than a note; ``require()``
-        raises otherwise. ``taught`` is a flat dict of what the loss teaches.
+        raises otherwise.
     Raises:
         RecipeError: ``model`` is not a module, ``optimizer`` not an optimizer; ``batch`` without
             ``loss``.
@@ -77,20 +74,11 @@ def check(
         )
     set_up = set_up_of(model, optimizer)
     findings = Findings([*parameter_readings(set_up)])
-    findings.lines = manifest(set_up) + grid_lines(set_up)
+    findings.lines = manifest(set_up)
     gradients = None
-    lesson = Readings()
     if loss is not None:
         passes = passes_of(set_up, batch, loss, backward, findings.unseen)
-        # The lesson first: the gradient is compared by the sum of the weights that it tells.
-        lesson = checked_lesson(passes)
-        compared = compare_gradients(passes, lesson.taught)
-        if passes.stepped:  # a lesson of steps that changed the weights between
-            lesson = Readings()
-        findings.readings += lesson.readings
-        findings.unseen |= lesson.unseen
-        findings.lines[:0] = lesson.lines
-        findings.lines += loss_lines(lesson.taught, compared.loss)
+        compared = compare_gradients(passes)
         findings.add(compared)
         gradients = compared.gradients
     linears = linears_of(model)
@@ -101,9 +89,7 @@ def check(
     findings.unseen |= updates.unseen
     judged = [f"settings of {counted(len(set_up.trained), 'tensor')}", *updates.judged]
     judged += findings.judged
-    return Readings(
-        findings.readings, findings.lines, "; ".join(judged), findings.unseen, lesson.taught
-    )
+    return Readings(findings.readings, findings.lines, "; ".join(judged), findings.unseen)
 
 
 def static_readings(set_up: SetUp) -> list[Reading]:

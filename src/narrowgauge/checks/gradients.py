@@ -50,14 +50,11 @@ from narrowgauge.torch_support.torch_hooks import has_own_hooks
 from narrowgauge.torch_support.torch_names import unwrapped_model
 
 
-def compare_gradients(passes: Passes, taught: Mapping[str, Any]) -> Findings:
+def compare_gradients(passes: Passes) -> Findings:
     """Compare the gradients of one configured step with their shadow, with the plain loss, and with
     the slope of the loss.
 
     All ranks make the call.
-
-    Args:
-        taught: facts that the loss teaches; empty if they were not read.
     """
     model = passes.model
     ranks = all_ranks()
@@ -83,7 +80,7 @@ def compare_gradients(passes: Passes, taught: Mapping[str, Any]) -> Findings:
     alone = _alone(passes, [*chain.from_iterable(of_ranks)], has_shards, follows)
 
     def compare() -> Findings:
-        comparison = Comparison(alone, first, step, rounding, differing, ranks.size, taught)
+        comparison = Comparison(alone, first, step, rounding, differing, ranks.size)
         comparison.findings.readings += equal_batches(model, of_ranks)
         one: Any = nullcontext()
         if not follows:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,11 +10,8 @@ from torch import Tensor, nn
 from narrowgauge.checks.units import UNITS, unit_of, unit_of_row
 from narrowgauge.torch_support import torch_names
 
-if TYPE_CHECKING:
-    from narrowgauge.checks.shadow import Shadow
 
-
-def output(mode: Shadow, run: Any, x: Tensor, weight: Tensor, bias: Any, call: Any) -> Any:
+def output(mode: Any, run: Any, x: Tensor, weight: Tensor, bias: Any, call: Any) -> Any:
     """Follow a layer's product."""
     wide = mode.of(x), mode.of(weight), mode.of(bias)
     mode.products[call.compute.name] += 1
@@ -30,7 +27,7 @@ def output(mode: Shadow, run: Any, x: Tensor, weight: Tensor, bias: Any, call: A
 
 
 def gradients(
-    mode: Shadow, run: Any, grad: Tensor, saved: Any, weight: Tensor, call: Any, needs: Any
+    mode: Any, run: Any, grad: Tensor, saved: Any, weight: Tensor, call: Any, needs: Any
 ) -> Any:
     """Follow a layer's two products in backward."""
     mode.products[call.compute.name] += 2
@@ -54,13 +51,13 @@ def gradients(
     return results
 
 
-def _keep(mode: Shadow, x: Tensor, value: Tensor, operands: tuple[Tensor, ...]) -> None:
+def _keep(mode: Any, x: Tensor, value: Tensor, operands: tuple[Tensor, ...]) -> None:
     mode.keep(x, value)
     if not all(map(mode.follows, operands)):
         mode.lose([x])
 
 
-def _rounds(mode: Shadow, call: Any, dtype: torch.dtype) -> bool:
+def _rounds(mode: Any, call: Any, dtype: torch.dtype) -> bool:
     """Note a layer's casts as a site, and return whether it is chosen."""
     key = (mode.site(), call.compute.name)
     unit = unit_of(dtype)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -51,32 +50,3 @@ def coarse_loss(loss: Any) -> list[str]:
         f"loss in {dtype_name(loss.dtype)}: near {float(loss):.3g} its values lie {spacing:.3g} "
         "apart; take the loss of logits.float()"
     ]
-
-
-def loss_lines(facts: Mapping[str, Any], loss: float) -> list[str]:
-    """Return a line that compares the mean cross entropy of labels with that of equal probabilities, ln V.
-
-    Sums, and losses that also push probabilities down, have no such value.
-
-    Args:
-        facts: that the loss teaches; empty if they were not read.
-        loss: of the batch. A policy that is its reference has ln 2 in preferences of pairs.
-    """
-    classes = facts.get("classes", 0)
-    if classes < 2 or facts["learns"] == "a distribution":
-        return []
-    value = facts["cross_entropy"]
-    if facts["unlearned"] and abs(loss / math.log(2) - 1) < 0.1:
-        return [f"loss {loss:.6g} beside ln 2 = 0.693147, that of pairs which are liked alike"]
-    if facts["unlearned"] or abs(facts["weight_sum"] - 1) > 0.01 or not math.isfinite(value):
-        return []
-    uniform = math.log(classes)
-    off = abs(value / uniform - 1)
-    line = f"loss {value:.4g} beside ln {classes:,} = {uniform:.4g}"
-    if off < 1e-5:
-        line = f"loss {value:.4g} = ln {classes:,}, so the logits are equal"
-    elif value < 1e-3 * uniform:
-        line += ", nearly zero: do the inputs hold the labels?"
-    elif value > 2 * uniform:
-        line += ", more than equal probabilities give: look at the initial weights"
-    return [line]

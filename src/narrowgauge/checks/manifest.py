@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, of_all
@@ -23,7 +22,6 @@ from narrowgauge.checks.step_samples import spread
 from narrowgauge.numerics.dtensor import is_sharded, local_of
 from narrowgauge.numerics.exact_sums import largest_magnitude
 from narrowgauge.optim.optimizer import Optimizer
-from narrowgauge.optim.rules.matrix import MatrixRule, matrix_shape
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.tables import Row, Table, number_columns, text_columns
 from narrowgauge.torch_support.anatomy import moving_statistics, parts
@@ -54,7 +52,7 @@ def manifest(set_up: SetUp) -> list[str]:
         *text_columns(optimizer_and_states="states"),
     )  # fmt: skip
     table = Table(columns, list(rows.values())).plain().splitlines()
-    return [*table, *_stacks(set_up), *_lines(set_up, kinds)]
+    return [*table, *_lines(set_up, kinds)]
 
 
 def _row(kind: str, p: Tensor, stepped: SteppedParameter | None) -> Row:
@@ -107,27 +105,6 @@ def kinds_of(model: nn.Module) -> dict[int, str]:
                 kind = "convolution" if "conv" in of_class else "stack"
             kinds[id(p)] = kind
     return kinds
-
-
-def _stacks(set_up: SetUp) -> Iterator[str]:
-    """Yield a line for the parameters that a matrix rule steps as stacks."""
-    stacks = dict[str, list[str]]()
-    in_convolutions = []
-    convolutions = _weights(set_up.model, nn.Conv1d)
-    for p in set_up.stepped:
-        if not isinstance(p.optimizer, Optimizer) or p.parameter.ndim < 3:
-            continue
-        if len(matrix_shape(p.parameter.shape)) != 3:
-            continue
-        rule = p.optimizer.rule_in(p.group, p.parameter)
-        if isinstance(rule, MatrixRule):
-            stacks.setdefault(rule.name, []).append(p.name)
-            if id(p.parameter) in convolutions:
-                in_convolutions.append(p.name)
-    for kind, names in stacks.items():
-        yield f"{kind} steps each matrix of {of_all(names)} alone (3 dims)"
-    if in_convolutions:
-        yield f'{of_all(in_convolutions)} belongs to a convolution: put it into a param group with "rule": "adamw"'
 
 
 def _weights(model: nn.Module, kind: Any) -> dict[int, Tensor]:
@@ -194,9 +171,6 @@ def parameter_readings(set_up: SetUp) -> Iterator[Reading]:
         if angle and not turns:
             turns = f" {name} is {angle} then."
     yield from KINDS["rounded-buffers"].of(buffers, turns=turns)
-    yield from (
-        KINDS["rounded-buffers"].case("batch-norm").of(_unlike_their_statistics(set_up.model))
-    )
     yield from KINDS["nonfinite"].case("weights").of(_not_finite(set_up))
     once = set()
     twice = dict[str, None]()
@@ -228,18 +202,6 @@ def _not_finite(set_up: SetUp) -> list[str]:
             if largest.isnan() or (p.requires_grad and largest.isinf()):
                 bad.append(name)
     return bad
-
-
-def _unlike_their_statistics(model: nn.Module) -> list[str]:
-    """Return batch norms with a 16-bit weight and float32 statistics, whose forward pass fails."""
-    names = []
-    for name, module in model.named_modules():
-        if isinstance(module, _BatchNorm) and module.running_mean is not None:
-            dtypes = {p.dtype for p in module.parameters(recurse=False)}
-            is_wider = module.running_mean.dtype is torch.float32
-            if is_wider and dtypes & {torch.bfloat16, torch.float16}:
-                names.append(name)
-    return names
 
 
 def _missing(set_up: SetUp) -> Iterator[Reading]:

@@ -4,10 +4,8 @@ structure, tensor by tensor.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,13 +14,13 @@ from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, joined
 from narrowgauge.checks.findings import Findings
 from narrowgauge.checks.fit import fit, weights_of
-from narrowgauge.checks.passes import MOST_TERMS, Pass, Passes, PlainLoss
+from narrowgauge.checks.passes import Pass, Passes, PlainLoss
 from narrowgauge.checks.rounding import Rounding, distances, lengths, rounding_of
 from narrowgauge.checks.set_up import inner_name
 from narrowgauge.checks.shadow import Shadow
 from narrowgauge.checks.sites import first_not_finite, is_finite
 from narrowgauge.checks.slope import Slope
-from narrowgauge.checks.structure_words import NEAR, equal_to, products_line, times_of_parts
+from narrowgauge.checks.structure_words import equal_to, products_line, times_of_parts
 from narrowgauge.checks.units import FINEST
 from narrowgauge.runs.finding import counted
 
@@ -42,7 +40,6 @@ class Comparison:
         first: the configured step; ``step`` in the mode in which structure is compared.
         rounding: of the configured step; ``None`` where it is not followed.
         differing: number of ranks with other gradients, by tensor.
-        taught: facts that the loss teaches.
 
     Attributes:
         exact: what each gradient should be, without roundings.
@@ -53,7 +50,7 @@ class Comparison:
 
     def __init__(
         self, alone: Passes, first: Pass, step: Pass, rounding: Rounding | None, differing: Mapping[str, int],
-        num_ranks: int, taught: Mapping[str, Any],
+        num_ranks: int,
     ) -> None:  # fmt: skip
         self.alone = alone
         self.first = first
@@ -62,7 +59,6 @@ class Comparison:
         self.rounding = rounding
         self.differing = differing
         self.num_ranks = num_ranks
-        self.taught = taught
         self.plain = PlainLoss(alone)
         self.findings = Findings()
         self.near = list[float]()
@@ -173,19 +169,17 @@ class Comparison:
         found.readings += joined(readings, len(self.alone.leaves))
 
     def _times_ranks(self, plain: Pass) -> int:
-        """Return the number of ranks if the loss is that many times a mean over the labels of all.
+        """Return the number of ranks if the loss of all batches is that many times the mean of
+        theirs, as a sum over the labels of all ranks is.
 
         DistributedDataParallel divides by this number, so that the step is that of the mean.
         """
         size = self.num_ranks
-        mean = self.taught.get("cross_entropy", math.nan)
-        is_mean = abs(self.taught.get("weight_sum", 0.0) - 1) < 0.01
-        if size == 1 or not is_mean or not abs(self.findings.loss / size - mean) < 0.1 * mean:
+        if size == 1:
             return 1
-        names = [name for name in plain.gradients if name in self.step.gradients]
-        exact = torch.cat([plain.gradients[name].flatten() for name in names])
-        step = torch.cat([self.step.gradients[name].flatten() for name in names])
-        return size if abs(fit(exact, step).factor * size - 1) < 0.01 else 1
+        values = [self.plain.run(part).value for part in self.alone.parts]
+        mean = sum(values) / len(values)
+        return size if abs(plain.value - size * mean) < 0.1 * abs(plain.value) else 1
 
     def _set_bounds(self, plain: Pass) -> None:
         """Allow for roundings where a gradient has no shadow, or where choices follow the step's."""
@@ -268,18 +262,8 @@ class Comparison:
             fits = g.numel() >= 4 * len(weights) and rest <= 2 * bound
             if fits and min(map(abs, right)) >= 1e-6:
                 words = times_of_parts(weights, right)
-        words = words or self._of_passes()
         words = f"differs by {distance:.2g} of its length from float32's in one process; {bound:.1g} is allowed.{words}"
         return KINDS["gradient"].reading(name, distance, 0.0, bound, words=words)
-
-    def _of_passes(self) -> str:
-        """Say how labels of the step's backward passes weigh, where they weigh unlike ones."""
-        weights = self.taught.get("pass_weights", [])
-        if not 1 < len(weights) <= MOST_TERMS or max(weights) - min(weights) <= NEAR * max(weights):
-            return ""
-        mean = sum(weights) / len(weights)
-        times = ", ".join(f"{weight / mean:.3g}" for weight in weights)
-        return f" A label weighs {times} times the mean in the {len(weights)} backward passes."
 
     def _multiple(self, name: str, factor: float) -> Reading:
         """Return a reading of a gradient that is a multiple of the exact one."""

@@ -10,7 +10,6 @@ compares directly with the audit during the run.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,13 +19,12 @@ from torch import Tensor
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, of_all
 from narrowgauge.checks.findings import Findings
-from narrowgauge.checks.set_up import KNOWN, NARROW, TYPICAL, SetUp, SteppedParameter
-from narrowgauge.checks.step_samples import ELEMENTS, spread
+from narrowgauge.checks.set_up import KNOWN, TYPICAL, SetUp, SteppedParameter
+from narrowgauge.checks.step_samples import spread
 from narrowgauge.numerics.dtensor import gradient_of
 from narrowgauge.numerics.metrics import update_metrics, update_sums
 from narrowgauge.numerics.rounding import round_to
 from narrowgauge.optim.optimizer import Optimizer
-from narrowgauge.optim.values import stored
 from narrowgauge.runs.finding import counted
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.significance import MIN_EDQ
@@ -34,11 +32,6 @@ from narrowgauge.spec.storages import STORAGES, Storage
 
 STILL = 0.9
 """A tensor is frozen if the largest step leaves more than this fraction of its elements unchanged.
-"""
-NUM_UPDATES = 10
-"""Updates that the forward pass may see.
-
-Each moves a weight by about the learning rate, in one direction.
 """
 
 
@@ -71,7 +64,7 @@ def updates_of(set_up: SetUp, gradients: Mapping[str, Tensor] | None = None) -> 
         elif p.is_short and change is not None:
             changes.append((p, change))
     readings = [*_standing_still(still), *_lost_updates(changes)]
-    for rule in (_swallowed_decay, _frozen_second_moment, _truncated, _no_matrix):
+    for rule in (_swallowed_decay, _frozen_second_moment, _truncated):
         readings += rule(set_up)
     unseen = {f"updates of {of_all(names)}": reason for reason, names in reasons.items()}
     done = []
@@ -225,76 +218,6 @@ def _swallowed_decay(set_up: SetUp) -> Iterator[Reading]:
         )  # fmt: skip
 
 
-# ── what the forward pass sees ────────────────────────────────────────────────────────────────────
-
-
-def grid_lines(set_up: SetUp) -> list[str]:
-    """Return a line for each format on whose grid weights lie that are stored wider.
-
-    The forward pass multiplies weights rounded to the format. A weight on the grid moves for it
-    only when the sum of its updates reaches half an ulp, however wide the optimizer stores the
-    weight (:mod:`narrowgauge.optim.low_bits`).
-    """
-    members = dict[torch.dtype, list[SteppedParameter]]()
-    for p in set_up.trained:
-        dtype = _grid(p) if p.size and p.rate else None
-        if dtype is not None:
-            members.setdefault(dtype, []).append(p)
-    lines = []
-    formats = {p.parameter.dtype for p in set_up.trained}
-    for dtype, stepped in members.items():
-        moved = 0.0
-        total = 0
-        for p in stepped:
-            part = visible_part(spread(p.parameter), dtype, NUM_UPDATES * p.rate)
-            moved += part * p.parameter.numel()
-            total += p.parameter.numel()
-        cure = 'low_bits="random"' if dtype in formats else "ng.AdamW(model.parameters())"
-        lines.append(
-            f"forward pass in {dtype_name(dtype)}: {moved / total:.2g} of the updates is visible "
-            f"after {NUM_UPDATES} steps at lr {stepped[-1].rate:.3g}, since the weights lie on its "
-            f"grid; 1 with {cure}"
-        )
-    return lines
-
-
-def visible_part(weights: Tensor, dtype: torch.dtype, update: float) -> float:
-    """Return the mean visible change of weights on a format's grid, relative to ``update``: 0 if no
-    weight moves.
-    """
-    magnitude = weights.double().abs()
-    ulp = torch.finfo(dtype).eps * torch.exp2(
-        magnitude.clamp(min=torch.finfo(dtype).tiny).log2().floor()
-    )
-    moved = torch.where(magnitude == 0, update, (update / ulp + 0.5).floor() * ulp)
-    return float(moved.mean()) / update
-
-
-def _grid(p: SteppedParameter) -> torch.dtype | None:
-    """Return the 16-bit format on whose grid a parameter's stored weight lies; ``None`` if it has
-    bits below, or stores none.
-    """
-    dtype = p.parameter.dtype
-    if p.parameter.ndim < 2:
-        return None  # gains of 1 and biases of 0 lie on every grid
-    if dtype is torch.float32:
-        weights = spread(p.parameter)
-        for narrow in NARROW if bool(weights.any()) else ():
-            if torch.equal(weights.to(narrow).float(), weights):
-                return narrow
-        return None
-    if dtype not in NARROW or not p.storage.beside or p.group.get("low_bits") == "random":
-        return None
-    if isinstance(p.optimizer, Optimizer):
-        state = p.optimizer.state_of(p.parameter)
-        if state is not None:
-            known = stored(state, "weight", ELEMENTS)
-            weight = state.parameter.detach().reshape(-1)[: len(known)]
-            if not torch.equal(known, weight.to(known.dtype)):
-                return None
-    return dtype
-
-
 # ── states and settings ───────────────────────────────────────────────────────────────────────────
 
 
@@ -365,13 +288,3 @@ def _truncated(set_up: SetUp) -> Iterator[Reading]:
                 p.name, 0.0, eps, setting="eps", format=dtype_name(dtype), cure=cure
             )
             return
-
-
-def _no_matrix(set_up: SetUp) -> Iterator[Reading]:
-    """Report rules for matrices whose parameters are all flat."""
-    for optimizer in set_up.optimizers:
-        kind = type(optimizer).__name__
-        stepped = [p for p in set_up.trained if p.optimizer is optimizer]
-        is_for_matrices = re.search("muon|shampoo|soap|dion", kind.lower())
-        if is_for_matrices and stepped and max(p.parameter.ndim for p in stepped) < 2:
-            yield KINDS["no-matrix"].reading(_all(stepped), 0, None, 1, rule=kind)

@@ -393,20 +393,20 @@ def diagnose(run: Path, other: Path | None, as_json: bool) -> None:
     return _print_result(as_json, diagnosis)
 
 
-@main.command("moved", short_help="Which weights two checkpoints differ in.")
-@click.argument("base", type=_path)
-@click.argument("checkpoint", type=_path)
+@main.command("same", short_help="Which weights two models or checkpoints differ in.")
+@click.argument("first", metavar="A", type=_path)
+@click.argument("second", metavar="B", type=_path)
 @flags.json_object
-def moved(base: Path, checkpoint: Path, as_json: bool) -> None:
-    """Print which weights of CHECKPOINT differ from those of BASE, which did not move, and which
-    are exactly 1 or not finite.
+def same(first: Path, second: Path, as_json: bool) -> None:
+    """Print which weights of B differ from those of A, the farthest first, and which are exactly 1
+    or not finite.
 
     Each is a .safetensors file, or a folder of them, such as a Hugging Face model, an adapter or an
-    export.
+    export. No model runs.
     """
-    from narrowgauge.checks.moved import moved as compare_weights
+    from narrowgauge.measuring.same import same as compare
 
-    _print_result(as_json, compare_weights(base, checkpoint))
+    _print_result(as_json, compare(first, second))
 
 
 main.add_command(planning.plan_group)

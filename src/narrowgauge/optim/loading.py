@@ -147,7 +147,6 @@ def take_states(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
 def put_states(optimizer: Any) -> None:
     """Store the states that :func:`take_states` made. This is a hook after ``load_state_dict``."""
     optimizer.state.update(optimizer._taken)
-    optimizer.keep(optimizer._taken)
     optimizer._taken = {}
 
 

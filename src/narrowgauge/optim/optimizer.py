@@ -12,13 +12,12 @@ import math
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.dtensor import gradient_of, local_of, placed_like
@@ -41,7 +40,7 @@ from narrowgauge.optim.loading import (
 from narrowgauge.optim.low_bits import fill_states, has_low_bits, num_off_grid
 from narrowgauge.optim.parameter_formats import (
     float32_row,
-    is_any_taken,
+    is_shared_by_ranks,
     refuse_shared_memory,
     round_in_place,
     rounding_note,
@@ -61,8 +60,6 @@ from narrowgauge.torch_support.torch_hooks import announce
 from narrowgauge.torch_support.torch_names import HostCopy, plain_name
 
 Group = dict[str, Any]
-_KEEPERS: MutableMapping[Tensor, Callable[[], Optimizer | None]] = WeakIdKeyDictionary()
-"""The optimizer that holds the state of a parameter."""
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -84,8 +81,7 @@ class Optimizer(torch.optim.Optimizer):
             ``rule="adamw"``. Float32 parameters with ``requires_grad`` are rounded in place to the
             storage's visible format, and the storage keeps the bits that this cuts. Parameters in
             another format are stored in its counterpart: those that stay float32 in ``float32``.
-            ``rounded`` names those that were rounded. If an earlier optimizer knows a weight more
-            precisely, this one takes that weight.
+            ``rounded`` names those that were rounded.
         rule: the update rule.
         defaults: the rule's options, which groups may override.
         storage: a name in ``narrowgauge.spec.STORAGES``, ``None`` is ``word``.
@@ -101,6 +97,8 @@ class Optimizer(torch.optim.Optimizer):
             (:mod:`narrowgauge.optim.low_bits`), or at ``"zero"``, as a float32 copy begins. Low
             bits that are known stay.
         keep_float32: returns, from name and parameter, whether a float32 parameter stays as it is.
+        like: an earlier optimizer of the same parameters, whose stored weights this one begins
+            with: in a new phase, or a notebook's cell that runs again.
         maximize: step along the gradient, not against it.
         flags: of ``torch.optim``. ``amsgrad``, ``differentiable`` and ``capturable`` may be false.
             ``fused`` and ``foreach`` ask for what is done.
@@ -114,7 +112,8 @@ class Optimizer(torch.optim.Optimizer):
         self, params: Iterable[Any], rule: AnyRule, defaults: dict[str, Any], *, storage: str | None = None,
         max_grad_norm: float | None = None, seed: int = 0, audit_every: int = 10, compile: bool | None = None,
         low_bits: str = "random", maximize: bool | None = False,
-        keep_float32: Callable[[str, Tensor], bool] | None = None, **flags: bool | None,
+        keep_float32: Callable[[str, Tensor], bool] | None = None, like: Optimizer | None = None,
+        **flags: bool | None,
     ) -> None:  # fmt: skip
         unknown = flags.keys() - {*validation.FLAGS, *validation.HOW_TO_RUN}
         if unknown:
@@ -144,7 +143,6 @@ class Optimizer(torch.optim.Optimizer):
         # Sums the gradients over ranks before a step, if set. `narrowgauge.prepare` sets it.
         self.reduction: Any = None
         self._model: Callable[[], nn.Module | None] = lambda: None
-        self._members: set[Tensor] = set()  # parameters that were the model's when it was named
         self._kernels: dict[tuple[str, Storage], Kernel] = {}
         self._tables: dict[Kernel, Table] = {}
         self._control = StepControl()
@@ -170,7 +168,8 @@ class Optimizer(torch.optim.Optimizer):
         formats = self._to_round or {}
         self._to_round = None
         self._round(formats)
-        self._take_over([p for p in self._parameters() if p not in formats])
+        if like is not None:
+            self._begin_like(like)
         announce(self)
 
     @property
@@ -205,7 +204,7 @@ class Optimizer(torch.optim.Optimizer):
             require_float64(group["params"])
             validation.check_options(group, self.rule)
             to_round = self._formats_of_rounding(group)
-            if is_any_taken(to_round):
+            if to_round and is_shared_by_ranks():
                 asked = validation.known_row(group["storage"])
                 row = float32_row(asked, isinstance(self.rule, MatrixRule))
                 group["storage"] = row.name
@@ -221,7 +220,6 @@ class Optimizer(torch.optim.Optimizer):
             raise
         if self._to_round is None:
             self._round(to_round)
-            self._take_over([p for p in group["params"] if p not in to_round])
         else:
             self._to_round |= to_round
         if self.auditor.join is not None:
@@ -253,15 +251,12 @@ class Optimizer(torch.optim.Optimizer):
             note = rounding_note(names, values, {self.storage_of(p) for p in values})
             warnings.warn(note, stacklevel=4)
 
-    def _take_over(self, parameters: Sequence[Tensor]) -> None:
-        """Take weights from an earlier optimizer that knows more of them than the model, such as
-        one of a cell run twice.
-        """
-        values: dict[Tensor, Tensor] = {}
-        for parameter in parameters:
-            earlier = _KEEPERS.get(parameter, lambda: None)()
-            has_room = has_low_bits(self.storage_of(parameter))
-            if earlier is not None and earlier is not self and has_room:
+    def _begin_like(self, earlier: Optimizer) -> None:
+        """Store the weights that an earlier optimizer has stored, where there is room for them."""
+        known = set(earlier._parameters())
+        values = {}
+        for parameter in self._parameters():
+            if parameter in known and has_low_bits(self.storage_of(parameter)):
                 values[parameter] = earlier.stored(parameter)
         self.adopt(values)
 
@@ -356,7 +351,6 @@ class Optimizer(torch.optim.Optimizer):
     def name_parameters(self, model: nn.Module) -> None:
         """Use a model's names for unnamed parameters."""
         self._model = weakref.ref(model)
-        self._members = set(self._parameters()) & set(model.parameters())
 
     # ── states ────────────────────────────────────────────────────────────────────────────────────
 
@@ -504,15 +498,8 @@ class Optimizer(torch.optim.Optimizer):
             for parameter, state in self.make_states(group, missing).items():
                 state.notes.update(self.state.get(parameter, {}))
                 self.state[parameter] = state
-            self.keep(missing)
             if fills:
                 self._fill(group, missing)
-
-    def keep(self, parameters: Iterable[Tensor]) -> None:
-        """Note that this optimizer knows the low bits of parameters: one that is made later takes
-        them.
-        """
-        _KEEPERS.update({p: weakref.ref(self) for p in parameters})
 
     def stored(self, parameter: Tensor, name: str = "weight") -> Tensor:
         """Return the stored value as float32, or float64 if the storage computes in it.
@@ -605,10 +592,9 @@ class Optimizer(torch.optim.Optimizer):
             validation.check_step(group, self.rule)
         if not self._has_one_seed:
             self._has_one_seed = True
-            validation.check_seeds(self.param_groups)
+            validation.check_seeds(self.param_groups, self.parameter_names())
         if not self._stepped:
-            names = self.parameter_names()
-            validation.check_in_use(names, self.state, self._model(), self._members)
+            validation.check_members(self.parameter_names(), self.state)
         gradients = self._gradients()
         work = [(group, self._with_gradient(group, gradients)) for group in self.param_groups]
         states = list(chain.from_iterable(members for _, members in work))
@@ -783,7 +769,6 @@ class Optimizer(torch.optim.Optimizer):
             if not isinstance(key, Tensor):  # a note of hooks and users
                 state[key] = value
         self.__setstate__({"state": state})
-        self.keep(states)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copy or pickle the optimizer with its parameters. Hooks and audits are left out."""

@@ -7,10 +7,8 @@ An optimizer whose storage holds 16 bits rounds float32 parameters in place when
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +19,6 @@ from narrowgauge.numerics.dtensor import local_of
 from narrowgauge.numerics.rounding import narrowed
 from narrowgauge.optim.low_bits import MOSTLY, kept_note
 from narrowgauge.spec.storages import STORAGES, Storage
-from narrowgauge.torch_support.torch_names import was_taken_by_fsdp
 
 
 def cast_parameters(model: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -118,16 +115,9 @@ def rounding_note(
     return " ".join([note, *partly[:3]])
 
 
-def is_any_taken(parameters: Iterable[Tensor]) -> bool:
-    """Return whether DistributedDataParallel, FSDP or parallelize_module holds a parameter, whose
-    format then must stay.
-    """
-    replicated = {p for sharer in _sharers() for p in _parameters_of(sharer)}
-    for parameter in parameters:
-        is_flat = getattr(parameter, "_fsdp_flattened", False) or was_taken_by_fsdp(parameter)
-        if parameter in replicated or is_flat or local_of(parameter) is not parameter:
-            return True
-    return False
+def is_shared_by_ranks() -> bool:
+    """Return whether ranks may share parameters, whose format then must stay."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def float32_row(storage: Storage, is_matrix_rule: bool) -> Storage:
@@ -149,12 +139,12 @@ def wide_note(before: Storage, now: Storage) -> str:
     for.
     """
     return (
-        "Kept float32 weights as they are, because DistributedDataParallel, FSDP or "
-        "parallelize_module has taken them: "
+        "Kept float32 weights as they are, because there is a process group, and ranks that share "
+        "weights must agree on their format: "
         f"'{now.name}' takes {now.bytes_per_param:g} bytes a parameter with its gradient, "
         f"'{before.name}' "
-        f"{before.bytes_per_param:g}. For '{before.name}', make the optimizer before, or call "
-        f"ng.cast_parameters(model, torch.{before.visible}) before."
+        f"{before.bytes_per_param:g}. For '{before.name}', call "
+        f"ng.cast_parameters(model, torch.{before.visible}) before the model is wrapped or sharded."
     )
 
 
@@ -200,46 +190,3 @@ def _span(parameter: Tensor) -> tuple[int, int, Tensor]:
         parameter.data_ptr() + (last + 1) * parameter.element_size(),
         parameter,
     )
-
-
-def _sharers() -> list[Any]:
-    """Return all objects that share parameters among ranks.
-
-    They mark no parameter, and lose what changes silently.
-
-    ZeroRedundancyOptimizer makes an optimizer on each rank for a part of the parameters, and sends
-    them as they are.
-    """
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return []
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    kinds = (nn.parallel.DistributedDataParallel, ZeroRedundancyOptimizer)
-    return [x for x in gc.get_objects() if issubclass(type(x), kinds)]
-
-
-def replicas(parameters: Iterable[Tensor]) -> list[tuple[Any, torch.device]]:
-    """Return the process groups whose ranks hold equal copies of parameters, each with a device.
-
-    All ranks have them in the same order.
-    """
-    members = dict.fromkeys(parameters)
-    groups: dict[str, tuple[Any, torch.device]] = {}
-    for sharer in _sharers():
-        alike = [p for p in _parameters_of(sharer) if p in members]
-        if isinstance(sharer, nn.parallel.DistributedDataParallel) and alike:
-            groups[sharer.process_group.group_name] = sharer.process_group, alike[0].device
-    for parameter in members:
-        for axis, placement in enumerate(getattr(parameter, "placements", ())):
-            if placement.is_replicate():
-                mesh: Any = getattr(parameter, "device_mesh", None)
-                group = mesh.get_group(axis)
-                groups[group.group_name] = group, parameter.device
-    return [groups[name] for name in sorted(groups)]
-
-
-def _parameters_of(sharer: Any) -> Iterable[Tensor]:
-    if isinstance(sharer, nn.Module):
-        return sharer.parameters()
-    parameters: list[Tensor] = getattr(sharer, "_all_params", [])
-    return parameters

@@ -6,7 +6,9 @@ loaded and stepped.
 
 from __future__ import annotations
 
+import hashlib
 import math
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,22 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.errors import RecipeError, suggestion
-from narrowgauge.numerics.dtensor import is_sharded, largest_over_ranks, local_of
+from narrowgauge.numerics.dtensor import is_sharded, local_of
 from narrowgauge.numerics.hashing import step_seed
 from narrowgauge.optim.low_bits import LOW_BITS
-from narrowgauge.optim.parameter_formats import replicas
+from narrowgauge.optim.parameter_formats import is_shared_by_ranks
 from narrowgauge.optim.rules.elementwise import ADAMW
 from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.storages import STORAGES, Storage
 from narrowgauge.spec.update_rules import UPDATE_RULES, Laws, Range
-from narrowgauge.torch_support.torch_names import (
-    fsdp_groups,
-    fsdp_parameters,
-    is_captured,
-    plain_name,
-    was_taken_by_fsdp,
-)
+from narrowgauge.torch_support.torch_names import default_store, is_captured
 
 if TYPE_CHECKING:
     from narrowgauge.optim.state import ParameterState
@@ -163,24 +159,24 @@ def check_visible(parameter: Tensor, storage: Storage, requested: str) -> None:
         )
 
 
-def check_seeds(groups: Iterable[Mapping[str, Any]]) -> None:
-    """Refuse seeds that differ among the ranks that hold the same parameter."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+def check_seeds(groups: Sequence[Mapping[str, Any]], names: Mapping[Tensor, str]) -> None:
+    """Refuse a seed that differs from the seed of another rank's optimizer of equal parameters.
+
+    The ranks compare in the store where they met, so none waits for another.
+    """
+    if not is_shared_by_ranks() or torch.distributed.get_world_size() == 1:
         return
-    for group in groups:
-        seed = step_seed(group["seed"], 0)
-        values = []
-        sharers = []
-        for ranks, device in replicas(group["params"]):
-            values.append(torch.tensor([seed, ~seed], dtype=torch.int32, device=device))
-            sharers.append([ranks])
-        for largest, inverse in map(Tensor.tolist, largest_over_ranks(values, sharers)):
-            if largest != ~inverse:
-                raise RecipeError(
-                    f"Cannot step with seed = {group['seed']} because another rank, which holds "
-                    "the same parameters, has another seed: their weights would differ.",
-                    "Pass the same seed= on every rank.",
-                )
+    members = [(name, tuple(parameter.shape)) for parameter, name in names.items()]
+    key = f"narrowgauge/{hashlib.sha256(repr(members).encode()).hexdigest()}"
+    store = default_store()
+    number = store.add(f"{key}/{torch.distributed.get_rank()}", 1)  # of such optimizers
+    seeds = str([step_seed(group["seed"], 0) for group in groups])
+    if store.compare_set(f"{key}/seeds/{number}", "", seeds).decode() != seeds:
+        raise RecipeError(
+            f"Cannot step with seed = {groups[0]['seed']} because another rank, which has the same "
+            "parameters, has another seed: their weights would differ.",
+            "Pass the same seed= on every rank.",
+        )
 
 
 def check_real(parameter: Tensor) -> None:
@@ -275,43 +271,28 @@ def check_same_rule(
         )
 
 
-def check_in_use(
-    names: Mapping[Tensor, str],
-    states: Mapping[Any, object],
-    model: nn.Module | None,
-    members: set[Tensor],
-) -> None:
-    """Refuse a first step after parameters were replaced: the old ones never get a gradient, and
-    the new ones lack the bits that were stored.
-
-    ``members`` are the parameters that the model had when it was named.
+def check_members(names: Mapping[Tensor, str], states: Mapping[Any, object]) -> None:
+    """Refuse states of other parameters than the optimizer's, and name parameters without a
+    gradient. Call it before the first step.
     """
-    model_params: dict[str, Tensor] = {}
-    present: set[Tensor] = set()
-    if model is not None:
-        for name, p in model.named_parameters(remove_duplicate=False):
-            model_params[plain_name(name)] = p
-        present.update(model_params.values())
-        # FSDP2's own shards. They are not in the modules while the whole parameters are gathered.
-        for _, group in fsdp_groups(model):
-            present.update(fsdp_parameters(group))
-    replaced = []
-    for parameter, name in names.items():
-        if parameter.requires_grad and parameter.grad is None:
-            is_expected = name in model_params or (model is not None and parameter in members)
-            if (is_expected and parameter not in present) or was_taken_by_fsdp(parameter):
-                replaced.append(name)
-    has_left = any(isinstance(p, Tensor) and p not in names for p in states)
-    if has_left:
-        replaced += [name for parameter, name in names.items() if parameter not in states]
-    if replaced:
+    if any(isinstance(parameter, Tensor) and parameter not in names for parameter in states):
         raise RecipeError(
-            f"Cannot step because parameter '{replaced[0]}' has no gradient and never gets one, or "
-            "no stored bits: another took its place after the optimizer was made.",
-            "Change the model first (fully_shard, resize_token_embeddings), and make the optimizer "
-            "or call narrowgauge.prepare then. After accelerator.prepare call "
-            "narrowgauge.integrations.accelerate.pass_states_on(optimizer). model.reshard() puts "
-            "back what FSDP2 has gathered in a forward pass.",
+            "Cannot step because other parameters took the place of those that have states.",
+            "After accelerator.prepare call "
+            "narrowgauge.integrations.accelerate.pass_states_on(optimizer).",
+        )
+    idle = []
+    for parameter, name in names.items():
+        has_gradient = parameter.grad is not None or hasattr(parameter, "main_grad")
+        if parameter.requires_grad and not has_gradient:
+            idle.append(name)
+    if idle:
+        listed = ", ".join(map(repr, idle[:3]))
+        more = f" and {len(idle) - 3} more" if len(idle) > 3 else ""
+        warnings.warn(
+            f"The first step has no gradient of {listed}{more}. If the model has other parameters "
+            "by now (fully_shard, resize_token_embeddings), make the optimizer after that.",
+            stacklevel=2,
         )
 
 

@@ -25,11 +25,9 @@
 ``FSDPParamGroup._init_mp_dtypes``
     Weights gathered as codes, and parameters replaced after ``fully_shard``, as by ``to_empty``.
     FSDP2 looks for such changes only in its first forward pass. Alternative: refusing them.
-``_fsdp_orig_uid`` of a parameter that ``fully_shard`` has replaced (PyTorch 2.11 leaves no such mark)
-    An optimizer made earlier steps such parameters, which never get a gradient. Alternative:
-    torch's silence.
 ``torch.distributed.distributed_c10d._get_default_store``
-    A rank whose step has ended says so, before others wait for it in vain. Alternative: the timeout.
+    A rank whose step has ended says so, before others wait for it in vain; seeds are compared.
+    Alternative: the timeout.
 ``torch.nn.utils.clip_grad._get_total_norm``
     ``clip_grad_norm_`` calls it. Its sum depends on the number of ranks, so it is refused for exact
     sums. Alternative: silence.
@@ -287,18 +285,6 @@ def renew_fsdp_group(group: Any) -> None:
         if hasattr(parameter, "_unsharded_param"):
             del parameter._unsharded_param
     group._init_mp_dtypes()
-
-
-def was_taken_by_fsdp(parameter: Tensor) -> bool:
-    """Return whether FSDP2 has replaced this whole parameter, so that it never gets a gradient.
-
-    ``fully_shard`` replaces parameters, in some versions of PyTorch without a mark. A forward pass
-    replaces gathered ones.
-    """
-    is_plain = type(parameter) is torch.nn.Parameter and parameter.numel() > 0
-    return hasattr(parameter, "_fsdp_orig_uid") or (
-        is_plain and not parameter.untyped_storage().size()
-    )
 
 
 def fsdp_sum_dtype(group: Any, parameter: Tensor) -> torch.dtype:

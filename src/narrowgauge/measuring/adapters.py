@@ -7,13 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge.checks.set_up import inner_name
 from narrowgauge.matmul.linear import is_transposed
+from narrowgauge.numerics.dtensor import whole
+from narrowgauge.torch_support.torch_names import plain_name
 
 
 def name_without_adapters(name: str) -> str:
     """Return the name of a module or tensor without the prefixes of PEFT and of other wrappers."""
-    return inner_name(name).removeprefix("base_model.model.")
+    return plain_name(name).removeprefix("module.").removeprefix("base_model.model.")
 
 
 def is_adapted(layer: Any) -> bool:
@@ -33,3 +34,13 @@ def product_of(layer: Any) -> Tensor:
         matrix = layer.scaling[adapter] * (up @ down)
         product += matrix.T if is_transposed(base) else matrix
     return product
+
+
+def weight_with_adapters(layer: Any) -> Tensor:
+    """Return the weight that a linear layer multiplies with, in float64."""
+    if not is_adapted(layer):
+        return whole(layer.weight.detach()).double()
+    weight = whole(layer.get_base_layer().weight.detach()).double()
+    if layer.merged_adapters:
+        return weight
+    return weight + product_of(layer)
