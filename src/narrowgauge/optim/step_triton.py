@@ -468,24 +468,19 @@ def sum_of(a, b):
 
 
 @triton.jit
-def pointer_to(row_of_table, PLACE: tl.constexpr, begin, TYPE: tl.constexpr):
-    return tl.load(row_of_table + PLACE).to(tl.pointer_type(TYPE)) + begin
-
-
-@triton.jit
-def load_words(pointer, at, left, aligned):
+def load_words(row_of_table, PLACE: tl.constexpr, begin, at, left, aligned, TYPE: tl.constexpr):
+    address = tl.load(row_of_table + PLACE).to(tl.pointer_type(TYPE))
     if aligned != 0:  # a mask in whole vectors
-        x = tl.load(tl.multiple_of(pointer, 16) + at, mask=at < left // 16 * 16, other=0)
+        x = tl.load(tl.multiple_of(address + begin, 16) + at, mask=at < left // 16 * 16, other=0)
     else:
-        x = tl.load(pointer + at, mask=at < left, other=0)
+        x = tl.load(address + begin + at, mask=at < left, other=0)
     return x
 
 
 @triton.jit
 def load_plane(row_of_table, PLACE: tl.constexpr, begin, at, left, aligned, BYTES: tl.constexpr):
     TYPE: tl.constexpr = tl.int32 if BYTES == 4 else (tl.int16 if BYTES == 2 else tl.int8)
-    pointer = pointer_to(row_of_table, PLACE, begin, TYPE)
-    return load_words(pointer, at, left, aligned).to(tl.int32)
+    return load_words(row_of_table, PLACE, begin, at, left, aligned, TYPE).to(tl.int32)
 
 
 @triton.jit
@@ -493,18 +488,17 @@ def store_plane(
     row_of_table, PLACE: tl.constexpr, begin, at, left, aligned, x, BYTES: tl.constexpr
 ):
     TYPE: tl.constexpr = tl.int32 if BYTES == 4 else (tl.int16 if BYTES == 2 else tl.int8)
-    pointer = pointer_to(row_of_table, PLACE, begin, TYPE)
+    address = tl.load(row_of_table + PLACE).to(tl.pointer_type(TYPE))
     if aligned != 0:
-        tl.store(tl.multiple_of(pointer, 16) + at, x.to(TYPE), mask=at < left // 16 * 16)
+        tl.store(tl.multiple_of(address + begin, 16) + at, x.to(TYPE), mask=at < left // 16 * 16)
     else:
-        tl.store(pointer + at, x.to(TYPE), mask=at < left)
+        tl.store(address + begin + at, x.to(TYPE), mask=at < left)
 
 
 @triton.jit
 def load_gradient(row_of_table, begin, at, left, aligned, wide, row: tl.constexpr):
     if wide != 0:
-        pointer = pointer_to(row_of_table, 1, begin, tl.float32)
-        g = load_words(pointer, at, left, aligned)
+        g = load_words(row_of_table, 1, begin, at, left, aligned, tl.float32)
     else:
         word = load_plane(row_of_table, 1, begin, at, left, aligned, row.bytes)
         g = gradient_value(word, row.visible)
@@ -576,6 +570,28 @@ def larger_magnitude(a, b):
 
 
 @triton.jit
+def bound_at(row_of_table, place, STATE: tl.constexpr, row: tl.constexpr):
+    return tl.load(row_of_table + 2 + row.planes + STATE).to(tl.pointer_type(tl.float32)) + place
+
+
+@triton.jit
+def bounds_of(row_of_table, place, row: tl.constexpr):
+    first = tl.load(bound_at(row_of_table, place, 0, row))
+    second = first
+    if row.states > 1:
+        second = tl.load(bound_at(row_of_table, place, 1, row))
+    return first, second
+
+
+@triton.jit
+def bound(weight, peak, old_first, old_second, s, row: tl.constexpr):
+    """Bound the new states of a row by the rule's step of its largest magnitudes."""
+    _, m, v = update(weight, peak, old_first, old_second, s, row.rule)
+    _, minus_m, minus_v = update(weight, -1.0 * peak, old_first, old_second, s, row.rule)
+    return finite(larger_magnitude(m, minus_m)), finite(larger_magnitude(v, minus_v))
+
+
+@triton.jit
 def step(table, tiles, numbers, control, records, row: tl.constexpr, BLOCK: tl.constexpr):
     row_of_table, sizes, place, begin, left = find(table, tiles, row)
     record, wide = tl.load(sizes + 4), tl.load(sizes + 5)
@@ -585,28 +601,23 @@ def step(table, tiles, numbers, control, records, row: tl.constexpr, BLOCK: tl.c
     seed = int_of(tl.load(s + row.scalars))
     first_into, first_back, second_into, second_back = 1.0, 1.0, 1.0, 1.0
     if row.is_scaled:
-        STATES: tl.constexpr = row.states
-        old_first, old_second = 0.0, 0.0
-        first_at = pointer_to(row_of_table, 2 + row.planes, place, tl.float32)
-        second_at = pointer_to(row_of_table, 1 + row.planes + STATES, place, tl.float32)
+        found = records + (record + place) * (1 + row.penalized + row.states)
         if record < 0:
-            gradient, weight = peaks_of(row_of_table, begin, left, aligned, wide, row, BLOCK)
-            old_first, old_second = tl.load(first_at), tl.load(second_at)
+            peak, weight = peaks_of(row_of_table, begin, left, aligned, wide, row, BLOCK)
+            old_first, old_second = bounds_of(row_of_table, place, row)
         else:
-            found = records + (record + place) * (1 + row.penalized + STATES)
-            gradient, weight = tl.load(found), tl.load(found + row.penalized)
+            peak, weight = tl.load(found), tl.load(found + row.penalized)
             old_first = tl.load(found + 1 + row.penalized)
-            old_second = tl.load(found + row.penalized + STATES)
-        gradient = gradient * tl.abs(gradient_scale)
-        _, m, v = update(weight, gradient, old_first, old_second, s, row.rule)
-        _, minus_m, minus_v = update(weight, -1.0 * gradient, old_first, old_second, s, row.rule)
-        first = tl.where(skip, old_first, finite(larger_magnitude(m, minus_m)))
-        second = tl.where(skip, old_second, finite(larger_magnitude(v, minus_v)))
-        first_into, first_back = end_of(first, -1), end_of(old_first, 1)
-        second_into, second_back = end_of(second, -1), end_of(old_second, 1)
-        tl.store(first_at, first)
-        if STATES > 1:
-            tl.store(second_at, second)
+            old_second = tl.load(found + row.penalized + row.states)
+        peak = peak * tl.abs(gradient_scale)
+        new_first, new_second = bound(weight, peak, old_first, old_second, s, row)
+        new_first = tl.where(skip, old_first, new_first)
+        new_second = tl.where(skip, old_second, new_second)
+        first_into, first_back = end_of(new_first, -1), end_of(old_first, 1)
+        second_into, second_back = end_of(new_second, -1), end_of(old_second, 1)
+        tl.store(bound_at(row_of_table, place, 0, row), new_first)
+        if row.states > 1:
+            tl.store(bound_at(row_of_table, place, 1, row), new_second)
     end = tl.where(skip, 0, left)
     for start in range(0, end, BLOCK):
         at = start + tl.arange(0, BLOCK)
@@ -638,8 +649,8 @@ def step(table, tiles, numbers, control, records, row: tl.constexpr, BLOCK: tl.c
             beside = low_word(seen, low, row)
         else:
             if row.given:
-                pointer = pointer_to(row_of_table, 2 + row.planes, begin, tl.float32)
-                change = load_words(pointer, at, left, aligned)
+                PLACE: tl.constexpr = 2 + row.planes
+                change = load_words(row_of_table, PLACE, begin, at, left, aligned, tl.float32)
                 _, m = averaged(g, m, s, row.rule)
                 if row.scalars > 0:
                     change = change + (x + low if row.beside == "weight_low" else x) * tl.load(s)
@@ -682,11 +693,10 @@ def find_peaks(table, tiles, numbers, control, records, row: tl.constexpr, BLOCK
         tl.store(found, gradient)
         if row.penalized:
             tl.store(found + 1, weight)
-        first_at = pointer_to(row_of_table, 2 + row.planes, place, tl.float32)
-        tl.store(found + 1 + row.penalized, tl.load(first_at))
+        first, second = bounds_of(row_of_table, place, row)
+        tl.store(found + 1 + row.penalized, first)
         if row.states > 1:
-            second_at = pointer_to(row_of_table, 3 + row.planes, place, tl.float32)
-            tl.store(found + 2 + row.penalized, tl.load(second_at))
+            tl.store(found + 2 + row.penalized, second)
 
 
 @triton.jit
@@ -695,14 +705,14 @@ def average(table, tiles, numbers, control, records, row: tl.constexpr, BLOCK: t
     row_of_table, sizes, place, begin, left = find(table, tiles, row)
     wide, aligned, number = tl.load(sizes + 5), tl.load(sizes + 6), tl.load(sizes + 7)
     s = numbers + number * (row.scalars + 1)
-    pointer = pointer_to(row_of_table, 2 + row.planes, begin, tl.float32)
+    address = tl.load(row_of_table + 2 + row.planes).to(tl.pointer_type(tl.float32)) + begin
     for start in range(0, left, BLOCK):
         at = start + tl.arange(0, BLOCK)
         g = load_gradient(row_of_table, begin, at, left, aligned, wide, row) * tl.load(control)
         if row.states > 0:
             w0, w1, w2, w3 = load_state(row_of_table, begin, at, left, aligned, row)
             g, _ = averaged(g, decode(w0, w1, w2, w3, row.first, 1.0), s, row.rule)
-        tl.store(pointer + at, g, mask=at < left)
+        tl.store(address + at, g, mask=at < left)
 
 
 # ── the norm of gradients: squares on two grids of integers, whose sums no order changes ──────────
