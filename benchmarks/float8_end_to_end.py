@@ -36,7 +36,7 @@ from _timing import Report, Row, exit_by, parser
 from board import SETTINGS
 from torch import Tensor
 
-from narrowgauge.analysis.comparison.intervals import interval
+from narrowgauge.measuring.intervals import interval
 from narrowgauge.numerics.rounding import round_nearest, round_stochastic
 from narrowgauge.runs.record import read_run
 from narrowgauge.spec.formats import get_format

@@ -33,8 +33,8 @@ from finetune import loss_of, pretrained, source_of, text_blocks
 from torch import Tensor, nn
 
 import narrowgauge as ng
-from narrowgauge.analysis.comparison.intervals import interval
 from narrowgauge.matmul.gemm import EmulationNotice
+from narrowgauge.measuring.intervals import interval
 from narrowgauge.numerics.quantization import quantize
 from narrowgauge.spec.notation import get_compute
 

@@ -41,8 +41,8 @@ from int8_outliers import column_magnitudes
 from torch import Tensor, nn
 
 import narrowgauge as ng
-from narrowgauge.analysis.comparison.intervals import interval
 from narrowgauge.matmul.gemm import EmulationNotice
+from narrowgauge.measuring.intervals import interval
 
 FACTORS = (1, 8, 64, 512, 4096, 32768)
 LOST = 0.01

@@ -30,7 +30,7 @@ LAYERS = {
         *(f"analysis.{name}" for name in ("spikes", "reading", "log", "kinds")),
     },
     "record": {"analysis.columns", "analysis.settings"},
-    "comparison": {"analysis.comparison"},
+    "comparison": {"measuring.comparison", "measuring.intervals", "measuring.labels"},
     "laws": {f"analysis.{name}" for name in ("snapshot", "laws", "step_laws", "row_laws")},
     "diagnosis": {
         f"analysis.{name}" for name in ("diagnose", "whole_run", "two_runs", "first_difference")

@@ -8,8 +8,6 @@ from . import numerics as numerics
 from . import optim as optim
 from . import runs as runs
 from . import spec as spec
-from .analysis.comparison.comparison import Comparison as Comparison
-from .analysis.comparison.comparison import compare_runs as compare_runs
 from .analysis.diagnose import Diagnosis as Diagnosis
 from .analysis.diagnose import diagnose as diagnose
 from .analysis.log import on_event as on_event
@@ -24,6 +22,8 @@ from .gauges.recording.run_recorder import RunRecorder as RunRecorder
 from .gauges.recording.run_recorder import watch as watch
 from .matmul.inference import quantize_for_inference as quantize_for_inference
 from .matmul.swapping import swap_linears as swap_linears
+from .measuring.comparison import Comparison as Comparison
+from .measuring.comparison import compare_runs as compare_runs
 from .measuring.lesson import teaches as teaches
 from .measuring.same import same as same
 from .numerics.rounding import round_to as round_to

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from narrowgauge.analysis.comparison.comparison import compare_runs
+from narrowgauge.measuring.comparison import compare_runs
 from narrowgauge.report.curves import axis_range, curves_of
 from narrowgauge.report.interval_figure import interval_figure
 from narrowgauge.report.page import learned, page_runs, render

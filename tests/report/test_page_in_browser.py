@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from plotly.offline import get_plotlyjs
 
-from narrowgauge.analysis.comparison.comparison import compare_runs
+from narrowgauge.measuring.comparison import compare_runs
 from narrowgauge.report.page import render
 from narrowgauge.runs.record import Run
 

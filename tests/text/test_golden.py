@@ -17,11 +17,11 @@ import pytest
 from click.testing import CliRunner
 
 import narrowgauge as ng
-from analysis.comparison.made_runs import make_run, seeds
 from analysis.diagnosis.records import AT, healthy_run
-from narrowgauge.analysis.comparison.comparison import compare_runs
+from measuring.made_runs import make_run, seeds
 from narrowgauge.analysis.reading import Reading
 from narrowgauge.cli.main import main
+from narrowgauge.measuring.comparison import compare_runs
 from narrowgauge.report.page import render
 from narrowgauge.runs.record import Run
 

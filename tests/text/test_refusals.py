@@ -19,7 +19,6 @@ from click.testing import CliRunner
 from torch import nn
 
 import narrowgauge as ng
-from narrowgauge.analysis.comparison.comparison import compare_runs
 from narrowgauge.cli.main import main
 from narrowgauge.errors import (
     ChipError,
@@ -30,6 +29,7 @@ from narrowgauge.errors import (
     RecordError,
 )
 from narrowgauge.matmul.inference import quantize_for_inference
+from narrowgauge.measuring.comparison import compare_runs
 from narrowgauge.numerics.rounding import round_to
 from narrowgauge.planner.layouts import read_layout
 from narrowgauge.planner.plan import plan

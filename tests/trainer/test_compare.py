@@ -15,10 +15,10 @@ import pytest
 import torch
 
 import narrowgauge as ng
-from analysis.comparison.made_runs import SIZES
-from narrowgauge.analysis.comparison.comparison import compare_runs
+from measuring.made_runs import SIZES
 from narrowgauge.errors import NarrowgaugeError, RecipeError, RecordError, Terminated
 from narrowgauge.gauges.recording.record import Record
+from narrowgauge.measuring.comparison import compare_runs
 from narrowgauge.report.publishing import read_runs
 from narrowgauge.runs.record import read_run
 from narrowgauge.spec.notation import parse
@@ -243,7 +243,7 @@ def test_recipes_and_seeds_may_be_added_at_the_same_rate(base: TrainConfig, tmp_
 
 def test_a_run_that_diverges_is_a_result(base: TrainConfig, tmp_path: Path) -> None:
     broken = replace(base, lr=1e38)
-    assert done(broken, tmp_path, seeds=1).count("diverged (its validation loss is nan)") == 2
+    assert done(broken, tmp_path, seeds=1).count("diverged (its loss is nan)") == 2
     assert [row["diverged"] for row in json.loads((tmp_path / "compare.json").read_text())] == [
         True,
         True,

@@ -9,11 +9,11 @@ from itertools import pairwise
 import numpy as np
 
 from narrowgauge.analysis.columns import Array, column, rows_of
-from narrowgauge.analysis.comparison.classification import divergence, has_zero
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.log import reading_of
 from narrowgauge.analysis.reading import Reading
 from narrowgauge.analysis.thresholds import FEWEST_BATCHES, FEWEST_STEPS, MAX_SKIPPED
+from narrowgauge.measuring.comparison import divergence, has_zero
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import number, step_of
 from narrowgauge.spec.significance import MIN_EDQ

@@ -335,7 +335,7 @@ def report(runs: tuple[Path, ...], out: Path | None, table: bool, inline: bool) 
     Each RUN is a run folder, the folder of a comparison, or the log of another framework: a Hugging
     Face trainer_state.json, a Lightning metrics.csv, or their folder; or a table (CSV).
     """
-    from narrowgauge.analysis.comparison.comparison import compare_runs
+    from narrowgauge.measuring.comparison import compare_runs
     from narrowgauge.report import publishing
 
     say = partial(click.echo, err=True)

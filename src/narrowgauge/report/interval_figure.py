@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from html import escape
 
-from narrowgauge.analysis.comparison.comparison import Comparison
-from narrowgauge.analysis.comparison.intervals import PairedDifference
+from narrowgauge.measuring.comparison import Comparison
+from narrowgauge.measuring.intervals import PairedDifference
 
 COLOURS = (
     "#3b82c4", "#d4732a", "#1f9d7c", "#b4559a", "#a58412", "#3ba3c4", "#7565d0", "#7d838e",

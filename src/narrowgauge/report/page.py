@@ -11,11 +11,11 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.analysis.comparison.comparison import Comparison
-from narrowgauge.analysis.comparison.labels import run_labels, seed_of
 from narrowgauge.analysis.diagnose import diagnose
 from narrowgauge.analysis.reading import Reading
 from narrowgauge.errors import NarrowgaugeError, require_package
+from narrowgauge.measuring.comparison import Comparison
+from narrowgauge.measuring.labels import run_labels, seed_of
 from narrowgauge.report.curves import PageRun, curves_of
 from narrowgauge.report.interval_figure import interval_figure
 from narrowgauge.runs.finding import counted, listed, sentences, told

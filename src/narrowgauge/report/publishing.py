@@ -6,8 +6,8 @@ import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from narrowgauge.analysis.comparison.comparison import Comparison, compare_runs
 from narrowgauge.errors import NarrowgaugeError, RecordError, require_package
+from narrowgauge.measuring.comparison import Comparison, compare_runs
 from narrowgauge.report.interval_figure import interval_figure
 from narrowgauge.runs.atomic_io import write_whole
 from narrowgauge.runs.places import is_page, run_folders

@@ -18,10 +18,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from narrowgauge.analysis.comparison.classification import divergence
-from narrowgauge.analysis.comparison.comparison import Comparison, compare_runs
-from narrowgauge.analysis.comparison.labels import parsed_recipe, recipe_name, run_name
 from narrowgauge.errors import NarrowgaugeError, RecipeError, RecordError, require_package
+from narrowgauge.measuring.comparison import Comparison, compare_runs, divergence
+from narrowgauge.measuring.labels import parsed_recipe, recipe_name, run_name
 from narrowgauge.report.page import learned
 from narrowgauge.report.publishing import publish
 from narrowgauge.runs.finding import counted, duration
