@@ -5,24 +5,20 @@ values. If a bit differs, the definition runs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from narrowgauge.optim import compiled
 from narrowgauge.optim.definition import average_gradient, run
 from narrowgauge.optim.kernel import Kernel, Numbers
 from narrowgauge.optim.rules.matrix import AnyRule
 from narrowgauge.optim.state import ParameterState
-from narrowgauge.optim.step_cpp import has_kernel
 from narrowgauge.optim.table import Table
 from narrowgauge.optim.values import begin
 from narrowgauge.spec.storages import Storage
 from narrowgauge.torch_support import proof, triton
 from narrowgauge.torch_support.edge_values import draw, same_numbers, with_nan
-from narrowgauge.torch_support.proof import why_not_compiled
 from narrowgauge.torch_support.torch_names import to_device
 
 MANY_ROWS = 258
@@ -32,19 +28,14 @@ GRADIENT = 2
 
 
 def why_not(rule: AnyRule, storage: Storage, device: torch.device) -> str:
-    """Return why no kernel steps a (rule, storage) on a device, or an empty string.
-
-    Where none is written, the compiled definition is compared.
-    """
+    """Return why no kernel steps a (rule, storage) on a device, or an empty string."""
     name = f"the step of {rule.name}/{storage.name}"
     key = rule, storage
-    if not has_kernel(rule, storage):
-        return why_not_compiled(name, key, device, lambda: _has_the_bits(rule, storage, device))
     return proof.why_not(name, key, device, lambda: _has_the_bits(rule, storage, device))
 
 
 def _has_the_bits(rule: AnyRule, storage: Storage, device: torch.device) -> bool:
-    """Return whether a step gives the bits of the definition, which runs on the CPU."""
+    """Return whether a launch gives the bits of the definition, which runs on the CPU."""
     kernel = Kernel(rule, storage)
     scalars = np.linspace(0.1, 0.9, len(rule.scalars), dtype=np.float32).tolist()
     control = torch.tensor([1.0, 0.0], dtype=torch.float32)
@@ -55,19 +46,12 @@ def _has_the_bits(rule: AnyRule, storage: Storage, device: torch.device) -> bool
             average_gradient(state, numbers)
         run(state, numbers)
     actual = _cases(rule, storage, device, device)
-    on_device = replace(numbers, control=to_device(control, device))
-    if has_kernel(rule, storage):
-        table = Table(rule, storage, device)
-        table.set(dict.fromkeys(actual, on_device))
-        table.send()
-        if kernel.is_matrix:
-            table.launch(on_device.control, averages=True)
-        table.launch(on_device.control)
-    else:
-        for state in actual:
-            if kernel.is_matrix:
-                average_gradient(state, on_device)
-            compiled.run(state, on_device)
+    table = Table(rule, storage, device)
+    table.set(dict.fromkeys(actual, numbers))
+    table.send()
+    if kernel.is_matrix:
+        table.launch(to_device(control, device), averages=True)
+    table.launch(to_device(control, device))
     for ours, theirs in zip(actual, expected, strict=True):
         pairs = zip(_tensors_of(ours), _tensors_of(theirs), strict=True)
         if not all(same_numbers(actual_x.cpu(), expected_x) for actual_x, expected_x in pairs):

@@ -55,7 +55,9 @@ def _definitions(text: str, names: set[str], start: str) -> list[str]:
     blocks = re.split(r"\n\n+", text) if start else _blocks_of_cpp(text)
     chosen = []
     for block in blocks:
-        head = re.search(r"^(?:def|struct|INLINE [\w:]+) (\w+)|^template .*struct (\w+)", block, re.M)
+        head = re.search(
+            r"^(?:def|struct|INLINE [\w:]+) (\w+)|^template .*struct (\w+)", block, re.M
+        )
         if head and (head[1] or head[2]) in names and start in block:
             chosen.append(block.strip("\n"))
     return chosen

@@ -127,13 +127,13 @@ class Step:
 
     def _choose(self, kernel: Kernel, states: Sequence[ParameterState]) -> str:
         """Decide how states step. Return why their definition runs, or an empty string."""
-        device = self.control.device
-        way = language_on(device)
         reason = why_by_definition(self.compile, states)
-        if not reason and not has_kernel(kernel.rule, kernel.storage):
+        if has_kernel(kernel.rule, kernel.storage):
+            device = self.control.device
+            way = language_on(device)
+            reason = reason or proof.why_not(kernel.rule, kernel.storage, device)
+        else:
             way = TORCH
-            if self.compile is None and not compiled.is_worth_it(states):
-                reason = "few elements"
-        reason = reason or proof.why_not(kernel.rule, kernel.storage, device)
+            reason = reason or compiled.why_not(states, self.compile is True)
         kernel.how_it_ran = f"definition: {reason}" if reason else way
         return reason

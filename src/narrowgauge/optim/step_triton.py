@@ -702,7 +702,7 @@ def find_peaks(table, tiles, numbers, control, records, row: tl.constexpr, BLOCK
 @triton.jit
 def average(table, tiles, numbers, control, records, row: tl.constexpr, BLOCK: tl.constexpr):
     """Write the average of the gradient of a matrix rule into its change."""
-    row_of_table, sizes, place, begin, left = find(table, tiles, row)
+    row_of_table, sizes, _, begin, left = find(table, tiles, row)
     wide, aligned, number = tl.load(sizes + 5), tl.load(sizes + 6), tl.load(sizes + 7)
     s = numbers + number * (row.scalars + 1)
     address = tl.load(row_of_table + 2 + row.planes).to(tl.pointer_type(tl.float32)) + begin

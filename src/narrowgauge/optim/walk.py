@@ -103,7 +103,7 @@ def spans(
     scales: Scales | None = None,
     at_once: int | None = None,
     writes: bool = False,
-    sample: slice = slice(None),
+    sample: slice | None = None,
 ) -> Iterator[Span]:
     """Walk over a state: rows of ``[rows, columns]``, or elements of ``[1, columns]``.
 
@@ -112,7 +112,7 @@ def spans(
         scales: replace the multipliers of the bounds.
         at_once: elements of a span, about.
         writes: whether the weight is written. A copy of one that is not dense is then written back.
-        sample: rows that are read, or elements of one row.
+        sample: rows that are read, or elements of one row. ``None`` reads all.
     """
     visible = getattr(torch, state.storage.visible)
     weight = state.in_rows(state.parameter.detach().to(visible))
@@ -122,6 +122,7 @@ def spans(
     tensors += map(state.in_rows, arguments)
     if scales is None:
         scales = {name: codes.multipliers(bound) for name, bound in state.bounds.items()}
+    sample = sample or slice(None)
     if state.form[0] > 1:
         tensors = [tensor[sample] for tensor in tensors]
         scales = {name: (into[sample], back[sample]) for name, (into, back) in scales.items()}

@@ -49,19 +49,6 @@ def why_not(name: str, key: Any, device: torch.device, compare: Callable[[], boo
     is_compiled = device.type == "cuda" or language == CPP
     if is_compiled and not can_compile("library" if language == CPP else "gpu"):
         return "there is no compiler"
-    return _compared(name, key, device, language, compare)
-
-
-def why_not_compiled(name: str, key: Any, device: torch.device, compare: Callable[[], bool]) -> str:
-    """Return why a definition under ``torch.compile`` cannot be used, as :func:`why_not` does."""
-    if not can_compile("cpu" if device.type == "cpu" else "gpu"):
-        return "there is no compiler"
-    return _compared(name, key, device, TORCH, compare)
-
-
-def _compared(
-    name: str, key: Any, device: torch.device, language: str, compare: Callable[[], bool]
-) -> str:
     place = key, device, language
     with _lock:
         if place not in _reasons:
