@@ -2,9 +2,9 @@
 
 :func:`advance` writes ``read -> rule -> write`` once, in tensor operations. It is the oracle of
 ``step.h`` and :mod:`narrowgauge.optim.step_triton`. Where these have no kernel, :func:`make_step` is
-compiled. An elementwise rule runs between reading and writing. Storages of Collage run AdamW in the published expansions. A matrix rule runs
-outside, on whole matrices: :func:`average` averages the gradients before it, and the step writes
-its change.
+compiled. An elementwise rule runs between reading and writing. Storages of Collage run AdamW in the
+published expansions. A matrix rule runs outside, on whole matrices: :func:`average` averages the
+gradients before it, and the step writes its change.
 """
 
 from __future__ import annotations

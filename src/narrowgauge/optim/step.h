@@ -3,13 +3,14 @@
 // Read from top to bottom: vectors, loads and stores, rounding, visible formats, weights, codes, rules,
 // layouts, the step of one lane, Collage, the walk, rows with scales, programs, the norm of gradients.
 //
-// kernels.py appends what one library holds. For the storage `word` and the rule AdamW that is
+// step_cpp.py appends what one library holds. For the storage `word` and the rule AdamW that is
 //
 //     struct Row : Storage<BFloat16, Tail<BFloat16, 8, 8>, Window<6, 5, -38, SIGNED | CHANCE>,
 //                          Window<7, 5, -76, HELD | CHANCE>> {
 //       static constexpr Layout LAYOUT{1, {4}, {0, 0}, {0, 20}, {0, 8}};
 //     };
-//     EXPORT_STEP(Row, AdamW)
+//     typedef InFloats<Row, AdamW> Step;
+//     EXPORT(step, Step, AdamW, run<false>)
 //
 // The definition (kernel.py, codes.py, rules/) says what each function computes. Both are compared
 // at first use. An element of 1 or 2 bytes stands at the top of its 32-bit lane: so a bfloat16 is its
@@ -331,7 +332,7 @@ enum { SIGNED = 1, HELD = 2, ROW = 4, CHANCE = 8 };
 
 // The upper bits of a float32, to nearest, in a plane of its own. With 23 mantissa bits: all.
 template <int M> struct Upper {
-  static constexpr int DROP = 23 - M, NOISE = 0;
+  static constexpr int DROP = 23 - M;
   static constexpr bool IS_SCALED = false;
   template <int BIT> INLINE Floats decode(Ints lane, Scale) { return float_of(lane); }
   template <int BIT> INLINE Ints encode(Floats x, Ints, Scale) { return rounded<DROP>(quiet(x)); }
@@ -342,7 +343,6 @@ template <int M> struct Upper {
 // the power of two that ends its row. CHANCE: bits are dropped by chance.
 template <int E, int M, int LOWEST, int KIND> struct Window {
   static constexpr int DROP = 23 - M, UP = LOWEST + 126, LAST = ((1 << (E + M)) - 1) << DROP;
-  static constexpr int NOISE = KIND & CHANCE ? DROP : 0;
   static constexpr bool IS_SIGNED = KIND & SIGNED, IS_SCALED = KIND & ROW;
   // The least value of a row, at the least scale, is a float32.
   static constexpr bool IS_EXACT = !IS_SCALED || LOWEST - M - 112 >= -149;
@@ -377,7 +377,6 @@ template <int E, int M, int LOWEST, int KIND> struct Window {
   }
 };
 struct Nothing {  // of a rule without this state
-  static constexpr int NOISE = 0;
   static constexpr bool IS_SCALED = false;
   template <int> INLINE Floats decode(Ints, Scale) { return Floats{}; }
   template <int> INLINE Ints encode(Floats, Ints, Scale) { return Ints{}; }
@@ -385,8 +384,7 @@ struct Nothing {  // of a rule without this state
 
 // ── weights: what lies beside the visible one ────────────────────────────────────────────────────
 // read returns the weight of the rule, and a low part that is added to its change. write adds the
-// change. NOISE is the number of bits dropped by chance. STORED_FROM is the bit from which a plane of
-// its own is stored, or -1.
+// change. STORED_FROM is the bit from which a plane of its own is stored, or -1.
 
 struct Whole {  // fills its lane
   static constexpr int STORED_FROM = -1;
@@ -396,7 +394,6 @@ struct Whole {  // fills its lane
 };
 // No more than the visible weight, to nearest or by chance.
 template <class V, int DROP> struct Alone : Whole {
-  static constexpr int NOISE = DROP;
   INLINE Floats read(Ints seen, Ints, Floats&) { return V::value(seen); }
   INLINE void write(Floats weight, Floats, Floats change, Ints random, Ints& seen, Ints&) {
     const Ints x = quiet(V::scaled(weight + change));
@@ -405,13 +402,15 @@ template <class V, int DROP> struct Alone : Whole {
 };
 // The signed rest of BITS bits. DROP bits below are dropped by chance.
 template <class V, int BITS, int DROP> struct Tail {
-  static constexpr int NOISE = DROP, HALF = 1 << V::BELOW >> 1, STORED_FROM = V::BELOW == 16 ? DROP : -1;
+  static constexpr int HALF = 1 << V::BELOW >> 1, STORED_FROM = V::BELOW == 16 ? DROP : -1;
   static constexpr bool HAS_LOW = false;
   template <int BIT> INLINE Ints take(Ints lane) {
     const int up = 32 - BITS - BIT;
     return (up ? lane << up : lane) >> (32 - BITS - DROP);
   }
-  template <int BIT> INLINE Ints place(Ints tail) { return moved(tail, BIT - DROP) & ((1 << BITS) - 1) << BIT; }
+  template <int BIT> INLINE Ints place(Ints tail) {
+    return moved(tail, BIT - DROP) & ((1 << BITS) - 1) << BIT;
+  }
   // A weight that other code wrote moves by half an ulp at most, and a zero does not change its sign.
   INLINE Floats read(Ints seen, Ints tail, Floats&) {
     const Ints sum = seen + tail;
@@ -431,7 +430,7 @@ template <class V, int BITS, int DROP> struct Tail {
 };
 // A float32 that rounds to the visible weight. If it does not, other code wrote that.
 template <class V> struct Master : Whole {
-  static constexpr int NOISE = 0, HALF = 1 << V::BELOW >> 1;
+  static constexpr int HALF = 1 << V::BELOW >> 1;
   INLINE Ints visible(Floats x) { return V::in_range(cut<V::BELOW>(quiet(V::scaled(x)) + HALF)); }
   INLINE Floats read(Ints seen, Ints master, Floats&) {
     const Floats stored = float_of(master);
@@ -445,7 +444,7 @@ template <class V> struct Master : Whole {
 };
 // A second number, Kahan's compensation: it belongs to the weight if their sum rounds to it.
 template <class V, class Code> struct Compensated : Whole {
-  static constexpr int NOISE = 0, BIT = 16;
+  static constexpr int BIT = 16;
   static constexpr bool HAS_LOW = true, IS_UPPER = V::BELOW == 16;
   INLINE Ints nearest(Floats x) { return V::in_range(cut<V::BELOW>(rounded<V::BELOW>(quiet(V::scaled(x))))); }
   INLINE Ints belongs(Ints seen, Floats low) {  // of bfloat16: in the upper half of each lane
@@ -477,7 +476,7 @@ template <class V, class Code> struct Compensated : Whole {
 // ── rules ────────────────────────────────────────────────────────────────────────────────────────
 // begin computes the new states, and returns what must wait for a square root or a division. change
 // ends the step. Scalars are those of the Python rule, in its order. PENALIZED: states depend on the
-// weight. GIVEN: a matrix rule, whose change is a stream.
+// weight. GIVEN: a matrix rule, whose change is a stream, and whose average becomes its direction.
 
 struct Moments {
   Floats first, second;
@@ -493,6 +492,16 @@ template <bool LESS> INLINE Floats toward(Product old, Floats x, float share) {
 INLINE Floats unless_frozen(Floats old, Floats next) { return where(old < INFINITE, next, old); }
 INLINE Floats unless_frozen(Product, Floats next) { return next; }
 
+template <int NUM_STATES, bool IS_PENALIZED = false, bool IS_GIVEN = false> struct Rule {
+  static constexpr int STATES = NUM_STATES;
+  static constexpr bool PENALIZED = IS_PENALIZED, GIVEN = IS_GIVEN;
+};
+#define BEGIN                               \
+  template <bool LESS, class A, class B>    \
+  INLINE Floats begin(Floats w, Floats g, A old_m, B old_v, Moments& next, const Scalars& s)
+#define CHANGE INLINE Floats change(Floats w, Floats waits, Floats m, const Scalars& s)
+#define IS_LESS INLINE bool is_less(const Scalars& s)
+
 struct AdamScalars {
   float one_minus_beta1, one_minus_beta2, negative_step_size, inverse_root_correction2, eps;
 };
@@ -505,124 +514,77 @@ INLINE Floats begin_adam(Floats g, A old_m, B old_v, Moments& next, const AdamSc
 INLINE Floats end_adam(Floats root_v, Floats m, const AdamScalars& s) {
   return m / (root_v * s.inverse_root_correction2 + s.eps) * s.negative_step_size;
 }
-INLINE bool are_below_1(const AdamScalars& s) { return s.one_minus_beta1 != 1 && s.one_minus_beta2 != 1; }
-
-struct AdamW {
-  static constexpr int STATES = 2;
-  static constexpr bool PENALIZED = false, GIVEN = false;
+struct AdamW : Rule<2> {
   struct Scalars : AdamScalars {
     float negative_decay;
   };
-  INLINE bool is_less(const Scalars& s) { return are_below_1(s); }
-  template <bool LESS, class A, class B>
-  INLINE Floats begin(Floats, Floats g, A old_m, B old_v, Moments& next, const Scalars& s) {
-    return begin_adam<LESS>(g, old_m, old_v, next, s);
-  }
-  INLINE Floats change(Floats w, Floats root_v, Floats m, const Scalars& s) {
-    return end_adam(root_v, m, s) + s.negative_decay * w;
-  }
+  IS_LESS { return s.one_minus_beta1 != 1 && s.one_minus_beta2 != 1; }
+  BEGIN { return begin_adam<LESS>(g, old_m, old_v, next, s); }
+  CHANGE { return end_adam(waits, m, s) + s.negative_decay * w; }
 };
-struct Adam {
-  static constexpr int STATES = 2;
-  static constexpr bool PENALIZED = true, GIVEN = false;
+struct Adam : Rule<2, true> {
   struct Scalars : AdamScalars {
     float weight_decay;
   };
-  INLINE bool is_less(const Scalars& s) { return are_below_1(s); }
-  template <bool LESS, class A, class B>
-  INLINE Floats begin(Floats w, Floats g, A old_m, B old_v, Moments& next, const Scalars& s) {
-    return begin_adam<LESS>(g + w * s.weight_decay, old_m, old_v, next, s);
-  }
-  INLINE Floats change(Floats, Floats root_v, Floats m, const Scalars& s) { return end_adam(root_v, m, s); }
+  IS_LESS { return s.one_minus_beta1 != 1 && s.one_minus_beta2 != 1; }
+  BEGIN { return begin_adam<LESS>(g + w * s.weight_decay, old_m, old_v, next, s); }
+  CHANGE { return end_adam(waits, m, s); }
 };
-struct SGD {
-  static constexpr int STATES = 1;
-  static constexpr bool PENALIZED = true, GIVEN = false;
+struct SGD : Rule<1, true> {
   struct Scalars {
     float weight_decay, momentum, gain, share_of_gradient, share_of_momentum, negative_lr;
   };
-  INLINE bool is_less(const Scalars&) { return true; }
-  template <bool LESS, class A, class B>
-  INLINE Floats begin(Floats w, Floats g, A old_m, B, Moments& next, const Scalars& s) {
+  IS_LESS { return true; }
+  BEGIN {
     g = g + w * s.weight_decay;
     next.first = value_of(old_m) * s.momentum + g * s.gain;
     return g;
   }
-  INLINE Floats change(Floats, Floats g, Floats m, const Scalars& s) {
-    return (g * s.share_of_gradient + m * s.share_of_momentum) * s.negative_lr;
-  }
+  CHANGE { return (waits * s.share_of_gradient + m * s.share_of_momentum) * s.negative_lr; }
 };
-struct PlainSGD {
-  static constexpr int STATES = 0;
-  static constexpr bool PENALIZED = true, GIVEN = false;
+struct PlainSGD : Rule<0, true> {
   struct Scalars {
     float weight_decay, negative_lr;
   };
-  INLINE bool is_less(const Scalars&) { return true; }
-  template <bool LESS, class A, class B>
-  INLINE Floats begin(Floats w, Floats g, A, B, Moments&, const Scalars& s) {
-    return g + w * s.weight_decay;
-  }
-  INLINE Floats change(Floats, Floats g, Floats, const Scalars& s) { return g * s.negative_lr; }
+  IS_LESS { return true; }
+  BEGIN { return g + w * s.weight_decay; }
+  CHANGE { return waits * s.negative_lr; }
 };
-struct Lion {
-  static constexpr int STATES = 1;
-  static constexpr bool PENALIZED = false, GIVEN = false;
+struct Lion : Rule<1> {
   struct Scalars {
     float one_minus_beta1, one_minus_beta2, negative_lr, negative_decay;
   };
-  INLINE bool is_less(const Scalars& s) { return s.one_minus_beta1 != 1 && s.one_minus_beta2 != 1; }
-  template <bool LESS, class A, class B>
-  INLINE Floats begin(Floats, Floats g, A old_m, B, Moments& next, const Scalars& s) {
+  IS_LESS { return s.one_minus_beta1 != 1 && s.one_minus_beta2 != 1; }
+  BEGIN {
     const Floats direction = toward<LESS>(old_m, g, s.one_minus_beta1);
     next.first = toward<LESS>(old_m, g, s.one_minus_beta2);
     return where(direction > 0, 1.0f, where(direction < 0, -1.0f, 0.0f));
   }
-  INLINE Floats change(Floats w, Floats sign, Floats, const Scalars& s) {
-    return sign * s.negative_lr + w * s.negative_decay;
-  }
+  CHANGE { return waits * s.negative_lr + w * s.negative_decay; }
 };
-// The elementwise parts of matrix rules: `average` is what the direction is computed from.
-struct Muon {
-  static constexpr int STATES = 1;
-  static constexpr bool PENALIZED = false, GIVEN = true;
+struct Muon : Rule<1, false, true> {
   struct Scalars {
     float negative_decay, momentum, one_minus_momentum, nesterov;
   };
-  INLINE bool is_less(const Scalars& s) { return s.one_minus_momentum != 1; }
-  template <bool LESS, class A, class B>
-  INLINE Floats begin(Floats, Floats g, A old_m, B, Moments& next, const Scalars& s) {
-    next.first = toward<LESS>(old_m, g, s.one_minus_momentum);
-    return Floats{};
-  }
+  IS_LESS { return s.one_minus_momentum != 1; }
+  BEGIN { return next.first = toward<LESS>(old_m, g, s.one_minus_momentum); }
+  CHANGE { return waits + w * s.negative_decay; }
   INLINE Floats average(Floats g, Floats m, const Scalars& s) {
     return s.nesterov != 0 ? g + (m - g) * s.momentum : m;
   }
-  INLINE Floats change(Floats w, Floats given, Floats, const Scalars& s) { return given + w * s.negative_decay; }
 };
-struct Decayed {
-  static constexpr int STATES = 0;
-  static constexpr bool PENALIZED = false, GIVEN = true;
+// A matrix rule whose states have shapes of their own: only the decay is left, or nothing.
+template <bool HAS_DECAY> struct Given : Rule<0, false, true> {
   struct Scalars {
-    float negative_decay;
+    float negative_decay[HAS_DECAY];
   };
-  INLINE bool is_less(const Scalars&) { return true; }
-  template <bool LESS, class A, class B>
-  INLINE Floats begin(Floats, Floats, A, B, Moments&, const Scalars&) {
-    return Floats{};
+  IS_LESS { return true; }
+  BEGIN { return g; }
+  CHANGE {
+    if constexpr (HAS_DECAY) return waits + w * s.negative_decay[0];
+    else return waits;
   }
   INLINE Floats average(Floats g, Floats, const Scalars&) { return g; }
-  INLINE Floats change(Floats w, Floats given, Floats, const Scalars& s) { return given + w * s.negative_decay; }
-};
-struct Undecayed : Decayed {
-  struct Scalars {};
-  template <bool LESS, class A, class B>
-  INLINE Floats begin(Floats, Floats, A, B, Moments&, const Scalars&) {
-    return Floats{};
-  }
-  INLINE bool is_less(const Scalars&) { return true; }
-  INLINE Floats average(Floats g, Floats, const Scalars&) { return g; }
-  INLINE Floats change(Floats, Floats given, Floats, const Scalars&) { return given; }
 };
 
 // ── storages: a visible format, a weight, codes of states, and where they lie ────────────────────
@@ -634,11 +596,11 @@ struct Layout {
   int planes = 0, bytes[4] = {};
   Field low, first, second, second_low;
 };
-template <class V, class W, class M1, class M2> struct Storage {
-  typedef V Visible;
-  typedef W Weight;
-  typedef M1 First;
-  typedef M2 Second;
+template <class V_, class W_, class First_, class Second_> struct Storage {
+  typedef V_ V;
+  typedef W_ W;
+  typedef First_ First;
+  typedef Second_ Second;
 };
 
 // ── one lane ─────────────────────────────────────────────────────────────────────────────────────
@@ -658,11 +620,11 @@ struct Lane {
 struct Written {
   Ints seen, plane[4];
 };
+#define TYPES_OF_STORAGE \
+  typedef typename S::V V; typedef typename S::W W; \
+  typedef typename S::First First; typedef typename S::Second Second;
 template <class S, class R> struct InFloats {
-  typedef typename S::Visible V;
-  typedef typename S::Weight W;
-  typedef typename S::First First;
-  typedef typename S::Second Second;
+  TYPES_OF_STORAGE
   // What lies between the two halves of a step.
   struct Waiting {
     Ints random;
@@ -687,8 +649,12 @@ template <class S, class R> struct InFloats {
     y.random = Ints{};
     if (IS_RANDOM) y.random = random_bits(int_of(y.weight) ^ V::mantissa(x.gradient), n.seed);
     y.waits = R::template begin<LESS>(y.weight, x.gradient * n.gradient_scale, m, v, y.next, n.rule);
-    if constexpr (R::GIVEN) y.waits = R::change(W::HAS_LOW ? y.weight + y.low : y.weight, x.given, Floats{}, n.rule);
-    else if constexpr (W::HAS_LOW) y.waits = R::change(y.weight, y.waits, y.next.first, n.rule);
+    if constexpr (R::GIVEN) {
+      const Floats weight = W::HAS_LOW ? y.weight + y.low : y.weight;
+      y.waits = R::change(weight, x.given, Floats{}, n.rule);
+    } else if constexpr (W::HAS_LOW) {
+      y.waits = R::change(y.weight, y.waits, y.next.first, n.rule);
+    }
     return y;
   }
   INLINE Written end(const Waiting& x, const Numbers<R>& n, const Scales& scales) {
@@ -697,7 +663,8 @@ template <class S, class R> struct InFloats {
     Floats change = x.waits;
     if constexpr (!R::GIVEN && !W::HAS_LOW) change = R::change(x.weight, x.waits, x.next.first, n.rule);
     W::write(x.weight, x.low, change, noise(x.random, SHARES.weight), y.seen, low);
-    if constexpr (L.low.plane >= 0) y.plane[L.low.plane] = IS_CUT_BY_STORE ? low : W::template place<L.low.bit>(low);
+    if constexpr (L.low.plane >= 0 && IS_CUT_BY_STORE) y.plane[L.low.plane] = low;
+    else if constexpr (L.low.plane >= 0) y.plane[L.low.plane] = W::template place<L.low.bit>(low);
     if constexpr (L.first.plane >= 0) {
       const Ints random = noise(x.random, SHARES.first);
       y.plane[L.first.plane] |= First::template encode<L.first.bit>(x.next.first, random, scales.first);
@@ -734,10 +701,7 @@ template <int DROP> struct Expansions {
   }
 };
 template <class S, class R> struct InExpansions {
-  typedef typename S::Visible V;
-  typedef typename S::Weight W;
-  typedef typename S::First First;
-  typedef typename S::Second Second;
+  TYPES_OF_STORAGE
   typedef typename S::SecondLow SecondLow;
   typedef Expansions<V::BELOW> X;
   struct Waiting {
@@ -781,8 +745,10 @@ template <class S, class R> struct InExpansions {
     y.plane[L.low.plane] = W::encoded(y.seen, weight.low);
     y.plane[L.first.plane] = First::template encode<16>(x.first, Ints{}, scales.first);
     y.plane[L.second.plane] = Second::template encode<16>(x.second.high, Ints{}, scales.second);
-    if constexpr (HAS_PAIR)
-      y.plane[L.second_low.plane] = SecondLow::template encode<16>(x.second.low, Ints{}, finer(scales.second));
+    if constexpr (HAS_PAIR) {
+      const Scale scale = finer(scales.second);
+      y.plane[L.second_low.plane] = SecondLow::template encode<16>(x.second.low, Ints{}, scale);
+    }
     return y;
   }
 };
@@ -834,9 +800,11 @@ template <class Step, class R> struct Walk {
     }
     return x;
   }
-  template <int K = 0> INLINE void store_planes(char* const* p, int64_t at, const Written& x, const Written& y) {
+  template <int K = 0>
+  INLINE void store_planes(char* const* p, int64_t at, const Written& x, const Written& y) {
     if constexpr (K < L.planes) {
-      store<L.bytes[K], PAIRED, Step::stored_from(K)>(p[2 + K] + L.bytes[K] * at, {x.plane[K], y.plane[K]});
+      char* const place = p[2 + K] + L.bytes[K] * at;
+      store<L.bytes[K], PAIRED, Step::stored_from(K)>(place, {x.plane[K], y.plane[K]});
       store_planes<K + 1>(p, at, x, y);
     }
   }
@@ -884,7 +852,8 @@ template <class Step, class R> struct Walk {
       store<4, false>(p[STREAMS - 1] + 4 * at, {average(x.a), average(x.b)});
     }
   }
-  template <bool AVERAGES> INLINE void run(char* const* p, int64_t count, bool wide, const Numbers<R>& n, const Scales& s) {
+  template <bool AVERAGES>
+  INLINE void run(char* const* p, int64_t count, bool wide, const Numbers<R>& n, const Scales& s) {
     constexpr bool IS_FLOAT32 = V::BYTES == 4;
     if (!count) return;
     if constexpr (AVERAGES) {
@@ -899,7 +868,8 @@ template <class Step, class R> struct Walk {
     }
   }
   // Walk over whole groups, and over the rest in a copy padded with zeros.
-  template <bool AVERAGES> INLINE void walk(char* const* p, int64_t count, bool wide, const Numbers<R>& n, const Scales& s) {
+  template <bool AVERAGES>
+  INLINE void walk(char* const* p, int64_t count, bool wide, const Numbers<R>& n, const Scales& s) {
     const int64_t at = count / GROUP * GROUP, left = count - at;
     run<AVERAGES>(p, count / GROUP, wide, n, s);
     if (!left) return;
@@ -970,7 +940,8 @@ template <class R> INLINE Bounds new_bounds(float gradient, float weight, Bounds
   Moments plus{}, minus{};
   R::template begin<false>(w, g, m, v, plus, n.rule);
   R::template begin<false>(w, -1.0f * g, m, v, minus, n.rule);
-  return {finite(larger_magnitude(plus.first, minus.first)), finite(larger_magnitude(plus.second, minus.second))};
+  const float first = larger_magnitude(plus.first, minus.first);
+  return {finite(first), finite(larger_magnitude(plus.second, minus.second))};
 }
 
 // ── programs: a part of a tensor, or a row that has scales ───────────────────────────────────────
@@ -984,7 +955,7 @@ template <class Step, class R> struct Programs {
   typedef typename Step::V V;
   static constexpr int BOUNDS = Step::IS_SCALED ? R::STATES : 0, ADDRESSES = W::STREAMS + BOUNDS;
   static constexpr int PEAKS = 1 + R::PENALIZED, RECORD = PEAKS + BOUNDS;
-  static constexpr int SCALARS = sizeof(typename R::Scalars) / 4;  // none: 1 byte
+  static constexpr int SCALARS = sizeof(typename R::Scalars) / 4;
   static constexpr int WIDTH = ADDRESSES + sizeof(Sizes) / 8;
   struct Program {
     const int64_t* row;
@@ -1010,7 +981,8 @@ template <class Step, class R> struct Programs {
     for (int k = 0; k < BOUNDS; k++) out[PEAKS + k] = *bound_at(x, k);
   }
   // Write the records of rows that ranks share: the caller joins them.
-  INLINE void find_peaks(const int64_t* table, const int32_t* tiles, int64_t count, float* records, int threads) {
+  INLINE void find_peaks(const int64_t* table, const int32_t* tiles, int64_t count, const float*,
+                         const float*, float* records, int threads) {
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t k = 0; k < count; k++) {
       const Program x = find(table, tiles, k);
@@ -1117,44 +1089,42 @@ template <class Run> INLINE void over_gradients(
   }
 }
 INLINE void atomic_larger(int32_t* p, int32_t x) {
-  int32_t now = __atomic_load_n(p, __ATOMIC_RELAXED);
-  while (now < x && !__atomic_compare_exchange_n(p, &now, x, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
-  }
+  const int order = __ATOMIC_RELAXED;
+  int32_t now = __atomic_load_n(p, order);
+  while (now < x && !__atomic_compare_exchange_n(p, &now, x, false, order, order)) continue;
+}
+INLINE void largest_of_gradients(
+    const int64_t* table, const int64_t* tiles, int64_t count, int64_t span, int32_t* peaks, int threads) {
+  const auto run = [=](int64_t k, const Gradient&, auto format, const char* p, int64_t length) {
+    atomic_larger(peaks + tiles[k], int_of(peak_of<decltype(format)>(p, length, false)));
+  };
+  over_gradients(table, tiles, count, span, threads, run);
+}
+INLINE void squares_of_gradients(const int64_t* table, const int64_t* tiles, int64_t count, int64_t span,
+                                 int64_t slots, const double* scales, int64_t* sums, int threads) {
+  const auto run = [=](int64_t k, const Gradient& x, auto format, const char* p, int64_t length) {
+    const Sums part = squares_of<decltype(format)>(p, length, scales[0], scales[1]);
+    int64_t* slot = sums + (x.group * slots + k % slots) * 2;
+    __atomic_fetch_add(slot, part.coarse, __ATOMIC_RELAXED);
+    __atomic_fetch_add(slot + 1, part.fine, __ATOMIC_RELAXED);
+  };
+  over_gradients(table, tiles, count, span, threads, run);
 }
 
-// ── what a library exports: one of these is appended ─────────────────────────────────────────────
+// ── what a library exports: step_cpp.py appends these ─────────────────────────────────────────────
 
-#define ARGUMENTS                                                                                   \
-  const int64_t *table, const int32_t *tiles, int64_t count, const float *numbers, const float *control, \
-      float *records, int32_t threads
-#define EXPORT(STEP, RULE)                                                                          \
-  extern "C" void step(ARGUMENTS) {                                                                 \
-    Programs<STEP, RULE>::run<false>(table, tiles, count, numbers, control, records, threads);      \
-  }
-#define EXPORT_PEAKS(STEP, RULE)                                                                    \
-  extern "C" void find_peaks(ARGUMENTS) {                                                           \
-    Programs<STEP, RULE>::find_peaks(table, tiles, count, records, threads);                        \
-  }
-#define EXPORT_AVERAGE(STEP, RULE)                                                                  \
-  extern "C" void average(ARGUMENTS) {                                                              \
-    Programs<STEP, RULE>::run<true>(table, tiles, count, numbers, control, records, threads);       \
-  }
-#define EXPORT_NORM(SPAN, SLOTS)                                                                    \
-  extern "C" void largest(                                                                          \
-      const int64_t* table, const int64_t* tiles, int64_t count, int32_t* peaks, int32_t threads) { \
-    const auto run = [=](int64_t k, const Gradient&, auto format, const char* p, int64_t length) {  \
-      const float peak = peak_of<decltype(format)>(p, length, false);                               \
-      atomic_larger(peaks + tiles[k], int_of(peak));                                                \
-    };                                                                                              \
-    over_gradients(table, tiles, count, SPAN, threads, run);                                        \
-  }                                                                                                 \
-  extern "C" void squares(const int64_t* table, const int64_t* tiles, int64_t count,                \
-                          const double* scales, int64_t* sums, int32_t threads) {                   \
-    const auto run = [=](int64_t k, const Gradient& x, auto format, const char* p, int64_t length) { \
-      const Sums part = squares_of<decltype(format)>(p, length, scales[0], scales[1]);              \
-      int64_t* slot = sums + (x.group * SLOTS + k % SLOTS) * 2;                                     \
-      __atomic_fetch_add(slot, part.coarse, __ATOMIC_RELAXED);                                      \
-      __atomic_fetch_add(slot + 1, part.fine, __ATOMIC_RELAXED);                                    \
-    };                                                                                              \
-    over_gradients(table, tiles, count, SPAN, threads, run);                                        \
+#define ARGUMENTS                                                                                \
+  const int64_t *table, const int32_t *tiles, int64_t count, const float *numbers,               \
+      const float *control, float *records, int32_t threads
+#define PASSED table, tiles, count, numbers, control, records, threads
+#define EXPORT(NAME, STEP, RULE, FUNCTION) \
+  extern "C" void NAME(ARGUMENTS) { Programs<STEP, RULE>::FUNCTION(PASSED); }
+#define EXPORT_NORM(SPAN, SLOTS)                                                                 \
+  extern "C" void largest(const int64_t* table, const int64_t* tiles, int64_t count,             \
+                          int32_t* peaks, int32_t threads) {                                     \
+    largest_of_gradients(table, tiles, count, SPAN, peaks, threads);                             \
+  }                                                                                              \
+  extern "C" void squares(const int64_t* table, const int64_t* tiles, int64_t count,             \
+                          const double* scales, int64_t* sums, int32_t threads) {                \
+    squares_of_gradients(table, tiles, count, SPAN, SLOTS, scales, sums, threads);               \
   }

@@ -37,7 +37,7 @@ def struct_of(rule: AnyRule) -> str:
     if isinstance(rule, MatrixRule):
         if rule.average is not None:
             return "Muon" if rule.name == "muon" else ""
-        return "Decayed" if rule.decay else "Undecayed"
+        return f"Given<{str(bool(rule.decay)).lower()}>"
     return RULES.get(rule, "")
 
 
@@ -135,13 +135,15 @@ def storage_text(storage: Storage) -> str:
 def library_text(rule: AnyRule, storage: Storage) -> str:
     """Return what is appended to ``step.h``."""
     kind = "InExpansions" if storage.arithmetic == "expansion" else "InFloats"
-    exports = ["EXPORT"]
+    struct = struct_of(rule)
+    functions = {"step": "run<false>"}
     if storage.scaled:
-        exports.append("EXPORT_PEAKS")
+        functions["find_peaks"] = "find_peaks"
     if isinstance(rule, MatrixRule):
-        exports.append("EXPORT_AVERAGE")
-    lines = [storage_text(storage), f"typedef {kind}<Row, {struct_of(rule)}> Step;"]
-    lines += [f"{export}(Step, {struct_of(rule)})" for export in exports]
+        functions["average"] = "run<true>"
+    lines = [storage_text(storage), f"typedef {kind}<Row, {struct}> Step;"]
+    for name, function in functions.items():
+        lines.append(f"EXPORT({name}, Step, {struct}, {function})")
     return "\n".join(lines) + "\n"
 
 
