@@ -95,20 +95,6 @@ def test_a_kernel_has_the_bits_of_the_definition(language: str, rule: str, stora
     assert proof.why_not(*kernel_of(rule, storage), CPU) == ""
 
 
-@pytest.mark.parametrize("rule", ["adam", "sgd", "plain sgd", "lion"])
-def test_every_storage_has_a_line_for_every_rule(rule: str) -> None:
-    """What a line says of a storage, another rule changes only in the states."""
-    for kernel_rule, storage in KERNELS:
-        if kernel_rule == rule:
-            text = step_cpp.library_text(*kernel_of(rule, storage))
-            weight = step_cpp.storage_text(STORAGES[storage]).split(">,")[0]
-            assert (
-                weight in text
-                and f"({', '.join(['Step', step_cpp.struct_of(kernel_of(rule, storage)[0])])})"
-                in text
-            )
-
-
 def unaligned(shape: tuple[int, ...], values: Tensor) -> Tensor:
     """A copy that begins 2 (or 4) bytes after an aligned address."""
     copy = torch.empty(values.numel() + 1, dtype=values.dtype)[1:].view(shape)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from narrowgauge.optim.definition import scales_of_step
@@ -66,4 +67,6 @@ def run(state: ParameterState, numbers: Numbers) -> None:
         arguments += [integers_of(values) for values in span.planes.values()]
         for name in state.storage.scaled:
             arguments += span.scales[name]
-        step(*arguments, *change, numbers.values, numbers.seed)
+        # Else the bits of a code would be symbols, as sizes are.
+        with torch._dynamo.config.patch(specialize_int=True):
+            step(*arguments, *change, numbers.values, numbers.seed)

@@ -24,52 +24,44 @@ BLOCK = 1024
 """Elements that a program steps at a time: 16 bytes of a 16-bit tensor for each of 128 threads."""
 SIZES = tl.constexpr(8)
 """Columns of the table after the addresses (:data:`narrowgauge.optim.table.SIZES`)."""
+SIGN = tl.constexpr(-(1 << 31))
+MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 
 # ── constants of a (rule, storage) ────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
 class Field:
-    """Hold where a code lies, and which of the random bits it drops bits by."""
+    """Hold where a code lies, the bits that it drops, and which random bits drop them.
+
+    A second part is finer by the bits of the first. Without a plane the field is not stored.
+    """
 
     code: Code = FLOAT32
-    plane: int = 0
+    plane: int = -1
     shift: int = 0
     drop: int = 0
     part: int = 0
-    is_random: bool = False
-    start: int = 0
-    borrowed: int = 0
+    random: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
 class Row:
-    """Hold the constants of a (rule, storage).
-
-    ``weight`` describes what lies beside the visible weight, and ``beside`` names it. ``bytes`` are
-    those of the weight, ``bytes0`` and so on those of the planes, 0 for none.
-    """
+    """Hold the constants of a (rule, storage). ``bytes`` are those of the weight and the planes."""
 
     rule: str
     scalars: int
-    states: int
     penalized: bool
+    states: int
     given: bool
+    addresses: int
     visible: str
     below: int
     beside: str
     tail_bits: int
-    is_random: bool
     is_scaled: bool
     is_expansion: bool
-    has_pair: bool
-    bytes: int
-    bytes0: int
-    bytes1: int
-    bytes2: int
-    bytes3: int
-    planes: int
-    addresses: int
+    bytes: tuple[int, ...]
     weight: Field
     first: Field
     second: Field
@@ -77,41 +69,35 @@ class Row:
 
 
 def row_of(rule: AnyRule, storage: Storage) -> Row:
-    """Return the constants of a (rule, storage) that ``step.h`` supports."""
+    """Return the constants of a (rule, storage) that has a kernel."""
     planes = planes_of(storage)
+    size, below, _ = VISIBLE[storage.visible]
     places = {}
     for number, plane in enumerate(planes):
         for name, shift, _ in plane.fields:
             places[name] = number, shift
-    shares = codes.shares(storage)
+    beside = (*storage.beside, "")[0]
     fields = []
     for name in ("weight", *dict(storage.states)):
         code = storage.code(name)
-        stored = storage.beside[0] if name == "weight" and storage.beside else name
-        share = shares.get(name)
-        place = places.get(stored, (0, 0))
-        dropped = codes.dropped_bits(code)
-        start, borrowed = share or (0, 0)
-        fields.append(Field(code, *place, dropped, 0, share is not None, start, borrowed))
-    weight, *moments = fields
+        place = places.get(beside if name == "weight" else name, (-1, 0))
+        random = codes.shares(storage).get(name)
+        fields.append(Field(code, *place, codes.dropped_bits(code), 0, random))
+    last = fields[-1]
+    weight, first, second, *_ = [*fields, Field(), Field()]
     second_low = Field()
     low = f"{storage.states[-1][0]}_low" if storage.states else ""
     if low in places:
-        code = moments[-1].code.part(1)
-        second_low = Field(code, *places[low], moments[-1].drop, 1)
-    sizes = [plane.bits // 8 for plane in planes] + [0] * 4
-    first, second = (*moments, Field(), Field())[:2]
+        second_low = Field(last.code.part(1), *places[low], last.drop, 1)
     return Row(
-        struct_of(rule), len(rule.scalars), len(storage.states), getattr(rule, "coupled", False),
-        isinstance(rule, MatrixRule), storage.visible, VISIBLE[storage.visible][1],
-        (*storage.beside, "")[0], storage.tail_bits, bool(shares), bool(storage.scaled),
-        storage.arithmetic == "expansion", low in places, VISIBLE[storage.visible][0] // 8,
-        *sizes[:4], len(planes), num_addresses(rule, storage), weight, first, second, second_low,
+        struct_of(rule), len(rule.scalars), getattr(rule, "coupled", False), len(storage.states),
+        isinstance(rule, MatrixRule), num_addresses(rule, storage), storage.visible, below, beside,
+        storage.tail_bits, bool(storage.scaled), storage.arithmetic == "expansion",
+        (size // 8, *[plane.bits // 8 for plane in planes]), weight, first, second, second_low,
     )  # fmt: skip
 
 
 # ── rounding ──────────────────────────────────────────────────────────────────────────────────────
-# A float is shifted to the right with copies of its sign, and the copies are masked.
 
 
 @triton.jit
@@ -131,9 +117,10 @@ def quiet(x):
 
 @triton.jit
 def rounded(bits, DROP: tl.constexpr):
+    """Round to nearest, ties to even, all but the lowest bits."""
     if DROP == 0:
         return bits
-    return bits + (((1 << DROP) >> 1) - 1 + ((bits >> DROP) & 1))
+    return (bits + ((1 << DROP >> 1) - 1 + ((bits >> DROP) & 1))) & -(1 << DROP)
 
 
 @triton.jit
@@ -144,208 +131,157 @@ def random_bits(key, seed):
 
 
 @triton.jit
-def dropped_by(random, field: tl.constexpr):
-    """Return what is added before the bits that a code drops are cut."""
-    if field.borrowed > 0:
-        turned = (random >> (32 - field.borrowed)) & ((1 << field.borrowed) - 1)
-        random = (random << field.borrowed) | turned
-    return (random >> field.start) & ((1 << field.drop) - 1)
+def cut(bits, random, field: tl.constexpr, TO_ZERO: tl.constexpr = False):
+    """Drop the lowest bits as a code does: by chance, to nearest, or toward zero."""
+    if field.random is not None:
+        if field.random[1] > 0:
+            low = (random >> (32 - field.random[1])) & ((1 << field.random[1]) - 1)
+            random = (random << field.random[1]) | low
+        bits += (random >> field.random[0]) & ((1 << field.drop) - 1)
+    elif not TO_ZERO:
+        bits = rounded(bits, field.drop)
+    return bits & -(1 << field.drop)
 
 
-# ── the visible weight ────────────────────────────────────────────────────────────────────────────
+# ── the visible weight: bits as of a float32, of float16 times 2^-112 ─────────────────────────────
 
 
 @triton.jit
-def visible_bits(word, VISIBLE: tl.constexpr):
-    if VISIBLE == "float32":
+def visible_bits(word, row: tl.constexpr):
+    if row.visible == "float32":
         return word
-    upper = word << 16
-    if VISIBLE == "float16":
-        upper = ((upper & 0x7FFF0000) >> 3) | (upper & -2147483648)
-    return upper
+    bits = word << 16
+    return ((bits & 0x7FFF0000) >> 3) | (bits & SIGN) if row.visible == "float16" else bits
 
 
 @triton.jit
-def visible_word(bits, VISIBLE: tl.constexpr):
-    if VISIBLE == "float32":
+def visible_word(bits, row: tl.constexpr):
+    if row.visible == "float32":
         return bits
-    if VISIBLE == "float16":
-        bits = ((bits << 3) & 0x7FFF0000) | (bits & -2147483648)
+    if row.visible == "float16":
+        bits = ((bits << 3) & 0x7FFF0000) | (bits & SIGN)
     return bits >> 16
 
 
 @triton.jit
-def visible_value(bits, VISIBLE: tl.constexpr):
+def visible_value(bits, row: tl.constexpr):
     x = float_of(bits)
-    return x * 2.0**112 if VISIBLE == "float16" else x
+    return x * 2.0**112 if row.visible == "float16" else x
 
 
 @triton.jit
-def gradient_value(word, VISIBLE: tl.constexpr):
-    bits = visible_bits(word, VISIBLE)
-    x = visible_value(bits, VISIBLE)
-    if VISIBLE == "float16":
-        x = tl.where(tl.abs(x) >= 65536.0, float_of(bits | 0x7F800000), x)
-    return x
+def scaled_bits(x, row: tl.constexpr):
+    return int_of(x * 2.0**-112 if row.visible == "float16" else x)
 
 
 @triton.jit
-def scaled(x, VISIBLE: tl.constexpr):
-    return x * 2.0**-112 if VISIBLE == "float16" else x
-
-
-@triton.jit
-def in_range(bits, VISIBLE: tl.constexpr):
-    if VISIBLE == "float16":
-        bits = tl.minimum(bits & 0x7FFFFFFF, 31 << 23) | (bits & -2147483648)
-    return bits
+def in_range(bits, row: tl.constexpr):
+    return (
+        tl.minimum(bits & MAGNITUDE, 31 << 23) | (bits & SIGN) if row.visible == "float16" else bits
+    )
 
 
 @triton.jit
 def nearest(x, row: tl.constexpr):
     """Return the bits of the visible weight nearest to x, ties to even."""
-    bits = rounded(quiet(scaled(x, row.visible)), row.below) & -(1 << row.below)
-    return in_range(bits, row.visible)
+    bits = tl.where(x == x, scaled_bits(x, row), 0x7FC00000)
+    return in_range(rounded(bits, row.below), row)
 
 
 @triton.jit
-def half_up(x, row: tl.constexpr):
-    """Return the bits of the visible weight nearest to x, ties up: a tail says more."""
-    bits = quiet(scaled(x, row.visible)) + ((1 << row.below) >> 1)
-    return in_range(bits & -(1 << row.below), row.visible)
+def half_up(bits, row: tl.constexpr):
+    """Return the nearest bits of a visible weight, ties up: a tail or a master says more."""
+    return in_range((bits + (1 << row.below >> 1)) & -(1 << row.below), row)
 
 
 # ── codes of states ───────────────────────────────────────────────────────────────────────────────
 
 
 @triton.jit
-def decode(w0, w1, w2, w3, field: tl.constexpr, back):
-    word = plane_of(w0, w1, w2, w3, field)
+def decode(words, field: tl.constexpr, back):
+    word = words[field.plane]
     code: tl.constexpr = field.code
     if not code.is_window:
         return float_of(word << (32 - code.bits))
-    LAST: tl.constexpr = (1 << (code.exponent_bits + code.mantissa_bits)) - 1
-    bits = ((word >> field.shift) & LAST) << field.drop
+    bits = ((word >> field.shift) << field.drop) & (((1 << code.magnitude_bits) - 1) << field.drop)
     if code.signed:
-        bits |= (word << (32 - field.shift - code.bits)) & -2147483648
+        bits |= (word << (32 - field.shift - code.bits)) & SIGN
     x = float_of(bits) * 2.0 ** (code.lowest + 126)
-    if code.scaled:
-        x = x * (back * 2.0 ** -(field.part * (code.mantissa_bits + 1)))
-    return x
+    return x * (back * 2.0 ** -(field.part * (code.mantissa_bits + 1))) if code.scaled else x
 
 
 @triton.jit
 def encode(x, random, field: tl.constexpr, into, TO_ZERO: tl.constexpr = False):
     code: tl.constexpr = field.code
     if not code.is_window:
-        bits = quiet(x) if TO_ZERO else rounded(quiet(x), field.drop)
-        return bits if code.bits == 32 else (bits >> (32 - code.bits)) & ((1 << code.bits) - 1)
-    inside = x
-    if code.scaled:
-        inside = x * (into * 2.0 ** (field.part * (code.mantissa_bits + 1)))
+        bits = cut(quiet(x), random, field, TO_ZERO) >> (32 - code.bits)
+        return bits & ((1 << code.bits) - 1) if code.bits < 32 else bits
+    inside = x * (into * 2.0 ** (field.part * (code.mantissa_bits + 1))) if code.scaled else x
     bits = int_of(inside * 2.0 ** -(code.lowest + 126))
-    LAST: tl.constexpr = (1 << (code.exponent_bits + code.mantissa_bits)) - 1
-    magnitude = tl.minimum(bits & 0x7FFFFFFF, LAST << field.drop)
-    if field.is_random:
-        magnitude += dropped_by(random, field)
-    elif not TO_ZERO:
-        magnitude = rounded(magnitude, field.drop)
-    step = magnitude >> field.drop
+    last = ((1 << code.magnitude_bits) - 1) << field.drop
+    step = cut(tl.minimum(bits & MAGNITUDE, last), random, field, TO_ZERO) >> field.drop
     if code.hold:
         step = tl.maximum(step, tl.minimum(int_of(x), 1))
-    step = step << field.shift
     if code.signed:  # a NaN loses its sign: the mantissa carries into it
-        sign = ((bits & (bits + 0x7FFFFF)) >> 31) & 1
-        step |= sign << (field.shift + code.bits - 1)
-    return step
+        step |= (((bits & (bits + 0x7FFFFF)) >> 31) & 1) << (code.bits - 1)
+    return step << field.shift
+
+
+# ── weights: alone, a tail, a master, or Kahan's low part ─────────────────────────────────────────
 
 
 @triton.jit
-def plane_of(w0, w1, w2, w3, field: tl.constexpr):
-    if field.plane == 0:
-        return w0
-    if field.plane == 1:
-        return w1
-    return w2 if field.plane == 2 else w3
+def belongs(seen, low, row: tl.constexpr):
+    """Return whether a low part and the visible weight together round to it."""
+    return rounded(scaled_bits(visible_value(seen, row) + low, row), row.below) == seen
 
 
 @triton.jit
-def added_to(w0, w1, w2, w3, field: tl.constexpr, bits):
-    if field.plane == 0:
-        w0 |= bits
-    elif field.plane == 1:
-        w1 |= bits
-    elif field.plane == 2:
-        w2 |= bits
-    else:
-        w3 |= bits
-    return w0, w1, w2, w3
-
-
-# ── weights: alone, a tail, a master, Kahan's low part ────────────────────────────────────────────
-
-
-@triton.jit
-def own_low(seen, low, row: tl.constexpr):
-    """Return a low part that belongs to the visible weight, or 0."""
-    total = scaled(visible_value(seen, row.visible) + low, row.visible)
-    is_own = (rounded(int_of(total), row.below) & -(1 << row.below)) == seen
-    return tl.where(is_own, low, 0.0)
-
-
-@triton.jit
-def read_weight(w0, w1, w2, w3, seen, row: tl.constexpr):
+def read_weight(words, seen, row: tl.constexpr):
     """Return the weight that a rule reads, and the low part that is added to its change."""
-    x = visible_value(seen, row.visible)
-    low = float_of(seen & 0)
+    x = visible_value(seen, row)
+    low = x
     field: tl.constexpr = row.weight
     if row.beside == "tail":
-        word = plane_of(w0, w1, w2, w3, field)
-        tail = (word << (32 - row.tail_bits - field.shift)) >> (32 - row.tail_bits - field.drop)
-        total = seen + (tail & -(1 << field.drop))
-        x = visible_value(tl.where((total ^ seen) < 0, seen, total), row.visible)
+        tail = words[field.plane] << (32 - row.tail_bits - field.shift)
+        tail = (tail >> (32 - row.tail_bits - field.drop)) & -(1 << field.drop)
+        x = visible_value(tl.where(((seen + tail) ^ seen) < 0, seen, seen + tail), row)
     elif row.beside == "master":
-        master = float_of(plane_of(w0, w1, w2, w3, field))
-        x = tl.where(half_up(master, row) == in_range(seen, row.visible), master, x)
+        master = float_of(words[field.plane])
+        bits = tl.where(master == master, scaled_bits(master, row), 0x7FC00000)
+        x = tl.where(half_up(bits, row) == in_range(seen, row), master, x)
     elif row.beside == "weight_low":
-        low = own_low(seen, decode(w0, w1, w2, w3, field, 1.0), row)
+        low = decode(words, row.weight, 1.0)
+        low = tl.where(belongs(seen, low, row), low, 0.0)
     return x, low
 
 
 @triton.jit
 def low_word(seen, rest, row: tl.constexpr):
     """Encode a low part to nearest, or toward zero where the nearest one does not belong."""
-    field: tl.constexpr = row.weight
-    word = encode(rest, 0, field, 1.0)
-    near = decode(word, word, word, word, field, 1.0)
-    total = scaled(visible_value(seen, row.visible) + near, row.visible)
-    is_own = (rounded(int_of(total), row.below) & -(1 << row.below)) == seen
-    return tl.where(is_own, word, encode(rest, 0, field, 1.0, True))
+    word = encode(rest, 0, row.weight, 1.0)
+    is_own = belongs(seen, decode((word, word, word), row.weight, 1.0), row)
+    return tl.where(is_own, word, encode(rest, 0, row.weight, 1.0, True))
 
 
 @triton.jit
 def write_weight(x, low, change, random, row: tl.constexpr):
     """Return the bits of the new visible weight, and the word beside it, in place."""
-    field: tl.constexpr = row.weight
     if row.beside == "weight_low":
-        total = low + change
-        seen = nearest(x + total, row)
-        return seen, low_word(seen, total - (visible_value(seen, row.visible) - x), row)
+        seen = nearest(x + (low + change), row)
+        return seen, low_word(seen, (low + change) - (visible_value(seen, row) - x), row)
+    new = x + change
+    bits = tl.where(new == new, scaled_bits(new, row), 0x7FC00000)
     if row.beside == "master":
-        return half_up(x + change, row), quiet(x + change)
-    bits = quiet(scaled(x + change, row.visible))
+        return half_up(bits, row), quiet(new)
     if row.beside == "tail":
-        if field.is_random:
-            bits += dropped_by(random, field)
-        bits = bits & -(1 << field.drop)
-        seen = in_range((bits + ((1 << row.below) >> 1)) & -(1 << row.below), row.visible)
-        tail = ((bits - seen) >> field.drop) & ((1 << row.tail_bits) - 1)
-        return seen, tail << field.shift
-    if field.is_random:
-        seen = in_range((bits + dropped_by(random, field)) & -(1 << row.below), row.visible)
-    else:
-        seen = nearest(x + change, row)
-    return seen, seen & 0
+        bits = cut(bits, random, row.weight)
+        seen = half_up(bits, row)
+        tail = ((bits - seen) >> row.weight.drop) & ((1 << row.tail_bits) - 1)
+        return seen, tail << row.weight.shift
+    if row.weight.random is None:
+        return nearest(new, row), bits
+    return in_range(cut(bits, random, row.weight), row), bits
 
 
 # ── rules: the change and new states, from scalars in the order of the Python rule ────────────────
@@ -360,9 +296,12 @@ def toward(old, x, share):
 def adam(g, m, v, s):
     m = toward(m, g, tl.load(s))
     v = tl.where(v < float("inf"), toward(v, g * g, tl.load(s + 1)), v)
-    negative_step_size, inverse_root_correction2 = tl.load(s + 2), tl.load(s + 3)
-    down = tl.sqrt_rn(v) * inverse_root_correction2 + tl.load(s + 4)  # eps
-    return tl.div_rn(m, down) * negative_step_size, m, v
+    negative_step_size, inverse_root_correction2, eps = (
+        tl.load(s + 2),
+        tl.load(s + 3),
+        tl.load(s + 4),
+    )
+    return tl.div_rn(m, tl.sqrt_rn(v) * inverse_root_correction2 + eps) * negative_step_size, m, v
 
 
 @triton.jit
@@ -385,65 +324,62 @@ def lion(w, g, m, s):
 def update(w, g, m, v, s, RULE: tl.constexpr):
     if RULE == "AdamW":
         change, m, v = adam(g, m, v, s)
-        return change + tl.load(s + 5) * w, m, v
-    if RULE == "Adam":
-        return adam(g + w * tl.load(s + 5), m, v, s)
-    if RULE == "SGD":
+        change = change + tl.load(s + 5) * w
+    elif RULE == "Adam":
+        change, m, v = adam(g + w * tl.load(s + 5), m, v, s)
+    elif RULE == "SGD":
         change, m = sgd(w, g, m, s)
-        return change, m, v
-    if RULE == "Lion":
+    elif RULE == "Lion":
         change, m = lion(w, g, m, s)
-        return change, m, v
-    return (g + w * tl.load(s)) * tl.load(s + 1), m, v  # SGD without momentum
+    else:  # SGD without momentum
+        change = (g + w * tl.load(s)) * tl.load(s + 1)
+    return change, m, v
 
 
 @triton.jit
-def averaged(g, m, s, RULE: tl.constexpr):
-    """Return what the direction of a matrix rule is computed from, and the new momentum."""
-    if RULE == "Muon":
-        m = toward(m, g, tl.load(s + 2))
-        g = tl.where(tl.load(s + 3) != 0, g + (m - g) * tl.load(s + 1), m)
-    return g, m
+def muon(g, m, s):
+    """Return what the direction is computed from, and the new momentum."""
+    m = toward(m, g, tl.load(s + 2))
+    return tl.where(tl.load(s + 3) != 0, g + (m - g) * tl.load(s + 1), m), m
 
 
 # ── Collage: every operation rounds to the weight's format ────────────────────────────────────────
 
 
 @triton.jit
-def rn(x, DROP: tl.constexpr):
-    bits = rounded(int_of(x), DROP) & -(1 << DROP)
-    return tl.where(x == x, float_of(bits), float("nan"))
+def rn(x, D: tl.constexpr):
+    return tl.where(x == x, float_of(rounded(int_of(x), D)), float("nan"))
 
 
 @triton.jit
-def grow(high, low, x, DROP: tl.constexpr):
-    total = rn(high + x, DROP)
+def fast_two_sum(a, b, D: tl.constexpr):
+    total = rn(a + b, D)
+    return total, b - (total - a)
+
+
+@triton.jit
+def grow(high, low, x, D: tl.constexpr):
+    total = rn(high + x, D)
     of_x = total - high
-    error = rn(low + ((high - (total - of_x)) + (x - of_x)), DROP)
-    result = rn(total + error, DROP)
-    return result, error - (result - total)
+    return fast_two_sum(total, rn(low + ((high - (total - of_x)) + (x - of_x)), D), D)
 
 
 @triton.jit
-def multiply(high, low, by, by_low, DROP: tl.constexpr):
-    exact = high * by
-    product = rn(exact, DROP)
-    error = rn(exact - product, DROP)
-    rest = rn(rn(rn(low * by, DROP) + high * by_low, DROP) + error, DROP)
-    result = rn(product + rest, DROP)
-    return result, rest - (result - product)
+def multiply(high, low, by, by_low, D: tl.constexpr):
+    product = rn(high * by, D)
+    error = rn(high * by - product, D)
+    return fast_two_sum(product, rn(rn(rn(low * by, D) + high * by_low, D) + error, D), D)
 
 
 @triton.jit
-def collage(w, g, m, v, v_low, s, row: tl.constexpr):
-    """Return the change and the new moments."""
-    D: tl.constexpr = row.below
+def collage(w, g, m, v, v_low, s, PAIR: tl.constexpr, D: tl.constexpr):
+    """Return AdamW's change and the new moments."""
     one_minus_beta1, one_minus_beta2 = tl.load(s), tl.load(s + 1)
     beta2 = 1 - one_minus_beta2
     g = rn(float_of(quiet(g)), D)
     m = rn(rn(m * (1 - one_minus_beta1), D) + one_minus_beta1 * g, D)
     square = one_minus_beta2 * g * g
-    if row.has_pair:
+    if PAIR:
         high = rn(beta2, D)
         v, v_low = multiply(v, v_low, high, rn(beta2 - high, D), D)
         v, v_low = grow(v, v_low, rn(square, D), D)
@@ -454,7 +390,8 @@ def collage(w, g, m, v, v_low, s, row: tl.constexpr):
     return rn(step + rn(w * tl.load(s + 5), D), D), m, v, v_low
 
 
-# ── programs ──────────────────────────────────────────────────────────────────────────────────────
+# ── programs: `at` are elements of `tile`, which is a row of the table, its first element, its
+# length, and whether it is read in whole vectors of 16 bytes ─────────────────────────────────────
 
 
 @triton.jit
@@ -468,251 +405,210 @@ def sum_of(a, b):
 
 
 @triton.jit
-def load_words(row_of_table, PLACE: tl.constexpr, begin, at, left, aligned, TYPE: tl.constexpr):
-    address = tl.load(row_of_table + PLACE).to(tl.pointer_type(TYPE))
-    if aligned != 0:  # a mask in whole vectors
-        x = tl.load(tl.multiple_of(address + begin, 16) + at, mask=at < left // 16 * 16, other=0)
+def load(tile, at, PLACE: tl.constexpr, BYTES: tl.constexpr):
+    TYPE: tl.constexpr = tl.int32 if BYTES == 4 else (tl.int16 if BYTES == 2 else tl.int8)
+    address = tl.load(tile[0] + PLACE).to(tl.pointer_type(TYPE)) + tile[1]
+    if tile[3] != 0:
+        x = tl.load(tl.multiple_of(address, 16) + at, mask=at < tile[2] // 16 * 16, other=0)
     else:
-        x = tl.load(address + begin + at, mask=at < left, other=0)
+        x = tl.load(address + at, mask=at < tile[2], other=0)
+    return x.to(tl.int32)
+
+
+@triton.jit
+def store(tile, at, PLACE: tl.constexpr, BYTES: tl.constexpr, x):
+    TYPE: tl.constexpr = tl.int32 if BYTES == 4 else (tl.int16 if BYTES == 2 else tl.int8)
+    address = tl.load(tile[0] + PLACE).to(tl.pointer_type(TYPE)) + tile[1]
+    if tile[3] != 0:
+        tl.store(tl.multiple_of(address, 16) + at, x.to(TYPE), mask=at < tile[2] // 16 * 16)
+    else:
+        tl.store(address + at, x.to(TYPE), mask=at < tile[2])
+
+
+@triton.jit
+def load_values(tile, at, PLACE: tl.constexpr, wide, row: tl.constexpr):
+    """Return values of the gradient or the weight, with infinities and NaN."""
+    if wide != 0:
+        x = float_of(load(tile, at, PLACE, 4))
+    else:
+        bits = visible_bits(load(tile, at, PLACE, row.bytes[0]), row)
+        x = visible_value(bits, row)
+        if row.visible == "float16":
+            x = tl.where(tl.abs(x) >= 65536.0, float_of(bits | 0x7F800000), x)
     return x
 
 
 @triton.jit
-def load_plane(row_of_table, PLACE: tl.constexpr, begin, at, left, aligned, BYTES: tl.constexpr):
-    TYPE: tl.constexpr = tl.int32 if BYTES == 4 else (tl.int16 if BYTES == 2 else tl.int8)
-    return load_words(row_of_table, PLACE, begin, at, left, aligned, TYPE).to(tl.int32)
-
-
-@triton.jit
-def store_plane(
-    row_of_table, PLACE: tl.constexpr, begin, at, left, aligned, x, BYTES: tl.constexpr
-):
-    TYPE: tl.constexpr = tl.int32 if BYTES == 4 else (tl.int16 if BYTES == 2 else tl.int8)
-    address = tl.load(row_of_table + PLACE).to(tl.pointer_type(TYPE))
-    if aligned != 0:
-        tl.store(tl.multiple_of(address + begin, 16) + at, x.to(TYPE), mask=at < left // 16 * 16)
-    else:
-        tl.store(address + begin + at, x.to(TYPE), mask=at < left)
-
-
-@triton.jit
-def load_gradient(row_of_table, begin, at, left, aligned, wide, row: tl.constexpr):
-    if wide != 0:
-        g = load_words(row_of_table, 1, begin, at, left, aligned, tl.float32)
-    else:
-        word = load_plane(row_of_table, 1, begin, at, left, aligned, row.bytes)
-        g = gradient_value(word, row.visible)
-    return g
-
-
-@triton.jit
-def load_state(row_of_table, begin, at, left, aligned, row: tl.constexpr):
-    """Return the words of up to four planes."""
-    w0 = at & 0
-    w1, w2, w3 = w0, w0, w0
-    if row.planes > 0:
-        w0 = load_plane(row_of_table, 2, begin, at, left, aligned, row.bytes0)
-    if row.planes > 1:
-        w1 = load_plane(row_of_table, 3, begin, at, left, aligned, row.bytes1)
-    if row.planes > 2:
-        w2 = load_plane(row_of_table, 4, begin, at, left, aligned, row.bytes2)
-    if row.planes > 3:
-        w3 = load_plane(row_of_table, 5, begin, at, left, aligned, row.bytes3)
-    return w0, w1, w2, w3
+def load_planes(tile, at, row: tl.constexpr):
+    words = (at,)
+    for k in tl.static_range(1, len(row.bytes)):
+        words = words + (load(tile, at, 1 + k, row.bytes[k]),)
+    return words[1:]
 
 
 @triton.jit
 def find(table, tiles, row: tl.constexpr):
-    """Return a program's row of the table, its sizes, its place, first element and length."""
+    """Return a program's tile, its place, and its sizes in the table."""
     program = tl.program_id(0)
-    width = row.addresses + SIZES
-    row_of_table = table + tl.load(tiles + program).to(tl.int64) * width
+    row_of_table = table + tl.load(tiles + program).to(tl.int64) * (row.addresses + SIZES)
     sizes = row_of_table + row.addresses
-    extent, numel = tl.load(sizes), tl.load(sizes + 1)
     place = program - tl.load(sizes + 2)
-    begin = place * extent
-    return row_of_table, sizes, place, begin, tl.minimum(numel - begin, extent).to(tl.int32)
+    begin = place * tl.load(sizes)
+    left = tl.minimum(tl.load(sizes + 1) - begin, tl.load(sizes)).to(tl.int32)
+    return (row_of_table, begin, left, tl.load(sizes + 6)), place, sizes
 
 
 @triton.jit
-def peaks_of(row_of_table, begin, left, aligned, wide, row: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the largest magnitudes of a row's gradient and weight, in which a NaN is the largest."""
-    most_gradient = tl.full([BLOCK], 0, tl.int32)
-    most_weight = tl.full([BLOCK], 0, tl.int32)
-    for start in range(0, left, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        g = load_gradient(row_of_table, begin, at, left, aligned, wide, row)
-        most_gradient = tl.maximum(most_gradient, int_of(g) & 0x7FFFFFFF)
-        if row.penalized:
-            word = load_plane(row_of_table, 0, begin, at, left, aligned, row.bytes)
-            weight = gradient_value(word, row.visible)
-            most_weight = tl.maximum(most_weight, int_of(weight) & 0x7FFFFFFF)
-    gradient = tl.reduce(most_gradient, 0, larger_of)
-    return float_of(gradient), float_of(tl.reduce(most_weight, 0, larger_of))
+def peak_of(tile, PLACE: tl.constexpr, wide, row: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the largest magnitude of a row, in which a NaN is the largest."""
+    most = tl.full([BLOCK], 0, tl.int32)
+    for start in range(0, tile[2], BLOCK):
+        x = load_values(tile, start + tl.arange(0, BLOCK), PLACE, wide, row)
+        most = tl.maximum(most, int_of(x) & MAGNITUDE)
+    return float_of(tl.reduce(most, 0, larger_of))
 
 
 @triton.jit
-def finite(bound):
-    return tl.where(bound < float("inf"), bound, 3e38)
+def bound_at(tile, place, STATE: tl.constexpr, row: tl.constexpr):
+    column = tile[0] + row.addresses - row.states + STATE
+    return tl.load(column).to(tl.pointer_type(tl.float32)) + place
 
 
 @triton.jit
-def end_of(bound, SIGN: tl.constexpr):
+def record_of(tile, place, wide, row: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the largest magnitudes of a row, and its bounds so far."""
+    peak = peak_of(tile, 1, wide, row, BLOCK)
+    weight = peak
+    if row.penalized:
+        weight = peak_of(tile, 0, 0, row, BLOCK)
+    first = tl.load(bound_at(tile, place, 0, row))
+    return peak, weight, first, tl.load(bound_at(tile, place, row.states - 1, row))
+
+
+@triton.jit
+def end_of(bound, WAY: tl.constexpr):
     """Return the power of two not below a bound, or its inverse."""
-    exponent = ((int_of(finite(bound)) + 0x7FFFFF) >> 23) - 127
-    exponent = tl.minimum(tl.maximum(exponent, -112), 126)
-    return float_of((127 + SIGN * exponent) << 23)
+    finite = tl.where(bound < float("inf"), bound, 3e38)
+    exponent = ((int_of(finite) + 0x7FFFFF) >> 23) - 127
+    return float_of((127 + WAY * tl.minimum(tl.maximum(exponent, -112), 126)) << 23)
 
 
 @triton.jit
-def larger_magnitude(a, b):
-    return float_of(tl.maximum(int_of(a) & 0x7FFFFFFF, int_of(b) & 0x7FFFFFFF))
+def bound_of(x, y, old, skip):
+    """Return the new bound of a row from a state's values at its largest magnitudes."""
+    most = float_of(tl.maximum(int_of(x) & MAGNITUDE, int_of(y) & MAGNITUDE))
+    return tl.where(skip, old, tl.where(most < float("inf"), most, 3e38))
 
 
 @triton.jit
-def bound_at(row_of_table, place, STATE: tl.constexpr, row: tl.constexpr):
-    return tl.load(row_of_table + 2 + row.planes + STATE).to(tl.pointer_type(tl.float32)) + place
+def set_bounds(
+    tile, place, record, wide, control, records, s, row: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Bound the new states of a row by the rule's step of its largest magnitudes.
 
-
-@triton.jit
-def bounds_of(row_of_table, place, row: tl.constexpr):
-    first = tl.load(bound_at(row_of_table, place, 0, row))
-    second = first
+    Return the multipliers of both codes: into their windows, and back.
+    """
+    if record < 0:
+        peak, weight, m, v = record_of(tile, place, wide, row, BLOCK)
+    else:
+        at = records + (record + place) * (1 + row.penalized + row.states)
+        peak, weight, m = tl.load(at), tl.load(at + row.penalized), tl.load(at + row.penalized + 1)
+        v = tl.load(at + row.penalized + row.states)
+    skip = tl.load(control + 1) != 0
+    peak = peak * tl.abs(tl.load(control))
+    _, plus_m, plus_v = update(weight, peak, m, v, s, row.rule)
+    _, minus_m, minus_v = update(weight, -1.0 * peak, m, v, s, row.rule)
+    new_m, new_v = bound_of(plus_m, minus_m, m, skip), bound_of(plus_v, minus_v, v, skip)
+    tl.store(bound_at(tile, place, 0, row), new_m)
     if row.states > 1:
-        second = tl.load(bound_at(row_of_table, place, 1, row))
-    return first, second
-
-
-@triton.jit
-def bound(weight, peak, old_first, old_second, s, row: tl.constexpr):
-    """Bound the new states of a row by the rule's step of its largest magnitudes."""
-    _, m, v = update(weight, peak, old_first, old_second, s, row.rule)
-    _, minus_m, minus_v = update(weight, -1.0 * peak, old_first, old_second, s, row.rule)
-    return finite(larger_magnitude(m, minus_m)), finite(larger_magnitude(v, minus_v))
+        tl.store(bound_at(tile, place, 1, row), new_v)
+    return end_of(new_m, -1), end_of(m, 1), end_of(new_v, -1), end_of(v, 1)
 
 
 @triton.jit
 def step(table, tiles, numbers, control, records, row: tl.constexpr, BLOCK: tl.constexpr):
-    row_of_table, sizes, place, begin, left = find(table, tiles, row)
-    record, wide = tl.load(sizes + 4), tl.load(sizes + 5)
-    aligned, number = tl.load(sizes + 6), tl.load(sizes + 7)
-    gradient_scale, skip = tl.load(control), tl.load(control + 1) != 0
-    s = numbers + number * (row.scalars + 1)
+    tile, place, sizes = find(table, tiles, row)
+    wide = tl.load(sizes + 5)
+    s = numbers + tl.load(sizes + 7) * (row.scalars + 1)
     seed = int_of(tl.load(s + row.scalars))
-    first_into, first_back, second_into, second_back = 1.0, 1.0, 1.0, 1.0
+    scales = 1.0, 1.0, 1.0, 1.0
     if row.is_scaled:
-        found = records + (record + place) * (1 + row.penalized + row.states)
-        if record < 0:
-            peak, weight = peaks_of(row_of_table, begin, left, aligned, wide, row, BLOCK)
-            old_first, old_second = bounds_of(row_of_table, place, row)
-        else:
-            peak, weight = tl.load(found), tl.load(found + row.penalized)
-            old_first = tl.load(found + 1 + row.penalized)
-            old_second = tl.load(found + row.penalized + row.states)
-        peak = peak * tl.abs(gradient_scale)
-        new_first, new_second = bound(weight, peak, old_first, old_second, s, row)
-        new_first = tl.where(skip, old_first, new_first)
-        new_second = tl.where(skip, old_second, new_second)
-        first_into, first_back = end_of(new_first, -1), end_of(old_first, 1)
-        second_into, second_back = end_of(new_second, -1), end_of(old_second, 1)
-        tl.store(bound_at(row_of_table, place, 0, row), new_first)
-        if row.states > 1:
-            tl.store(bound_at(row_of_table, place, 1, row), new_second)
-    end = tl.where(skip, 0, left)
-    for start in range(0, end, BLOCK):
+        scales = set_bounds(tile, place, tl.load(sizes + 4), wide, control, records, s, row, BLOCK)
+    for start in range(0, tl.where(tl.load(control + 1) != 0, 0, tile[2]), BLOCK):
         at = start + tl.arange(0, BLOCK)
-        word = load_plane(row_of_table, 0, begin, at, left, aligned, row.bytes)
-        gradient = load_gradient(row_of_table, begin, at, left, aligned, wide, row)
-        w0, w1, w2, w3 = load_state(row_of_table, begin, at, left, aligned, row)
-        seen = visible_bits(word, row.visible)
-        x, low = read_weight(w0, w1, w2, w3, seen, row)
-        g = gradient * gradient_scale
-        m = float_of(seen & 0)
-        v, v_low = m, m
+        seen = visible_bits(load(tile, at, 0, row.bytes[0]), row)
+        gradient = load_values(tile, at, 1, wide, row)
+        words = load_planes(tile, at, row)
+        x, low = read_weight(words, seen, row)
+        g, m, v, v_low = gradient * tl.load(control), x, x, x
         if row.states > 0:
-            m = decode(w0, w1, w2, w3, row.first, first_back)
+            m = decode(words, row.first, scales[1])
         if row.states > 1:
-            v = decode(w0, w1, w2, w3, row.second, second_back)
-        random = seen & 0
-        if row.is_random:
-            bits = int_of(gradient) >> 16 & 0x7F
-            if row.visible != "bfloat16":
-                bits = int_of(scaled(gradient, row.visible)) & 0x7FFFFF
-            random = random_bits(int_of(x) ^ bits, seed)
+            v = decode(words, row.second, scales[3])
+        mantissa = int_of(gradient) >> 16 & 0x7F
+        if row.visible != "bfloat16":
+            mantissa = scaled_bits(gradient, row) & 0x7FFFFF
+        random = random_bits(int_of(x) ^ mantissa, seed)
         if row.is_expansion:
-            if row.has_pair:
-                v_low = decode(w0, w1, w2, w3, row.second_low, second_back)
+            if row.second_low.plane >= 0:
+                v_low = decode(words, row.second_low, scales[3])
             x, low = float_of(quiet(x)), float_of(quiet(low))
-            change, m, v, v_low = collage(x, g, m, v, v_low, s, row)
+            PAIR: tl.constexpr = row.second_low.plane >= 0
+            change, m, v, v_low = collage(x, g, m, v, v_low, s, PAIR, row.below)
             x, low = grow(x, low, change, row.below)
             seen = nearest(x, row)
             beside = low_word(seen, low, row)
         else:
             if row.given:
-                PLACE: tl.constexpr = 2 + row.planes
-                change = load_words(row_of_table, PLACE, begin, at, left, aligned, tl.float32)
-                _, m = averaged(g, m, s, row.rule)
+                change = float_of(load(tile, at, 1 + len(row.bytes), 4))
+                if row.rule == "Muon":
+                    _, m = muon(g, m, s)
                 if row.scalars > 0:
-                    change = change + (x + low if row.beside == "weight_low" else x) * tl.load(s)
+                    change += (x + low if row.beside == "weight_low" else x) * tl.load(s)
             else:
                 change, m, v = update(x, g, m, v, s, row.rule)
             seen, beside = write_weight(x, low, change, random, row)
-        w0 = at & 0
-        w1, w2, w3 = w0, w0, w0
-        if row.beside != "":
-            w0, w1, w2, w3 = added_to(w0, w1, w2, w3, row.weight, beside)
-        if row.states > 0:
-            code = encode(m, random, row.first, first_into)
-            w0, w1, w2, w3 = added_to(w0, w1, w2, w3, row.first, code)
-        if row.states > 1:
-            code = encode(v, random, row.second, second_into)
-            w0, w1, w2, w3 = added_to(w0, w1, w2, w3, row.second, code)
-        if row.has_pair:
-            code = encode(v_low, random, row.second_low, second_into)
-            w0, w1, w2, w3 = added_to(w0, w1, w2, w3, row.second_low, code)
-        word = visible_word(seen, row.visible)
-        store_plane(row_of_table, 0, begin, at, left, aligned, word, row.bytes)
-        if row.planes > 0:
-            store_plane(row_of_table, 2, begin, at, left, aligned, w0, row.bytes0)
-        if row.planes > 1:
-            store_plane(row_of_table, 3, begin, at, left, aligned, w1, row.bytes1)
-        if row.planes > 2:
-            store_plane(row_of_table, 4, begin, at, left, aligned, w2, row.bytes2)
-        if row.planes > 3:
-            store_plane(row_of_table, 5, begin, at, left, aligned, w3, row.bytes3)
+        store(tile, at, 0, row.bytes[0], visible_word(seen, row))
+        for k in tl.static_range(0, len(row.bytes) - 1):
+            word = at & 0
+            if row.weight.plane == k:
+                word |= beside
+            if row.first.plane == k:
+                word |= encode(m, random, row.first, scales[0])
+            if row.second.plane == k:
+                word |= encode(v, random, row.second, scales[2])
+            if row.second_low.plane == k:
+                word |= encode(v_low, random, row.second_low, scales[2])
+            store(tile, at, 2 + k, row.bytes[k + 1], word)
 
 
 @triton.jit
 def find_peaks(table, tiles, numbers, control, records, row: tl.constexpr, BLOCK: tl.constexpr):
-    """Write the records of rows that ranks share: largest magnitudes and bounds so far."""
-    row_of_table, sizes, place, begin, left = find(table, tiles, row)
-    record, wide, aligned = tl.load(sizes + 4), tl.load(sizes + 5), tl.load(sizes + 6)
+    """Write the records of rows that ranks share."""
+    tile, place, sizes = find(table, tiles, row)
+    record = tl.load(sizes + 4)
     if record >= 0:
-        gradient, weight = peaks_of(row_of_table, begin, left, aligned, wide, row, BLOCK)
-        found = records + (record + place) * (1 + row.penalized + row.states)
-        tl.store(found, gradient)
+        at = records + (record + place) * (1 + row.penalized + row.states)
+        peak, weight, first, second = record_of(tile, place, tl.load(sizes + 5), row, BLOCK)
+        tl.store(at, peak)
         if row.penalized:
-            tl.store(found + 1, weight)
-        first, second = bounds_of(row_of_table, place, row)
-        tl.store(found + 1 + row.penalized, first)
+            tl.store(at + 1, weight)
+        tl.store(at + row.penalized + 1, first)
         if row.states > 1:
-            tl.store(found + 2 + row.penalized, second)
+            tl.store(at + row.penalized + 2, second)
 
 
 @triton.jit
 def average(table, tiles, numbers, control, records, row: tl.constexpr, BLOCK: tl.constexpr):
     """Write the average of the gradient of a matrix rule into its change."""
-    row_of_table, sizes, _, begin, left = find(table, tiles, row)
-    wide, aligned, number = tl.load(sizes + 5), tl.load(sizes + 6), tl.load(sizes + 7)
-    s = numbers + number * (row.scalars + 1)
-    address = tl.load(row_of_table + 2 + row.planes).to(tl.pointer_type(tl.float32)) + begin
-    for start in range(0, left, BLOCK):
+    tile, _, sizes = find(table, tiles, row)
+    s = numbers + tl.load(sizes + 7) * (row.scalars + 1)
+    for start in range(0, tile[2], BLOCK):
         at = start + tl.arange(0, BLOCK)
-        g = load_gradient(row_of_table, begin, at, left, aligned, wide, row) * tl.load(control)
-        if row.states > 0:
-            w0, w1, w2, w3 = load_state(row_of_table, begin, at, left, aligned, row)
-            g, _ = averaged(g, decode(w0, w1, w2, w3, row.first, 1.0), s, row.rule)
-        tl.store(address + at, g, mask=at < left)
+        g = load_values(tile, at, 1, tl.load(sizes + 5), row) * tl.load(control)
+        if row.rule == "Muon":
+            g, _ = muon(g, decode(load_planes(tile, at, row), row.first, 1.0), s)
+        store(tile, at, 1 + len(row.bytes), 4, int_of(g))
 
 
 # ── the norm of gradients: squares on two grids of integers, whose sums no order changes ──────────
@@ -720,74 +616,72 @@ def average(table, tiles, numbers, control, records, row: tl.constexpr, BLOCK: t
 
 @triton.jit
 def values_of(table, tiles, TYPE: tl.constexpr, start, SPAN: tl.constexpr, BLOCK: tl.constexpr):
-    row_of_table = table + tl.load(tiles + tl.program_id(0)) * 5
-    begin = (tl.program_id(0) - tl.load(row_of_table + 1)) * SPAN
-    address, numel = tl.load(row_of_table), tl.load(row_of_table + 2)
+    row = table + tl.load(tiles + tl.program_id(0)) * 5
+    address, numel = tl.load(row), tl.load(row + 2)
     at = start + tl.arange(0, BLOCK)
-    left = numel - begin
+    begin = (tl.program_id(0) - tl.load(row + 1)) * SPAN
     pointer = address.to(tl.pointer_type(TYPE))
     if (address | numel * 2) % 16 == 0:
-        left = tl.multiple_of(left, 8)
+        left = tl.multiple_of(numel - begin, 8)
         x = tl.load(tl.multiple_of(pointer, 16) + begin + at, mask=at < left, other=0.0)
     else:
-        x = tl.load(pointer + begin + at, mask=at < left, other=0.0)
+        x = tl.load(pointer + begin + at, mask=at < numel - begin, other=0.0)
     return x.to(tl.float32)
 
 
 @triton.jit
-def largest_of(table, tiles, TYPE: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr):
+def largest_of(table, tiles, peaks, TYPE: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr):
     bits = tl.full([BLOCK], 0, tl.int32)
     for start in range(0, SPAN, BLOCK):
-        x = values_of(table, tiles, TYPE, start, SPAN, BLOCK)
-        bits = tl.maximum(bits, int_of(x) & 0x7FFFFFFF)
-    return tl.reduce(bits, 0, larger_of)
+        bits = tl.maximum(
+            bits, int_of(values_of(table, tiles, TYPE, start, SPAN, BLOCK)) & MAGNITUDE
+        )
+    tl.atomic_max(peaks + tl.load(tiles + tl.program_id(0)), tl.reduce(bits, 0, larger_of))
 
 
 @triton.jit
 def largest(table, tiles, peaks, SPAN: tl.constexpr, BLOCK: tl.constexpr):
-    tensor = tl.load(tiles + tl.program_id(0))
-    dtype = tl.load(table + tensor * 5 + 4)
+    dtype = tl.load(table + tl.load(tiles + tl.program_id(0)) * 5 + 4)
     if dtype == 0:
-        bits = largest_of(table, tiles, tl.bfloat16, SPAN, BLOCK)
+        largest_of(table, tiles, peaks, tl.bfloat16, SPAN, BLOCK)
     elif dtype == 1:
-        bits = largest_of(table, tiles, tl.float16, SPAN, BLOCK)
+        largest_of(table, tiles, peaks, tl.float16, SPAN, BLOCK)
     else:
-        bits = largest_of(table, tiles, tl.float32, SPAN, BLOCK)
-    tl.atomic_max(peaks + tensor, bits)
+        largest_of(table, tiles, peaks, tl.float32, SPAN, BLOCK)
 
 
 @triton.jit
 def to_even(x):
-    """Round a float64 below 2^52: the sum with 2^52 rounds off the bits below 1."""
+    """Round a float64: below 2^52 the sum with it rounds off the bits below 1."""
     near = tl.where(x < 0, x - 2.0**52 + 2.0**52, x + 2.0**52 - 2.0**52)
     return tl.where(tl.abs(x) >= 2.0**52, x, near)
 
 
 @triton.jit
-def squares_of(table, tiles, scales, TYPE: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr):
+def squares_of(
+    table, tiles, scales, slot, TYPE: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr
+):
     coarse, fine = tl.full([BLOCK], 0, tl.int64), tl.full([BLOCK], 0, tl.int64)
     for start in range(0, SPAN, BLOCK):
         x = values_of(table, tiles, TYPE, start, SPAN, BLOCK).to(tl.float64)
-        scaled_square = x * x * tl.load(scales)
-        whole = to_even(scaled_square)
+        scaled = x * x * tl.load(scales)
+        whole = to_even(scaled)
         coarse += whole.to(tl.int64)
-        fine += to_even((scaled_square - whole) * tl.load(scales + 1)).to(tl.int64)
-    return tl.reduce(coarse, 0, sum_of), tl.reduce(fine, 0, sum_of)
+        fine += to_even((scaled - whole) * tl.load(scales + 1)).to(tl.int64)
+    tl.atomic_add(slot, tl.reduce(coarse, 0, sum_of))
+    tl.atomic_add(slot + 1, tl.reduce(fine, 0, sum_of))
 
 
 @triton.jit
 def squares(
     table, tiles, scales, sums, SPAN: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    row_of_table = table + tl.load(tiles + tl.program_id(0)) * 5
-    dtype = tl.load(row_of_table + 4)
+    row = table + tl.load(tiles + tl.program_id(0)) * 5
+    slot = sums + (tl.load(row + 3) * SLOTS + tl.program_id(0) % SLOTS) * 2
+    dtype = tl.load(row + 4)
     if dtype == 0:
-        coarse, fine = squares_of(table, tiles, scales, tl.bfloat16, SPAN, BLOCK)
+        squares_of(table, tiles, scales, slot, tl.bfloat16, SPAN, BLOCK)
     elif dtype == 1:
-        coarse, fine = squares_of(table, tiles, scales, tl.float16, SPAN, BLOCK)
+        squares_of(table, tiles, scales, slot, tl.float16, SPAN, BLOCK)
     else:
-        coarse, fine = squares_of(table, tiles, scales, tl.float32, SPAN, BLOCK)
-    group = tl.load(row_of_table + 3)
-    slot = sums + (group * SLOTS + tl.program_id(0) % SLOTS) * 2
-    tl.atomic_add(slot, coarse)
-    tl.atomic_add(slot + 1, fine)
+        squares_of(table, tiles, scales, slot, tl.float32, SPAN, BLOCK)
