@@ -1,20 +1,11 @@
 // The optimizer's step on a CPU: every code, weight and rule, and one walk over the elements of all tensors.
-//
-// Read from top to bottom: vectors, loads and stores, rounding, visible formats, weights, codes, rules,
-// layouts, the step of one lane, Collage, the walk, rows with scales, programs, the norm of gradients.
+// The definition (kernel.py, codes.py, rules/) says what each function computes, and is compared at first use.
 //
 // step_cpp.py appends what one library holds. For the storage `word` and the rule AdamW that is
-//
-//     struct Row : Storage<BFloat16, Tail<BFloat16, 8, 8>, Window<6, 5, -38, SIGNED | CHANCE>,
-//                          Window<7, 5, -76, HELD | CHANCE>> {
-//       static constexpr Layout LAYOUT{1, {4}, {0, 0}, {0, 20}, {0, 8}};
-//     };
+//     struct Row : Storage<BFloat16, Tail<BFloat16, 8, 8>, Window<6, 5, -38, SIGNED | CHANCE>, …> { … };
 //     typedef InFloats<Row, AdamW> Step;
 //     EXPORT(step, Step, AdamW, run<false>)
-//
-// The definition (kernel.py, codes.py, rules/) says what each function computes. Both are compared
-// at first use. An element of 1 or 2 bytes stands at the top of its 32-bit lane: so a bfloat16 is its
-// float32, and a store cuts what is below.
+// An element of 1 or 2 bytes stands at the top of its 32-bit lane: so a bfloat16 is its float32.
 #include <cstdint>
 #include <cstring>
 #if defined(__AVX512F__)
@@ -40,9 +31,7 @@ typedef VECTOR(double, 4 * LANES) Doubles;
 typedef VECTOR(uint64_t, 4 * LANES) Longs;
 
 // Two vectors of elements: while one waits for a division, the other goes on.
-struct Group {
-  Ints a, b;
-};
+struct Group { Ints a, b; };
 constexpr int GROUP = 2 * LANES;
 constexpr int32_t SIGN_BIT = INT32_MIN, MAGNITUDE = INT32_MAX, MANTISSA = 0x7FFFFF, EXPONENT = 0x7F800000;
 constexpr int32_t UPPER = -65536;
@@ -270,12 +259,8 @@ INLINE Ints random_bits(Ints key, int32_t seed) {
   return h ^ shifted_down(h, 16);
 }
 // The random bits of a code: `count` from `start` on, of the word turned up by `borrowed` bits.
-struct Share {
-  int start = 0, borrowed = 0, count = 0;
-};
-struct Shares {
-  Share weight, first, second;
-};
+struct Share { int start = 0, borrowed = 0, count = 0; };
+struct Shares { Share weight, first, second; };
 INLINE Ints noise(Ints random, Share share) {
   if (share.borrowed) random = random << share.borrowed | shifted_down(random, 32 - share.borrowed);
   if (share.start + share.count == 32) return shifted_down(random, share.start);
@@ -318,13 +303,9 @@ struct Float16 {
 // ── codes of states: two functions, at a bit of a lane ───────────────────────────────────────────
 
 // Of a row: a power of two that takes its values below 1, and back.
-struct Scale {
-  float into = 1, back = 1;
-};
+struct Scale { float into = 1, back = 1; };
 // A decoded state that is a product by a power of two. It is exact, so that it may be fused.
-struct Product {
-  Floats x, by;
-};
+struct Product { Floats x, by; };
 INLINE Floats value_of(Floats x) { return x; }
 INLINE Floats value_of(Product p) { return p.x * p.by; }
 
@@ -478,9 +459,7 @@ template <class V, class Code> struct Compensated : Whole {
 // ends the step. Scalars are those of the Python rule, in its order. PENALIZED: states depend on the
 // weight. GIVEN: a matrix rule, whose change is a stream, and whose average becomes its direction.
 
-struct Moments {
-  Floats first, second;
-};
+struct Moments { Floats first, second; };
 // An average moved by a share. LESS: no share is 1, which would give the value itself.
 template <bool LESS> INLINE Floats toward(Floats old, Floats x, float share) {
   return LESS || share != 1 ? old + (x - old) * share : x;
@@ -515,17 +494,13 @@ INLINE Floats end_adam(Floats root_v, Floats m, const AdamScalars& s) {
   return m / (root_v * s.inverse_root_correction2 + s.eps) * s.negative_step_size;
 }
 struct AdamW : Rule<2> {
-  struct Scalars : AdamScalars {
-    float negative_decay;
-  };
+  struct Scalars : AdamScalars { float negative_decay; };
   IS_LESS { return s.one_minus_beta1 != 1 && s.one_minus_beta2 != 1; }
   BEGIN { return begin_adam<LESS>(g, old_m, old_v, next, s); }
   CHANGE { return end_adam(waits, m, s) + s.negative_decay * w; }
 };
 struct Adam : Rule<2, true> {
-  struct Scalars : AdamScalars {
-    float weight_decay;
-  };
+  struct Scalars : AdamScalars { float weight_decay; };
   IS_LESS { return s.one_minus_beta1 != 1 && s.one_minus_beta2 != 1; }
   BEGIN { return begin_adam<LESS>(g + w * s.weight_decay, old_m, old_v, next, s); }
   CHANGE { return end_adam(waits, m, s); }
@@ -543,17 +518,13 @@ struct SGD : Rule<1, true> {
   CHANGE { return (waits * s.share_of_gradient + m * s.share_of_momentum) * s.negative_lr; }
 };
 struct PlainSGD : Rule<0, true> {
-  struct Scalars {
-    float weight_decay, negative_lr;
-  };
+  struct Scalars { float weight_decay, negative_lr; };
   IS_LESS { return true; }
   BEGIN { return g + w * s.weight_decay; }
   CHANGE { return waits * s.negative_lr; }
 };
 struct Lion : Rule<1> {
-  struct Scalars {
-    float one_minus_beta1, one_minus_beta2, negative_lr, negative_decay;
-  };
+  struct Scalars { float one_minus_beta1, one_minus_beta2, negative_lr, negative_decay; };
   IS_LESS { return s.one_minus_beta1 != 1 && s.one_minus_beta2 != 1; }
   BEGIN {
     const Floats direction = toward<LESS>(old_m, g, s.one_minus_beta1);
@@ -563,9 +534,7 @@ struct Lion : Rule<1> {
   CHANGE { return waits * s.negative_lr + w * s.negative_decay; }
 };
 struct Muon : Rule<1, false, true> {
-  struct Scalars {
-    float negative_decay, momentum, one_minus_momentum, nesterov;
-  };
+  struct Scalars { float negative_decay, momentum, one_minus_momentum, nesterov; };
   IS_LESS { return s.one_minus_momentum != 1; }
   BEGIN { return next.first = toward<LESS>(old_m, g, s.one_minus_momentum); }
   CHANGE { return waits + w * s.negative_decay; }
@@ -575,9 +544,7 @@ struct Muon : Rule<1, false, true> {
 };
 // A matrix rule whose states have shapes of their own: only the decay is left, or nothing.
 template <bool HAS_DECAY> struct Given : Rule<0, false, true> {
-  struct Scalars {
-    float negative_decay[HAS_DECAY];
-  };
+  struct Scalars { float negative_decay[HAS_DECAY]; };
   IS_LESS { return true; }
   BEGIN { return g; }
   CHANGE {
@@ -610,16 +577,12 @@ template <class R> struct Numbers {
   typename R::Scalars rule;
   int32_t seed;
 };
-struct Scales {
-  Scale first, second;
-};
+struct Scales { Scale first, second; };
 struct Lane {
   Ints seen, plane[4];
   Floats gradient, given;
 };
-struct Written {
-  Ints seen, plane[4];
-};
+struct Written { Ints seen, plane[4]; };
 #define TYPES_OF_STORAGE \
   typedef typename S::V V; typedef typename S::W W; \
   typedef typename S::First First; typedef typename S::Second Second;
@@ -652,9 +615,7 @@ template <class S, class R> struct InFloats {
     if constexpr (R::GIVEN) {
       const Floats weight = W::HAS_LOW ? y.weight + y.low : y.weight;
       y.waits = R::change(weight, x.given, Floats{}, n.rule);
-    } else if constexpr (W::HAS_LOW) {
-      y.waits = R::change(y.weight, y.waits, y.next.first, n.rule);
-    }
+    } else if constexpr (W::HAS_LOW) { y.waits = R::change(y.weight, y.waits, y.next.first, n.rule); }
     return y;
   }
   INLINE Written end(const Waiting& x, const Numbers<R>& n, const Scales& scales) {
@@ -680,9 +641,7 @@ template <class S, class R> struct InFloats {
 // ── Collage: AdamW in which every operation rounds to the format of the weight ───────────────────
 // A pair is the exact sum of two numbers of the format (numerics/expansions.py).
 
-struct Pair {
-  Floats high, low;
-};
+struct Pair { Floats high, low; };
 template <int DROP> struct Expansions {
   INLINE Floats rn(Floats x) { return float_of(cut<DROP>(rounded<DROP>(int_of(x)))); }
   INLINE Pair fast_two_sum(Floats a, Floats b) {
@@ -730,9 +689,7 @@ template <class S, class R> struct InExpansions {
       const Floats v_low = value_of(SecondLow::template decode<16>(lane, finer(scales.second)));
       const Floats high = X::rn(beta2);
       y.second = X::grow(X::multiply({v, v_low}, {high, X::rn(beta2 - high)}), X::rn(square));
-    } else {
-      y.second.high = X::rn(X::rn(v * beta2) + square);
-    }
+    } else { y.second.high = X::rn(X::rn(v * beta2) + square); }
     return y;
   }
   INLINE Written end(const Waiting& x, const Numbers<R>& n, const Scales& scales) {
@@ -765,9 +722,7 @@ template <class Step, class R> struct Walk {
     return V::BYTES == 2 && !R::GIVEN;
   }
   static constexpr bool PAIRED = is_paired();
-  struct Lanes {
-    Lane a, b;
-  };
+  struct Lanes { Lane a, b; };
   INLINE int size_of(int stream, bool wide) {
     if (stream == 0) return V::BYTES;
     if (stream == 1) return wide ? 4 : V::BYTES;
@@ -835,8 +790,7 @@ template <class Step, class R> struct Walk {
     end(GROUP * (count - 1));
   }
   // Write the average of the gradient of a matrix rule into its change.
-  template <bool WIDE>
-  APART void average_groups(char* const* p, int64_t count, const Numbers<R>& numbers) {
+  template <bool WIDE> APART void average_groups(char* const* p, int64_t count, const Numbers<R>& numbers) {
     const Numbers<R> n = numbers;
     const auto average = [&](const Lane& x) ALWAYS {
       const Floats g = x.gradient * n.gradient_scale;
@@ -852,20 +806,17 @@ template <class Step, class R> struct Walk {
       store<4, false>(p[STREAMS - 1] + 4 * at, {average(x.a), average(x.b)});
     }
   }
+  template <bool AVERAGES, bool WIDE>
+  INLINE void run_groups(char* const* p, int64_t count, const Numbers<R>& n, const Scales& s) {
+    if constexpr (AVERAGES) average_groups<WIDE>(p, count, n);
+    else if (R::is_less(n.rule)) step_groups<true, WIDE>(p, count, n, s);
+    else step_groups<false, WIDE>(p, count, n, s);
+  }
   template <bool AVERAGES>
   INLINE void run(char* const* p, int64_t count, bool wide, const Numbers<R>& n, const Scales& s) {
-    constexpr bool IS_FLOAT32 = V::BYTES == 4;
     if (!count) return;
-    if constexpr (AVERAGES) {
-      if (wide) average_groups<true>(p, count, n);
-      else average_groups<IS_FLOAT32>(p, count, n);
-    } else if (R::is_less(n.rule)) {
-      if (wide) step_groups<true, true>(p, count, n, s);
-      else step_groups<true, IS_FLOAT32>(p, count, n, s);
-    } else {
-      if (wide) step_groups<false, true>(p, count, n, s);
-      else step_groups<false, IS_FLOAT32>(p, count, n, s);
-    }
+    if (wide) run_groups<AVERAGES, true>(p, count, n, s);
+    else if constexpr (V::BYTES == 2) run_groups<AVERAGES, false>(p, count, n, s);
   }
   // Walk over whole groups, and over the rest in a copy padded with zeros.
   template <bool AVERAGES>
@@ -931,9 +882,7 @@ INLINE float larger_magnitude(Floats x, Floats y) {
   return float_of(a > b ? a : b);
 }
 // Bounds of one or two states, by the state's place.
-struct Bounds {
-  float of[2] = {};
-};
+struct Bounds { float of[2] = {}; };
 template <class R> INLINE Bounds new_bounds(float gradient, float weight, Bounds old, const Numbers<R>& n) {
   const Floats g = splat(gradient * float_of(int_of(n.gradient_scale) & MAGNITUDE)), w = splat(weight);
   const Floats m = splat(old.of[0]), v = splat(old.of[1]);
@@ -947,9 +896,7 @@ template <class R> INLINE Bounds new_bounds(float gradient, float weight, Bounds
 // ── programs: a part of a tensor, or a row that has scales ───────────────────────────────────────
 
 // A row of the table: addresses of the streams and of the bounds, then these (table.py).
-struct Sizes {
-  int64_t extent, numel, first, count, record, wide, aligned, number;
-};
+struct Sizes { int64_t extent, numel, first, count, record, wide, aligned, number; };
 template <class Step, class R> struct Programs {
   typedef Walk<Step, R> W;
   typedef typename Step::V V;
@@ -1027,9 +974,7 @@ template <class Step, class R> struct Programs {
 #else
 #define HALF_OF(x, k) __builtin_shufflevector(x, x, k, k + 1)
 #endif
-struct Sums {
-  int64_t coarse = 0, fine = 0;
-};
+struct Sums { int64_t coarse = 0, fine = 0; };
 template <class V> APART Sums squares_by_element(const char* p, int64_t count, double first, double second) {
   Sums sums;
   for (int64_t at = 0; at < count; at++) {
@@ -1073,9 +1018,7 @@ template <class V> APART Sums squares_of(const char* p, int64_t count, double fi
 }
 
 // A row of the norm's table (norm.py). A program reads SPAN elements.
-struct Gradient {
-  int64_t address, first, numel, group, dtype;
-};
+struct Gradient { int64_t address, first, numel, group, dtype; };
 template <class Run> INLINE void over_gradients(
     const int64_t* table, const int64_t* tiles, int64_t count, int64_t span, int threads, Run run) {
 #pragma omp parallel for schedule(static) num_threads(threads)
