@@ -375,6 +375,11 @@ class CodedAdamW:
         """The weight that is kept, float32."""
         return self.row.weight.decode(self._weight, self.shape)
 
+    @property
+    def seen(self) -> Tensor:
+        """The bfloat16 weight that the model sees."""
+        return self._weight[0]
+
     def step(self, gradient: Tensor) -> None:
         """Take one step."""
         self.steps += 1

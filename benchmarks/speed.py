@@ -35,20 +35,14 @@ from typing import Any
 from unittest import mock
 
 import torch
-from _stdlib import stdlib_tokens
 from _timing import Contender, Report, Row, exit_by, measure, parser
 from peers import PACKAGES, PEERS, reason
 from torch import Tensor, nn
 
 import narrowgauge as ng
 from narrowgauge.optim import proof, table
-from narrowgauge.spec.notation import parse
 from narrowgauge.torch_support import triton
 from narrowgauge.trainer import language_model
-from narrowgauge.trainer.config import TrainConfig
-from narrowgauge.trainer.data.dataset import open_data
-from narrowgauge.trainer.session import build
-from narrowgauge.trainer.step import train_step
 
 STORAGES = ("word", "exact", "compact", "states8", "kahan")
 OPTIONS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -291,31 +285,7 @@ def watched(name: str, shape: tuple[int, int], rounds: int, report: Report) -> N
     report.note(f"weights with and without the watch: {'the same bits' if same else 'DIFFER'}")
 
 
-def training(name: str, shape: tuple[int, int], rounds: int) -> list[Row]:
-    """Return the time of our trainer's step beside others' loops."""
-    config = TrainConfig(
-        model=name,
-        recipe=parse("bfloat16/word"),
-        batch_size=shape[0],
-        sequence_length=shape[1],
-        steps=100_000,
-        schedule="constant",
-        warmup_steps=0,
-    )
-    plain = Loop(name, shape, compiled=False)
-    compiled = Loop(name, shape, compiled=True)
-    with tempfile.TemporaryDirectory() as folder:
-        data = open_data(stdlib_tokens(name), config.held_out)
-        session = build(config, Path(folder), data)
-        contenders = [
-            Contender("ours, bfloat16/word", lambda: train_step(session)),
-            Contender("plain float32", plain.step),
-            Contender("autocast, compiled, fused", compiled.step),
-        ]
-        return measure(contenders, baseline="ours, bfloat16/word", rounds=rounds)
-
-
-PARTS = ("steps", "layers", "host", "first", "watch", "training", "memory")
+PARTS = ("steps", "layers", "host", "first", "watch", "memory")
 
 
 def report_part(part: str, options: argparse.Namespace, report: Report) -> None:
@@ -346,8 +316,6 @@ def report_part(part: str, options: argparse.Namespace, report: Report) -> None:
         report.add("first step", first_steps(("word",) if quick else (*STORAGES, "collage-light")))
     elif part == "watch":
         watched(name, shape, rounds, report)
-    elif part == "training":
-        report.add(f"a step of {name}", training(name, shape, rounds))
     elif not quick:
         report.add("memory of a step", memory())
 

@@ -14,24 +14,20 @@ Baseline: the same AdamW in float64. Beside ours: published 8-bit states by thei
 (``benchmarks/_published_states.py``), and every optimizer of ``peers.py``, over bfloat16 weights. A
 float16 storage is fed the same numbers in float16, times a loss scale that brings them near 0.1.
 
-Run: ``./dev bench stall [--scale 0.02] [--gradients 1e-6] [--out FOLDER] [--quick]``. Each row is
-kept under ``--out``, and an interrupted run goes on where it was (``_parts.py``). All rows take
-about 40 seconds on 2 cores, without those of peers. No times are taken, so ``--rounds`` has no
-effect.
+Run: ``./dev bench stall [--scale 0.02] [--gradients 1e-6] [--quick]``. All rows take about 40
+seconds on 2 cores, without those of peers. No times are taken, so ``--rounds`` has no effect.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from _parts import Part, add_out, complete, out_folder
 from _published_states import CONTROLS, PUBLISHED, CodedAdamW, PublishedStates
 from _timing import NOT_INSTALLED, Report, Row, exit_by, parser
 from peers import PACKAGES, PEERS, Peer, reason
@@ -46,8 +42,6 @@ LR = 1e-5
 FULL = (256, 400)
 QUICK = (64, 100)
 """The side of the weight, and the steps."""
-SECONDS = 0.9
-"""That a row takes."""
 ASKED = {"split": 0.01, "word": 0.1, "compact": 0.15, "float32-states8": 0.15}
 ASKED |= dict.fromkeys(("float32", "master", "exact"), 0.002)
 ASKED |= dict.fromkeys(("kahan", "collage-light", "collage-plus"), 0.08)
@@ -197,40 +191,21 @@ def peer_row(case: Stall, peer: Peer) -> Row:
     return {**row, **result, "warns": "yes" if shown else "no"}
 
 
-def parts(options: argparse.Namespace) -> list[Part]:
-    """A part for each row; the case is made for the first that is missing."""
+def rows_of(options: argparse.Namespace) -> Iterator[Row]:
+    """Yield a row for each of our storages, each published state, and each peer."""
     side, steps = QUICK if options.quick else FULL
-    case = functools.cache(lambda: Stall.make(side, steps, options.scale, options.gradients))
-    contenders: list[tuple[str, Callable[[], Row]]] = [
-        *((f"ours {name}", lambda name=name: our_row(case(), name)) for name in STORAGES),
-        *(
-            (f"published {name}", lambda row=row: published_row(case(), row))
-            for name, row in {**PUBLISHED, **CONTROLS}.items()
-        ),
-        *((peer.name, lambda peer=peer: peer_row(case(), peer)) for peer in PEERS),
-    ]
-    sides = []
-    for name, make in contenders:
-        sides.append(
-            Part(
-                name,
-                {
-                    "side": side,
-                    "steps": steps,
-                    "scale": options.scale,
-                    "gradients": options.gradients,
-                },
-                make,
-                SECONDS,
-            )
-        )
-    return sides
+    case = Stall.make(side, steps, options.scale, options.gradients)
+    for name in STORAGES:
+        yield our_row(case, name)
+    for row in (*PUBLISHED.values(), *CONTROLS.values()):
+        yield published_row(case, row)
+    for peer in PEERS:
+        yield peer_row(case, peer)
 
 
 def flags() -> argparse.ArgumentParser:
     """All flags."""
     flag_parser = parser(__doc__, rounds=1)
-    add_out(flag_parser, "stall")
     flag_parser.add_argument(
         "--scale", type=float, default=1.0, help="standard deviation of the weights (default 1)"
     )
@@ -244,8 +219,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark."""
     options = flags().parse_args(arguments)
     report = Report("stall", options, peers=PACKAGES)
-    with out_folder(options, "stall") as out:
-        rows = list(complete(parts(options), out, report).values())
+    rows = list(rows_of(options))
     is_other = options.quick or options.scale != 1 or options.gradients != 0.1
     for row in rows if is_other else ():
         row.pop("asked", None)

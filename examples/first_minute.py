@@ -9,6 +9,7 @@ machine, with a tokenizer of its own.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import platform
 import shutil
 import sys
@@ -17,10 +18,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from narrowgauge.cli.main import main
-from narrowgauge.errors import DataError, RecordError
+from narrowgauge.errors import DataError
 from narrowgauge.spec.models import MODELS
 from narrowgauge.torch_support.machine import multiplies
-from narrowgauge.trainer.data.tokens import END_OF_TEXT, Document, pieces, read_tokens, write_tokens
+from narrowgauge.trainer.tokens import END_OF_TEXT, open_tokens, pieces, write_tokens
 
 RECIPES = ("bfloat16/master", "bfloat16/word", "bfloat16/naive")
 # The model ends about a nat below what token frequencies give (6.33), and the late steps are small
@@ -37,11 +38,13 @@ SETTINGS = {
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
-def stdlib_documents() -> Iterator[Document]:
-    """Yield the modules of the standard library, by name."""
+def stdlib_texts() -> Iterator[str]:
+    """Yield the modules of the standard library, in an order that any machine repeats: by a hash
+    of the name, so that the held-out end is like the rest.
+    """
     root = Path(sysconfig.get_path("stdlib"))
     names = {file: file.relative_to(root) for file in root.rglob("*.py")}
-    for file, name in sorted(names.items(), key=lambda pair: pair[1].as_posix()):
+    for file, name in sorted(names.items(), key=lambda pair: hash_of(pair[1])):
         is_hidden = any(part.startswith(".") for part in name.parts)
         # Some files test other encodings.
         if (
@@ -49,20 +52,27 @@ def stdlib_documents() -> Iterator[Document]:
             and SKIPPED.isdisjoint(name.parts[:-1])
             and (text := file.read_text("utf-8-sig", "replace"))
         ):
-            yield Document(name.as_posix(), text)
+            yield text
+
+
+def hash_of(name: Path) -> bytes:
+    return hashlib.blake2b(name.as_posix().encode()).digest()
 
 
 def stdlib_tokens(model: str) -> Path:
-    """Return a token map of the standard library for a preset.
+    """Return the folder with the tokens of the standard library for a preset.
 
     The first use trains its tokenizer: byte-level BPE.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     vocab_size = MODELS.get(model, MODELS["llama-1m"]).vocab_size
-    out = Path(__file__).parents[1] / "runs" / f"stdlib-{platform.python_version()}-{vocab_size}"
+    out = (
+        Path(__file__).parents[1] / "runs" / f"stdlib-{platform.python_version()}-{vocab_size}-npy"
+    )
     with contextlib.suppress(DataError):
-        return read_tokens(out).folder
+        open_tokens(out)
+        return out
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -71,11 +81,9 @@ def stdlib_tokens(model: str) -> Path:
         show_progress=False,
     )  # fmt: skip
     tokenizer.train_from_iterator(
-        (text for document in stdlib_documents() for text in pieces(document.text)), trainer
+        (piece for text in stdlib_texts() for piece in pieces(text)), trainer
     )
-    with contextlib.suppress(RecordError):  # another process was faster
-        write_tokens(stdlib_documents(), tokenizer, tokenizer.token_to_id(END_OF_TEXT), out)
-    return read_tokens(out).folder
+    return write_tokens(stdlib_texts(), tokenizer, END_OF_TEXT, out)
 
 
 def words(arguments: list[str]) -> list[str]:

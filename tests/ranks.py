@@ -27,8 +27,7 @@ _CONTEXT.set_forkserver_preload(
         "transformers.models.llama.modeling_llama",
         # What most ranks run. They fork with it, which saves each half a second.
         "narrowgauge.trainer.loop",
-        "narrowgauge.checkpoints.saving",
-        "narrowgauge.gauges.recording.watch",
+        "narrowgauge.measuring.recorder",
         "narrowgauge.checks.checking",
     ]
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -147,21 +146,6 @@ def peak_bytes(call: Callable[[], object]) -> int:
 def bytes_alone(code: Code, shape: Sequence[int]) -> int:
     """Return the bytes of a tensor of ``shape`` in a code, where no value shares its word."""
     return math.prod(shape) * width_of([(code.name, code.bits)]) // 8
-
-
-def tensors_in(checkpoint: Path) -> dict[str, Tensor]:
-    """All tensors of a checkpoint's folder, whole."""
-    from narrowgauge.checkpoints.dcp_files import (
-        described,
-        fill,
-    )  # imports a second of torch.distributed
-
-    saved = described(checkpoint)
-    tensors = {}
-    for name, tensor in saved.items():
-        tensors[name] = torch.empty(tensor.size, dtype=tensor.properties.dtype)
-    fill(checkpoint, tensors)
-    return tensors
 
 
 def metric_of(row: Row, table: str, name: str, metric: str) -> float | None:

@@ -48,7 +48,7 @@ ELSEWHERE = {
     "whole_folder": "makes a folder (tests/runs)",
     "cpu_kernel_wrapped": "within float32_attention",
     "_alone": "locks a file (tests/machine)",
-    "_ended": "of a training's session (tests/trainer)",
+    "_corruption_recorded": "writes an event, and raises again (tests/trainer)",
     "Sites": "the base of others",
     "RunWriter": "writes a folder (tests/runs)",
     "RunRecorder": "writes a folder (tests/gauges)",

@@ -26,7 +26,7 @@ def test_the_rehearsal_fails_nowhere_but_at_peers(
     gpu = benchmark_module("gpu")
     assert gpu.main(["--rehearse", "--json", str(tmp_path / "gpu.json")]) == 0
     tables = json.loads((tmp_path / "gpu.json").read_text())["tables"]
-    assert len(tables) >= 6 and all(tables.values())  # peers that are installed have one more
+    assert len(tables) >= 4 and all(tables.values())  # peers that are installed have one more
     failures = {}
     for table in tables.values():
         for row in table:
@@ -35,10 +35,8 @@ def test_the_rehearsal_fails_nowhere_but_at_peers(
     ours = {
         gpu.FUSED,
         gpu.BFLOAT16,
-        gpu.AUTOCAST,
         *gpu.TIMED_STORAGES,
         *gpu.TIMED_COMPUTES,
-        *gpu.RECIPES,
     }
     assert not failures.keys() & ours, failures
     for section in gpu.SECTIONS:  # the file has all, so none is run again

@@ -27,14 +27,14 @@ LAYERS = {
     "spec": {"errors", "spec", "analysis.thresholds"},
     "monitor": {
         "analysis",
-        *(f"analysis.{name}" for name in ("spikes", "reading", "log", "kinds")),
+        *(f"analysis.{name}" for name in ("reading", "kinds")),
+        *(f"measuring.{name}" for name in ("reading", "kinds", "step")),
     },
-    "record": {"analysis.columns", "analysis.settings"},
+    "record": {"analysis.columns", "measuring.settings"},
     "comparison": {"measuring.comparison", "measuring.intervals", "measuring.labels"},
-    "laws": {f"analysis.{name}" for name in ("snapshot", "laws", "step_laws", "row_laws")},
-    "diagnosis": {
-        f"analysis.{name}" for name in ("diagnose", "whole_run", "two_runs", "first_difference")
-    },
+    "laws": {"measuring.laws"},
+    "diagnosis": {"measuring.diagnose", "measuring.two_runs"},
+    "hooks": {"measuring.hooks"},
     "machine": {"torch_support.machine"},
     "torch_names": {
         *(
@@ -43,7 +43,6 @@ LAYERS = {
         )
     },
     "compile": {"torch_support"},
-    "recording": {"gauges.recording"},
     "own_module": {"planner.own_module"},
     "cli": {"cli", "__main__"},
 }
@@ -57,11 +56,9 @@ LOWEST = {"spec", "machine"}
 SEEN_BY_PARTS = LOWEST | {"torch_names", "compile", "numerics"}
 RECORDS = LOWEST | {"runs", "record", "monitor", "laws", "comparison", "planner", "report"}
 SEEN_BY_CHECKPOINTS = SEEN_BY_PARTS | {"runs", "distributed", "optim"}
-SEEN_BY_GAUGES = SEEN_BY_PARTS | PARTS | {"runs", "monitor"}
+SEEN_BY_GAUGES = SEEN_BY_PARTS | PARTS | {"runs", "monitor", "hooks"}
 SEEN_BY_RECORDING = SEEN_BY_GAUGES | {"gauges", "checks", "record", "laws"}
-SEEN_BY_TRAINER = (
-    SEEN_BY_RECORDING | RECORDS | {"recording", "measuring", "assembly", "checkpoints"}
-)
+SEEN_BY_TRAINER = SEEN_BY_RECORDING | RECORDS | {"measuring", "assembly", "checkpoints"}
 SEEN_BY_CALLERS = SEEN_BY_TRAINER | {"trainer"}
 # What each layer may import besides itself.
 SEES = {
@@ -82,12 +79,12 @@ SEES = {
     "numerics": LOWEST | {"torch_names", "compile"},
     **dict.fromkeys(PARTS, SEEN_BY_PARTS),
     "checkpoints": SEEN_BY_CHECKPOINTS,
-    "checks": SEEN_BY_GAUGES | {"assembly"},
-    "measuring": SEEN_BY_RECORDING | {"assembly", "comparison", "diagnosis", "recording"},
+    "checks": SEEN_BY_GAUGES | {"assembly", "measuring"},
+    "measuring": SEEN_BY_RECORDING | {"assembly", "comparison", "diagnosis"},
+    "hooks": SEEN_BY_PARTS | {"distributed", "monitor"},
     "gauges": SEEN_BY_GAUGES,
-    "recording": SEEN_BY_RECORDING,
-    "assembly": SEEN_BY_GAUGES | {"gauges"},
     "trainer": SEEN_BY_TRAINER,
+    "assembly": SEEN_BY_GAUGES | {"gauges"},
     "integrations": SEEN_BY_CALLERS,
     "cli": SEEN_BY_CALLERS | {"diagnosis", "integrations"},
 }
@@ -226,7 +223,6 @@ READ_GRADIENTS_IN_PLACE = {
     "numerics/dtensor.py",
     "torch_support/put_back.py",
     "distributed/reduction.py",
-    "gauges/recording/backward.py",
     "optim/parameter_formats.py",
     "planner/own_module.py",
 }

@@ -519,7 +519,7 @@ def test_a_loss_in_16_bits_is_told_by_the_check_and_at_the_first_recorded_step(
                 optimizer.step()
                 recorder.step(loss)
         notes = [
-            event["advice"]
+            event["text"]
             for event in ng.read_run(tmp_path / str(is_wide)).events
             if event["what"] == "note"
         ]
@@ -570,10 +570,10 @@ def test_a_declared_tie_of_two_tensors_is_named_with_its_distance() -> None:
 
 def test_no_reading_is_inside_its_bound_and_nothing_is_below_a_lower_limit() -> None:
     """Kinds know the side of their limit: a value of 0 at a lower limit is the worst."""
-    share = KINDS["effective-rate"]
-    words = {"rate": 1.0, "format": "bfloat16", "share": 0.0, "worst": "a", "least": 0.0}
     values = (0.95, 0.5, 0.0)
-    readings = ng.analysis.Readings([share.reading("", value, None, **words) for value in values])
+    readings = ng.analysis.Readings(
+        [Reading(0, "storage", "", "stands-still", x, None, 0.9, side="below") for x in values]
+    )
     assert [(r.value, r.excess) for r in readings] == [(0.0, math.inf), (0.5, 1.8)]
     for kind in with_cases().values():
         inside = Reading(

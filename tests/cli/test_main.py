@@ -4,20 +4,21 @@ mistake.
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
-import narrowgauge.trainer
 from narrowgauge.errors import Terminated
+from narrowgauge.runs.atomic_io import digest
 from narrowgauge.runs.writer import RunWriter
-from narrowgauge.trainer.config import TrainConfig
-from narrowgauge.trainer.data.tokens import Document, load_tokenizer, write_tokens
+from narrowgauge.trainer import loop
+from narrowgauge.trainer.settings import Settings
+from narrowgauge.trainer.tokens import load_tokenizer, open_tokens, write_tokens
 from trainer.tiny_runs import ENVIRONMENT, call
 
 
@@ -39,36 +40,28 @@ class Calls(list[tuple[Any, ...]]):
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Calls]:
-    """Stand-ins for the trainer's verbs, in an empty folder."""
+def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Calls:
+    """What stands in for a training, in an empty folder with some tokens."""
     monkeypatch.chdir(tmp_path)
-    recorded: dict[str, Calls] = {}
-    for module, verbs in {"loop": ("train_entry",), "export": ("export",)}.items():
-        stand_in = ModuleType(f"narrowgauge.trainer.{module}")
-        for verb in verbs:
-            recorded[verb] = Calls()
-            setattr(stand_in, verb, recorded[verb])
-        monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
-        monkeypatch.setattr(narrowgauge.trainer, module, stand_in, raising=False)
-    write_tokens([Document("a", "text")], *load_tokenizer(None), tmp_path / "tokens")
+    recorded = Calls()
+    monkeypatch.setattr(loop, "train_entry", recorded)
+    write_tokens(["text " * 2000], *load_tokenizer(None), tmp_path / "tokens")
     return recorded
 
 
-def asked(calls: dict[str, Calls], *words: str) -> dict[str, Any]:
+def asked(calls: Calls, *words: str) -> dict[str, Any]:
     result = call("train", "--data", "tokens", *words)
     assert result.exit_code == 0, result.stderr
-    [(entry,)] = calls["train_entry"]
-    settings: dict[str, Any] = entry.config.to_dict()
+    [(entry,)] = calls
+    settings: dict[str, Any] = entry.settings.to_dict()
     return settings
 
 
-def test_a_flag_overrules_the_file_and_the_file_the_default(
-    calls: dict[str, Calls], tmp_path: Path
-) -> None:
+def test_a_flag_overrules_the_file_and_the_file_the_default(calls: Calls, tmp_path: Path) -> None:
     (tmp_path / "my.toml").write_text("steps = 7\nbatch_size = 4\n")
     settings = asked(calls, "--config", "my.toml", "--steps", "9")
     assert [settings[name] for name in ("steps", "batch_size")] == [9, 4]
-    assert settings["sequence_length"] == TrainConfig().sequence_length
+    assert settings["sequence_length"] == Settings().sequence_length
 
 
 WITHOUT_TORCH = """
@@ -84,22 +77,27 @@ for line in sys.stdin:
 REFUSED_AT_ONCE = [
     "train --recipe bfloat16/wrod", "train --model lama", "train --steps 0", "train --data nowhere", "train --recpie x",
     "train --batch-size 7 --gradient-accumulation-steps 2", "train --config nowhere",
-    "resume nowhere", "resume nowhere --stop-after 0", "resume odd", "train --out odd",
+    "train --out odd", "train --out odd --data tokens", "export nowhere out",
     "compare --recipes bfloat16/wrod", "compare --recipes bfloat16/word --model lama", "compare --out nowhere",
     "compare --recipes bfloat16/word --steps 0", "compare --recipes bfloat16/word --data nowhere", "compare --recpies x",
     "plan run --model llama-1m --recipe bfloat16/word --chip h101", "report nowhere", "show recipe nowhere",
-    "train --out done --lr 1", "train --out done --seed 3", "resume done --stop-after 0",
+    "train --out done --lr 1", "train --out done --seed 3", "train --out done --stop-after 0",
 ]  # fmt: skip
-FINISHED = ["train --out done", "resume done", "train --out done --steps 1"]
+FINISHED = ["train --out done", "train --out done --steps 1"]
 
 
 def test_what_is_refused_or_finished_says_so_before_torch_is_loaded(tmp_path: Path) -> None:
-    RunWriter.create(tmp_path / "odd", {"config": {"nonsense": 1}}).close()
-    tokens = write_tokens([Document("a", "text")], *load_tokenizer(None), tmp_path / "tokens")
+    RunWriter.create(tmp_path / "odd", {"recorder": {"program": "mine.py"}}).close()
+    tokens = write_tokens(["text " * 2000], *load_tokenizer(None), tmp_path / "tokens")
     config = {"recipe": "bfloat16/word", "data": str(tokens), "steps": 1}
-    run = {"config": config, "data": {"unigram_loss": 5.0}}
-    with RunWriter.create(tmp_path / "done", run) as writer:
+    with RunWriter.create(tmp_path / "done", {"config": config}) as writer:
         writer.summary({"steps": 1, "val_loss": 4.0})
+    checkpoint = tmp_path / "done" / "checkpoints" / "step-00000001"
+    checkpoint.mkdir(parents=True)
+    notes = {"step": 1, "settings": config, "tokens": open_tokens(tokens).fingerprint}
+    (checkpoint / "notes.json").write_text(json.dumps(notes))
+    manifest = {"notes.json": digest(checkpoint / "notes.json")}
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
     process = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH], input="\n".join(REFUSED_AT_ONCE + FINISHED), capture_output=True, text=True,
         check=False, cwd=tmp_path, env=ENVIRONMENT,
@@ -112,7 +110,9 @@ def test_what_is_refused_or_finished_says_so_before_torch_is_loaded(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    "words", [("x" * 3000,), ("train", "--recipe", "x" * 3000), ("resume", "x" * 3000)], ids=len
+    "words",
+    [("x" * 3000,), ("train", "--recipe", "x" * 3000), ("export", "x" * 3000, "y")],
+    ids=len,
 )
 def test_a_value_too_long_for_a_path_costs_one_line(words: tuple[str, ...]) -> None:
     result = call(*words)
@@ -123,22 +123,22 @@ def test_a_value_too_long_for_a_path_costs_one_line(words: tuple[str, ...]) -> N
 
 @pytest.mark.parametrize(("interruption", "status"), [(KeyboardInterrupt, 130), (Terminated, 143)])
 def test_an_interruption_is_a_line(
-    interruption: type[BaseException], status: int, calls: dict[str, Calls]
+    interruption: type[BaseException], status: int, calls: Calls
 ) -> None:
-    calls["train_entry"].answer = interruption("saved at step 7.")
+    calls.answer = interruption("saved at step 7.")
     result = call("train", "--data", "tokens")
     assert (result.exit_code, result.stderr) == (status, "Interrupted: saved at step 7.\n")
 
 
-def test_a_fault_of_ours_is_not_hidden(calls: dict[str, Calls]) -> None:
-    calls["train_entry"].answer = ZeroDivisionError("ours")
+def test_a_fault_of_ours_is_not_hidden(calls: Calls) -> None:
+    calls.answer = ZeroDivisionError("ours")
     assert isinstance(call("train", "--data", "tokens").exception, ZeroDivisionError)
 
 
-def test_too_little_memory_costs_one_line_with_advice(calls: dict[str, Calls]) -> None:
+def test_too_little_memory_costs_one_line_with_advice(calls: Calls) -> None:
     with pytest.raises(RuntimeError, match="can't allocate memory") as refusal:
         torch.empty(1 << 60)
-    calls["train_entry"].answer = refusal.value
+    calls.answer = refusal.value
     result = call("train", "--data", "tokens")
     assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
     assert "smaller batches" in result.stderr

@@ -32,10 +32,6 @@ RECIPES = {
     "word": "bfloat16/word", "autocast": "bfloat16/float32", "tensors": "float8-tensor/word",
     "rows": parse({"recipe": "int8-row/word", "override": [{"pattern": "lm_head", "compute": "int8-row"}]}),
 }  # fmt: skip
-GATHERED = ("rows", "tensors")
-"""Weights that are gathered as codes, with a scale per row or per tensor; the head's is the
-embedding's too, so it is not.
-"""
 
 
 def mixed(wide: str) -> nn.Module:
@@ -81,7 +77,7 @@ def shard_and_learn(rank: int) -> dict[str, Any]:
     line = init_device_mesh("cpu", (size,))
     outcomes: dict[str, Any] = {}
     for case in RECIPES:
-        outcomes[case] = learn(*prepared(case, mesh=line, narrow_gather=case in GATHERED))
+        outcomes[case] = learn(*prepared(case, mesh=line))
     outcomes["offload"] = learn(*prepared("word", mesh=line, offload=True))
     outcomes["groups"] = {
         case: shapes(prepared(case, mesh=line)[0]) for case in ("word", "autocast")

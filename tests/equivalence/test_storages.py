@@ -141,9 +141,9 @@ def moved_to_a_device(storage: str) -> dict[str, str]:
     training = start(storage)
     p = training.optimizer.param_groups[1]["params"][0]
     training.optimizer.make_missing(training.optimizer.param_groups[1], [p])
-    state = training.optimizer.state_of(p)
-    assert state is not None
-    state.made_for = (*state.made_for[:2], torch.device("meta"))
+    state = training.optimizer.state[p]
+    for name, value in list(state.items()):
+        state[name] = value.clone()
     return fingerprint(train(training))
 
 

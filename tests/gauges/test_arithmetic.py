@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from narrowgauge.analysis.settings import settings_diff
 from narrowgauge.gauges import arithmetic
 from narrowgauge.gauges.arithmetic import PROBES, measure_arithmetic, measure_changes
-from narrowgauge.gauges.recording import provenance
-from narrowgauge.gauges.recording.provenance import describe_process
-from narrowgauge.gauges.recording.provenance import differences as changes_since
+from narrowgauge.measuring import provenance
+from narrowgauge.measuring.provenance import describe_process
+from narrowgauge.measuring.provenance import differences as changes_since
+from narrowgauge.measuring.settings import settings_diff
 from narrowgauge.runs.record import read_run
 from narrowgauge.runs.writer import RunWriter
 from narrowgauge.spec.toml import load_data

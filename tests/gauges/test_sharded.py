@@ -16,8 +16,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import narrowgauge as ng
-from narrowgauge.gauges.hub import Hub
 from narrowgauge.gauges.tensors import Gauges
+from narrowgauge.measuring.hooks import Hub
 from narrowgauge.runs.schema import Row
 from ranks import run_ranks
 from tensors import metric_of

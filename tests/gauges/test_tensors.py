@@ -25,9 +25,9 @@ from transformers import (
 
 import narrowgauge as ng
 from narrowgauge.errors import NarrowgaugeError
-from narrowgauge.gauges.hub import Hub, RunNotice
 from narrowgauge.gauges.tensors import COUNTED, Gauges
 from narrowgauge.matmul.experts import grouped_layers_of
+from narrowgauge.measuring.hooks import Hub, RunNotice
 from narrowgauge.runs.schema import Row
 from tensors import metric_of
 

@@ -1,7 +1,7 @@
 """What Narrowgauge's own trainer computes on a tiny Llama: the reference that a loop of one's own
 is held against.
 
-:func:`reference` runs the trainer's own ``session.build`` and ``step.train_step``. It returns what
+:func:`reference` runs the trainer's own ``train_step``. It returns what
 another loop needs to do the same (initial weights, batches, learning rates, settings), and what
 that loop must then compute: losses, rows, weights.
 """
@@ -20,14 +20,13 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from narrowgauge.assembly.preparation import matrices_decay
-from narrowgauge.gauges.recording.step_row import StepReader, batch_checksum
+from narrowgauge.assembly.preparation import matrices_decay, prepare
+from narrowgauge.measuring.step_row import StepReader, batch_checksum
 from narrowgauge.spec.notation import parse
 from narrowgauge.trainer import language_model
-from narrowgauge.trainer.config import TrainConfig
-from narrowgauge.trainer.data.dataset import Dataset
-from narrowgauge.trainer.session import build
-from narrowgauge.trainer.step import train_step
+from narrowgauge.trainer.session import Session, train_step
+from narrowgauge.trainer.settings import Settings
+from narrowgauge.trainer.tokens import Tokens
 
 RECIPE = "bfloat16/word"
 STEPS = 6
@@ -37,7 +36,7 @@ SHAPE: dict[str, Any] = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": False,
 }  # fmt: skip
 _SETTINGS: dict[str, Any] = {
-    "steps": STEPS, "batch_size": 4, "sequence_length": 32, "lr": 3e-3, "warmup_steps": 2, "audit_every": 2,
+    "steps": STEPS, "batch_size": 4, "sequence_length": 32, "lr": 3e-3, "warmup_steps": 2,
     "gauges_every": 0, "eval_every": 0, "checkpoint_every": 0,
 }  # fmt: skip
 
@@ -48,7 +47,7 @@ class OwnRun:
     the weights after.
     """
 
-    settings: TrainConfig
+    settings: Settings
     initial: dict[str, Tensor]
     batches: list[Tensor]
     rates: list[float]
@@ -60,10 +59,7 @@ class OwnRun:
     @property
     def prepare_settings(self) -> dict[str, Any]:
         """What the trainer gave to ``prepare``: keyword arguments, with the peak learning rate."""
-        options = {}
-        for name in ("lr", "max_grad_norm", "seed", "audit_every"):
-            options[name] = getattr(self.settings, name)
-        return {**options, **self.settings.optimizer_options, "groups": matrices_decay}
+        return options_of(self.settings)
 
     def model(self) -> LlamaForCausalLM:
         """A model of the same configuration in float32 with the initial weights, as a user builds
@@ -78,6 +74,13 @@ class OwnRun:
         return language_model.loss_sum(model, tokens) / self.settings.tokens_per_step  # type: ignore[arg-type]
 
 
+def options_of(settings: Settings) -> dict[str, Any]:
+    options: dict[str, Any] = {"betas": (0.9, 0.95), "audit_every": 2, "groups": matrices_decay}
+    for name in ("lr", "weight_decay", "max_grad_norm", "seed"):
+        options[name] = getattr(settings, name)
+    return options
+
+
 @cache
 def reference() -> OwnRun:
     """Return what ``narrowgauge train`` computes; each call returns the same run, so do not change
@@ -85,15 +88,16 @@ def reference() -> OwnRun:
     """
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(SHAPE))
-        config = TrainConfig(model=folder, recipe=parse(RECIPE), **_SETTINGS)
-        config.require_agreement()
+        config = Settings(model=folder, recipe=parse(RECIPE), **_SETTINGS)
         # A walk over the vocabulary in small strides, of which a model can learn a little.
         tokens = (np.cumsum(np.random.default_rng(0).integers(0, 4, 8192)) % VOCABULARY).astype(
             np.uint16
         )
-        session = build(config, Path(folder), Dataset(tokens[:7168], tokens[7168:], VOCABULARY))
-        initial = _copied(
-            language_model.build(config.model, vocab_size=VOCABULARY, seed=config.seed)
+        model = language_model.build(config.model, vocab_size=VOCABULARY, seed=config.seed)
+        initial = _copied(model)
+        _, optimizer = prepare(model, RECIPE, **options_of(config))
+        session = Session(
+            config, Tokens(tokens[:7168], tokens[7168:], VOCABULARY), model, optimizer
         )
         batches = []
         rows = []
@@ -105,7 +109,7 @@ def reference() -> OwnRun:
             columns["batch_crc"] = batch_checksum(columns.pop("batch").numpy())
             rows.append(reader.row(step + 1, columns))
     rates, losses = ([row[name] for row in rows] for name in ("lr", "loss"))
-    return OwnRun(session.config, initial, batches, rates, losses, rows, _copied(session.model))
+    return OwnRun(session.settings, initial, batches, rates, losses, rows, _copied(session.model))
 
 
 def _copied(model: nn.Module) -> dict[str, Tensor]:

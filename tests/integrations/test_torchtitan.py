@@ -128,7 +128,6 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(tmp_path: Path) 
     then = run(tmp_path / "parts")
     assert first.losses + then.losses == uninterrupted.losses and len(then.losses) == STEPS - 2
     assert then.states.keys() == uninterrupted.states.keys()
-    assert any(name.endswith("matmul_step") for name in uninterrupted.states)
     assert (
         differing(then.weights, uninterrupted.weights)
         == differing(then.states, uninterrupted.states)

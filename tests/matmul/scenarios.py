@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 import tensors
 from narrowgauge.matmul.gemm import EmulationNotice, operand_dtype
-from narrowgauge.matmul.layer_matmuls import without_outliers
+from narrowgauge.matmul.layer_matmuls import Call, output, without_outliers
 from narrowgauge.matmul.linear import Linear
-from narrowgauge.matmul.operand import Operand, _draw, cast_matrix
+from narrowgauge.matmul.operand import Operand, cast_matrix, content_key, mixed
 from narrowgauge.matmul.swapping import NarrowLayers, swap_linears
 from narrowgauge.numerics.quantization import Quantized, padded, quantize, random_words
 from narrowgauge.spec import computes
@@ -111,7 +111,7 @@ def exact(cast: Quantized) -> Tensor:
 
 def words_for(x: Tensor, cast: Cast, dim: int, key: Tensor) -> tuple[Tensor, Tensor] | None:
     """Random words for each place of the matrix filled up, where a cast asks for them."""
-    return None if cast.rounding == "nearest" else random_words(*padded(x, cast, dim).shape, key, 0)
+    return None if cast.rounding == "nearest" else random_words(*padded(x, cast, dim).shape, key)
 
 
 def cast_operands(row: Compute, place: str, shape: tuple[int, int, int]) -> list[Operand]:
@@ -122,8 +122,8 @@ def cast_operands(row: Compute, place: str, shape: tuple[int, int, int]) -> list
         (0, 1), (matmul.left, matmul.right), DIMS[place], (rows, columns), strict=True
     ):
         x = gaussian(*((side, contraction) if dim == 1 else (contraction, side)), seed=seed)
-        draw = None if cast.rounding == "nearest" else (KEY, torch.zeros_like(KEY))
-        operands.append(cast_matrix(x, cast, dim, operand_dtype(cast, matmul, CPU), draw=draw))
+        draw = None if cast.rounding == "nearest" else KEY
+        operands.append(cast_matrix(x, cast, dim, operand_dtype(cast, matmul, CPU), key=draw))
     return operands
 
 
@@ -143,6 +143,7 @@ def operands(layer: Linear, x: Tensor, grad: Tensor) -> dict[str, tuple[Tensor, 
     """
     row = layer.compute
     weight = layer.weight.t() if layer.is_transposed else layer.weight
+    saved = output(x, weight, None, Call(layer.registered_name))[1]
     outliers = row.output.left.outliers
     sources = {
         "output": (without_outliers(x, outliers) if outliers else x, weight),
@@ -163,8 +164,8 @@ def operands(layer: Linear, x: Tensor, grad: Tensor) -> dict[str, tuple[Tensor, 
             fold = rhs.outer.view((1, -1) if of_left else (-1, 1))
             rhs = rhs._replace(outer=None)
         key = KEY
-        if layer.keys() is not None:
-            key = _draw(2 + of_left, grad, layer.clock_words, layer.key[None])[0]
+        if row.is_stochastic:
+            key = mixed(content_key(layer.key, grad, saved, weight), 2 + of_left)
         lhs = quantized(first, matmul.left, of_left, key=key, fold=fold)
         values[place] = (
             exact(lhs) if of_left else exact(lhs).t(),

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from matmul.scenarios import EIGHT
-from narrowgauge.matmul.clock import set_draw
 from narrowgauge.matmul.experts import GroupedLinear
 from narrowgauge.matmul.linear import Linear
 from narrowgauge.matmul.swapping import swap_linears
@@ -52,7 +51,6 @@ def plain(
             layer.bias.copy_(bias)
     swapped = swap_linears(holder, lambda name: row, keep=()).layers["expert"]  # scalify's too
     swapped.key.copy_(like.key[expert])
-    set_draw([swapped], seed=like.draw.seed)
     return swapped
 
 
@@ -64,8 +62,7 @@ def test_each_expert_is_a_linear_layer_of_its_own(
     x, weights, offsets, bias, grad = mixture(ENDS, 40, (48, 40), dtype)
     weights.requires_grad_()
     own_bias = bias.requires_grad_() if with_bias else None
-    layer = GroupedLinear(4, "experts.down_proj", COMPUTES[row])
-    set_draw([layer], seed=77)
+    layer = GroupedLinear(4, "experts.down_proj", COMPUTES[row], seed=77)
     y = layer(x.requires_grad_(), weights, offsets, own_bias)
     y[: ENDS[-1]].backward(grad[: ENDS[-1]])
     for expert, (start, stop) in enumerate(pairwise((0, *ENDS))):

@@ -53,7 +53,7 @@ class Model(nn.Module):
         self.words, self.places = nn.Embedding(128, 32), nn.Embedding(64, 32)
         self.blocks = nn.ModuleList([SwiGlu(), Mixture(), Lora(), SwiGlu()])
         self.to_vocabulary = nn.Linear(32, 128, bias=False)
-        self.to_places = nn.Linear(32, 64)  # as many outputs as there are positions, and no head
+        self.to_places = nn.Linear(32, 64)
         if is_tied:
             self.to_vocabulary.weight = self.words.weight
 
@@ -61,16 +61,53 @@ class Model(nn.Module):
 MIDDLE = {
     "blocks.1.scores": "router",
     "blocks.1.shared_gate": "router",
-    "blocks.2.lora_A": "adapter",
     "blocks.2.lora_A.default": "adapter",
-    "blocks.2.lora_B": "adapter",
     "blocks.2.lora_B.default": "adapter",
 }
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_roles_are_seen_under_any_name(is_tied: bool) -> None:
-    assert roles_of(Model(is_tied)) == {"to_vocabulary": "head", **MIDDLE}
+    outside = dict.fromkeys(("to_vocabulary", "to_places"), "outside the blocks")
+    assert roles_of(Model(is_tied)) == {**outside, **MIDDLE}
+
+
+class Denoiser(nn.Module):
+    """Without a vocabulary or labels, and as many outputs as blocks."""
+
+    def __init__(self, num_blocks: int = 8) -> None:
+        super().__init__()
+        self.into, self.time = nn.Linear(16, 32), nn.Linear(1, 32)
+        self.blocks = nn.ModuleList(SwiGlu() for _ in range(num_blocks))
+        self.out = nn.Linear(32, num_blocks)
+        self.heads = nn.ModuleList(nn.Linear(32, 16) for _ in range(3))
+
+
+def test_a_matrix_outside_the_blocks_is_not_narrowed() -> None:
+    linears = swap_linears(Denoiser().bfloat16(), "nvfp4")
+    outside = ["into", "time", "out", "heads.0", "heads.1", "heads.2"]
+    kept = linears.kept
+    assert all(kept[name] == "outside the blocks" for name in outside)
+    assert kept["blocks.7.up"] == "last block" and len(linears.layers) == 7 * 3
+
+
+def test_a_merged_model_s_layers_have_the_names_that_they_have_now() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["up", "out"], r=2)
+    model = peft.get_peft_model(Denoiser().bfloat16(), config)
+    linears = swap_linears(model, "float8-row")
+    plain = model.merge_and_unload()
+    names = {name.removeprefix("base_model.model.") for name in (*linears.layers, *linears.kept)}
+    expected = {name for name, module in plain.named_modules() if isinstance(module, nn.Linear)}
+    assert names == expected
+
+
+def test_two_models_that_share_a_block_are_told() -> None:
+    shared = SwiGlu().bfloat16()
+    first, second = nn.Sequential(shared), nn.Sequential(shared)
+    swap_linears(first, "float8-row")
+    with pytest.warns(UserWarning, match="'0.gate' was narrow already.*every model"):
+        swap_linears(second, "float8-tensor")
 
 
 def test_the_last_blocks_stay_wide_where_a_compute_asks() -> None:
@@ -78,7 +115,7 @@ def test_the_last_blocks_stay_wide_where_a_compute_asks() -> None:
     for name, role in roles_of(Model(), 0.15).items():
         if role == "last block":
             last[name] = role
-    assert set(last) == {"blocks.3", "blocks.3.gate", "blocks.3.up", "blocks.3.down"}
+    assert set(last) == {"blocks.3.gate", "blocks.3.up", "blocks.3.down"}
     half = set()
     for name, role in roles_of(Model(), 0.5).items():
         if role == "last block":
@@ -87,15 +124,16 @@ def test_the_last_blocks_stay_wide_where_a_compute_asks() -> None:
     assert roles_of(nn.Linear(4, 4), 0.5) == {}
 
 
-def test_a_compute_that_finds_no_last_blocks_says_so() -> None:
+@pytest.mark.parametrize("compute", ["nvfp4", "float8-row"])
+def test_a_model_without_blocks_is_narrow_throughout_and_that_is_said(compute: str) -> None:
     model = nn.Sequential(nn.Embedding(16, 32), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 16))
-    with pytest.warns(UserWarning, match="Cannot keep the last blocks wide"):
-        swap_linears(model, "nvfp4")
+    with pytest.warns(UserWarning, match="Nothing says which modules of this Sequential"):
+        linears = swap_linears(model, compute)
+    assert set(linears.layers) == {"1", "3"}
 
 
-def test_names_override_roles_and_a_narrow_head_is_told() -> None:
-    with pytest.warns(UserWarning, match="'to_vocabulary' is the model's head, and is narrow"):
-        linears = swap_linears(Model().bfloat16(), "float8-row", keep=("*.up",), keep_roles=False)
+def test_names_override_roles() -> None:
+    linears = swap_linears(Model().bfloat16(), "float8-row", keep=("*.up",), keep_roles=False)
     assert {"to_vocabulary", "blocks.1.scores"} <= set(linears.layers)
     assert not {"blocks.0.up", "blocks.3.up"} & set(linears.layers)
 

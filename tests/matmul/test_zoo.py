@@ -17,10 +17,11 @@ import narrowgauge as ng
 from matmul import zoo
 from matmul.scenarios import expected
 from narrowgauge.matmul.layer_matmuls import TRACED
+from narrowgauge.matmul.roles import multiplied, roles_of
 from narrowgauge.torch_support.anatomy import parts
 
-Row = tuple[str, list[str], list[str], dict[int, int]]
-"""Where the blocks are, the heads, the routers, and the number of mixtures by that of experts."""
+Row = tuple[str, list[str], dict[int, int]]
+"""Where the blocks are, the routers, and the number of mixtures by that of experts."""
 
 
 def answer(model: nn.Module) -> Row:
@@ -35,8 +36,7 @@ def answer(model: nn.Module) -> Row:
     for experts in model_parts.experts:
         mixtures[experts.number] = mixtures.get(experts.number, 0) + 1
         assert not any(name.startswith("b") for name in experts.stacks)
-    heads = sorted(names[head] for head in model_parts.heads)
-    return place, heads, sorted(names[router] for router in model_parts.routers), mixtures
+    return place, sorted(names[router] for router in model_parts.routers), mixtures
 
 
 @pytest.mark.parametrize("name", zoo.MODELS)
@@ -46,8 +46,9 @@ def test_parts_of_a_class_of_transformers(name: str) -> None:
         model = zoo.build(name)
     model.tie_weights()
     experts = {int(count): mixtures for count, mixtures in row.get("experts", {}).items()}
-    expected = row["blocks"], sorted(row["heads"]), sorted(row.get("routers", [])), experts
-    assert answer(model) == expected
+    assert answer(model) == (row["blocks"], sorted(row.get("routers", [])), experts)
+    wide = {name for name, role in roles_of(model).items() if role == "outside the blocks"}
+    assert multiplied(model).keys() & row["heads"] <= wide
 
 
 def routers(path: str, count: int) -> list[str]:
@@ -55,28 +56,27 @@ def routers(path: str, count: int) -> list[str]:
 
 
 LAYOUTS: dict[str, tuple[Callable[[], nn.Module], Row]] = {
-    "nanoGPT, tied": (lambda: zoo.nano_gpt(True), ("transformer.h", ["lm_head"], [], {})),
-    "nanoGPT, untied": (lambda: zoo.nano_gpt(False), ("transformer.h", ["lm_head"], [], {})),
+    "nanoGPT, tied": (lambda: zoo.nano_gpt(True), ("transformer.h", [], {})),
+    "nanoGPT, untied": (lambda: zoo.nano_gpt(False), ("transformer.h", [], {})),
     "torchtitan's mixture": (
         zoo.titan,
-        ("layers", ["out"], routers("layers.{}.moe.router.gate", 4), {8: 4}),
+        ("layers", routers("layers.{}.moe.router.gate", 4), {8: 4}),
     ),
     "in checkpoint wrappers": (
         lambda: zoo.titan(checkpoint_wrapper),
         (
             "layers",
-            ["out"],
             routers("layers.{}._checkpoint_wrapped_module.moe.router.gate", 4),
             {8: 4},
         ),
     ),
     "a Sequential as the body": (
         lambda: zoo.lm(body=nn.Sequential(*zoo.blocks())),
-        ("body", ["out"], [], {}),
+        ("body", [], {}),
     ),
     "all in one Sequential": (
         lambda: nn.Sequential(nn.Embedding(128, 64), *zoo.blocks(), nn.Linear(64, 128)),
-        ("", ["5"], [], {}),
+        ("", [], {}),
     ),
     "bytes: as many as the width": (
         lambda: zoo.lm(
@@ -85,27 +85,27 @@ LAYOUTS: dict[str, tuple[Callable[[], nn.Module], Row]] = {
             into=nn.Linear(256, 256),
             layers=nn.ModuleList(nn.Linear(256, 256) for _ in range(2)),
         ),
-        ("layers", ["out"], [], {}),
+        ("", [], {}),
     ),
     "four layers beside Linear(64, 4)": (
         lambda: zoo.lm(
             layers=nn.ModuleList(nn.Linear(64, 64) for _ in range(4)), mix=nn.Linear(64, 4)
         ),
-        ("layers", ["out"], [], {}),
+        ("", [], {}),
     ),
     "experts with a bias of three dims": (
         lambda: zoo.lm(
             layers=nn.ModuleList(zoo.mixture(zoo.Biased(), nn.Linear(64, 4)) for _ in range(2))
         ),
-        ("layers", ["out"], routers("layers.{}.router", 2), {4: 2}),
+        ("layers", routers("layers.{}.router", 2), {4: 2}),
     ),
     "weights of attention for each head": (
         lambda: zoo.lm(layers=nn.ModuleList(zoo.PerHead() for _ in range(2))),
-        ("layers", ["out"], [], {}),
+        ("layers", [], {}),
     ),
     "a mixture alone": (
         lambda: zoo.mixture(zoo.blocks(8), nn.Linear(64, 8)),
-        ("experts", [], ["router"], {8: 1}),
+        ("experts", [], {}),
     ),
 }
 
@@ -116,13 +116,13 @@ def test_parts_of_other_layouts(name: str) -> None:
     assert answer(make()) == row
 
 
-def test_adapters_are_no_parts_of_a_head() -> None:
+def test_adapters_are_no_parts_of_a_block() -> None:
     peft: Any = pytest.importorskip("peft")
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "lm_head"])
     model = peft.get_peft_model(zoo.build("Llama"), config)
     model_parts = parts(model)
     assert len(model_parts.blocks) == 2
-    assert model_parts.heads == [model.base_model.model.lm_head.base_layer]
+    assert model.base_model.model.lm_head.base_layer not in model_parts.inside()
     adapters = {name for name, module in model.named_modules() if module in model_parts.adapters}
     assert all("lora_" in name for name in adapters) and len(adapters) >= 6
 

@@ -70,9 +70,7 @@ def test_differences_are_paired_by_seed_and_only_by_seed() -> None:
     "spoil",
     [
         lambda run: run.summary.update(val_loss=math.nan),
-        lambda run: run.events.append(
-            {"what": "divergence", "step": 3, "advice": "the loss is inf"}
-        ),
+        lambda run: run.events.append({"what": "divergence", "step": 3, "text": "the loss is inf"}),
         lambda run: [row.update(loss=11.0) for row in run.steps[5:]],
     ],
 )

@@ -219,7 +219,10 @@ def test_audits_in_turn_read_each_element_once(storage: str) -> None:
     shapes = [(128, 64), (130, 300), (301, 131), (9, 5), (3, 40_000), (200_001,)]
     params = parameters(storage, shapes)
     optimizer = ng.AdamW(params, storage=storage)
-    states = optimizer.make_states(optimizer.param_groups[0], params)
+    states = {}
+    for p in params:
+        group = optimizer.param_groups[0]
+        states[p] = optimizer.local_part(group, p, optimizer.new_state(group, p))
     for param, state in states.items():
         rows, columns = state.form
         read = torch.zeros(rows if rows > 1 else columns, dtype=torch.int32)

@@ -62,9 +62,9 @@ def test_torch_in_float64_is_equal_to_fourteen_digits(
         stored = optimizer.stored(p)
         torch.testing.assert_close(stored, exact.detach(), rtol=0, atol=1e-14)
         assert torch.equal(p, stored.float().to(p.dtype))
-        assert {
-            value.dtype for name, value in optimizer.state_of(p).saved().items() if name != "step"
-        } == {torch.float64}
+        assert {value.dtype for name, value in optimizer.state[p].items() if name != "step"} == {
+            torch.float64
+        }
     for reading in ng.audit(optimizer).values():
         assert reading.edq == pytest.approx(1, abs=1e-12)
 

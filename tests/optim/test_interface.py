@@ -144,7 +144,7 @@ def test_masters_begin_in_pieces(storage: str) -> None:
     (weight,) = parameters(storage, [(1 << 11, 1 << 10)])
     optimizer = ng.AdamW([weight], storage=storage, compile=False, low_bits="zero")
     peak = peak_bytes(lambda: optimizer.make_missing(optimizer.param_groups[0], [weight]))
-    state = optimizer.state_of(weight)
+    state = optimizer.local_state(weight)
     assert state is not None
     assert peak < sum(plane.nbytes for plane in state.planes.values()) + weight.nbytes
     assert torch.equal(optimizer.stored(weight), weight.to(optimizer.stored(weight).dtype))

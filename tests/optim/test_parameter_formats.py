@@ -260,16 +260,22 @@ def test_maximize_is_the_step_of_the_negated_gradient(kind: Any) -> None:
     )  # less a decay
 
 
-def test_a_state_is_a_mapping() -> None:
+def test_a_state_is_a_dict_of_live_tensors() -> None:
     model = Model()
     optimizer = ng.AdamW(model.parameters())
     train(model, optimizer)
     state = optimizer.state[model.up.weight]
-    assert dict(state).keys() == {"step", "window", "packed"} == set(dict(state.items()))
-    assert state["step"] == 3
-    assert "exp_avg" in state
-    assert torch.equal(state["exp_avg"], optimizer.stored(model.up.weight, "exp_avg"))
-    assert state.get("momentum") is None
+    assert state.keys() == {"step", "window", "packed"}
+    assert state["step"] == 3 and state.get("exp_avg") is None
+    state["step"].zero_()
+    assert optimizer.num_steps(model.up.weight) == 0
+    for name, value in state.items():  # the loop that moves a state after a load
+        state[name] = value.to("cpu")
+    train(model, optimizer, 1)
+    assert state["step"] == 1
+    state.clear()
+    train(model, optimizer, 1)
+    assert optimizer.num_steps(model.up.weight) == 1
 
 
 def test_a_first_step_in_inference_mode_is_refused() -> None:
@@ -293,6 +299,23 @@ def test_an_optimizer_like_an_earlier_one_begins_with_its_weights() -> None:
     assert second.rounded == [] and torch.equal(second.stored(model.weight), before)
     third = ng.AdamW(model.parameters(), storage="exact")
     assert not third.state and torch.equal(third.stored(model.weight), model.weight.float())
+
+
+def test_a_module_keeps_its_batch_norms_in_float32() -> None:
+    """PyTorch multiplies one format only: under autocast the forward pass once failed."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    for kind in (ng.AdamW, ng.SGD):
+        copied = copy.deepcopy(model)
+        with pytest.warns(UserWarning, match="Rounded"):
+            optimizer = kind(copied, lr=1e-3)
+        assert optimizer.rounded == ["0.weight", "0.bias", "2.weight", "2.bias"]
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = copied(torch.randn(4, 8)).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        assert copied[1].weight.dtype is torch.float32
+        assert not torch.equal(copied[1].weight, model[1].weight)
 
 
 def test_an_averaged_model_runs_whatever_else_the_model_holds() -> None:

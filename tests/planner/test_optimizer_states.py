@@ -32,7 +32,7 @@ def state_bytes(name: str, storage: str, *shape: int) -> float:
     optimizer = OPTIMIZERS[name]([weight], lr=1e-3, storage=storage, compile=False)
     weight.grad = torch.ones_like(weight)
     optimizer.step()
-    tensors = optimizer.state_of(weight).tensors()
+    tensors = optimizer.local_state(weight).tensors().values()
     return float(sum(tensor.untyped_storage().nbytes() for tensor in tensors))
 
 

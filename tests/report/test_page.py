@@ -95,5 +95,5 @@ def test_a_finding_begins_with_its_sentence_and_has_the_numbers_of_its_first_ste
         loss = lambda step, bad=bad: math.nan if step == bad else 2.0 + 1 / step  # noqa: E731
         runs.append(make_run(seed=seed, loss=loss))
     page = render(compare_runs(runs), runs, "")
-    item = re.search(r"<li><p>([^<]+)</p><p class=\"muted\">([^<]*nonfinite-step[^<]*)", page)
+    item = re.search(r"<li><p>([^<]+)</p><p class=\"muted\">([^<]*nonfinite[^<]*)", page)
     assert item[1].endswith(".") and "seed 0, 1" in item[2] and "step 30" in item[2]

@@ -59,7 +59,7 @@ def opened(folder: Path, source: str) -> tuple[str, list[str]]:
 @pytest.fixture
 def report(make_run: MakeRun) -> str:
     """Four runs of three recipes; a tensor, a message and a setting that would like to run."""
-    events = ({"what": EVIL, "step": 50, "tensor": EVIL, "advice": EVIL},)
+    events = ({"what": "range-end", "step": 50, "tensor": EVIL, "text": EVIL},)
     runs = []
     for seed in (0, 1):
         runs.append(make_run("bfloat16/word", seed, steps=60, events=events))

@@ -35,7 +35,7 @@ RUN = {
 }
 
 
-START = {"what": "start", "step": 0, "advice": "begun", "severity": "note"}
+START = {"what": "start", "step": 0, "text": "begun", "severity": "note"}
 
 
 @pytest.fixture
@@ -152,7 +152,7 @@ def test_a_damaged_line_costs_that_line(damage: str, folder: Path) -> None:
 ROWS = {
     "steps": {"loss": 2.5, "lr": 0.001, "grad_norm": math.inf, "tokens": 4096, "skipped": False},
     "evals": {"val_loss": 2.25, "tokens": 4096, "accuracy": 0.5},
-    "events": {"what": "note", "advice": "half of the data", "value": 0.5, "severity": "note"},
+    "events": {"what": "note", "text": "half of the data", "value": 0.5, "severity": "note"},
     "gauges": {"tensors": {"grad:a.weight": [0.25, None, 41.5, 3]}},
     "fingerprints": {"tensors": {"grad:a.weight": [12345678901234567890, 1.5, 64]}},
 }

@@ -9,16 +9,12 @@ LINEARS = ["model.layers.0.mlp.up_proj", "model.layers.1.mlp.down_proj", "lm_hea
 
 
 def computes_of(recipe: Recipe) -> list[str]:
-    return [recipe.compute_of(name).name for name in LINEARS]
+    return [recipe.compute_of(name, is_kept=name == "lm_head").name for name in LINEARS]
 
 
-def test_what_a_row_keeps_is_a_plain_layer_of_the_models_dtype() -> None:
-    policy = parse("float8-row/word")
-    assert computes_of(policy) == ["float8-row", "float8-row", "bfloat16"]
-    assert (
-        policy.compute_of("draft.lm_head.inner").name == "bfloat16"
-    )  # what lies under it goes with it
-    assert policy.compute_of("lm_head_other").name == "float8-row"
+def test_what_stays_wide_is_a_plain_layer_of_the_models_dtype() -> None:
+    assert computes_of(parse("float8-row/word")) == ["float8-row", "float8-row", "bfloat16"]
+    assert computes_of(parse("float16/split")) == ["float16"] * 3
 
 
 def test_the_last_override_that_names_a_layer_wins_over_what_the_row_keeps() -> None:

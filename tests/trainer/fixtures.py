@@ -12,7 +12,7 @@ import pytest
 
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.trainer import loop
-from narrowgauge.trainer.data.tokens import load_tokenizer, read_documents, write_tokens
+from narrowgauge.trainer.tokens import load_tokenizer, read_texts, write_tokens
 from trainer.tiny_runs import CASES, SHAPE, settings
 
 
@@ -41,7 +41,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     for number in range(8):
         (folder / "text" / f"{number}.txt").write_text(" ".join(draw.choices(words, k=250)))
-    write_tokens(read_documents(folder / "text"), *load_tokenizer(None), folder / "tokens")
+    write_tokens(read_texts(folder / "text"), *load_tokenizer(None), folder / "tokens")
     return folder
 
 

@@ -206,12 +206,12 @@ def test_weights_that_are_not_read_are_refused(name: str, tmp_path: Path) -> Non
 def test_weights_of_another_model_and_missing_ones_are_refused(tmp_path: Path) -> None:
     folder = pickled(small(), tmp_path / "other")
     torch.save({"a.weight": torch.zeros(2, 2)}, folder / "pytorch_model.bin")
-    with pytest.raises(DataError, match="lack 21 of those of the LlamaForCausalLM"):
+    with pytest.raises(DataError, match="lack 21 of the LlamaForCausalLM"):
         build(str(folder), seed=0)
     weights = small(seed=3).state_dict()
     del weights["lm_head.weight"]
     torch.save(weights, folder / "pytorch_model.bin")
-    with pytest.raises(DataError, match=r"lack 1 of those .* such as 'lm_head\.weight'"):
+    with pytest.raises(DataError, match=r"lack 1 of .* such as 'lm_head\.weight'"):
         build(str(folder), seed=0)
 
 

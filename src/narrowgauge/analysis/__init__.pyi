@@ -1,2 +1,1 @@
-from .laws import Laws as Laws
 from .reading import Readings as Readings

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from narrowgauge.analysis.reading import Reading, of_all
+from narrowgauge.measuring.kinds import KINDS as RUN_KINDS
 from narrowgauge.spec.tables import Table, name_columns, number_columns, text_columns
 from narrowgauge.spec.toml import load_data
 
@@ -83,4 +84,5 @@ def kind_table() -> Table:
     for kind in KINDS.values():
         rows.append(asdict(kind))
         rows += [asdict(kind.case(name)) for name in kind.cases]
+    rows += [asdict(kind) for kind in RUN_KINDS.values()]
     return Table(columns, rows)

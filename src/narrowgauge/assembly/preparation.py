@@ -22,10 +22,9 @@ from narrowgauge.assembly.trainable import require_trainable
 from narrowgauge.distributed import sharding
 from narrowgauge.distributed.reduction import reduce_gradients_with
 from narrowgauge.errors import RecipeError, suggestion
-from narrowgauge.matmul.fsdp_gather import gather_codes
-from narrowgauge.matmul.roles import role_of, roles_of
+from narrowgauge.matmul.roles import multiplied, roles_of
 from narrowgauge.matmul.scopes import compute_in_scope
-from narrowgauge.matmul.swapping import NarrowLayers, linear_names, swap_linears
+from narrowgauge.matmul.swapping import NarrowLayers, swap_linears
 from narrowgauge.numerics.dtensor import own_part
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.optim.optimizers import AdamW
@@ -71,7 +70,6 @@ def prepare(
     mesh: Any = None,
     shard: str = "full",
     offload: bool = False,
-    narrow_gather: bool = False,
     average: bool = True,
     **options: Any,
 ) -> tuple[nn.Module, OptimizerT]:
@@ -99,8 +97,6 @@ def prepare(
             it afterwards.
         shard: ``"full"`` or ``"none"``, with a mesh.
         offload: keep parameters, gradients and states in the host's memory, with a mesh.
-        narrow_gather: gather weights as the codes of their matmuls, in ``int8-row`` and
-            ``float8-tensor``: half of bfloat16's bytes, the same bits. It needs a mesh.
         average: average gradients over the ranks of the mesh, as FSDP2 does. ``False`` adds them
             up. Use that if each loss is a micro-batch's part of the step's loss. The same bits on
             any number of ranks require it.
@@ -133,11 +129,6 @@ def prepare(
             "Name it in the recipe.",
         )
     require_trainable(model, policy, mesh, shard)
-    if narrow_gather and mesh is None:
-        raise RecipeError(
-            "Cannot use narrow_gather without a mesh.",
-            "Leave it out, or pass mesh=init_device_mesh(…).",
-        )
 
     def built(is_trial: bool = False) -> OptimizerT:
         model_groups = _groups(model, policy, groups, is_trial)
@@ -160,8 +151,6 @@ def prepare(
     stepper = built()
     stepper.name_parameters(model)
     stepper.adopt(values)
-    if narrow_gather:
-        gather_codes(model)
     if mesh is not None or policy.reduction.name != "native":
         stepper.reduction = reduce_gradients_with(
             model, policy.reduction, average=average, mesh=mesh
@@ -187,9 +176,10 @@ def narrow_linears(model: nn.Module, recipe: Recipe, seed: int) -> NarrowLayers 
     """Swap the linear layers whose compute differs from PyTorch's own."""
     device = next(model.parameters()).device
     narrow: dict[str, Compute] = {}
-    roles = roles_of(model, recipe.compute.keep_last)
-    for name in linear_names(model):
-        compute = recipe.compute_of(name, is_kept=bool(role_of(name, roles)))
+    warns = not recipe.compute.is_wide
+    roles = roles_of(model, recipe.compute.keep_last, warns=warns)
+    for name in multiplied(model):
+        compute = recipe.compute_of(name, is_kept=name in roles)
         if compute.name != _compute_of_torch(recipe, device):
             narrow[name] = compute
     if narrow:

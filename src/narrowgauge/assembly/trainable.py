@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.sharding import has_shards, require_mesh
 from narrowgauge.errors import RecipeError
-from narrowgauge.matmul.swapping import linear_names
+from narrowgauge.matmul.roles import multiplied
 from narrowgauge.optim.validation import check_real
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.recipes import Recipe
@@ -66,7 +66,7 @@ def require_trainable(model: nn.Module, recipe: Recipe, mesh: Any, shard: str) -
 
 def _check_patterns(model: nn.Module, recipe: Recipe) -> None:
     """Refuse overrides that match no layer."""
-    linears = linear_names(model)
+    linears = list(multiplied(model))
     for override in recipe.overrides:
         if not any(map(override.matches, linears)):
             raise RecipeError(

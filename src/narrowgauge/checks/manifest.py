@@ -80,7 +80,12 @@ def kinds_of(model: nn.Module) -> dict[int, str]:
 
     An adapter is called so, or lies beside frozen weights of its module.
     """
-    heads = parts(model).heads
+    inside = parts(model).inside()
+    tables = {len(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    heads = []
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and module not in inside and module.out_features in tables:
+            heads.append(module)
     kinds = {}
     for owner, module in model.named_modules():
         inner = set[bool]()
@@ -100,7 +105,7 @@ def kinds_of(model: nn.Module) -> dict[int, str]:
             elif p.ndim < 2:
                 kind = "bias" if "bias" in name else "vector"
             elif p.ndim == 2:
-                kind = "head" if module in heads else "matrix"
+                kind = "head" if module in heads[-1:] else "matrix"
             else:
                 kind = "convolution" if "conv" in of_class else "stack"
             kinds[id(p)] = kind

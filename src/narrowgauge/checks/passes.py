@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from narrowgauge.checks.resume import generators
 from narrowgauge.checks.set_up import SetUp, inner_name
 from narrowgauge.checks.shadow import Shadow, eager
 from narrowgauge.checks.sites import FirstBad, tensors_in
 from narrowgauge.errors import RecipeError
+from narrowgauge.measuring.resume import generators
 from narrowgauge.numerics.dtensor import is_sharded, named_gradients, whole
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.torch_support import torch_names

@@ -57,10 +57,10 @@ def of_settings(*, compared: bool = False) -> list[click.Parameter]:
     Those of ``compared`` runs lack the settings of a single run.
     """
     # Imported late, because the command line's top-level imports never need torch.
-    from narrowgauge.trainer.config import OF_A_RUN, TrainConfig, kind_of
+    from narrowgauge.trainer.settings import OF_A_RUN, Settings, kind_of
 
     flags: list[click.Parameter] = []
-    for field in dataclasses.fields(TrainConfig):
+    for field in dataclasses.fields(Settings):
         if compared and field.name in OF_A_RUN:
             continue
         name = field.name.replace("_", "-")

@@ -48,27 +48,22 @@ def keep_pages(mmap_threshold: int = 1 << 30, trim_threshold: int = (1 << 31) - 
         libc.mallopt(m_trim_threshold, trim_threshold)
 
 
-def _train(settings: dict[str, Any], *, goes_on: bool = False) -> None:
+def _train(settings: dict[str, Any]) -> None:
     """Train as one of the ranks of torchrun, or alone, and print the folder of the run."""
     from narrowgauge.distributed import job
-    from narrowgauge.trainer import door
+    from narrowgauge.trainer import loop
 
     entry = None
     if job.world_size() == 1:
         # Before PyTorch is loaded: refuse what is wrong, and say that a run is finished.
-        entry = door.enter(settings, goes_on=goes_on)
-        line = entry.nothing_left()
-        if line:
-            return click.echo(f"{line}\n{entry.folder}")
-    from narrowgauge.trainer import loop
-
+        entry = loop.enter(settings)
+        if entry.is_finished:
+            return click.echo(f"{loop.finished(entry)}\n{entry.folder}")
     keep_pages()
     # PyTorch's own, at every step.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
     with job.joined():
-        if entry is None:
-            entry = loop.enter(settings, goes_on=goes_on)
-        folder = loop.train_entry(entry)
+        folder = loop.train(settings) if entry is None else loop.train_entry(entry)
     if job.rank() == 0:
         click.echo(folder)
     return None
@@ -94,7 +89,7 @@ def main(context: click.Context) -> None:
     \b
     narrowgauge tokenize text.txt tokens
     narrowgauge train --data tokens --recipe bfloat16/word
-    narrowgauge compare --recipes bfloat16/master,bfloat16/word --seeds 3
+    narrowgauge compare --data tokens --recipes bfloat16/master,bfloat16/word --seeds 3
     narrowgauge plan run --model llama-8b --chip H100-SXM5 --chips 8
     narrowgauge diagnose trainer_state.json
     """
@@ -225,7 +220,7 @@ def show_arithmetic(cuda: bool, as_json: bool) -> None:
     return None
 
 
-@main.command("tokenize", short_help="Make a token map from text, for train and compare.")
+@main.command("tokenize", short_help="Make tokens from text, for train and compare.")
 @click.argument("text", type=_path)
 @click.argument("out", type=_path)
 @click.option(
@@ -233,14 +228,14 @@ def show_arithmetic(cuda: bool, as_json: bool) -> None:
     help="A tokenizer.json, or a Hugging Face folder with one.  [default: a token for each byte]",
 )  # fmt: skip
 def tokenize(text: Path, out: Path, tokenizer: Path | None) -> None:
-    """Tokenize TEXT into a new token map OUT, the data of train and compare.
+    """Tokenize TEXT into a new folder OUT, the data of train and compare.
 
-    TEXT is a text file, a .jsonl file with "text" in each line, or a folder of .txt, .md, .py and
-    .jsonl files.
+    TEXT is a text file, a .jsonl file with "text" in each line, or a folder of .txt, .md, .py and .jsonl
+    files. OUT holds tokens.npy, which any other pipeline may write too.
     """
-    from narrowgauge.trainer.data.tokens import load_tokenizer, read_documents, write_tokens
+    from narrowgauge.trainer.tokens import load_tokenizer, read_texts, write_tokens
 
-    click.echo(write_tokens(read_documents(text), *load_tokenizer(tokenizer), out))
+    click.echo(write_tokens(read_texts(text), *load_tokenizer(tokenizer), out))
 
 
 @main.command("train", params=flags.of_settings())
@@ -251,27 +246,15 @@ def tokenize(text: Path, out: Path, tokenizer: Path | None) -> None:
 def train(file: Path | None, **settings: Any) -> None:
     """Train a language model on tokens, and record it in a run folder.
 
-    If --out holds a run, it continues: with its own settings, and with those that are named here.
-    Several ranks are torchrun's:
+    The same command goes on with a run that was stopped, bit for bit; --out RUN alone takes its
+    settings. Several ranks are torchrun's:
 
     torchrun --nproc-per-node 2 -m narrowgauge train --data tokens --out runs/a
     """
-    from narrowgauge.trainer.config import read_settings
+    from narrowgauge.trainer.settings import read_settings
 
     given = {} if file is None else read_settings(file)
     _train({**given, **flags.given(settings)})
-
-
-@main.command("resume", short_help="Resume a run, on one or more ranks.")
-@_run_folder
-@click.option("--stop-after", type=_count, metavar="N", help="Stop again after this step.")
-def resume(folder: Path, stop_after: int | None) -> None:
-    """Resume the run in DIR, on at most as many ranks as a step has micro-batches.
-
-    It is train --out DIR without other settings. On one rank the result is bit-identical to an
-    uninterrupted run.
-    """
-    _train(flags.given({"out": str(folder), "stop_after": stop_after}), goes_on=True)
 
 
 @main.command(
@@ -351,10 +334,10 @@ def report(runs: tuple[Path, ...], out: Path | None, table: bool, inline: bool) 
 def export(folder: Path, out: Path) -> None:
     """Export the model of the run in DIR to a Hugging Face folder OUT."""
     _require_one_process("export")
-    from narrowgauge.trainer import door
+    from narrowgauge.trainer.checkpoints import require_checkpoint
 
     require_empty(out)
-    door.run_of_trainer(folder)
+    require_checkpoint(folder)
     from narrowgauge.trainer import export as exporting
 
     click.echo(exporting.export(folder, out))
@@ -371,7 +354,7 @@ def diagnose(run: Path, other: Path | None, as_json: bool) -> None:
     cannot show.
 
     With OTHER, a run that should have been equal: the first step, stage, tensor and rank in which
-    they differ, and the recorded settings that differ and can act there.
+    they differ, and the recorded settings that differ.
 
     RUN is a run folder, finished or not, or the log of another framework, as for report.
 
@@ -383,7 +366,7 @@ def diagnose(run: Path, other: Path | None, as_json: bool) -> None:
     if is_trace(run) and not is_log(run):
         table = read_trace(run, other)
         return _print(as_json, table.rows, table)
-    from narrowgauge.analysis import diagnose as diagnosing
+    from narrowgauge.measuring import diagnose as diagnosing
 
     runs = [read_run(path) for path in (run, other) if path is not None]
     diagnosis: Any = diagnosing.diagnose(*runs)

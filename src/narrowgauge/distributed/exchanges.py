@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,14 +143,12 @@ class Exchange:
     :meth:`has_lost`.
 
     Attributes:
-        on_gradient: called with this rank's gradient before it is sent.
         piece: of an exact sum over replicas, this rank's piece until it is gathered.
         spans: when each sum of this step began and ended: seconds, or events of a GPU.
     Cost: an exact sum sends each micro-batch's gradient once, and with replicas the sum once a step. Several micro-batches in a
         step take 16 bytes for each element that this rank keeps, 40 in wide sums.
     """
 
-    on_gradient: Callable[[Tensor], None] | None = None
     piece: Tensor | None = None
     _sums: ExactSums | None = None
     _has_begun = False
@@ -176,8 +174,6 @@ class Exchange:
             is_last: whether this is the step's last micro-batch.
             gathers: whether to gather the pieces of replicas at once; else see :meth:`gather`.
         """
-        if self.on_gradient is not None:
-            self.on_gradient(gradient)
         began = _now(gradient.device)
         if self.row.order_invariant:
             self._add_exactly(gradient, output, is_last)

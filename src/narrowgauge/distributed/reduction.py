@@ -366,17 +366,6 @@ class GradientReduction:
         for parameter in self._sharded:
             parameter.grad = None
 
-    @contextlib.contextmanager
-    def shown_to(self, look: Callable[[Tensor], None]) -> Iterator[None]:
-        """Call ``look`` with each flat gradient that this rank is about to send into a sum."""
-        for exchange in self._exchanges:
-            exchange.on_gradient = look
-        try:
-            yield
-        finally:
-            for exchange in self._exchanges:
-                exchange.on_gradient = None
-
     def discard(self) -> None:
         """Forget the micro-batches since the last step, and all gradients."""
         for parameter in self._trainable:

@@ -1,2 +1,1 @@
-from .hub import RunNotice as RunNotice
 from .tensors import Gauges as Gauges

@@ -30,9 +30,9 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.gauges.attention import Heads, heads_of
-from narrowgauge.gauges.hub import Hub, Listener
 from narrowgauge.matmul.experts import GroupedLinear, grouped_layers_of
 from narrowgauge.matmul.linear import Linear
+from narrowgauge.measuring.hooks import Hub, Listener
 from narrowgauge.numerics import metrics
 from narrowgauge.numerics.dtensor import gradient_of, is_split_over_ranks, local_of
 from narrowgauge.numerics.exact_sums import largest_magnitude
@@ -467,7 +467,7 @@ def _leading(optimizer: torch.optim.Optimizer, p: Tensor, name: str) -> list[Ten
     the state.
     """
     if isinstance(optimizer, Optimizer):
-        state = optimizer.state_of(p)
+        state = optimizer.local_state(p)
         values = None
         if state is not None and name in dict(state.storage.states):
             values = stored(state, name, _NUM_VALUES)

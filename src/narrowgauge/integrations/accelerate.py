@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.numerics.dtensor import local_of, own_part
+from narrowgauge.numerics.dtensor import is_sharded, local_of, own_part
 from narrowgauge.optim.audit import unwrapped
 
 
@@ -31,7 +31,7 @@ def pass_states_on(optimizer: torch.optim.Optimizer) -> None:
     ours = unwrapped(optimizer)
     present = dict.fromkeys(chain.from_iterable(group["params"] for group in ours.param_groups))
     old = [p for p in ours.state if isinstance(p, Tensor) and p not in present]
-    new = [p for p in present if ours.state_of(p) is None]
+    new = [p for p in present if not ours.has_state(p)]
     is_same = len(old) == len(new)
     for before, parameter in zip(old, new, strict=False):
         is_same &= before.shape == parameter.shape and before.dtype is parameter.dtype
@@ -51,11 +51,8 @@ def pass_states_on(optimizer: torch.optim.Optimizer) -> None:
     for before, parameter in zip(old, new, strict=True):
         source = ours.state.pop(before)
         target = ours.state[parameter]
-        unsharded = source.tensors_of_extras()
-        values = {}
-        for name, saved in source.saved().items():
-            values[name] = local_of(saved).to(target.parameter.device)
-            if name not in (*unsharded, "step", "window"):
-                values[name] = own_part(parameter, values[name])
-        target.take(values)
-        target.step = source.step
+        for name, tensor in target.items():
+            value = source[name].to(tensor.device)
+            if is_sharded(tensor):  # a matrix rule's own states are whole on every rank
+                value = own_part(parameter, value)
+            local_of(tensor).copy_(value)

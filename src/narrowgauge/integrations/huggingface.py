@@ -10,9 +10,10 @@ from transformers import Trainer, TrainerCallback, TrainerState
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.integrations.recording import RecordedCallback
-from narrowgauge.optim.audit import audit, unwrapped
+from narrowgauge.optim.audit import unwrapped
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.optim.optimizers import AdamW
+from narrowgauge.runs.schema import Row
 
 AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
 
@@ -76,8 +77,10 @@ class NarrowgaugeCallback(RecordedCallback, TrainerCallback):
             "max_grad_norm": args.max_grad_norm,
             "seed": args.seed,
         }
+        self._audit: dict[str, float] = {}
         self._open(
-            args.output_dir, model, optimizer, state.global_step, settings=settings, max_grad_norm=limit
+            args.output_dir, model, optimizer, state.global_step, settings=settings, max_grad_norm=limit,
+            on_row=self._keep_audit,
         )  # fmt: skip
 
         def count_tokens(model: Any, inputs: Any, named_inputs: dict[str, Any]) -> None:
@@ -98,18 +101,21 @@ class NarrowgaugeCallback(RecordedCallback, TrainerCallback):
 
     def on_log(self, args: Any, state: TrainerState, control: Any, **named: Any) -> None:
         logs = named.get("logs") or {}
-        optimizer = unwrapped(named.get("optimizer"))
         if self.recorder is None or "loss" not in logs:
             return
         self._record_step(state, logs["loss"], grad_norm=logs.get("grad_norm"))
+        optimizer = unwrapped(named.get("optimizer"))
         if isinstance(optimizer, Optimizer):
-            numbers: dict[str, float] = {"num_skipped": optimizer.num_skipped}
-            total = audit(optimizer).total
-            if total is not None:
-                numbers |= {"edq": total.edq, "update_noise": total.noise}
-                numbers["lost_fraction"] = total.lost_fraction
-            logs.update(numbers)
-            state.log_history[-1].update(numbers)
+            self._audit["num_skipped"] = optimizer.num_skipped
+        logs.update(self._audit)
+        state.log_history[-1].update(self._audit)
+        self._audit = {}
+
+    def _keep_audit(self, kind: str, row: Row) -> None:
+        """Keep what was audited since the last log entry: an entry without an audit has none."""
+        if kind == "steps" and row.get("edq") is not None:
+            self._audit = {"edq": row["edq"], "update_noise": row["noise"]}
+            self._audit["lost_fraction"] = row["lost_fraction"]
 
     def on_evaluate(self, args: Any, state: TrainerState, control: Any, **named: Any) -> None:
         self._record_step(state)

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.integrations.recording import RecordedCallback
-from narrowgauge.matmul.swapping import keep_ranks_apart
 from narrowgauge.runs.schema import Row, numbers_of
 
 # Its two packages have separate classes. Use the package that the program has imported.
@@ -65,12 +64,6 @@ class NarrowgaugeMonitor(RecordedCallback, Callback):
         self._count = tokens
         self._num_steps = 0
         self._losses: list[Tensor] = []
-
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Keep the random bits of narrow layers apart on ranks, before DistributedDataParallel
-        wraps the module.
-        """
-        keep_ranks_apart(pl_module)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         count = len(trainer.optimizers)

@@ -40,8 +40,8 @@ def quantize_base(
         compute: its weights' cast is stored. Any compute of
             :func:`narrowgauge.quantize_for_inference`, such as ``int8-outlier-codes``, takes 1 byte
             a parameter; ``nvfp4`` takes 0.56 and ``mxfp4`` 0.53.
-        keep: patterns of base model names of layers to leave alone. ``None``: the compute's own
-            (the language model's head).
+        keep: patterns of base model names of layers to leave alone. ``None``: those
+            outside the blocks, such as the language model's head.
     Returns:
         The model, which trains and saves its adapters as before.
     Raises:
@@ -57,9 +57,7 @@ def quantize_base(
     chosen = get_compute(compute)
     patterns = keep
     if patterns is None:
-        patterns = chosen.keep
-        if patterns:
-            patterns = (*patterns, *map(_base_name, roles_of(model)))
+        patterns = tuple(map(_base_name, roles_of(model)))
     is_packed = inference.is_packed(chosen.output.right)
     if not is_packed:
         inference.with_codes(chosen)

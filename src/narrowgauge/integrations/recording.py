@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from narrowgauge.gauges.recording.run_recorder import RunRecorder, folder_for
+from narrowgauge.measuring.recorder import RunRecorder, folder_for
 
 
 class RecordedCallback:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 from torchtitan.config.override import derive
 from torchtitan.models.common.linear import Linear
@@ -20,13 +20,13 @@ from torchtitan.protocols.model import ModelConfigConverter
 from torchtitan.protocols.module import Module
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.matmul.linear import DeferredLinear
+from narrowgauge.matmul import linear
 from narrowgauge.matmul.swapping import swap_linears
 from narrowgauge.optim import optimizers
 from narrowgauge.spec.notation import get_compute
 
 
-class SwappableLinear(DeferredLinear, Linear):
+class SwappableLinear(Linear):
     """torchtitan's linear layer with the requested compute, which is active once the layer is
     swapped.
     """
@@ -39,6 +39,14 @@ class SwappableLinear(DeferredLinear, Linear):
         Linear.__init__(self, config)
         self.compute_name = config.compute
         self.refusal: Any = self.register_forward_pre_hook(_refuse)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Multiply ``[..., in]`` to ``[..., out]``, narrowly once the layer is swapped."""
+        if isinstance(self, linear.Linear):
+            return linear.Linear.forward(self, input)
+        return nn.Linear.forward(self, input)
+
+    forward.is_linear = True  # type: ignore[attr-defined]  # torchtitan binds it before the swap
 
 
 def _refuse(module: Any, *_: Any) -> None:

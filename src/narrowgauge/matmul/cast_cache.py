@@ -2,8 +2,7 @@
 
 The micro-batches of a step multiply the same weights. Inside :func:`cached_weights` each weight is
 cast once for all of them. A cast is reused only for the same, unchanged storage (PyTorch counts
-in-place changes) and until any optimizer steps. A weight that was gathered from other ranks as
-codes has no values, so its cast is theirs (:mod:`narrowgauge.matmul.fsdp_gather`).
+in-place changes) and until any optimizer steps.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from typing import Any
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from narrowgauge.matmul.fsdp_gather import gathered_cast
 from narrowgauge.matmul.operand import Operand
 from narrowgauge.torch_support.torch_hooks import after_every_step
 from narrowgauge.torch_support.torch_names import is_traced
@@ -58,9 +56,6 @@ def cached_weights() -> Iterator[None]:
 
 def cast_weight(weight: Tensor, key: tuple[Any, ...], make: Callable[[], Operand]) -> Operand:
     """Return a cast of a weight or of a view of it, from the cache if it has one under ``key``."""
-    gathered = gathered_cast(weight, key)
-    if gathered is not None:
-        return gathered
     if not _depth or is_traced() or weight.is_inference():
         return make()
     storage = weight.untyped_storage()

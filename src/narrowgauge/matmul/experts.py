@@ -1,252 +1,217 @@
 """Experts of a mixture in low-precision matmuls: Mixtral, Qwen3-MoE, DeepSeek-V3, gpt-oss and
 similar models.
 
-A mixture stores the weights of its experts in one tensor ``[experts, out, in]``. Sorted by expert,
-the tokens are a matrix. The rows from one *offset* to the next belong to one expert. A *grouped
-linear* is one small matmul per expert, with its own casts. So each expert has its own scale per
-tensor, and its own key of random bits. An expert without tokens costs nothing, and its gradient is
-zero if another one has tokens.
+A mixture stores the weights of its experts in one tensor ``[experts, out, in]``, and its module
+multiplies them in code of its own: by ``linear``, ``matmul``, ``bmm`` or ``grouped_mm``. While the
+module's forward runs, its stacks are tensors that know their projection, through copies, transposes
+and the choice of an expert. Where one is the second factor of a product, the swapped projection
+multiplies. Routing, activation and order of tokens stay the module's own.
+
+A projection is one linear layer for each expert, with its own casts. So each expert has its own
+scale per tensor, and its own key of random bits. An expert without tokens costs nothing, and its
+gradient is zero if another one has tokens.
 """
 
 from __future__ import annotations
 
-import copy
-import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.matmul.layer_matmuls import Call, multiply_layer, register
-from narrowgauge.matmul.linear import NarrowLayer, plain_dtype
-from narrowgauge.matmul.operand import Keys, layer_keys
-from narrowgauge.matmul.own_code import NARROW, take_over
-from narrowgauge.numerics.widening import is_widened
+from narrowgauge.matmul.linear import NarrowLayer
+from narrowgauge.matmul.operand import layer_keys
 from narrowgauge.spec.computes import Compute
-from narrowgauge.spec.formats import dtype_name
-from narrowgauge.spec.notation import get_compute
-from narrowgauge.torch_support.anatomy import parts
-
-
-def grouped_linear(
-    x: Tensor,
-    weights: Tensor,
-    offsets: Tensor,
-    compute: Compute,
-    bias: Tensor | None = None,
-    keys: Keys | None = None,
-    sequence_length: int = 1,
-) -> Tensor:
-    """Return each expert's linear layer over its own tokens, ``[tokens, out]``; zero for tokens
-    without an expert.
-
-    Invariant: an expert's output and gradients have the bits of a
-    :class:`~narrowgauge.matmul.linear.Linear` of the same compute on that expert's tokens alone.
-
-    Args:
-        x: ``[tokens, in]``, sorted by expert.
-        weights, bias: ``[experts, out, in]`` and ``[experts, out]``.
-        offsets: int32 ``[experts]``: the end of each expert's tokens. Tokens after the last offset
-            have no expert.
-        keys: with a key for each expert. Needed for random bits.
-        sequence_length: rows by which the index of the first sequence advances the random bits: all
-            rows, so that micro-batches of equal size never share any.
-    Cost: one layer per expert, on CUDA a wait for the offsets, and ``torch.compile`` breaks its
-    graph here.
-    """
-    if x.dtype is plain_dtype(compute):
-        weights = weights.to(x.dtype)
-        x = x.contiguous()
-        if bias is None and _suits_torch(x, weights):
-            return F.grouped_mm(x, weights.transpose(1, 2), offs=offsets)
-    name = register(compute)
-    return cast(Tensor, _one_by_one(x, weights, offsets, name, bias, keys, sequence_length))
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # the numbers of tokens are data
-def _one_by_one(
-    x: Tensor,
-    weights: Tensor,
-    offsets: Tensor,
-    name: str,
-    bias: Tensor | None,
-    keys: Keys | None,
-    sequence_length: int,
-) -> Tensor:
-    """Return :func:`grouped_linear` by its definition: one layer after the other."""
-    experts = len(weights)
-    ends = offsets.tolist()
-    *groups, without_expert = x.split(
-        [end - start for start, end in zip([0, *ends], [*ends, len(x)], strict=True)]
-    )
-    biases: Sequence[Tensor | None] = [None] * experts
-    if bias is not None:
-        biases = bias.unbind()
-    outputs = []
-    for expert, (group, weight) in enumerate(zip(groups, weights.unbind(), strict=True)):
-        if len(group):
-            expert_keys = None
-            if keys is not None:
-                expert_keys = keys._replace(layer=keys.layer[expert])
-            outputs.append(
-                multiply_layer(
-                    group, weight, biases[expert], Call(name, expert_keys, sequence_length)
-                )
-            )
-    return torch.cat([*outputs, x.new_zeros(len(without_expert), weights.shape[1])])
-
-
-def _suits_torch(x: Tensor, weights: Tensor) -> bool:
-    """Return whether PyTorch's grouped matmul takes the operands: bfloat16, in whole rows of 16
-    bytes.
-
-    Source: ``check_valid_strides_and_return_transposed`` in
-    ``aten/src/ATen/native/GroupedMMUtils.h`` of PyTorch.
-    """
-    is_multiplied = x.dtype == torch.bfloat16 and not is_widened(x.dtype, x.device.type)
-    sizes = x.shape[1], weights.shape[1], x.storage_offset(), weights.storage_offset()
-    is_whole = weights.is_contiguous() or weights.transpose(1, 2).is_contiguous()
-    return is_multiplied and len(x) > 0 and is_whole and not any(size % 8 for size in sizes)
+from narrowgauge.torch_support.anatomy import parts, stacked
+from narrowgauge.torch_support.extension import extended_class
 
 
 class GroupedLinear(NarrowLayer):
     """Multiply by one projection of all experts, in a compute.
 
-    The weights stay in the model's own module.
+    The weights stay in the model's own module. An expert's output and gradients have the bits of a
+    :class:`~narrowgauge.matmul.linear.Linear` of the same compute on that expert's tokens alone. An
+    expert's key, and so its random bits, comes from the name of its weights and its index.
 
-    An expert's key, and so its random bits, comes from the name of its weights and its index.
+    Cost: one layer per expert, on CUDA a wait for the offsets, and ``torch.compile`` breaks its
+    graph here.
     """
 
     def __init__(
-        self, num_experts: int, name: str, compute: Compute, device: torch.device | None = None
-    ) -> None:
+        self, num_experts: int, name: str, compute: Compute, device: torch.device | None = None, seed: int = 0
+    ) -> None:  # fmt: skip
         super().__init__()
         self.num_experts = num_experts
-        self.begin([f"{name}.{expert}" for expert in range(num_experts)], device, compute)
+        self.begin([f"{name}.{expert}" for expert in range(num_experts)], device, compute, seed)
 
     def _keys_on(self, device: torch.device | None) -> Tensor:
-        return layer_keys(self.names, device)
+        return layer_keys(self.names, self.seed, device)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # the numbers of tokens are data
     def forward(
         self, x: Tensor, weights: Tensor, offsets: Tensor, bias: Tensor | None = None
     ) -> Tensor:
-        """Multiply ``[tokens, in]`` to ``[tokens, out]``, see :func:`grouped_linear`."""
+        """Multiply ``[tokens, in]`` to ``[tokens, out]``; zero for tokens without an expert.
+
+        Args:
+            x: sorted by expert.
+            weights, bias: ``[experts, out, in]`` and ``[experts, out]``.
+            offsets: int32 ``[experts]``: the end of each expert's tokens. Tokens after the last
+                offset have no expert.
+        """
         x = self.cast_stream(x)
-        y: Tensor = grouped_linear(x, weights, offsets, self.compute, bias, self.keys(), x.shape[0])
-        return y
+        outputs = []
+        start = 0
+        matrices = weights.unbind()
+        for expert, end in enumerate(offsets.tolist()):
+            if end > start:
+                expert_bias = None if bias is None else bias[expert]
+                y = self.multiply_rows(
+                    x[start:end], matrices[expert], expert_bias, self.key[expert]
+                )
+                outputs.append(y)
+            start = end
+        outputs.append(x.new_zeros(len(x) - start, weights.shape[1]))
+        return torch.cat(outputs)
 
     def multiply_one(
         self, x: Tensor, weight: Tensor, expert: int, bias: Tensor | None = None
     ) -> Tensor:
         """Multiply ``[…, in]`` by the weight ``[out, in]`` of one expert."""
-        x = self.cast_stream(x)
-        keys = self.keys()
-        if keys is not None:
-            keys = keys._replace(layer=keys.layer[expert])
-        return self.multiply_rows(x, weight, bias, keys, math.prod(x.shape[:-1]))
+        return self.multiply_rows(self.cast_stream(x), weight, bias, self.key[expert])
 
     def extra_repr(self) -> str:
         return f"{self.num_experts}, compute={self.compute.name!r}"
 
 
-# ── the experts of transformers' models ───────────────────────────────────────────────────────────
-#
-# Transformers stores the experts of a layer as a module with 3-D parameters. A name in the module's
-# config selects the function that multiplies them. Swapping registers our function, and sets its
-# name in a copy of the config. Parameters, names, ``state_dict`` and router stay.
+# ── the stacks of a module ────────────────────────────────────────────────────────────────────────
 
-IMPLEMENTATION = "narrowgauge"
-"""The name in transformers' registry, next to its own ``eager``, ``batched_mm`` and ``grouped_mm``.
+
+NARROW = "narrow"
+"""The submodule that holds the swapped projections: no parameters, nothing in the ``state_dict``.
 """
+_MATMUL = (torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__)
+_PRODUCTS = (F.linear, *_MATMUL, torch._grouped_mm, F.grouped_mm)
+_KEPT = {
+    "bfloat16", "clone", "contiguous", "detach", "float", "half", "permute", "swapaxes", "t", "to", "transpose", "type",
+}  # fmt: skip
+"""Names of functions whose result is the same weight."""
+_TURNED = (Tensor.T.__get__, Tensor.mT.__get__)  # type: ignore[attr-defined]
 
 
-class _Projections(nn.ModuleDict):
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        _register()  # a process that unpickles it may have swapped no experts
+class OwnCode:
+    """A module of stacked weights whose own forward multiplies them, in low precision."""
+
+    # A compiler does not see which tensors are stacks.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module's own forward, with its swapped projections."""
+        module: Any = self
+        layers = module.get_submodule(NARROW)
+        multiplied: set[str] = set()
+        weights = {name: module._parameters[name] for name in stacked(module)}
+        try:
+            for name, weight in weights.items():
+                if type(weight) in (Tensor, nn.Parameter):  # no DTensor
+                    origin = _Origin(layers, multiplied, name)
+                    module._parameters[name] = _tracked(weight, origin)
+            result = super().forward(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            module._parameters.update(weights)
+        has_tokens = any(isinstance(x, Tensor) and x.numel() > 0 for x in args)
+        missed = sorted(set(layers) - multiplied)
+        if has_tokens and missed:
+            raise RecipeError(
+                f"Cannot multiply '{missed[0]}' of {type(self).__name__} in low precision because "
+                "its code uses none of linear, matmul, bmm and grouped_mm on a whole weight.",
+                f'Leave it as it is with keep=("*.{missed[0]}",).',
+            )
+        return result
 
 
-class _Permuted(torch.autograd.Function):
-    """Reorder rows, each first repeated ``copies`` times.
+class _Origin(NamedTuple):
+    """Where a tensor comes from.
 
-    Backward applies the inverse order and adds the copies.
-
-    PyTorch's own indexing adds up gradients row by row, on CUDA in no fixed order.
+    Attributes:
+        layers: the swapped projections of the module.
+        multiplied: names of weights that were multiplied in this call.
+        name: of the weight.
+        expert: whose part it is; ``None`` for all experts.
     """
 
-    @staticmethod
-    def forward(x: Tensor, order: Tensor, inverse: Tensor, copies: int) -> Tensor:
-        return x[order // copies]
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, _, inverse, ctx.copies = inputs
-        ctx.save_for_backward(inverse)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        (inverse,) = ctx.saved_tensors
-        grad = grads[0][inverse]
-        return (
-            grad if ctx.copies == 1 else grad.unflatten(0, (-1, ctx.copies)).sum(1),
-            None,
-            None,
-            None,
-        )
+    layers: Any
+    multiplied: set[str]
+    name: str
+    expert: int | None = None
 
 
-_permuted = cast(Callable[..., Tensor], _Permuted.apply)
+class _Stack(Tensor):
+    """A weight of experts, or the part of one expert."""
+
+    origin: _Origin
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in _PRODUCTS and len(args) > 1 and isinstance(args[1], cls):
+                return _multiply(func, args[1].origin, *args, **kwargs)
+            result = func(*args, **kwargs)
+            if not (args and isinstance(args[0], cls)):
+                return result
+            origin = args[0].origin
+            if func.__name__ in _KEPT or func in _TURNED:
+                return _tracked(result, origin)
+            if origin.expert is not None:
+                return result
+            if func in (Tensor.unbind, torch.unbind, Tensor.__iter__):
+                parts = args[0].as_subclass(Tensor).unbind()
+                tracked = [_tracked(x, origin._replace(expert=i)) for i, x in enumerate(parts)]
+                return iter(tracked) if func is Tensor.__iter__ else tuple(tracked)
+            if func is Tensor.__getitem__ and result.shape == args[0].shape[1:]:
+                expert = int(args[1]) % len(args[0])
+                return _tracked(result, origin._replace(expert=expert))
+        return result
 
 
-def multiply_experts(
-    module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
-) -> Tensor:
-    """Return the weighted sum of each token's experts, ``[tokens, hidden]``. Transformers calls it.
-
-    ``top_k_index`` and ``top_k_weights`` are ``[tokens, k]``: the experts of a token, and their
-    weights.
-    """
-    experts: Any = module
-    tokens, top_k = top_k_index.shape
-    chosen, order = torch.sort(top_k_index.reshape(-1), stable=True)
-    inverse = torch.argsort(order)
-    offsets = torch.searchsorted(
-        chosen,
-        torch.arange(experts.num_experts, device=chosen.device, dtype=chosen.dtype),
-        right=True,
-        out_int32=True,
-    )
-    x = _permuted(hidden_states, order, inverse, top_k)
-    if experts.has_gate:
-        x = experts._apply_gate(_project(experts, "gate_up_proj", x, chosen, offsets))
-    else:
-        x = experts.act_fn(_project(experts, "up_proj", x, chosen, offsets))
-    x = _project(experts, "down_proj", x, chosen, offsets)
-    if experts.has_post_expert_norm:
-        x = experts.post_expert_norm(x)
-    y = _permuted(x, inverse, order, 1).view(tokens, top_k, hidden_states.shape[1])
-    return (y * top_k_weights[..., None]).sum(1).to(hidden_states.dtype)
+def _tracked(x: Tensor, origin: _Origin) -> _Stack:
+    stack = x.as_subclass(_Stack)
+    stack.origin = origin
+    return stack
 
 
-def _project(experts: Any, name: str, x: Tensor, chosen: Tensor, offsets: Tensor) -> Tensor:
-    """Multiply by one projection, in its compute, or as PyTorch does if it was not swapped."""
-    weights: Any = getattr(experts, name)
-    if experts.is_transposed:
-        weights = weights.transpose(1, 2)
-    bias = None
-    if experts.has_bias:
-        bias = getattr(experts, f"{name}_bias")
-    swapped = experts.get_submodule(NARROW)
-    if name in swapped:
-        return cast(Tensor, swapped[name](x, weights, offsets, bias))
-    return grouped_linear(x, weights, offsets, get_compute(dtype_name(x.dtype)), bias)
+def _multiply(
+    func: Any, origin: _Origin, x: Tensor, stack: Tensor, *rest: Any, **options: Any
+) -> Any:
+    """Multiply by the swapped projection of a stack, or of the expert whose part it is."""
+    plain = stack.as_subclass(Tensor)
+    weight = plain if func is F.linear else plain.transpose(-2, -1)
+    is_batch = func in _MATMUL and weight.ndim == 3
+    if is_batch and x.ndim != 3:
+        return func(x, plain, *rest, **options)
+    origin.multiplied.add(origin.name)
+    if origin.name not in origin.layers:
+        return func(x, plain, *rest, **options)
+    layer = origin.layers[origin.name]
+    if weight.ndim == 2:
+        bias = rest[0] if rest else options.get("bias")
+        return layer.multiply_one(x, weight, origin.expert, bias)
+    if not is_batch:
+        return layer(x, weight, rest[0] if rest else options["offs"])
+    experts, tokens = len(weight), x.shape[1]
+    rows = x.expand(experts, -1, -1).reshape(experts * tokens, -1)
+    ends = torch.arange(1, experts + 1, dtype=torch.int32, device=x.device) * tokens
+    return layer(rows, weight, ends).view(experts, tokens, -1)
+
+
+# ── swapping ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def grouped_layers(
-    model: nn.Module, choose: Callable[[str], Compute | None]
+    model: nn.Module, choose: Callable[[str], Compute | None], seed: int
 ) -> dict[str, GroupedLinear]:
     """Swap the experts whose projections get a compute from ``choose``.
 
@@ -259,33 +224,25 @@ def grouped_layers(
         if compute is not None:
             own_name = name.rpartition(".")[2]
             weight = owner.get_parameter(own_name)
-            layers[name] = GroupedLinear(len(weight), name, compute, weight.device)
+            layers[name] = GroupedLinear(len(weight), name, compute, weight.device, seed)
             by_owner.setdefault(owner, {})[own_name] = layers[name]
-    for owner, own_layers in by_owner.items():
-        _swap(owner, own_layers)
+    for owner, swapped in by_owner.items():
+        take_over(owner, nn.ModuleDict(swapped))
     return layers
 
 
-def _swap(module: Any, layers: Mapping[str, GroupedLinear]) -> None:
-    """Make a module multiply by swapped projections: through transformers' registry, or in its own
-    code.
-    """
+def take_over(module: nn.Module, layers: nn.ModuleDict) -> None:
+    """Make a module's own forward multiply by swapped projections, by the names of its weights."""
     if getattr(module, "_is_expert_parallel", False):
+        names = next(iter(layers.values())).names
         raise RecipeError(
-            f"Cannot swap '{next(iter(layers.values())).names[0]}' because it is sharded by expert "
-            "parallelism.",
+            f"Cannot swap '{names[0]}' because it is sharded by expert parallelism.",
             "Load the model without it.",
         )
-    config = getattr(module, "config", None)
-    if not hasattr(module, "is_concatenated") or not hasattr(config, "_experts_implementation"):
-        take_over(module, nn.ModuleDict(layers))
-        return
-    module.add_module(NARROW, _Projections(layers))
-    _register()
-    # A copy: other models of this config, and experts that are not swapped, use transformers' own
-    # function.
-    module.config = copy.copy(config)
-    module.config._experts_implementation = IMPLEMENTATION
+    module.add_module(NARROW, layers)
+    if not isinstance(module, OwnCode):
+        kind: Any = type(module)
+        module.__class__ = extended_class(OwnCode, kind)
 
 
 def grouped_layers_of(model: nn.Module) -> dict[str, GroupedLinear]:
@@ -305,9 +262,3 @@ def projections(model: nn.Module) -> dict[str, nn.Module]:
         for projection in stacks.get(module, ()):
             owners[f"{name}.{projection}".removeprefix(".")] = module
     return owners
-
-
-def _register() -> None:
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
-    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, multiply_experts)

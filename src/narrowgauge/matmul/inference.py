@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.errors import FormatError, RecipeError
+from narrowgauge.matmul.experts import projections
 from narrowgauge.matmul.gemm import warn_if_emulated
 from narrowgauge.matmul.layer_matmuls import Call, multiply_input, register
 from narrowgauge.matmul.linear import (
@@ -31,7 +32,6 @@ from narrowgauge.matmul.swapping import chooser, refuse_unmatched
 from narrowgauge.numerics.widening import bias_gradient, linear, matmul
 from narrowgauge.spec.computes import COMPUTES, Cast, Compute, stores_codes
 from narrowgauge.spec.notation import get_compute
-from narrowgauge.torch_support.anatomy import parts
 from narrowgauge.torch_support.machine import require_float64
 
 NAMES = ("weight_codes", "weight_scales", "tensor_scale")
@@ -243,14 +243,14 @@ def quantize_for_inference(
     require_float64(model.parameters())
     compute = with_codes(compute)
     refuse_unmatched(model, keep)
-    choose = chooser(compute, (*keep, *compute.keep), roles_of(model))
-    stacks = parts(model).stacks()
-    for name, module in model.named_modules():
-        if module in stacks and choose(name) is not None:
+    choose = chooser(compute, keep, roles_of(model, warns=True))
+    for name, module in projections(model).items():
+        if choose(name) is not None:
+            pattern = "*." + name.rpartition(".")[0].rpartition(".")[2] + ".*"
             raise RecipeError(
-                f"Cannot quantize '{name}', a {type(module).__name__}, because only linear layers "
+                f"Cannot quantize '{name}' of a {type(module).__name__} because only linear layers "
                 "are stored as codes.",
-                f'Leave the experts as they are with keep=("{name}.*", "{name}").',
+                f'Leave the experts as they are with keep=("{pattern}",).',
             )
     layers = []
     for name, module in model.named_modules():
@@ -306,8 +306,6 @@ def quantize_layer(module: Any, compute: Compute, shared: dict[Tensor, list[Tens
     matrix = matrix_of(module)
     if weight not in shared:
         shared[weight] = codes_of(matrix.detach(), compute.output.right)
-    if hasattr(module, "swap"):
-        module.swap.layers.discard(module)
     for entries in (module._parameters, module._buffers, module._non_persistent_buffers_set):
         entries.clear()
     module.is_transposed = is_transposed(module)

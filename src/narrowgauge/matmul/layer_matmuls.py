@@ -31,7 +31,7 @@ from torch import Tensor
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.cast_cache import cast_weight
 from narrowgauge.matmul.gemm import multiply, operand_dtype
-from narrowgauge.matmul.operand import Keys, Operand, cast_matrix, draw
+from narrowgauge.matmul.operand import Operand, cast_matrix, content_key, mixed
 from narrowgauge.numerics.widening import add_product, bias_gradient
 from narrowgauge.spec.computes import COMPUTES, SLOTS, Compute
 from narrowgauge.torch_support.torch_names import is_traced, is_transformed
@@ -59,13 +59,11 @@ class Call(NamedTuple):
 
     Attributes:
         name: of a registered compute.
-        keys: of random bits; ``None`` rounds to nearest.
-        sequence_length: rows per sequence, which key the random bits of gradients.
+        key: int32 ``[]``, of the layer's random bits; ``None`` rounds to nearest.
     """
 
     name: str
-    keys: Keys | None = None
-    sequence_length: int = 1
+    key: Tensor | None = None
 
     @property
     def compute(self) -> Compute:
@@ -80,26 +78,23 @@ class Call(NamedTuple):
         row = SLOTS[slot]
         cast = compute.casts[slot]
         product = compute.products[row.matmul]
-        drawn = None
-        if self.keys is not None and cast.needs_bits:
-            length: int | None = self.sequence_length
-            if row.tensor == "weight":
-                length = None
-            drawn = draw(x, self.keys, row.random_key, length)
+        key = None
+        if self.key is not None and cast.needs_bits:
+            key = mixed(self.key, row.random_key)
         if cast.outliers:
             x = without_outliers(x, cast.outliers)
         fold = None
         if right is not None and right.outer is not None and product.right.granularity == "column":
             fold = right.outer.reshape((1, -1) if row.dim == 1 else (-1, 1))
         dtype = operand_dtype(cast, product, x.device)
-        return cast_matrix(x, cast, row.dim, dtype, draw=drawn, fold=fold)
+        return cast_matrix(x, cast, row.dim, dtype, key=key, fold=fold)
 
     def cast_weight(self, weight: Tensor, slot: str) -> Operand:
         """Cast a weight ``[out, in]`` to the operand of a slot, or use its cached cast."""
         source = self.compute.cast_slots[slot]
         dim = SLOTS[source].dim
-        key = (self.compute.casts[source], dim)
-        operand = cast_weight(weight, key, lambda: self.cast(weight, source))
+        cache_key = (self.compute.casts[source], dim)
+        operand = cast_weight(weight, cache_key, lambda: self.cast(weight, source))
         if dim == SLOTS[slot].dim:
             return operand
         return operand.turned()
@@ -138,6 +133,8 @@ def gradients(
     """
     compute = call.compute
     slots = compute.cast_slots
+    if call.key is not None:
+        call = call._replace(key=content_key(call.key, grad, saved.data, weight))
     outputs, inputs = weight.shape
     grad = grad.contiguous()
     grad_input = grad_weight = grad_bias = None
@@ -236,43 +233,19 @@ class _Product(FirstOrder):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Any:
         y, *saved = output(x, weight, bias, call)
-        clock, layer = call.keys or (None, None)
-        if clock is not None:  # another model's optimizer may step before this backward pass
-            clock = clock.clone()
-        ctx.save_for_backward(*saved, weight, clock, layer)
-        ctx.compute_name, ctx.sequence_length = call.name, call.sequence_length
+        key = call.key
+        if key is not None:  # DDP writes buffers before each pass
+            key = key.clone()
+        ctx.save_for_backward(*saved, weight, key)
+        ctx.compute_name = call.name
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        *saved, weight, clock, layer = ctx.saved_tensors
-        keys = None
-        if clock is not None:
-            keys = Keys(clock, layer)
-        call = Call(ctx.compute_name, keys, ctx.sequence_length)
+        *saved, weight, key = ctx.saved_tensors
+        call = Call(ctx.compute_name, key)
         needs = ctx.needs_input_grad[:3]
         return *once(gradients, grads[0], Operand(*saved), weight, call, needs), None
-
-
-class _Forward(FirstOrder):
-    """The product alone, for transforms of ``torch.func`` without gradients."""
-
-    @staticmethod
-    def forward(*inputs: Any) -> Any:
-        return output(*inputs)[0]
-
-    setup_context = staticmethod(lambda ctx, inputs, output: None)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[Tensor, int]:
-        """Multiply one sample after the other: a scale may belong to all of a sample's rows."""
-        results = []
-        for index in range(info.batch_size):
-            sample = []
-            for value, dim in zip(inputs, in_dims, strict=True):
-                sample.append(value.select(dim, index) if isinstance(dim, int) else value)
-            results.append(cast(Callable[..., Tensor], _Forward.apply)(*sample))
-        return torch.stack(results), 0
 
 
 # Dynamo puts the call into its graph unchanged. AOTAutograd traces the operations inside: no guards
@@ -280,5 +253,7 @@ class _Forward(FirstOrder):
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
 def multiply_layer(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
     """Return the product of :func:`output`, with gradients."""
-    function: Any = _Forward if is_transformed() else _Product
+    if is_transformed():
+        FirstOrder.backward(None)
+    function: Any = _Product
     return cast(Tensor, function.apply(x, weight, bias, call))

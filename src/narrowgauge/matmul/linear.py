@@ -7,7 +7,6 @@ layer's. :func:`narrowgauge.matmul.swapping.swap_linears` swaps a model's layers
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -16,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.matmul import clock, layer_matmuls
-from narrowgauge.matmul.operand import Keys, layer_keys
+from narrowgauge.matmul import layer_matmuls
+from narrowgauge.matmul.operand import layer_keys
 from narrowgauge.numerics.dtensor import is_sharded
 from narrowgauge.numerics.widening import linear
 from narrowgauge.spec.computes import Compute
@@ -33,11 +32,9 @@ class NarrowLayer(nn.Module):
         compute: the active compute.
         registered_name: its name for operators and graphs.
         plain_dtype: if the model computes in this dtype, the layer is a plain one without casts.
-        draw: the seed, the step and the place of the micro-batch.
-        swap: the layers that were swapped with this one.
         names: the layer's name, or one for each expert.
-        key: int32 ``[]``, or ``[experts]``: key of the layer's random bits, from its name.
-        clock_words: ``draw`` as a tensor; ``None`` if no compute took random bits yet.
+        seed: of stochastic casts.
+        key: int32 ``[]``, or ``[experts]``: key of the layer's random bits, from seed and name.
         was_called: whether it has multiplied, outside compiled code.
     """
 
@@ -45,19 +42,17 @@ class NarrowLayer(nn.Module):
     compute: Compute
     registered_name: str
     plain_dtype: torch.dtype | None
-    draw: clock.Draw
-    swap: clock.Swap
+    seed: int
     key: Tensor
-    clock_words: Tensor | None
     was_called: bool = False
 
-    def begin(self, names: Sequence[str], device: torch.device | None, compute: Compute) -> None:
-        """Set a compute and the keys that belong to the names, and start at step 0."""
+    def begin(
+        self, names: Sequence[str], device: torch.device | None, compute: Compute, seed: int
+    ) -> None:
+        """Set a compute, and the keys that belong to the names and the seed."""
         self.names = tuple(names)
+        self.seed = seed
         self.register_buffer("key", self._keys_on(device), persistent=False)
-        self.register_buffer("clock_words", None, persistent=False)
-        self.draw = clock.Draw()
-        self.join(clock.Swap())
         self.set_compute(compute)
 
     def set_compute(self, compute: Compute) -> None:
@@ -65,24 +60,9 @@ class NarrowLayer(nn.Module):
         self.compute = compute
         self.registered_name = layer_matmuls.register(self.compute)
         self.plain_dtype = plain_dtype(self.compute)
-        if compute.is_stochastic and self.clock_words is None:
-            with torch.inference_mode(False):
-                words = self.draw.words()
-                self.clock_words = torch.tensor(words, dtype=torch.int32, device=self.key.device)
 
     def _keys_on(self, device: torch.device | None) -> Tensor:
-        return layer_keys(self.names, device)[0].clone()
-
-    def join(self, swap: clock.Swap) -> None:
-        """Belong to the layers of a swap alone."""
-        self.swap = swap
-        swap.layers.add(self)
-
-    def keys(self) -> Keys | None:
-        """Return the keys of random bits; ``None`` if no cast needs them."""
-        if self.clock_words is None or not self.compute.is_stochastic:
-            return None
-        return Keys(self.clock_words, self.key)
+        return layer_keys(self.names, self.seed, device)[0].clone()
 
     def cast_stream(self, x: Tensor) -> Tensor:
         """Cast the input to autocast's dtype.
@@ -107,13 +87,11 @@ class NarrowLayer(nn.Module):
             return x.to(dtype)
         return x
 
-    def multiply_rows(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, keys: Keys | None, length: int
-    ) -> Tensor:
-        """Multiply ``[..., in]`` by a weight ``[out, in]``, with ``length`` rows per sequence."""
+    def multiply_rows(self, x: Tensor, weight: Tensor, bias: Tensor | None, key: Tensor) -> Tensor:
+        """Multiply ``[..., in]`` by a weight ``[out, in]``."""
         if not x.numel() or x.dtype is self.plain_dtype:
             return linear(x, weight, bias)
-        call = layer_matmuls.Call(self.registered_name, keys, length)
+        call = layer_matmuls.Call(self.registered_name, key if self.compute.is_stochastic else None)
         y = layer_matmuls.multiply_layer(x.reshape(-1, x.shape[-1]), weight, bias, call)
         return cast(Tensor, y.view(*x.shape[:-1], weight.shape[0]))
 
@@ -123,14 +101,12 @@ class NarrowLayer(nn.Module):
         require_float64(self._buffers.values())
         if not had_memory:  # to_empty() does not set values
             self.key = self._keys_on(self.key.device)
-            clock.write([self])
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         # Another process does not know the compute yet.
         self.registered_name = layer_matmuls.register(self.compute)
-        self.join(self.swap)
 
 
 class Linear(NarrowLayer, nn.Linear):
@@ -159,22 +135,8 @@ class Linear(NarrowLayer, nn.Linear):
         if is_sharded(weight):
             from narrowgauge.matmul.tensor_parallel import multiply_parts
 
-            return multiply_parts(self._multiply, self.compute, self.names[0], x, weight, bias)
-        return self._multiply(x, weight, bias)
-
-    def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Multiply tensors that this process has in full, by a weight ``[out, in]``."""
-        x = self.cast_stream(x)
-        is_packed = x.ndim < 3 and x.numel() > 0 and torch.is_grad_enabled()
-        if is_packed and self.draw.first_sequence and self.compute.is_stochastic:
-            raise RecipeError(
-                f"Cannot key the random bits of layer '{self.names[0]}' by sequence because its "
-                f"input is {list(x.shape)}.",
-                "Call linears.set_first_token(index) with the index of the micro-batch's first row "
-                "in the whole batch.",
-            )
-        rows_per_sequence = math.prod(x.shape[1:-1])
-        return self.multiply_rows(x, weight, bias, self.keys(), rows_per_sequence)
+            return multiply_parts(self, x, weight, bias)
+        return self.multiply_rows(self.cast_stream(x), weight, bias, self.key)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, compute={self.compute.name!r}"
@@ -190,20 +152,6 @@ def plain_dtype(compute: Compute) -> torch.dtype | None:
     return None
 
 
-class DeferredLinear(nn.Linear):
-    """A plain linear layer for frameworks that bind ``forward`` to a layer before it can be
-    swapped.
-
-    Once swapped, it computes narrowly through the bound method, too.
-    """
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Multiply ``[..., in]`` to ``[..., out]``."""
-        if isinstance(self, Linear):
-            return Linear.forward(self, input)
-        return nn.Linear.forward(self, input)
-
-
 def is_linear(module: nn.Module) -> bool:
     """Return whether a module is a linear layer that can be swapped.
 
@@ -212,9 +160,10 @@ def is_linear(module: nn.Module) -> bool:
     """
     if not isinstance(module, nn.Linear):
         return type(module).__name__ == "Conv1D"
-    forwards = (nn.Linear.forward, Linear.forward, DeferredLinear.forward)
+    forward: Any = type(module).forward
     names = [base.__name__ for base in type(module).__mro__]
-    has_its_product = type(module).forward in forwards or "FalconLinear" in names
+    has_its_product = forward in (nn.Linear.forward, Linear.forward) or "FalconLinear" in names
+    has_its_product |= getattr(forward, "is_linear", False)
     return has_its_product and not isinstance(module, NonDynamicallyQuantizableLinear)
 
 
@@ -258,7 +207,9 @@ def refuse_replaced_forward(name: str, module: nn.Module, compute: Compute) -> N
     """Raise RecipeError for a layer whose forward a framework has replaced: it would not multiply
     as the compute says.
     """
-    if "forward" in vars(module) and not isinstance(module, (Linear, DeferredLinear)):
+    forward: Any = type(module).forward
+    is_bound = isinstance(module, Linear) or getattr(forward, "is_linear", False)
+    if "forward" in vars(module) and not is_bound:
         raise RecipeError(
             f"Cannot compute layer '{name}' as '{compute.name}' because a framework has replaced "
             "its forward.",
@@ -267,7 +218,7 @@ def refuse_replaced_forward(name: str, module: nn.Module, compute: Compute) -> N
         )
 
 
-def made_narrow(name: str, module: nn.Module, compute: Compute) -> Linear:
+def made_narrow(name: str, module: nn.Module, compute: Compute, seed: int = 0) -> Linear:
     """Return the module as a :class:`Linear`.
 
     It stays the same object, so hooks and references stay valid.
@@ -280,5 +231,5 @@ def made_narrow(name: str, module: nn.Module, compute: Compute) -> Linear:
     layer = cast(Linear, module)
     layer.in_features, layer.out_features = weight.shape if transposed else weight.shape[::-1]
     layer.is_transposed = transposed
-    layer.begin([name], weight.device, compute)
+    layer.begin([name], weight.device, compute, seed)
     return layer

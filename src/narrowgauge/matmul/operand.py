@@ -30,10 +30,7 @@ from narrowgauge.numerics.quantization import (
 from narrowgauge.numerics.rounding import random_bits
 from narrowgauge.spec.computes import Cast
 from narrowgauge.torch_support.compile import fused
-from narrowgauge.torch_support.torch_names import is_traced
 
-Draw = tuple[Tensor, Tensor]
-"""The key of a cast's random bits, and the index of the first row, int32 ``[]`` each."""
 PAIRS = torch.uint8
 """The dtype of four-bit codes, two to a byte."""
 CODES = (torch.float8_e4m3fn, torch.float8_e5m2, PAIRS)
@@ -80,9 +77,8 @@ def cast_matrix(
     dim: int,
     dtype: torch.dtype,
     *,
-    draw: Draw | None = None,
+    key: Tensor | None = None,
     fold: Tensor | None = None,
-    amax: Tensor | None = None,
 ) -> Operand:
     """Cast a matrix for a matmul that contracts its dimension ``dim``.
 
@@ -92,9 +88,8 @@ def cast_matrix(
     Args:
         dtype: of the result: int8, a float8 or ``PAIRS`` for codes, or a dtype that holds the
             values.
-        draw: for stochastic casts, see :func:`draw`. Their random words are hashed within the cast.
+        key: int32 ``[]``, of the random bits of a stochastic cast. Their words are hashed within it.
         fold: float32, broadcastable: multiplied into ``x`` first.
-        amax: float32 ``[1, 1]``: scale by this instead of the tensor's own amax.
     """
     x = padded(x.detach(), cast, dim)
     size = x.numel()
@@ -104,16 +99,13 @@ def cast_matrix(
         fold = None
     if cast.rotation != "none":
         x = fused(size, bound(_rotate, dim), x)
-    key, first_row = draw or (None, None)
     if cast.is_wide:
         operand = Operand(x.to(dtype))
     elif is_whole:
-        operand = Operand(
-            *fused(size, bound(cast_whole, cast, dim, dtype), x, key, first_row, fold, amax)
-        )
+        operand = Operand(*fused(size, bound(cast_whole, cast, dim, dtype), x, key, fold))
     else:
         blocks = blocked(x, sides_of(cast, dim))
-        results = fused(size, bound(cast_blocks, cast, dim, dtype), blocks, key, first_row, amax)
+        results = fused(size, bound(cast_blocks, cast, dim, dtype), blocks, key)
         data, scales, _, _, outer = (*results, None)[:5]
         if dtype in CODES:
             operand = Operand(data, outer, scales.view(SCALE_DTYPES[cast.scale]))
@@ -161,15 +153,15 @@ def _rotate(dim: int, x: Tensor) -> Tensor:
 
 def cast_whole(
     cast: Cast, dim: int, dtype: torch.dtype,
-    x: Tensor, key: Tensor | None, first_row: Tensor | None, fold: Tensor | None, amax: Tensor | None,
+    x: Tensor, key: Tensor | None, fold: Tensor | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Cast a matrix with a scale for all of it or for each row: codes in a dtype, and the scales if
     there are any.
     """
     words = None
-    if key is not None and first_row is not None:
-        words = quantization.random_words(x.shape[0], x.shape[1], key, first_row)
-    codes, outer = quantization.quantize_whole(x, cast, dim, words, fold, amax)
+    if key is not None:
+        words = quantization.random_words(x.shape[0], x.shape[1], key)
+    codes, outer = quantization.quantize_whole(x, cast, dim, words, fold, None)
     if dtype == torch.int8:
         codes = torch.where(codes == codes, codes, 0.0)  # processors convert NaN differently
     codes = codes.to(dtype)
@@ -186,20 +178,18 @@ def cast_blocks(
     dtype: torch.dtype,
     x: Tensor,
     key: Tensor | None,
-    first_row: Tensor | None,
-    amax: Tensor | None,
 ) -> tuple[Tensor, ...]:
     """Cast a matrix in blocks: codes or values in a dtype, scales in their own format and in
     float32, their inverses, and the tensor's scale if there is one.
     """
     words = None
-    if key is not None and first_row is not None:
+    if key is not None:
         row_blocks, rows, column_blocks, columns = x.shape
         by_row, by_column = quantization.random_words(
-            row_blocks * rows, column_blocks * columns, key, first_row
+            row_blocks * rows, column_blocks * columns, key
         )
         words = blocked(by_row, (rows, 1)), blocked(by_column, (1, columns))
-    codes, inner, inverse, outer = quantization.quantize_blocks(x, cast, words, amax)
+    codes, inner, inverse, outer = quantization.quantize_blocks(x, cast, words, None)
     scales = inner
     if dtype not in CODES:
         data = (codes * inner).to(dtype)
@@ -230,53 +220,29 @@ def _scale_codes(scales: Tensor, name: str) -> Tensor:
 
 # ── random bits of stochastic casts ───────────────────────────────────────────────────────────────
 #
-# A pure function of the clock (:mod:`.clock`), the layer, the operand and the logical position.
-# Equal gradients must not round equally. So the bits come from counters, and not from the values as
-# the optimizer's do. The row counter counts tokens.
-
-STEP_SEED, FIRST_SEQUENCE, FIRST_TOKEN, IS_PLACED = range(4)
-"""Places in the words of a clock."""
+# All stochastic casts round gradients. Their bits are a hash of the layer's key, of the operand, and
+# of the content of the gradient and of the matrices that it is multiplied with. So two micro-batches,
+# two steps and two ranks round independently, also where their gradients are equal. A pass that is
+# recomputed, or a run that is resumed, has its first bits. Nothing counts steps.
 
 
-class Keys(NamedTuple):
-    """The keys of a layer's random bits.
-
-    Attributes:
-        clock: int32 ``[4]``: seed of the step, index of the micro-batch's first sequence, of its
-            first token, and whether one of these was set; see ``clock.Draw``.
-        layer: int32 ``[]``: from the layer's name; of experts ``[experts]``.
-    """
-
-    clock: Tensor
-    layer: Tensor
-
-
-def layer_keys(names: Sequence[str], device: torch.device | None = None) -> Tensor:
+def layer_keys(names: Sequence[str], seed: int, device: torch.device | None = None) -> Tensor:
     """Return the keys of layers by name, int32 ``[names]``."""
-    digests = [hashlib.sha256(name.encode()).digest()[:4] for name in names]
+    digests = [hashlib.sha256(f"{seed} {name}".encode()).digest()[:4] for name in names]
     keys = [int.from_bytes(digest, "little", signed=True) for digest in digests]
     return torch.tensor(keys, dtype=torch.int32, device=device)
 
 
-def draw(x: Tensor, keys: Keys, operand: int, length: int | None) -> Draw:
-    """Return the key of a stochastic cast of ``x [rows, columns]`` and the index of its first row.
+def mixed(key: Tensor, number: int) -> Tensor:
+    """Return a key of a part of what another key belongs to: int32 ``[]``."""
+    salt = (number * 0x3C6EF372 + (1 << 31)) % (1 << 32) - (1 << 31)
+    return key + salt
 
-    Args:
-        operand: the slot's ``random_key``.
-        length: the number of rows by which a sequence's index advances; ``None`` for a weight.
-    """
-    if length is None:
-        return key_of(keys, operand), torch.zeros_like(keys.layer)
-    # The length as a size: one kernel then serves all lengths.
-    layers = keys.layer.expand(length)
-    drawn: Draw = fused(_SAMPLE, bound(_draw, operand), x.detach(), keys.clock, layers)
+
+def content_key(key: Tensor, *matrices: Tensor) -> Tensor:
+    """Return a layer's key for the content of some matrices: int32 ``[]``."""
+    drawn: Tensor = fused(_SAMPLE, _content_key, key, *[matrix.detach() for matrix in matrices])
     return drawn
-
-
-def _draw(operand: int, x: Tensor, clock: Tensor, layers: Tensor) -> Draw:
-    seed = clock[STEP_SEED] ^ torch.where(clock[IS_PLACED] == 0, _content(x), 0)
-    first_row = clock[FIRST_SEQUENCE] * layers.shape[0] + clock[FIRST_TOKEN]
-    return key_of(Keys(torch.stack([seed]), layers[0]), operand), first_row
 
 
 _SAMPLE_ROWS = 64
@@ -284,31 +250,13 @@ _SAMPLE_COLUMNS = 16
 _SAMPLE = _SAMPLE_ROWS * _SAMPLE_COLUMNS
 
 
-def _content(x: Tensor) -> Tensor:
-    """Return a hash of 1,024 values of a gradient, evenly spread: int32 ``[]``.
-
-    It differs between micro-batches. Where these values are 0, as of a loss on few tokens, the hash
-    is of all values.
-    """
-    row, column = (
-        torch.arange(count, device=x.device) for count in (_SAMPLE_ROWS, _SAMPLE_COLUMNS)
-    )
-    rows = row * x.shape[0] // _SAMPLE_ROWS
-    columns = column * x.shape[1] // _SAMPLE_COLUMNS
-    sample = x[rows[:, None], columns[None, :]].float()
-    bits = sample.view(torch.int32)
-    places = (row[:, None] * _SAMPLE_COLUMNS + column[None, :]).to(torch.int32)
-    mixed = random_bits(bits, random_bits(places, torch.zeros_like(places)))
-    of_sample = mixed.sum(dtype=torch.int32)
-    is_zero = (sample == 0).all()
-    if x.device.type == "cpu" and not is_traced() and not is_zero:
-        return of_sample  # without a pass over all values
-    weights = 2 * torch.arange(x.numel(), device=x.device, dtype=torch.int32).view(x.shape) + 1
-    of_all = (x.float().contiguous().view(torch.int32) * weights).sum(dtype=torch.int32)
-    return torch.where(is_zero, of_all, of_sample)
-
-
-def key_of(keys: Keys, operand: int) -> Tensor:
-    """Mix seed, step, layer and operand into the key of a cast's random bits: int32 ``[]``."""
-    salt = (operand * 0x3C6EF372 + (1 << 31)) % (1 << 32) - (1 << 31)
-    return random_bits(keys.layer + salt, keys.clock[STEP_SEED])
+def _content_key(key: Tensor, *matrices: Tensor) -> Tensor:
+    row = torch.arange(_SAMPLE_ROWS, device=key.device)[:, None]
+    column = torch.arange(_SAMPLE_COLUMNS, device=key.device)
+    factors = 2 * (row * _SAMPLE_COLUMNS + column) + 1
+    for matrix in matrices:
+        rows = row * matrix.shape[0] // _SAMPLE_ROWS
+        columns = column * matrix.shape[1] // _SAMPLE_COLUMNS
+        bits = matrix[rows, columns].float().view(torch.int32)
+        key = random_bits((bits * factors).sum(dtype=torch.int32), key)
+    return key

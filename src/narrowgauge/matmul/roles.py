@@ -1,8 +1,8 @@
-"""The roles for which a linear layer stays wide, from the model's parts
-(:mod:`narrowgauge.torch_support.anatomy`), not from names.
+"""Which linear layers stay wide, and why: by where they stand in the model
+(:mod:`narrowgauge.torch_support.anatomy`), not by their names.
 
-* **head**: the logits of the vocabulary or of the labels. A head's errors go straight into the loss.
-  DeepSeek-V3 and NVIDIA's recipes keep it wide.
+* **outside the blocks**: heads, input projections, embeddings of time. Their errors go straight
+  into the loss, or into every block. DeepSeek-V3 and NVIDIA's recipes keep them wide.
 * **router**: scores experts, or gates a shared one. Near ties, an error chooses another expert.
 * **adapter**: a layer inside an adapter of PEFT. Its inner side is a few columns, so a narrow product costs more than it saves.
 * **last block**: of the model's blocks, the last share that a compute's ``keep_last`` names.
@@ -10,62 +10,60 @@
 
 from __future__ import annotations
 
-import re
 import warnings
-from collections.abc import Mapping
 
 from torch import nn
 
-from narrowgauge.torch_support.anatomy import Parts, parts
+from narrowgauge.matmul import experts
+from narrowgauge.matmul.linear import is_linear
+from narrowgauge.torch_support.anatomy import parts
 
 
-def roles_of(model: nn.Module, keep_last: float = 0.0) -> dict[str, str]:
-    """Return the role of each module that stays wide, by name.
+def multiplied(model: nn.Module) -> dict[str, nn.Module]:
+    """Return a model's linear layers, and the owners of its experts' projections, by the names of
+    the layers and of the projections.
+    """
+    layers = {name: module for name, module in model.named_modules() if is_linear(module)}
+    return layers | experts.projections(model)
 
+
+def roles_of(model: nn.Module, keep_last: float = 0.0, *, warns: bool = False) -> dict[str, str]:
+    """Return the role of each layer that stays wide, by name.
+
+    Args:
+        keep_last: the share of the blocks, at the end, that stays wide.
+        warns: whether to warn of a model without blocks, of which all layers are narrow.
     Example:
         >>> class Gpt(nn.Module):
         ...     def __init__(self):
         ...         super().__init__()
-        ...         self.embed, self.body, self.out = nn.Embedding(100, 8), nn.Linear(8, 8), nn.Linear(8, 100)
+        ...         self.body = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(2))
+        ...         self.out = nn.Linear(8, 100)
         >>> roles_of(Gpt())
-        {'out': 'head'}
+        {'out': 'outside the blocks'}
     """
-    names = {module: name for name, module in model.named_modules()}
-    roles: dict[str, str] = {}
     model_parts = parts(model)
-    groups = {
-        "head": model_parts.heads,
-        "router": model_parts.routers,
-        "adapter": model_parts.adapters,
-        "last block": _last(model_parts, keep_last),
-    }
-    for role, modules in groups.items():
-        for module in modules:
-            roles.setdefault(names[module], role)
-    return roles
-
-
-def _last(model_parts: Parts, share: float) -> list[nn.Module]:
-    """Return the modules of the last blocks, ``share`` of all."""
-    if not share:
-        return []
-    blocks = model_parts.blocks
-    if not blocks and (model_parts.heads or model_parts.runs):
+    roles: dict[nn.Module, str] = {}
+    if model_parts.blocks:
+        first = len(model_parts.blocks)
+        if keep_last:
+            first -= max(1, round(keep_last * len(model_parts.blocks)))
+        for block in model_parts.blocks[max(0, first) :]:
+            roles |= dict.fromkeys(block.modules(), "last block")
+    roles |= dict.fromkeys(model_parts.adapters, "adapter")
+    roles |= dict.fromkeys(model_parts.routers, "router")
+    inside = model_parts.inside()
+    layers = multiplied(model)
+    if warns and not inside and len(layers) > 1:
         warnings.warn(
-            "Cannot keep the last blocks wide because nothing says which of the model's modules "
-            "are its blocks. Name those to keep with keep=.",
+            f"Nothing says which modules of this {type(model).__name__} are its blocks, so all of "
+            "its linear layers are narrow, the last one too. Name those to keep with keep=.",
             stacklevel=4,
         )
-    first = len(blocks) - max(1, round(share * len(blocks)))
-    modules: list[nn.Module] = []
-    for block in blocks[max(0, first) :]:
-        modules.extend(block.modules())
-    return modules
-
-
-def role_of(name: str, roles: Mapping[str, str]) -> str:
-    """Return the role of a layer, or of a projection of experts; empty without one."""
-    if name in roles:
-        return roles[name]
-    owner = re.sub(r"\.[^.]+$", "", name)
-    return "last block" if roles.get(owner) == "last block" else ""
+    by_name: dict[str, str] = {}
+    for name, module in layers.items():
+        if module in roles:
+            by_name[name] = roles[module]
+        elif inside and module not in inside:
+            by_name[name] = "outside the blocks"
+    return by_name

@@ -6,43 +6,36 @@ products of the ranks are added up.
 
 A cast is that of one process only if the values that share a scale lie on one rank. That holds for
 wide casts and for blocks that divide the parts. Scales of rows, columns and tensors are each rank's
-own, with the same error, and a warning says so. Random bits of one process are refused.
+own, with the same error, and a warning says so. Random bits belong to a rank's part.
 """
 
 from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from narrowgauge.errors import RecipeError
+from narrowgauge.matmul.operand import mixed
+from narrowgauge.numerics.dtensor import local_of
 from narrowgauge.spec.computes import Compute
 
 
-def multiply_parts(
-    multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor],
-    compute: Compute,
-    name: str,
-    x: Tensor,
-    weight: Any,
-    bias: Tensor | None,
-) -> Tensor:
+def multiply_parts(layer: Any, x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     """Return the product of an input and this rank's part of a weight, as ``parallelize_module``
     expects it.
 
     Args:
-        multiply: ``(x, weight, bias) -> product`` of this rank's tensors.
-        name: of the layer, for messages.
+        layer: a :class:`~narrowgauge.matmul.linear.Linear`.
         x: ``[..., in]``, a ``DTensor``.
         weight: ``[out, in]``.
     Raises:
-        RecipeError: the compute's random bits belong to values on several ranks, blocks do not
-            divide a part, or ``x`` is a plain tensor.
+        RecipeError: blocks do not divide a part, or ``x`` is a plain tensor.
     """
+    name = layer.names[0]
     mesh = weight.device_mesh
     placement = weight.placements[0]
     splits_outputs = placement.is_shard(0)
@@ -61,7 +54,9 @@ def multiply_parts(
             "Call the module that fully_shard or parallelize_module was given.",
         )
     part = weight.to_local()
-    require_local_scales(compute, name, part.shape, 0 if splits_outputs else 1, mesh.size())
+    require_local_scales(layer.compute, name, part.shape, 0 if splits_outputs else 1, mesh.size())
+    # Equal parts of several ranks round independently.
+    key = mixed(local_of(layer.key), mesh.get_local_rank())
     last = x.ndim - 1
     input_placement: Any = Replicate() if splits_outputs else Shard(last)
     # The input's gradient is a sum over ranks where each has some of the outputs.
@@ -73,7 +68,7 @@ def multiply_parts(
     if splits_outputs:
         own_bias = bias.to_local() if isinstance(bias, DTensor) else bias
         output_placement = Shard(last)
-    product = multiply(local, part, own_bias)
+    product = layer.multiply_rows(layer.cast_stream(local), part, own_bias, key)
     result: Tensor = DTensor.from_local(product, mesh, [output_placement], run_check=False)
     if splits_outputs or bias is None:
         return result
@@ -87,12 +82,6 @@ def require_local_scales(
     advice = (
         "Take bfloat16, float8-row or mxfp8 for the layers that are split, or shard with FSDP2."
     )
-    if compute.is_stochastic:
-        raise RecipeError(
-            f"Cannot split layer '{name}' over {num_ranks} ranks because the random bits of "
-            f"'{compute.name}' are one process's.",
-            advice,
-        )
     for cast in compute.casts.values():
         if cast.is_wide:
             continue

@@ -21,7 +21,6 @@ from itertools import combinations
 from typing import Any
 
 from narrowgauge.analysis.columns import column
-from narrowgauge.analysis.settings import recipe_of, settings_diff
 from narrowgauge.analysis.thresholds import (
     ACCEPTABLE,
     LEAST_LOSS,
@@ -33,6 +32,7 @@ from narrowgauge.analysis.thresholds import (
 from narrowgauge.errors import RecordError
 from narrowgauge.measuring.intervals import PairedDifference, interval, shown_loss
 from narrowgauge.measuring.labels import run_labels, seed_of
+from narrowgauge.measuring.settings import recipe_of, settings_diff
 from narrowgauge.runs.finding import listed
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import SUMMARY, Row, finite_number, number
@@ -191,7 +191,7 @@ def divergence(run: Run) -> str:
     """Describe how a run diverged; empty if it did not."""
     for event in run.events:
         if event.get("what") == "divergence":
-            words = str(event.get("advice") or "").partition(". ")[0]
+            words = str(event.get("text") or "").partition(". ")[0]
             return f"at step {event.get('step')}: {words}"
     losses = [float(row["loss"]) for row in run.steps if row.get("loss") is not None]
     end = losses[-1] if losses else None

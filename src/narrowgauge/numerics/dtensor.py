@@ -119,9 +119,7 @@ def _splits_row(tensor: Any, placement: Any, row_dims: int) -> bool:
 def placed_like(owner: Any, part: Tensor, *, row_dims: int = 0) -> Tensor:
     """Return this rank's part of a state as a DTensor placed like its parameter ``owner``.
 
-    Keep it for a plain parameter.
-
-    A distributed checkpoint can save and reshard the result. Int16 becomes int32.
+    Keep it for a plain parameter. A distributed checkpoint can save and reshard the result.
 
     Args:
         part: parameter-shaped. Its last ``row_dims`` dimensions are 1 instead, and ranks that share
@@ -131,7 +129,6 @@ def placed_like(owner: Any, part: Tensor, *, row_dims: int = 0) -> Tensor:
         return part
     from torch.distributed.tensor import DTensor, Replicate
 
-    part = sendable(owner, part)
     shape = owner.shape
     placements = owner.placements
     if row_dims:
@@ -213,7 +210,7 @@ def whole(tensor: Any) -> Tensor:
 
 def gathered(owner: Any, part: Tensor) -> Tensor:
     """Return a whole parameter-shaped tensor from the parts of all ranks."""
-    return whole(placed_like(owner, part))
+    return whole(placed_like(owner, sendable(owner, part)))
 
 
 def own_part(owner: Any, tensor: Tensor) -> Tensor:

@@ -182,26 +182,18 @@ def _codes(
     return round_stochastic(values, cast.element, uniform(words))
 
 
-def random_words(
-    rows: int, columns: int, key: Tensor, first_row: Tensor | int = 0
-) -> tuple[Tensor, Tensor]:
+def random_words(rows: int, columns: int, key: Tensor) -> tuple[Tensor, Tensor]:
     """Return random words for rows and columns, see :func:`uniform`: float32 in [0, 1), ``[rows,
     1]`` and ``[1, columns]``.
 
     They depend only on the logical indices and on ``key``: 0-d int32, specific to the seed, the
-    step, the layer and the operand, and well mixed. Keys that differ only in low bits give the same
+    layer, the operand and its content, and well mixed. Keys that differ only in low bits give the same
     words in another order.
     """
     row = torch.arange(rows, dtype=torch.int32, device=key.device)
     column = torch.arange(columns, dtype=torch.int32, device=key.device)
-    first = torch.as_tensor(first_row, dtype=torch.int32, device=key.device)
-    return words_of(row, column, key, first)
-
-
-def words_of(row: Tensor, column: Tensor, key: Tensor, first_row: Tensor) -> tuple[Tensor, Tensor]:
-    """Return :func:`random_words` for int32 counters of rows and columns."""
     column_key = random_bits(torch.full_like(key, _COLUMNS), key)
-    by_row = random_bits(row + first_row, key)
+    by_row = random_bits(row, key)
     by_column = random_bits(column, column_key)
     return (
         ((by_row >> 16) & 0xFFFF).float()[:, None] * 2.0**-16,

@@ -17,7 +17,7 @@ from narrowgauge.optim.definition import scales_of_step
 from narrowgauge.optim.kernel import Numbers, make_step
 from narrowgauge.optim.planes import planes_of
 from narrowgauge.optim.rules.matrix import AnyRule
-from narrowgauge.optim.state import ParameterState
+from narrowgauge.optim.state import LocalState
 from narrowgauge.optim.walk import integers_of, spans, widened
 from narrowgauge.spec.storages import Storage
 from narrowgauge.torch_support.compile import COMPILE_ELEMENTS, can_compile, compiled
@@ -42,7 +42,7 @@ def step_words(rule: AnyRule, storage: Storage) -> Callable[..., None]:
     return step_in_place
 
 
-def why_not(states: Sequence[ParameterState], is_asked: bool) -> str:
+def why_not(states: Sequence[LocalState], is_asked: bool) -> str:
     """Return why the definition of states runs uncompiled, or an empty string."""
     count = sum(state.parameter.numel() for state in states)
     place = _place_of(states[0])
@@ -51,11 +51,11 @@ def why_not(states: Sequence[ParameterState], is_asked: bool) -> str:
     return "" if can_compile(place) else "there is no compiler"
 
 
-def _place_of(state: ParameterState) -> Literal["cpu", "gpu"]:
+def _place_of(state: LocalState) -> Literal["cpu", "gpu"]:
     return "cpu" if state.parameter.is_cpu else "gpu"
 
 
-def run(state: ParameterState, numbers: Numbers) -> None:
+def run(state: LocalState, numbers: Numbers) -> None:
     """Step in place as :func:`narrowgauge.optim.definition.run` does, by compiled code."""
     scales = scales_of_step(state, numbers, writes=True)
     step = compiled(step_words(state.kernel.rule, state.storage), _place_of(state))

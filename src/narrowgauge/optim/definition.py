@@ -11,7 +11,7 @@ from narrowgauge.numerics.metrics import KERNEL_SUMS
 from narrowgauge.optim.kernel import Inputs, Numbers, advance, audited_terms, average, named
 from narrowgauge.optim.row_bounds import new_bounds
 from narrowgauge.optim.rules.matrix import MatrixRule
-from narrowgauge.optim.state import ParameterState
+from narrowgauge.optim.state import LocalState
 from narrowgauge.optim.values import at_once
 from narrowgauge.optim.walk import Scales, spans
 
@@ -19,7 +19,7 @@ MOST_PERIOD = 32
 """Audits that it takes at most to read each element of a tensor once."""
 
 
-def run(state: ParameterState, numbers: Numbers) -> None:
+def run(state: LocalState, numbers: Numbers) -> None:
     """Step by the definition, in place.
 
     The state has its gradient. That of a matrix rule has its change.
@@ -37,7 +37,7 @@ def run(state: ParameterState, numbers: Numbers) -> None:
         span.store(written.fields, written.visible, is_skipped)
 
 
-def scales_of_step(state: ParameterState, numbers: Numbers, *, writes: bool) -> Scales | None:
+def scales_of_step(state: LocalState, numbers: Numbers, *, writes: bool) -> Scales | None:
     """Return the multipliers of a state's rows in this step, and write their new bounds."""
     if not state.bounds:
         return None
@@ -49,7 +49,7 @@ def scales_of_step(state: ParameterState, numbers: Numbers, *, writes: bool) -> 
     return scales
 
 
-def sample_of(state: ParameterState, turn: int) -> slice:
+def sample_of(state: LocalState, turn: int) -> slice:
     """Return the rows, or the elements of one row, that audit number ``turn`` reads.
 
     An audit reads at least 512 elements, a 16th of the first 131,072, and a 32nd of all. The
@@ -63,7 +63,7 @@ def sample_of(state: ParameterState, turn: int) -> slice:
     return slice(turn % MOST_PERIOD % period, None, period)
 
 
-def audit(state: ParameterState, numbers: Numbers) -> Tensor:
+def audit(state: LocalState, numbers: Numbers) -> Tensor:
     """Return the sums of the step that comes next over a sample, then the number of its elements
     and the ulps of decay: float64.
     """
@@ -88,7 +88,7 @@ def audit(state: ParameterState, numbers: Numbers) -> Tensor:
     return total
 
 
-def average_gradient(state: ParameterState, numbers: Numbers) -> None:
+def average_gradient(state: LocalState, numbers: Numbers) -> None:
     """Write a matrix rule's average of the gradients into ``change``, by the definition."""
     rule = state.kernel.rule
     assert isinstance(rule, MatrixRule)

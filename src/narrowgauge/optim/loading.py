@@ -1,6 +1,6 @@
 """Saved states, in and out.
 
-A state of the same storage and rule is loaded bit for bit, by :func:`take_states`. Any other one is
+A state of the same storage and rule is loaded bit for bit, by :func:`loaded_state`. Any other one is
 read as a float32 weight, moments and a number of steps, and rounded once, by :func:`adopt`:
 
 ===========  ==================================================================================
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -24,130 +24,78 @@ from torch import Tensor, nn
 from narrowgauge.errors import DataError, RecipeError
 from narrowgauge.numerics.dtensor import local_of
 from narrowgauge.numerics.rounding import at_least_float32
-from narrowgauge.optim.state import ParameterState
+from narrowgauge.optim.state import State, check_tensor
 from narrowgauge.optim.validation import agree, known_row, sizes_of
 from narrowgauge.optim.values import stored
-from narrowgauge.spec.storages import STATE_NAMES
+from narrowgauge.spec.storages import STATE_NAMES, WINDOW
 
 if TYPE_CHECKING:
     from narrowgauge.optim.optimizer import Optimizer
 
 Entry = Mapping[str, Any]
 OPTIONS = ("lr", "betas", "eps", "weight_decay")
-NOTES = "notes"
-"""The saved name of what other code keeps beside a state."""
 _ADVICE = "Give the state of torch's SGD, Adam or AdamW, in plain tensors."
 
 
 # ── bit for bit ───────────────────────────────────────────────────────────────────────────────────
 
 
-def make_loaded_states(
-    optimizer: Optimizer, entries: Mapping[Tensor, Entry], saved_groups: Sequence[Entry]
-) -> dict[Tensor, ParameterState]:
-    """Return new states with the values of saved ones.
+def loaded_state(optimizer: Optimizer, group: Entry, parameter: Tensor, entry: Entry) -> State:
+    """Return a new state under a group's options, with the tensors of a saved one.
 
-    Refuse states of another storage, rule or shape.
+    Refuse tensors of another storage, rule or shape. What other code has put beside them stays.
     """
-    states: dict[Tensor, ParameterState] = {}
-    for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
-        values = {}
-        for parameter in group["params"]:
-            entry = tensors_of(entries.get(parameter, {}))
-            if entry:
-                values[parameter] = entry
-        states |= states_of(optimizer, {**saved, "params": group["params"]}, values)
-    for parameter, state in states.items():
-        state.notes.update(entries[parameter].get(NOTES) or {})
-    return states
-
-
-def states_of(
-    optimizer: Optimizer, group: Entry, entries: Mapping[Tensor, Mapping[str, Tensor]]
-) -> dict[Tensor, ParameterState]:
-    """Return new states under a group's options, with the values of saved ones."""
-    states = optimizer.make_states(dict(group), entries)
-    for parameter, entry in entries.items():
-        state = states[parameter]
-        names = set(state.keys())
-        if names != entry.keys():
-            lost = names - entry.keys()
-            if lost:
-                reason = f"it has no '{min(lost)}'"
-            else:
-                reason = f"the rule has no '{min(entry.keys() - names)}'"
-            raise RecipeError(
-                f"Cannot load a state with {sorted(entry)} into rule '{state.kernel.rule.name}' "
-                f"because {reason}.",
-                "Load the state of this rule and storage.",
-            )
-        state.load(entry)
-    return states
-
-
-def tensors_of(entry: Entry) -> dict[str, Tensor]:
-    """Return this rank's tensors.
-
-    Leave out values ``{}``: torch sets them for what a flattened checkpoint lacks.
-    """
-    tensors = {}
-    for name, value in entry.items():
-        if name == NOTES:
-            continue
+    state = optimizer.new_state(group, parameter)
+    kernel = optimizer.kernel_of(group, parameter)
+    for name, target in state.items():
+        into = local_of(target)
+        value = local_of(entry.get(name))
         if isinstance(value, int | float):
-            tensors[name] = torch.tensor(value, dtype=torch.float32, device="cpu")
-        elif value != {}:
-            tensors[name] = local_of(value)
-    return tensors
+            value = torch.tensor(value, dtype=torch.float32, device="cpu")
+        if isinstance(value, Tensor) and (value.dtype, into.dtype) == (torch.int32, torch.int16):
+            value = value.to(torch.int16)  # in which no DTensor is sent
+        if name == "window" and (value is None or value != into):
+            place = "at another place" if value is None else f"at 2^{int(value)}"
+            raise RecipeError(
+                f"Cannot load a state whose codes begin {place}, not at 2^{WINDOW}.",
+                "Load it by the version that has saved it.",
+            )
+        check_tensor(name, value, into.dtype, into.shape, kernel)
+        into.copy_(value)
+    for name, value in entry.items():
+        if name not in state and value != {}:  # torch's sign of what a flat checkpoint lacks
+            state[name] = value
+    return state
 
 
-def show_states(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """Replace packed states by tensors in the parameter's shape.
+def saved_states(
+    optimizer: Optimizer, state_dict: dict[str, Any]
+) -> tuple[dict[Tensor, State], dict[str, Any]]:
+    """Return the states of a ``state_dict``, and the rest of it, for PyTorch to load.
 
-    This is a hook on ``state_dict``.
-    """
-    entries = dict(state_dict["state"])
-    for key, value in entries.items():
-        if isinstance(value, ParameterState):
-            entries[key] = value.saved()
-            if value.notes:
-                entries[key][NOTES] = dict(value.notes)
-    state_dict["state"] = entries
-
-
-def take_states(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Make states of saved tensors, for :func:`put_states`: PyTorch would rebuild them.
-
-    This is a hook on ``load_state_dict``.
+    PyTorch would cast states to the dtype of their parameters.
     """
     saved = copy.deepcopy(state_dict["param_groups"])
     agree(optimizer.param_groups, saved, optimizer.rule)
     # Keys are numbers, or names from a distributed checkpoint.
-    parameters: dict[Any, Tensor] = {}
+    members: dict[Any, tuple[Entry, Tensor]] = {}
     for theirs, ours in zip(saved, optimizer.param_groups, strict=True):
-        parameters.update(zip(theirs["params"], ours["params"], strict=True))
-    entries: dict[Tensor, Any] = {}
-    unflattened: dict[Any, Any] = {}
-    strange = []
-    for key, value in state_dict["state"].items():
-        if key in parameters:
-            entries[parameters[key]] = value
-            continue
-        unflattened[key] = value
-        if isinstance(key, int) or isinstance(value, Mapping):
-            strange.append(key)
-    optimizer._taken = make_loaded_states(optimizer, entries, saved)
-    if strange:
-        raise RecipeError(
-            f"Cannot load the state because no param group lists its entry {strange[0]!r}."
-        )
-    return {"state": unflattened, "param_groups": saved}
-
-
-def put_states(optimizer: Any) -> None:
-    """Store the states that :func:`take_states` made. This is a hook after ``load_state_dict``."""
-    optimizer.state.update(optimizer._taken)
-    optimizer._taken = {}
+        for key, parameter in zip(theirs["params"], ours["params"], strict=True):
+            members[key] = theirs, parameter
+    states = {}
+    rest = {}
+    for key, entry in state_dict["state"].items():
+        if key in members:
+            group, parameter = members[key]
+            if entry:
+                states[parameter] = loaded_state(optimizer, group, parameter, entry)
+        elif isinstance(key, int) or isinstance(entry, Mapping):
+            raise RecipeError(
+                f"Cannot load the state because no param group lists its entry {key!r}."
+            )
+        else:
+            rest[key] = entry
+    return states, {"state": rest, "param_groups": saved}
 
 
 # ── by value ──────────────────────────────────────────────────────────────────────────────────────
@@ -298,18 +246,19 @@ def _matched(optimizer: Optimizer, state: Mapping[str, Any]) -> list[Foreign]:
 def _read_ours(optimizer: Optimizer, match: Foreign) -> Values:
     """Read a state of another storage over the same visible weight."""
     parameter = match.parameter
-    tensors = tensors_of(match.entry)
+    entry = match.entry
     dtype = getattr(torch, known_row(match.group["storage"]).visible)
-    if tensors.keys() == {"step", *STATE_NAMES} and tensors["exp_avg"].dtype is torch.float32:
+    if entry.keys() == {"step", *STATE_NAMES} and entry["exp_avg"].dtype is torch.float32:
         dtype = torch.float32  # all in float32, whatever the storage of its group
     elif torch.float32 not in (dtype, parameter.dtype):
         dtype = parameter.dtype
     seen = parameter.detach()
     if parameter.dtype is not dtype:
         seen = optimizer.stored(parameter).to(dtype)
-    state = states_of(optimizer, match.group, {seen: tensors})[seen]
+    tensors = loaded_state(optimizer, match.group, seen, entry)
+    state = optimizer.local_part(match.group, seen, tensors)
     states: dict[str, Tensor | int] = {"step": state.step}
-    for name in state.shapes_of_states:
+    for name in state.names:
         states[name] = stored(state, name)
     return Values(stored(state, "weight") if state.storage.beside else None, states)
 
@@ -391,7 +340,7 @@ def to_torch_state(optimizer: Optimizer) -> dict[str, Any]:
         for parameter in group["params"]:
             options["params"].append(number)
             count = optimizer.num_steps(parameter)
-            if optimizer.state_of(parameter) is not None:
+            if optimizer.has_state(parameter):
                 states[number] = {"step": torch.tensor(float(count), device="cpu")}
                 for name in STATE_NAMES:
                     states[number][name] = optimizer.stored(parameter, name)
@@ -440,12 +389,17 @@ def kept_tensors(optimizer: Optimizer) -> Iterator[tuple[str, Tensor, Tensor]]:
     """
     optimizer.settle()
     for parameter, name in optimizer.parameter_names().items():
-        state = optimizer.state_of(parameter)
-        if state is None:
-            yield name, local_of(parameter).detach(), parameter
-            continue
-        for field, tensor in state.named_tensors():
-            yield f"{field} of {name}" if field else name, tensor, parameter
+        state = optimizer.local_state(parameter)
+        late = []
+        for plane in () if state is None else state.kernel.planes:
+            if {field for field, _, _ in plane.fields} <= set(state.storage.beside):
+                late.append(plane.name)
+        tensors = {} if state is None else state.tensors()
+        for key in [key for key in tensors if key not in late]:
+            yield f"{key} of {name}", tensors[key], parameter
+        yield name, local_of(parameter).detach(), parameter
+        for key in late:
+            yield f"{key} of {name}", tensors[key], parameter
 
 
 def unnamed(place: int) -> str:

@@ -30,11 +30,11 @@ from narrowgauge.numerics.dtensor import gathered, is_sharded, local_of, own_par
 from narrowgauge.optim import codes
 from narrowgauge.optim.kernel import Numbers
 from narrowgauge.optim.rules.matrix import MatrixRule, Options, matrix_shape
-from narrowgauge.optim.state import ParameterState
+from narrowgauge.optim.state import LocalState
 from narrowgauge.optim.values import extra_values, read, store_extra
 from narrowgauge.torch_support.triton import runs_on
 
-Batch = Mapping[ParameterState, Numbers]
+Batch = Mapping[LocalState, Numbers]
 """States with the numbers of their step."""
 MOST_TOGETHER = 1 << 24
 """Elements of matrices that share launches on a GPU. A larger matrix keeps a GPU busy alone."""
@@ -116,7 +116,7 @@ def _changes(
 
 
 def _measures(
-    ranks: Ranks | None, place: int, state: ParameterState, options: Options
+    ranks: Ranks | None, place: int, state: LocalState, options: Options
 ) -> list[Tensor] | None:
     """Return what a rule reads of each matrix of a weight, on the rank ``place``."""
     rule = _rule(state)
@@ -138,7 +138,7 @@ def _share(ranks: Ranks | None, batch: Batch, changes: list[Tensor | None]) -> N
         del change
         if ranks is None:
             continue
-        for tensor in state.tensors_of_extras().values():
+        for tensor in (*state.extras.values(), *state.extra_bounds.values()):
             parts: list[tuple[int, Tensor]] = [(place, tensor)]
             if ranks.has_stacks:
                 parts = list(enumerate(tensor.split(ranks.height(len(tensor)))))
@@ -226,12 +226,12 @@ def _padded(part: Tensor, rows: int) -> Tensor:
     return torch.cat([part, part.new_zeros(rows - len(part), part.shape[1])])
 
 
-def _by_ranks(states: Iterable[ParameterState]) -> list[tuple[Ranks | None, list[ParameterState]]]:
+def _by_ranks(states: Iterable[LocalState]) -> list[tuple[Ranks | None, list[LocalState]]]:
     """Group states by the mesh that shards their rows. Stacks are groups of their own.
 
     Unsharded states have ``None``. Every rank sees the same order.
     """
-    batches: dict[Any, tuple[Ranks | None, list[ParameterState]]] = {}
+    batches: dict[Any, tuple[Ranks | None, list[LocalState]]] = {}
     for state in states:
         owner: Any = state.owner
         if not owner.numel():
@@ -250,13 +250,13 @@ def _by_ranks(states: Iterable[ParameterState]) -> list[tuple[Ranks | None, list
 # ── one parameter ─────────────────────────────────────────────────────────────────────────────────
 
 
-def _rule(state: ParameterState) -> MatrixRule:
+def _rule(state: LocalState) -> MatrixRule:
     assert isinstance(state.kernel.rule, MatrixRule)
     return state.kernel.rule
 
 
 def _direction(
-    state: ParameterState,
+    state: LocalState,
     gradient: Tensor,
     measures: Sequence[Tensor] | None,
     first: int,

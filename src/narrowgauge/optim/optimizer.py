@@ -1,8 +1,8 @@
 """The one optimizer: a rule and a storage, with the interface of ``torch.optim.Optimizer``.
 
-Nothing here depends on a format or a formula. A step makes or looks up the
-:class:`~narrowgauge.optim.state.ParameterState` of every parameter, and passes its tensors to the
-kernel of its (rule, storage). The kernel reads two scalars: one clips gradients, one skips a step
+Nothing here depends on a format or a formula. A step reads the state of every parameter through a
+:class:`~narrowgauge.optim.state.LocalState`, and passes its tensors to the kernel of its (rule,
+storage). The kernel reads two scalars: one clips gradients, one skips a step
 with a non-finite gradient. The host reads the decision after the step.
 """
 
@@ -20,27 +20,19 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.numerics.dtensor import gradient_of, local_of, placed_like
+from narrowgauge.numerics.dtensor import gradient_of, local_of, placed_like, sendable
 from narrowgauge.numerics.hashing import step_seed
 from narrowgauge.optim import validation
 from narrowgauge.optim.audit import Alarm, Auditor, joined_over_ranks, warn_of
 from narrowgauge.optim.clip import Decision, Finite, StepControl
 from narrowgauge.optim.codes import value_dtype
 from narrowgauge.optim.kernel import Kernel
-from narrowgauge.optim.loading import (
-    make_loaded_states,
-    put_states,
-    resume_from,
-    show_states,
-    states_of,
-    take_states,
-    tensors_of,
-    unnamed,
-)
+from narrowgauge.optim.loading import loaded_state, resume_from, saved_states, unnamed
 from narrowgauge.optim.low_bits import fill_states, has_low_bits, num_off_grid
 from narrowgauge.optim.parameter_formats import (
     float32_row,
     is_shared_by_ranks,
+    keeping_statistics,
     refuse_shared_memory,
     round_in_place,
     rounding_note,
@@ -48,7 +40,7 @@ from narrowgauge.optim.parameter_formats import (
 )
 from narrowgauge.optim.rules.elementwise import ADAMW, PLAIN_SGD, SGD
 from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule, extras_of, shapes_of_states
-from narrowgauge.optim.state import NO_GRADIENT, ParameterState
+from narrowgauge.optim.state import LocalState, State, new_state
 from narrowgauge.optim.step import Step, why_by_definition
 from narrowgauge.optim.table import Table
 from narrowgauge.optim.values import begin, store_state, store_weight, stored
@@ -56,10 +48,13 @@ from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.storages import Storage, for_format, for_vectors
 from narrowgauge.spec.update_rules import Range, refuse_pair
 from narrowgauge.torch_support.machine import require_float64
-from narrowgauge.torch_support.torch_hooks import announce
 from narrowgauge.torch_support.torch_names import HostCopy, plain_name
 
 Group = dict[str, Any]
+
+
+Params = nn.Module | Iterable[Any]
+"""What an optimizer takes as its parameters."""
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -76,7 +71,8 @@ class Optimizer(torch.optim.Optimizer):
     written weight replaces its master.
 
     Args:
-        params: parameters, ``(name, parameter)`` pairs, or groups, as in ``torch.optim``. A group
+        params: parameters, ``(name, parameter)`` pairs, or groups, as in ``torch.optim``; or a
+            module, whose batch norms then stay float32. A group
             may set ``storage``. If the optimizer has a matrix rule, a group may set
             ``rule="adamw"``. Float32 parameters with ``requires_grad`` are rounded in place to the
             storage's visible format, and the storage keeps the bits that this cuts. Parameters in
@@ -109,7 +105,7 @@ class Optimizer(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, params: Iterable[Any], rule: AnyRule, defaults: dict[str, Any], *, storage: str | None = None,
+        self, params: Params, rule: AnyRule, defaults: dict[str, Any], *, storage: str | None = None,
         max_grad_norm: float | None = None, seed: int = 0, audit_every: int = 10, compile: bool | None = None,
         low_bits: str = "random", maximize: bool | None = False,
         keep_float32: Callable[[str, Tensor], bool] | None = None, like: Optimizer | None = None,
@@ -125,10 +121,30 @@ class Optimizer(torch.optim.Optimizer):
         # Infinity never clips, but skips steps with a non-finite norm.
         if max_grad_norm not in (None, math.inf):
             Range(above=True).check("max_grad_norm", max_grad_norm)
+        self._begin()
+        if isinstance(params, nn.Module):
+            keep_float32 = keeping_statistics(params, keep_float32)
+            self._model = weakref.ref(params)
+            params = [pair for pair in params.named_parameters() if pair[1].requires_grad]
         self.rule = rule
         self.compile = compile
         self.max_grad_norm = max_grad_norm
         self.audit_every = audit_every
+        self.keep_float32 = keep_float32
+        self.maximize = bool(maximize)
+        self._to_round = {}
+        storage = validation.known_row("word" if storage is None else storage).name
+        super().__init__(
+            params, {**defaults, "storage": storage, "seed": seed, "low_bits": low_bits}
+        )
+        formats = self._to_round
+        self._to_round = None
+        self._round(formats)
+        if like is not None:
+            self._begin_like(like)
+
+    def _begin(self) -> None:
+        """Set what an optimizer or a copy of one begins with."""
         self.grad_norm: Tensor | None = None
         self.last_control: Tensor | None = None
         # Skip a step whose gradient norm is above this. A loop that judges spikes sets it before
@@ -144,6 +160,7 @@ class Optimizer(torch.optim.Optimizer):
         self.reduction: Any = None
         self._model: Callable[[], nn.Module | None] = lambda: None
         self._kernels: dict[tuple[str, Storage], Kernel] = {}
+        self._kernels_by_options: dict[Any, Kernel] = {}
         self._tables: dict[Kernel, Table] = {}
         self._control = StepControl()
         # The loss must be scaled by torch.amp.GradScaler. `prepare` sets it for float16.
@@ -153,24 +170,9 @@ class Optimizer(torch.optim.Optimizer):
         self._has_one_seed = False  # on all ranks that hold the same parameter
         self._uncompiled: Callable[..., Any] | None = None
         self._pending: _Pending | None = None
-        self.keep_float32 = keep_float32
-        self.maximize = bool(maximize)
         # The visible format of each parameter to be rounded, until all groups are checked.
-        self._to_round: dict[Tensor, str] | None = {}
+        self._to_round: dict[Tensor, str] | None = None
         self.rounded: list[str] = []  # names of the float32 parameters that it has rounded
-        storage = validation.known_row("word" if storage is None else storage).name
-        super().__init__(
-            params, {**defaults, "storage": storage, "seed": seed, "low_bits": low_bits}
-        )
-        self.register_state_dict_post_hook(show_states)  # before other hooks see the states
-        self._taken: dict[Tensor, ParameterState] = {}  # between the two hooks of loading
-        self.register_load_state_dict_post_hook(put_states)
-        formats = self._to_round or {}
-        self._to_round = None
-        self._round(formats)
-        if like is not None:
-            self._begin_like(like)
-        announce(self)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -266,21 +268,46 @@ class Optimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             yield from group["params"]
 
-    def state_of(self, parameter: Tensor) -> ParameterState | None:
-        """Return the stored state of a parameter, or ``None`` before its first step.
+    def has_state(self, parameter: Tensor) -> bool:
+        """Return whether a parameter has a state. Other code may have left notes in its place."""
+        return "step" in self.state.get(parameter, ())
 
-        Do not change it.
-        """
-        state = self.state.get(parameter)
-        if not isinstance(state, ParameterState):
-            # Other code may have put a saved state there, as ZeroRedundancyOptimizer does to load
-            # it, or notes of its own.
-            if state is None or "step" not in state:
-                return None
-            entry = tensors_of(state)
-            state = states_of(self, self.group_of(parameter), {parameter: entry})[parameter]
-            self.state[parameter] = state
+    def local_state(self, parameter: Tensor) -> LocalState | None:
+        """Return the local tensors of a parameter's state, or ``None`` before its first step."""
+        if not self.has_state(parameter):
+            return None
+        return self.local_part(self.group_of(parameter), parameter, self.state[parameter])
+
+    def local_part(self, group: Group, parameter: Tensor, state: dict[str, Any]) -> LocalState:
+        """Return the local tensors of a state under a group's options. Refuse one that does not fit."""
+        kernel = self.kernel_of(group, parameter)
+        extras = extras_of(kernel.rule, parameter.shape, group)
+        return LocalState(parameter, state, kernel, extras)
+
+    def new_state(self, group: Group, parameter: Tensor) -> State:
+        """Return a state of zeros under a group's options, with the parameter as its master."""
+        if torch.is_inference_mode_enabled():
+            raise RecipeError(
+                "Cannot make states in torch.inference_mode() because they could not change "
+                "outside of it.",
+                "Take torch.no_grad().",
+            )
+        require_float64([parameter])
+        kernel = self.kernel_of(group, parameter)
+        extras = extras_of(kernel.rule, parameter.shape, group)
+        state = new_state(parameter, kernel.storage, extras)
+        begin(LocalState(parameter, state, kernel, extras))
         return state
+
+    def kernel_of(self, group: Group, parameter: Tensor) -> Kernel:
+        """Return the kernel that steps a parameter under a group's options."""
+        options = group["storage"], group.get("rule"), bool(group.get("momentum"))
+        key = *options, parameter.ndim < 2, parameter.dtype
+        if key not in self._kernels_by_options:
+            rule, storage = self._pair_of(group, parameter)
+            kernel = self._kernels.setdefault((rule.name, storage), Kernel(rule, storage))
+            self._kernels_by_options[key] = kernel
+        return self._kernels_by_options[key]
 
     def group_of(self, parameter: Tensor) -> Group:
         """Return the param group of a parameter.
@@ -354,31 +381,6 @@ class Optimizer(torch.optim.Optimizer):
 
     # ── states ────────────────────────────────────────────────────────────────────────────────────
 
-    def make_states(
-        self, group: Group, parameters: Iterable[Tensor]
-    ) -> dict[Tensor, ParameterState]:
-        """Return new states under a group's options."""
-        if torch.is_inference_mode_enabled():
-            raise RecipeError(
-                "Cannot make states in torch.inference_mode() because they could not change "
-                "outside of it.",
-                "Take torch.no_grad().",
-            )
-        states: dict[Tensor, ParameterState] = {}
-        for parameter in parameters:
-            require_float64([parameter])
-            rule, storage = self._pair_of(group, parameter)
-            if (rule.name, storage) not in self._kernels:
-                self._kernels[rule.name, storage] = Kernel(rule, storage)
-            kernel = self._kernels[rule.name, storage]
-            extras = extras_of(rule, parameter.shape, group)
-            states[parameter] = state = ParameterState(
-                parameter, storage, kernel, group["storage"], extras
-            )
-            state.allocate()
-            begin(state)
-        return states
-
     def ran_compiled(self) -> dict[str, str]:
         """Return which code the last step ran, by rule and storage: ``"C++"``, ``"Triton"``, or why
         its definition.
@@ -434,10 +436,11 @@ class Optimizer(torch.optim.Optimizer):
             with torch.no_grad():
                 self.make_missing(group, parameters, fills=False)
             for index, parameter in enumerate(parameters):
-                state = self.state[parameter]
+                state = self.local_part(group, parameter, self.state[parameter])
                 entry = states.get(parameter, {})
                 store_weight(state, local_of(values[parameter]))
-                state.step = int(entry.get("step", state.step))
+                if "step" in entry:
+                    state.entry["step"].fill_(int(entry["step"]))
                 number = step_seed(group["seed"], -1 - index)  # no step uses it
                 seed = torch.tensor(number, dtype=torch.int32, device=state.parameter.device)
                 for name, value in entry.items():
@@ -464,7 +467,10 @@ class Optimizer(torch.optim.Optimizer):
         """Fill the low bits of weights whose low bits are unknown, if the group asks for it."""
         if group["low_bits"] == "random" and parameters:
             names = self._names_of_parameters({})
-            fill_states({self.state[p]: names[p] for p in parameters}, group["seed"])
+            unfilled = {}
+            for p in parameters:
+                unfilled[self.local_part(group, p, self.state[p])] = names[p]
+            fill_states(unfilled, group["seed"])
 
     def _check_adopted(self, parameter: Tensor, weight: Tensor, states: Mapping[str, Any]) -> None:
         """Refuse states of unknown names, and values of another shape than the parameter and its
@@ -491,12 +497,13 @@ class Optimizer(torch.optim.Optimizer):
         self, group: Group, parameters: Sequence[Tensor], *, fills: bool = True
     ) -> None:
         """Make the states of parameters without one. Fill their low bits, or leave them at zero."""
-        missing = [p for p in parameters if self.state_of(p) is None]
+        missing = [p for p in parameters if not self.has_state(p)]
         if missing:
             stepped = {*missing, *self.state}
             refuse_shared_memory([p for p in self._parameters() if p in stepped])
-            for parameter, state in self.make_states(group, missing).items():
-                state.notes.update(self.state.get(parameter, {}))
+            for parameter in missing:
+                state = self.new_state(group, parameter)
+                state.update(self.state.get(parameter, {}))  # notes of other code
                 self.state[parameter] = state
             if fills:
                 self._fill(group, missing)
@@ -514,8 +521,8 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             KeyError: the parameter or the name is unknown.
         """
-        state = self.state_of(parameter)
-        if state is not None and (name == "weight" or name in state.shapes_of_states):
+        state = self.local_state(parameter)
+        if state is not None and name in ("weight", *state.names):
             values = stored(state, name)
             return values if name in state.extras else placed_like(parameter, values)
         group = self.group_of(parameter)
@@ -533,8 +540,7 @@ class Optimizer(torch.optim.Optimizer):
     def num_steps(self, parameter: Tensor) -> int:
         """Return the number of steps that a parameter has taken. Wait for the last step."""
         self.settle()
-        state = self.state_of(parameter)
-        return 0 if state is None else state.step
+        return int(self.state[parameter]["step"]) if self.has_state(parameter) else 0
 
     def bytes_per_param(self) -> float:
         """Return bytes per parameter of weights, gradients (in ``grad_dtype``) and states.
@@ -548,12 +554,15 @@ class Optimizer(torch.optim.Optimizer):
                 count += local.numel()
                 gradient_dtype = parameter.grad_dtype or parameter.dtype
                 total += local.nbytes + local.numel() * gradient_dtype.itemsize
-                state = self.state_of(parameter)
+                state = self.local_state(parameter)
                 if not self.state and parameter.requires_grad:
+                    kernel = self.kernel_of(group, parameter)
+                    extras = extras_of(kernel.rule, parameter.shape, group)
                     empty = local.to("meta")
-                    state = self.make_states(group, [empty])[empty]
+                    made = new_state(empty, kernel.storage, extras)
+                    state = LocalState(empty, made, kernel, extras)
                 if state is not None:
-                    total += sum(tensor.nbytes for tensor in state.tensors())
+                    total += sum(tensor.nbytes for tensor in state.tensors().values())
         return total / max(1, count)
 
     # ── the step ──────────────────────────────────────────────────────────────────────────────────
@@ -618,6 +627,7 @@ class Optimizer(torch.optim.Optimizer):
         with torch.autocast(device.type, enabled=False):
             Step(control, self.auditor, self.audit_every, self._tables, self.compile).run(work)
         self.auditor.start_copy()
+        torch._foreach_add_([state.entry["step"] for state in states], 1)
         for state in states:
             state.step += 1
         may_skip = norm is not None or found_inf is not None
@@ -628,7 +638,7 @@ class Optimizer(torch.optim.Optimizer):
         if control.is_cpu or (self.auditor.join is not None and self._is_audited(states)):
             self.settle()
         for state in states:
-            state.gradient = NO_GRADIENT
+            state.end()
 
     def _decide(self, gradients: Sequence[Tensor], has_kernel: bool, **scaling: Any) -> Decision:
         scaling |= {"max_norm": self.max_grad_norm, "skip_above": self.skip_above}
@@ -655,39 +665,17 @@ class Optimizer(torch.optim.Optimizer):
                     gradients[parameter] = gradient
             stepped = [p for p in group["params"] if p in gradients]
             self.make_missing(group, stepped)
-            if self.rule == PLAIN_SGD and group["momentum"]:
-                self._add_momentum(stepped)
-        if any(local_of(p).device != self.state[p].made_for[2] for p in gradients):
-            # The model was moved, as Fabric does after the optimizer is made.
-            self.load_state_dict(self.state_dict())
         return gradients
 
-    def _add_momentum(self, parameters: Sequence[Tensor]) -> None:
-        """Give states of plain SGD a momentum of zero, which a schedule asks for later."""
-        plain = [p for p in parameters if not self.state[p].shapes_of_states]
-        weights = {p: self.stored(p) for p in plain}
-        states = {p: {"step": self.state[p].step} for p in plain}
-        notes = {p: self.state.pop(p).notes for p in plain}
-        self.adopt(weights, states)
-        for parameter, values in notes.items():
-            self.state[parameter].notes.update(values)
-
-    def _with_gradient(
-        self, group: Group, gradients: Mapping[Tensor, Tensor]
-    ) -> list[ParameterState]:
-        """Set the gradients of a group's states, and return the states that have one."""
-        parameters = [p for p in group["params"] if p in gradients]
-        states: list[ParameterState] = [self.state[p] for p in parameters]
-        for state, parameter in zip(states, parameters, strict=True):
-            # A kernel reads memory: a negative view must hold its values.
-            state.gradient = local_of(gradients[parameter]).resolve_neg()
-            validation.check_fits(state, group["storage"], local_of(parameter))
-            state.set_parameter(local_of(parameter))
-            if isinstance(self.rule, MatrixRule):
-                rule = self.rule_in(group, parameter)
-                validation.check_same_rule(
-                    state, rule.name, shapes_of_states(rule, parameter.shape, group)
-                )
+    def _with_gradient(self, group: Group, gradients: Mapping[Tensor, Tensor]) -> list[LocalState]:
+        """Return the states of a group's parameters that have a gradient, with it."""
+        states = []
+        for parameter in group["params"]:
+            if parameter in gradients:
+                state = self.local_part(group, parameter, self.state[parameter])
+                # A kernel reads memory: a negative view must hold its values.
+                state.gradient = local_of(gradients[parameter]).resolve_neg()
+                states.append(state)
         return states
 
     def settle(self) -> None:
@@ -708,7 +696,7 @@ class Optimizer(torch.optim.Optimizer):
                 is_finite = flags[place] if flags else bool(state.gradient.isfinite().all())
                 if not is_finite and state.owner in names:
                     self.last_overflow.append(names[state.owner])
-                state.step -= 1
+                state.entry["step"] -= 1
             self.auditor.fresh.clear()
             return
         # Ranks without audited elements take part too.
@@ -720,21 +708,25 @@ class Optimizer(torch.optim.Optimizer):
             if alarms:
                 self.on_alarm(alarms)
 
-    def _is_audited(self, states: list[ParameterState]) -> bool:
+    def _is_audited(self, states: list[LocalState]) -> bool:
         return any(self.audit_every and state.step % self.audit_every == 0 for state in states)
 
     # ── saving and loading ────────────────────────────────────────────────────────────────────────
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as in ``torch.optim``, lossless and packed: the live tensors, in the
-        parameter's shape. Nothing is copied.
+        parameter's shape. Nothing is copied but 16-bit integers of DTensors, which no backend sends.
 
-        A plain state has torch's key (``exp_avg``). Others are ``tail``, ``master`` (float32 or
-        float64), ``weight_low`` and ``packed``. ``…_bound`` is the scale of each row. ``step`` is
-        0-d float32, and ``window`` where the codes of ``word`` begin. Values are DTensors if the parameter is one.
+        A whole float has torch's key (``exp_avg``). Others are ``tail``, ``master`` (float32 or
+        float64), ``weight_low``, ``packed``, and codes such as ``exp_avg_bits``. ``…_bound`` is the
+        scale of each row. ``step`` is 0-d float32, and ``window`` where the codes of ``word``
+        begin. Values are DTensors if the parameter is one.
         """
         self.settle()  # a step skipped on a device has not yet reverted its count
         result: dict[str, Any] = super().state_dict()
+        for key, state in result["state"].items():
+            if isinstance(state, State):  # a plain dict, which any program can unpickle
+                result["state"][key] = {n: sendable(x, x) for n, x in state.items()}
         return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -751,45 +743,61 @@ class Optimizer(torch.optim.Optimizer):
         if any("storage" not in group for group in state_dict["param_groups"]):
             resume_from(self, state_dict)
             return
-        # After other hooks have changed it.
-        handle = self.register_load_state_dict_pre_hook(take_states)
+        states: dict[Tensor, State] = {}
+
+        def take(_: Any, given: dict[str, Any]) -> dict[str, Any]:
+            taken, rest = saved_states(self, given)
+            states.update(taken)
+            return rest
+
+        def put(_: Any) -> None:
+            self.state.update(states)
+
+        # After other hooks have changed what is loaded, and before others see the result.
+        handles = [
+            self.register_load_state_dict_pre_hook(take),
+            self.register_load_state_dict_post_hook(put, prepend=True),
+        ]
         try:
             super().load_state_dict(state_dict)
         finally:
-            handle.remove()
+            for handle in handles:
+                handle.remove()
 
     def load_states(self, entries: Mapping[Tensor, Mapping[str, Any]]) -> None:
         """Replace all states by saved ones, each parameter's part of :meth:`state_dict`.
 
         A refused state changes nothing.
         """
-        states = make_loaded_states(self, entries, self.param_groups)
-        state: dict[Any, Any] = defaultdict(dict, states)
+        state: dict[Any, Any] = defaultdict(dict)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if entries.get(parameter):
+                    state[parameter] = loaded_state(self, group, parameter, entries[parameter])
         for key, value in self.state.items():
             if not isinstance(key, Tensor):  # a note of hooks and users
                 state[key] = value
         self.__setstate__({"state": state})
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copy or pickle the optimizer with its parameters. Hooks and audits are left out."""
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy or a pickle has. Hooks, audits and compiled steps are left out."""
         if self.reduction is not None:
             raise RecipeError(
                 "Cannot copy or pickle an optimizer that sums gradients over ranks.",
                 "Build another one, and pass it this one's state_dict().",
             )
         self.settle()
-        entries = []
-        for parameter in self._parameters():
-            state = self.state_of(parameter)
-            entries.append({} if state is None else state.saved())
-        return _rebuilt, (type(self), {name: getattr(self, name) for name in _COPIED}, entries)
+        return {"state": self.state, **{name: getattr(self, name) for name in _COPIED}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Replace states and groups. ``load_state_dict`` calls this."""
+        """Replace states and groups, as ``load_state_dict`` does, or set those of a copy."""
+        is_copy = "rule" in state
+        if is_copy:
+            self._begin()
         super().__setstate__(state)
         self._pending = None
         self.auditor = Auditor(join=self.auditor.join)
-        self._tables.clear()  # they hold the old states
+        self._tables.clear()
 
 
 class _Pending(NamedTuple):
@@ -798,7 +806,7 @@ class _Pending(NamedTuple):
     """
 
     skip: HostCopy | None
-    states: list[ParameterState]
+    states: list[LocalState]
     finite: Finite | None
 
 
@@ -806,20 +814,3 @@ _COPIED = (
     "rule", "defaults", "param_groups", "max_grad_norm", "audit_every", "compile", "scales_loss", "keep_float32", "maximize",
     "num_skipped", "num_calls", "skip_above", "rounded",
 )  # fmt: skip
-
-
-def _rebuilt(
-    kind: type[Optimizer], values: dict[str, Any], entries: list[dict[str, Tensor]]
-) -> Optimizer:
-    """Return an optimizer of the values ``_COPIED`` and of the saved state of each parameter."""
-    optimizer = kind.__new__(kind)
-    Optimizer.__init__(
-        optimizer,
-        values["param_groups"],
-        values["rule"],
-        values["defaults"],
-        keep_float32=lambda name, parameter: True,  # a copy rounds no weight
-    )
-    optimizer.__dict__.update(values)
-    optimizer.load_states(dict(zip(optimizer._parameters(), entries, strict=True)))
-    return optimizer

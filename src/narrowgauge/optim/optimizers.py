@@ -13,13 +13,12 @@ kernel]`` is not a stack of matrices.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.optim.optimizer import Group, Optimizer
+from narrowgauge.optim.optimizer import Group, Optimizer, Params
 from narrowgauge.optim.rules.elementwise import ADAM, ADAMW, LION, PLAIN_SGD
 from narrowgauge.optim.rules.elementwise import SGD as MOMENTUM_SGD
 from narrowgauge.optim.rules.matrix import GALORE, GRADNORM_LORP, MUON
@@ -29,7 +28,8 @@ class AdamW(Optimizer):
     """AdamW, computed in float32. Weights and moments are stored in the formats of a storage.
 
     Args:
-        params: as in ``torch.optim``: parameters, ``(name, parameter)`` pairs, or groups.
+        params: as in ``torch.optim``: parameters, ``(name, parameter)`` pairs, or groups; or a
+            module, whose batch norms then stay float32.
         lr: learning rate, a number or a 0-d tensor on the CPU: the host reads it at each step.
         betas: decay rates of the two moments.
         eps: added to the denominator; 0 is allowed.
@@ -55,7 +55,7 @@ class AdamW(Optimizer):
     """
 
     def __init__(
-        self, params: Iterable[Any], lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+        self, params: Params, lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
         weight_decay: float = 0.01, **options: Any,
     ) -> None:  # fmt: skip
         super().__init__(
@@ -86,7 +86,7 @@ class Adam(Optimizer):
     """
 
     def __init__(
-        self, params: Iterable[Any], lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+        self, params: Params, lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
         weight_decay: float = 0.0, **options: Any,
     ) -> None:  # fmt: skip
         super().__init__(
@@ -124,7 +124,7 @@ class SGD(Optimizer):
     """
 
     def __init__(
-        self, params: Iterable[Any], lr: float | Tensor = 1e-3, momentum: float = 0.0, dampening: float = 0.0,
+        self, params: Params, lr: float | Tensor = 1e-3, momentum: float = 0.0, dampening: float = 0.0,
         weight_decay: float = 0.0, nesterov: bool = False, **options: Any,
     ) -> None:  # fmt: skip
         if nesterov and (momentum == 0 or dampening != 0):
@@ -135,9 +135,11 @@ class SGD(Optimizer):
         defaults = {
             "lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay, "nesterov": nesterov,
         }  # fmt: skip
-        params = list(params)
+        if not isinstance(params, nn.Module):
+            params = list(params)
+        groups = params if isinstance(params, list) else []
         has_buffer = momentum or any(
-            isinstance(group, dict) and group.get("momentum") for group in params
+            isinstance(group, dict) and group.get("momentum") for group in groups
         )
         super().__init__(params, MOMENTUM_SGD if has_buffer else PLAIN_SGD, defaults, **options)
 
@@ -163,7 +165,7 @@ class Lion(Optimizer):
     """
 
     def __init__(
-        self, params: Iterable[Any], lr: float | Tensor = 1e-4, betas: tuple[float, float] = (0.9, 0.99),
+        self, params: Params, lr: float | Tensor = 1e-4, betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0, **options: Any,
     ) -> None:  # fmt: skip
         super().__init__(
@@ -209,7 +211,7 @@ class Muon(Optimizer):
     """
 
     def __init__(
-        self, params: Iterable[Any], lr: float | Tensor = 1e-3, weight_decay: float = 0.1, momentum: float = 0.95,
+        self, params: Params, lr: float | Tensor = 1e-3, weight_decay: float = 0.1, momentum: float = 0.95,
         nesterov: bool = True, ns_steps: int = 5, adjust_lr_fn: str | None = None, ns_dtype: str = "bfloat16",
         betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, **options: Any,
     ) -> None:  # fmt: skip
@@ -264,7 +266,7 @@ class GaLore(Optimizer):
     _rule = GALORE
 
     def __init__(
-        self, params: Iterable[Any], lr: float | Tensor = 1e-3, rank: int = 128, update_proj_gap: int = 200, scale: float = 0.25,
+        self, params: Params, lr: float | Tensor = 1e-3, rank: int = 128, update_proj_gap: int = 200, scale: float = 0.25,
         betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.01, **options: Any,
     ) -> None:  # fmt: skip
         defaults = {
@@ -306,7 +308,7 @@ class GradNormLoRP(GaLore):
     _rule = GRADNORM_LORP
 
     def __init__(
-        self, params: Iterable[Any], lr: float | Tensor = 1e-3, rank: int = 128, update_proj_gap: int = 200, scale: float = 1.0,
+        self, params: Params, lr: float | Tensor = 1e-3, rank: int = 128, update_proj_gap: int = 200, scale: float = 1.0,
         betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.01, **options: Any,
     ) -> None:  # fmt: skip
         super().__init__(

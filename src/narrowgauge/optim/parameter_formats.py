@@ -68,6 +68,23 @@ def cast_statistics(model: nn.Module, cast: Callable[[Tensor], Tensor]) -> None:
             module.running_var = cast(module.running_var)
 
 
+def keeping_statistics(
+    model: nn.Module, keep_float32: Callable[[str, Tensor], bool] | None
+) -> Callable[[str, Tensor], bool]:
+    """Return a ``keep_float32`` that also keeps batch norms with running statistics in float32:
+    PyTorch multiplies one format only.
+    """
+    kept: set[Tensor] = set()
+    for module in model.modules():
+        if isinstance(module, _BatchNorm) and module.running_mean is not None:
+            kept |= set(module.parameters(recurse=False))
+
+    def keeps(name: str, parameter: Tensor) -> bool:
+        return parameter in kept or (keep_float32 is not None and keep_float32(name, parameter))
+
+    return keeps
+
+
 def rounded(values: Tensor, visible: str) -> Tensor:
     """Return float32 values rounded to a visible format, and others unchanged, or in float32."""
     if visible == "float32":
@@ -108,8 +125,8 @@ def rounding_note(
     rows = ", ".join(sorted(f"'{row.name}'" for row in storages))
     note = (
         f"Rounded {total:,} float32 weights in place to the format of {rows}. To keep some in "
-        "float32, pass keep_float32=, or a param group with storage='float32'. Batch norms under "
-        "autocast need keep_float32=lambda name, p: p.ndim < 2. Train under autocast. For averages "
+        "float32, pass keep_float32=, or a param group with storage='float32'. Train "
+        "under autocast. For averages "
         "take ng.AveragedModel; round reference models too, by ng.cast_parameters."
     )
     return " ".join([note, *partly[:3]])

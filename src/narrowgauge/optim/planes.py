@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-from torch import Tensor
 
 from narrowgauge.spec.storages import Storage, low_parts, width_of
 
@@ -26,11 +25,6 @@ INTEGER = {8: torch.int8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
 LEAST_ROW = 64
 """Trailing dimensions are joined until a row has so many values, such as those of a convolution's
 kernel.
-"""
-LARGE_BYTES = 1 << 22
-STAGGERED_BYTES = 153 * 64
-"""Tensors of at least ``LARGE_BYTES`` begin at distances of ``STAGGERED_BYTES``: 153 lines, so each
-has its own place modulo 4 KiB and 64 KiB.
 """
 
 
@@ -45,11 +39,6 @@ class Plane:
     fields: tuple[tuple[str, int, int], ...]
     dtype: torch.dtype
 
-    @property
-    def is_packed(self) -> bool:
-        """Return whether an element is packed bits, which other code cannot read as a number."""
-        return not self.dtype.is_floating_point
-
 
 @lru_cache
 def planes_of(storage: Storage) -> tuple[Plane, ...]:
@@ -59,7 +48,9 @@ def planes_of(storage: Storage) -> tuple[Plane, ...]:
         width = width_of(group)
         if len(group) == 1:
             ((name, bits),) = group
-            planes.append(Plane(name, width, ((name, 0, bits),), _dtype(storage, name, width)))
+            dtype = _dtype(storage, name, width)
+            title = _title(storage, name, dtype)
+            planes.append(Plane(title, width, ((name, 0, bits),), dtype))
             continue
         # Signed codes come last. Then the topmost sign bit is where a float32 has it.
         states = dict(storage.states)
@@ -75,6 +66,16 @@ def planes_of(storage: Storage) -> tuple[Plane, ...]:
         title = f"packed{number + 1}" if number else "packed"
         planes.append(Plane(title, width, tuple(fields), INTEGER[width]))
     return tuple(planes)
+
+
+def _title(storage: Storage, name: str, dtype: torch.dtype) -> str:
+    """Return the name of a lone field: that of torch only for a whole float."""
+    title = name
+    if name in dict(storage.states) and storage.code(name).parts > 1:
+        title = f"{name}_high"
+    if not dtype.is_floating_point and name != "tail":
+        title = f"{title}_bits"
+    return title
 
 
 def _dtype(storage: Storage, name: str, width: int) -> torch.dtype:
@@ -103,20 +104,6 @@ def row_dims(storage: Storage, shape: Sequence[int]) -> int:
         count += 1
         size *= shape[-count]
     return count
-
-
-def staggered(numel: int, dtype: torch.dtype, place: int, device: torch.device) -> Tensor:
-    """Return zeroed memory for the tensor at a ``place`` among those that a step walks over. Zero
-    encodes 0.
-
-    Large tensors would begin at the same place of a page. Then their lines meet in the same sets of
-    the caches, and a step that walks over seven of them takes up to 1.6 times as long. So each
-    begins some lines later than the one before.
-    """
-    start = 0
-    if numel * dtype.itemsize >= LARGE_BYTES:
-        start = place * STAGGERED_BYTES // dtype.itemsize
-    return torch.zeros(start + numel, dtype=dtype, device=device)[start:]
 
 
 def as_rows(shape: Sequence[int], num_row_dims: int) -> tuple[int, int]:

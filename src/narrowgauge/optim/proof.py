@@ -14,7 +14,7 @@ from narrowgauge.optim.definition import average_gradient, run
 from narrowgauge.optim.kernel import Kernel, Numbers
 from narrowgauge.optim.planes import planes_of
 from narrowgauge.optim.rules.matrix import AnyRule
-from narrowgauge.optim.state import ParameterState
+from narrowgauge.optim.state import LocalState, new_state
 from narrowgauge.optim.table import Table
 from narrowgauge.optim.values import begin
 from narrowgauge.optim.walk import integers_of
@@ -63,14 +63,14 @@ def _has_the_bits(rule: AnyRule, storage: Storage, device: torch.device) -> bool
     return True
 
 
-def _tensors_of(state: ParameterState) -> list[Tensor]:
+def _tensors_of(state: LocalState) -> list[Tensor]:
     """Return what a step stores. A stored NaN has one pattern of bits."""
-    return [state.parameter, *state.tensors()]
+    return [state.parameter, *state.tensors().values()]
 
 
 def _cases(
     rule: AnyRule, storage: Storage, device: torch.device, proven: torch.device
-) -> list[ParameterState]:
+) -> list[LocalState]:
     """Draw tensors: ordinary values, odd ends, and in the last two rows edge values.
 
     A fault of a division's last bit shows in one of a thousand weights of 16 bits. An interpreter
@@ -95,18 +95,17 @@ def _cases(
         ((3, 67), True, True),
         ((rows, 256), True, False),
     ):
-        weight = drawn(dtype, shape, 1, edges)
-        state = ParameterState(weight.to(device), storage, kernel)
-        state.allocate()
+        weight = drawn(dtype, shape, 1, edges).to(device)
+        state = LocalState(weight, new_state(weight, storage, {}), kernel, {})
         begin(state)
-        values = {}
-        for name, like in state.saved().items():
-            if like.ndim:
-                value = drawn(like.dtype, like.shape, 3, edges)
-                values[name] = value.abs() if value.is_floating_point() else value
-                if edges:
-                    values[name][-1] = _at_ends(values[name][-1], storage, name)
-        state.take(values)
+        for name, tensor in state.tensors().items():
+            drawn_shape = (*shape[:1], 1) if name.endswith("_bound") else shape
+            value = drawn(tensor.dtype, drawn_shape, 3, edges)
+            if value.is_floating_point():
+                value = value.abs()
+            if edges:
+                value[-1] = _at_ends(value[-1], storage, name)
+            tensor.copy_(value)
         gradient = drawn(dtype, shape, GRADIENT, edges)
         state.gradient = (gradient.float() if wide else gradient).to(device)
         state.change = torch.zeros(shape, dtype=torch.float32, device=device)

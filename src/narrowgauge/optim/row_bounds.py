@@ -21,7 +21,7 @@ from narrowgauge.optim.rules.elementwise import Rule
 from narrowgauge.spec.storages import Storage
 
 if TYPE_CHECKING:
-    from narrowgauge.optim.state import ParameterState
+    from narrowgauge.optim.state import LocalState
 
 
 def bounding(rule: Rule) -> tuple[str, ...]:
@@ -59,7 +59,7 @@ def scales_of_rows(
     return scales
 
 
-def new_bounds(state: ParameterState, values: Tensor) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+def new_bounds(state: LocalState, values: Tensor) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
     """Return :func:`scales_of_rows` for a state that has its gradient.
 
     ``values`` are the scalars of ``CONTROL`` and of the rule, float32.
@@ -73,7 +73,7 @@ def new_bounds(state: ParameterState, values: Tensor) -> dict[str, tuple[Tensor,
     return scales_of_rows(rule, state.storage, slopes, weights, state.bounds, values)
 
 
-def peaks_of_rows(state: ParameterState, values: Tensor) -> Tensor:
+def peaks_of_rows(state: LocalState, values: Tensor) -> Tensor:
     """Return the largest magnitude of each row, float32 ``[rows, 1]``, over all ranks that share
     the row. A NaN is the largest.
     """

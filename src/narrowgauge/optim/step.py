@@ -19,7 +19,7 @@ from narrowgauge.optim import compiled, definition, proof
 from narrowgauge.optim.audit import Auditor
 from narrowgauge.optim.kernel import Kernel, Numbers
 from narrowgauge.optim.matrix_step import Batch, step_matrices
-from narrowgauge.optim.state import ParameterState
+from narrowgauge.optim.state import LocalState
 from narrowgauge.optim.step_cpp import has_kernel
 from narrowgauge.optim.table import Table
 from narrowgauge.torch_support.proof import TORCH, language_on
@@ -28,7 +28,7 @@ KERNEL_ELEMENTS = 1 << 14
 """On a CPU a first step of fewer elements is not compiled, which takes a second once."""
 
 
-def why_by_definition(compile: bool | None, states: Iterable[ParameterState]) -> str:
+def why_by_definition(compile: bool | None, states: Iterable[LocalState]) -> str:
     """Return why a step does not ask for compiled code, or an empty string."""
     if compile is False:
         return "compile=False"
@@ -60,20 +60,20 @@ class Step:
         self.tables = tables
         self.compile = compile
 
-    def run(self, work: Sequence[tuple[Mapping[str, Any], Sequence[ParameterState]]]) -> None:
+    def run(self, work: Sequence[tuple[Mapping[str, Any], Sequence[LocalState]]]) -> None:
         """Step the states of param groups."""
         if self.control.is_cpu and self.control[1]:
             return  # skipped
-        elementwise: dict[ParameterState, Numbers] = {}
+        elementwise: dict[LocalState, Numbers] = {}
         for group, states in work:
-            matrices: dict[ParameterState, Numbers] = {}
+            matrices: dict[LocalState, Numbers] = {}
             for state, numbers in self.numbers(group, states).items():
                 batch = matrices if state.kernel.is_matrix else elementwise
                 batch[state] = numbers
             step_matrices(matrices, group, self.average, self.write)
         self.write(elementwise)
 
-    def numbers(self, group: Mapping[str, Any], states: Sequence[ParameterState]) -> Batch:
+    def numbers(self, group: Mapping[str, Any], states: Sequence[LocalState]) -> Batch:
         """Return the numbers of the next step of states in a param group."""
         alike: dict[tuple[Kernel, int], Numbers] = {}
         batch = {}
@@ -106,12 +106,12 @@ class Step:
             else:
                 definition.run(state, batch[state])
 
-    def _launch(self, batch: Batch, *, averages: bool = False) -> list[ParameterState]:
+    def _launch(self, batch: Batch, *, averages: bool = False) -> list[LocalState]:
         """Step or average by one launch for each kernel. Return the states that no launch steps."""
-        members: dict[Kernel, dict[ParameterState, Numbers]] = defaultdict(dict)
+        members: dict[Kernel, dict[LocalState, Numbers]] = defaultdict(dict)
         for state, numbers in batch.items():
             members[state.kernel][state] = numbers
-        refused: list[ParameterState] = []
+        refused: list[LocalState] = []
         for kernel, alike in members.items():
             reason = self._choose(kernel, list(alike))
             if reason or kernel.how_it_ran == TORCH:
@@ -125,7 +125,7 @@ class Step:
             table.launch(self.control, averages=averages)
         return refused
 
-    def _choose(self, kernel: Kernel, states: Sequence[ParameterState]) -> str:
+    def _choose(self, kernel: Kernel, states: Sequence[LocalState]) -> str:
         """Decide how states step. Return why their definition runs, or an empty string."""
         reason = why_by_definition(self.compile, states)
         if has_kernel(kernel.rule, kernel.storage):

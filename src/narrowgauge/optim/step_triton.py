@@ -442,7 +442,7 @@ def load_values(tile, at, PLACE: tl.constexpr, wide, row: tl.constexpr):
 def load_planes(tile, at, row: tl.constexpr):
     words = (at,)
     for k in tl.static_range(1, len(row.bytes)):
-        words = words + (load(tile, at, 1 + k, row.bytes[k]),)
+        words += (load(tile, at, 1 + k, row.bytes[k]),)
     return words[1:]
 
 

@@ -15,9 +15,8 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -26,9 +25,8 @@ from torch import Tensor
 from narrowgauge.numerics.dtensor import largest_over_ranks
 from narrowgauge.optim import step_cpp
 from narrowgauge.optim.kernel import Numbers
-from narrowgauge.optim.planes import planes_of
 from narrowgauge.optim.rules.matrix import AnyRule
-from narrowgauge.optim.state import ParameterState
+from narrowgauge.optim.state import LocalState
 from narrowgauge.optim.step_cpp import num_addresses, record_size
 from narrowgauge.spec.storages import VISIBLE, Storage
 from narrowgauge.torch_support import triton
@@ -49,7 +47,7 @@ PLACE = {name: place - len(SIZES) for place, name in enumerate(SIZES)}
 TRITON_MODULE = "narrowgauge.optim.step_triton"
 
 
-def elements_of_program(state: ParameterState, device: torch.device) -> int:
+def elements_of_program(state: LocalState, device: torch.device) -> int:
     """Return how many elements a program steps: a row that has scales, else a part of the tensor."""
     if state.storage.scaled:
         return max(1, state.form[1])
@@ -61,7 +59,7 @@ def elements_of_program(state: ParameterState, device: torch.device) -> int:
 class Table:
     """Step tensors of one (rule, storage), not in float64, on one device.
 
-    The table lies as it is while the same tensors step.
+    Its memory stays while tensors of the same sizes step.
     """
 
     def __init__(self, rule: AnyRule, storage: Storage, device: torch.device) -> None:
@@ -71,96 +69,95 @@ class Table:
         self._is_cpp = language_on(device) == CPP
         self._size = VISIBLE[storage.visible][0] // 8
         self._width = num_addresses(rule, storage) + len(SIZES)
-        self._known: MutableMapping[ParameterState, list[int]] = WeakKeyDictionary()
         self._numbers = np.zeros((0, len(rule.scalars) + 1), np.float32)
-        self._states: list[ParameterState] = []
-        self._shared: list[ParameterState] = []
-        self._copies: list[tuple[ParameterState, Tensor]] = []
+        self._states: list[LocalState] = []
+        self._shared: list[LocalState] = []
+        self._forms: list[tuple[int, int]] = []
+        self._copies: list[tuple[LocalState, Tensor, Tensor]] = []
         self._inputs: list[Tensor] = []
         self._constants: Any = None
 
     # ── on the host ───────────────────────────────────────────────────────────────────────────────
 
-    def set(self, batch: Mapping[ParameterState, Numbers]) -> None:
+    def set(self, batch: Mapping[LocalState, Numbers]) -> None:
         """Set the states of the next step, which have their gradients."""
         places = {numbers: place for place, numbers in enumerate(dict.fromkeys(batch.values()))}
-        if list(batch) != self._states or len(places) != len(self._numbers):
-            self._lay_out(list(batch), len(places))
+        self._states = list(batch)
+        forms = [state.form for state in batch]
+        if forms != self._forms or len(places) != len(self._numbers):
+            self._forms = forms
+            self._lay_out(len(places))
         self._set_inputs()
         self._rows[:, PLACE["number"]] = [places[numbers] for numbers in batch.values()]
         for row, numbers in zip(self._numbers, places, strict=True):
             row[:-1] = list(map(float, numbers.scalars))
             row[-1:].view(np.int32)[0] = numbers.key
 
-    def _lay_out(self, states: list[ParameterState], num_numbers: int) -> None:
-        """Lay out the memory for other states, and find their programs."""
-        self._states = states
-        self._shared = []
-        self._num_records = 0
-        size = len(states) * self._width
+    def _lay_out(self, num_numbers: int) -> None:
+        """Lay out the memory for states of other sizes, and find their programs."""
+        size = len(self._states) * self._width
         start = size + size % 2  # the numbers begin at 16 bytes
         num_floats = num_numbers * self._numbers.shape[1]
         self._memory = np.zeros(start + -(-num_floats // 2), np.int64)
         self._rows = self._memory[:size].reshape(-1, self._width)
         self._numbers = self._memory[start:].view(np.float32)[:num_floats].reshape(num_numbers, -1)
-        for place, state in enumerate(states):
-            if state not in self._known:
-                self._known[state] = self._row(state)
-            self._rows[place] = self._known[state]
-            if state.column_groups:
-                self._shared.append(state)
-                self._rows[place, PLACE["record"]] = self._num_records
-                self._num_records += state.form[0]
+        for row, state in zip(self._rows, self._states, strict=True):
+            extent = elements_of_program(state, self.device)
+            numel = state.parameter.numel()
+            row[PLACE["extent"]] = extent
+            row[PLACE["numel"]] = numel
+            row[PLACE["count"]] = -(-numel // extent)
         counts = self._rows[:, PLACE["count"]]
         self._rows[:, PLACE["first"]] = np.cumsum(counts) - counts
-        programs = np.repeat(np.arange(len(states), dtype=np.int32), counts)
+        programs = np.repeat(np.arange(len(self._states), dtype=np.int32), counts)
         self._unsent: Tensor | None = torch.from_numpy(programs)
         self._tiles = torch.empty_like(self._unsent, device=self.device)
         if self._is_cpp:
             self._tiles = self._unsent
         self._buffer: Tensor | None = None
 
-    def _row(self, state: ParameterState) -> list[int]:
-        addresses = [0, 0]
-        addresses += [state.planes[plane.name].data_ptr() for plane in planes_of(self.storage)]
-        if state.kernel.is_matrix:
-            addresses.append(0)
-        addresses += [state.bounds[name].data_ptr() for name in self.storage.scaled]
-        extent = elements_of_program(state, self.device)
-        numel = state.parameter.numel()
-        sizes = {"extent": extent, "numel": numel, "count": -(-numel // extent), "record": -1}
-        return addresses + [sizes.get(name, 0) for name in SIZES]
-
     def _set_inputs(self) -> None:
-        """Write the addresses of the inputs of each state. What is not in the order of its planes
-        is copied.
+        """Write the addresses of each state. What is not dense in the order of its planes is copied
+        for the step.
         """
         self._copies = []
         self._inputs = []
-        inputs = []
-        changes = []
+        self._shared = [state for state in self._states if state.column_groups]
+        self._num_records = 0
+        addresses = []
+        sizes = []
         for state in self._states:
-            weight = state.parameter
             gradient = state.gradient
-            if not state.is_dense(weight):
-                weight = state.in_rows(weight.detach())
-                self._copies.append((state, weight))
             if not state.is_dense(gradient):
                 gradient = state.in_rows(gradient)
                 self._inputs.append(gradient)
-            is_wide = gradient.element_size() != self._size or self._size == 4
-            inputs.append((weight.data_ptr(), gradient.data_ptr(), is_wide))
+            memory = [self._written(state, state.parameter), gradient]
+            memory += [self._written(state, plane) for plane in state.planes.values()]
             if state.kernel.is_matrix:
-                changes.append(state.change.data_ptr())
-        table = np.array(inputs, np.int64)
-        self._rows[:, :2] = table[:, :2]
-        self._rows[:, PLACE["wide"]] = table[:, 2]
-        end = self._width - len(SIZES) - len(self.storage.scaled)
-        if changes:
-            self._rows[:, end - 1] = changes
+                memory.append(state.change)
+            memory += state.bounds.values()
+            addresses.append([tensor.data_ptr() for tensor in memory])
+            is_wide = gradient.element_size() != self._size or self._size == 4
+            record = -1
+            if state in self._shared:
+                record = self._num_records
+                self._num_records += state.form[0]
+            sizes.append((is_wide, record))
+        end = self._width - len(SIZES)
+        self._rows[:, :end] = np.array(addresses, np.int64)
+        self._rows[:, [PLACE["wide"], PLACE["record"]]] = sizes
+        end -= len(self.storage.scaled)
         if not self._is_cpp:
             are_whole = (self._rows[:, [PLACE["extent"], PLACE["numel"]]] % 16 == 0).all(1)
             self._rows[:, PLACE["aligned"]] = (self._rows[:, :end] % 16 == 0).all(1) & are_whole
+
+    def _written(self, state: LocalState, tensor: Tensor) -> Tensor:
+        """Return the memory that a step writes for a tensor, itself where it is dense."""
+        if state.is_dense(tensor):
+            return tensor
+        memory = state.in_rows(tensor.detach())
+        self._copies.append((state, tensor.detach(), memory))
+        return memory
 
     # ── the launch ────────────────────────────────────────────────────────────────────────────────
 
@@ -187,10 +184,13 @@ class Table:
         records = self._find_peaks(control) if self._shared else None
         self._call("average" if averages else "step", control, records)
         if not averages:
-            for state, weight in self._copies:
-                state.parameter.detach().copy_(state.in_shape(weight))
+            for state, tensor, memory in self._copies:
+                tensor.copy_(state.in_shape(memory))
             # Autograd notices a weight that was written between forward and backward pass.
             torch.autograd.graph.increment_version([state.parameter for state in self._states])
+            # What a script removes is freed.
+            self._states = []
+            self._shared = []
         self._copies = []
         self._inputs = []
 

@@ -10,7 +10,7 @@ import hashlib
 import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +26,6 @@ from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.storages import STORAGES, Storage
 from narrowgauge.spec.update_rules import UPDATE_RULES, Laws, Range
 from narrowgauge.torch_support.torch_names import default_store, is_captured
-
-if TYPE_CHECKING:
-    from narrowgauge.optim.state import ParameterState
 
 LAWS: dict[str, Laws] = {row.name: row.laws for row in UPDATE_RULES.values()}
 """Allowed values of each rule's options. A rule that is not here checks its own options."""
@@ -230,45 +227,6 @@ def refuse_unscaled(gradients: Iterable[Tensor]) -> None:
 
 
 # ── states and their parameters ───────────────────────────────────────────────────────────────────
-
-
-def check_fits(state: ParameterState, storage: str, parameter: Tensor) -> None:
-    """Refuse a local parameter whose storage, shape or dtype differs from its state's."""
-    if state.requested != storage:
-        raise RecipeError(
-            f"Cannot step because a group's storage was changed to '{storage}', and its states are "
-            f"in '{state.requested}'.",
-            "Build a new optimizer with that storage. Its adopt(weights, moments) takes the old "
-            "one's stored() values.",
-        )
-    shape, dtype, _ = state.made_for
-    if (parameter.shape, parameter.dtype) != (shape, dtype):
-        raise RecipeError(
-            f"Cannot step because a parameter is {dtype_name(parameter.dtype)} of shape "
-            f"{tuple(parameter.shape)}, and its state is for {dtype_name(dtype)} of shape "
-            f"{tuple(shape)}.",
-            "Change the shapes and formats of a model before its optimizer is built.",
-        )
-
-
-def check_same_rule(
-    state: ParameterState, rule: str, shapes: Mapping[str, tuple[int, ...]]
-) -> None:
-    """Refuse options for which a parameter needs another rule, or states that it does not have."""
-    name = state.kernel.rule.name
-    present = state.shapes_of_states
-    missing = {}
-    for needed, shape in shapes.items():
-        if present.get(needed) != tuple(shape):
-            missing[needed] = tuple(shape)
-    if missing or (isinstance(state.kernel.rule, MatrixRule) and rule != name):
-        raise RecipeError(
-            f"Cannot step because an option now asks for rule '{rule}' with states "
-            f"{missing or dict(shapes)}, and the "
-            f"parameter has those of '{name}': {present}.",
-            "Set such options (rank, rule, momentum) before the first step, or build a new "
-            "optimizer.",
-        )
 
 
 def check_members(names: Mapping[Tensor, str], states: Mapping[Any, object]) -> None:

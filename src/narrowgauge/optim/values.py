@@ -19,10 +19,10 @@ from narrowgauge.optim.row_bounds import peaks_of_rows
 from narrowgauge.optim.walk import spans
 
 if TYPE_CHECKING:
-    from narrowgauge.optim.state import ParameterState
+    from narrowgauge.optim.state import LocalState
 
 
-def begin(state: ParameterState) -> None:
+def begin(state: LocalState) -> None:
     """Set the master from the parameter. Allocate memory first."""
 
     def master(lane: Lane) -> dict[str, Tensor]:
@@ -33,7 +33,7 @@ def begin(state: ParameterState) -> None:
         rewrite(state, master)
 
 
-def stored(state: ParameterState, name: str, count: int | None = None) -> Tensor:
+def stored(state: LocalState, name: str, count: int | None = None) -> Tensor:
     """Return a copy of the weight (``"weight"``) or a state in the parameter's shape, in
     float32, or flat its first ``count`` values.
 
@@ -59,7 +59,7 @@ def stored(state: ParameterState, name: str, count: int | None = None) -> Tensor
     return read(state, value, count).view(-1)
 
 
-def extra_values(state: ParameterState, name: str, index: tuple[int, ...] = ()) -> Tensor:
+def extra_values(state: LocalState, name: str, index: tuple[int, ...] = ()) -> Tensor:
     """Return the float32 values of an extra, or of its ``index``.
 
     For a float32 extra this is its own memory, not a copy.
@@ -71,7 +71,7 @@ def extra_values(state: ParameterState, name: str, index: tuple[int, ...] = ()) 
 
 
 def store_extra(
-    state: ParameterState,
+    state: LocalState,
     name: str,
     values: Tensor,
     seed: Tensor,
@@ -91,7 +91,7 @@ def store_extra(
         tensor[index].copy_(value)
 
 
-def store_weight(state: ParameterState, values: Tensor) -> None:
+def store_weight(state: LocalState, values: Tensor) -> None:
     """Store ``values`` as the weight, rounded to nearest.
 
     The parameter becomes its visible part.
@@ -113,14 +113,14 @@ def store_weight(state: ParameterState, values: Tensor) -> None:
         state.parameter.data = visible
 
 
-def store_low_bits(state: ParameterState, random: Tensor) -> None:
+def store_low_bits(state: LocalState, random: Tensor) -> None:
     """Fill the weight's low bits of a new state from 32 random bits for each element, int32 in
     the parameter's shape.
     """
     rewrite(state, partial(codes.random_low_bits, state.storage), random)
 
 
-def store_state(state: ParameterState, name: str, values: Tensor, seed: Tensor) -> None:
+def store_state(state: LocalState, name: str, values: Tensor, seed: Tensor) -> None:
     """Store the values of a state.
 
     A stochastic code rounds stochastically under ``seed`` (0-d int32).
@@ -138,7 +138,7 @@ def store_state(state: ParameterState, name: str, values: Tensor, seed: Tensor) 
     rewrite(state, write, _bounded(state, name, values))
 
 
-def _bounded(state: ParameterState, name: str, values: Tensor) -> Tensor:
+def _bounded(state: LocalState, name: str, values: Tensor) -> Tensor:
     """Return values in the dtype of the rule, and set the bounds of their rows."""
     value = values.detach().to(codes.value_dtype(state.storage))
     if name in state.bounds:
@@ -146,9 +146,7 @@ def _bounded(state: ParameterState, name: str, values: Tensor) -> Tensor:
     return value
 
 
-def read(
-    state: ParameterState, value: Callable[[Lane], Tensor], count: int | None = None
-) -> Tensor:
+def read(state: LocalState, value: Callable[[Lane], Tensor], count: int | None = None) -> Tensor:
     """Return the values of the lanes as rows and columns in memory order, or of the first
     ``count`` elements.
     """
@@ -166,15 +164,13 @@ def read(
     return result
 
 
-def rewrite(
-    state: ParameterState, write: Callable[..., dict[str, Tensor]], *arguments: Tensor
-) -> None:
+def rewrite(state: LocalState, write: Callable[..., dict[str, Tensor]], *arguments: Tensor) -> None:
     """Replace the fields that ``write(lane, *parts of other tensors)`` returns."""
     for span in spans(state, *arguments, at_once=at_once(state)):
         span.store(write(span.lane(), *span.arguments))
 
 
-def at_once(state: ParameterState) -> int:
+def at_once(state: LocalState) -> int:
     """Return the elements of a span. Beside whole matrices, temporaries are to be few."""
     most = chunk_size(state.parameter.device)
     return most // 4 if state.kernel.is_matrix else most

@@ -22,7 +22,7 @@ from narrowgauge.optim.planes import INTEGER, planes_of
 from narrowgauge.spec.storages import Storage
 
 if TYPE_CHECKING:
-    from narrowgauge.optim.state import ParameterState
+    from narrowgauge.optim.state import LocalState
 
 Scales = Mapping[str, tuple[Tensor, Tensor]]
 
@@ -98,7 +98,7 @@ def _put(values: Tensor, word: Tensor, skip: Tensor | None) -> None:
 
 
 def spans(
-    state: ParameterState,
+    state: LocalState,
     *arguments: Tensor,
     scales: Scales | None = None,
     at_once: int | None = None,
@@ -116,10 +116,9 @@ def spans(
     """
     visible = getattr(torch, state.storage.visible)
     weight = state.in_rows(state.parameter.detach().to(visible))
-    tensors = [weight]
-    names = [plane.name for plane in planes_of(state.storage)]
-    tensors += [state.in_rows(state.planes[name]) for name in names]
-    tensors += map(state.in_rows, arguments)
+    names = list(state.planes)
+    planes_in_rows = [state.in_rows(state.planes[name]) for name in names]
+    tensors = [weight, *planes_in_rows, *map(state.in_rows, arguments)]
     if scales is None:
         scales = {name: codes.multipliers(bound) for name, bound in state.bounds.items()}
     sample = sample or slice(None)
@@ -143,5 +142,11 @@ def spans(
         planes = dict(zip(names, parts, strict=False))
         local = {name: (into[lines], back[lines]) for name, (into, back) in scales.items()}
         yield Span(state.storage, first, planes, local, parts[len(names) :])
-    if writes and weight.data_ptr() != state.parameter.data_ptr():
-        state.parameter.detach().copy_(state.in_shape(weight))
+    live = list(state.planes.values())
+    copies = list(planes_in_rows)
+    if writes:
+        live.append(state.parameter.detach())
+        copies.append(weight)
+    for tensor, memory in zip(live, copies, strict=True):
+        if memory.data_ptr() != tensor.data_ptr():  # a copy of what is not dense
+            tensor.copy_(state.in_shape(memory))

@@ -86,7 +86,7 @@ def linear_seconds(
             continue
         is_adapter = "lora" in matmul.name
         compute = recipe.compute
-        if is_adapter or (is_head and compute.keep):
+        if is_adapter or (is_head and not compute.is_wide):
             compute = COMPUTES[recipe.dtype]
         is_first = first_of_input(matmul.name) == matmul.name
         base = matmul.name.removesuffix(".lora_A")

@@ -11,11 +11,11 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.analysis.diagnose import diagnose
-from narrowgauge.analysis.reading import Reading
 from narrowgauge.errors import NarrowgaugeError, require_package
 from narrowgauge.measuring.comparison import Comparison
+from narrowgauge.measuring.diagnose import diagnose
 from narrowgauge.measuring.labels import run_labels, seed_of
+from narrowgauge.measuring.reading import Reading
 from narrowgauge.report.curves import PageRun, curves_of
 from narrowgauge.report.interval_figure import interval_figure
 from narrowgauge.runs.finding import counted, listed, sentences, told
@@ -200,5 +200,5 @@ def _finding(label: str, what: str, members: list[tuple[int, Reading]]) -> str:
     words = [f"{label}, seed {seeds}", what, reading.tensor]
     words += [f"{name} {cell_text(value)}" for name, value in numbers.items() if value is not None]
     place = " · ".join(filter(None, words))
-    sentence = sentences(reading.advice or what)
+    sentence = sentences(reading.text or what)
     return f'<p>{escape(sentence)}</p><p class="muted">{escape(place)}</p>'

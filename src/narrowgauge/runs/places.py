@@ -21,7 +21,7 @@ from narrowgauge.runs.foreign_logs import LOGS, is_log
 if sys.platform != "win32":
     import fcntl
 
-ROW_FILES = ("steps", "evals", "events", "gauges", "snapshots", "fingerprints")
+ROW_FILES = ("steps", "evals", "events", "gauges", "fingerprints")
 """The kinds of rows. Each has a file in a run folder: ``steps.jsonl`` and so on."""
 PAGE_MARK = b'<meta name="generator" content="Narrowgauge">'
 """In the first bytes of every page that we write."""

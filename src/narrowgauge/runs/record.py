@@ -8,7 +8,6 @@ damage.
     evals.jsonl         a row per evaluation
     events.jsonl        a row per event
     gauges.jsonl        a row per step that the gauges sampled
-    snapshots.jsonl     a row per snapshot of a watched step, for the laws of a diagnosis
     fingerprints.jsonl  a row per hashed step, with --fingerprints-every
     summary.json        the metrics of the finished run
     checkpoints/        see checkpoints/saving.py
@@ -65,11 +64,6 @@ class Run:
         Read them on first use: they are by far the largest.
         """
         return self.read("gauges")
-
-    @cached_property
-    def snapshots(self) -> list[Row]:
-        """Return the rows of ``snapshots.jsonl``, read on first use."""
-        return read_rows(self.path / "snapshots.jsonl", self.notes)
 
     @cached_property
     def fingerprints(self) -> list[Row]:
@@ -129,7 +123,7 @@ def read_run(path: str | Path) -> Run:
     if log is not None:
         run = Run(**log)
         # A log has none of them, and its path may be a file.
-        vars(run).update(gauges=[], snapshots=[], fingerprints=[])
+        vars(run).update(gauges=[], fingerprints=[])
         return run
     settings = read_settings(path)
     notes: list[str] = []

@@ -128,7 +128,7 @@ NOT_FINITE = frozenset({"nan", "inf", "-inf"})
 """How JSON, which has no such numbers, holds them."""
 TEXT = frozenset(column.name for column in EVENT.values() if column.type == "text")
 """Columns in which ``"nan"`` is text and not a number."""
-STEPWISE = ("steps", "evals", "gauges", "snapshots", "fingerprints")
+STEPWISE = ("steps", "evals", "gauges", "fingerprints")
 """The kinds of rows that have a step each. A resume rewrites them from its checkpoint on."""
 LASTING = ("steps", "evals", "gauges")
 """The kinds of rows that are the same however often a run was stopped."""

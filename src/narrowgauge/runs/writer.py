@@ -46,7 +46,7 @@ class RunWriter:
         >>> folder = Path(tempfile.mkdtemp(), "own")
         >>> with ng.runs.RunWriter.create(folder, {"config": {"recipe": "bfloat16/word", "seed": 0}}) as writer:
         ...     writer.append("steps", {"step": 1, "loss": 2.5})
-        ...     writer.append("events", {"step": 1, "what": "note", "advice": "half of the data are seen"})
+        ...     writer.append("events", {"step": 1, "what": "note", "text": "half of the data are seen"})
         >>> ng.read_run(folder).steps
         [{'step': 1, 'loss': 2.5}]
     """
@@ -135,9 +135,7 @@ class RunWriter:
         write_whole(self.path / "run.toml", tomli_w.dumps(content).encode())
 
     def append(self, kind: str, row: Row) -> None:
-        """Append a row to ``KIND.jsonl``: ``"steps"``, ``"evals"``, ``"gauges"``, ``"snapshots"``
-        or ``"fingerprints"``. Cost: about 40 µs.
-        """
+        """Append a row to ``KIND.jsonl``: ``"steps"``, ``"evals"``, ``"gauges"`` or ``"fingerprints"``. Cost: about 40 µs."""
         if self._lock is None:
             raise RecordError(
                 f"Cannot write to {self.path} because its record is closed.",

@@ -283,8 +283,6 @@ class Compute:
         native: the hardware that multiplies the narrow operands. Other hardware emulates them with
             the same values.
         keep_last: the fraction of the model's blocks, at its end, whose layers stay in ``dtype``.
-        keep: name patterns of linear layers that stay in ``dtype``, where there are only names. In
-            a model, heads, routers and adapters are known by their role, see ``matmul.roles``.
         transform: the method that changes the whole model first (see
             :mod:`narrowgauge.transforms`), or empty.
         fallback: the compute that an alarm recommends for more range or precision: the next one
@@ -302,7 +300,6 @@ class Compute:
     source: str
     dtype: str = "bfloat16"
     native: str = ""
-    keep: tuple[str, ...] = ("lm_head", "*.lm_head")
     keep_last: float = 0.0
     transform: str = ""
     fallback: str = "bfloat16"
@@ -538,22 +535,22 @@ _MX = "OCP Microscaling Formats v1.0; Rouhani et al. 2023 (2310.10537)"
 
 _COMPUTES = (
     Compute(
-        "float32", *(_wide("float32"),) * 3, dtype="float32", native="everywhere", keep=(),
+        "float32", *(_wide("float32"),) * 3, dtype="float32", native="everywhere",
         default_storage="float32",
         purpose="the reference for all other computes", source="IEEE 754",
     ),
     Compute(
-        "bfloat16", *(_wide("bfloat16"),) * 3, native="everywhere", keep=(),
+        "bfloat16", *(_wide("bfloat16"),) * 3, native="everywhere",
         purpose="8 bits of precision, float32's range, accumulation in float32", source="Kalamkar et al. 2019",
     ),
     Compute(
-        "float16", *(_wide("float16"),) * 3, dtype="float16", native="CUDA", keep=(),
+        "float16", *(_wide("float16"),) * 3, dtype="float16", native="CUDA",
         default_storage="split",
         purpose="11 bits of precision, 2^-24 … 65504 only: the loss is scaled, and steps that overflow are skipped",
         source="Micikevicius et al. 2018",
     ),
     Compute(
-        "float16-throughout", *(_wide("float16"),) * 3, dtype="float16", native="CUDA", keep=(),
+        "float16-throughout", *(_wide("float16"),) * 3, dtype="float16", native="CUDA",
         default_storage="stochastic", owns_storages=True,
         purpose="no float32 copy of anything: weights, gradients and moments are float16",
         source="the abstract of 'Distributed Low Precision Training Without Mixed Precision' (1911.07384), not its method",
@@ -611,7 +608,7 @@ _COMPUTES = (
         source="Balança et al. 2024, Scalify (2407.17353)",
     ),
     Compute(
-        "scalify-float16", *(_wide("float16"),) * 3, dtype="float16", transform="scalify", native="CUDA", keep=(),
+        "scalify-float16", *(_wide("float16"),) * 3, dtype="float16", transform="scalify", native="CUDA",
         purpose="float16 throughout without a loss scale: gradients carry power-of-two scales of their own",
         source="Balança et al. 2024, Scalify (2407.17353)",
     ),

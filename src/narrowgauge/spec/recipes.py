@@ -9,9 +9,7 @@ recipes from names and TOML tables.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from typing import Any
 
 from narrowgauge.errors import RecipeError
@@ -103,22 +101,20 @@ class Recipe:
         """Return the compute of the linear layer of that dotted name: of the last matching
         override, or the recipe's.
 
-        A layer that the recipe's compute keeps wide, by name or as ``is_kept`` by its role, has the
-        plain compute of ``dtype``.
+        A layer that ``is_kept`` wide, by its place in the model, has the plain compute of ``dtype``.
 
         Example:
             >>> from narrowgauge.spec.notation import parse
             >>> recipe = parse("float8-row/word")
-            >>> [recipe.compute_of(name).name for name in ("model.layers.0.mlp.up_proj", "lm_head")]
-            ['float8-row', 'bfloat16']
+            >>> recipe.compute_of("model.layers.0.mlp.up_proj").name, recipe.compute_of("lm_head", is_kept=True).name
+            ('float8-row', 'bfloat16')
         """
         for override in reversed(self.overrides):
             if override.matches(name):
                 if override.compute.dtype == self.dtype:
                     return override.compute
                 return replace(override.compute, dtype=self.dtype)
-        keep = self.compute.keep
-        if keep and (is_kept or _matches_within(name, keep)):
+        if is_kept and not self.compute.is_wide:
             return COMPUTES[self.dtype]
         return self.compute
 
@@ -137,12 +133,6 @@ class Recipe:
             row = {"pattern": override.pattern, "compute": override.compute.name}
             value["override"].append(row)
         return value
-
-
-def _matches_within(name: str, patterns: Iterable[str]) -> bool:
-    """Return whether a pattern matches ``name`` or a module that contains it."""
-    modules = list(accumulate(name.split("."), "{}.{}".format))
-    return any(fnmatch.filter(modules, pattern) for pattern in patterns)
 
 
 def is_pair(compute: Compute, storage: Storage) -> bool:

@@ -227,7 +227,7 @@ def _fact_table(kind: str, name: str, facts: dict[str, str]) -> Table:
 
 
 def _facts(compute: Compute) -> dict[str, str]:
-    wide_layers = "heads, routers and adapters" if compute.keep else ""
+    wide_layers = "" if compute.is_wide else "layers outside the blocks, routers and adapters"
     if compute.keep_last:
         wide_layers += f"; the last {compute.keep_last:.0%} of the blocks"
     return {

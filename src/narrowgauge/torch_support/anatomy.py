@@ -1,8 +1,10 @@
 """The parts of a model, read from its modules and their shapes: no forward pass, no names of classes.
 
 * A **run** is an outermost list of modules, or the longest row of one class in a ``ModuleDict`` or
-  ``Sequential``. The **blocks** are the run on the path to the head.
-* A **head** is a matrix of the vocabulary or of the labels outside all runs.
+  ``Sequential``. Its members are blocks if one holds two matrices or more: a list of heads is no
+  run of blocks. The **blocks** are the run that stands nearest to the tokens' embedding, as a
+  language model behind a tower does; of equally near ones the longest, and of those the last, since
+  a decoder stands behind its encoder.
 * **Experts** are stacked matrices, or modules of one class in a list, that something scores: a
   **router** is a matrix with a row for each expert, in the smallest module around them.
 * **Adapters** are what PEFT's layers name.
@@ -11,6 +13,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -32,14 +35,17 @@ class Experts(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """The parts of a model. ``blocks`` is empty if it is unclear which run leads to the head."""
+    """The parts of a model. ``blocks`` is empty if no run holds blocks."""
 
     blocks: list[nn.Module]
     runs: list[list[nn.Module]]
-    heads: list[nn.Module]
     routers: list[nn.Module]
     experts: list[Experts]
     adapters: set[nn.Module]
+
+    def inside(self) -> set[nn.Module]:
+        """Return all modules inside runs of blocks."""
+        return _with_children(block for run in self.runs if _is_of_blocks(run) for block in run)
 
     def stacks(self) -> dict[nn.Module, list[str]]:
         """Return the names of stacked weights of experts by the module that owns them."""
@@ -54,32 +60,21 @@ def parts(model: nn.Module) -> Parts:
     """Return the parts of a model. Wrappers (compilers, DDP, PEFT) may stay around it.
 
     Example:
-        >>> class Gpt(nn.Module):
-        ...     def __init__(self):
-        ...         super().__init__()
-        ...         self.embed, self.out = nn.Embedding(100, 8), nn.Linear(8, 100)
-        ...         self.body = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-        >>> gpt = Gpt()
-        >>> parts(gpt).heads == [gpt.out], parts(gpt).blocks == [*gpt.body]
-        (True, True)
+        >>> body = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(3))
+        >>> model = nn.ModuleDict({"embed": nn.Embedding(100, 8), "body": body, "out": nn.Linear(8, 100)})
+        >>> parts(model).blocks == [*body]
+        True
     """
     adapters = _adapters(model)
-    named_heads = _named_heads(model)
-    runs = _runs(model, adapters | named_heads)
-    heads = _heads(model, runs, adapters, named_heads)
-    blocks: list[nn.Module] = []
-    if heads or len(runs) == 1:
-        blocks = _run_before_head(model, heads, adapters | named_heads)
+    runs = _runs(model, adapters)
     places: list[nn.Module] = [block for run in runs for block in run]
-    if not heads and not _embeddings(model):
-        places = [model]  # a part of a model, such as a mixture alone
     experts: list[Experts] = []
     routers: dict[nn.Module, None] = {}
     for place in places or [model]:
         for mixture, scorers in _mixtures(place):
             experts.append(mixture)
             routers |= dict.fromkeys(scorers)
-    return Parts(blocks, runs, heads, list(routers), experts, adapters)
+    return Parts(_blocks(model, runs), runs, list(routers), experts, adapters)
 
 
 def moving_statistics(model: nn.Module) -> dict[str, nn.Module]:
@@ -115,10 +110,6 @@ def _adapters(model: nn.Module) -> set[nn.Module]:
     return _with_children(adapters)
 
 
-def _embeddings(model: nn.Module) -> list[nn.Embedding]:
-    return [module for module in model.modules() if isinstance(module, nn.Embedding)]
-
-
 def _matrices(module: nn.Module) -> list[Tensor]:
     if isinstance(module, nn.Embedding):
         return []
@@ -131,7 +122,7 @@ def _num_rows(module: nn.Module) -> int:
     return len(matrices[0]) if len(matrices) == 1 else 0
 
 
-# ── runs, blocks, heads ───────────────────────────────────────────────────────────────────────────
+# ── runs ───────────────────────────────────────────────────────────────────────────
 
 
 def _members(module: nn.Module, of_one_class: bool) -> list[nn.Module]:
@@ -168,74 +159,45 @@ def _runs(module: nn.Module, skipped: set[nn.Module]) -> list[list[nn.Module]]:
     return runs
 
 
-def _run_before_head(
-    module: nn.Module, heads: list[nn.Module], skipped: set[nn.Module]
-) -> list[nn.Module]:
-    """Return the run nearest to the head.
+def _blocks(model: nn.Module, runs: list[list[nn.Module]]) -> list[nn.Module]:
+    """Return the run of blocks nearest to the tokens' embedding; empty without such a run."""
+    parents = {child: module for module in model.modules() for child in module.children()}
+    holders = _holders_of_tokens(model)
+    blocks: list[nn.Module] = []
+    best = (-len(parents), 0)
+    owner: nn.Module | None = None
+    for run in filter(_is_of_blocks, runs):
+        steps = 0
+        scope = parents[run[0]]
+        while holders and scope in parents and holders.isdisjoint(scope.modules()):
+            scope = parents[scope]
+            steps += 1
+        rank = (-steps, len(run))
+        # Runs of one module take turns, and the first of them leads.
+        if rank > best or (rank == best and scope is not owner):
+            best = rank
+            blocks = run
+            owner = scope
+    return blocks
 
-    Go to the child that holds both the head and a run. Where none does, take the longest run of the
-    module itself, else the last child with a run: an encoder stands before its decoder, and a tower
-    before its language model.
+
+def _holders_of_tokens(model: nn.Module) -> set[nn.Module]:
+    """Return the embeddings of the tokens' table: the one that a model of transformers names, or
+    the largest.
     """
-    members = _members(module, of_one_class=False)
-    children = [child for child in module.children() if _runs(child, skipped)]
-    if members or not children:
-        return members
-    around_head = []
-    for child in children:
-        if not _with_children([child]).isdisjoint(heads):
-            around_head.append(child)
-    if around_head:
-        nearest = around_head[-1]
-    else:
-        nearest = children[-1]
-        longest = 0
-        for child in children:
-            length = len(_members(child, of_one_class=False))
-            if length > longest:
-                nearest = child
-                longest = length
-    return _run_before_head(nearest, heads, skipped)
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    tokens = max(tables, key=lambda table: table.weight.shape[0], default=None)
+    naming = [m for m in model.modules() if hasattr(m, "get_input_embeddings")]
+    with suppress(NotImplementedError):  # of models without tokens, or with two towers
+        named: Any = naming[0].get_input_embeddings() if naming else None  # type: ignore[operator]
+        if named in tables:
+            tokens = named
+    return {table for table in tables if tokens is not None and table.weight is tokens.weight}
 
 
-def _named_heads(model: nn.Module) -> set[nn.Module]:
-    heads: list[Any] = []
-    for module in model.modules():
-        named: Any = getattr(module, "get_output_embeddings", None)
-        if named is not None:
-            heads.append(named())
-    return _with_children(heads)
-
-
-def _heads(
-    model: nn.Module, runs: list[list[nn.Module]], adapters: set[nn.Module], named: set[nn.Module]
-) -> list[nn.Module]:
-    """Return the linear layers that the model names or ties to an embedding.
-
-    Else the last one with an output for each token, else with one for each label.
-    """
-    candidates: list[nn.Linear] = []
-    inside = adapters | _with_children(block for run in runs for block in run)
-    for module in model.modules():
-        if isinstance(module, nn.Linear) and module not in inside:
-            candidates.append(module)
-    tables = [embedding.weight for embedding in _embeddings(model)]
-    is_tied = {id(table) for table in tables}
-    heads: list[nn.Module] = []
-    for linear in candidates:
-        if linear in named or id(linear._parameters.get("weight")) in is_tied:
-            heads.append(linear)
-    if heads:
-        return heads
-    config = next((m.config for m in model.modules() if hasattr(m, "config")), None)
-    sizes = [len(table) for table in tables]
-    # A table of positions may be larger than that of tokens, which stands first.
-    tokens = {*sizes[:1], max(sizes, default=0), getattr(config, "vocab_size", 0)}
-    for counts in (tokens, {getattr(config, "num_labels", 0)}):
-        matches: list[nn.Module] = [m for m in candidates if m.out_features in counts]
-        if matches:
-            return matches[-1:]
-    return []
+def _is_of_blocks(run: list[nn.Module]) -> bool:
+    """Return whether a member of a run holds two matrices or more."""
+    return any(sum(p.ndim > 1 for p in member.parameters()) > 1 for member in run)
 
 
 # ── mixtures ──────────────────────────────────────────────────────────────────────────────────────

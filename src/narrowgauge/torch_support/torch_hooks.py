@@ -25,29 +25,6 @@ after_every_step = cache(register_optimizer_step_post_hook)
 """Have a function called after the steps of every optimizer; once, however often this is asked."""
 
 
-_OPTIMIZERS: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-_LISTENERS: list[Callable[[torch.optim.Optimizer], object]] = []
-
-
-def announce(optimizer: torch.optim.Optimizer) -> None:
-    """Tell the listeners of :func:`hear_of_optimizers` of a Narrowgauge optimizer that was just
-    made.
-    """
-    _OPTIMIZERS.add(optimizer)
-    for listener in _LISTENERS:
-        listener(optimizer)
-
-
-def hear_of_optimizers(listener: Callable[[torch.optim.Optimizer], object]) -> None:
-    """Have a function called with each Narrowgauge optimizer that is made from now on."""
-    _LISTENERS.append(listener)
-
-
-def announced_optimizers() -> list[torch.optim.Optimizer]:
-    """Return the Narrowgauge optimizers that are still alive."""
-    return list(_OPTIMIZERS)
-
-
 def members_of(*optimizers: torch.optim.Optimizer) -> list[Any]:
     """Return the parameters of optimizers, as often as a group lists them."""
     members = list[Any]()

@@ -66,7 +66,7 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -220,14 +220,6 @@ _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 def plain_name(name: str) -> str:
     """Return a name without the prefixes of compilers and checkpoints."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-
-
-def leave_out_of_ddp(model: Any, names: Iterable[str]) -> None:
-    """Make DistributedDataParallel neither send nor sum the tensors of these names in the model."""
-    model._ddp_params_and_buffers_to_ignore = {
-        *getattr(model, "_ddp_params_and_buffers_to_ignore", ()),
-        *names,
-    }
 
 
 # ── FSDP2 ─────────────────────────────────────────────────────────────────────────────────────────

@@ -1,6 +1,7 @@
-"""Train a language model from a command line, start to end: data, loop, checkpoints and record.
+"""Train a language model from a command line, start to end: settings, tokens, model, loop,
+checkpoints and comparison.
 
-``data`` yields batches whose order is a function of (seed, step). :mod:`narrowgauge.checkpoints`
-saves everything that a step depends on. The loop calls ``prepare`` as any user would. Together they
-make a resumed run continue bit for bit.
+The loop calls ``prepare`` and ``RunRecorder`` as any user would. The order of the data is a function
+of (seed, step), and a checkpoint holds everything else that a step depends on. So a run that goes
+on continues bit for bit.
 """

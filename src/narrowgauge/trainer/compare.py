@@ -13,7 +13,6 @@ import gc
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -28,14 +27,12 @@ from narrowgauge.runs.places import require_comparison, require_free
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.runs.writer import RunWriter
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.trainer import door
-from narrowgauge.trainer.config import OF_A_RUN, TrainConfig, first_free
-from narrowgauge.trainer.data.dataset import data_fingerprint
-from narrowgauge.trainer.data.tokens import TokenMap, read_tokens
-from narrowgauge.trainer.door import Entry
+from narrowgauge.trainer.checkpoints import newest, notes_of
+from narrowgauge.trainer.loop import Entry, changed_settings, enter, train_entry
+from narrowgauge.trainer.settings import OF_A_RUN, Settings, first_free
 
 if TYPE_CHECKING:
-    from narrowgauge.gauges.recording.record import Record
+    from narrowgauge.measuring.record import Record
 
 
 def planned(recipes: Sequence[Any], seeds: int | Sequence[int]) -> list[tuple[Any, int, str]]:
@@ -138,13 +135,13 @@ def require_new(folder: Path, names: Sequence[str]) -> None:
 def _record(
     train_function: Callable[[str, int, Record], Any], recipe: str, seed: int, folder: Path
 ) -> Run:
-    from narrowgauge.gauges.recording.record import Record, numbers
-    from narrowgauge.gauges.recording.run_recorder import warn
+    from narrowgauge.measuring.record import Record, numbers
+    from narrowgauge.measuring.recorder import warn
 
     parsed = parsed_recipe(recipe)
     label = recipe_name(recipe)
     config = {"recipe": recipe if parsed is None else parsed.to_value(), "seed": seed}
-    with Record(lambda: RunWriter.create(folder, {"config": config}), parsed, warn) as record:
+    with Record(lambda: RunWriter.create(folder, {"config": config}), warn) as record:
         try:
             returned = train_function(recipe, seed, record)
             if returned is None:
@@ -180,7 +177,7 @@ def define(
     """Return each run of a comparison with its checked settings, seed by seed.
 
     Args:
-        settings: fields of ``TrainConfig`` that all runs share. In a folder with runs, the omitted
+        settings: fields of ``Settings`` that all runs share. In a folder with runs, the omitted
             ones are as in these runs.
         out: the folder: new, or with runs of the same settings. ``None`` takes
             ``comparisons/MODEL-N``, the first free N.
@@ -189,43 +186,35 @@ def define(
     """
     require_package("plotly")
     plan = planned(recipes, seeds)
-    present = []
+    named = {name: value for name, value in settings.items() if value is not None}
+    present: dict[str, Any] = {}
     if out is not None:
         require_comparison(Path(out), [name for _, _, name in plan])
-        present = runs_in(Path(out))
-    shared = {name: value for name, value in settings.items() if value is not None}
-    for run in present[:1]:
-        of_first_run = {name: x for name, x in run.config.items() if name not in OF_A_RUN}
-        shared = {**of_first_run, **shared}
-    base = TrainConfig.from_dict(shared).validated()
+        present = _settings_in(Path(out))
+    shared = {**present, **named}
+    base = Settings.from_dict(shared).checked()
     folder = Path(out or first_free(Path("comparisons") / Path(base.model).name))
-    tokens = read_tokens(str(base.data))
-    for run in present:
-        require_alike(run, base, tokens)
+    for name, old, new in changed_settings(present, base.to_dict()) if present else ():
+        if name not in (*OF_A_RUN, "lr"):
+            raise RecordError(
+                f"Cannot compare in {folder} because its runs have {name} = {old}, not {new}.",
+                "Name another --out, or the settings of the runs there.",
+            )
     entries = []
     for recipe, seed, name in plan:
-        config = replace(base, recipe=recipe, seed=seed, out=str(folder / name))
-        entries.append(door.enter(config.to_dict()))
+        of_run = {"recipe": recipe.to_value(), "seed": seed, "out": str(folder / name)}
+        entries.append(enter({**shared, **of_run}))
     return entries
 
 
-def runs_in(folder: Path) -> list[Run]:
-    """Return the runs of the trainer in a folder."""
-    runs = [read_run(file.parent) for file in sorted(folder.glob("*/run.toml"))]
-    return [run for run in runs if "recorder" not in run.run]
-
-
-def require_alike(run: Run, config: TrainConfig, tokens: TokenMap) -> None:
-    """Refuse to compare with a run that has other settings or tokens, recipe and seed aside."""
-    changes = door.changed_settings(run.config, config.to_dict())
-    if run.data_fingerprint != data_fingerprint(tokens, config.held_out):
-        changes.append(("data", "other tokens", f"those in {config.data}"))
-    for name, old, new in changes:
-        if name not in OF_A_RUN:
-            raise RecordError(
-                f"Cannot compare with {run.path} because it has {name} = {old}, not {new}.",
-                "Name another --out, or the settings of the runs there.",
-            )
+def _settings_in(folder: Path) -> dict[str, Any]:
+    """Return the settings that the runs in a folder share, from the first with a checkpoint."""
+    for file in sorted(folder.glob("*/run.toml")):
+        checkpoint, _ = newest(file.parent)
+        if checkpoint is not None:
+            settings = notes_of(checkpoint)["settings"]
+            return {name: value for name, value in settings.items() if name not in OF_A_RUN}
+    return {}
 
 
 def run_comparison(
@@ -233,8 +222,8 @@ def run_comparison(
 ) -> tuple[Comparison, Path]:
     """Make the unfinished runs of a comparison, compare them, and write the page.
 
-    The same settings give the same numbers except times, resumed or not. Finished runs of the
-    folder that were not requested are compared, too.
+    The same settings give the same numbers except times, however often the runs were stopped.
+    Finished runs of the folder that were not requested are compared, too.
 
     Args:
         entries: from :func:`define`.
@@ -243,7 +232,7 @@ def run_comparison(
         The comparison and the path of the page.
     Raises:
         NarrowgaugeError: a run failed. Finished runs stay.
-        KeyboardInterrupt: after Ctrl-C, with a line that says how to resume.
+        KeyboardInterrupt: after Ctrl-C, with a line that says how to go on.
     """
     folder = entries[0].folder.parent
     say = partial(print, file=stream, flush=True)
@@ -251,40 +240,38 @@ def run_comparison(
     runs: list[Run] = []
     for entry in entries:
         began = time.monotonic()
-        run = entry.run
         took = "earlier"
-        if run is None or run.summary is None:
+        if not entry.is_finished:
             try:
-                run = _train(entry, stream)
+                _train(entry, stream)
             except KeyboardInterrupt as interruption:
                 raise type(interruption)(
                     f"{len(runs)} of {len(entries)} runs are done. Give the same command with "
                     f"--out {folder} to continue."
                 ) from None
             took = duration(time.monotonic() - began)
+        run = read_run(entry.folder)
         runs.append(run)
         reason = divergence(run)
         result = f"diverged ({reason})"
         if not reason:
             result = f"validation loss {(run.summary or {})['val_loss']:.4f}"
-        name = f"{entry.config.recipe.title}, seed {entry.config.seed}"
+        name = f"{entry.settings.recipe.title}, seed {entry.settings.seed}"
         say(f"{len(runs)}/{len(entries)}  {name}  {result}  {took}")
     requested = [run.path for run in runs]
-    for run in runs_in(folder):
-        if run.path not in requested and run.summary is not None:
-            runs.append(run)
+    for file in sorted(folder.glob("*/run.toml")):
+        if file.parent not in requested and file.with_name("summary.json").is_file():
+            runs.append(read_run(file.parent))
     comparison = compare_runs(runs)
     for words in learned(comparison, runs):
         say(words)
     return comparison, publish(comparison, runs, folder)
 
 
-def _train(entry: Entry, stream: TextIO | None) -> Run:
-    """Train a run, or continue one that was stopped, and return its record."""
+def _train(entry: Entry, stream: TextIO | None) -> None:
+    """Train a run, or go on with one that was stopped."""
     # Imported late: PyTorch takes seconds to load, and a wrong definition is reported before.
     import torch
-
-    from narrowgauge.trainer import loop
 
     torch.compiler.reset()
     gc.collect()
@@ -292,8 +279,7 @@ def _train(entry: Entry, stream: TextIO | None) -> Run:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     try:
-        loop.train_entry(entry, stream=stream, is_verbose=False)
+        train_entry(entry, stream=stream, is_verbose=False)
     except NarrowgaugeError as error:
         error.message = f"{entry.folder.name}: {error.message}"
         raise
-    return read_run(entry.folder)

@@ -1,8 +1,8 @@
 """Language models built from a configuration and a seed, and their loss.
 
 The models are Hugging Face classes, so a trained model is a folder that other tools can read. A
-preset is a configuration in ``narrowgauge.spec.models``. Its weights are drawn in float32 from the
-seed only, so that every recipe starts from the same weights. Nothing is downloaded.
+preset is a configuration in ``narrowgauge.spec.models``. Weights are drawn in float32 from the seed
+only, so every recipe starts from the same weights. Nothing is downloaded.
 
 The loss is a *sum* over tokens. Sums of micro-batches of any size add up to the sum of the batch,
 which is divided once.
@@ -22,7 +22,7 @@ from torch import Tensor
 from narrowgauge.errors import DataError, NarrowgaugeError
 from narrowgauge.numerics.rounding import at_least_float32
 from narrowgauge.spec.models import MODELS, Model, weights_file
-from narrowgauge.trainer.config import known_model
+from narrowgauge.trainer.settings import known_model
 
 if TYPE_CHECKING:  # transformers takes seconds to import: each function below imports what it needs
     from transformers import PretrainedConfig, PreTrainedModel
@@ -31,12 +31,11 @@ if TYPE_CHECKING:  # transformers takes seconds to import: each function below i
 def build(model: str, *, vocab_size: int | None = None, seed: int) -> PreTrainedModel:
     """Return a causal language model in float32 on the CPU, in training mode, without dropout.
 
-    Initial weights depend on ``seed`` and the configuration only, and the caller's generator is
-    unchanged.
+    Initial weights depend on ``seed`` and the configuration only.
 
     Args:
         model: the name of a preset (``narrowgauge show models``), or a folder with ``config.json``.
-            Weights in it are loaded and upcast to float32; no code in them is run.
+            Weights in it are loaded and upcast to float32; no code in it is run.
         vocab_size: number of token embeddings, instead of the configuration's. Loaded weights keep
             their own number, which must be at least this.
 
@@ -50,17 +49,14 @@ def build(model: str, *, vocab_size: int | None = None, seed: int) -> PreTrained
     if name in MODELS:
         return drawn(_preset_config(MODELS[name], vocab_size), seed)
     folder = Path(name)
-    weights = weights_file(folder)
+    has_weights = weights_file(folder) is not None
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        if weights is None and vocab_size is not None:
+        if has_weights:
+            return _loaded(folder, config, vocab_size)
+        if vocab_size is not None:
             config.get_text_config().vocab_size = vocab_size
-        if weights is None:
-            built = drawn(config, seed)
-        else:
-            built = _loaded(folder, weights, config, vocab_size)
-        _require_causal(built, folder)
-        return built
+        return drawn(config, seed)
     except NarrowgaugeError:
         raise
     except Exception as error:  # transformers, its packages and its many models raise any kind
@@ -69,22 +65,6 @@ def build(model: str, *, vocab_size: int | None = None, seed: int) -> PreTrained
             f"Cannot build a causal language model from the folder {folder}: {reason}",
             "It needs a Hugging Face config.json, and either no weights or those that fit it.",
         ) from error
-
-
-@torch.no_grad()
-def _require_causal(model: PreTrainedModel, folder: Path) -> None:
-    """Refuse a model that sees the tokens it must predict, such as BERT."""
-    tokens = torch.tensor([[0, 0, 0, 0], [0, 0, 0, 1]], device="cpu")
-    with torch.random.fork_rng(devices=[]):
-        first, second = model.eval()(input_ids=tokens, use_cache=False).logits
-    model.train()
-    change = (first - second).abs()
-    if change[:-1].max() > 1e-3 * change.max():  # of others only the order of a sum
-        raise DataError(
-            f"Cannot train the {type(model).__name__} in {folder} because its outputs depend on "
-            "later tokens.",
-            "Take a causal language model. BERT and its like need is_decoder in config.json.",
-        )
 
 
 def loss_sum(model: PreTrainedModel, tokens: Tensor) -> Tensor:
@@ -125,19 +105,6 @@ def _without_dropout(config: Any) -> Any:
     return config
 
 
-@contextlib.contextmanager
-def without_progress_bars() -> Iterator[None]:
-    from transformers.utils import logging
-
-    was_enabled = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            logging.enable_progress_bar()
-
-
 def drawn(config: PretrainedConfig, seed: int) -> PreTrainedModel:
     """Return a model with weights drawn from the seed."""
     from transformers import AutoModelForCausalLM
@@ -150,28 +117,34 @@ def drawn(config: PretrainedConfig, seed: int) -> PreTrainedModel:
     return cast("PreTrainedModel", model.train())
 
 
-def _loaded(
-    folder: Path, weights: Path, config: PretrainedConfig, vocab_size: int | None
-) -> PreTrainedModel:
+@contextlib.contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """Hide the progress bars of transformers."""
+    from transformers.utils import logging
+
+    was_enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            logging.enable_progress_bar()
+
+
+def _loaded(folder: Path, config: PretrainedConfig, vocab_size: int | None) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
     with torch.random.fork_rng(devices=[]), without_progress_bars():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder,
-            config=_without_dropout(config),
-            dtype=torch.float32,
-            local_files_only=True,
-            use_safetensors="safetensors" in weights.name,
-            weights_only=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
+            folder, config=_without_dropout(config), dtype=torch.float32, local_files_only=True,
+            weights_only=True, trust_remote_code=False, output_loading_info=True,
+        )  # fmt: skip
     model, info = loaded
-    if missing := sorted(info["missing_keys"]):
+    missing = sorted(info["missing_keys"])
+    if missing:
         raise DataError(
-            f"The weights in {weights} lack {len(missing)} of those of the {type(model).__name__} "
-            "in config.json, such as "
-            f"'{missing[0]}'.",
+            f"The weights in {folder} lack {len(missing)} of the {type(model).__name__} in "
+            f"config.json, such as '{missing[0]}'.",
             "Give the config.json that belongs to them, or a folder with only config.json to start "
             "from random weights.",
         )

@@ -1,232 +1,382 @@
-"""The training loop: a client of :class:`narrowgauge.RunRecorder`, as a user could write it.
+"""``narrowgauge train``: begin a run, or go on with the one in ``out``.
 
-Each step is recorded before the next begins, and checkpoints are written atomically. So a killed
-run loses only the steps since its last checkpoint and repeats them with the same bits.
+Settings come from the newest good checkpoint, and those that are named replace them. Everything
+that decides the next step is in the checkpoint: step, weights and states. So a killed run loses only
+the steps since its last checkpoint, and repeats them with the same bits on any number of ranks.
 
-Several ranks run this loop side by side. Rank 0 decides everything that depends on files, on the
-clock or on a signal, or the ranks agree, so that all take the same branches. Only rank 0 writes the
-run folder and prints.
+On several ranks rank 0 decides everything that depends on files, on the clock or on a signal.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 import signal
-import sys
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
-from narrowgauge.checkpoints.saving import latest_checkpoint
-from narrowgauge.distributed.job import require_same, threads_of
-from narrowgauge.distributed.ranks import all_ranks
-from narrowgauge.errors import CorruptionError, Terminated
-from narrowgauge.gauges.hub import RunNotice
-from narrowgauge.gauges.recording.run_recorder import RunRecorder
-from narrowgauge.optim.audit import UpdateLossWarning
-from narrowgauge.runs.atomic_io import disk_errors
-from narrowgauge.runs.finding import sentences
-from narrowgauge.runs.record import Run
-from narrowgauge.runs.schema import EVAL, STEP, Row
-from narrowgauge.spec.models import MODELS, weights_file
-from narrowgauge.spec.toml import load_toml
-from narrowgauge.trainer import door
-from narrowgauge.trainer.config import TrainConfig
-from narrowgauge.trainer.door import Entry
-from narrowgauge.trainer.session import Session, build, data_of, emulated, open_on_ranks
-from narrowgauge.trainer.step import evaluate, train_step
+import tomli_w
 
-_MUST_STOP = 2
+from narrowgauge.errors import CorruptionError, RecordError, Terminated
+from narrowgauge.runs.atomic_io import disk_errors, write_whole
+from narrowgauge.runs.finding import counted, sentences
+from narrowgauge.runs.places import FolderLock, is_run, require_free
+from narrowgauge.runs.record import read_settings as read_run_toml
+from narrowgauge.runs.record import toml_value
+from narrowgauge.runs.schema import VERSION, Row, short
+from narrowgauge.spec.models import MODELS
+from narrowgauge.trainer import checkpoints
+from narrowgauge.trainer.progress import Progress
+from narrowgauge.trainer.settings import FIXED, Settings
+from narrowgauge.trainer.tokens import Tokens, copy_tokenizer, open_tokens
+
+if TYPE_CHECKING:
+    from narrowgauge.measuring.recorder import RunRecorder
+    from narrowgauge.trainer.session import Session
+
 _SIGNALS = [
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
 ]
-_ROUTINE = {"start", "resume", "stop", "checkpoint", "finish", "skip", "unseen"}
-_COLUMNS = ("loss", "tokens_per_second", "lr", "edq")
-Reasons = list[int | OSError]
-"""Why a run must stop: signals, and a line that could not be printed. The first one counts."""
+_OF_A_SITTING = ("out", "data", "stop_after", "report_to")
+
+
+class Entry(NamedTuple):
+    """A run that may begin or go on: its checked settings, and its newest good checkpoint.
+
+    ``notes`` are the checkpoint's, ``events`` say what differs from what was asked for.
+    """
+
+    settings: Settings
+    checkpoint: Path | None = None
+    notes: Mapping[str, Any] = {}
+    events: tuple[Row, ...] = ()
+
+    @property
+    def folder(self) -> Path:
+        return self.settings.folder
+
+    @property
+    def is_finished(self) -> bool:
+        has_summary = (self.folder / "summary.json").is_file()
+        return has_summary and self.notes.get("step", 0) >= self.settings.steps
+
+
+# ── before PyTorch is loaded ──────────────────────────────────────────────────────────────────────
+
+
+def enter(named: Mapping[str, Any], num_ranks: int = 1) -> Entry:
+    """Return the run that settings ask for. Nothing is written.
+
+    Args:
+        named: the settings that were named; others are those of the run in ``out``, or defaults.
+    Raises:
+        NarrowgaugeError: an invalid setting, a folder with something else, or a run that has no
+            good checkpoint left or cannot change a setting.
+    """
+    settings = Settings.from_dict(named)
+    if settings.out is None:
+        return Entry(settings.checked(num_ranks))
+    folder = Path(settings.out)
+    checkpoint, damaged = checkpoints.newest(folder)
+    if checkpoint is None:
+        if damaged:
+            raise RecordError(
+                f"Cannot go on with {folder}: {'; '.join(damaged)}.",
+                "Restore its checkpoints, or name another --out.",
+            )
+        if not is_run(folder):
+            require_free(folder)
+            return Entry(settings.checked(num_ranks))
+        _require_own(folder)
+        words = "no checkpoint was saved yet, so the run begins again"
+        return Entry(settings.checked(num_ranks), events=(_note(words),))
+    notes = checkpoints.notes_of(checkpoint)
+    before = notes["settings"]
+    lasting = {name: value for name, value in before.items() if name not in ("out", "stop_after")}
+    settings = Settings.from_dict({**lasting, **named}, str(checkpoint)).checked(num_ranks)
+    changes = changed_settings(before, settings.to_dict())
+    entry = Entry(settings, checkpoint, notes)
+    _require_same_run(entry, changes)
+    events = [_note(f"{damage} and was not loaded", "damaged-checkpoint") for damage in damaged]
+    for name, old, new in changes:
+        words = f"{name} was {old} up to step {notes['step']} and is {new} from there on"
+        events.append(_note(words, "changed-settings"))
+    return entry._replace(events=tuple(events))
+
+
+def _note(words: str, what: str = "note") -> Row:
+    severity = "note" if what == "note" else "warning"
+    return {"what": what, "words": words, "severity": severity}
+
+
+def _require_own(folder: Path) -> None:
+    """Refuse the record of another program's loop, which has the model and its data."""
+    try:
+        recorder = read_run_toml(folder).get("recorder")
+    except RecordError:  # damaged
+        return
+    if recorder:
+        raise RecordError(
+            f"{folder} records a loop of its own, in {recorder.get('program') or 'another program'}.",
+            "Name another --out. A loop with RunRecorder(resume=True) continues when its program "
+            "starts again.",
+        )
+
+
+def changed_settings(
+    before: Mapping[str, Any], now: Mapping[str, Any]
+) -> list[tuple[str, str, str]]:
+    """Return settings that differ: name and both values as text. A missing one is at its default.
+
+    Example:
+        >>> changed_settings({"lr": 0.003, "out": "a"}, {"lr": 0.007, "seed": 0, "out": "b"})
+        [('lr', '0.003', '0.007')]
+    """
+    defaults = Settings().to_dict()
+    first = {**defaults, **before}
+    second = {**defaults, **now}
+    changes = []
+    for name in {**first, **second}:
+        old = first.get(name)
+        new = second.get(name)
+        if name not in _OF_A_SITTING and old != new:
+            texts = ["not set" if value is None else short(value) for value in (old, new)]
+            changes.append((name, *texts))
+    return changes
+
+
+def _require_same_run(entry: Entry, changes: list[tuple[str, str, str]]) -> None:
+    """Refuse to go on with settings that decide a run's numbers from its start, or too early an end."""
+    settings = entry.settings
+    folder = entry.folder
+    for name, old, new in changes:
+        # A model folder may have moved.
+        has_moved = name == "model" and not {old.strip("'"), new.strip("'")} & MODELS.keys()
+        if name in FIXED and not has_moved:
+            raise RecordError(
+                f"Cannot continue {folder} with {name} = {new} because it began with {old}.",
+                "Leave it as it was, or start another run with another --out.",
+            )
+    if entry.is_finished and settings.steps == entry.notes["step"]:
+        for name, old, new in changes:
+            raise RecordError(
+                f"Cannot change {name} of {folder} from {old} to {new} because the run is finished.",
+                "Name another --out, or train it further with a larger --steps.",
+            )
+    step = entry.notes["step"]
+    for flag, last in (("--stop-after", settings.stop_after), ("--steps", settings.steps + 1)):
+        if last is not None and last <= step and not entry.is_finished:
+            raise RecordError(
+                f"Cannot end {folder} so early because it has done {counted(step, 'step')}.",
+                f"Name a later step with {flag}, or leave it out.",
+            )
+    if open_tokens(str(settings.data)).fingerprint != entry.notes["tokens"]:
+        raise RecordError(
+            f"Cannot continue {folder} because the tokens in {settings.data} are not those that it "
+            "started with.",
+            "Restore them, or name their new place with --data.",
+        )
+
+
+# ── training ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def train(
-    settings: TrainConfig | Mapping[str, Any],
+    settings: Settings | Mapping[str, Any],
     *,
     stream: TextIO | None = None,
     is_verbose: bool = True,
 ) -> Path:
-    """Train a model, and return the run folder.
-
-    If the folder ``out`` holds a run, continue it with these settings.
-
-    A run continues from its latest good checkpoint with its own settings, overlaid with those given
-    here. Events record the changes. A run that was killed before its first checkpoint begins again
-    at step 0.
+    """Train a model, and return the run folder. All ranks call it.
 
     Args:
-        settings: those that are named; a ``TrainConfig`` names all but those at ``None``.
+        settings: those that are named; ``Settings`` names all but those at ``None``.
         stream: for the progress; ``None`` for standard output.
-        is_verbose: print steps and evaluations, not only notes.
+        is_verbose: show steps and evaluations, not only notes.
     Raises:
         NarrowgaugeError: an invalid setting. Nothing is written then.
-        RecordError: the run is being written, has no good checkpoint left, or cannot change a
-            setting; or the model or data has changed.
+        RecordError: the run is being written, or cannot be continued with these settings.
         KeyboardInterrupt: after Ctrl-C, once the checkpoint is saved. After SIGTERM and SIGHUP
             :class:`~narrowgauge.errors.Terminated`.
-        OSError: progress could not be printed; the checkpoint is saved.
+        OSError: progress could not be shown; the checkpoint is saved.
     """
-    named = settings.to_dict() if isinstance(settings, TrainConfig) else settings
-    return train_entry(enter(named), stream=stream, is_verbose=is_verbose)
+    from narrowgauge.distributed.ranks import all_ranks
 
-
-def resume(folder: str | Path, stop_after: int | None = None, **options: Any) -> Path:
-    """Continue the run in a folder, as :func:`train` with no other setting."""
-    named = {"out": str(folder), "stop_after": stop_after}
-    return train_entry(enter(named, goes_on=True), **options)
-
-
-def enter(named: Mapping[str, Any], *, goes_on: bool = False) -> Entry:
-    """Return the run that settings ask for, the same on all ranks. All call it."""
+    named = settings.to_dict() if isinstance(settings, Settings) else settings
     ranks = all_ranks()
-    entry = ranks.of_first(lambda: door.enter(named, ranks.size, goes_on=goes_on))
-    with _threads_of(entry.config):
-        require_same(named)
-    return entry
+    entry = ranks.of_first(lambda: enter(named, ranks.size))
+    if entry.is_finished:
+        if is_verbose and ranks.is_first:
+            print(finished(entry), file=stream, flush=True)
+        return entry.folder
+    return train_entry(entry, stream=stream, is_verbose=is_verbose)
+
+
+def finished(entry: Entry) -> str:
+    return f"{entry.folder} is finished: {counted(entry.notes['step'], 'step')}."
 
 
 def train_entry(entry: Entry, *, stream: TextIO | None = None, is_verbose: bool = True) -> Path:
     """Train the run of an entry, as :func:`train`."""
-    config = entry.config
-    reasons: Reasons = []
-    console = Console(config, stream, is_verbose, reasons)
-    line = entry.nothing_left()
-    if line:
-        console.say(line)
-        return entry.folder
-    with _threads_of(config), warnings.catch_warnings():
+    # Imported late: what is refused is refused before PyTorch is loaded.
+    from narrowgauge.distributed.job import require_same, threads_of
+    from narrowgauge.distributed.ranks import all_ranks
+    from narrowgauge.measuring.hooks import RunNotice
+    from narrowgauge.optim.audit import UpdateLossWarning
+    from narrowgauge.trainer.session import build
+
+    settings = entry.settings
+    with threads_of(None, settings.recipe.reduction.order_invariant), warnings.catch_warnings():
         for notice in (RunNotice, UpdateLossWarning):
             warnings.simplefilter("ignore", notice)  # the events are printed
-        session, events = _open(entry)
-        with _recorder_of(session, console, entry.run is not None) as recorder:
-            for event in events:
-                recorder.event(**event)
-            console.say(f"{Path(config.model).name} · {config.recipe.title} · {entry.folder}")
-            if session.step == 0 and config.model not in MODELS:
-                source = weights_file(Path(config.model)) or f"drawn from seed {config.seed}"
-                console.say(f"initial weights: {source}")
-            _run(session, recorder, console, reasons)
+        tokens = all_ranks().together(lambda: open_tokens(str(settings.data)))
+        require_same({**settings.to_dict(), "tokens": tokens.fingerprint})
+        session = build(settings, tokens)
+        if entry.checkpoint is not None:
+            load_into(session, entry.checkpoint)
+        progress = Progress(session.settings, stream, is_verbose and all_ranks().is_first)
+        try:
+            with _recorder_of(session, entry, progress) as recorder:
+                progress.say(
+                    f"{Path(settings.model).name} · {settings.recipe.title} · {entry.folder}"
+                )
+                _run(session, recorder, progress)
+        finally:
+            progress.close()
+            if session.reduction is not None:
+                session.reduction.close()  # its hooks on parameters would keep the process group
+        if progress.alarms:
+            kinds = ", ".join(progress.alarms)
+            progress.say(f"{kinds}: narrowgauge diagnose {entry.folder} shows where")
     return entry.folder
 
 
-def _threads_of(config: TrainConfig) -> AbstractContextManager[None]:
-    return threads_of(config.threads, config.recipe.reduction.order_invariant)
+def load_into(session: Session, checkpoint: Path) -> None:
+    """Set weights, states and step of a session to those of a good checkpoint."""
+    notes = checkpoints.load(checkpoint, session.model, session.optimizer)
+    session.step = notes["step"]
+    session.optimizer.num_skipped = notes["num_skipped"]
+    if session.scaler is not None:
+        session.scaler.load_state_dict(notes["scaler"])
 
 
-def _open(entry: Entry) -> tuple[Session, list[Row]]:
-    """Return the session of a new run, or of its latest good checkpoint, and events: what differs
-    from what was asked for, what has changed, and which checkpoints are damaged.
+def save(session: Session) -> None:
+    """Write a checkpoint of a session.
+
+    Raises:
+        CorruptionError: ranks hold different replicas; on all of them. The last checkpoint is from
+            before the damage.
     """
-    config, run = entry
-    data = open_on_ranks(config)
-    if run is None:
-        session = build(config, entry.folder, data)
-        notes = [*data.notes, *emulated(session)]
-        return session, [{"what": "note", "words": note} for note in notes]
-    checkpoint, damaged = latest_checkpoint(entry.folder, all_ranks())
-    before = run
-    state: Row = {}
-    if checkpoint is not None:
-        state = checkpoint.state()
-        before = Run(entry.folder, load_toml(state["run"]))
-    else:
-        door.require_no_checkpoint(run, damaged)
-    door.require_same_run(before, config, data.fingerprint)
-    session = build(config, entry.folder, data)
-    if checkpoint is not None:
-        session.load(checkpoint)
-    door.require_steps_left(config, session.step)
-    events = door.changes(before.config, session.config, session.step)
-    events += door.lost_rows(run, state.get("rows", {}), session.step)
-    for damage in damaged:
-        message = f"{damage} and was not loaded"
-        events.append({"what": "damaged-checkpoint", "words": message, "severity": "warning"})
-    return session, events
+    from narrowgauge.distributed.replica_verification import verify_replicas
+    from narrowgauge.optim.loading import kept_tensors
+
+    if session.here.size > 1:
+        verify_replicas(kept_tensors(session.optimizer), session.step)
+    settings = session.settings
+    notes: Row = {
+        "step": session.step, "settings": settings.to_dict(), "tokens": session.tokens.fingerprint,
+        "vocab_size": session.tokens.vocab_size, "num_skipped": session.optimizer.num_skipped,
+    }  # fmt: skip
+    if session.scaler is not None:
+        notes["scaler"] = session.scaler.state_dict()
+    checkpoints.save(
+        settings.folder, session.model, session.optimizer, notes, settings.keep_checkpoints
+    )
 
 
-def _recorder_of(session: Session, console: Console, goes_on: bool) -> RunRecorder:
+def _recorder_of(session: Session, entry: Entry, progress: Progress) -> RunRecorder:
     """Create the record of a run, or open it and go back to the step of the session.
 
     Must precede the first step, whose compiled code calls the gauges.
     """
-    config = session.config
-    folder = session.folder
-    tables = {} if goes_on else {"data": data_of(session)}
+    from narrowgauge.matmul.gemm import describe_matmuls
+    from narrowgauge.measuring.recorder import RunRecorder
+
+    settings = session.settings
+    folder = entry.folder
+    goes_on = session.here.of_first(lambda: _mend(session) if is_run(folder) else False)
+    tables: dict[str, Any] = {} if goes_on else {"data": session.tokens.table()}
     recorder = RunRecorder(
-        folder, session.model, session.optimizer, recipe=config.recipe, settings=config.to_dict(),
-        gauges_every=config.gauges_every, fingerprints_every=config.fingerprints_every,
-        on_row=console.row, resume=goes_on, tables={**tables, "recorder": None},
+        folder, session.model, session.optimizer, recipe=settings.recipe, settings=settings.to_dict(),
+        gauges_every=settings.gauges_every, fingerprints_every=settings.fingerprints_every,
+        on_row=progress.row, resume=goes_on, tables={**tables, "recorder": None},
     )  # fmt: skip
     if goes_on:
-        recorder.go_back(session.step, tokens=session.sequences * config.sequence_length)
-    tokenizer = session.data.tokenizer_path
-    if session.here.is_first and tokenizer is not None:
+        recorder.go_back(session.step, tokens=session.step * settings.tokens_per_step)
+    for event in entry.events:
+        recorder.event(**event)
+    for compute in settings.recipe.computes if session.step == 0 else ():
+        words = describe_matmuls(compute, session.model.device)
+        if session.linears is not None and compute.name != compute.dtype and "emulated" in words:
+            recorder.event("note", words)
+    if session.here.is_first and session.tokens.folder is not None:
         with disk_errors(folder):
-            shutil.copyfile(tokenizer, folder / "tokenizer.json")
+            copy_tokenizer(session.tokens.folder, folder)
     return recorder
 
 
-def _run(session: Session, recorder: RunRecorder, console: Console, reasons: Reasons) -> None:
+def _mend(session: Session) -> bool:
+    """Write ``run.toml`` again if it cannot be read: it is a log, and the settings are known."""
+    from narrowgauge.measuring.provenance import describe_run
+
+    settings = session.settings
+    file = settings.folder / "run.toml"
+    tables: Row = {}
+    with suppress(RecordError):
+        tables = read_run_toml(settings.folder)
+    if not tables.keys() >= {"model", "data", "versions", "machine"}:
+        tables = describe_run(session.model, session.optimizer, settings.recipe, settings.to_dict())
+        tables |= {"data": session.tokens.table(), "recorder": None}
+        content = {**toml_value(tables), "schema_version": VERSION}
+        lock = FolderLock(settings.folder)
+        write_whole(file, tomli_w.dumps(content).encode())
+        lock.release()
+    return True
+
+
+def _run(session: Session, recorder: RunRecorder, progress: Progress) -> None:
     """Train until the last step or a reason to stop, and end with a checkpoint."""
-    config = session.config
+    from narrowgauge.trainer.session import evaluate, train_step
+
+    settings = session.settings
     is_stopped = False
-    with _signals(reasons), _ended(session, recorder, console):
-        while session.step < config.steps and not is_stopped:
-            recorder.step(tokens=config.tokens_per_step, **train_step(session))
-            is_last = session.step == config.steps
-            if is_last or _is_due(session.step, config.eval_every):
+    with _signals() as received, _corruption_recorded(recorder):
+        while session.step < settings.steps and not is_stopped:
+            columns = train_step(session)
+            recorder.step(tokens=settings.tokens_per_step, **columns)
+            is_last = session.step == settings.steps
+            if is_last or _is_due(session.step, settings.eval_every):
                 recorder.evaluate(evaluate(session))
-            # A signal, or the end of a save, may reach the ranks in different steps. All act after
-            # the same step.
-            state = session.here.largest(_MUST_STOP if reasons else int(session.saver.has_ended))
-            is_stopped = not is_last and (state == _MUST_STOP or session.step == config.stop_after)
-            is_due = is_last or is_stopped or _is_due(session.step, config.checkpoint_every)
-            if state or is_due:
-                _settle_save(session, recorder)
-            if is_due:
-                session.save()
-        _settle_save(session, recorder)
-        session.saver.close()
+            # A signal may reach the ranks in different steps. All stop after the same one.
+            must_stop = session.here.largest(int(bool(received or progress.failure)))
+            is_stopped = not is_last and (bool(must_stop) or session.step == settings.stop_after)
+            if is_last or is_stopped or _is_due(session.step, settings.checkpoint_every):
+                save(session)
+                recorder.event("checkpoint", f"step-{session.step:08d} is complete")
         recorder.close(not is_stopped, bytes_per_param=session.bytes_per_param())
+        number = session.here.largest(max(received, default=0))
     if not is_stopped:
-        return console.say(f"Finished after {session.step} steps.")
-    console.say(
-        f"Stopped after step {session.step}. Continue with: narrowgauge resume {session.folder}"
+        return progress.say(f"Finished after {session.step} steps.")
+    progress.say(
+        f"Stopped after step {session.step}. Continue with: narrowgauge train --out {settings.out}"
     )
-    failures = [reason for reason in reasons if isinstance(reason, OSError)]
-    signals = [reason for reason in reasons if isinstance(reason, int)]
-    number = session.here.largest(max(signals, default=0))
     if number == signal.SIGINT:
         raise KeyboardInterrupt
     if number:
         raise Terminated
-    if failures:
-        raise failures[0]
+    if progress.failure is not None:
+        raise progress.failure
+    return None
 
 
 def _is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _settle_save(session: Session, recorder: RunRecorder) -> None:
-    """Wait for the checkpoint in flight, and record it. A failed one ends the run here."""
-    step = session.saver.wait()
-    if step is not None:
-        recorder.event("checkpoint", f"step-{step:08d} is complete", at=step)
-
-
 @contextmanager
-def _ended(session: Session, recorder: RunRecorder, console: Console) -> Iterator[None]:
-    """Record corruption, and release what a run holds, however it ends."""
+def _corruption_recorded(recorder: RunRecorder) -> Iterator[None]:
     try:
         yield
     except CorruptionError as error:
@@ -234,22 +384,16 @@ def _ended(session: Session, recorder: RunRecorder, console: Console) -> Iterato
         where: Row = {"tensor": error.tensor or "", "rank": error.rank}
         recorder.event("corruption", words, severity="error", **where)
         raise
-    finally:
-        session.saver.leave()
-        if session.reduction is not None:
-            session.reduction.close()  # its hooks on parameters would keep the process group
-        if console.alarms:
-            kinds = ", ".join(console.alarms)
-            console.say(f"{kinds}: narrowgauge diagnose {session.folder} shows where")
 
 
 @contextmanager
-def _signals(reasons: Reasons) -> Iterator[None]:
-    """Add the first SIGINT, SIGTERM or SIGHUP to the reasons. A second one ends the process."""
+def _signals() -> Iterator[list[int]]:
+    """Collect the first SIGINT, SIGTERM or SIGHUP. A second one ends the process."""
+    received: list[int] = []
     before: dict[int, Any] = {}
 
     def receive(number: int, frame: Any) -> None:
-        reasons.append(number)
+        received.append(number)
         for handled in before:
             signal.signal(handled, signal.SIG_DFL)
         with suppress(OSError):  # its reader has left
@@ -261,66 +405,26 @@ def _signals(reasons: Reasons) -> Iterator[None]:
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
                 before[number] = signal.signal(number, receive)
     try:
-        yield
+        yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-class Console:
-    """Print the progress of a run on rank 0: notes always, other lines if ``is_verbose``.
+def load(folder: Path) -> Session:
+    """Load a run's session at its newest good checkpoint, for export or sampling.
 
-    No line follows one that could not be written, whose error is a reason to stop.
-
-    Attributes:
-        alarms: the kinds of alarms so far, and the last step of each.
+    Raises:
+        RecordError: it has no good checkpoint.
     """
+    import numpy as np
 
-    def __init__(
-        self, config: TrainConfig, stream: TextIO | None, is_verbose: bool, reasons: Reasons
-    ) -> None:
-        self.config = config
-        self.stream = stream
-        self.is_verbose = is_verbose
-        self.reasons = reasons
-        self.alarms: dict[str, int] = {}
+    from narrowgauge.trainer.session import build
 
-    def say(self, line: str) -> None:
-        if self.is_verbose:
-            self.note(line)
-
-    def note(self, line: str) -> None:
-        has_failed = any(isinstance(reason, OSError) for reason in self.reasons)
-        if has_failed or not all_ranks().is_first:
-            return
-        try:
-            print(line, file=self.stream or sys.stdout, flush=True)
-        except OSError as error:
-            self.reasons.append(error)
-
-    def row(self, kind: str, row: Row) -> None:
-        """Print a row that was written."""
-        step = row["step"]
-        place = f"step {step:>6}/{self.config.steps}"
-        is_due = _is_due(step, self.config.log_every) or step in (1, self.config.steps)
-        if kind == "evals":
-            self.say(f"{place}  {EVAL['val_loss'].text(row)}")
-        elif kind == "events":
-            self.event(row)
-        elif kind == "steps" and is_due:
-            words = [STEP[name].text(row) for name in _COLUMNS if row.get(name) is not None]
-            self.say("  ".join([place, *words]))
-
-    def event(self, row: Row) -> None:
-        """Print an event that needs attention. Of the alarms of a step print one tensor's."""
-        what = row["what"].replace("-", " ")
-        line = f"{what}: {sentences(row['advice'])}"
-        if row["what"] in _ROUTINE:
-            return
-        if what.startswith(("note", "changed")):
-            self.note(line)
-        elif row.get("severity") == "note":
-            self.say(line)
-        elif self.alarms.get(what) != row["step"]:
-            self.alarms[what] = row["step"]
-            self.say(line)
+    checkpoint = checkpoints.require_checkpoint(folder)
+    notes = checkpoints.notes_of(checkpoint)
+    none = np.zeros(0, np.uint16)
+    tokens = Tokens(none, none, notes["vocab_size"])
+    session = build(Settings.from_dict(notes["settings"], str(checkpoint)), tokens)
+    load_into(session, checkpoint)
+    return session

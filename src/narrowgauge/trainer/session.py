@@ -1,17 +1,19 @@
-"""A session: a model, its optimizer and its data at some step. Build, save and load it.
+"""A model, its optimizer and its tokens at some step; one step, and one evaluation.
 
-Its state is a function of its settings and its checkpoint. The seed gives the initial weights and
-the order of the data, (seed, step) the random bits of rounding. So a restored session continues
-with the bits of an uninterrupted one.
+The step contains no arithmetic and no format: it uses what ``prepare`` returns, like any training
+loop. Micro-batch m of a step holds the same sequences for any number of ranks, and runs on rank
+m % ranks.
 """
 
 from __future__ import annotations
 
+import hashlib
+import random
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -21,28 +23,23 @@ from torch.amp import GradScaler
 from torch.distributed.device_mesh import init_device_mesh
 
 from narrowgauge.assembly.preparation import matrices_decay, prepare
-from narrowgauge.checkpoints.saving import Checkpoint, Saver, latest_checkpoint
-from narrowgauge.checkpoints.state_tensors import load_states, state_tensors
 from narrowgauge.distributed.exchanges import all_gather
-from narrowgauge.distributed.job import require_same
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.reduction import GradientReduction
-from narrowgauge.distributed.replica_verification import verify_replicas
-from narrowgauge.distributed.sharding import fingerprint_whole
-from narrowgauge.errors import DataError, RecordError
-from narrowgauge.matmul.gemm import EmulationNotice, describe_matmuls
+from narrowgauge.distributed.sharding import fingerprint_whole, fsdp_modules
+from narrowgauge.errors import RecipeError
+from narrowgauge.matmul.cast_cache import cached_weights
+from narrowgauge.matmul.gemm import EmulationNotice
 from narrowgauge.matmul.scopes import compute_scope
 from narrowgauge.matmul.swapping import linears_of
 from narrowgauge.numerics.dtensor import is_sharded
-from narrowgauge.optim.loading import kept_tensors
+from narrowgauge.numerics.widening import float32_attention
 from narrowgauge.optim.optimizer import Optimizer
-from narrowgauge.runs.atomic_io import disk_errors, load_json, read_bytes, sync
-from narrowgauge.runs.record import count_rows
-from narrowgauge.spec.models import weights_file
+from narrowgauge.spec.tables import Row
+from narrowgauge.torch_support.put_back import generators_put_back
 from narrowgauge.trainer import language_model
-from narrowgauge.trainer.config import TrainConfig, require_positions
-from narrowgauge.trainer.data.dataset import Dataset, open_data
-from narrowgauge.trainer.door import no_good_checkpoint, run_of_trainer
+from narrowgauge.trainer.settings import Settings
+from narrowgauge.trainer.tokens import Tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -50,8 +47,6 @@ if TYPE_CHECKING:
 
 class MicroBatch(NamedTuple):
     """One round of a rank in a step.
-
-    Micro-batch m holds the same sequences for any number of ranks, and runs on rank m % ranks.
 
     A rank that has none left repeats its first and contributes nothing, since every rank takes part
     in every exchange.
@@ -99,63 +94,51 @@ class Session:
     Args:
         reduction: sums the gradients of micro-batches over ranks; ``None`` for one process with
             nothing to sum.
+        schedule: gives the rate of a step; ``None`` for the settings'.
         step: optimizer steps done.
-        sequences: sequences read by these steps, whatever their batch sizes were.
-        tokens: that this rank has trained on in the last step.
-        loader_seconds: how long the slowest rank waited for them.
     """
 
-    config: TrainConfig
-    folder: Path
-    data: Dataset
+    settings: Settings
+    tokens: Tokens
     model: PreTrainedModel
     optimizer: Optimizer
     reduction: GradientReduction | None = None
+    schedule: Callable[[int], float] | None = None
     step: int = 0
-    sequences: int = 0
-    tokens: Tensor | None = None
-    loader_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         self.here = all_ranks()
-        device = self.model.device.type
-        self.scaler = GradScaler(device) if self.optimizer.scales_loss else None
-        self.saver = Saver(self.folder, self.here.apart())
+        self.scaler: GradScaler | None = None
+        if self.optimizer.scales_loss:
+            self.scaler = GradScaler(self.model.device.type)
         self.linears = linears_of(self.model)
-        parts = self.config.gradient_accumulation_steps
-        self.micro_batches = micro_batches_of_rank(parts, self.here.rank, self.here.size)
 
     def loss(self, tokens: Tensor) -> Tensor:
         """Return the summed cross entropy of some sequences."""
-        with compute_scope(self.config.recipe, tokens.device):
+        with compute_scope(self.settings.recipe, tokens.device):
             return language_model.loss_sum(self.model, tokens)
+
+    def micro_batches(self) -> list[MicroBatch]:
+        parts = self.settings.gradient_accumulation_steps
+        return micro_batches_of_rank(parts, self.here.rank, self.here.size)
 
     def batch(self) -> list[Tensor]:
         """Return this rank's micro-batches of the next step: int64 ``[micro_batch_size,
         sequence_length + 1]`` each.
         """
-        c = self.config
+        settings = self.settings
+        size = settings.micro_batch_size
         batch = []
-        began = time.perf_counter_ns()
-        for part in self.micro_batches:
-            first = self.sequences + part.number * c.micro_batch_size
-            tokens = self.data.batch(first, c.micro_batch_size, c.sequence_length, c.seed)
-            batch.append(torch.from_numpy(tokens))
-        self.loader_seconds = self.here.largest(time.perf_counter_ns() - began) / 1e9
-        num_present = sum(not part.is_absent for part in self.micro_batches)
-        self.tokens = torch.cat(batch[:num_present])
-        return [tokens.to(self.model.device) for tokens in batch]
-
-    def end_step(self) -> None:
-        """Count a step and its sequences: the next batch is the one after them."""
-        self.step += 1
-        self.sequences += self.config.batch_size
+        for part in self.micro_batches():
+            first = self.step * settings.batch_size + part.number * size
+            windows = self.tokens.batch(first, size, settings.sequence_length, settings.seed)
+            batch.append(torch.from_numpy(windows))
+        return batch
 
     def weights_fingerprint(self) -> str:
         """Return a 64-bit fingerprint of the stored weights, as 16 hexadecimal digits."""
-        return fingerprint_whole(
-            {name: self.optimizer.stored(p) for name, p in self.model.named_parameters()}
-        )
+        stored = {name: self.optimizer.stored(p) for name, p in self.model.named_parameters()}
+        return fingerprint_whole(stored)
 
     def bytes_per_param(self) -> float:
         """Return the bytes of weights, gradients, optimizer states and sums of micro-batches per
@@ -166,154 +149,131 @@ class Session:
             total += self.reduction.bytes_per_param()
         return total
 
-    def save(self) -> None:
-        """Write a checkpoint, after the rows before it; the previous one stays until it is
-        complete.
 
-        On ranks, all call it at the same step, and compare what they hold. It holds all that the
-        run goes on from, ``run.toml`` too.
-
-        Raises:
-            CorruptionError: ranks differ; on all of them.
-        """
-        if self.here.size > 1:
-            verify_replicas(kept_tensors(self.optimizer), self.step)
-        run = ""
-        rows = {}
-        if self.here.is_first:
-            run = (read_bytes(self.folder / "run.toml") or b"").decode()
-            rows = count_rows(self.folder)
-            for file in self.folder.glob("*.jsonl"):
-                with disk_errors(file):
-                    sync(file)
-        tensors = state_tensors(self.model.named_parameters(), self.optimizer)
-        state = {
-            "step": self.step, "sequences": self.sequences, "num_skipped": self.optimizer.num_skipped,
-            "run": run, "rows": rows,
-        }  # fmt: skip
-        if self.scaler is not None:
-            state["loss_scaler"] = self.scaler.state_dict()
-        self.saver.save(self.step, tensors, state, self.config.keep_checkpoints)
-
-    def load(self, checkpoint: Checkpoint) -> None:
-        """Load a good checkpoint.
-
-        Raises:
-            RecordError: it is of another model.
-        """
-        path = checkpoint.path
-        state = checkpoint.state()
-        named = self.model.named_parameters()
-        self.saver.ranks.together(
-            lambda: load_states(path, named, self.optimizer, self.config.model)
-        )
-        self.optimizer.num_skipped = state["num_skipped"]
-        if self.scaler is not None and "loss_scaler" in state:
-            self.scaler.load_state_dict(state["loss_scaler"])
-        self.step = self.saver.resumed_from = state["step"]
-        self.sequences = state["sequences"]
-
-
-def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
+def build(settings: Settings, tokens: Tokens) -> Session:
     """Build a session at step 0, with the settings filled in for the model."""
-    _require_tokenizer(config, data)
-    model = language_model.build(config.model, vocab_size=data.vocab_size, seed=config.seed)
+    model = language_model.build(settings.model, vocab_size=tokens.vocab_size, seed=settings.seed)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    require_positions(config, positions or config.sequence_length)
-    config = config.filled(model.num_parameters())
-    assert config.lr is not None
+    if positions is not None and settings.sequence_length > positions:
+        raise RecipeError(
+            f"Cannot train: {settings.model} has {positions} positions, and sequences have "
+            f"{settings.sequence_length} tokens.",
+            f"Use --sequence-length {positions} or less, or another --model.",
+        )
+    settings = settings.filled(model.num_parameters())
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     nn.Module.to(model, device)
     size = all_ranks().size
-    mesh = None
-    if size > 1:
-        axis = "replicate" if config.shard == "none" else "shard"
-        mesh = init_device_mesh(device.type, (size,), mesh_dim_names=(axis,))
+    mesh = init_device_mesh(device.type, (size,)) if size > 1 else None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", EmulationNotice)  # a note of the run
         _, optimizer = prepare(
-            model, config.recipe, lr=config.lr, **config.optimizer_options, groups=matrices_decay,
-            max_grad_norm=config.max_grad_norm, seed=config.seed, audit_every=config.audit_every,
-            mesh=mesh, shard=config.shard, average=False,
+            model, settings.recipe, lr=settings.lr, betas=(0.9, 0.95), weight_decay=settings.weight_decay,
+            groups=matrices_decay, max_grad_norm=settings.max_grad_norm, seed=settings.seed, mesh=mesh, average=False,
         )  # fmt: skip
     assert isinstance(optimizer, Optimizer)
     # One process sums its micro-batches alone, unless the result must not depend on their order.
-    is_order_invariant = config.recipe.reduction.order_invariant
+    is_order_invariant = settings.recipe.reduction.order_invariant
     reduction = optimizer.reduction if size > 1 or is_order_invariant else None
-    has_several = config.gradient_accumulation_steps > size
-    if has_several and not is_order_invariant and config.accumulation_dtype == "float32":
+    if settings.gradient_accumulation_steps > size and not is_order_invariant:
         for parameter in model.parameters():
             if parameter.dtype.itemsize == 2 and not is_sharded(parameter):
                 parameter.grad_dtype = torch.float32  # autograd sums in it
         if reduction is not None:
             reduction.sums_in_float32 = True
-    return Session(config, folder, data, model, optimizer, reduction)
+    return Session(settings, tokens, model, optimizer, reduction)
 
 
-def emulated(session: Session) -> list[str]:
-    """Return a note on each compute whose matmuls are emulated on this device."""
-    notes = []
-    for row in session.config.recipe.computes:
-        note = describe_matmuls(row, session.model.device)
-        if session.linears is not None and row.name != row.dtype and "emulated" in note:
-            notes.append(note)
-    return notes
+def train_step(session: Session) -> Row:
+    """Take one optimizer step, and return the columns of its row that a recorder does not read."""
+    optimizer = session.optimizer
+    schedule = session.schedule or session.settings.learning_rate
+    for group in optimizer.param_groups:
+        group["lr"] = schedule(session.step + 1)
+    began = time.perf_counter()
+    batch = session.batch()
+    waited = session.here.largest(int(1e9 * (time.perf_counter() - began)))
+    total = differentiate(session, batch)
+    if session.scaler is None:
+        optimizer.step()
+    else:
+        session.scaler.step(optimizer)
+        session.scaler.update()
+    optimizer.zero_grad(set_to_none=True)
+    session.step += 1
+    present = []
+    for part, tokens in zip(session.micro_batches(), batch, strict=True):
+        if not part.is_absent:
+            present.append(tokens)
+    return {"loss": float(total), "batch": torch.cat(present), "loader_seconds": waited / 1e9}
 
 
-def _require_tokenizer(config: TrainConfig, data: Dataset) -> None:
-    """Refuse weights that belong to another tokenizer than the tokens, where both are known."""
-    file = Path(config.model) / "tokenizer.json"
-    data_file = data.tokenizer_path
-    if data_file is None or not file.is_file() or weights_file(file.parent) is None:
-        return
-    first, second = (load_json(path.read_bytes())["model"]["vocab"] for path in (file, data_file))
-    if first != second:
-        raise DataError(
-            f"Cannot train the weights in {config.model} because the tokens in {config.data} have "
-            "another vocabulary.",
-            f"Make them again: narrowgauge tokenize TEXT OUT --tokenizer {config.model}.",
-        )
+def differentiate(session: Session, batch: Sequence[Tensor]) -> Tensor:
+    """Compute the step's loss.
 
+    Leave the sum of all its micro-batches' gradients in ``p.grad``, over all ranks.
 
-def data_of(session: Session) -> dict[str, Any]:
-    """Return the table ``data`` of ``run.toml``."""
-    data = session.data
-    return {
-        "folder": str(data.folder), "held_out": session.config.held_out,
-        "fingerprint": data.fingerprint, "tokens": data.num_tokens, "vocab_size": data.vocab_size,
-        "end_of_text": data.end_of_text, "unigram_loss": data.unigram_loss(),
-    }  # fmt: skip
-
-
-# ── data and checkpoints on the disk ──────────────────────────────────────────────────────────────
-
-
-def open_on_ranks(config: TrainConfig) -> Dataset:
-    """Open the data of the settings on every rank."""
-    ranks = all_ranks()
-    data = ranks.together(lambda: open_data(str(config.data), config.held_out))
-    data.require(config.sequence_length)
-    require_same({"tokens": data.fingerprint})
-    return data
-
-
-def load(folder: str | Path) -> Session:
-    """Load a run folder's session at its newest good checkpoint, for export or sampling.
-
-    It has no gauges and no data.
+    Returns:
+        The loss, 0-d, with the same bits on every rank and for every number of ranks.
     """
-    folder = Path(folder)
-    run = run_of_trainer(folder)
-    config = TrainConfig.from_dict(run.config, str(folder / "run.toml"))
-    checkpoint, damaged = latest_checkpoint(folder, all_ranks())
-    if checkpoint is None:
-        raise RecordError(
-            f"Cannot load {folder} because {no_good_checkpoint(damaged)}.",
-            "Restore its checkpoints.",
-        )
-    recorded = run.run["data"]
-    none = np.zeros(0, dtype=np.uint16)
-    data = Dataset(none, none, recorded["vocab_size"], recorded["end_of_text"])
-    session = build(config, folder, data)
-    session.load(checkpoint)
-    return session
+    settings = session.settings
+    reduction = session.reduction
+    shares = []
+    if reduction is None:
+        session.optimizer.zero_grad()  # half a batch of a step that failed
+    # A cache of casts of sharded weights would keep the whole model on each rank.
+    is_cached = len(batch) > 1 and not fsdp_modules(session.model)
+    with float32_attention(), cached_weights() if is_cached else nullcontext():
+        for part, tokens in zip(session.micro_batches(), batch, strict=True):
+            exchange: AbstractContextManager[Any] = nullcontext()
+            if reduction is not None:
+                exchange = reduction.micro_batch(part.is_last, part.is_absent)
+            with exchange:
+                with random_numbers(settings.seed, session.step, part.number):
+                    loss = session.loss(tokens.to(session.model.device)) / settings.tokens_per_step
+                scaled = loss if session.scaler is None else session.scaler.scale(loss)
+                scaled.backward()
+            shares.append(loss.detach())
+    return sum_in_order(shares, settings.gradient_accumulation_steps, session.here.size)
+
+
+@contextmanager
+def random_numbers(seed: int, step: int, micro_batch: int) -> Iterator[None]:
+    """Make the random numbers of a forward pass, such as router jitter, a function of these three.
+
+    No generator state is saved: a resumed or repeated step draws the same numbers again, on any
+    number of ranks.
+    """
+    key = hashlib.blake2b(f"{seed} {step} {micro_batch}".encode(), digest_size=8).digest()
+    with generators_put_back():
+        torch.manual_seed(int.from_bytes(key, "little"))
+        random.seed(key)
+        np.random.seed(int.from_bytes(key[:4], "little"))
+        yield
+
+
+@torch.no_grad()
+def evaluate(session: Session) -> float:
+    """Return the mean loss in nats per token over the validation sequences, of the model in
+    evaluation mode.
+
+    They are the same for every number of micro-batches and ranks.
+    """
+    settings = session.settings
+    here = session.here
+    tokens = session.tokens.validation(settings.eval_sequences, settings.sequence_length)
+    batches = torch.from_numpy(tokens).split(settings.micro_batch_size)
+    session.model.eval()
+    sums = []
+    try:
+        # Ranks without a batch left repeat one: all take part in gathering weights.
+        for part in micro_batches_of_rank(len(batches), here.rank % len(batches), here.size):
+            batch = batches[part.number].to(session.model.device)
+            with random_numbers(settings.seed, session.step, part.number):
+                sums.append(session.loss(batch).double())
+    finally:
+        session.model.train()
+    for module in fsdp_modules(session.model):  # no backward pass frees the gathered parameters
+        module.reshard()
+    total = float(sum_in_order(sums, len(batches), here.size))
+    return total / (len(tokens) * settings.sequence_length)

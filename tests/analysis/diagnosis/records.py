@@ -83,7 +83,7 @@ def healthy_run(recipe: str = "bfloat16/word") -> Run:
         "model": {"num_parameters": 1_000_000, "hidden_size": 64},
         "machine": {},
     }
-    events = [{"what": "start", "step": 0, "advice": "tiny", "severity": "note"}]
+    events = [{"what": "start", "step": 0, "text": "tiny", "severity": "note"}]
     run = Run(Path("made"), table, healthy_steps(), [], events, None)
     run.__dict__["gauges"] = [gauges(step) for step in range(EVERY, NUM_STEPS + 1, EVERY)]
     return run

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from narrowgauge.analysis.settings import recipe_of
-from narrowgauge.analysis.two_runs import TwoRuns
+from narrowgauge.measuring.settings import recipe_of
+from narrowgauge.measuring.two_runs import TwoRuns
 from narrowgauge.runs.record import Run
 
 SETTINGS: dict[str, Any] = {
@@ -85,14 +85,14 @@ def pair(changed: Any = None, *, steps: int = 4, prints: bool = True, **options:
     return TwoRuns(*runs)
 
 
-UNKNOWN = "No recorded setting that differs can act there. Repeat one run."
+UNKNOWN = "No recorded setting differs."
 CASES: dict[str, tuple[dict[str, Any], tuple[int, str, str], str]] = {
     "another seed": (
-        {"changed": {(1, "tokens:batch"): 1.1}, "config": {"seed": 1}}, (1, "data", "tokens:batch"), "act there: seed 0 and 1.",
+        {"changed": {(1, "tokens:batch"): 1.1}, "config": {"seed": 1}}, (1, "data", "tokens:batch"), "differ: seed 0 and 1.",
     ),
     "other data": (
         {"changed": {(1, "tokens:batch"): 1.1}, "data": {"fingerprint": "b"}}, (1, "data", "tokens:batch"),
-        "act there: fingerprint a and b.",
+        "differ: fingerprint a and b.",
     ),
     "another recipe": (
         {"changed": {(1, "output:layers.0"): 1.01}, "config": {"recipe": "float8-row/word"}}, (1, "forward", "output:layers.0"),
@@ -104,14 +104,15 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, str, str], str]] = {
     ),
     "a limit of the norm, which acts on no gradient": (
         {"changed": {(2, "grad:layers.0"): 1.01}, "config": {"max_grad_norm": 2.0}}, (2, "gradient", "grad:layers.0"),
-        "outside the record.\nThey differ too, and cannot act there: max_grad_norm 1.0 and 2.0.",
+        "differ: max_grad_norm 1.0 and 2.0.",
     ),
     "fewer threads, which only round": (
         {"changed": {(2, "grad:layers.1"): ROUNDED}, "machine": {"num_threads": 1}}, (2, "gradient", "grad:layers.1"),
         "num_threads 2 and 1.",
     ),
     "fewer threads, and more than rounding": (
-        {"changed": {(2, "grad:layers.1"): 1.01}, "machine": {"num_threads": 1}}, (2, "gradient", "grad:layers.1"), UNKNOWN,
+        {"changed": {(2, "grad:layers.1"): 1.01}, "machine": {"num_threads": 1}}, (2, "gradient", "grad:layers.1"),
+        "num_threads 2 and 1.",
     ),
     "rounding without a setting": ({"changed": {(2, "grad:layers.1"): ROUNDED}}, (2, "gradient", "grad:layers.1"), UNKNOWN),
     "a flipped bit of a weight": (
@@ -147,22 +148,28 @@ def test_the_first_difference_and_what_can_act_there_are_told(case: str) -> None
     assert json.dumps(runs.to_dict()) and runs.to_dict()["readings"][0]["tensor"] == place[2]
 
 
-def test_a_clip_that_spreads_one_gradients_fault_over_all_does_not_hide_it() -> None:
+def test_a_factor_that_all_gradients_share_is_printed() -> None:
     runs = make_run("a"), make_run("b")
-    for run, fault, clip in zip(runs, (1.0, 1.01), (1.0, 0.9999), strict=True):
-        tensors = run.fingerprints[2]["tensors"]
-        for number in range(6):
-            norm = 2.0 * clip * (fault if number == 4 else 1.0)
-            tensors[f"grad:layers.{number}"] = [10 * number + (clip != 1.0), norm, NUMEL]
-    (reading,) = TwoRuns(*runs).readings
-    assert (reading.step, reading.tensor, reading.value) == (
-        3,
-        "grad:layers.4",
-        2.0 * 0.9999 * 1.01,
-    )
-    for number in range(6):  # a factor of all gradients is the fault itself
-        runs[1].fingerprints[2]["tensors"][f"grad:layers.{number}"][1] = 2.02
-    assert TwoRuns(*runs).readings[0].tensor == "grad:layers.1" and not TwoRuns(*runs).is_rounding
+    for number in range(6):
+        key = f"grad:layers.{number}"
+        for run, factor in zip(runs, (1.0, 65536.0), strict=True):
+            run.fingerprints[2]["tensors"][key] = [10 * number + factor, 2.0 * factor, NUMEL]
+    result = TwoRuns(*runs)
+    assert (result.readings[0].step, result.readings[0].stage) == (3, "gradient")
+    assert "All gradients of b are 65536 times the others." in str(result)
+    assert result.to_dict()["factor"] == 65536 and not result.is_rounding
+
+
+def test_a_difference_is_of_rounding_only_where_every_recorded_number_agrees() -> None:
+    runs = make_run("a"), make_run("b", {(2, "grad:layers.1"): ROUNDED})
+    for run in runs:
+        run.steps[1] |= {"effective_lr/group0": 1e-3, "seconds": 0.1 * len(run.path.name)}
+    runs[1].steps[1]["seconds"] = 9.0
+    assert TwoRuns(*runs).is_rounding
+    runs[1].steps[1]["effective_lr/group0"] = 4e-4
+    result = TwoRuns(*runs)
+    assert not result.is_rounding
+    assert "numbers of the step differ: effective_lr/group0 0.001 and 0.0004." in str(result)
 
 
 def test_another_schedule_asks_for_no_fingerprints() -> None:
@@ -178,11 +185,11 @@ def test_a_setting_of_the_users_can_act_anywhere_and_may_stand_outside_of_tables
         make_run("a", config={"dropout": 0.0}),
         make_run("b", {(2, "grad:layers.0"): 1.01}, config={"dropout": 0.1}),
     ]
-    assert "can act there: dropout 0.0 and 0.1." in str(TwoRuns(*runs))
+    assert "differ: dropout 0.0 and 0.1." in str(TwoRuns(*runs))
     for run in runs:
         run.run.update(run.run.pop("config"))
         assert recipe_of(run) is not None
-    assert "can act there: dropout 0.0 and 0.1." in str(TwoRuns(*runs))
+    assert "differ: dropout 0.0 and 0.1." in str(TwoRuns(*runs))
 
 
 def test_rounding_that_training_amplifies_stays_within_its_bound() -> None:
@@ -254,12 +261,10 @@ def test_equal_records_are_the_same_run() -> None:
     assert not TwoRuns(*paths).settings, "the same text in another folder"
 
 
-KINDS = ("held", "tokens", "output", "sent", "grad", "weight", "exp_avg")
+KINDS = ("tokens", "output", "grad", "weight", "exp_avg")
 ON_RANKS: dict[str, tuple[dict[str, dict[int, float]], str]] = {
     "another update of one of three": ({"weight": {1: 7}, "exp_avg": {1: 7}}, "optimizer step"),
-    "another gradient sent by one": ({"sent": {1: 7}, "grad": {0: 7, 1: 7, 2: 7}}, "gradient"),
     "other tokens on one": ({"tokens": {1: 7}}, "data"),
-    "a weight that changed at rest on one": ({"held": {1: 7}}, "between steps"),
 }
 
 
@@ -305,22 +310,9 @@ def test_what_only_one_run_has_is_the_answer() -> None:
         "only-in-one-run",
     )
     assert "Only a has grad:layers.2." in str(with_extra_gradient)
-    second.fingerprints[2]["tensors"]["held:w"] = [5, 1.0, NUMEL]
     first = make_run("a")
-    with_extra_weight = TwoRuns(first, second)
-    assert (
-        with_extra_weight.readings[0].step,
-        with_extra_weight.readings[0].stage,
-        with_extra_weight.readings[0].what,
-    ) == (
-        3,
-        "between steps",
-        "changed",
-    )
     for row in second.fingerprints:  # a kind that one of them did not record at all says nothing
         row["tensors"] = {
-            key: entry
-            for key, entry in row["tensors"].items()
-            if key.partition(":")[0] not in ("output", "held")
+            key: entry for key, entry in row["tensors"].items() if key.partition(":")[0] != "output"
         }
     assert not TwoRuns(first, second).readings

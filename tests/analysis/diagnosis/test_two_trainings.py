@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from narrowgauge.analysis.two_runs import TwoRuns
+from narrowgauge.measuring.two_runs import TwoRuns
 from narrowgauge.runs.record import Run, read_run
-from narrowgauge.trainer import loop
-from narrowgauge.trainer.session import Session
-from narrowgauge.trainer.step import train_step
+from narrowgauge.trainer import loop, session
+from narrowgauge.trainer.session import Session, train_step
 from trainer.tiny_runs import settings
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -30,21 +29,21 @@ WEIGHT = "model.layers.1.mlp.down_proj.weight"
 def struck(strike: Callable[[Session], None]) -> Iterator[None]:
     """Within it something is done to every run of the trainer before its step ``AT``."""
 
-    def step(session: Session, *arguments: Any) -> Any:
-        if session.step + 1 == AT:
-            strike(session)
-        return train_step(session, *arguments)
+    def step(run: Session) -> Any:
+        if run.step + 1 == AT:
+            strike(run)
+        return train_step(run)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "train_step", step)
+        patch.setattr(session, "train_step", step)
         yield
 
 
 def other_order(session: Session) -> None:
     """The batches from here on are those of ten steps later."""
-    true_batch = session.data.batch
+    true_batch = session.tokens.batch
     later = lambda step, *arguments: true_batch(step + 10, *arguments)  # noqa: E731
-    object.__setattr__(session.data, "batch", later)
+    object.__setattr__(session.tokens, "batch", later)
 
 
 def scaled_gradient(session: Session) -> None:
@@ -61,9 +60,9 @@ def flipped_bit(session: Session) -> None:
 
 CASES: dict[str, tuple[Any, dict[str, Any], int, str, str, str]] = {
     "another seed": (None, {"seed": 1}, 0, "start", "weight:model.embed_tokens.weight", "seed 0 and 1"),
-    "another order of the data": (other_order, {}, AT, "data", "tokens:batch", "can act there. Repeat one run."),
-    "a gradient times 1.01": (scaled_gradient, {}, AT, "gradient", f"grad:{WEIGHT}", "can act there. Repeat one run."),
-    "a flipped bit": (flipped_bit, {}, AT, "between steps", f"held:{WEIGHT}", "can act there. Repeat one run."),
+    "another order of the data": (other_order, {}, AT, "data", "tokens:batch", "No recorded setting differs."),
+    "a gradient times 1.01": (scaled_gradient, {}, AT, "gradient", f"grad:{WEIGHT}", "No recorded setting differs."),
+    "a flipped bit": (flipped_bit, {}, AT, "forward", f"output:{WEIGHT.removesuffix('.weight')}", "No recorded setting differs."),
 }  # fmt: skip
 """By case: what strikes the second run, its settings, then step, stage and tensor of the first
 difference, and a sentence.

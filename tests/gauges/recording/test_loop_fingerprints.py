@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import narrowgauge as ng
-from narrowgauge.analysis.two_runs import TwoRuns
-from narrowgauge.gauges.recording import fingerprints
+from narrowgauge.measuring import fingerprints
+from narrowgauge.measuring.two_runs import TwoRuns
 from narrowgauge.runs.record import Run
 
 STEPS = 6
@@ -109,13 +109,28 @@ def test_a_weight_that_changes_between_steps_is_located(tmp_path: Path) -> None:
         recorded(tmp_path / "plain"), recorded(tmp_path / "other", after_step=scale_a_weight)
     )
     first = runs.readings[0]
-    assert (first.step, first.stage, first.tensor, first.what) == (
-        5,
-        "between steps",
-        "held:1.weight",
-        "changed",
-    )
-    assert "Only other has held:1.weight." in str(runs)
+    assert (first.step, first.stage, first.tensor) == (5, "forward", "output:1")
+
+
+def test_masters_of_a_loops_own_are_recorded(tmp_path: Path) -> None:
+    model = model_of().bfloat16()
+    masters = [p.detach().float() for p in model.parameters()]
+    optimizer = torch.optim.AdamW(masters, lr=1e-3)
+    with ng.RunRecorder(tmp_path / "a", model, optimizer, fingerprints_every=1) as recorder:
+        loss = loss_of(model, tokens_at(1))
+        loss.backward()
+        for master, p in zip(masters, model.parameters(), strict=True):
+            assert p.grad is not None
+            master.grad = p.grad.float()
+        optimizer.step()
+        with torch.no_grad():
+            for master, p in zip(masters, model.parameters(), strict=True):
+                p.copy_(master)
+        recorder.step(loss)
+    rows = ng.read_run(tmp_path / "a").fingerprints
+    for row in rows:
+        assert "weight:master of 1.weight" in row["tensors"]
+    assert "exp_avg:master of 1.weight" in rows[1]["tensors"]
 
 
 def test_states_of_any_optimizer_are_recorded(tmp_path: Path) -> None:
@@ -133,7 +148,7 @@ def test_one_run_under_autocast_is_another_format(tmp_path: Path) -> None:
         "float32",
         "bfloat16, float32",
     ]
-    assert "can act there: formats float32 and bfloat16, float32." in str(TwoRuns(plain, cast))
+    assert "differ: formats float32 and bfloat16, float32." in str(TwoRuns(plain, cast))
 
 
 def test_an_error_while_hashing_ends_no_run(
@@ -147,7 +162,7 @@ def test_an_error_while_hashing_ends_no_run(
 
     run = recorded(tmp_path, after_step=break_hashes)
     assert len(run.steps) == STEPS and [row["step"] for row in run.fingerprints] == [0, 1]
-    notes = [event["advice"] for event in run.events if event["what"] == "note"]
+    notes = [event["text"] for event in run.events if event["what"] == "note"]
     assert notes.count("the record of fingerprints ended: ValueError: no bits") == 1
 
 

@@ -180,10 +180,11 @@ def test_a_stack_has_the_bits_of_its_matrices(
     )
     for name in saved.keys() - {"step", "window"}:
         assert torch.equal(saved[name], torch.stack([entry[name] for entry in entries])), name
-    assert {*stacked.state_of(stack).tensors_of_extras()} == saved.keys() - {
+    state = stacked.local_state(stack)
+    assert state.tensors().keys() - state.planes.keys() == saved.keys() - {
         "step",
         "window",
-        *stacked.state_of(stack).planes,
+        *state.planes,
     }  # in no shard
 
 

@@ -1,0 +1,287 @@
+"""The optimizers that a training may have, by the name of its row.
+
+==================================  =================================================================
+row                                 optimizer
+==================================  =================================================================
+``word``, ``float8-row/word``       ours, over bfloat16 weights (``float32/float32``: float32 ones)
+``galore/word rank=32``             another rule of ours, with options; embedding and head keep AdamW
+``autocast``                        ``torch.optim.AdamW`` over float32 weights, under autocast
+``autocast exp_avg_sq=e5m2``        the same, where a tensor is rounded after each step
+``torch AdamW bfloat16``            a peer of ``peers.py``, over bfloat16 weights
+``published/coat``                  published states by their formula (``_published_states.py``)
+==================================  =================================================================
+
+Words after a row: ``random`` draws the low bits that the bfloat16 weights lack; ``lora`` before it
+trains adapters of rank 16 alone; ``sums=nearest`` or ``sums=stochastic`` keeps sums of gradients in
+e5m2, with a scale a tensor, as FP8-LM does (2310.18313).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from _published_states import (
+    CONTROLS,
+    FLOAT32,
+    MASTER,
+    PUBLISHED,
+    CodedAdamW,
+    PublishedStates,
+    by_amax,
+    times_scale,
+)
+from peers import PEERS, bytes_held
+from torch import Tensor, nn
+
+import narrowgauge as ng
+from narrowgauge.numerics.rounding import round_nearest, round_stochastic
+from narrowgauge.spec.formats import get_format
+from narrowgauge.spec.update_rules import UPDATE_RULES
+
+FORMULAS = {f"published/{name}": row for name, row in PUBLISHED.items()} | dict(CONTROLS)
+PEERS_BY_NAME = {peer.name: peer for peer in PEERS}
+CLASSES = {"muon": ng.Muon, "lion": ng.Lion, "galore": ng.optim.GaLore}
+Options = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row's name in parts: ``lora float8-row/word random rank=32``."""
+
+    name: str
+    is_lora: bool
+    is_random: bool
+    options: dict[str, str] = field(default_factory=dict)
+
+
+def row_of(text: str) -> Row:
+    """Split the name of a row."""
+    words = text.split()
+    is_lora = words[0] == "lora"
+    options = dict(word.split("=") for word in words if "=" in word)
+    name = " ".join(word for word in words[is_lora:] if "=" not in word and word != "random")
+    return Row(name, is_lora, "random" in words, options)
+
+
+# ── roundings ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def linear(x: Tensor) -> Tensor:
+    """Round to multiples of a 255th of the largest."""
+    step = x.abs().max().clamp(min=1e-30) / 255
+    return (x / step).round() * step
+
+
+def scaled(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """Return a rounding to nearest, with a scale that takes the largest to the format's largest."""
+    return lambda x: times_scale(by_amax(x, dtype), x.shape)
+
+
+ROUNDINGS: dict[str, Callable[[Tensor], Tensor]] = {
+    "linear": linear,
+    "e5m2": lambda x: x.to(torch.float8_e5m2).float(),
+    "e4m3-scaled": scaled(torch.float8_e4m3fn),
+    "e5m2-scaled": scaled(torch.float8_e5m2),
+}
+
+
+class RoundedAdamW(torch.optim.AdamW):
+    """AdamW that rounds some of its matrices: ``grad`` before a step, ``weight``, ``exp_avg`` and
+    ``exp_avg_sq`` after it.
+    """
+
+    def __init__(self, groups: Any, roundings: dict[str, str], **options: Any) -> None:
+        super().__init__(groups, **options)
+        self.roundings = {name: ROUNDINGS[how] for name, how in roundings.items()}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        matrices = []
+        for group in self.param_groups:
+            matrices += [p for p in group["params"] if p.ndim > 1 and p.grad is not None]
+        for name, rounding in self.roundings.items():
+            for p in matrices if name == "grad" else ():
+                p.grad.copy_(rounding(p.grad))
+        loss = super().step(closure)
+        for name, rounding in self.roundings.items():
+            for p in matrices if name != "grad" else ():
+                tensor = p if name == "weight" else self.state[p][name]
+                tensor.copy_(rounding(tensor))
+        return loss
+
+
+class PublishedAdamW(torch.optim.Optimizer):
+    """AdamW over bfloat16 weights whose matrices are kept as a publication says; the model sees the
+    first tensor that it keeps. Vectors have float32 masters and moments.
+    """
+
+    def __init__(self, groups: Any, row: PublishedStates, vectors: PublishedStates, **options: Any):
+        super().__init__(groups, options)
+        self.codes = {True: row, False: vectors}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            options = {name: group[name] for name in ("betas", "eps", "weight_decay")}
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    row = self.codes[p.ndim > 1]
+                    state["coded"] = CodedAdamW(row, p.detach(), group["lr"], **options)
+                state["coded"].lr = group["lr"]
+                state["coded"].step(p.grad)
+                p.copy_(state["coded"].seen)
+
+
+class Float8Sums:
+    """Sums of micro-batches in e5m2, with a power of two for each tensor."""
+
+    def __init__(self, parameters: Iterable[Tensor], rounding: str, seed: int) -> None:
+        self.parameters = list(parameters)
+        self.rounding = rounding
+        self.sums: dict[Tensor, Tensor] = {}
+        self.draw = torch.Generator().manual_seed(seed)
+
+    @torch.no_grad()
+    def add(self) -> None:
+        """Add the gradients of a micro-batch, and take them."""
+        e5m2 = get_format("float8_e5m2")
+        for p in self.parameters:
+            total = p.grad.float() + self.sums.get(p, 0.0)
+            _, exponent = torch.frexp(total.abs().max())
+            scale = torch.ldexp(torch.tensor(1.0), exponent - 15)
+            if self.rounding == "nearest":
+                codes = round_nearest(total / scale, e5m2)
+            else:
+                draws = torch.randint(2**16, total.shape, generator=self.draw) / 2.0**16
+                codes = round_stochastic(total / scale, e5m2, draws)
+            self.sums[p] = codes * scale
+            p.grad = None
+
+    def give(self) -> None:
+        """Put the sums where the optimizer reads them."""
+        for p, total in self.sums.items():
+            p.grad = total.to(p.dtype)
+        self.sums.clear()
+
+
+# ── an optimizer over a model ─────────────────────────────────────────────────────────────────────
+
+
+def decayed(model: nn.Module, decay: float) -> list[Options]:
+    """Return two param groups: matrices decay, vectors do not."""
+    groups: list[Options] = [
+        {"params": [], "weight_decay": decay},
+        {"params": [], "weight_decay": 0.0},
+    ]
+    for p in model.parameters():
+        if p.requires_grad:
+            groups[p.ndim < 2]["params"].append(p)
+    return [group for group in groups if group["params"]]
+
+
+def with_rule(model: nn.Module, decay: float) -> list[Options]:
+    """Return the groups of a matrix rule: embedding and head are AdamW's (Jordan et al. 2024)."""
+    outer = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
+    head = model.get_output_embeddings()
+    outer |= {id(p) for p in head.parameters()}
+    groups = []
+    for group in decayed(model, decay):
+        for is_outer in (False, True):
+            members = [p for p in group["params"] if (id(p) in outer) == is_outer]
+            rule = {"rule": "adamw"} if is_outer else {}
+            if members:
+                groups.append({**group, "params": members, **rule})
+    return groups
+
+
+def give_adapters(model: nn.Module, seed: int) -> None:
+    """Add LoRA adapters of rank 16 to all linear layers, and freeze the rest."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    torch.manual_seed(seed)
+    inject_adapter_in_model(LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"), model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+
+
+def draw_low_bits(model: nn.Module, seed: int) -> None:
+    """Give float32 copies of bfloat16 weights the low bits that our optimizer draws."""
+    narrow = ng.cast_parameters(copy.deepcopy(model), torch.bfloat16)
+    optimizer = ng.AdamW(narrow.named_parameters(), lr=0.0, storage="exact", seed=seed)
+    for parameter in narrow.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    model.load_state_dict(ng.full_weights(narrow, optimizer))
+
+
+def ours(row: Row, model: nn.Module, seed: int, options: Options) -> torch.optim.Optimizer:
+    """Give the model the layers of a recipe, and return our optimizer."""
+    rule, _, storage = row.name.partition("/")
+    recipe = row.name if storage else f"bfloat16/{row.name}"
+    decay = options.pop("weight_decay")
+    extra: Options = {"optimizer": ng.AdamW}
+    groups = decayed
+    if rule in CLASSES:
+        recipe = f"bfloat16/{storage}"
+        extra = {"optimizer": CLASSES[rule]}
+        extra |= {name: float(value) for name, value in row.options.items() if name == "scale"}
+        extra |= {name: int(value) for name, value in row.options.items() if name != "scale"}
+        if UPDATE_RULES[rule].is_matrix:
+            groups = with_rule
+        if rule in ("muon", "lion"):
+            options = {name: options[name] for name in ("lr", "max_grad_norm")}
+    _, optimizer = ng.prepare(
+        model,
+        recipe,
+        seed=seed,
+        low_bits="random" if row.is_random else "zero",
+        groups=lambda model: groups(model, decay),
+        **options,
+        **extra,
+    )
+    return optimizer
+
+
+def prepared(text: str, model: nn.Module, seed: int, options: Options) -> torch.optim.Optimizer:
+    """Give the model the dtypes and layers of a row, and return its optimizer.
+
+    Args:
+        options: ``lr``, ``betas``, ``weight_decay`` of matrices, and ``max_grad_norm``.
+    """
+    row = row_of(text)
+    if row.is_lora:
+        give_adapters(model, seed)
+    others = {"lr": options["lr"], "betas": options["betas"], "eps": 1e-8}
+    decay = options["weight_decay"]
+    if row.name == "autocast":
+        if row.is_random:
+            draw_low_bits(model, seed)
+        return RoundedAdamW(decayed(model, decay), row.options, **others)
+    if row.name in PEERS_BY_NAME:
+        ng.cast_parameters(model, torch.bfloat16)
+        groups = decayed(model, decay)
+        return PEERS_BY_NAME[row.name].make(groups, weight_decay=decay, **others)
+    if row.name in FORMULAS:
+        ng.cast_parameters(model, torch.bfloat16)
+        groups = decayed(model, decay)
+        vectors = PublishedStates("float32", "", MASTER, FLOAT32, FLOAT32)
+        return PublishedAdamW(groups, FORMULAS[row.name], vectors, weight_decay=decay, **others)
+    return ours(row, model, seed, {**options, "eps": 1e-8})
+
+
+def bytes_per_param(optimizer: torch.optim.Optimizer) -> float:
+    """Return the bytes of weight, gradient and states for each parameter."""
+    if isinstance(optimizer, ng.Optimizer):
+        return float(optimizer.bytes_per_param())
+    if isinstance(optimizer, RoundedAdamW):
+        return 16.0
+    if not isinstance(optimizer, PublishedAdamW):
+        return bytes_held(optimizer)
+    coded = [state["coded"] for state in optimizer.state.values()]
+    total = sum(one.bytes_per_param() * one.shape.numel() for one in coded)
+    return total / sum(one.shape.numel() for one in coded)

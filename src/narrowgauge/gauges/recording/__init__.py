@@ -1,1 +1,0 @@
-"""The record of a run in any loop: the row of each step, its fingerprints, and their destinations."""

@@ -1,0 +1,266 @@
+"""Fingerprints of a training step: the tensors that two runs computed, in 64 bits each.
+
+A step can record a hash and the norm of each of its tensors, in the order of computation: the
+tokens, the output of each module with parameters, the gradients from the last parameter to the
+first, and after the update the stored weights and moments. ``narrowgauge diagnose RUN OTHER``
+compares from the first different entry on.
+
+A fingerprint is a sum over elements of a hash of their bits and their place in the whole tensor. So
+it depends neither on sharding nor on which rank computed which micro-batch. To show the rank on
+which two runs diverge, each rank also hashes its own tensors, in one number for each kind.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+from narrowgauge.checks.step_samples import stored_by
+from narrowgauge.distributed.replica_verification import unlike
+from narrowgauge.distributed.sharding import fingerprints_whole_and_own
+from narrowgauge.measuring.hooks import Hub, Listener
+from narrowgauge.numerics.chunks import flat_chunks
+from narrowgauge.numerics.dtensor import gradient_of, is_sharded
+from narrowgauge.numerics.hashing import combine, fingerprint, fingerprint_all
+from narrowgauge.runs.schema import Row
+from narrowgauge.torch_support.torch_hooks import members_of
+from narrowgauge.torch_support.torch_names import is_compiled_model, plain_name
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+STATE = "state"
+"""The kind of every other state of an optimizer, as ``state:NAME:PARAMETER``."""
+
+
+class Fingerprints(Listener):
+    """Record the fingerprints of a loop's steps: of the start, of the first step, and of every
+    ``every``-th.
+
+    A forward pass with gradients is a micro-batch. The optimizer's step has the gradients before it
+    and the states after it. A compiled model's outputs are not hooked, since hooks would change the
+    compiled code. All ranks make all calls.
+
+    Args:
+        hub: of the loop. Its last optimizer is ours, or any other. Another optimizer's states are
+            the plain tensors in ``optimizer.state``.
+        every: steps between two records; 0 never.
+
+    Attributes:
+        is_on: whether the current step is recorded.
+    """
+
+    title = "the record of fingerprints"
+    compares_ranks = True
+
+    def __init__(self, hub: Hub, every: int) -> None:
+        self.hub = hub
+        self.model = hub.model
+        self.optimizer = hub.optimizers[-1]
+        self.every = every
+        self.here = hub.here
+        self.is_on = False
+        self._last: Row | None = None
+        self._names = _names_of(self.optimizer, self.model)
+        self._pass = ExitStack()
+        self._is_past_backward = False
+        self._num_sequences = 0
+        self._first_sequence = 0
+        self._begin(0)
+        hub.listeners.append(self)
+
+    def _begin(self, step: int) -> None:
+        """Begin the step that ends as number ``step``."""
+        self._step = step
+        self.is_on = self.every > 0 and (step % self.every == 0 or step == 1)
+        self._is_past_backward = False
+        self._num_sequences = 0
+        self._entries: dict[str, list[float]] = {}
+        # Of this rank alone: a hash of its part of each kind.
+        self._own: dict[str, int] = {}
+
+    # ── the loop calls these ──────────────────────────────────────────────────────────────────────
+
+    @torch.no_grad()
+    def start(self, step: int) -> None:
+        """Record the state after ``step`` steps: of a fresh process, or from a checkpoint."""
+        self._begin(0)
+        if self.is_on:
+            self._end_row(step)
+
+    def take(self, step: int) -> Row | None:
+        """Return the newest row, if there is one, and expect the step after ``step``."""
+        self.end()
+        row = self._last
+        self._last = None
+        self._begin(step + 1)
+        return row
+
+    # ── the hub calls these ───────────────────────────────────────────────────────────────────────
+
+    def before_pass(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        """Begin a micro-batch. Later computations than the backward pass are not part of the step."""
+        if self._is_past_backward or not self.is_on:
+            return
+        self._pass.close()  # of a pass that raised
+        self._first_sequence = self._num_sequences
+        for x in inputs:
+            # The tokens are the first integer input with two dims: batch, sequence.
+            if isinstance(x, Tensor) and x.ndim == 2 and not x.is_floating_point():
+                self._add("tokens:batch", x)
+                self._num_sequences += len(x)
+                break
+        if not is_compiled_model(self.model):
+            self.hub.follow_outputs(self, self._add_output, self._pass)
+
+    def after_pass(self, output: Any) -> None:
+        """End the micro-batch."""
+        self._pass.close()
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Record the gradients of the step, before our optimizer clips them."""
+        if optimizer is not self.optimizer:
+            return
+        self._pass.close()
+        self._is_past_backward = True
+        if not self.is_on:
+            return
+        self._join_outputs()
+        gradients: dict[str, Tensor] = {}
+        for name, p in reversed([*self.model.named_parameters()]):
+            gradient = gradient_of(p)
+            if is_plain(gradient):
+                gradients[f"grad:{plain_name(name)}"] = gradient
+        self._record(gradients)
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Record the weights and the states, and close the row."""
+        if self.is_on and optimizer is self.optimizer:
+            self._end_row(self._step)
+
+    def end(self) -> None:
+        """Remove the hooks of a pass."""
+        self._pass.close()
+        if self not in self.hub.listeners:
+            self.every = 0
+            self.is_on = False
+
+    # ── one step ──────────────────────────────────────────────────────────────────────────────────
+
+    def _add_output(self, name: str, x: Tensor) -> None:
+        self._add(f"output:{name}", x)
+
+    def _add(self, key: str, x: Tensor) -> None:
+        entry = self._entries.setdefault(key, [0, 0.0, 0])
+        num_rows = max(1, x.shape[0] if x.ndim else 1)
+        place = self._first_sequence * (x.numel() // num_rows)
+        entry[0] = combine([int(entry[0]), fingerprint(x, offset=place)])
+        entry[1] += _sum_of_squares(x)
+        entry[2] += x.numel()
+
+    def _end_row(self, step: int) -> None:
+        """Record the stored tensors after a step, and make its row."""
+        self._record(self._stored(is_stepped=step > 0))
+        self._last = {"step": step, "tensors": self._entries}
+        if self.here.size > 1:
+            digests = self.here.gather(self._own)
+            kinds = dict.fromkeys(kind for digest in digests for kind in digest)
+            self._last["ranks"] = {kind: [x.get(kind) for x in digests] for kind in kinds}
+        self.is_on = False
+
+    def _stored(self, *, is_stepped: bool) -> dict[str, Tensor]:
+        """Return the stored tensors by ``KIND:NAME``: the weight of every parameter that the
+        optimizer steps and, once stepped, its states, kind by kind.
+        """
+        by_kind: dict[str, dict[str, Tensor]] = {}
+        for parameter, name in self._names.items():
+            stored = {"weight": parameter.detach(), **stored_by(self.optimizer, parameter)}
+            for state, tensor in stored.items():
+                if is_plain(tensor) and (state == "weight" or (is_stepped and tensor.ndim)):
+                    kind = state if state in ("weight", *MOMENTS) else f"{STATE}:{state}"
+                    by_kind.setdefault(kind, {})[f"{kind}:{name}"] = tensor
+        tensors: dict[str, Tensor] = {}
+        for named in by_kind.values():
+            tensors |= named
+        return tensors
+
+    def _record(self, named: Mapping[str, Tensor]) -> None:
+        numbers, local_numbers = fingerprints_whole_and_own(named)
+        for key, number in numbers.items():
+            tensor = named[key]
+            self._entries[key] = [number, _sum_of_squares(tensor) ** 0.5, tensor.numel()]
+        if self.here.size == 1:
+            return
+        self._digest_kinds(local_numbers)
+        norms = {key: self._entries[key][1] for key in numbers}
+        numbers_of, norms_of = zip(*self.here.gather((local_numbers, norms)), strict=True)
+        for key in unlike(numbers_of) & numbers.keys():
+            if not is_sharded(named[key]):  # a replica that differs, or a part
+                squares = [of_rank.get(key, 0.0) ** 2 for of_rank in norms_of]
+                self._entries[key][0] = combine([of_rank.get(key, 0) for of_rank in numbers_of])
+                self._entries[key][1] = math.sqrt(statistics.fmean(squares))
+
+    def _digest_kinds(self, numbers: Mapping[str, int]) -> None:
+        of_kinds: dict[str, dict[str, int]] = {}
+        for key, number in numbers.items():
+            of_kinds.setdefault(key.partition(":")[0], {})[key] = number
+        for kind, of_kind in of_kinds.items():
+            self._own[kind] = int(fingerprint_all(of_kind), 16)
+
+    def _join_outputs(self) -> None:
+        """Join the entries of all ranks' micro-batches."""
+        if self.here.size > 1:
+            self._digest_kinds({key: int(entry[0]) for key, entry in self._entries.items()})
+            joined: dict[str, list[float]] = {}
+            for entries in self.here.gather(self._entries):
+                for key, (number, square, numel) in entries.items():
+                    entry = joined.setdefault(key, [0, 0.0, 0])
+                    entry[0] = combine([int(entry[0]), int(number)])
+                    entry[1] += square
+                    entry[2] += numel
+            self._entries = joined
+        for entry in self._entries.values():
+            entry[1] = entry[1] ** 0.5
+
+
+def _names_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[Tensor, str]:
+    """Return the name of each parameter of an optimizer: the model's; for masters of the loop's own
+    ``master of`` the parameter whose values they have, else their place.
+    """
+    members = dict.fromkeys(members_of(optimizer))
+    named = {p: plain_name(name) for name, p in model.named_parameters()}
+    names = {p: name for p, name in named.items() if p in members}
+    for number, master in enumerate(members):
+        if master in names:
+            continue
+        names[master] = f"parameter {number} of the optimizer"
+        for parameter, name in named.items():
+            is_alike = parameter.shape == master.shape and is_plain(parameter)
+            if is_alike and torch.equal(parameter, master.to(parameter.dtype)):
+                names[master] = f"master of {name}"
+    return names
+
+
+def is_plain(x: object) -> TypeGuard[Tensor]:
+    """Return whether a value is a plain tensor, possibly sharded, and not a subclass that decodes
+    its elements.
+    """
+    if not isinstance(x, Tensor) or x.layout is not torch.strided or x.is_complex():
+        return False
+    return type(x) in (Tensor, nn.Parameter) or is_sharded(x)
+
+
+def _sum_of_squares(x: Tensor) -> float:
+    """Sum squares in float64, in any order: norms have a tolerance, fingerprints not.
+
+    Sum the whole of a DTensor.
+    """
+    if is_sharded(x):
+        total: Any = x.detach().to(torch.float64).square().sum()
+        return float(total.full_tensor())
+    chunks = [chunk.to(torch.float64).square().sum() for (chunk,) in flat_chunks(x.detach())]
+    return float(torch.stack(chunks).sum()) if chunks else 0.0

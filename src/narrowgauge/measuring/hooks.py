@@ -1,0 +1,193 @@
+"""The one set of hooks on a loop's model and optimizers, and the listeners that read them.
+
+The meter of a watch, the fingerprints and the gauges are listeners. The hub hooks the module that the
+loop calls, and the step of each optimizer. Outputs and gradients of single tensors are hooked while a
+listener wants them. A compiler and the transforms of ``torch.func`` skip all hooks.
+
+An error in a listener ends this listener, and neither the others nor the loop. The ranks of a listener
+that compares them wait for each other, so there an error ends the loop.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from narrowgauge.distributed.ranks import Ranks, all_ranks
+from narrowgauge.measuring.reading import words_of
+from narrowgauge.torch_support.torch_hooks import Follower, OwnHook
+from narrowgauge.torch_support.torch_names import is_transformed, plain_name
+
+
+class RunNotice(UserWarning):
+    """Warn about a watched or recorded loop.
+
+    A recorder writes the warning to ``events.jsonl`` too.
+    """
+
+
+class Listener:
+    """Hear what happens in a loop. Each method does nothing here, and may only read.
+
+    Attributes:
+        title: names it where an error ends it.
+        compares_ranks: it communicates, so that an error on one rank must reach the others.
+    """
+
+    title = "the listener"
+    compares_ranks = False
+
+    def before_pass(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        """Hear of a forward pass with gradients that begins."""
+
+    def after_pass(self, output: Any) -> None:
+        """Hear of a forward pass with gradients that ended."""
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Hear of a step that has its gradients."""
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Hear of a step that is done."""
+
+    def end(self) -> None:
+        """Release what the listener holds, after an error in it."""
+
+
+class Hub:
+    """Hook a loop once, for all its listeners.
+
+    Args:
+        model: without wrappers.
+        optimizers: without wrappers; the last one steps at the end.
+        called: the module whose forward pass the loop calls. ``None`` hooks no forward pass.
+        here: the ranks. All of them make all calls.
+
+    Attributes:
+        listeners: called in their order.
+        say: shows the error that ended a listener.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: list[torch.optim.Optimizer],
+        called: nn.Module | None = None,
+        here: Ranks | None = None,
+    ) -> None:
+        self.model = model
+        self.optimizers = optimizers
+        self.here = here or all_ranks()
+        self.listeners: list[Listener] = []
+        self.say: Callable[[str], object] = _warn
+        self.undo = ExitStack()
+        if called is not None:
+            before = OwnHook(self._before_pass)
+            after = OwnHook(self._after_pass)
+            self.undo.callback(called.register_forward_pre_hook(before, with_kwargs=True).remove)
+            self.undo.callback(called.register_forward_hook(after).remove)
+        for optimizer in optimizers:
+            before_step = partial(self._tell, "before_step")
+            after_step = partial(self._tell, "after_step")
+            self.undo.callback(Follower(optimizer, before_step, after_step).remove)
+
+    def guard(self, listener: Listener, call: Callable[..., object], *args: Any) -> None:
+        """Call a method of a listener. An error ends the listener instead of the loop."""
+        try:
+            call(*args)
+        except Exception as error:
+            if isinstance(error, UserWarning) or (self.here.size > 1 and listener.compares_ranks):
+                raise
+            if listener in self.listeners:
+                self.listeners.remove(listener)
+                listener.end()
+                self.say(failure_of(listener.title, error))
+
+    @torch.no_grad()
+    def _tell(self, event: str, *args: Any) -> None:
+        for listener in [*self.listeners]:
+            if listener in self.listeners:
+                self.guard(listener, getattr(listener, event), *args)
+
+    def _before_pass(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not _is_eager():
+            return
+        if torch.is_grad_enabled():
+            self._tell("before_pass", module, (*args, *kwargs.values()))
+
+    def _after_pass(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.is_grad_enabled() and _is_eager():
+            self._tell("after_pass", output)
+
+    def follow_outputs(
+        self,
+        listener: Listener,
+        see: Callable[[str, Tensor], object],
+        stack: ExitStack,
+        names: Collection[str] = (),
+    ) -> None:
+        """Call a function with the first output of each module that has parameters, until the
+        stack closes.
+
+        Args:
+            names: of the modules; without names, those with parameters of their own.
+        """
+        for name, module in self.model.named_modules():
+            if names and name not in names:
+                continue
+            if next(module.parameters(recurse=bool(names)), None) is not None:
+                hook = OwnHook(partial(self._see_output, listener, see, plain_name(name)))
+                stack.callback(module.register_forward_hook(hook).remove)
+
+    def _see_output(
+        self,
+        listener: Listener,
+        see: Callable[[str, Tensor], object],
+        name: str,
+        module: nn.Module,
+        args: Any,
+        output: Any,
+    ) -> None:
+        if isinstance(output, (tuple, list)) and output:
+            output = output[0]
+        if type(output) is Tensor and output.is_floating_point() and _is_eager():
+            self.guard(listener, see, name, output.detach())
+
+    def follow_gradients(
+        self,
+        listener: Listener,
+        see: Callable[[Tensor], object],
+        stack: ExitStack,
+        *tensors: Tensor,
+    ) -> None:
+        """Call a function with each gradient of these parameters that a backward pass computes,
+        until the stack closes.
+
+        The loop's own hooks run first. FSDP2 sums gradients of other tensors, out of reach.
+        """
+
+        def hook(gradient: Tensor) -> None:
+            if not torch.compiler.is_compiling():
+                self.guard(listener, see, gradient.detach())
+
+        for parameter in tensors:
+            if parameter.requires_grad:
+                stack.callback(parameter.register_hook(OwnHook(hook)).remove)
+
+
+def failure_of(title: str, error: Exception) -> str:
+    """Return the sentence about an error of ours in a user's loop. Tests raise the error here."""
+    return f"{title} ended: {words_of(error)}"
+
+
+def _is_eager() -> bool:
+    return not torch.compiler.is_compiling() and not is_transformed()
+
+
+def _warn(sentence: str) -> None:
+    warnings.warn(sentence, RunNotice, stacklevel=5)

@@ -1,0 +1,59 @@
+"""Kinds of readings: what each number is, its bound, the bound's source, and the one sentence that is
+printed.
+
+``data/kinds.toml`` has a row for each kind. ``narrowgauge show checks`` prints all rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from narrowgauge.spec.tables import Table, name_columns, number_columns, text_columns
+from narrowgauge.spec.toml import load_data
+
+SEVERITIES = ("error", "warning", "note")
+"""How serious a reading is.
+
+Error: training computes something else than it says, or stands still. Warning: something is lost
+that need not be. Note: nothing is lost, and it is worth a line.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Describe one kind of reading.
+
+    Args:
+        by: command or call that measures it.
+        stage: one of :data:`narrowgauge.measuring.reading.STAGES`.
+        value: meaning of the number.
+        bound: of the value, or of its distance to the expected value.
+        text: the sentence of the kind. Its holes are ``value``, ``expected`` and ``bound``.
+        source: source of the bound.
+        severity: one of :data:`SEVERITIES`.
+        over: ``"run"`` for a count over the run, of which the newest reading counts.
+    """
+
+    name: str
+    by: str
+    stage: str
+    value: str
+    bound: float
+    text: str
+    source: str
+    severity: str = "error"
+    over: str = "step"
+
+
+KINDS: dict[str, Kind] = {
+    name: Kind(name, **row) for name, row in load_data("kinds", "measuring").items()
+}
+
+
+def kind_table() -> Table:
+    """Return the table that ``narrowgauge show checks`` prints."""
+    columns = (
+        *name_columns(reading="name"), *text_columns(measured_by="by", value="value"), *number_columns(bound="bound"),
+        *text_columns(source_of_the_bound="source"),
+    )  # fmt: skip
+    return Table(columns, [asdict(kind) for kind in KINDS.values()])

@@ -1,0 +1,86 @@
+"""The ranks of a loop: gradients that were not summed over them, and weights that differ."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from narrowgauge.distributed.ranks import Ranks
+from narrowgauge.measuring.samples import Sampler
+from narrowgauge.numerics.dtensor import is_sharded
+
+
+class RankSums:
+    """Compare sums of bits of tensors that all ranks hold whole. All ranks make all calls.
+
+    Tensors that differ at first are parts of one, unless their first gradients are equal.
+
+    Args:
+        names: of the parameters.
+
+    Attributes:
+        whole: the compared parameters, by name.
+        unseen: what is not compared, with the reason.
+    """
+
+    def __init__(self, here: Ranks, names: Mapping[Tensor, str], sampler: Sampler) -> None:
+        self._here = here
+        self._sampler = sampler
+        self.unseen: dict[str, str] = {}
+        self.whole: dict[str, Tensor] = {}
+        for p, name in names.items():
+            if p.requires_grad and p.numel() and not is_sharded(p):
+                self.whole[name] = p
+        if len(self.whole) < sum(p.requires_grad for p in names):
+            self.unseen["weights of ranks"] = "parameters are sharded"
+        shapes = {name: tuple(p.shape) for name, p in self.whole.items()}
+        if any(map(shapes.__ne__, here.gather(shapes))):
+            self.unseen["weights of ranks"] = "ranks hold other tensors"
+            self.whole = {}
+        self._sums = torch.zeros(2, len(self.whole), dtype=torch.float64)
+        self.take_weights()
+        self._parts = self._unlike(self._sums)[1]
+
+    def add_gradients(self, gradients: Mapping[Tensor, Tensor]) -> None:
+        """Sum the bits of an optimizer's gradients."""
+        places = []
+        sums = []
+        for place, p in enumerate(self.whole.values()):
+            if p in gradients and not gradients[p].is_sparse:
+                places.append(place)
+                sums.append(self._sampler.bits(gradients[p]))
+        if sums:
+            self._sums[0, places] += torch.stack(sums).cpu()
+
+    def take_weights(self) -> None:
+        """Sum the bits of the weights."""
+        if self.whole:
+            self._sums[1] = torch.stack([*map(self._sampler.bits, self.whole.values())]).cpu()
+
+    def compare(self, is_broken: bool, number: int) -> dict[str, Tensor]:
+        """Return which gradients and which weights differ between ranks, in one call of all ranks.
+
+        Args:
+            is_broken: this rank has nothing to compare, after an error.
+            number: steps that are done.
+        """
+        if not self.whole:
+            return {}
+        flags = torch.full((2, 1), float(is_broken), dtype=torch.float64)
+        unlike = self._unlike(torch.cat([self._sums, flags], 1))
+        self._sums.zero_()
+        if is_broken or unlike[0, -1]:
+            return {}
+        unsummed, apart = unlike[:, :-1]
+        if number == 0:
+            self._parts &= unsummed
+        return {"unsummed": unsummed & ~self._parts, "apart": apart & ~self._parts}
+
+    def _unlike(self, values: Tensor) -> Tensor:
+        """Return which values differ between ranks: their largest and their smallest do."""
+        both = torch.stack([values, -values]).to(self._here.device)
+        torch.distributed.all_reduce(both, torch.distributed.ReduceOp.MAX)
+        largest, smallest = both.cpu()
+        return largest != -smallest

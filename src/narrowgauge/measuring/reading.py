@@ -1,0 +1,260 @@
+"""A reading: one measured number, its place, and its bound.
+
+Checks, laws of a run and differences of two runs are all readings. They share one order, one table
+and one JSON format. What a kind of reading means is in :mod:`narrowgauge.measuring.kinds`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from narrowgauge.errors import RecipeError
+from narrowgauge.measuring.kinds import KINDS, SEVERITIES
+from narrowgauge.runs.finding import told
+from narrowgauge.spec.tables import Table, name_columns, number_columns, text_columns
+
+STAGES = (
+    "start", "between steps", "data", "forward", "loss", "gradient", "clip", "optimizer step", "storage", "evaluation",
+)  # fmt: skip
+"""The stages of a step, in order.
+
+At the start there are the weights and settings before the first step. ``optimizer step`` is the
+update, or that it was left out. ``storage`` is what the formats of weights and states kept of the
+update.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Hold a measured number and its bound.
+
+    Args:
+        step: optimizer step at which it was measured, from 1; 0 is before the first.
+        stage: one of :data:`STAGES`.
+        tensor: ``KIND:NAME`` or a parameter's name; empty for the whole step.
+        what: name of the quantity or kind.
+        value: measured number; ``None`` if only bits are known to differ.
+        expected: expected number, if any.
+        bound: largest allowed ``|value - expected|``. Without ``expected``, the limit of ``value``.
+
+    Example:
+        >>> reading = Reading(40, "storage", "lm_head.weight", "lost-updates", 0.5, 1.0, 0.1)
+        >>> reading.excess, reading.severity, reading.text.partition(",")[0]
+        (5.0, 'error', 'The format of the weight stores 0.50 of the update')
+    """
+
+    step: int
+    stage: str
+    tensor: str
+    what: str
+    value: float | None = None
+    expected: float | None = None
+    bound: float | None = None
+
+    @property
+    def text(self) -> str:
+        """Return the sentence of its kind; empty for a difference of two runs, which has no kind."""
+        kind = KINDS.get(self.what)
+        if kind is None:
+            return ""
+        unknown = math.nan
+        return kind.text.format(
+            value=unknown if self.value is None else self.value,
+            expected=unknown if self.expected is None else self.expected,
+            bound=unknown if self.bound is None else self.bound,
+        )
+
+    @property
+    def severity(self) -> str:
+        """Return how serious it is, by its kind."""
+        kind = KINDS.get(self.what)
+        return "error" if kind is None else kind.severity
+
+    @property
+    def excess(self) -> float:
+        """Return how many times the value is beyond its bound, on either side; infinite if unknown."""
+        if self.value is None or self.bound is None or not math.isfinite(self.value):
+            return math.inf
+        distance = abs(self.value - (self.expected or 0.0))
+        return distance / self.bound if self.bound > 0 else math.inf
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as values for JSON, with the sentence and the severity."""
+        return asdict(self) | {"text": self.text, "severity": self.severity}
+
+
+def measured(
+    what: str,
+    tensors: str | Iterable[str] = "",
+    value: float | None = None,
+    expected: float | None = None,
+    bound: float | None = None,
+    *,
+    step: int = 0,
+    stage: str = "",
+) -> Reading:
+    """Return a reading of a kind, whose row says what is left out.
+
+    Args:
+        tensors: a name, or names, of which the first is shown and the others are counted.
+    """
+    kind = KINDS[what]
+    tensor = tensors if isinstance(tensors, str) else of_all(tensors)
+    limit = kind.bound if bound is None else bound
+    return Reading(step, stage or kind.stage, tensor, what, value, expected, limit)
+
+
+def in_order(readings: Iterable[Reading]) -> list[Reading]:
+    """Sort readings: notes last, then by step, stage, and largest excess."""
+
+    def place(r: Reading) -> tuple[float, ...]:
+        severity = SEVERITIES.index(r.severity)
+        return severity == 2, r.step, STAGES.index(r.stage), severity, -r.excess
+
+    return sorted(readings, key=place)
+
+
+def of_all(names: Iterable[str]) -> str:
+    """Return the first name and the number of others, as the tensor of a reading.
+
+    Example:
+        >>> of_all(["a", "b", "c"])
+        'a and 2 others'
+    """
+    return told(names, 1)
+
+
+def words_of(error: Exception) -> str:
+    """Return an error in one line, as the reason why something was not looked at.
+
+    Example:
+        >>> words_of(ArithmeticError("the loss has a kink")), words_of(KeyError("lr"))
+        ('the loss has a kink', "KeyError: 'lr'")
+    """
+    words = str(error)
+    if not isinstance(error, ArithmeticError):
+        words = f"{type(error).__name__}: {error}"
+    return words.partition("\n")[0][:300]
+
+
+def reading_table(readings: Sequence[Reading]) -> Table:
+    """Return readings as a table, without their sentences.
+
+    Example:
+        >>> print(reading_table([Reading(40, "storage", "a.weight", "lost-updates", 0.5, 1.0, 0.1)]).plain(), end="")
+        step  stage    tensor    what          value  expected  bound
+          40  storage  a.weight  lost-updates    0.5         1    0.1
+    """
+    place = (
+        *number_columns(step="step"),
+        *text_columns(stage="stage"),
+        *name_columns(tensor="tensor", what="what"),
+    )
+    numbers = number_columns(value="value", expected="expected", bound="bound")
+    return Table((*place, *numbers), list(map(asdict, readings)))
+
+
+MAX_ROWS = 10
+MAX_SENTENCES = 8
+"""Maximum number of printed rows, and of printed sentences. JSON has all."""
+
+
+class Readings(Sequence[Reading]):
+    """Hold readings that print themselves: lines, a table, the sentence of each kind, and what was not
+    looked at.
+
+    Args:
+        readings: readings beyond their bound.
+        lines: printed above the table.
+        looked_at: printed if there is no reading.
+        unseen: what was not looked at, each with the reason or the flag that enables it; empty text
+            if none does.
+
+    Example:
+        >>> print(Readings([], ["AdamW: float32 weights"], "28 tensors"))
+        AdamW: float32 weights
+        Nothing found: 28 tensors.
+    """
+
+    def __init__(
+        self,
+        readings: Iterable[Reading] = (),
+        lines: Iterable[str] = (),
+        looked_at: str = "",
+        unseen: Mapping[str, str] | None = None,
+    ) -> None:
+        self.readings = in_order(readings)
+        self.lines = list(lines)
+        self.looked_at = looked_at
+        self.unseen = dict(unseen or {})
+
+    @property
+    def ok(self) -> bool:
+        """Return whether no reading is worse than a note."""
+        return all(reading.severity == "note" for reading in self.readings)
+
+    def require(self) -> Readings:
+        """Raise if any reading is worse than a note; else return the readings.
+
+        Raises:
+            RecipeError: with the sentences of all readings.
+        """
+        serious = [reading for reading in self.readings if reading.severity != "note"]
+        if serious:
+            message = (
+                f"Cannot train as set up because {len(serious)} readings are beyond their bound."
+            )
+            for reading in serious:
+                message += f" {reading.what} ({reading.tensor}): {reading.text}"
+            raise RecipeError(message)
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the readings as values for JSON."""
+        return {
+            "ok": self.ok,
+            "lines": self.lines,
+            "readings": [reading.to_dict() for reading in self.readings],
+            "looked_at": self.looked_at,
+            "unseen": self.unseen,
+        }
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.readings[index]
+
+    def __len__(self) -> int:
+        return len(self.readings)
+
+    def __repr__(self) -> str:
+        return f"Readings({[reading.what for reading in self.readings]})"
+
+    def __str__(self) -> str:
+        lines = list(self.lines)
+        if self.readings:
+            lines += reading_table(self.readings[:MAX_ROWS]).plain().splitlines()
+            more = len(self.readings) - MAX_ROWS
+            if more > 0:
+                lines.append(f"and {more} more readings (--json)")
+            lines += self._texts()
+        elif self.looked_at:
+            lines.append(f"Nothing found: {self.looked_at}.")
+        if self.unseen:
+            areas = []
+            for area, flag in self.unseen.items():
+                areas.append(f"{area} ({flag})" if flag else area)
+            lines.append(f"Not looked at: {', '.join(areas)}.")
+        return "\n".join(lines)
+
+    def _texts(self) -> list[str]:
+        """Return the sentence of each kind, with the numbers of its first reading."""
+        sentences: dict[str, str] = {}
+        for reading in self.readings:
+            kind = reading.what
+            if reading.severity == "note":
+                kind += " (note)"
+            if reading.text:
+                sentences.setdefault(kind, f"{kind}: {reading.text}")
+        return list(sentences.values())[:MAX_SENTENCES]

@@ -1,0 +1,115 @@
+"""A step of a training loop as plain numbers: what the hooks measure, what a record holds, and what
+the laws read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from narrowgauge.runs.schema import Row, finite_number, gauge_metrics, number, step_of
+
+Metrics = dict[str, dict[str, float | None]]
+"""Metrics of each tensor, by name."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """Hold the numbers of one step. What was not measured is ``None`` or empty, and its laws are silent.
+
+    Args:
+        step: optimizer steps done.
+        loss: of the step, of this rank.
+        lr: rate of the first group of the last optimizer; ``rate`` is the largest of all groups.
+        grad_norm: of all gradients before a clip, as the loop or the optimizer tells it.
+        skipped: the update was not applied.
+        limit: norm to which the loop clips, as it was declared.
+        arrived: norm of the gradients that reach the update.
+        zero: tensors that had a gradient before, and have none or exactly zero.
+        bad: tensors whose gradient is not finite, in the order of backward.
+        bad_output: first block of the model whose output is not finite.
+        bad_weight: a weight of the model that was not finite before the step.
+        kept: backward began with the gradient of the step before.
+        stored: of the tensors whose turn it is, the share of the update that their formats stored.
+        still: tensors with a gradient and a rate of which no sampled element has moved so far.
+        largest: largest change of a sampled weight beyond one rounding; ``largest_in`` is its tensor.
+        drift: frozen tensors that changed by a few roundings since their last sample.
+        apart, unsummed: tensors whose weights, and whose gradients, differ between ranks.
+        resumed: the first step after a checkpoint was loaded.
+        edq, lost_decay: the audit of our optimizers.
+        gauges: a sample of the gauges: metrics by table and tensor.
+    """
+
+    step: int
+    loss: float | None = None
+    lr: float | None = None
+    rate: float | None = None
+    grad_norm: float | None = None
+    skipped: bool | None = None
+    loss_scale: float | None = None
+    tokens_per_second: float | None = None
+    seconds: float | None = None
+    utilization: float | None = None
+    mfu: float | None = None
+    limit: float | None = None
+    arrived: float | None = None
+    zero: list[str] = field(default_factory=list)
+    bad: list[str] = field(default_factory=list)
+    bad_output: str = ""
+    bad_weight: str = ""
+    kept: bool | None = None
+    stored: dict[str, float] = field(default_factory=dict)
+    still: list[str] = field(default_factory=list)
+    largest: float | None = None
+    largest_in: str = ""
+    drift: list[str] = field(default_factory=list)
+    apart: list[str] = field(default_factory=list)
+    unsummed: list[str] = field(default_factory=list)
+    resumed: bool = False
+    edq: float | None = None
+    lost_decay: float | None = None
+    gauges: dict[str, Metrics] = field(default_factory=dict)
+
+    def row(self) -> Row:
+        """Return what was measured, for ``steps.jsonl``."""
+        return {name: x for name, x in asdict(self).items() if x != _NOTHING.get(name)}
+
+    @classmethod
+    def of(cls, row: Row) -> Step:
+        """Return the step of a row of ``steps.jsonl`` or of another program's log."""
+        values: dict[str, Any] = {}
+        for name, nothing in _NOTHING.items():
+            value = row.get(name)
+            if name in _NUMBERS:
+                value = number(value)
+            elif not isinstance(value, type(nothing)) and nothing is not None:
+                value = None
+            if value is not None:
+                values[name] = value
+        if "skipped" in values:
+            values["skipped"] = bool(values["skipped"])
+        return cls(step_of(row), **values)
+
+    @classmethod
+    def of_gauges(cls, row: Row) -> Step:
+        """Return a row of ``gauges.jsonl`` as a step, which no other law counts."""
+        tables: dict[str, Metrics] = {}
+        for table, name, metrics in gauge_metrics(row):
+            tables.setdefault(table, {})[name] = metrics
+        return cls(step_of(row), gauges=tables)
+
+
+_NOTHING = asdict(Step(0))
+del _NOTHING["step"]
+_NUMBERS = {name for name, nothing in _NOTHING.items() if nothing is None} - {"skipped", "kept"}
+
+
+def share(value: Any) -> float | None:
+    """Return a share that a log may hold in percent.
+
+    Example:
+        >>> share(45), share(0.45), share("busy")
+        (0.45, 0.45, None)
+    """
+    real = finite_number(value)
+    return real / 100 if real is not None and real > 1.5 else real

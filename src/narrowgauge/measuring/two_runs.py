@@ -1,0 +1,462 @@
+"""The first difference of two runs that should be equal: step, stage, tensor and rank, from the rows
+and fingerprints of both.
+
+Each column and each kind of fingerprint belongs to one stage of a step, and fingerprints are in the
+order of computation. So the first differing fingerprint shows where the runs diverged, and hashes
+by rank show whether only one rank differs.
+
+A norm of n elements, each rounded independently with unit roundoff u, moves by about u/√n, as does
+a mean over n tokens. So a difference within rounding does not end the search. A larger one exceeds
+its own rounding and the growth since the step before.
+
+Source: the expected error of n independent roundings (Higham 2002, section 2.8); one tolerance per tensor instead of one for
+all: TTrace (2506.09280).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple
+
+from narrowgauge.analysis.columns import loop_of, rows_of
+from narrowgauge.analysis.reading import Reading, Readings
+from narrowgauge.analysis.thresholds import ENVELOPE, GROWTH, LEAST
+from narrowgauge.measuring.settings import recipe_of, settings_diff
+from narrowgauge.runs.finding import counted, listed, told
+from narrowgauge.runs.record import Run
+from narrowgauge.runs.schema import STEP, Row, number, step_of
+from narrowgauge.spec.formats import FORMATS
+
+COLUMNS = ("tokens", "batch_crc", "loss", "grad_norm", "lr", "loss_scale", "skipped", "val_loss")
+"""Compared columns of a step and its evaluation. Times and bytes differ between any two runs."""
+STAGE_OF = {
+    "tokens": "data", "batch_crc": "data", "output": "forward", "loss": "loss", "grad": "gradient",
+    "grad_norm": "gradient", "lr": "optimizer step", "loss_scale": "optimizer step",
+    "skipped": "optimizer step", "weight": "optimizer step", "exp_avg": "optimizer step",
+    "exp_avg_sq": "optimizer step", "state": "optimizer step", "val_loss": "evaluation",
+}  # fmt: skip
+"""The stage of each compared column and kind of tensor, in the order of a step."""
+_KINDS = list(STAGE_OF)
+EXACT = frozenset({"tokens", "batch_crc", "lr", "loss_scale", "skipped"})
+"""Values that rounding cannot change."""
+AGREES = 0.05
+"""Relative difference of other recorded numbers of a step, such as the stored share of an update,
+beside a difference by rounding.
+"""
+_UNLIKE = ("s", "bytes", "tokens/s")
+"""Units of numbers that differ between any two runs."""
+_NAMED = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Describe one differing column or tensor of a step.
+
+    Args:
+        kind: a key of :data:`STAGE_OF`.
+        what: the column. For a tensor: ``norm``, ``bits`` or ``only-in-one-run``.
+        tensor: the fingerprint, as ``KIND:NAME``; empty for a column.
+        values: of both runs. For a tensor: its norms. NaN if only bits are known.
+        numel: elements of the tensor; for a column, tokens of the step; 0 if unknown.
+        ranks: the differing ranks; empty if all differ or unknown.
+        only_in: 0 or 1: the only run with this tensor.
+    """
+
+    step: int
+    kind: str
+    what: str
+    tensor: str = ""
+    values: tuple[float, float] = (math.nan, math.nan)
+    numel: int = 0
+    ranks: tuple[int, ...] = ()
+    only_in: int | None = None
+
+    @property
+    def stage(self) -> str:
+        """Return the stage of the step."""
+        return "start" if self.step == 0 else STAGE_OF[self.kind]
+
+    @property
+    def relative(self) -> float:
+        """Return the difference over the larger value; infinite if rounding cannot explain it."""
+        return math.inf if self.kind in EXACT else _relative(*self.values)
+
+    @property
+    def place(self) -> str:
+        """Return the tensor or column, and the stage, as part of a sentence."""
+        return f"{self.tensor or self.what} ({self.stage})"
+
+    def rounding(self, u: float) -> float:
+        """Return the relative difference that rounding explains in one step."""
+        return max(ENVELOPE * u / math.sqrt(max(1, self.numel)), LEAST)
+
+    def reading(self, bound: float) -> Reading:
+        """Return a reading: the second run's value, the first's, and the distance within ``bound``."""
+        first, second = self.values
+        if math.isnan(first) and math.isnan(second):
+            return Reading(self.step, self.stage, self.tensor, self.what)
+        allowed = 0.0 if self.kind in EXACT else bound * max(abs(first), abs(second))
+        return Reading(self.step, self.stage, self.tensor, self.what, second, first, allowed)
+
+
+def _relative(first: float, second: float) -> float:
+    if math.isnan(first) or math.isnan(second):
+        return math.inf
+    return abs(first - second) / (max(abs(first), abs(second)) or 1.0)
+
+
+def roundoff(run: Run) -> float:
+    """Return the unit roundoff between two matmuls, from the recipe or the graph of a forward pass;
+    else bfloat16's.
+    """
+    recipe = recipe_of(run)
+    model = run.run.get("model")
+    names = []
+    if recipe is not None:
+        names = [recipe.compute.dtype, recipe.storage.visible]
+    elif isinstance(model, dict):
+        names = str(model.get("formats", "")).split(", ")
+    roundoffs = [FORMATS[name].epsilon for name in names if name in FORMATS]
+    return max(roundoffs, default=FORMATS["bfloat16"].epsilon) / 2
+
+
+# ── the search ────────────────────────────────────────────────────────────────────────────────────
+
+
+class _Records(NamedTuple):
+    """Rows of one run by step: of steps and evaluations in one, and of fingerprints."""
+
+    rows: dict[int, Row]
+    prints: dict[int, Row]
+
+
+def _records(run: Run) -> _Records:
+    rows = _by_step(run.evals)
+    for step, row in _by_step(run.steps).items():
+        rows[step] = rows.get(step, {}) | row
+    return _Records(rows, _by_step(rows_of(run, "fingerprints")))
+
+
+def _by_step(rows: Sequence[Row]) -> dict[int, Row]:
+    """Return the first row of each step. A resume repeats the fingerprints of its checkpoint."""
+    return {step_of(row): row for row in reversed(rows)}
+
+
+class Search:
+    """Find the first difference of two runs, and the first difference beyond rounding.
+
+    Attributes:
+        first: the first difference of any size; ``None`` if all common records are equal.
+        beyond: the first difference beyond its bound, if any. If rounding came first, the largest
+            excess of the earliest stage.
+        bound: the relative difference that rounding explains, for ``beyond`` or else ``first``.
+        num_common: number of steps that both recorded.
+        is_hashed: both recorded fingerprints of that step.
+        factor: of all gradients of that step, second run over first, if they share one; else 1.
+        unlike: other recorded numbers of that step that differ by more than :data:`AGREES`.
+    """
+
+    def __init__(self, first_run: Run, second_run: Run) -> None:
+        self.records = [_records(first_run), _records(second_run)]
+        self.u = max(roundoff(first_run), roundoff(second_run))
+        self.first: Difference | None = None
+        self.beyond: Difference | None = None
+        self.bound = 0.0
+        # The last recorded step and its largest difference, of tensors and of columns.
+        self._levels: dict[bool, tuple[int, float]] = {}
+        common = self.records[0].rows.keys() & self.records[1].rows.keys()
+        hashed = self.records[0].prints.keys() & self.records[1].prints.keys()
+        steps = set(map(step_of, first_run.steps))
+        self.num_common = len(steps.intersection(map(step_of, second_run.steps)))
+        for step in sorted(common | hashed):
+            differences = []
+            if step in common:
+                differences += _columns(step, self.records)
+            if step in hashed:
+                differences += _tensors(step, self.records)
+            self._add(step, differences, has_columns=step in common, has_tensors=step in hashed)
+            if self.beyond is not None:
+                break
+        ends = ends_of(first_run, second_run)
+        if self.first is None and None not in ends and ends[0] != ends[1]:
+            end = Difference(max(common, default=0), "weight", "weights_fingerprint")
+            self.first = self.beyond = end
+        self.at = self.beyond or self.first
+        self.is_hashed = self.at is not None and self.at.step in hashed
+        self.factor = self._factor() if self.is_hashed else 1.0
+        self.unlike = []
+        if self.at is not None and self.at.step in common:
+            self.unlike = list(_other_numbers(*(x.rows[self.at.step] for x in self.records)))
+
+    def _add(
+        self, step: int, differences: list[Difference], *, has_columns: bool, has_tensors: bool
+    ) -> None:
+        """Add the differences of a step, and note the first one, and one beyond its bound."""
+        differences.sort(key=self._place)
+        bounds = [self._bound(row) for row in differences]
+        pairs = list(zip(differences, bounds, strict=True))
+        beyond = [pair for pair in pairs if pair[0].relative > pair[1]]
+        largest = {True: 0.0, False: 0.0}
+        for row in differences:
+            is_tensor = bool(row.tensor)
+            largest[is_tensor] = max(largest[is_tensor], row.relative)
+        if self.first is None and pairs:
+            self.first, self.bound = pairs[0]
+        if beyond:
+            self.beyond, self.bound = beyond[0]
+            if self.beyond is not self.first:
+                # Rounding came before, so the order within the step means little.
+                alike = [pair for pair in beyond if pair[0].stage == self.beyond.stage]
+                self.beyond, self.bound = max(
+                    alike, key=lambda pair: pair[0].relative / (pair[1] or 1e-300)
+                )
+        if self.first is not None:
+            for is_tensor, is_read in ((True, has_tensors), (False, has_columns)):
+                if is_read:
+                    self._levels[is_tensor] = step, largest[is_tensor]
+
+    def _place(self, row: Difference) -> tuple[int, bool, bool]:
+        return _KINDS.index(row.kind), row.relative <= row.rounding(self.u), not row.tensor
+
+    def _bound(self, row: Difference) -> float:
+        """Return the relative difference that rounding explains, including growth since the last
+        recorded step.
+        """
+        if row.kind in EXACT:
+            return 0.0
+        rounding = row.rounding(self.u)
+        if self.first is None:
+            return rounding
+        step, level = self._levels.get(bool(row.tensor), (-1, 0.0))
+        if step < 0 or (row.tensor and step != row.step - 1):
+            # The growth of rounding is unknown.
+            return math.inf if math.isfinite(row.relative) else rounding
+        gap = row.step - step
+        if gap * math.log(GROWTH) > 700:
+            return math.inf
+        return max(rounding, GROWTH**gap * level)
+
+    def _factor(self) -> float:
+        assert self.at is not None
+        entries = [record.prints[self.at.step]["tensors"] for record in self.records]
+        ratios = []
+        for key, entry in entries[0].items():
+            if key.startswith("grad:") and key in entries[1] and entry[1]:
+                ratios.append(entries[1][key][1] / entry[1])
+        if not ratios or max(ratios) - min(ratios) > 1e-3 * max(ratios):
+            return 1.0
+        return sum(ratios) / len(ratios)
+
+
+def ends_of(*runs: Run) -> list[Any]:
+    """Return the hash of each run's final weights; ``None`` if it is not finished."""
+    return [(run.summary or {}).get("weights_fingerprint") for run in runs]
+
+
+def _columns(step: int, records: Sequence[_Records]) -> list[Difference]:
+    first = records[0].rows[step]
+    second = records[1].rows[step]
+    tokens = int((number(first.get("tokens")) or 0) // max(1, step))
+    if not tokens:
+        batch = records[0].prints.get(step, {}).get("tensors", {}).get("tokens:batch")
+        tokens = 0 if batch is None else int(batch[2])
+    differences = []
+    for column in COLUMNS:
+        here = first.get(column)
+        there = second.get(column)
+        are_nan = here != here and there != there
+        if here is None or there is None or here == there or are_nan:
+            continue
+        values = math.nan, math.nan
+        if not isinstance(here, str):
+            values = float(here), float(there)
+        differences.append(Difference(step, column, column, values=values, numel=tokens))
+    return differences
+
+
+def _other_numbers(first: Row, second: Row) -> Iterator[str]:
+    """Yield the other numbers of two rows that disagree; fractions, which are known columns, by more
+    than :data:`AGREES` itself.
+    """
+    for name in first.keys() & second.keys():
+        here = first[name]
+        there = second[name]
+        column = STEP.get(name)
+        is_time = column is not None and column.unit in _UNLIKE
+        if (
+            name in COLUMNS
+            or is_time
+            or not isinstance(here, float)
+            or not isinstance(there, float)
+        ):
+            continue
+        size = max(abs(here), abs(there)) if column is None else 1.0
+        if abs(here - there) > AGREES * size:
+            yield f"{name} {here:.4g} and {there:.4g}"
+
+
+def _tensors(step: int, records: Sequence[_Records]) -> list[Difference]:
+    """Compare the norms of tensors whose hashes differ, those of gradients at loss scale 1."""
+    first, second = [record.prints[step] for record in records]
+    differences = []
+    scales = [number(x.rows.get(step, {}).get("loss_scale")) or 1.0 for x in records]
+    recorded = [{key.partition(":")[0] for key in x["tensors"]} for x in (first, second)]
+    for key in {**first["tensors"], **second["tensors"]}:
+        entry = first["tensors"].get(key)
+        other = second["tensors"].get(key)
+        kind = key.partition(":")[0]
+        if entry is None or other is None:
+            if kind in recorded[0] & recorded[1] & STAGE_OF.keys():
+                only_in = int(entry is None)
+                differences.append(Difference(step, kind, "only-in-one-run", key, only_in=only_in))
+            continue
+        if entry[0] == other[0] or kind not in STAGE_OF:
+            continue
+        if kind == "tokens":  # integers have no norm
+            differences.append(Difference(step, kind, "bits", key))
+            continue
+        norms = entry[1], other[1]
+        if kind == "grad":
+            norms = norms[0] / scales[0], norms[1] / scales[1]
+        differences.append(Difference(step, kind, "norm", key, norms, int(entry[2])))
+    kind, ranks = _odd_ranks(first, second)
+    if ranks:
+        stage = STAGE_OF[kind]
+        differences = [replace(x, ranks=ranks) if x.stage == stage else x for x in differences]
+        if not any(x.stage == stage for x in differences):
+            differences.append(Difference(step, kind, "bits", ranks=ranks))
+    return differences
+
+
+def _odd_ranks(first_row: Row, second_row: Row) -> tuple[str, tuple[int, ...]]:
+    """Return the first kind of tensor whose hashes differ on some ranks, and these ranks."""
+    first = first_row.get("ranks") or {}
+    second = second_row.get("ranks") or {}
+    for kind in _KINDS:
+        here = first.get(kind) or []
+        there = second.get(kind) or []
+        odd = tuple(
+            rank for rank, pair in enumerate(zip(here, there, strict=False)) if pair[0] != pair[1]
+        )
+        # If all ranks differ, the layouts may differ too. Then ranks hold other shards.
+        if odd and len(here) == len(there):
+            return kind, odd if len(odd) < len(here) else ()
+    return "", ()
+
+
+# ── what is printed ───────────────────────────────────────────────────────────────────────────────
+
+
+class TwoRuns(Readings):
+    """Find the first difference of two runs from their records, finished or not; ``print`` shows a
+    table.
+
+    Attributes:
+        difference: the first beyond its bound, else the first of any size; ``None`` if all common
+            records are equal.
+        readings: the difference as a reading that expects the first run's value.
+        is_rounding: the runs differ only within rounding, both round alike, and every recorded
+            number of that step agrees.
+        is_complete: both runs finished with equal hashes of the final weights.
+        settings: recorded settings, data and software that differ.
+        notes: limits of the comparison, a sentence each.
+    """
+
+    def __init__(self, first_run: Run, second_run: Run) -> None:
+        runs = first_run, second_run
+        self.search = search = Search(*runs)
+        self.difference = at = search.at
+        super().__init__()
+        is_within = search.beyond is None and roundoff(first_run) == roundoff(second_run)
+        agrees = not search.unlike and abs(search.factor - 1) < AGREES
+        self.is_rounding = at is not None and is_within and agrees
+        ends = ends_of(*runs)
+        self.is_complete = None not in ends and ends[0] == ends[1]
+        self.names = first_run.path.name, second_run.path.name
+        if self.names[0] == self.names[1]:
+            self.names = str(first_run.path), str(second_run.path)
+        self.settings = tuple(settings_diff(first_run.run, second_run.run))
+        if at is not None:
+            self.readings = [at.reading(search.bound)]
+        self.notes = list(self._notes(runs))
+        self.lines = [f"{' and '.join(self.names)}: {self.verdict}"]
+
+    @property
+    def verdict(self) -> str:
+        """Return the verdict in one sentence."""
+        common = counted(self.search.num_common, "step")
+        at = self.difference
+        if at is None:
+            if self.is_complete:
+                return "The same run, bit for bit to the last weight."
+            if not self.search.num_common:
+                return "Cannot compare the records because they have no step in common."
+            return f"The same in all that both recorded ({common})."
+        size = ""
+        if self.is_rounding:
+            size = " by rounding"
+        elif self.search.beyond is None:
+            size = ", each within its own rounding,"
+        elif at is not self.search.first:
+            size = " beyond rounding"
+        ranks = ""
+        if at.ranks:
+            unit = "rank" if len(at.ranks) == 1 else "ranks"
+            ranks = f" of {unit} {listed(map(str, at.ranks))}"
+        return f"The runs first differ{size} at step {at.step}, in {at.place}{ranks}."
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the comparison as values for JSON."""
+        at = self.difference
+        return {
+            "runs": list(self.names),
+            "verdict": self.verdict,
+            "same": at is None,
+            "readings": list(map(asdict, self.readings)),
+            "ranks": list(at.ranks) if at else [],
+            "is_rounding": self.is_rounding,
+            "factor": self.search.factor,
+            "settings": list(map(asdict, self.settings)),
+            "num_common": self.search.num_common,
+            "notes": self.notes,
+        }
+
+    def __str__(self) -> str:
+        notes = [f"Note: {note}." for note in self.notes]
+        return "\n".join([super().__str__(), *self._sentences(), *notes])
+
+    def _sentences(self) -> Iterator[str]:
+        at = self.difference
+        search = self.search
+        if at is not None and at.only_in is not None:
+            yield f"Only {self.names[at.only_in]} has {at.tensor}."
+        if at is not None and math.isfinite(at.relative):
+            reach = "the step before was not hashed"
+            if math.isfinite(search.bound):
+                reach = f"rounding reaches {search.bound:.2g}"
+            yield f"The relative difference is {at.relative:.2g}; {reach}."
+        if abs(search.factor - 1) > LEAST:
+            yield f"All gradients of {self.names[1]} are {search.factor:.6g} times the others."
+        if search.unlike:
+            yield f"Other recorded numbers of the step differ: {', '.join(search.unlike)}."
+        if search.first is not None and search.first is not at:
+            first = search.first
+            yield f"By rounding they differ since step {first.step}, first in {first.place}."
+        if self.settings:
+            yield f"Recorded settings that differ: {told(map(str, self.settings), _NAMED)}."
+        elif at is not None:
+            yield "No recorded setting differs."
+
+    def _notes(self, runs: Sequence[Run]) -> Iterator[str]:
+        lengths = [len(run.steps) for run in runs]
+        at = self.difference
+        common = self.search.num_common
+        if common and lengths[0] != lengths[1]:
+            yield f"they recorded {lengths[0]} and {lengths[1]} steps, of which {common} are common"
+        if at is not None and at.what in ("loss", "grad_norm") and not self.search.is_hashed:
+            flag = "ng.RunRecorder(…, fingerprints_every=1)"
+            if all(loop_of(run) == "trainer" for run in runs):
+                flag = "--fingerprints-every 1"
+            yield f"the tensor is not recorded: repeat both up to step {at.step} with {flag}"

@@ -1,0 +1,183 @@
+"""Checkpoints of a run: a folder per step, written by ``torch.distributed.checkpoint``, complete or
+absent.
+
+::
+
+    checkpoints/step-00000040/
+        __0_0.distcp …, .metadata    weights and states, by rank
+        notes.json                   step, settings and loss scale
+        manifest.json                the BLAKE2b of each other file
+
+A checkpoint is written under another name, synced, and renamed. Only then are older ones removed.
+One that does not match its manifest is skipped. To find one needs no PyTorch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from narrowgauge.errors import NarrowgaugeError, RecordError
+from narrowgauge.runs.atomic_io import digest, disk_error, load_json, sync, system_error
+from narrowgauge.spec.tables import Row
+
+if TYPE_CHECKING:
+    from narrowgauge.optim.optimizer import Optimizer
+
+_MANIFEST = "manifest.json"
+_NEW = "new"
+
+
+def folders(run: Path) -> list[Path]:
+    """Return the checkpoints of a run, the newest first. They may be damaged."""
+    return sorted((run / "checkpoints").glob("step-*"), reverse=True)
+
+
+def newest(run: Path) -> tuple[Path | None, list[str]]:
+    """Return the newest checkpoint of a run that matches its manifest, and what is wrong with each
+    newer one.
+    """
+    damaged = []
+    for folder in folders(run):
+        reason = _damage(folder)
+        if not reason:
+            return folder, damaged
+        damaged.append(f"{folder.name} is damaged ({reason})")
+    return None, damaged
+
+
+def require_checkpoint(run: Path) -> Path:
+    """Return the newest good checkpoint of a run.
+
+    Raises:
+        RecordError: it has none.
+    """
+    checkpoint, damaged = newest(run)
+    if checkpoint is None:
+        reason = "; ".join(damaged) or "it has no checkpoint"
+        raise RecordError(f"Cannot load {run}: {reason}.", "Name a run of narrowgauge train.")
+    return checkpoint
+
+
+def notes_of(folder: Path) -> Row:
+    """Read the notes of a good checkpoint."""
+    notes: Row = load_json((folder / "notes.json").read_bytes())
+    return notes
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    digests = {}
+    for file in sorted(folder.iterdir()):
+        if file.name != _MANIFEST:
+            digests[file.name] = digest(file)
+    return digests
+
+
+def _damage(folder: Path) -> str:
+    """Return why a checkpoint cannot be used, or an empty string."""
+    try:
+        manifest = load_json((folder / _MANIFEST).read_bytes())
+        present = _digests(folder)
+        for name in sorted({*manifest, *present, "notes.json"}):
+            if name not in present:
+                return f"{name} is missing"
+            if present[name] != manifest.get(name):
+                return f"{name} does not match its checksum"
+        if notes_of(folder)["step"] != int(folder.name.partition("-")[2]):
+            return "it is of another step"
+    except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
+        return f"its {_MANIFEST} cannot be used: {error}"
+    return ""
+
+
+def states_of(model: Any, optimizer: Optimizer) -> dict[str, Any]:
+    """Return the state_dicts of a model and its optimizer, as DCP saves and loads them."""
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    weights, states = get_state_dict(model, optimizer)
+    return {"model": weights, "optimizer": states}
+
+
+def save(run: Path, model: Any, optimizer: Optimizer, notes: Row, keep: int = 2) -> None:
+    """Write a checkpoint of the step in ``notes``, and keep the newest ``keep``. All ranks call it.
+
+    Raises:
+        RecordError: it could not be written; on all ranks. Older checkpoints are intact.
+    """
+    from torch.distributed import checkpoint as dcp
+
+    from narrowgauge.distributed.ranks import all_ranks
+
+    ranks = all_ranks()
+    place = run / "checkpoints"
+    new = place / _NEW
+    final = place / f"step-{notes['step']:08d}"
+
+    def clean() -> None:
+        shutil.rmtree(new, ignore_errors=True)
+        new.mkdir(parents=True)
+
+    def publish() -> None:
+        (new / "notes.json").write_text(json.dumps(notes, indent=1), encoding="utf-8")
+        (new / _MANIFEST).write_text(json.dumps(_digests(new), indent=1), encoding="utf-8")
+        for file in (*new.iterdir(), new):
+            sync(file)
+        if final.exists():  # damaged, or the run has returned to this step
+            _remove(final)
+        new.rename(final)
+        sync(place)
+        # Later ones are damaged: the run went on from an earlier one.
+        retained = [folder for folder in folders(run) if folder <= final][:keep]
+        for folder in folders(run):
+            if folder not in retained:
+                _remove(folder)
+
+    try:
+        ranks.of_first(clean)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is (disabled|unavailable)")
+            dcp.save(states_of(model, optimizer), checkpoint_id=new, no_dist=ranks.size == 1)
+        ranks.of_first(publish)
+    except (NarrowgaugeError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # DCP gives the errors of all ranks
+        failures = getattr(error, "failures", {0: (error, None)})
+        cause = failures[min(failures)][0]
+        if system_error(cause) is not None:
+            raise disk_error(final, cause) from error
+        advice = "Older checkpoints are intact: give the same command again."
+        raise RecordError(f"Cannot write {final}: {cause}.", advice, status=1) from error
+
+
+def _remove(folder: Path) -> None:
+    """Remove a checkpoint under another name, so that a kill leaves no part of it."""
+    doomed = folder.with_name("old")
+    shutil.rmtree(doomed, ignore_errors=True)
+    os.rename(folder, doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def load(folder: Path, model: Any, optimizer: Optimizer) -> Row:
+    """Load a good checkpoint, and return its notes. All ranks call it, however many wrote it."""
+    from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import set_state_dict
+
+    state = states_of(model, optimizer)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is (disabled|unavailable)")
+            dcp.load(state, checkpoint_id=folder)
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise RecordError(
+            f"Cannot load {folder}: {reason}.",
+            "Its model or recipe has changed: restore them as they were when the run began.",
+        ) from error
+    set_state_dict(
+        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
+    return notes_of(folder)

@@ -1,0 +1,275 @@
+"""Text as tokens, and the batches of a run.
+
+The data of a run is a folder: ``tokens.npy``, one row of uint16 or uint32, and ``tokenizer.json``
+where the tokenizer is known. ``narrowgauge tokenize`` makes it from text; ``numpy.save`` of the
+tokens of any other pipeline makes it too. A token ends each document. The last twentieth is held
+out.
+
+The order of an epoch is ``RandomState([seed, epoch]).permutation``, which no release of NumPy
+changes. So no generator state is saved, and batch 7,000 needs none of those before it.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from narrowgauge.errors import DataError, require_package
+from narrowgauge.runs.atomic_io import disk_errors, load_json
+from narrowgauge.runs.places import require_no_file
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+SUFFIXES = (".jsonl", ".md", ".py", ".txt")
+END_OF_TEXT = "<|endoftext|>"
+_END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>")
+_PIECE = 1 << 16
+"""Characters that are encoded at once. A tokenizer may take quadratic time on a longer text."""
+_MOST = 10_000_000
+_SAMPLE = 1 << 20
+"""Number of tokens that a fingerprint covers, spread evenly."""
+
+
+# ── text to tokens ────────────────────────────────────────────────────────────────────────────────
+
+
+def read_texts(source: Path) -> Iterator[str]:
+    """Yield the documents of a text file, of a ``.jsonl`` file with ``text`` in each line, or of a
+    folder of such files, by name.
+
+    Raises:
+        DataError: a source or file that cannot be read, or is not UTF-8 text.
+    """
+    if not source.exists():
+        raise DataError(
+            f"No text in {source}: there is no such file or folder.",
+            "Name a file or folder of text.",
+        )
+    files = [source]
+    if source.is_dir():
+        files = [file for file in source.rglob("*") if file.suffix in SUFFIXES]
+    for file in sorted(files):
+        try:
+            with file.open(encoding="utf-8-sig") as stream:
+                if file.suffix == ".jsonl":
+                    for line in stream:
+                        text = load_json(line)["text"]
+                        # JSON can hold lone surrogates, UTF-8 cannot.
+                        yield text.encode(errors="replace").decode()
+                else:
+                    yield stream.read()
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise DataError(
+                f"Cannot read the text in {file}: {type(error).__name__}: {error}.",
+                'Give UTF-8 text, or .jsonl with one object per line, such as {"text": "…"}.',
+            ) from error
+
+
+def pieces(text: str) -> Iterator[str]:
+    """Yield a text in pieces, each up to its last newline if it has one."""
+    start = 0
+    while start < len(text):
+        end = start + _PIECE
+        if end < len(text):
+            end = text.rfind("\n", start, end) + 1 or end
+        yield text[start:end]
+        start = end
+
+
+def write_tokens(texts: Iterable[str], tokenizer: Tokenizer, end: str, out: Path) -> Path:
+    """Tokenize documents into a folder, with the token ``end`` behind each.
+
+    Text that spells a special token is encoded like other text.
+
+    Cost: about 0.5 s per MB on two cores.
+    """
+    require_no_file(out, ["tokens.npy", "tokenizer.json"], "write tokens in")
+    file = json.loads(tokenizer.to_str())
+    dtype = np.uint16 if tokenizer.get_vocab_size() <= 1 << 16 else np.uint32
+    tokenizer.encode_special_tokens = True
+    parts = []
+    for text in texts:
+        if text:
+            encodings = tokenizer.encode_batch_fast([*pieces(text)], add_special_tokens=False)
+            parts += [np.array(encoding.ids, dtype) for encoding in encodings]
+            parts.append(np.array([tokenizer.token_to_id(end)], dtype))
+    if not parts:
+        raise DataError("Cannot write tokens because there is no text.", "Give .txt files.")
+    with disk_errors(out):
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "tokenizer.json").write_text(json.dumps(file, ensure_ascii=False), encoding="utf-8")
+        names = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
+        (out / "tokenizer_config.json").write_text(json.dumps(names), encoding="utf-8")
+        # The tokens come last: without them a folder is no data.
+        temporary = out / "tokens.tmp.npy"
+        np.save(temporary, np.concatenate(parts))
+        temporary.replace(out / "tokens.npy")
+    return out
+
+
+def load_tokenizer(path: Path | None) -> tuple[Tokenizer, str]:
+    """Read a ``tokenizer.json``, or the one in a Hugging Face folder, and its end-of-text token.
+
+    ``None`` makes a tokenizer of 257 tokens: the bytes and the end of text.
+    """
+    require_package("tokenizers")
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    if path is None:
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        tokenizer = Tokenizer(models.BPE(dict(zip(alphabet, range(256), strict=True)), []))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer.add_special_tokens([AddedToken(END_OF_TEXT, special=True)])
+        return tokenizer, END_OF_TEXT
+    file = path / "tokenizer.json" if path.is_dir() else path
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # tokenizers raises bare Exception
+        advice = "Name a tokenizer.json or its folder."
+        raise DataError(f"Cannot read the tokenizer {file}: {error}.", advice) from error
+    tokenizer.no_truncation()  # a tokenizer saved after calls with truncation=True would cut the text
+    tokenizer.no_padding()
+    for name in (*_declared_end(file.with_name("tokenizer_config.json")), *_END_NAMES):
+        if tokenizer.token_to_id(name) is not None:
+            return tokenizer, name
+    raise DataError(
+        f"The tokenizer {file} has no end-of-text token (looked for {', '.join(_END_NAMES)}).",
+        "Name it as eos_token in tokenizer_config.json in the same folder.",
+    )
+
+
+def _declared_end(file: Path) -> list[str]:
+    """Return the end-of-text token that a ``tokenizer_config.json`` names."""
+    try:
+        name = load_json(file.read_bytes())["eos_token"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return []
+    return [str(name["content"] if isinstance(name, dict) else name)]
+
+
+# ── tokens to batches ─────────────────────────────────────────────────────────────────────────────
+
+
+@functools.lru_cache(maxsize=4)
+def order_of_epoch(seed: int, epoch: int, count: int) -> np.ndarray:
+    return np.random.RandomState([seed, epoch]).permutation(count)
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The tokens of a run: ``train`` and ``held_out``, one dimension each.
+
+    Batches are pure functions of their arguments and the tokens.
+    """
+
+    train: np.ndarray
+    held_out: np.ndarray
+    vocab_size: int
+    folder: Path | None = None
+    fingerprint: str = ""
+
+    def require(self, sequence_length: int) -> None:
+        """Refuse a sequence length that leaves no sequence for training or validation."""
+        for name, ids in {
+            "the training part": self.train,
+            "the held-out part": self.held_out,
+        }.items():
+            if len(ids) <= sequence_length:
+                raise DataError(
+                    f"sequence_length {sequence_length} needs {sequence_length + 1} tokens; {name} "
+                    f"has {len(ids)}.",
+                    "Give more text, or a smaller --sequence-length.",
+                )
+
+    def batch(self, first: int, num_sequences: int, sequence_length: int, seed: int) -> np.ndarray:
+        """Return sequences ``first`` and following of an infinite stream: int64 ``[num_sequences,
+        sequence_length + 1]``.
+
+        Inputs are ``[:, :-1]``, targets ``[:, 1:]``. Each epoch holds every window once.
+        """
+        count = (len(self.train) - 1) // sequence_length
+        windows = []
+        for place in range(first, first + num_sequences):
+            windows.append(order_of_epoch(seed, place // count, count)[place % count])
+        return _windows(self.train, np.array(windows), sequence_length)
+
+    def validation(self, limit: int, sequence_length: int) -> np.ndarray:
+        """Return at most ``limit`` validation sequences, spread evenly over the held-out tokens."""
+        count = (len(self.held_out) - 1) // sequence_length
+        chosen = min(limit, count)
+        return _windows(self.held_out, np.arange(chosen) * count // chosen, sequence_length)
+
+    def unigram_loss(self) -> float:
+        """Return the loss in nats per token of guessing by the frequencies of training tokens.
+
+        A model must beat it. One is added to each count, of the first ten million tokens.
+        """
+        held_out = np.bincount(self.held_out[:_MOST], minlength=self.vocab_size)
+        counts = np.bincount(self.train[:_MOST], minlength=self.vocab_size) + 1.0
+        return float(-(held_out * np.log(counts / counts.sum())).sum() / held_out.sum())
+
+    def table(self) -> dict[str, Any]:
+        """Return the table ``data`` of the record."""
+        return {
+            "folder": str(self.folder), "fingerprint": self.fingerprint, "tokens": len(self.train),
+            "vocab_size": self.vocab_size, "unigram_loss": self.unigram_loss(),
+        }  # fmt: skip
+
+
+def _windows(ids: np.ndarray, windows: np.ndarray, sequence_length: int) -> np.ndarray:
+    places = windows[:, None] * sequence_length + np.arange(sequence_length + 1)
+    return ids[places].astype(np.int64)
+
+
+def open_tokens(folder: str | Path) -> Tokens:
+    """Open the tokens in a folder without reading them.
+
+    Raises:
+        DataError: there are none, or the file is damaged.
+    """
+    folder = Path(folder)
+    advice = "Make them from text: narrowgauge tokenize TEXT OUT, then --data OUT."
+    try:
+        ids = np.load(folder / "tokens.npy", mmap_mode="r")
+    except FileNotFoundError:
+        raise DataError(f"No tokens in {folder}: no tokens.npy is there.", advice) from None
+    except (OSError, ValueError, EOFError) as error:
+        raise DataError(f"Cannot use the tokens in {folder}: {error}.", advice) from error
+    if ids.ndim != 1 or ids.dtype.kind not in "ui" or not len(ids):
+        raise DataError(f"Cannot use the tokens in {folder}: {ids.dtype}, {ids.shape}.", advice)
+    sample = np.ascontiguousarray(ids[:: max(1, len(ids) // _SAMPLE)])
+    state = hashlib.blake2b(f"{len(ids)} {ids.dtype}".encode(), digest_size=16)
+    state.update(sample.tobytes())
+    vocab_size = max(int(ids.max()) + 1, _vocab_size(folder / "tokenizer.json"))
+    cut = len(ids) - len(ids) // 20
+    return Tokens(ids[:cut], ids[cut:], vocab_size, folder.resolve(), state.hexdigest())
+
+
+def _vocab_size(file: Path) -> int:
+    """Return the size of the vocabulary of a ``tokenizer.json``; 0 without one."""
+    try:
+        table = load_json(file.read_bytes())
+        numbers = [len(table["model"]["vocab"]) - 1]
+        numbers += [token["id"] for token in table.get("added_tokens", ())]
+        return max(numbers) + 1
+    except FileNotFoundError:
+        return 0
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise DataError(f"Cannot read {file}: {error}.", "Make the tokens again.") from error
+
+
+def copy_tokenizer(folder: Path, out: Path) -> None:
+    """Copy the files of a tokenizer that are there."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        if (folder / name).is_file():
+            shutil.copyfile(folder / name, out / name)

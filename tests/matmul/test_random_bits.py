@@ -1,0 +1,164 @@
+"""Random bits are a hash of seed, layer, operand and content: whatever steps the model, wherever it
+is resumed.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import narrowgauge as ng
+from matmul.scenarios import STOCHASTIC, gaussian, make_layer, names, passed
+from narrowgauge.matmul.swapping import swap_linears
+from narrowgauge.spec.computes import Compute
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+Make = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
+OPTIMIZERS: dict[str, Make] = {
+    "torch": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    "ours": lambda parameters: ng.SGD(parameters, lr=0.1, storage="word"),
+}
+
+
+@pytest.mark.parametrize("row", STOCHASTIC, **names)
+def test_equal_passes_have_equal_bits_and_another_seed_s_differ(row: Compute) -> None:
+    layer, _ = make_layer(row)
+    x, grad = gaussian(33, 65, seed=3), gaussian(33, 17, seed=4)
+    first, second = passed(layer, x, grad), passed(layer, x, grad)
+    layer.seed = 1
+    layer.key = layer._keys_on(None)
+    third = passed(layer, x, grad)
+    assert torch.equal(first.output, third.output)
+    for name in ("grad_input", "grad_weight"):
+        assert torch.equal(getattr(first, name), getattr(second, name))
+        assert not torch.equal(getattr(first, name), getattr(third, name))
+
+
+@pytest.mark.parametrize("compute", ["int8-row", "nvfp4", "mxfp4"])
+@pytest.mark.parametrize("changes", ["the weight", "the input"])
+def test_a_gradient_that_repeats_has_new_noise_in_each_step(compute: str, changes: str) -> None:
+    """A good part of the error differs from step to step; the rest is the weight's own cast."""
+    layer, _ = make_layer(compute, 64, 48, bias=False)
+    start = layer.weight.detach().clone()
+    grad = gaussian(65, 48, seed=4)
+    errors = []
+    for step in range(24):
+        x = gaussian(65, 64, seed=step if changes == "the input" else 3)
+        if changes == "the weight":
+            with torch.no_grad():
+                layer.weight.copy_(start * (1 + 0.02 * gaussian(48, 64, seed=50 + step)))
+        result = passed(layer, x, grad).grad_input.double()
+        errors.append(result - grad.double() @ layer.weight.detach().double())
+    stacked = torch.stack(errors)
+    assert stacked.var(0).mean() > 0.3 * stacked.square().mean()
+
+
+@pytest.mark.parametrize("has_two_tokens", [False, True])
+@pytest.mark.parametrize("compute", ["int8-row", "nvfp4"])
+def test_micro_batches_round_independently(compute: str, has_two_tokens: bool) -> None:
+    """Of equal mean and unequal values, 8 of them: the noise of the sum has the variance of
+    independent ones. A loss on the last tokens alone, as a classifier's, leaves all other gradients
+    0.
+    """
+    layer, _ = make_layer(compute, 64, 48, bias=False)
+    sums = []
+    parts = []
+    for seed in range(12):
+        layer.seed = seed
+        layer.key = layer._keys_on(None)
+        of_seed = []
+        for micro_batch in range(8):
+            x = gaussian(2, 65, 64, seed=micro_batch) + 0.5
+            grad = gaussian(2, 65, 48, seed=100 + micro_batch)
+            if has_two_tokens:
+                grad[:, :-2] = 0
+                grad[0] = 0
+            of_seed.append(torch.autograd.grad(layer(x), layer.weight, grad)[0].double())
+        sums.append(sum(of_seed))
+        parts.append(torch.stack(of_seed))
+    ratio = torch.stack(sums).var(0).mean() / torch.stack(parts).var(0).sum(0).mean()
+    assert 0.8 < ratio < 1.2  # 1.4 with shared bits
+
+
+class Two(nn.Module):
+    def __init__(self, is_checkpointed: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = (
+            nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32)) for _ in range(2)
+        )
+        self.is_checkpointed = is_checkpointed
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_checkpointed:
+            x = checkpoint(self.first, x, use_reentrant=False)
+            return checkpoint(self.last, x, use_reentrant=False)
+        return self.last(self.first(x))
+
+
+def learn(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], steps: range) -> None:
+    for step in steps:
+        x = torch.randn(2, 4, 32, generator=torch.Generator().manual_seed(step))
+        model(x).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def weights_of(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_an_optimizer_a_parameter_in_backward_has_the_bits_of_one(is_checkpointed: bool) -> None:
+    """A recomputed pass has its first bits, though some parameters have been stepped already."""
+    make = OPTIMIZERS["torch"]
+    plain = Two()
+    swap_linears(plain, "nvfp4")
+    learn(plain, [make(plain.parameters())], range(3))
+    model = Two(is_checkpointed)
+    swap_linears(model, "nvfp4")
+    for parameter in model.parameters():
+        optimizer = make([parameter])
+
+        def step(stepped: Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        parameter.register_post_accumulate_grad_hook(step)
+    learn(model, [], range(3))
+    assert torch.equal(weights_of(model), weights_of(plain))
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(make: Make) -> None:
+    """Weights and the optimizer's own state are all that is saved; swapped in parts or at once."""
+    model = Two()
+    swap_linears(model, "int8-row")
+    optimizer = make(model.parameters())
+    learn(model, [optimizer], range(3))
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    learn(model, [optimizer], range(3, 5))
+    resumed = Two()
+    goes_on = make(resumed.parameters())
+    swap_linears(resumed, "int8-row")
+    resumed.load_state_dict(saved[0])
+    goes_on.load_state_dict(saved[1])
+    learn(resumed, [goes_on], range(3, 5))
+    assert torch.equal(weights_of(resumed), weights_of(model))
+
+
+@pytest.mark.parametrize("wraps", [False, True])
+def test_two_passes_before_a_backward_under_ddp(wraps: bool, one_rank: None) -> None:
+    """DDP writes buffers before each pass, also those that an earlier pass has saved."""
+    model = Two()
+    swap_linears(model, "int8-row")
+    call = nn.parallel.DistributedDataParallel(model) if wraps else model
+    losses = [call(torch.full((2, 4, 32), value)).square().mean() for value in (0.5, 1.0)]
+    sum(losses).backward()
+    assert model.first[0].weight.grad.any()

@@ -1,0 +1,137 @@
+"""The hub of a loop: every listener hears every event once, and an error ends its listener alone."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from narrowgauge.measuring.hooks import Hub, Listener
+
+EVENTS = ("before_pass", "after_pass", "before_step", "after_step")
+
+
+@pytest.fixture(autouse=True)
+def loud() -> None:
+    """Errors end their listener here."""
+
+
+class Diary(Listener):
+    """Note the events, and fail in one of them."""
+
+    title = "the diary"
+
+    def __init__(self, fails_in: str = "") -> None:
+        self.fails_in = fails_in
+        self.events: list[str] = []
+        self.is_ended = False
+
+    def note(self, event: str) -> None:
+        self.events.append(event)
+        if event == self.fails_in:
+            raise ValueError("no ink")
+
+    def before_pass(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        assert len(inputs) == 1
+        self.note("before_pass")
+
+    def after_pass(self, output: Any) -> None:
+        assert output.requires_grad
+        self.note("after_pass")
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.note("before_step")
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.note("after_step")
+
+    def end(self) -> None:
+        self.is_ended = True
+
+
+def hub_of(*listeners: Diary) -> tuple[Hub, nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hub = Hub(model, [optimizer], model)
+    hub.listeners += listeners
+    return hub, model, optimizer
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with torch.no_grad():
+        model(torch.ones(2, 4))
+
+
+ONE_STEP = [*EVENTS]
+
+
+@pytest.mark.parametrize("event", EVENTS)
+def test_an_error_ends_its_listener_and_nothing_else(event: str) -> None:
+    broken = Diary(event)
+    well = Diary()
+    hub, model, optimizer = hub_of(broken, well)
+    messages = []
+    hub.say = messages.append
+    for _ in range(2):
+        train(model, optimizer)
+    assert well.events == 2 * ONE_STEP and not well.is_ended
+    assert broken.is_ended and broken.events == ONE_STEP[: ONE_STEP.index(event) + 1]
+    assert hub.listeners == [well] and messages == ["the diary ended: ValueError: no ink"]
+
+
+def test_ranks_wait_for_each_other_so_an_error_ends_the_loop() -> None:
+    """Where its listener compares ranks; another one ends alone."""
+    for compares_ranks in (True, False):
+        diary = Diary("before_step")
+        diary.compares_ranks = compares_ranks
+        hub, model, optimizer = hub_of(diary)
+        hub.say = lambda message: None
+        hub.here = type("Two", (), {"size": 2})()  # type: ignore[assignment]
+        if compares_ranks:
+            with pytest.raises(ValueError, match="no ink"):
+                train(model, optimizer)
+        else:
+            train(model, optimizer)
+
+
+def test_outputs_and_gradients_are_seen_until_the_stack_closes() -> None:
+    diary = Diary()
+    hub, model, optimizer = hub_of(diary)
+    seen: list[str] = []
+    sizes: list[int] = []
+
+    def see(name: str, x: Tensor) -> None:
+        assert not x.requires_grad
+        seen.append(name)
+
+    with ExitStack() as stack:
+        hub.follow_outputs(diary, see, stack)
+        hub.follow_gradients(diary, lambda g: sizes.append(g.numel()), stack, *model.parameters())
+        train(model, optimizer)
+    train(model, optimizer)
+    assert seen == ["0", "1"] * 2  # the training pass and the evaluation
+    assert sorted(sizes) == [1, 4, 4, 16]
+
+
+def test_no_hook_is_left() -> None:
+    hub, model, optimizer = hub_of(Diary())
+    train(model, optimizer)
+    hub.undo.close()
+    assert not model._forward_hooks and not model._forward_pre_hooks
+    assert not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_step_post_hooks
+    (diary,) = hub.listeners
+    train(model, optimizer)
+    assert isinstance(diary, Diary) and diary.events == ONE_STEP
+
+
+def test_transforms_and_compilers_are_left_alone() -> None:
+    diary = Diary()
+    _, model, _ = hub_of(diary)
+    torch.func.vmap(lambda x: model(x[None]))(torch.ones(3, 4))
+    assert diary.events == []

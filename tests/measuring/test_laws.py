@@ -1,0 +1,330 @@
+"""Every law of a run on steps that fail: the right reading, of the right tensor, at the stated step and
+not before. Healthy steps are silent. A count speaks at every share.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+
+from analysis.diagnosis.records import ATTENTION, HEALTHY, LAYER, Row, gauges
+from narrowgauge.measuring.kinds import KINDS
+from narrowgauge.measuring.laws import Laws
+from narrowgauge.measuring.reading import STAGES, Reading
+from narrowgauge.measuring.step import Step
+
+ONSET = 400
+"""The first sampled step of the failure; samples are 20 steps apart, from 20 on."""
+
+
+def sampled(**wrong: Any) -> list[Step]:
+    """Samples that are healthy before the onset, and wrong from it on."""
+    return [
+        Step.of_gauges(gauges(step, **(wrong if step >= ONSET else {})))
+        for step in range(20, ONSET + 201, 20)
+    ]
+
+
+def stepped(wrong: Callable[[int], Row], until: int = 600) -> list[Step]:
+    healthy: Row = {"loss": 3.0, "grad_norm": 0.5, "skipped": False}
+    return [Step.of({"step": step, **healthy, **wrong(step)}) for step in range(1, until + 1)]
+
+
+def after(step: int, **fields: Any) -> Callable[[int], Row]:
+    return lambda number: fields if number >= step else {}
+
+
+def told(steps: Iterable[Step], laws: Laws | None = None) -> list[Reading]:
+    laws = laws or Laws()
+    readings = []
+    for step in steps:
+        readings += laws.fresh(laws.read(step))
+    return readings
+
+
+def falling(factor: float) -> Callable[[int], Row]:
+    return lambda step: {"loss": 5.0 + factor * step}
+
+
+SCALED = {"loss_scale": 65536.0}
+OVERFLOW = {"loss_scale": math.inf, "grad_norm": math.inf, "skipped": True}
+SLOW = {"tokens_per_second": 500.0, "seconds": 2.0}
+CASES: dict[str, tuple[list[Step], str, int]] = {
+    "lost-updates": (stepped(after(400, stored={"a": 0.5, "b": 1.0})), "a", 404),
+    "never-moved": (stepped(after(400, still=["a"], arrived=1.0)), "a", 449),
+    "drift": (stepped(after(400, drift=["a"])), "a", 402),
+    "lost-decay": (sampled(update={"edq": 0.97, "lost_decay": 0.8}), f"{LAYER}.weight", 440),
+    "underflow": (sampled(output_grad={"underflow": 0.3, "sqnr_db": 4.0}), f"output_grad:{LAYER}", 420),
+    "overflow": (sampled(input={"overflow": 0.02, "sqnr_db": 2.0}), f"input:{LAYER}", 400),
+    "growing-outliers": (sampled(input={"outlier": 65.0}), f"input:{LAYER}", 440),
+    "attention-logits": (sampled(attention={"max_logit": 2e4}), ATTENTION, 400),
+    "nonfinite": (stepped(lambda s: {"loss": math.nan} if 400 <= s < 424 else {}), "", 400),
+    "divergence": (stepped(lambda s: OVERFLOW | {"loss": math.nan} if s >= 400 else SCALED), "", 424),
+    "skipped-steps": (stepped(lambda s: {"skipped": s >= 400}), "", 400),
+    "scale-halvings": (stepped(lambda s: {"loss_scale": 2.0 ** (16 - sum(s >= k for k in (400, 420, 440)))}), "", 440),
+    "loss-scale-anew": (stepped(lambda s: {"loss_scale": 2.0**16 if s >= 400 else 2.0**13}), "", 400),
+    "scale-floor": (stepped(lambda s: {"loss_scale": 1.0 if s >= 400 else 2.0}), "", 400),
+    "zero-gradients": (stepped(lambda s: {"arrived": 0.0}, 40), "", 1),
+    "gradients-kept": (stepped(lambda s: {"kept": True}, 40), "", 1),
+    "clip-norm": (stepped(after(400, arrived=1.02, limit=1.0)), "", 400),
+    "clipped-scaled": (stepped(after(400, arrived=2.0**-12, limit=1.0)), "", 400),
+    "ranks-unsummed": (stepped(after(400, unsummed=["a"], apart=["a"])), "a", 400),
+    "ranks-apart": (stepped(after(400, apart=["a"])), "a", 400),
+    "weights-jump": (stepped(lambda s: {"largest": 2.0 if s == 400 else 1e-4, "rate": 1e-4, "largest_in": "a"}), "a", 400),
+    "loss-rise": (stepped(falling(0.01)), "", 121),
+    "loss-spike": (stepped(lambda s: {"loss": 5.0} if s == 400 else {}), "", 400),
+    "gradient-spike": (stepped(lambda s: {"grad_norm": 6.0} if s == 400 else {}), "", 400),
+    "slower-steps": (stepped(lambda s: SLOW if s >= 400 else {"tokens_per_second": 1000.0, "seconds": 1.0}), "", 400),
+    "idle-device": (stepped(lambda s: {"utilization": 40.0}), "", 1),
+    "low-mfu": (stepped(lambda s: {"mfu": 0.12}), "", 1),
+}  # fmt: skip
+"""By kind: the steps, and the tensor and the step of the first reading."""
+
+
+def test_every_kind_of_a_law_has_a_case_and_a_sentence() -> None:
+    elsewhere = {"zero-share", "kept-share", "range-end", "not-as-asked", "not-restored"}
+    by_events = {kind.name for kind in KINDS.values() if kind.severity and "law" in kind.by}
+    rest = set(KINDS) - set(CASES) - elsewhere - by_events
+    assert rest == {
+        "resume-differs", "changed-software", "changed-settings", "corruption", "damaged-checkpoint",
+    }  # fmt: skip
+    for kind in KINDS.values():
+        assert kind.stage in STAGES
+        text = Reading(1, kind.stage, "", kind.name, 0.5, 1.0, 0.25).text
+        assert text.endswith(".") and "{" not in text and "nan" not in text
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_failure_is_told_of_its_tensor_at_its_step(name: str) -> None:
+    steps, tensor, step = CASES[name]
+    readings = [reading for reading in told(steps) if reading.what == name]
+    first = readings[0]
+    assert (first.tensor, first.step) == (tensor, step)
+    assert first.excess >= 1 or name in ("scale-floor", "clipped-scaled")
+    others = {"lost-updates", "divergence", "nonfinite", "skipped-steps", "loss-scale-anew"}
+    assert {r.what for r in told(steps)} - {name} <= (
+        others if name == "divergence" else {"loss-rise"}
+    )
+    assert [r.what for r in told(steps, Laws({name}))].count(name) == 0
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_resumed_run_goes_on_as_if_it_was_never_interrupted(name: str) -> None:
+    steps, _, step = CASES[name]
+    whole = told(steps)
+    for cut in (step - 1, step + 5):
+        before = [x for x in steps if x.step <= cut]
+        later = told([x for x in steps if x.step > cut], Laws((), before))
+        assert later == whole[len(told(before)) :]
+
+
+NUMBER = 200
+
+
+@pytest.mark.parametrize("percent", [0, 2, 20, 50, 98, 100])
+@pytest.mark.parametrize(
+    ("kind", "note", "fields"),
+    [
+        ("zero-gradients", "zero-share", ({"arrived": 1.0}, {"arrived": 0.0})),
+        ("gradients-kept", "kept-share", ({"kept": False}, {"kept": True})),
+        ("", "zero-share", ({"arrived": 1.0}, {"arrived": 1.0, "zero": ["expert"]})),
+    ],
+)
+def test_a_count_over_the_run_speaks_at_every_share(
+    percent: int, kind: str, note: str, fields: tuple[Row, Row]
+) -> None:
+    """It is an error at 100 % alone: games, policies and rare experts mean the others."""
+    laws = Laws()
+    readings: list[Reading] = []
+    for step in range(NUMBER):
+        is_so = (step + 1) * percent // 100 > step * percent // 100
+        readings = laws.read(Step(step + 1, **fields[is_so]))
+    if percent == 0:
+        assert readings == []
+        return
+    (reading,) = readings
+    if percent == 100 and kind:
+        assert (reading.what, reading.value, reading.severity) == (kind, NUMBER, "error")
+    else:
+        assert (reading.what, reading.severity) == (note, "note")
+        assert reading.value == pytest.approx(percent / 100)
+        assert f"{percent}.0%" in reading.text
+    assert reading.tensor == ("" if kind else "expert")
+
+
+def test_one_reading_names_the_worst_tensor_and_counts_the_others() -> None:
+    row = {"step": 20, "attention": {"a": [120.0], "b": [500.0], "c": [130.0]}}
+    (reading,) = told([Step.of_gauges(row)])
+    assert reading.tensor == "b and 2 others" and reading.value == 500.0
+
+
+def test_a_healthy_run_is_silent() -> None:
+    noise = random.Random(0)
+
+    def jitter(kind: str) -> dict[str, float]:
+        figures = {name: x * math.exp(0.3 * noise.gauss(0, 1)) for name, x in HEALTHY[kind].items()}
+        return figures | {"edq": 1.0} if kind == "update" else figures
+
+    kinds = ("weight", "input", "output_grad", "grad")
+    steps = []
+    for step in range(1, 2000):
+        loss = 2.5 + 6.0 * math.exp(-step / 160) + 0.1 * noise.gauss(0, 1)
+        norm = 0.5 * math.exp(0.3 * noise.gauss(0, 1))
+        fields = {
+            "stored": {"a": 1 + 0.1 * noise.gauss(0, 1)},
+            "largest": 1e-4 * noise.random(),
+            "rate": 1e-4,
+        }
+        steps.append(Step(step, loss=loss, grad_norm=norm, skipped=False, arrived=norm, **fields))  # type: ignore[arg-type]
+        if step % 20 == 0:
+            wrong = {kind: jitter("tensor") for kind in kinds}
+            row = gauges(step, **wrong, update=jitter("update"), attention=jitter("attention"))
+            steps.append(Step.of_gauges(row))
+    assert told(steps) == []
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        # What a healthy cast to four bits drops, or cuts off by its power-of-two scale.
+        {"input": {"underflow": 0.74, "overflow": 0.1, "sqnr_db": 12.2}},
+        # Outliers hurt no operand that enters as it is.
+        {"input": {"outlier": 500.0, "sqnr_db": None}},
+        {"input": {"outlier": 50.0}},
+        # Weights that no gradient moves far enough to be seen are not dead.
+        {"update": {"unseen_fraction": 1.0}},
+    ],
+)
+def test_what_only_looks_like_a_failure_is_silent(wrong: Row) -> None:
+    assert told(sampled(**wrong)) == []
+
+
+def test_an_overflow_while_the_loss_scale_is_searched_for_is_no_failure() -> None:
+    overflow = {**SCALED, "grad_norm": math.inf, "skipped": True}
+    assert told(stepped(lambda s: overflow if s in (150, 300) else SCALED)) == []
+    search = stepped(lambda s: {"loss_scale": 2.0 ** max(24 - s, 10), "skipped": s < 14})
+    assert told(search) == []
+    bad_loss = {**overflow, "loss": math.nan}
+    (reading,) = told(stepped(lambda s: bad_loss if s == 300 else SCALED))
+    assert (reading.what, reading.step, reading.stage) == ("nonfinite", 300, "loss")
+
+
+def test_the_first_place_that_is_not_finite_is_told_at_its_step() -> None:
+    """Weights that became so in a step are of that step, and not of the start."""
+    steps = [
+        Step(1, loss=3.0, bad=["b", "a"]),
+        Step(2, loss=math.nan, bad_weight="a", bad_output="0"),
+    ]
+    (reading,) = told(steps)
+    assert (reading.step, reading.stage, reading.tensor) == (1, "gradient", "b and 1 other")
+    (reading,) = told(steps[1:])
+    assert (reading.step, reading.stage, reading.tensor) == (2, "between steps", "a")
+
+
+def test_a_warm_up_is_no_jump() -> None:
+    """The low bits that are filled move whole while the rate is smaller than they are."""
+    steps = [Step(s, largest=4e-5, rate=1e-8 * 1.2**s) for s in range(1, 60)]
+    assert told(steps) == []
+
+
+def test_slow_steps_are_told_as_they_last() -> None:
+    def at(rate: Callable[[int], float]) -> list[int]:
+        steps = [
+            Step(s, tokens_per_second=1000 * rate(s), seconds=0.1 / rate(s)) for s in range(1, 400)
+        ]
+        return [reading.step for reading in told(steps) if reading.what == "slower-steps"]
+
+    assert at(lambda s: 0.1 if s >= 200 else 1.0) == [200]
+    assert at(lambda s: 0.1 if s >= 207 and s % 10 else 1.0) == [207]
+    assert at(lambda s: 1 / 90 if s % 4 == 0 else 1.0) == []  # each fourth step saves
+    assert at(lambda s: 0.005 if s <= 25 else 1.0) == []  # the first ones compile
+    assert at(lambda s: 0.005 if 200 <= s < 209 else 1.0) == []  # a slow disk for a while
+    assert at(lambda s: 0.75 if s >= 200 else 1.0) == []
+
+
+BLOOM = (
+    (31214, 2.198845, 0.242, []), (31215, 2.220424, 0.947, []), (31216, 2.595213, 2.390, ["loss", "gradient"]),
+    (31217, 2.241558, 15.886, ["gradient"]), (31218, 2.345279, 145.119, ["gradient"]),
+    (31219, 5.098124, 960.351, ["loss", "gradient"]), (31220, 3.492029, 353.201, ["loss", "gradient"]),
+    (31221, 3.213059, 379.330, ["loss", "gradient"]), (31222, 2.804948, 650.246, ["loss", "gradient"]),
+    (31250, 2.215699, 0.267, []), (31251, 2.235667, 0.205, []),
+)  # fmt: skip
+"""The first loss spike of BLOOM-176B as it was logged: iteration, loss, gradient norm
+(bigscience-workshop/bigscience, train/tr11-176B-ml/chronicles.md, 2022-04-12), and the spikes of each step."""
+
+
+def spikes(laws: Laws, step: Step) -> list[str]:
+    whats = [reading.what for reading in laws.read(step)]
+    return [what.partition("-")[0] for what in whats if what.endswith("spike")]
+
+
+def test_the_spike_of_bloom_is_seen_three_steps_before_its_loss_doubles_and_its_end_too() -> None:
+    noise = random.Random(0)
+    laws = Laws()
+    for step in range(200):
+        norm = 0.2 * math.exp(noise.gauss(0, 0.15))
+        assert not spikes(laws, Step(step, loss=2.21 + noise.gauss(0, 0.015), grad_norm=norm))
+    for step, loss, norm, expected in BLOOM:
+        assert spikes(laws, Step(step, loss=loss, grad_norm=norm)) == expected, step
+
+
+def test_spikes_become_the_level_if_they_last_without_a_break() -> None:
+    lasting = Laws()
+    broken = Laws()
+    for step in range(40):
+        for laws in (lasting, broken):
+            assert not spikes(laws, Step(step, loss=2.0))
+    for step in range(40, 90):
+        assert spikes(lasting, Step(step, loss=9.0)) == ["loss"]
+        if step == 88:
+            assert not spikes(broken, Step(step, loss=2.0))
+        assert spikes(broken, Step(step, loss=9.0)) == ["loss"]
+    assert not spikes(lasting, Step(90, loss=9.0)) and spikes(broken, Step(90, loss=9.0))
+    for value in (math.nan, math.inf, None, 0.0):
+        assert not spikes(broken, Step(91, loss=value, grad_norm=value))
+
+
+def test_a_slow_growth_is_measured_from_the_lowest_median() -> None:
+    rows = [gauges(20 * k, input={"outlier": 20 * 1.05**k}) for k in range(1, 101)]
+    reading = told(map(Step.of_gauges, rows))[0]
+    assert reading.bound == pytest.approx(4 * 20 * 1.05**5.5, rel=0.01)
+
+
+@pytest.mark.parametrize("count", [2, 4, 8])
+def test_rows_of_micro_batches_are_no_skipped_steps(count: int) -> None:
+    rows = stepped(lambda s: {"skipped": s % count != 0}, 80)
+    assert told(rows) == []
+    rows = stepped(lambda s: {"skipped": s % count != 0, "loss_scale": 1024.0}, 80)
+    assert told(rows)[0].what == "skipped-steps"
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"tensors": None, "updates": {}},
+        {"tensors": {"grad:w": []}, "updates": {"w": [None] * 6}},
+        {"tensors": {"unheard-of:w": [0.0] * 20}, "attention": {"a": [None, None]}},
+        {"unheard-of": {"w": [math.nan]}},
+    ],
+)
+def test_rows_with_holes_are_normal(row: Row) -> None:
+    assert (
+        told(
+            [
+                Step.of({"step": 1, "loss": "low", "stored": [], "bad": None}),
+                Step.of_gauges({"step": 1, **row}),
+            ]
+        )
+        == []
+    )
+
+
+def test_a_row_is_the_step_that_it_was() -> None:
+    step = Step(
+        3, loss=2.5, skipped=False, zero=["a"], stored={"a": 0.5}, kept=False, bad_output="0"
+    )
+    assert Step.of(step.row()) == step and Step.of(Step(4).row()) == Step(4)

@@ -1,0 +1,305 @@
+"""A run that was stopped, killed, damaged or moved to other ranks: the same command goes on, and
+what remains is always the same run.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+
+from narrowgauge.errors import RecordError
+from narrowgauge.runs.record import Run, read_run
+from narrowgauge.runs.writer import RunWriter
+from narrowgauge.spec.toml import load_toml
+from narrowgauge.trainer import checkpoints, loop
+from narrowgauge.trainer.export import export
+from ranks import run_ranks
+from tensors import assert_same_bits
+from trainer.tiny_runs import (
+    CASES,
+    assert_same_run,
+    begun,
+    bytes_of,
+    call,
+    interrupt,
+    lasting,
+    settings,
+    words_of,
+)
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_stopped_and_continued_is_the_same_run(
+    name: str, place: Path, uninterrupted: dict[str, Run], tmp_path: Path
+) -> None:
+    folder = loop.train(settings(place, tmp_path / "run", **CASES[name], stop_after=3))
+    assert read_run(folder).summary is None and len(read_run(folder).steps) == 3
+    loop.train({"out": str(folder), "stop_after": 5})
+    loop.train(settings(place, folder, **CASES[name]))
+    assert_same_run(read_run(folder), uninterrupted[name])
+    kinds = ("start", "stop", "resume", "finish")
+    assert [e["what"] for e in read_run(folder).events if e["what"] in kinds] == [
+        "start", "stop", "resume", "stop", "resume", "finish",
+    ]  # fmt: skip
+    before = bytes_of(folder)
+    loop.train({"out": str(folder)})
+    assert bytes_of(folder) == before
+
+
+@pytest.mark.parametrize("moments", [(1, 5), (2, 7), (4, 8)])
+def test_a_killed_run_is_the_same(
+    moments: tuple[int, int], place: Path, uninterrupted: dict[str, Run], tmp_path: Path
+) -> None:
+    name = "word, accumulated"
+    folder = tmp_path / "run"
+    words = words_of(settings(place, folder, **CASES[name]))
+    for rows in moments:
+        process = begun(words, tmp_path / "output")
+        interrupt(process, signal.SIGKILL, folder / "steps.jsonl", rows)
+    assert call(*words).exit_code == 0
+    assert_same_run(read_run(folder), uninterrupted[name])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interruption_saves_and_says_how_to_go_on(
+    number: signal.Signals, place: Path, uninterrupted: dict[str, Run], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    words = words_of(settings(place, folder, **CASES["naive"], checkpoint_every=0))
+    process = begun(words, tmp_path / "output")
+    status = interrupt(process, number, folder / "steps.jsonl", 3)
+    lines = (tmp_path / "output").read_text().splitlines()
+    assert status == {signal.SIGINT: 130, signal.SIGTERM: 143}[number], lines
+    assert f"narrowgauge train --out {folder}" in lines[-2] and lines[-1].startswith("Interrupted")
+    run = read_run(folder)
+    assert run.events[-1]["what"] == "stop"
+    assert [path.name for path in checkpoints.folders(folder)] == [f"step-{len(run.steps):08d}"]
+    assert call("train", "--out", str(folder)).exit_code == 0
+    assert_same_run(read_run(folder), uninterrupted["naive"])
+
+
+# ── damage ────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture(scope="module")
+def paused(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was stopped after step 5 of 8, never to be changed."""
+    out = tmp_path_factory.mktemp("paused") / "run"
+    return loop.train(settings(place, out, **CASES["naive"], stop_after=5))
+
+
+@pytest.fixture
+def stopped(paused: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(paused, tmp_path / "run"))
+
+
+def flip(file: Path, draw: random.Random) -> None:
+    content = bytearray(file.read_bytes())
+    content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+    file.write_bytes(content)
+
+
+def cut(file: Path, draw: random.Random) -> None:
+    content = file.read_bytes()
+    file.write_bytes(content[: draw.randrange(len(content))])
+
+
+def remove(file: Path, draw: random.Random) -> None:
+    file.unlink()
+
+
+@pytest.mark.parametrize("fault", [flip, cut, remove])
+@pytest.mark.parametrize("seed", range(4))
+def test_no_damage_changes_the_weights(
+    fault: Any, seed: int, stopped: Path, uninterrupted: dict[str, Run]
+) -> None:
+    """Of any file: rows of the record may be lost, the training is the same."""
+    draw = random.Random(f"{fault.__name__} {seed}")
+    files = sorted(path for path in stopped.rglob("*") if path.is_file() and path.stat().st_size)
+    fault(draw.choice(files), draw)
+    result = call("train", "--out", str(stopped))
+    assert result.exit_code == 0, result.output
+    summary = read_run(stopped).summary
+    expected = uninterrupted["naive"].summary
+    for name in ("weights_fingerprint", "val_loss"):
+        assert summary[name] == expected[name]
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_named(
+    stopped: Path, uninterrupted: dict[str, Run]
+) -> None:
+    flip(next(stopped.glob("checkpoints/step-00000005/*.distcp")), random.Random(0))
+    printed = call("train", "--out", str(stopped)).stdout
+    assert "damaged checkpoint: step-00000005 is damaged (" in printed and "checksum" in printed
+    assert {e["what"]: e for e in read_run(stopped).events}["resume"]["step"] == 4
+    assert_same_run(read_run(stopped), uninterrupted["naive"])
+
+
+def test_a_flipped_digit_in_the_record_trains_at_the_rate_of_the_checkpoint(
+    stopped: Path, uninterrupted: dict[str, Run]
+) -> None:
+    file = stopped / "run.toml"
+    text = file.read_text()
+    assert "lr = 0.003" in text
+    file.write_text(text.replace("lr = 0.003", "lr = 0.007"))
+    loop.train({"out": str(stopped)})
+    assert_same_run(read_run(stopped), uninterrupted["naive"])
+    assert read_run(stopped).config["lr"] == 0.003
+
+
+def test_without_a_good_checkpoint_a_run_is_refused(stopped: Path) -> None:
+    for manifest in stopped.glob("checkpoints/*/manifest.json"):
+        manifest.write_text("{}")
+    before = bytes_of(stopped)
+    for words in (["train", "--out", str(stopped)], ["export", str(stopped), f"{stopped}-out"]):
+        refused = call(*words)
+        assert (refused.exit_code, refused.stderr.count("\n")) == (2, 1)
+        assert "step-00000005 is damaged" in refused.stderr
+    assert bytes_of(stopped) == before
+
+
+def test_a_run_without_a_checkpoint_yet_begins_again_and_says_so(
+    stopped: Path, place: Path, uninterrupted: dict[str, Run]
+) -> None:
+    shutil.rmtree(stopped / "checkpoints")
+    result = call(*words_of(settings(place, stopped, **CASES["naive"])))
+    assert result.exit_code == 0 and "note: no checkpoint was saved yet" in result.stdout
+    assert_same_run(read_run(stopped), uninterrupted["naive"])
+
+
+def test_a_save_that_fails_leaves_the_ones_before(
+    stopped: Path, uninterrupted: dict[str, Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints, "_digests", full)
+        patch.setattr(checkpoints, "newest", lambda run: (checkpoints.folders(run)[0], []))
+        refused = call("train", "--out", str(stopped))
+    assert (refused.exit_code, refused.stderr.count("\n")) == (1, 1)
+    assert "the disk is full" in refused.stderr and "same command again" in refused.stderr
+    assert [path.name[-1] for path in checkpoints.folders(stopped)] == ["5", "4"]
+    loop.train({"out": str(stopped)})
+    assert_same_run(read_run(stopped), uninterrupted["naive"])
+
+
+def test_a_second_writer_is_refused(stopped: Path) -> None:
+    with RunWriter.open(stopped):
+        refused = call("train", "--out", str(stopped))
+    assert (refused.exit_code, refused.stderr.count("\n")) == (2, 1)
+    assert "is writing it" in refused.stderr
+
+
+# ── changed settings ──────────────────────────────────────────────────────────────────────────────
+
+FIXED = {
+    "--seed 3": "with seed = 3 because it began with 0",
+    "--batch-size 8": "with batch_size = 8",
+    "--recipe bfloat16/word": "with recipe = 'bfloat16/word'",
+    "--model llama-1m": "with model = 'llama-1m'",
+    "--sequence-length 8": "with sequence_length = 8",
+    "--steps 4": "has done 5 steps",
+    "--stop-after 5": "has done 5 steps",
+    "--data other": "are not those that it started with",
+}
+
+
+@pytest.mark.parametrize("words", FIXED)
+def test_what_decides_a_run_from_its_start_cannot_change(
+    words: str, stopped: Path, place: Path, tmp_path: Path
+) -> None:
+    result = call("tokenize", __file__, str(tmp_path / "other"))
+    assert result.exit_code == 0
+    before = bytes_of(stopped)
+    refused = call(
+        "train", "--out", str(stopped), *words.replace("other", f"{tmp_path}/other").split()
+    )
+    assert (refused.exit_code, refused.stderr.count("\n")) == (2, 1), refused.output
+    assert FIXED[words] in refused.stderr and bytes_of(stopped) == before
+
+
+def test_a_rate_and_a_longer_run_may_change_and_are_told(stopped: Path) -> None:
+    printed = call("train", "--out", str(stopped), "--lr", "0.001", "--steps", "9").stdout
+    assert "changed settings: lr was 0.003 up to step 5 and is 0.001 from there on" in printed
+    run = read_run(stopped)
+    assert run.summary["steps"] == 9 and run.config["lr"] == 0.001
+    refused = call("train", "--out", str(stopped), "--lr", "0.002")
+    assert refused.exit_code == 2 and "because the run is finished" in refused.stderr
+
+
+def test_what_has_changed_on_the_machine_is_told(
+    stopped: Path, uninterrupted: dict[str, Run]
+) -> None:
+    record = load_toml((stopped / "run.toml").read_text())
+    record["versions"]["torch"] = "2.0.1"
+    (stopped / "run.toml").write_text(tomli_w.dumps(record))
+    assert "changed software: the run started with torch 2.0.1" in (
+        call("train", "--out", str(stopped)).stdout
+    )
+    assert_same_run(read_run(stopped), uninterrupted["naive"])
+
+
+def test_the_record_of_another_program_is_refused(tmp_path: Path) -> None:
+    with RunWriter.create(tmp_path / "run", {"recorder": {"program": "mine.py"}}) as writer:
+        writer.append("steps", {"step": 1, "loss": 2.0})
+    with pytest.raises(RecordError, match=r"records a loop of its own, in mine\.py"):
+        loop.train({"out": str(tmp_path / "run")})
+
+
+# ── ranks ─────────────────────────────────────────────────────────────────────────────────────────
+
+SCALED = {
+    "recipe": "float16/split/reproducible", "steps": 3, "batch_size": 4, "gradient_accumulation_steps": 4,
+    "checkpoint_every": 0, "eval_every": 0,
+}  # fmt: skip
+
+
+def go_on(rank: int, place: Path, runs: dict[Path, dict[str, Any]]) -> None:
+    """One rank of some trainings."""
+    for out, changes in runs.items():
+        loop.train(settings(place, out, **{**SCALED, **changes}), is_verbose=False)
+
+
+def test_it_is_the_same_run_on_any_number_of_ranks(place: Path, tmp_path: Path) -> None:
+    whole, two, parts = (tmp_path / name for name in ("whole", "two", "parts"))
+    go_on(0, place, {whole: {}})
+    run_ranks(go_on, 2, tmp_path / "a", place, {two: {}, parts: {"stop_after": 2}})
+    elsewhere = Path(shutil.copytree(parts, tmp_path / "three"))
+    run_ranks(go_on, 3, tmp_path / "b", place, {elsewhere: {}})
+    go_on(0, place, {parts: {}})
+    first = read_run(whole)
+    for folder in (two, parts, elsewhere):
+        run = read_run(folder)
+        assert run.summary["weights_fingerprint"] == first.summary["weights_fingerprint"]
+        for kind in ("loss", "grad_norm", "batch_crc"):
+            assert [row[kind] for row in run.steps] == [row[kind] for row in first.steps]
+        assert [lasting(row)["val_loss"] for row in run.evals] == [
+            row["val_loss"] for row in first.evals
+        ]
+    for row in read_run(two).steps:
+        assert 0 <= row["wait_seconds"] < row["communication_seconds"] < row["seconds"]
+    exports = [export(folder, tmp_path / f"out-{folder.name}") for folder in (whole, elsewhere)]
+    from transformers import AutoModelForCausalLM
+
+    assert_same_bits(
+        *(dict(AutoModelForCausalLM.from_pretrained(out).state_dict()) for out in exports)
+    )
+
+
+def test_a_manifest_names_each_file_with_its_hash(paused: Path) -> None:
+    folder = checkpoints.require_checkpoint(paused)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert {*manifest} == {path.name for path in folder.iterdir()} - {"manifest.json"}
+    assert all(len(checksum) == 64 for checksum in manifest.values())
