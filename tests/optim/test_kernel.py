@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import narrowgauge as ng
+from narrowgauge.optim import step_cpp
 from narrowgauge.torch_support import compile, cpp, proof
 from optim.pairs import everything, kernel_of, parameters
 from script_modules import benchmark_module
@@ -35,6 +36,7 @@ def test_without_a_compiler_the_definition_runs_and_says_so(
     monkeypatch.setattr("shutil.which", lambda name: None)
     monkeypatch.setattr(cpp, "_libraries", {})
     monkeypatch.setattr(proof, "_reasons", {})
+    step_cpp.functions.cache_clear()
     compile._warn_once.cache_clear()
     optimizer = ng.AdamW(parameters("word", [(80, 80)]), storage="word", compile=True)
     with pytest.warns(UserWarning, match="no C\\+\\+ compiler"):

@@ -10,7 +10,7 @@
 #include <cstring>
 #if defined(__AVX512F__)
 #define LANES 16
-#elif defined(__AVX2__)
+#elif defined(__AVX2__) && defined(__FMA__)
 #define LANES 8
 #else
 #define LANES 4
@@ -63,57 +63,44 @@ INLINE Ints shifted_down(Ints x, int bits) { return (Ints)((Unsigned)x >> bits);
 INLINE Ints moved(Ints x, int bits) { return bits >= 0 ? x << bits : x >> -bits; }
 constexpr float power(int exponent) { return __builtin_bit_cast(float, (exponent + 127) << 23); }
 
-// Compare and choose by the upper 16 bits of each lane: processors compare 16-bit words faster.
-#if LANES == 16
-INLINE Ints upper_equal(Ints x, Ints y) { return (x & UPPER) == y; }
-INLINE Ints upper_where(Ints condition, Ints a, Ints b) { return condition ? a : b; }
-#else
-INLINE Ints upper_equal(Ints x, Ints y) { return (Ints)((Halves)x == (Halves)y); }
-INLINE Ints upper_where(Ints condition, Ints a, Ints b) {
-  return (Ints)((Halves)condition ? (Halves)a : (Halves)b);
-}
-#endif
-
-// g++ writes two instructions for a < b ? a : b, and none of its operators is a square root.
-#if defined(__clang__)
-INLINE Floats root(Floats x) { return __builtin_elementwise_sqrt(x); }
-INLINE Ints smaller(Ints a, Ints b) { return __builtin_elementwise_min(a, b); }
-INLINE Ints larger(Ints a, Ints b) { return __builtin_elementwise_max(a, b); }
+// What an operation is with AVX512, with AVX2, and on any other processor or with clang. Of these g++
+// would write two instructions, or none.
+#if defined(__clang__) || LANES == 4
+#define BY_LANES(FOR_16, FOR_8, OTHERWISE) OTHERWISE
 #elif LANES == 16
-INLINE Floats root(Floats x) { return __builtin_ia32_sqrtps512_mask(x, x, -1, 4); }
-INLINE Ints smaller(Ints a, Ints b) { return __builtin_ia32_pminsd512_mask(a, b, a, -1); }
-INLINE Ints larger(Ints a, Ints b) { return __builtin_ia32_pmaxsd512_mask(a, b, a, -1); }
-#elif LANES == 8
-INLINE Floats root(Floats x) { return __builtin_ia32_sqrtps256(x); }
-INLINE Ints smaller(Ints a, Ints b) { return __builtin_ia32_pminsd256(a, b); }
-INLINE Ints larger(Ints a, Ints b) { return __builtin_ia32_pmaxsd256(a, b); }
+#define BY_LANES(FOR_16, FOR_8, OTHERWISE) FOR_16
 #else
-INLINE Floats root(Floats x) {
+#define BY_LANES(FOR_16, FOR_8, OTHERWISE) FOR_8
+#endif
+#define AVX512(NAME, ...) __builtin_ia32_##NAME##512_mask(__VA_ARGS__)
+#define AVX2(NAME, ...) __builtin_ia32_##NAME##256(__VA_ARGS__)
+INLINE Floats roots(Floats x) {
   for (int k = 0; k < LANES; k++) x[k] = __builtin_sqrtf(x[k]);
   return x;
 }
-INLINE Ints smaller(Ints a, Ints b) { return a < b ? a : b; }
-INLINE Ints larger(Ints a, Ints b) { return a > b ? a : b; }
-#endif
+INLINE Floats root(Floats x) { return BY_LANES(AVX512(sqrtps, x, x, -1, 4), AVX2(sqrtps, x), roots(x)); }
+INLINE Ints smaller(Ints a, Ints b) {
+  return BY_LANES(AVX512(pminsd, a, b, a, -1), AVX2(pminsd, a, b), (a < b ? a : b));
+}
+INLINE Ints larger(Ints a, Ints b) {
+  return BY_LANES(AVX512(pmaxsd, a, b, a, -1), AVX2(pmaxsd, a, b), (a > b ? a : b));
+}
 INLINE Ints smaller(Ints a, int32_t b) { return smaller(a, splat(b)); }
 INLINE Ints larger(Ints a, int32_t b) { return larger(a, splat(b)); }
-
 // a * b + c where the product is exact: fused or not, the result is the same.
-#if defined(__FMA__) && !defined(__clang__) && LANES == 16
-INLINE Floats fused(Floats a, Floats b, Floats c) { return __builtin_ia32_vfmaddps512_mask(a, b, c, -1, 4); }
-#elif defined(__FMA__) && !defined(__clang__) && LANES == 8
-INLINE Floats fused(Floats a, Floats b, Floats c) { return __builtin_ia32_vfmaddps256(a, b, c); }
-#else
-INLINE Floats fused(Floats a, Floats b, Floats c) { return a * b + c; }
-#endif
-
-// Choose by the sign of x.
+INLINE Floats fused(Floats a, Floats b, Floats c) {
+  return BY_LANES(AVX512(vfmaddps, a, b, c, -1, 4), AVX2(vfmaddps, a, b, c), (a * b + c));
+}
 INLINE Ints where_negative(Ints x, Ints a, Ints b) {
-#if !defined(__clang__) && LANES == 8
-  return (Ints)__builtin_ia32_blendvps256((Floats)b, (Floats)a, (Floats)x);
-#else
-  return x < 0 ? a : b;
-#endif
+  return BY_LANES((x < 0 ? a : b), (Ints)AVX2(blendvps, (Floats)b, (Floats)a, (Floats)x), (x < 0 ? a : b));
+}
+// By the upper 16 bits of each lane: most processors compare 16-bit words faster.
+INLINE Ints upper_equal(Ints x, Ints y) {
+  return BY_LANES(((x & UPPER) == y), (Ints)((Halves)x == (Halves)y), (Ints)((Halves)x == (Halves)y));
+}
+INLINE Ints upper_where(Ints c, Ints a, Ints b) {
+  const auto halves = [&] { return (Ints)((Halves)c ? (Halves)a : (Halves)b); };
+  return BY_LANES((c ? a : b), halves(), halves());
 }
 
 // ── loads and stores of elements of 1, 2 or 4 bytes ──────────────────────────────────────────────
@@ -588,8 +575,7 @@ struct Written { Ints seen, plane[4]; };
   typedef typename S::First First; typedef typename S::Second Second;
 template <class S, class R> struct InFloats {
   TYPES_OF_STORAGE
-  // What lies between the two halves of a step.
-  struct Waiting {
+    struct Waiting {
     Ints random;
     Floats weight, low, waits;
     Moments next;
@@ -1063,11 +1049,10 @@ INLINE void squares_of_gradients(const int64_t* table, const int64_t* tiles, int
 #define EXPORT(NAME, STEP, RULE, FUNCTION) \
   extern "C" void NAME(ARGUMENTS) { Programs<STEP, RULE>::FUNCTION(PASSED); }
 #define EXPORT_NORM(SPAN, SLOTS)                                                                 \
-  extern "C" void largest(const int64_t* table, const int64_t* tiles, int64_t count,             \
-                          int32_t* peaks, int32_t threads) {                                     \
+  extern "C" void largest(NORM_ARGUMENTS, int32_t* peaks, int32_t threads) {                     \
     largest_of_gradients(table, tiles, count, SPAN, peaks, threads);                             \
   }                                                                                              \
-  extern "C" void squares(const int64_t* table, const int64_t* tiles, int64_t count,             \
-                          const double* scales, int64_t* sums, int32_t threads) {                \
+  extern "C" void squares(NORM_ARGUMENTS, const double* scales, int64_t* sums, int32_t threads) { \
     squares_of_gradients(table, tiles, count, SPAN, SLOTS, scales, sums, threads);               \
   }
+#define NORM_ARGUMENTS const int64_t *table, const int64_t *tiles, int64_t count

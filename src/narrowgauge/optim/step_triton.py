@@ -615,39 +615,33 @@ def average(table, tiles, numbers, control, records, row: tl.constexpr, BLOCK: t
 
 
 @triton.jit
-def values_of(table, tiles, TYPE: tl.constexpr, start, SPAN: tl.constexpr, BLOCK: tl.constexpr):
+def values_of(table, tiles, start, SPAN: tl.constexpr, BLOCK: tl.constexpr):
+    """Return values of a program's gradient, which is bfloat16 (0), float16 (1) or float32 (2)."""
     row = table + tl.load(tiles + tl.program_id(0)) * 5
-    address, numel = tl.load(row), tl.load(row + 2)
-    at = start + tl.arange(0, BLOCK)
     begin = (tl.program_id(0) - tl.load(row + 1)) * SPAN
-    pointer = address.to(tl.pointer_type(TYPE))
-    if (address | numel * 2) % 16 == 0:
-        left = tl.multiple_of(numel - begin, 8)
-        x = tl.load(tl.multiple_of(pointer, 16) + begin + at, mask=at < left, other=0.0)
+    left = tl.minimum(tl.load(row + 2) - begin, SPAN).to(tl.int32)
+    dtype = tl.load(row + 4)
+    is_aligned = (tl.load(row) | tl.load(row + 2)) % 16 == 0
+    tile = row, begin, left, is_aligned.to(tl.int32)
+    at = start + tl.arange(0, BLOCK)
+    if dtype == 2:
+        x = float_of(load(tile, at, 0, 4))
     else:
-        x = tl.load(pointer + begin + at, mask=at < numel - begin, other=0.0)
-    return x.to(tl.float32)
-
-
-@triton.jit
-def largest_of(table, tiles, peaks, TYPE: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr):
-    bits = tl.full([BLOCK], 0, tl.int32)
-    for start in range(0, SPAN, BLOCK):
-        bits = tl.maximum(
-            bits, int_of(values_of(table, tiles, TYPE, start, SPAN, BLOCK)) & MAGNITUDE
-        )
-    tl.atomic_max(peaks + tl.load(tiles + tl.program_id(0)), tl.reduce(bits, 0, larger_of))
+        word = load(tile, at, 0, 2)
+        x = float_of(word << 16)
+        if dtype == 1:
+            bits = ((word & 0x7FFF) << 13) | ((word << 16) & SIGN)
+            x = float_of(bits) * 2.0**112
+            x = tl.where(tl.abs(x) >= 65536.0, float_of(bits | 0x7F800000), x)
+    return x
 
 
 @triton.jit
 def largest(table, tiles, peaks, SPAN: tl.constexpr, BLOCK: tl.constexpr):
-    dtype = tl.load(table + tl.load(tiles + tl.program_id(0)) * 5 + 4)
-    if dtype == 0:
-        largest_of(table, tiles, peaks, tl.bfloat16, SPAN, BLOCK)
-    elif dtype == 1:
-        largest_of(table, tiles, peaks, tl.float16, SPAN, BLOCK)
-    else:
-        largest_of(table, tiles, peaks, tl.float32, SPAN, BLOCK)
+    bits = tl.full([BLOCK], 0, tl.int32)
+    for start in range(0, SPAN, BLOCK):
+        bits = tl.maximum(bits, int_of(values_of(table, tiles, start, SPAN, BLOCK)) & MAGNITUDE)
+    tl.atomic_max(peaks + tl.load(tiles + tl.program_id(0)), tl.reduce(bits, 0, larger_of))
 
 
 @triton.jit
@@ -658,30 +652,17 @@ def to_even(x):
 
 
 @triton.jit
-def squares_of(
-    table, tiles, scales, slot, TYPE: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr
+def squares(
+    table, tiles, scales, sums, SPAN: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr
 ):
     coarse, fine = tl.full([BLOCK], 0, tl.int64), tl.full([BLOCK], 0, tl.int64)
     for start in range(0, SPAN, BLOCK):
-        x = values_of(table, tiles, TYPE, start, SPAN, BLOCK).to(tl.float64)
+        x = values_of(table, tiles, start, SPAN, BLOCK).to(tl.float64)
         scaled = x * x * tl.load(scales)
         whole = to_even(scaled)
         coarse += whole.to(tl.int64)
         fine += to_even((scaled - whole) * tl.load(scales + 1)).to(tl.int64)
+    group = tl.load(table + tl.load(tiles + tl.program_id(0)) * 5 + 3)
+    slot = sums + (group * SLOTS + tl.program_id(0) % SLOTS) * 2
     tl.atomic_add(slot, tl.reduce(coarse, 0, sum_of))
     tl.atomic_add(slot + 1, tl.reduce(fine, 0, sum_of))
-
-
-@triton.jit
-def squares(
-    table, tiles, scales, sums, SPAN: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr
-):
-    row = table + tl.load(tiles + tl.program_id(0)) * 5
-    slot = sums + (tl.load(row + 3) * SLOTS + tl.program_id(0) % SLOTS) * 2
-    dtype = tl.load(row + 4)
-    if dtype == 0:
-        squares_of(table, tiles, scales, slot, tl.bfloat16, SPAN, BLOCK)
-    elif dtype == 1:
-        squares_of(table, tiles, scales, slot, tl.float16, SPAN, BLOCK)
-    else:
-        squares_of(table, tiles, scales, slot, tl.float32, SPAN, BLOCK)
