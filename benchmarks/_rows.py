@@ -39,12 +39,13 @@ from torch import Tensor, nn
 
 import narrowgauge as ng
 from narrowgauge.numerics.rounding import round_nearest, round_stochastic
+from narrowgauge.optim import GaLore
 from narrowgauge.spec.formats import get_format
 from narrowgauge.spec.update_rules import UPDATE_RULES
 
 FORMULAS = {f"published/{name}": row for name, row in PUBLISHED.items()} | dict(CONTROLS)
 PEERS_BY_NAME = {peer.name: peer for peer in PEERS}
-CLASSES = {"muon": ng.Muon, "lion": ng.Lion, "galore": ng.optim.GaLore}
+CLASSES = {"muon": ng.Muon, "lion": ng.Lion, "galore": GaLore}
 Options = dict[str, Any]
 
 

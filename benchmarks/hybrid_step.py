@@ -38,12 +38,13 @@ from torch.profiler import profile, record_function
 
 import narrowgauge as ng
 from narrowgauge.distributed.sharding import shard
-from narrowgauge.planner.efficiency import Efficiency, efficiency_of
+from narrowgauge.planner.ask import Shares
 from narrowgauge.planner.estimate import Estimate
 from narrowgauge.planner.layouts import Layout
 from narrowgauge.planner.machine import cluster_of
 from narrowgauge.planner.model import read_model
 from narrowgauge.planner.program import read_program
+from narrowgauge.planner.step_time import TENSOR_SHOWN
 from narrowgauge.planner.trace import read_trace
 from narrowgauge.spec.chips import get_chip
 from narrowgauge.spec.notation import parse
@@ -185,19 +186,15 @@ def planned(sharding: int, tensor: int, length: int, units: Parts) -> Parts:
         link_gb_per_second=1e-9 / units["link"],
     )
     program = read_program("narrowgauge")
-    shares = {}
-    for name, share in efficiency_of(chip, program).values.items():
-        shares[name] = share if name.endswith(("seconds", "spread")) else 1.0
-        if name.startswith(("overlap", "slowed")):
-            shares[name] = 0.0
-    micro_batch = 4 // sharding
-    layout = Layout(shard=sharding, tensor=tensor, micro_batch=micro_batch, sequence_parallel=False)
-    ask = MODEL, parse("float32/float32"), layout, cluster_of(chip, 4), length
-    step = Estimate(*ask, Efficiency(shares), program).step
+    shares = Shares(1.0, 1.0, 0.0, 1.0, (1.0, 1.0), 1.0, 1.0, 1.0, hidden=0.0)
+    layout = Layout(shard=sharding, tensor=tensor, micro_batch=4 // sharding)
+    ask = MODEL, parse("float32/float32"), layout, cluster_of(chip, 4), length, program
+    step = Estimate(*ask, shares=shares).step
     parts = {part: step.groups.get(part, 0.0) for part in COMPUTING}
     parts["FSDP2"] = step.of("weights and gradients between shards")
-    parts["tensor parallel"] = step.of("activations between tensor ranks")
-    parts["waiting"] = step.groups["waiting"]
+    sent = step.of("activations between tensor ranks")
+    parts["tensor parallel"] = sent / TENSOR_SHOWN
+    parts["waiting"] = 0.0  # the plan has none
     return parts
 
 

@@ -34,6 +34,7 @@ from peers import PACKAGES, PEERS, Peer, reason
 from torch import Tensor, nn
 
 import narrowgauge as ng
+from narrowgauge.optim import UpdateLossWarning
 from narrowgauge.spec.storages import STORAGES
 
 OPTIONS: dict[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
@@ -149,7 +150,7 @@ def our_row(case: Stall, storage: str) -> Row:
         "EDQ": reading.edq,
         "noise": reading.noise,
         "lost": f"{reading.lost_fraction:.1%}",
-        "warns": "yes" if any(w.category is ng.optim.UpdateLossWarning for w in caught) else "no",
+        "warns": "yes" if any(w.category is UpdateLossWarning for w in caught) else "no",
     }
 
 

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from narrowgauge import errors
-from narrowgauge.analysis.kinds import kind_table
+from narrowgauge.measuring.kinds import kind_table
 from narrowgauge.runs import schema
 from narrowgauge.spec import show
 from narrowgauge.spec.tables import Column, Row, Table

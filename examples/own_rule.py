@@ -12,6 +12,7 @@ import torch
 
 import narrowgauge as ng
 from narrowgauge.numerics.rounding import sqrt
+from narrowgauge.optim import Rule
 
 
 def scalars(group, step):
@@ -47,7 +48,7 @@ NUMBERS = (
     "slow_rate",
     "correction",
 )
-ADEMAMIX = ng.optim.Rule("ademamix", STATES, NUMBERS, scalars, update, monotone=True)
+ADEMAMIX = Rule("ademamix", STATES, NUMBERS, scalars, update, monotone=True)
 OPTIONS = {"lr": 2e-3, "betas": (0.9, 0.999, 0.9999), "alpha": 5.0}
 
 

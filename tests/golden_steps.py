@@ -89,7 +89,7 @@ def pairs() -> list[tuple[str, str]]:
         for storage in STORAGES.values()
         if rule.name == "adamw"
         or (
-            storage.arithmetic == "float32" and not storage.keeping(rule.moments or ()).scaled
+            storage.arithmetic == "float32" and not storage.keeping(rule.moments).scaled
             if rule.is_matrix
             else storage.arithmetic != "expansion"
         )

@@ -28,7 +28,7 @@ _CONTEXT.set_forkserver_preload(
         # What most ranks run. They fork with it, which saves each half a second.
         "narrowgauge.trainer.loop",
         "narrowgauge.measuring.recorder",
-        "narrowgauge.checks.checking",
+        "narrowgauge.measuring.check",
     ]
 )
 _GROUND = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}

@@ -11,7 +11,6 @@ import click
 import pytest
 import torch
 
-from narrowgauge.analysis import log
 from narrowgauge.cli.main import main
 from script_modules import script_module
 
@@ -29,7 +28,6 @@ EXAMPLE = re.compile(
 @pytest.fixture(autouse=True)
 def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(log, "_LISTENERS", [])
     torch.manual_seed(0)
 
 

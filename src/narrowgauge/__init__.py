@@ -1,11 +1,11 @@
 """Train in bfloat16 memory with float32's result: optimizers and number formats for PyTorch, and
 tools that measure what a format loses.
 
-The names most needed are here: verbs, optimizers, and the types that verbs return. The others are
-under ``ng.spec`` (tables), ``ng.errors``, ``ng.runs``, ``ng.optim``, ``ng.matmul`` and further
-packages that ``__init__.pyi`` lists. Every public name is loaded from its module on first use, so
-that ``import narrowgauge`` costs nothing and needs no PyTorch: tables and recipes are plain values,
-and only verbs that touch tensors (``prepare``, ``AdamW``, ``round_to``, …) bring it in.
+The names most needed are here: verbs and optimizers. Tables are under ``ng.spec``, errors under
+``ng.errors``; what is needed rarely is imported from its package, as in ``from narrowgauge.numerics
+import ExactSums``. Every public name is loaded from its module on first use, so ``import narrowgauge``
+costs nothing and needs no PyTorch; only verbs that touch tensors (``prepare``, ``AdamW``, …) bring it
+in.
 
     >>> import narrowgauge as ng
     >>> ng.spec.FORMATS["bfloat16"].bits

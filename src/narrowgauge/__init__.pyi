@@ -1,23 +1,12 @@
-"""The public names; all others are under the packages that are imported first."""
+"""The public names. What is needed rarely is imported from its package."""
 
-from . import analysis as analysis
 from . import errors as errors
-from . import gauges as gauges
-from . import matmul as matmul
-from . import numerics as numerics
-from . import optim as optim
-from . import runs as runs
 from . import spec as spec
 from .assembly.preparation import prepare as prepare
-from .checks.checking import check as check
-from .checks.rounding import ranked_places as ranked_places
 from .distributed.reduction import reduce_gradients_with as reduce_gradients_with
-from .errors import NarrowgaugeError as NarrowgaugeError
 from .matmul.inference import quantize_for_inference as quantize_for_inference
 from .matmul.swapping import swap_linears as swap_linears
-from .measuring.comparison import Comparison as Comparison
-from .measuring.comparison import compare_runs as compare_runs
-from .measuring.diagnose import Diagnosis as Diagnosis
+from .measuring.check import check as check
 from .measuring.diagnose import diagnose as diagnose
 from .measuring.lesson import teaches as teaches
 from .measuring.reading import Reading as Reading
@@ -38,12 +27,10 @@ from .optim.optimizers import AdamW as AdamW
 from .optim.optimizers import Lion as Lion
 from .optim.optimizers import Muon as Muon
 from .optim.parameter_formats import cast_parameters as cast_parameters
+from .planner.next import MeasuredRun as MeasuredRun
 from .planner.plan import plan as plan
-from .planner.words import Plan as Plan
-from .runs.record import Run as Run
 from .runs.record import read_run as read_run
 from .spec.notation import parse as parse
-from .spec.recipes import Recipe as Recipe
 from .trainer.compare import compare as compare
 
 __version__: str

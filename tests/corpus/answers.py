@@ -22,14 +22,15 @@ STEPS = 6
 LOCATES: dict[str, set[str]] = {
     "settings": {"missing-parameters", "parameters-twice", "untied"},
     "data": {"gradient"},
-    "forward": {"gradient", "step-order", "rounding"},
-    "loss": {"gradient", "rounding"},
+    "forward": {"gradient", "step-order", "rounding", "cast-range"},
+    "loss": {"gradient", "rounding", "loss-rounding"},
     "gradient": {
         "slope", "gradient", "no-gradient", "nonfinite", "skipped-steps", "gradients-kept", "zero-gradients", "rounding",
+        "no-graph", "cast-range",
     },
     "clip": {"clip-norm", "clipped-scaled", "gradient", "zero-gradients"},
     "state": {"parameters-twice", "no-gradient", "never-moved", "weights-jump"},
-    "weights": {"nonfinite", "stands-still", "lost-updates", "truncated-setting", "never-moved", "weights-jump"},
+    "weights": {"nonfinite", "stored-share", "lost-updates", "truncated-setting", "never-moved", "weights-jump"},
     "resume": {"loss-scale-anew", "weights-jump"},
     "evaluation": {"drift"},
 }  # fmt: skip

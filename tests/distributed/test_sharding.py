@@ -24,13 +24,12 @@ import narrowgauge as ng
 from equivalence.ways import llama
 from narrowgauge.distributed import sharding
 from narrowgauge.errors import RecipeError
-from narrowgauge.spec.notation import parse
 from ranks import run_ranks
 from tensors import random_tokens
 
 RECIPES = {
     "word": "bfloat16/word", "autocast": "bfloat16/float32", "tensors": "float8-tensor/word",
-    "rows": parse({"recipe": "int8-row/word", "override": [{"pattern": "lm_head", "compute": "int8-row"}]}),
+    "rows": "int8-row/word",
 }  # fmt: skip
 
 

@@ -188,7 +188,7 @@ def resumed(recipe: str) -> dict[str, str]:
     """Load both state dicts into another model and optimizer, for which another seed was asked: that
     of the state counts. Layers have no state: their seed is an argument.
     """
-    is_stochastic = any(compute.is_stochastic for compute in parse(recipe).computes)
+    is_stochastic = parse(recipe).compute.is_stochastic
     seed = 7 if is_stochastic else 3
 
     def move(training: Training) -> Training:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import narrowgauge as ng
 from narrowgauge.errors import RecipeError
+from narrowgauge.matmul import linears_of
 from narrowgauge.matmul.roles import roles_of
 from narrowgauge.matmul.swapping import swap_linears
 from narrowgauge.spec.notation import parse
@@ -146,14 +147,12 @@ def test_a_pattern_adds_to_the_roles_and_one_that_matches_nothing_is_refused() -
         swap_linears(Model(), "float8-row", keep=("lm_haed",))
 
 
-def test_a_recipe_keeps_them_too_unless_an_override_says_otherwise() -> None:
-    recipe = parse(
-        {"recipe": "nvfp4/word", "override": [{"pattern": "blocks.3.up", "compute": "mxfp8"}]}
-    )
+def test_a_recipe_keeps_them_too() -> None:
+    recipe = parse("nvfp4/word")
     model, _ = ng.prepare(Model(), recipe)
     computes = {}
-    for name, layer in ng.matmul.linears_of(model).layers.items():
+    for name, layer in linears_of(model).layers.items():
         computes[name] = layer.compute.name
-    assert computes["blocks.0.gate"] == "nvfp4" and computes["blocks.3.up"] == "mxfp8"
-    assert computes.get("blocks.3.gate", "bfloat16") == "bfloat16"
+    assert computes["blocks.0.gate"] == "nvfp4"
+    assert computes.get("blocks.3.up", "bfloat16") == "bfloat16"
     assert computes.get("to_vocabulary", "bfloat16") == "bfloat16"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from narrowgauge.measuring import hooks, meter, record
+from narrowgauge.measuring import hooks, laws, meter
 
 
 def raise_it(title: str, error: Exception) -> str:
@@ -16,6 +16,6 @@ def raise_it(title: str, error: Exception) -> str:
 @pytest.fixture(autouse=True)
 def loud() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for module in (hooks, meter, record):
+        for module in (hooks, laws, meter):
             patch.setattr(module, "failure_of", raise_it)
         yield

@@ -16,6 +16,7 @@ from click.testing import CliRunner, Result
 import narrowgauge as ng
 from analysis.diagnosis.records import AT, LAYER, NUM_STEPS, Row, gauges, healthy_run, written
 from narrowgauge.cli.main import main
+from narrowgauge.measuring.diagnose import Diagnosis
 from narrowgauge.measuring.reading import Reading, in_order
 from narrowgauge.runs.record import Run
 
@@ -212,7 +213,7 @@ def test_readings_are_ordered_by_step_then_stage_then_excess() -> None:
 def test_a_log_without_a_column_of_skipped_steps_tells_nothing_of_them(tmp_path: Path) -> None:
     log = tmp_path / "trainer_state.json"
 
-    def diagnosed(bad: range, loss: float) -> ng.Diagnosis:
+    def diagnosed(bad: range, loss: float) -> Diagnosis:
         healthy = []
         for step in range(5, 75, 5):
             healthy.append({"step": step, "loss": 4.0 - step / 100, "grad_norm": 1.0})
@@ -327,7 +328,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], int, str]] = {
         write("steps.jsonl", rows(*({"step": k, "loss": None} for k in range(1, 60)))), 0, "Not recorded: the loss of 59 of",
     ),
     "not a number": (
-        write("steps.jsonl", rows(*({"step": k, "loss": "nan"} for k in range(1, 60)))), 0, "nonfinite",
+        write("steps.jsonl", rows(*({"step": k, "loss": math.nan} for k in range(1, 60)))), 0, "nonfinite",
     ),
     "a broken row": (write("steps.jsonl", '{"step": 1\n{"step": 2}\n{"step": 3}\n'), 0, "1 damaged row of 3, "),
     "broken gauges": (write("gauges.jsonl", "xx\n{}\n"), 0, "gauges.jsonl has 2 damaged rows of 2"),

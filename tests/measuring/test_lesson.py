@@ -189,7 +189,7 @@ HEALTHY: dict[str, tuple[Any, Any, Loss, dict[str, Any]]] = {
 FAULTS: dict[str, tuple[Any, Loss, str, float]] = {
     "shifted twice": (data(False), shifted_twice, "wrong-shift", 2),
     "padding learned": (PADDED, lambda m, b: usual(m, (b[0], b[0])), "wrong-labels", 17),
-    "loss in bfloat16": (PADDED, in_bfloat16, "softmax", 2**-8 * 3.9),
+    "loss in bfloat16": (PADDED, in_bfloat16, "narrow-softmax", 2**-8 * 3.9),
 }
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import narrowgauge as ng
 from integrations.own_trainer import OwnRun, reference
 from narrowgauge.measuring import record
+from narrowgauge.measuring.comparison import compare_runs
 from narrowgauge.measuring.hooks import RunNotice
 from narrowgauge.numerics.widening import float32_attention
 
@@ -197,7 +198,7 @@ def test_an_optimizer_of_torch_is_recorded_beside_ours(tmp_path: Path) -> None:
     assert record.steps[0]["skipped"] is False and record.steps[0]["lr"] == 1e-2
     assert record.run["optimizer"]["class"] == "AdamW"
     # It is finished; what it lacks is an evaluation.
-    compared = ng.compare_runs([record])
+    compared = compare_runs([record])
     assert "float32/float32, seed 0 (3 steps, no validation loss)" in compared.text()
 
 

@@ -258,7 +258,7 @@ def test_padding_that_is_seen_moves_log_probabilities() -> None:
     trainer = model_of().eval()
     result = ng.same(trainer, padded(trainer, True, is_masked=False), TOKENS)
     (reading,) = result
-    assert (reading.what, reading.stage) == ("other-outputs", "loss")
+    assert (reading.what, reading.stage) == ("other-log-probabilities", "loss")
     assert "no module of both shows it" in result.lines[-1]
     assert any("in another shape" in reason for reason in result.unseen.values())
 
@@ -333,7 +333,8 @@ def test_ties_and_factors_and_one_sided_tensors_are_named() -> None:
     assert [r.what for r in result] == ["other-weights", "one-sided-tensors"]
     assert result.rows[0]["name"] == "lm_head.weight"
     assert result.rows[0]["factor"] == pytest.approx(3)
-    assert "first model.norm.weight; in the second lm_head.weight_scale" in result[1].advice
+    assert "only in the first: model.norm.weight" in result.lines
+    assert "only in the second: lm_head.weight_scale" in result.lines
 
 
 def test_a_merged_server_holds_the_adapters_once() -> None:
@@ -458,7 +459,7 @@ def test_rows_hold_exact_counts_whatever_the_chunks(monkeypatch: pytest.MonkeyPa
     after[[3, 98]] = 7.0
     after[50] = before[50] = math.nan
     for size in (1 << 17, 7):
-        monkeypatch.setattr("narrowgauge.checks.fit.CHUNK", size)
+        monkeypatch.setattr("narrowgauge.measuring.fit.CHUNK", size)
         (row,) = ng.same({"a": before}, {"a": after}).rows
         assert (row["differ"], row["nonfinite"], row["values"]) == (2, 1, 100)
         (row,) = ng.same({"a": torch.full((50,), 2.0)}, {"a": torch.full((50,), 3.0)}).rows

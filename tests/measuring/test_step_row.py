@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 
 import narrowgauge as ng
+from narrowgauge.measuring.comparison import compare_runs
 from narrowgauge.measuring.kinds import KINDS
 from ranks import run_ranks
 from trainer.tiny_runs import TIMINGS
@@ -118,7 +119,7 @@ def test_a_loop_that_fails_for_long_has_diverged(tmp_path: Path) -> None:
     run = ng.read_run(tmp_path / "run")
     (event,) = [event for event in run.events if event["what"] == "divergence"]
     assert event["step"] == 2 * FAILURES and "25 steps in a row failed" in event["text"]
-    assert ng.compare_runs([run]).rows[0]["diverged"]
+    assert compare_runs([run]).rows[0]["diverged"]
 
 
 def test_overflows_at_the_floor_of_the_loss_scale_are_failures(tmp_path: Path) -> None:

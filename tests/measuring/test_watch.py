@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import narrowgauge as ng
 from measuring.plain_loop import Loop
-from narrowgauge.measuring import meter
+from narrowgauge.measuring import laws, meter, numbers
 from narrowgauge.measuring.hooks import RunNotice
 from narrowgauge.measuring.samples import SIZE
 from ranks import run_ranks
@@ -141,13 +141,13 @@ def test_a_step_reads_the_device_as_often_for_many_tensors_as_for_few(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     reads = []
-    copied = meter.HostCopy.cpu
+    copied = numbers.HostCopy.cpu
 
     def counted(self: Any) -> Tensor:
         reads.append(self)
         return copied(self)
 
-    monkeypatch.setattr(meter.HostCopy, "cpu", counted)
+    monkeypatch.setattr(numbers.HostCopy, "cpu", counted)
     Loop().run(4)
     assert len(reads) == 4
 
@@ -479,3 +479,18 @@ def test_gradients_that_were_not_summed_and_weights_that_part_are_told(tmp_path:
     assert unsummed[0][:2] == (1, "ranks-unsummed")
     assert written[0] == (3, "ranks-unsummed", "head.weight") or written[0][1] == "ranks-apart"
     assert written[0][0] == 3
+
+
+def test_an_error_in_a_law_ends_the_laws_and_not_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    messages: list[str] = []
+    monkeypatch.setattr(laws, "failure_of", lambda title, error: f"{title} ended: {error}")
+
+    def broken() -> Any:
+        yield []
+        raise ValueError("no ink")
+
+    monkeypatch.setattr(laws, "LAWS", (broken,))
+    loop = Loop()
+    loop.watcher.laws._say = messages.append
+    loop.run(3)
+    assert messages == ["the laws ended: no ink"] and loop.watcher.meter.number == 3

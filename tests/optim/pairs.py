@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import narrowgauge as ng
+from narrowgauge.optim import GaLore, GradNormLoRP
 from narrowgauge.spec.storages import STORAGES
 from script_modules import script_module
 from tensors import parameters_of
@@ -64,8 +65,8 @@ RULES = {
     "muon": Row(
         ng.Muon, {"lr": 0.5, "weight_decay": 0.0, "adjust_lr_fn": "match_rms_adamw"}, matrix=True
     ),
-    "galore": Row(ng.optim.GaLore, SUBSPACE, matrix=True),
-    "gradnorm_lorp": Row(ng.optim.GradNormLoRP, SUBSPACE, matrix=True),
+    "galore": Row(GaLore, SUBSPACE, matrix=True),
+    "gradnorm_lorp": Row(GradNormLoRP, SUBSPACE, matrix=True),
 }
 
 

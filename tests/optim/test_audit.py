@@ -14,7 +14,7 @@ from torch import Tensor
 
 import narrowgauge as ng
 from narrowgauge.numerics.metrics import UPDATE_SUMS, update_metrics, update_sums
-from narrowgauge.optim import definition
+from narrowgauge.optim import GaLore, definition
 from narrowgauge.optim.audit import FEWEST, WINDOW, Auditor, Sums, joined_over_ranks, read, stalling
 from narrowgauge.optim.clip import Decision
 from narrowgauge.optim.definition import sample_of
@@ -297,7 +297,7 @@ def lost_decay_of_two(
     return audited.item(), float(exact)
 
 
-OTHERS = [(ng.Lion, "kahan"), (ng.Muon, "naive"), (ng.optim.GaLore, "kahan")]
+OTHERS = [(ng.Lion, "kahan"), (ng.Muon, "naive"), (GaLore, "kahan")]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import torch
 
 import expectations
 import narrowgauge as ng
+from narrowgauge.optim import AuditedUpdates, UpdateLossWarning
 from narrowgauge.spec.storages import STORAGES
 from narrowgauge.torch_support.machine import compiler_missing
 from optim.pairs import parameters
@@ -64,7 +65,7 @@ MIXED = {"elements": (32, 32), "rows": (32, 1)}
 
 def late_slope(
     storage: str, sizes: torch.Tensor | float, rule: str = "adamw"
-) -> tuple[float, ng.optim.AuditedUpdates]:
+) -> tuple[float, AuditedUpdates]:
     """Return the slope of ten late steps against those of float32, and their audit."""
     row = STORAGES[storage]
     options = {"weight_decay": 0.0, "compile": False, "low_bits": "zero"}
@@ -135,7 +136,7 @@ def test_every_rule_takes_its_step_at_both_ends(rule: str) -> None:
 def test_gradients_beyond_a_storages_range_raise_an_alarm(storage: str, factor: float) -> None:
     size = factor * STORAGES[storage].gradients[1]
     with pytest.warns(
-        ng.optim.UpdateLossWarning, match=rf"too large for storage '{storage}': .* '.*split' would"
+        UpdateLossWarning, match=rf"too large for storage '{storage}': .* '.*split' would"
     ):
         _, reading = late_slope(storage, size)
     assert reading.at_end > 0.01
@@ -145,7 +146,7 @@ def test_gradients_beyond_a_storages_range_raise_an_alarm(storage: str, factor: 
 def test_storages_that_stall_warn_and_name_one_that_does_not(storage: str) -> None:
     fallback = STORAGES[storage].fallback
     with pytest.warns(
-        ng.optim.UpdateLossWarning, match=rf"'weight' loses \d+% .* '{fallback}' would keep it"
+        UpdateLossWarning, match=rf"'weight' loses \d+% .* '{fallback}' would keep it"
     ):
         error, reading = stall(storage, side=64)
     bare = storage in (

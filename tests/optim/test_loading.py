@@ -82,7 +82,8 @@ def test_states_leave_the_bits_of_a_prepared_weight(storage: str) -> None:
     model, ours = ng.prepare(model, f"bfloat16/{storage}", compile=False)
     ng.load_states(ours, theirs.state_dict())
     assert torch.equal(ours.stored(model.weight), before)
-    muon = ng.prepare(nn.Linear(8, 8), "bfloat16/exact", optimizer=ng.Muon, compile=False)
+    own = {"optimizer": ng.Muon, "adjust_lr_fn": "match_rms_adamw"}
+    muon = ng.prepare(nn.Linear(8, 8), "bfloat16/exact", compile=False, **own)
     stored = muon[1].stored(muon[0].weight)
     with pytest.raises(ng.errors.RecipeError, match="Cannot adopt"):
         ng.load_states(muon[1], theirs.state_dict())
@@ -205,7 +206,7 @@ def test_torchs_adamw_goes_on_from_full_weights_and_our_state() -> None:
     model, ours = trained("exact")
     assert torch.equal(ng.full_weights(model, ours)["0.weight"], ours.stored(model[0].weight))
     with pytest.raises(DataError, match="muon"):
-        ng.to_torch_state(trained("word", ng.Muon)[1])
+        ng.to_torch_state(trained("word", ng.Muon, adjust_lr_fn="match_rms_adamw")[1])
 
 
 @pytest.mark.parametrize("load", [ng.load_states, ng.Optimizer.load_state_dict])

@@ -17,12 +17,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import narrowgauge as ng
 from narrowgauge.numerics.exact_sums import exact_squares
 from narrowgauge.optim import clip, norm, proof, step_cpp, table
-from narrowgauge.optim.rules import matrix
 from narrowgauge.optim.rules.elementwise import Rule
 from narrowgauge.optim.shown import step_text
 from narrowgauge.optim.state import LocalState
@@ -60,9 +58,7 @@ def small_programs() -> Iterator[None]:
             patch.setattr(triton.load(table.TRITON_MODULE, True), "BLOCK", 128)
         patch.setattr(step_cpp, "TILE", 32)
         patch.setattr(proofs, "_reasons", {})
-        matrix._multiplies_stacks.cache_clear()
         yield
-        matrix._multiplies_stacks.cache_clear()
 
 
 @pytest.fixture
@@ -342,60 +338,6 @@ def test_a_step_is_one_launch(
         if max_grad_norm:
             launched += ["largest", "squares"]
         assert calls == {f"{name} of {count}": 1 for name in launched}
-
-
-@pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("is_tried", [True, False])
-def test_equal_matrices_share_two_launches_and_each_product(
-    monkeypatch: pytest.MonkeyPatch, is_tried: bool
-) -> None:
-    """The products are shared if a stack has the bits of its matrices.
-
-    A stack of experts is one already.
-    """
-    if not is_tried:
-        monkeypatch.setattr(matrix, "_multiplies_stacks", lambda *args: False)
-    alike = {}
-    for n in (5, 3):
-        alike[n] = matrix._multiplies_stacks((n, 8, 16), torch.float32, CPU)
-    launches: Counter[bool] = Counter()
-    launch = table.Table.launch
-
-    def counted(*args: Any, averages: bool, **options: Any) -> Any:
-        launches[averages] += 1
-        return launch(*args, averages=averages, **options)
-
-    products: Counter[str] = Counter()
-
-    class Products(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            products[function.overloadpacket.__name__] += 1
-            return function(*args, **(kwargs or {}))
-
-    results = []
-    for compiled in (True, False):
-        triton.INTERPRET = compiled
-        params = parameters("word", [(8, 16)] * 5 + [(3, 8, 16)])
-        optimizer = ng.Muon(
-            params, storage="word", compile=compiled, ns_steps=3, ns_dtype="float32"
-        )
-        for step in range(2):
-            for k, p in enumerate(params):
-                p.grad = gaussian(*p.shape, seed=10 * step + k, dtype=p.dtype)
-            launches.clear()
-            products.clear()
-            with monkeypatch.context() as patch, Products():
-                if step == 1:
-                    patch.setattr(table.Table, "launch", counted)
-                optimizer.step()
-            if compiled and step == 1:
-                assert launches == {True: 1, False: 1}
-                assert products["bmm"] == 3 * sum(alike.values())
-                assert products["mm"] == 3 * sum(n for n in alike if not alike[n])
-        results.append(everything(optimizer))
-    assert_same_bits(*results)
 
 
 @pytest.mark.usefixtures("interpreted")

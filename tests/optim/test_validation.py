@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import narrowgauge as ng
+from narrowgauge.optim import GaLore
 from narrowgauge.optim.rules.elementwise import ADAMW
 from narrowgauge.optim.validation import check_one_device
 from optim.pairs import RULES, build, everything, parameters
@@ -86,8 +87,8 @@ def test_flags_and_defaults_are_torchs(name: str) -> None:
         "differentiable": False,
         "amsgrad": False,
     }
-    ours = getattr(ng, name)(parameters("float32"), storage="float32", **off)
-    ours.add_param_group({"params": parameters("float32"), **off})
+    ours = getattr(ng, name)(parameters("float32", [(6, 4)]), storage="float32", **off)
+    ours.add_param_group({"params": parameters("float32", [(6, 4)]), **off})
     take_steps(ours, range(1))
     with pytest.raises(ng.errors.RecipeError, match="amsgrad = True"):
         getattr(ng, name)(parameters("word"), amsgrad=True)
@@ -140,7 +141,7 @@ def test_values_of_another_shape_or_tensor_are_not_adopted_and_change_nothing() 
         with pytest.raises(ng.errors.RecipeError, match=words):
             optimizer.adopt({first: torch.zeros(2, 3), **weights}, states)
         assert first.all() and weight.all() and not optimizer.state
-    optimizer = ng.optim.GaLore(params, rank=1)
+    optimizer = GaLore(params, rank=1)
     with pytest.raises(ng.errors.RecipeError, match="'projector' of shape"):
         optimizer.adopt({first: torch.zeros(2, 3)}, {first: {"projector": torch.ones(3, 1)}})
     assert first.all()
@@ -165,7 +166,7 @@ def test_one_cycle_cycles_the_momentum_that_the_rule_reads(rule: str) -> None:
 
 
 def test_a_group_that_comes_later_has_all_options() -> None:
-    optimizer = ng.Muon(parameters("word"), betas=(0.5, 0.6))
+    optimizer = ng.Muon(parameters("word"), betas=(0.5, 0.6), adjust_lr_fn="match_rms_adamw")
     optimizer.add_param_group({"params": parameters("word", [(5,)])})
     assert optimizer.param_groups[0].keys() == optimizer.param_groups[1].keys()
     assert optimizer.param_groups[1]["betas"] == (0.5, 0.6)
@@ -263,3 +264,23 @@ def test_a_gradient_whose_square_is_infinite_freezes_its_weight_as_in_torch(
     assert weight.isfinite().all()
     if storage in ("float32", "exact", "kahan"):  # others keep moments in a window, which ends
         assert torch.equal(weight.detach(), before)
+
+
+def test_muon_refuses_vectors_at_its_own_rate() -> None:
+    matrix, vector = parameters("word", [(4, 6), (5,)])
+    with pytest.raises(ng.errors.RecipeError, match=r"no matrix.*'rule': 'adamw'"):
+        ng.Muon([matrix, vector], lr=0.02)
+    optimizer = ng.Muon([matrix], lr=0.02)
+    with pytest.raises(ng.errors.RecipeError, match="no matrix"):
+        optimizer.add_param_group({"params": [vector]})
+    assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group({"params": [vector], "rule": "adamw", "lr": 3e-4})
+    ng.Muon([matrix, vector], lr=3e-4, adjust_lr_fn="match_rms_adamw")
+
+
+def test_maximize_is_the_optimizers_and_no_groups() -> None:
+    (weight,) = parameters("word", [(4, 6)])
+    group = {"params": [weight], "maximize": True}
+    with pytest.raises(ng.errors.RecipeError, match="applies to all groups"):
+        ng.AdamW([group])
+    ng.AdamW([{**group, "maximize": False}])

@@ -15,7 +15,8 @@ import pytest
 
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.planner.layouts import Layout
-from narrowgauge.planner.program import PROGRAMS, adapters
+from narrowgauge.planner.program import PROGRAMS
+from narrowgauge.planner.step_time import check_ask
 from narrowgauge.planner.units import layout_text
 from planner.jobs import estimate
 
@@ -31,12 +32,15 @@ LAYOUTS = (
     Layout(shard=8, zero=2, expert=4, micro_batches=2, accumulation_dtype="bfloat16"),
     Layout(shard=2, context=4, recompute="selective"),
     Layout(shard=4, tensor=4, pipeline=4, interleave=2, micro_batches=16, expert=4, recompute="full"),
-    Layout(shard=8, tensor=2, expert=16, micro_batches=4, sequence_parallel=False),
+    Layout(shard=8, tensor=2, expert=16, micro_batches=4),
 )  # fmt: skip
-LOOPS = (*PROGRAMS, "offload=true,attention=eager", "release=true,saved=host,head=float32")
-PARTS: tuple[dict[str, Any], ...] = (
-    {}, {}, adapters(16, "nf4"), adapters(64, "bfloat16"), {"embeddings": "frozen", "mlp": "nf4", "reference": "bfloat16"},
-)  # fmt: skip
+LOOPS = (*PROGRAMS, "offload=true,attention=eager", "release=true,saved=host")
+TUNED: tuple[dict[str, Any], ...] = (
+    {},
+    {},
+    {"lora": 16, "base": "nf4"},
+    {"lora": 64, "train": ("head",)},
+)
 OPTIMIZERS = ("adamw", "adamw", "lion", "muon", "muon", "galore")
 
 
@@ -47,15 +51,17 @@ def figures() -> dict[str, list[float]]:
     while len(rows) < 100:
         question: dict[str, Any] = {
             "model": draw(MODELS), "chip": draw(CHIPS), "recipe": draw(RECIPES), "length": draw((2048, 65_536)),
-            "optimizer": draw(OPTIMIZERS), "parts": draw(PARTS), "layout": draw(LAYOUTS), "program": draw(LOOPS),
+            "optimizer": draw(OPTIMIZERS), "layout": draw(LAYOUTS), "program": draw(LOOPS),
         }  # fmt: skip
+        tuned = draw(TUNED)
         try:
-            job = estimate(**question)
+            job = estimate(**question, **tuned)
+            check_ask(job)
             rate = job.tokens_per_second
         except NarrowgaugeError:
             continue
-        question |= {"layout": layout_text(job.layout), "parts": " ".join(question["parts"])}
-        figures = rate, job.memory.total, job.host_bytes, job.mfu
+        question |= {"layout": layout_text(job.layout), "tuned": " ".join(tuned)}
+        figures = rate, job.peak_bytes, job.host_bytes, job.mfu
         rows[", ".join(map(str, question.values()))] = [float(f"{x:.8g}") for x in figures]
     return rows
 

@@ -44,7 +44,7 @@ def test_every_column_takes_its_type_and_null(kind: str, column: Column) -> None
         assert null == f"no {column.name}"
     else:
         assert column.type == "lists" or null == ""
-    assert column.type != "number" or wrong_value(kind, row_of(kind, column, "nan")) == ""
+    assert column.type != "number" or wrong_value(kind, row_of(kind, column, float("nan"))) == ""
 
 
 @pytest.mark.parametrize(("kind", "column"), CHECKED.values(), ids=text_of)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.spec.notation import ALIASES, REFUSED, full_names, parse
-from narrowgauge.spec.recipes import Override, Recipe
 from narrowgauge.spec.storages import STORAGES
 
 WORD = parse("bfloat16/word")
@@ -20,7 +17,7 @@ def test_full_names_parse_to_themselves() -> None:
         recipe = parse(name)
         assert recipe.name == name
         assert parse(recipe) is recipe
-        assert parse(recipe.to_value()) == recipe
+        assert parse(recipe.name) == recipe
 
 
 def test_every_pair_that_agrees_is_listed() -> None:
@@ -65,7 +62,6 @@ def test_aliases_lead_to_full_names() -> None:
 )  # fmt: skip
 def test_names_in_every_spelling_and_of_other_libraries(spelling: str, name: str) -> None:
     assert parse(spelling).name == name
-    assert parse({"recipe": spelling}) == parse(name)
 
 
 def test_names_that_are_no_recipe_are_refused_with_what_is_nearest() -> None:
@@ -77,33 +73,3 @@ def test_names_that_are_no_recipe_are_refused_with_what_is_nearest() -> None:
         for nearest in row["nearest"]:
             assert f"'{nearest}'" in caught.value.advice
             assert nearest.startswith("--lora") or parse(nearest).name.startswith(nearest)
-
-
-def test_a_compute_of_another_library_is_taken_wherever_a_compute_is_named() -> None:
-    recipe = parse(
-        {"recipe": "int8/word", "override": [{"pattern": "*.up_proj", "compute": "blockwise"}]}
-    )
-    assert [row.name for row in recipe.computes] == ["int8-row", "float8-block"]
-    with pytest.raises(
-        RecipeError,
-        match=r"override '\*' has compute 'float16-throughout' in a recipe of 'float8-row'",
-    ):
-        Recipe(
-            COMPUTES["float8-row"],
-            STORAGES["word"],
-            overrides=(Override("*", COMPUTES["float16-throughout"]),),
-        )
-
-
-def test_a_file_says_the_same(tmp_path: Path) -> None:
-    path = tmp_path / "mine.toml"
-    path.write_text(
-        'recipe = "bf16/word"\n[[override]]\npattern = "lm_head"\ncompute = "mxfp8"\n',
-        encoding="utf-8",
-    )
-    override = Override("lm_head", COMPUTES["mxfp8"])
-    assert (
-        parse(path) == parse(str(path)) == Recipe(WORD.compute, WORD.storage, overrides=(override,))
-    )
-    assert parse(path).title == "bfloat16/word (mine)"
-    assert parse(parse(path).to_value()) == parse(path)

@@ -19,9 +19,9 @@ from click.testing import CliRunner
 import narrowgauge as ng
 from analysis.diagnosis.records import AT, healthy_run
 from measuring.made_runs import make_run, seeds
-from narrowgauge.analysis.reading import Reading
 from narrowgauge.cli.main import main
 from narrowgauge.measuring.comparison import compare_runs
+from narrowgauge.measuring.reading import Reading
 from narrowgauge.report.page import render
 from narrowgauge.runs.record import Run
 
@@ -36,7 +36,7 @@ COMMANDS = {
     "show-recipe-compact": "show recipe mxfp8/compact/reproducible",
     "show-compute-nvfp4": "show compute nvfp4",
     "plan-state": "show storages --params 10e9",
-    "plan-run": f"plan run --model llama-8b {WORD} --chips 8 --tokens 1e12 --price 2.5",
+    "plan-run": f"plan run --model llama-8b {WORD} --chips 8 --tokens 1e12",
     "plan-run-explain": f"plan run --model llama-8b {WORD} --chips 8 --explain",
     "plan-run-too-large": f"plan run --model llama-70b {WORD} --chips 8",
     "plan-two-clusters": "plan run --model llama-33b --chip A100-SXM4-80GB,A100-SXM4-40GB --chips 32 "
@@ -77,8 +77,7 @@ def with_validation(recipe: str, losses: tuple[float, ...], step_seconds: float)
 
 
 def compared() -> list[Run]:
-    message = "'norm.weight' loses 70% of its update: storage 'naive' rounds it away"
-    alarm = Reading(10, "storage", "norm.weight", "lost-updates", 0.3, 1.0, 0.1, message)
+    alarm = Reading(10, "storage", "norm.weight", "lost-updates", 0.3, 1.0, 0.1)
     lost: dict[str, Any] = {"edq": (1.0, 0.4, 0.3, 0.3), "events": [alarm.to_dict()]}
     return [
         *with_validation("bfloat16/master", (4.0, 4.1, 4.2), 0.5),

@@ -118,7 +118,6 @@ def test_one_call_adds_gauges_and_the_audit_to_a_runs_record(tmp_path: Path) -> 
     word, naive = (read_run(tmp_path / f"bfloat16-{name}-seed0") for name in ("word", "naive"))
     for run, is_lossless in ((word, True), (naive, False)):
         assert [row["step"] for row in run.gauges] == [3, 6]
-        assert "weight" in run.gauges[0]["histograms"]
         # Each audit stands in the row of its own step, and in no other.
         assert [row["step"] for row in run.steps if "edq" in row] == [2, 4, 6]
         assert (run.summary["edq"] > 0.9) == is_lossless

@@ -94,18 +94,11 @@ def test_ranks_share_the_batch_unless_the_settings_say_how(data: str) -> None:
         settings.checked(4)
 
 
-OVERRIDDEN = {
-    "recipe": "bfloat16/word",
-    "name": "mine",
-    "override": [{"pattern": "lm_head", "compute": "mxfp8"}],
-}
-
-
 @pytest.mark.parametrize(
     "settings",
     [
         Settings(model="llama-35m", lr=0.1 + 0.2, max_grad_norm=math.inf, stop_after=3),
-        Settings(recipe=parse(OVERRIDDEN), out="some where/é"),
+        Settings(recipe=parse("float8-row/split"), out="some where/é"),
     ],
 )
 def test_the_way_through_toml_changes_nothing(settings: Settings, data: str) -> None:

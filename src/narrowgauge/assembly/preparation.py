@@ -85,7 +85,7 @@ def prepare(
     Args:
         model: a float32 model on one device, changed in place. A bfloat16 model is accepted too;
             its tails start at zero.
-        recipe: a name such as ``"bfloat16/word"``, a ``.toml`` file, or a
+        recipe: a name such as ``"bfloat16/word"``, or a
             :class:`narrowgauge.Recipe`.
         optimizer: one of Narrowgauge's classes.
         groups: returns param groups from the model. It is called before and after the model is
@@ -155,7 +155,7 @@ def prepare(
         stepper.reduction = reduce_gradients_with(
             model, policy.reduction, average=average, mesh=mesh
         )
-    stepper.scales_loss = any(compute.scales_loss for compute in policy.computes)
+    stepper.scales_loss = policy.compute.scales_loss
     return model, stepper
 
 

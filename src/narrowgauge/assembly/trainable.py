@@ -14,7 +14,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.sharding import has_shards, require_mesh
 from narrowgauge.errors import RecipeError
-from narrowgauge.matmul.roles import multiplied
 from narrowgauge.optim.validation import check_real
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.recipes import Recipe
@@ -58,22 +57,9 @@ def require_trainable(model: nn.Module, recipe: Recipe, mesh: Any, shard: str) -
                 f"{dtype_name(parameter.dtype)}.",
                 "Call model.float() first.",
             )
-    _check_patterns(model, recipe)
     for owner, module in model.named_modules():
         _check_module(owner, module, recipe)
     _check_ranks(recipe, mesh, shard)
-
-
-def _check_patterns(model: nn.Module, recipe: Recipe) -> None:
-    """Refuse overrides that match no layer."""
-    linears = list(multiplied(model))
-    for override in recipe.overrides:
-        if not any(map(override.matches, linears)):
-            raise RecipeError(
-                f"override pattern '{override.pattern}' matches no linear layer of "
-                f"{type(model).__name__}.",
-                f"Its names look like '{linears[0]}' and '{linears[-1]}'." if linears else "",
-            )
 
 
 def _check_module(name: str, module: nn.Module, recipe: Recipe) -> None:

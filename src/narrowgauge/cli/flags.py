@@ -68,7 +68,7 @@ def of_settings(*, compared: bool = False) -> list[click.Parameter]:
         help = field.metadata["help"]
         default: Any = field.default
         if kind is Recipe:
-            default = default.to_value()
+            default = default.name
         if default is not None:
             help += f"  [default: {str(default).lower()}]"
         read, metavar = _OF_KIND[kind]

@@ -151,7 +151,7 @@ def show_storages(params: float | None, as_json: bool) -> None:
 @flags.json_list
 def show_checks(as_json: bool) -> None:
     """Readings: what measures each, its bound, and the bound's source."""
-    from narrowgauge.analysis.kinds import kind_table
+    from narrowgauge.measuring.kinds import kind_table
 
     table = kind_table()
     _print(as_json, table.rows, table)
@@ -161,7 +161,7 @@ def show_checks(as_json: bool) -> None:
 @click.argument("name")
 @flags.json_list
 def show_recipe(name: str, as_json: bool) -> None:
-    """Print what the recipe NAME (or a .toml file) stores, computes and loses."""
+    """Print what the recipe NAME stores, computes and loses."""
     _print(as_json, *show.page_recipe(name))
 
 
@@ -201,7 +201,7 @@ def show_arithmetic(cuda: bool, as_json: bool) -> None:
     """
     import torch
 
-    from narrowgauge.gauges.arithmetic import measure_arithmetic, measure_changes
+    from narrowgauge.measuring.arithmetic import measure_arithmetic, measure_changes
 
     if cuda and not torch.cuda.is_available():
         raise ChipError(
@@ -262,9 +262,7 @@ def train(file: Path | None, **settings: Any) -> None:
     short_help="What several recipes cost, trained alike.",
     params=flags.of_settings(compared=True),
 )
-@click.option(
-    "--recipes", metavar="A,B,…", type=flags.RECIPES, required=True, help="Recipes or .toml files."
-)
+@click.option("--recipes", metavar="A,B,…", type=flags.RECIPES, required=True, help="Recipes.")
 @click.option(
     "--seeds",
     type=_count,

@@ -1,12 +1,9 @@
-"""``narrowgauge plan``: memory, speed, machines, and conclusions from measured times.
-
-One command for each question.
-"""
+"""``narrowgauge plan``: memory, speed, machines, and conclusions from measured times and runs."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +11,9 @@ import click
 
 from narrowgauge.cli import flags
 from narrowgauge.cli.exit_status import help_without_command
-from narrowgauge.planner.layouts import read_fields, read_layout
+from narrowgauge.planner.layouts import read_layout
 from narrowgauge.planner.model import PRESET_NAMES
-from narrowgauge.planner.program import BASES, PARTS, PROGRAMS, read_program
+from narrowgauge.planner.program import FROZEN_BITS, PROGRAMS, read_program
 from narrowgauge.spec import tables
 from narrowgauge.spec.update_rules import UPDATE_RULES
 
@@ -46,11 +43,6 @@ def _counts(text: str) -> list[int]:
     return list(map(int, parts))
 
 
-def _parts(text: str) -> dict[str, str]:
-    """Parse parts and how they are stored: ``head=trained,experts=nf4``."""
-    return read_fields(text, "table of parts", (), PARTS, "For instance head=trained.")[1]
-
-
 def _names(text: str) -> list[str]:
     return [name for name in map(str.strip, text.split(",")) if name]
 
@@ -64,108 +56,56 @@ def plan_group(context: click.Context) -> None:
 
     \b
     narrowgauge plan run --model llama-8b --chip H100-SXM --chips 8
-    narrowgauge plan longest --model llama-8b --chip RTX-4090 --lora 16 --base nf4
+    narrowgauge plan next run.toml chips=128 sequence_length=16384
     narrowgauge plan scaling 128:10d,256:7d --at 512,1024
     """
     help_without_command(context)
 
 
-# Parameters have the names of the arguments of planner.plan.plan.
-_recipe = click.option(
-    "--recipe", "recipes", metavar="A,B,…|all", type=flags.RECIPES_OR_ALL,
-    help="Recipes or .toml files; all: every one that the chips multiply natively.  [default: master and our own]",
-)  # fmt: skip
-_chip = click.option(
-    "--chip",
-    metavar="A,B,…",
-    type=flags.Parsed(_names),
-    help='Chips (narrowgauge show chips), or .toml files: like = "H100-SXM", and what differs.',
-)
-_chips = click.option(
-    "--chips",
-    metavar="N,M,…",
-    type=flags.Parsed(_counts),
-    help="Numbers of chips; several are compared.  [default: 1]",
-)
-_layout = click.option(
-    "--layout", metavar="FIELD=N,…", type=flags.Parsed(read_layout),
-    help="Layouts to consider: values of data, shard, zero, tensor, pipeline, …; fsdp2 (what train runs); ddp.  [default: all]",
-)  # fmt: skip
-_optimizer = click.option(
-    "--rule", "--optimizer", "optimizer",
-    type=click.Choice([name for name, row in UPDATE_RULES.items() if row.moments is not None]),
-    help="The update rule whose states are counted.  [default: adamw]",
-)  # fmt: skip
-
-
-_QUESTION = (
-    _recipe,
-    _chip,
-    _chips,
-    click.option(
-        "--interconnect", "interconnect_gbit_per_second", type=AMOUNT, metavar="X",
-        help="Rate of a node's network, Gbit/s in one direction.  [default: as usual for the chip]",
-    ),
-    click.option(
-        "--cluster", metavar="FILE", multiple=True, type=click.Path(path_type=Path),
-        help="A TOML file of chips, nodes and links, instead of --chip; several are compared.",
-    ),
-    click.option(
-        "--tokens-per-step", type=AMOUNT, metavar="X", help="Tokens per step.  [default: by chips]"
-    ),
-    click.option(
-        "--program", metavar="NAME,FIELD=X,…", type=flags.Parsed(read_program),
-        help=f"The training loop: {', '.join(PROGRAMS)}; fields such as loss=chunked, kernels=eager, release=true, offload=true.",
-    ),
-    click.option(
-        "--lora",
-        type=click.IntRange(min=1),
-        metavar="R",
-        help="Train adapters of rank R over frozen weights.",
-    ),
-    click.option(
-        "--base",
-        type=click.Choice(BASES),
-        help="Format of frozen weights in layers.  [default: bfloat16]",
-    ),
-    click.option(
-        "--part", "parts", metavar="PART=FORMAT,…", type=flags.Parsed(_parts),
-        help=f"How parts are stored: {', '.join(PARTS)}; formats, frozen, trained, loraR, joined by +.",
-    ),
-    click.option(
-        "--like", metavar="X", type=AMOUNT, help="Measured tokens/s of all chips of the first row."
-    ),
-    _optimizer,
-    _layout,
-)  # fmt: skip
-
-
-_MODEL = "A preset, a Hugging Face config.json, or org/name in the hub's cache."
-
-
-def _question(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the flags of a question to a command."""
-    for option in reversed(_QUESTION):
-        command = option(command)
-    return command
+def _option(name: str, metavar: str, help: str, read: Any = str) -> Any:
+    return click.option(f"--{name}", metavar=metavar, type=flags.Parsed(read), help=help)
 
 
 @plan_group.command(
     "run", short_help="What fits, how fast, on which machines.",
     epilog=f"Presets besides those of narrowgauge show models: {', '.join(PRESET_NAMES)}.",
 )  # fmt: skip
-@click.option("--model", metavar="TEXT", required=True, help=_MODEL)
-@_question
 @click.option(
-    "--sequence-length",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Tokens per sequence.  [default: 4096 at most]",
-)
+    "--model", metavar="TEXT", required=True,
+    help="A preset, a Hugging Face config.json, or org/name in the hub's cache.",
+)  # fmt: skip
 @click.option(
-    "--tokens", type=AMOUNT, metavar="X", help="Tokens of the whole run (300e9), for days."
+    "--recipe", "recipes", metavar="A,B,…|all", type=flags.RECIPES_OR_ALL,
+    help="Recipes; all: every one that the chips multiply natively.  [default: master and our own]",
+)  # fmt: skip
+@_option(
+    "chip", "A,B,…", "Chips (narrowgauge show chips), or .toml files: like = 'H100-SXM'.", _names
 )
-@click.option("--price", type=AMOUNT, metavar="X", help="Price of a chip-hour.")
+@_option("chips", "N,M,…", "Numbers of chips; several are compared.  [default: 1]", _counts)
+@click.option(
+    "--cluster", metavar="FILE", multiple=True, type=click.Path(path_type=Path),
+    help="A TOML file of chips, nodes and network, instead of --chip; several are compared.",
+)  # fmt: skip
+@click.option(
+    "--sequence-length", type=click.IntRange(min=1), metavar="N", help="[default: 4096 at most]"
+)
+@_option("tokens-per-step", "X", "[default: four million, of adapters 65,536]", _amount)
+@_option("tokens", "X", "Tokens of the whole run (300e9), for days.", _amount)
+@_option(
+    "program", "NAME,FIELD=X,…",
+    f"The training loop: {', '.join(PROGRAMS)}; fields such as loss=chunked, offload=true.", read_program,
+)  # fmt: skip
+@click.option("--lora", type=click.IntRange(min=1), metavar="R", help="Train adapters of rank R.")
+@click.option(
+    "--base", type=click.Choice([*FROZEN_BITS]), help="Format of frozen weights in layers."
+)
+@click.option("--experts", type=click.Choice([*FROZEN_BITS]), help="Format of frozen experts.")
+@_option("train", "A,B,…", "Parts that train beside adapters: head, embeddings, norms.", _names)
+@click.option("--rule", "optimizer", type=click.Choice([*UPDATE_RULES]), help="[default: adamw]")
+@_option(
+    "layout", "FIELD=N,…",
+    "Values of data, shard, zero, tensor, pipeline, …; fsdp2 (what train runs); ddp.  [default: all]", read_layout,
+)  # fmt: skip
 @click.option("--explain", is_flag=True, help="Print every term of the best option.")
 @flags.json_object
 def run_command(as_json: bool, explain: bool, **asked: Any) -> None:
@@ -185,53 +125,31 @@ def run_command(as_json: bool, explain: bool, **asked: Any) -> None:
     _show(answer.row(), answer.tables(), sentences, as_json)
 
 
-@plan_group.command("longest", short_help="The longest sequence that fits.")
-@click.option("--model", metavar="TEXT", required=True, help=_MODEL)
-@_question
+@plan_group.command("next", short_help="Tell one measured run, get the next.")
+@click.argument("run", metavar="RUN", type=flags.PATH)
+@click.argument("changes", metavar="NAME=VALUE…", nargs=-1)
 @flags.json_object
-def longest_command(as_json: bool, **asked: Any) -> None:
-    """Say how long sequences may be.
+def next_command(run: Path, changes: tuple[str, ...], as_json: bool) -> None:
+    """Plan another run, corrected by RUN, which was measured. What is not said is RUN's.
 
-    narrowgauge plan longest --model llama-8b --chip RTX-4090 --lora 16 --base nf4
+    RUN is a run folder, or a TOML file: model, chip, chips, sequence_length, recipes, layout,
+    program, tokens_per_second (of all chips), peak_gb; log = "trainer_state.json" reads the speed.
+
+    \b
+    narrowgauge plan next run.toml chips=128 sequence_length=16384
     """
-    from narrowgauge.planner.plan import plan_longest
+    from narrowgauge.planner.next import read_changes, read_measured
 
-    answer = plan_longest(**flags.given(asked))
-    first = [f"The longest sequence that fits has {answer.best.sequence_length:,} tokens."]
-    _show(answer.row(), answer.tables(), answer.sentences(), as_json, first)
-
-
-def _show(
-    row: Any,
-    parts: list[tables.Table],
-    sentences: Sequence[str],
-    as_json: bool,
-    first: Sequence[str] = (),
-) -> None:
-    """Print an answer as JSON, or as sentences, tables, and further sentences."""
+    measured = read_measured(run)
+    told = measured.next(**read_changes(changes))
     if as_json:
-        return tables.write_json(row)
-    if first:
-        _write_lines([*first, ""])
-    tables.write(parts)
-    if sentences:
-        _write_lines(["", *sentences])
-
-
-def _write_lines(lines: Sequence[str]) -> None:
-    """Print lines, broken at :data:`WIDTH` columns."""
-    for line in lines:
-        click.echo(textwrap.fill(line, WIDTH, subsequent_indent="  ", break_long_words=False))
+        return tables.write_json(told.row())
+    return click.echo(f"{measured}\n{told}\n{told.asks_for}")
 
 
 @plan_group.command("scaling", short_help="What keeps more chips from saving time.")
 @click.argument("measured", metavar="N:TIME,…")
-@click.option(
-    "--at",
-    metavar="N,M,…",
-    type=flags.Parsed(_counts),
-    help="Numbers of chips to say the time for.",
-)
+@_option("at", "N,M,…", "Numbers of chips to say the time for.", _counts)
 @flags.json_object
 def scaling_command(measured: str, at: list[int] | None, as_json: bool) -> None:
     """Say what does not scale, from measured times of one job on several numbers of chips.
@@ -241,4 +159,22 @@ def scaling_command(measured: str, at: list[int] | None, as_json: bool) -> None:
     from narrowgauge.planner.scaling import read_points, scaling_row, tables_of
 
     row = scaling_row(read_points(measured), at or ())
-    _show(row, tables_of(row), (), as_json, first=row["sentences"])
+    if not as_json:
+        _write_lines([*row["sentences"], ""])
+    _show(row, tables_of(row), (), as_json)
+
+
+def _show(row: Any, parts: list[tables.Table], sentences: Sequence[str], as_json: bool) -> None:
+    """Print an answer as JSON, or as tables and sentences."""
+    if as_json:
+        return tables.write_json(row)
+    tables.write(parts)
+    if sentences:
+        _write_lines(["", *sentences])
+    return None
+
+
+def _write_lines(lines: Sequence[str]) -> None:
+    """Print lines, broken at :data:`WIDTH` columns."""
+    for line in lines:
+        click.echo(textwrap.fill(line, WIDTH, subsequent_indent="  ", break_long_words=False))

@@ -4,19 +4,18 @@ they are distributed.
 A *leaf* is the gradient of one micro-batch. The sum of a step depends only on its leaves if each
 leaf depends on its sequences alone and is added separately. So no micro-batch may draw from a
 generator that earlier work on this rank has advanced. No rank may add up gradients before it sends
-them. The clipping norm must not depend on order either (:func:`refuse_norms`).
+them. Clip by ``max_grad_norm=``
+of our optimizers: PyTorch's norm depends on the number of ranks.
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
-import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from narrowgauge.distributed.sharding import fsdp_modules
 from narrowgauge.errors import RecipeError
@@ -103,36 +102,3 @@ def refuse_lost(model: nn.Module) -> None:
         "appeared in it after the first step.",
         "Repeat the step: from now on these sums take all of float32's range.",
     )
-
-
-# ── the norm by which gradients are clipped ───────────────────────────────────────────────────────
-#
-# PyTorch adds the ranks' parts of a norm in rank order, in the gradient's format. So the last bits
-# of the norm, and of every clipped gradient, depend on the number of ranks. The norm of our
-# optimizers is an exact sum.
-
-
-@functools.cache
-def refuse_norms(is_summed: Callable[[Iterable[Tensor]], bool]) -> None:
-    """Make ``clip_grad_norm_`` and ``get_total_norm`` refuse gradients that ``is_summed`` accepts,
-    from now on.
-    """
-    torch_names.replace_total_norm(lambda norm: functools.partial(_checked_norm, norm, is_summed))
-
-
-def _checked_norm(
-    original: Callable[..., Tensor], is_summed: Callable[[Iterable[Tensor]], bool],
-    tensors: Any, norm_type: float = 2.0, *options: Any, **named_options: Any,
-) -> Tensor:  # fmt: skip
-    if isinstance(tensors, Tensor):
-        tensors = [tensors]
-    else:
-        tensors = list(tensors)
-    if float(norm_type) != math.inf and is_summed(tensors):  # a maximum does not depend on order
-        raise RecipeError(
-            "Cannot clip exactly summed gradients by PyTorch's norm because it depends on the "
-            "number of ranks.",
-            "Clip with max_grad_norm= of our optimizer, whose norm is exact (optimizer.grad_norm), "
-            "or by norm_type='inf'.",
-        )
-    return original(tensors, norm_type, *options, **named_options)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,6 @@ from narrowgauge.distributed.order_invariance import (
     follow_forwards,
     generator_state,
     refuse_lost,
-    refuse_norms,
     require_own_dtypes,
 )
 from narrowgauge.distributed.ranks import StepEnds, all_ranks
@@ -229,7 +228,6 @@ class GradientReduction:
             require_own_dtypes(self._fsdp)
         if self.is_exact and self._trainable:
             self._undo += follow_forwards(inner_of(model), self._require_surrounded)
-            refuse_norms(_are_summed_exactly)
 
     # ── a step ────────────────────────────────────────────────────────────────────────────────────
 
@@ -370,9 +368,9 @@ class GradientReduction:
         """Forget the micro-batches since the last step, and all gradients."""
         for parameter in self._trainable:
             parameter.grad = None
-        for part in (self._replicated, *self._exchanges):
-            if part is not None:
-                part.discard()
+        self._replicated.discard()
+        for exchange in self._exchanges:
+            exchange.discard()
         self._sums.clear()
         self._place = 0
         self._arrived.clear()
@@ -434,6 +432,12 @@ class GradientReduction:
 
     def _arrive(self, parameter: Tensor) -> None:
         self.require_open()
+        if self.is_exact and parameter in self._arrived:
+            raise RecipeError(
+                "two backward passes were met in one micro-batch, whose gradients are one addend "
+                "of an exact sum.",
+                "Add the losses, and call backward() once.",
+            )
         self._arrived.add(parameter)
 
     def _begin(self, is_last: bool) -> None:
@@ -510,17 +514,6 @@ def inner_of(model: nn.Module) -> nn.Module:
         inner: nn.Module = model.module
         return inner
     return model
-
-
-def _are_summed_exactly(gradients: Iterable[Tensor]) -> bool:
-    ids = set(map(id, gradients))
-    for reference in _installed.values():
-        reduction = reference()
-        if reduction is None or not (reduction.is_exact and reduction.is_installed):
-            continue
-        if any(id(p.grad) in ids for p in reduction._trainable):
-            return True
-    return False
 
 
 def _require_whole(model: nn.Module, parameters: Sequence[Tensor], grid: RankGrid) -> None:

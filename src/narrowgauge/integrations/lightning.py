@@ -90,7 +90,9 @@ class NarrowgaugeMonitor(RecordedCallback, Callback):
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        loss = outputs
+        if isinstance(outputs, dict):
+            loss = outputs.get("loss")
         if isinstance(loss, Tensor):
             self._losses.append(loss.detach())
         self.tokens += self._count(batch)

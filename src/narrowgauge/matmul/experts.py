@@ -68,7 +68,9 @@ class GroupedLinear(NarrowLayer):
         matrices = weights.unbind()
         for expert, end in enumerate(offsets.tolist()):
             if end > start:
-                expert_bias = None if bias is None else bias[expert]
+                expert_bias = None
+                if bias is not None:
+                    expert_bias = bias[expert]
                 y = self.multiply_rows(
                     x[start:end], matrices[expert], expert_bias, self.key[expert]
                 )
@@ -112,7 +114,9 @@ class OwnCode:
         module: Any = self
         layers = module.get_submodule(NARROW)
         multiplied: set[str] = set()
-        weights = {name: module._parameters[name] for name in stacked(module)}
+        weights = {}
+        for name in stacked(module):
+            weights[name] = module._parameters[name]
         try:
             for name, weight in weights.items():
                 if type(weight) in (Tensor, nn.Parameter):  # no DTensor
@@ -169,8 +173,12 @@ class _Stack(Tensor):
                 return result
             if func in (Tensor.unbind, torch.unbind, Tensor.__iter__):
                 parts = args[0].as_subclass(Tensor).unbind()
-                tracked = [_tracked(x, origin._replace(expert=i)) for i, x in enumerate(parts)]
-                return iter(tracked) if func is Tensor.__iter__ else tuple(tracked)
+                tracked = []
+                for index, part in enumerate(parts):
+                    tracked.append(_tracked(part, origin._replace(expert=index)))
+                if func is Tensor.__iter__:
+                    return iter(tracked)
+                return tuple(tracked)
             if func is Tensor.__getitem__ and result.shape == args[0].shape[1:]:
                 expert = int(args[1]) % len(args[0])
                 return _tracked(result, origin._replace(expert=expert))
@@ -188,7 +196,9 @@ def _multiply(
 ) -> Any:
     """Multiply by the swapped projection of a stack, or of the expert whose part it is."""
     plain = stack.as_subclass(Tensor)
-    weight = plain if func is F.linear else plain.transpose(-2, -1)
+    weight = plain
+    if func is not F.linear:
+        weight = plain.transpose(-2, -1)
     is_batch = func in _MATMUL and weight.ndim == 3
     if is_batch and x.ndim != 3:
         return func(x, plain, *rest, **options)
@@ -234,9 +244,9 @@ def grouped_layers(
 def take_over(module: nn.Module, layers: nn.ModuleDict) -> None:
     """Make a module's own forward multiply by swapped projections, by the names of its weights."""
     if getattr(module, "_is_expert_parallel", False):
-        names = next(iter(layers.values())).names
+        layer: Any = next(iter(layers.values()))
         raise RecipeError(
-            f"Cannot swap '{names[0]}' because it is sharded by expert parallelism.",
+            f"Cannot swap '{layer.names[0]}' because it is sharded by expert parallelism.",
             "Load the model without it.",
         )
     module.add_module(NARROW, layers)
@@ -250,7 +260,7 @@ def grouped_layers_of(model: nn.Module) -> dict[str, GroupedLinear]:
     layers = {}
     for name, module in model.named_modules():
         if isinstance(module, GroupedLinear):
-            layers[".".join(part for part in name.split(".") if part != NARROW)] = module
+            layers[name.replace(f"{NARROW}.", "")] = module
     return layers
 
 

@@ -41,24 +41,32 @@ or two codes a byte, padded to whole blocks, scales of blocks in their own forma
 
 def codes_of(weight: Tensor, right: Cast) -> list[Tensor]:
     """Return the buffers of a weight ``[out, in]`` in a cast."""
-    dtype = PAIRS if is_packed(right) else getattr(torch, right.format)
+    dtype = PAIRS
+    if not is_packed(right):
+        dtype = getattr(torch, right.format)
     data, outer, inner = cast_matrix(weight, right, 1, dtype)
     if outer is None:
         outer = data.new_ones(1, 1, dtype=torch.float32)
-    return [data, outer] if inner is None else [data, inner, outer]
+    if inner is None:
+        return [data, outer]
+    return [data, inner, outer]
 
 
 def operand_of(stored: Sequence[Tensor]) -> Operand:
     """Return the operand that buffers hold."""
     data, scales, *rest = stored
-    return Operand(data, rest[0], scales) if rest else Operand(data, scales)
+    if rest:
+        return Operand(data, rest[0], scales)
+    return Operand(data, scales)
 
 
 def values_of(stored: Sequence[Tensor], shape: tuple[int, int]) -> Tensor:
     """Return the weight that buffers hold: float32 ``[out, in]``."""
     operand = operand_of(stored)
     assert operand.outer is not None
-    codes = operand.data if operand.inner is None else block_values(operand)
+    codes = operand.data
+    if operand.inner is not None:
+        codes = block_values(operand)
     return (codes.float() * operand.outer)[: shape[0], : shape[1]]
 
 
@@ -147,7 +155,9 @@ class QuantizedLinear(nn.Linear):
     def weight(self) -> Tensor:  # type: ignore[override]
         """Return a copy of the weight, for code that reads it."""
         matrix = self.dequantize().to(self.dtype)
-        return (matrix.t() if self.is_transposed else matrix).as_subclass(_Copy)
+        if self.is_transposed:
+            matrix = matrix.t()
+        return matrix.as_subclass(_Copy)
 
     def dequantize(self) -> Tensor:
         """Return the stored weight, float32 ``[out, in]``."""
@@ -246,7 +256,7 @@ def quantize_for_inference(
     choose = chooser(compute, keep, roles_of(model, warns=True))
     for name, module in projections(model).items():
         if choose(name) is not None:
-            pattern = "*." + name.rpartition(".")[0].rpartition(".")[2] + ".*"
+            pattern = "*." + name.split(".")[-2]
             raise RecipeError(
                 f"Cannot quantize '{name}' of a {type(module).__name__} because only linear layers "
                 "are stored as codes.",

@@ -89,6 +89,13 @@ class NarrowLayer(nn.Module):
 
     def multiply_rows(self, x: Tensor, weight: Tensor, bias: Tensor | None, key: Tensor) -> Tensor:
         """Multiply ``[..., in]`` by a weight ``[out, in]``."""
+        is_widened = weight.dtype is torch.float32 and x.dtype is not torch.float32
+        if is_widened and not torch.is_autocast_enabled(x.device.type):
+            raise RecipeError(
+                f"Cannot multiply an input in {dtype_name(x.dtype)} by the float32 weight of layer "
+                f"'{self.names[0]}', as nn.Linear cannot.",
+                f"Use torch.autocast(…, torch.{self.compute.dtype}), or convert the input.",
+            )
         if not x.numel() or x.dtype is self.plain_dtype:
             return linear(x, weight, bias)
         call = layer_matmuls.Call(self.registered_name, key if self.compute.is_stochastic else None)

@@ -1,8 +1,8 @@
-"""Multiply the operands' own codes by PyTorch's GPU kernels: a function for each row of
+"""Multiply the operands' own codes by PyTorch's GPU kernels, the rows of
 :mod:`narrowgauge.spec.kernels`.
 
-A function lays the operands out for its kernel, pads their sides, calls the kernel, and crops the
-result. Casts write codes along the contraction, as kernels read them, so operands of whole sides
+The operands' scales are laid out as the row's kernel reads them, their sides are padded, and the
+result is cropped. Casts write codes along the contraction, as kernels read them, so operands of whole sides
 are not copied. Codes, scales and rounding equal those of the emulation in bfloat16
 (:mod:`narrowgauge.matmul.gemm`). Only the order and the accumulation of the sum differ. ``nvfp4``
 also multiplies the sum by the product of the two tensors' scales, not by one after the other.
@@ -14,9 +14,8 @@ products are emulated.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,18 +35,6 @@ from narrowgauge.torch_support.torch_names import is_traced
 
 _SIDE = 16
 """Rows, columns and bytes of the contraction come in multiples of this, as PyTorch's checks ask."""
-
-
-class Sums(NamedTuple):
-    """A kernel's result ``[rows, columns]``, and scales still to be multiplied into it.
-
-    Attributes:
-        left, right: the outer scales of the operands; ``None`` if included.
-    """
-
-    values: Tensor
-    left: Tensor | None = None
-    right: Tensor | None = None
 
 
 def kernel_here(product: Product, device: torch.device) -> Kernel | None:
@@ -83,12 +70,34 @@ def multiply_codes(
     The accumulation ``fast`` is in the tensor core's register alone, if the kernel can.
     """
     # Float32 sums, so that a bias is added before the result is rounded.
-    sum_dtype = dtype if bias is None else torch.float32
-    sums = _FUNCTIONS[kernel.name](lhs, rhs, sum_dtype, product.accumulation == "fast")
-    values = sums.values
-    if (*values.shape,) != (lhs.data.shape[0], rhs.data.shape[0]):
-        values = values[: lhs.data.shape[0], : rhs.data.shape[0]]
-    return scaled(values, sums.left, sums.right, bias, dtype)
+    sum_dtype = dtype
+    if bias is not None:
+        sum_dtype = torch.float32
+    a = filled(lhs.data).contiguous()
+    b = filled(rhs.data).contiguous()
+    left = right = None
+    if kernel.scales:
+        values = _by_blocks(product, lhs, rhs, a, b, sum_dtype)
+    else:
+        is_whole = all(x.outer is None or x.outer.numel() == 1 for x in (lhs, rhs))
+        # With scales of rows, older libraries' kernel writes only bfloat16.
+        if sum_dtype == torch.float32 or (sum_dtype != torch.bfloat16 and not is_whole):
+            left = lhs.outer
+            right = rhs.outer
+            lhs = lhs._replace(outer=None)
+            rhs = rhs._replace(outer=None)
+            is_whole = True
+            sum_dtype = torch.float32
+        first = _scale_of(lhs, a, is_whole)
+        second = _scale_of(rhs, b, is_whole)
+        is_fast = product.accumulation == "fast"
+        values = torch._scaled_mm(
+            a, b.t(), first, second.t(), out_dtype=sum_dtype, use_fast_accum=is_fast
+        )
+    rows, columns = lhs.data.shape[0], rhs.data.shape[0]
+    if (*values.shape,) != (rows, columns):
+        values = values[:rows, :columns]
+    return scaled(values, left, right, bias, dtype)
 
 
 def scaled(
@@ -143,81 +152,63 @@ def filled(x: Tensor, least_rows: int = 0) -> Tensor:
     return _padded(x, rows + -rows % _SIDE, columns + -columns % _SIDE)
 
 
-# ── the kernels: operands [side, contraction], and the right one is transposed for them ───────────
+# ── scales as the kernels read them ───────────────────────────────────────────────────────────────
 
 
-def _float8(lhs: Operand, rhs: Operand, dtype: torch.dtype, fast: bool) -> Sums:
-    """Multiply by ``torch._scaled_mm`` with scales of tensors or of all rows."""
-    a = filled(lhs.data).contiguous()
-    b = filled(rhs.data).contiguous()
-    is_whole = all(x.outer is None or x.outer.numel() == 1 for x in (lhs, rhs))
-    # With scales of rows, older libraries' kernel writes only bfloat16.
-    if dtype == torch.float32 or (dtype != torch.bfloat16 and not is_whole):
-        unit = _unit_scale(a.device)
-        sums = torch._scaled_mm(a, b.t(), unit, unit, out_dtype=torch.float32, use_fast_accum=fast)
-        return Sums(sums, lhs.outer, rhs.outer)
-    scales = []
-    for operand, codes in ((lhs, a), (rhs, b)):
-        scale = operand.outer
-        if scale is None:
-            scale = _unit_scale(a.device)
-        if is_whole:
-            scales.append(scale.reshape(()))
-        else:
-            column = scale.reshape(-1, 1).expand(operand.data.shape[0], 1)
-            scales.append(_padded(column, codes.shape[0], 1).contiguous())
-    first, second = scales
-    sums = torch._scaled_mm(a, b.t(), first, second.t(), out_dtype=dtype, use_fast_accum=fast)
-    return Sums(sums)
+def _scale_of(operand: Operand, codes: Tensor, is_whole: bool) -> Tensor:
+    """Return the scale of a tensor, or those of all rows of the padded codes."""
+    scale = operand.outer
+    if scale is None:
+        scale = torch.ones((), dtype=torch.float32, device=codes.device)
+    if is_whole:
+        return scale.reshape(())
+    column = scale.reshape(-1, 1).expand(operand.data.shape[0], 1)
+    return _padded(column, codes.shape[0], 1).contiguous()
 
 
-def _unit_scale(device: torch.device) -> Tensor:
-    return torch.ones((), dtype=torch.float32, device=device)
-
-
-def _float8_blocks(lhs: Operand, rhs: Operand, dtype: torch.dtype, *_: Any) -> Sums:
-    """Multiply by ``scaled_mm`` with float32 scales of 1 × 128 or 128 × 128.
-
-    Add every 128 terms to the sum in float32.
+def _by_blocks(
+    product: Product, lhs: Operand, rhs: Operand, a: Tensor, b: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Multiply by ``scaled_mm``: float32 scales of 128 values in columns, those of 16 or 32 in tiles,
+    and the tensors' scales if they have any.
     """
-    a = filled(lhs.data).contiguous()
-    b = filled(rhs.data).contiguous()
-    first, by_first = _scales_of_128(lhs)
-    second, by_second = _scales_of_128(rhs)
-    return _product_of(a, b, [first], [second], by_first, by_second, dtype)
-
-
-def _scales_of_128(operand: Operand) -> tuple[Tensor, str]:
-    assert operand.inner is not None
-    inner = operand.inner.float()
-    if inner.shape[0] < operand.data.shape[0]:
-        return square_scales_in_columns(inner), "BlockWise128x128"
-    rows = inner.shape[0] + -inner.shape[0] % _SIDE
-    return scales_in_columns(_padded(inner, rows, inner.shape[1])), "BlockWise1x128"
-
-
-def _micro_scaled(lhs: Operand, rhs: Operand, dtype: torch.dtype, *_: Any, block: str) -> Sums:
-    """Multiply by ``scaled_mm`` with scales of 16 or 32 values in tiles, and the tensors' scales if
-    they have any.
-    """
-    a = filled(lhs.data).contiguous()
-    b = filled(rhs.data).contiguous()
     assert lhs.inner is not None and rhs.inner is not None
-    inner = lhs.inner.view(torch.uint8), rhs.inner.view(torch.uint8)
-    # Scales of 16 × 16 values are repeated: the kernel reads one for each row. Nothing bound here
-    # depends on the number of tokens, so one compiled function lays out all of them.
-    times = [
-        operand.data.shape[0] // scales.shape[0]
-        for operand, scales in zip((lhs, rhs), inner, strict=True)
-    ]
-    tile_both = bound(_tile_both, *times)
-    laid_out = fused(inner[0].numel() + inner[1].numel(), tile_both, *inner)
+    names = []
+    for cast in (product.left, product.right):
+        block = cast.granularity.replace("16x16", "1x16")
+        names.append(f"BlockWise{block}")
+    if names[0] in _SCALES:
+        inner = lhs.inner.view(torch.uint8), rhs.inner.view(torch.uint8)
+        # Scales of 16 × 16 values are repeated: the kernel reads one for each row. Nothing bound
+        # here depends on the number of tokens, so one compiled function lays out all of them.
+        times = [
+            x.data.shape[0] // scales.shape[0] for x, scales in ((lhs, inner[0]), (rhs, inner[1]))
+        ]
+        size = inner[0].numel() + inner[1].numel()
+        laid_out = fused(size, bound(_tile_both, *times), *inner)
+    else:
+        laid_out = _in_columns(lhs), _in_columns(rhs)
     scales = []
     for operand, codes in zip((lhs, rhs), laid_out, strict=True):
         scales.append([codes])
         if operand.outer is not None:
             scales[-1].append(operand.outer.reshape(1))
-    return _product_of(a, b, scales[0], scales[1], block, block, dtype)
+    if product.left.format == "float4_e2m1fn" and product.left.scale != "float8_e4m3fn":
+        dtype = torch.bfloat16  # all that mxfp4's kernel writes
+    call: Any = _scaled_product
+    if is_traced():
+        call = _traced_product
+    result: Tensor = call(a, b, scales[0], scales[1], names[0], names[1], dtype)
+    return result
+
+
+def _in_columns(operand: Operand) -> Tensor:
+    assert operand.inner is not None
+    inner = operand.inner.float()
+    if inner.shape[0] < operand.data.shape[0]:
+        return square_scales_in_columns(inner)
+    rows = inner.shape[0] + -inner.shape[0] % _SIDE
+    return scales_in_columns(_padded(inner, rows, inner.shape[1]))
 
 
 def _scaled_product(
@@ -255,11 +246,6 @@ def _(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
     return a.new_empty(a.shape[0], b.shape[0], dtype=rest[-1])
 
 
-def _product_of(*arguments: Any) -> Sums:
-    product: Any = _traced_product if is_traced() else _scaled_product
-    return Sums(product(*arguments))
-
-
 _SCALES = {"BlockWise1x32": torch.float8_e8m0fnu, "BlockWise1x16": torch.float8_e4m3fn}
 """The dtype of scales that come as uint8."""
 
@@ -277,15 +263,6 @@ def _tile_both(
     return tiled_scales(scales), tiled_scales(other_scales)
 
 
-_FUNCTIONS: dict[str, Callable[[Operand, Operand, torch.dtype, bool], Sums]] = {
-    "float8": _float8,
-    "float8-blocks": _float8_blocks,
-    "mxfp8": partial(_micro_scaled, block="BlockWise1x32"),
-    "mxfp4": lambda lhs, rhs, *_: _micro_scaled(lhs, rhs, torch.bfloat16, block="BlockWise1x32"),
-    "nvfp4": partial(_micro_scaled, block="BlockWise1x16"),
-}
-
-
 # ── the trial of a kernel ─────────────────────────────────────────────────────────────────────────
 
 
@@ -295,51 +272,44 @@ _ROWS = (137, 269)
 _SQUARE_ROWS = 256
 
 
-def is_exact(trial: Callable[[], bool]) -> bool:
-    """Return whether a trial of a kernel, on real tensors, says so and raises nothing."""
-    with torch_names.no_modes(), torch.device("cpu"), torch.no_grad():
-        try:
-            return trial()
-        except torch.OutOfMemoryError:
-            raise  # not the kernel's fault
-        except (
-            RuntimeError,
-            ValueError,
-            AttributeError,
-        ):  # an older PyTorch lacks the function itself
-            return False
-
-
 @lru_cache(None)
 def _works(kernel: Kernel, lhs: Cast, rhs: Cast, device: torch.device) -> bool:
     """Return whether a kernel multiplies two small matrices without error.
 
     It waits for the device once, so the first call must not happen during CUDA graph capture.
     """
+    with torch_names.no_modes(), torch.device("cpu"), torch.no_grad():
+        try:
+            return _is_exact(kernel, lhs, rhs, device)
+        except torch.OutOfMemoryError:
+            raise  # not the kernel's fault
+        except (RuntimeError, ValueError, AttributeError):  # an older PyTorch lacks the function
+            return False
 
-    def trial() -> bool:
-        matrices = []
-        operands = []
-        casts = []
-        for side, operand in enumerate((lhs, rhs)):
-            # The same kernel, without what a kernel does not see.
-            casts.append(Cast(operand.format, operand.granularity, operand.scale))
-            x = exact_matrix(casts[side], _ROWS[side], _TERMS, side)
-            dtype = PAIRS if operand.element.bits == 4 else getattr(torch, operand.format)
-            codes = cast_matrix(x, casts[side], 1, dtype)
-            matrices.append(x.double())
-            operands.append(codes.mapped(lambda part: part.to(device)))
-        exactly = matrices[0] @ matrices[1].t()
-        product = Product(casts[0], casts[1])
-        for dtype in (torch.bfloat16, torch.float32):
-            result = multiply_codes(kernel, operands[0], operands[1], product, dtype)
-            expected = exactly.to(torch.bfloat16 if kernel.name == "mxfp4" else dtype)
-            # Read here: a device error is raised when its result is read.
-            if not torch.equal(result.cpu(), expected.to(dtype)):
-                return False
-        return True
 
-    return is_exact(trial)
+def _is_exact(kernel: Kernel, lhs: Cast, rhs: Cast, device: torch.device) -> bool:
+    matrices = []
+    operands = []
+    casts = []
+    for side, cast in enumerate((lhs, rhs)):
+        # The same kernel, without what a kernel does not see.
+        casts.append(Cast(cast.format, cast.granularity, cast.scale))
+        x = exact_matrix(casts[side], _ROWS[side], _TERMS, side)
+        dtype = PAIRS
+        if cast.element.bits != 4:
+            dtype = getattr(torch, cast.format)
+        codes = cast_matrix(x, casts[side], 1, dtype)
+        matrices.append(x.double())
+        operands.append(codes.mapped(lambda part: part.to(device)))
+    exactly = matrices[0] @ matrices[1].t()
+    product = Product(casts[0], casts[1])
+    for dtype in (torch.bfloat16, torch.float32):
+        result = multiply_codes(kernel, operands[0], operands[1], product, dtype)
+        expected = exactly.to(torch.bfloat16 if kernel.name == "mxfp4" else dtype)
+        # Read here: a device error is raised when its result is read.
+        if not torch.equal(result.cpu(), expected.to(dtype)):
+            return False
+    return True
 
 
 def exact_matrix(operand: Cast, rows: int, terms: int, side: int) -> Tensor:

@@ -27,7 +27,7 @@ from narrowgauge.numerics.quantization import (
     spread,
     unpacked_pairs,
 )
-from narrowgauge.numerics.rounding import random_bits
+from narrowgauge.numerics.rounding import EXPONENT, bits_of, float_of, random_bits
 from narrowgauge.spec.computes import Cast
 from narrowgauge.torch_support.compile import fused
 
@@ -161,7 +161,13 @@ def cast_whole(
     words = None
     if key is not None:
         words = quantization.random_words(x.shape[0], x.shape[1], key)
+    unit = None
+    if fold is not None:  # near one, so that small scales make no subnormal numbers: a power of two
+        unit = power_of(fold.amax())
+        fold = fold / unit
     codes, outer = quantization.quantize_whole(x, cast, dim, words, fold, None)
+    if unit is not None and outer is not None:
+        outer = outer * unit
     if dtype == torch.int8:
         codes = torch.where(codes == codes, codes, 0.0)  # processors convert NaN differently
     codes = codes.to(dtype)
@@ -170,6 +176,11 @@ def cast_whole(
     if outer is None:
         return (codes,)
     return (codes, outer)
+
+
+def power_of(x: Tensor) -> Tensor:
+    """Return the power of two at or below a positive number; NaN for NaN."""
+    return torch.where(x < torch.inf, float_of(bits_of(x) & EXPONENT), torch.nan)
 
 
 def cast_blocks(

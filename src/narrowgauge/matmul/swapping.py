@@ -64,10 +64,15 @@ class NarrowLayers:
         choice``.
         """
         layers = self.layers
-        keep_last = max((layer.compute.keep_last for layer in layers.values()), default=0.0)
+        keep_last = 0.0
+        for layer in layers.values():
+            keep_last = max(keep_last, layer.compute.keep_last)
         roles = roles_of(self.model, keep_last)
-        names = [name for name in multiplied(self.model) if name not in layers]
-        return {name: roles.get(name, "by choice") for name in names}
+        kept = {}
+        for name in multiplied(self.model):
+            if name not in layers:
+                kept[name] = roles.get(name, "by choice")
+        return kept
 
     def matrices(self) -> dict[str, str]:
         """Return what multiplies each matrix of the model: ``narrow``, ``never called`` where other
@@ -118,10 +123,11 @@ class NarrowLayers:
     def set_compute(self, choose: Callable[[str], Compute]) -> None:
         """Continue in other computes. ``choose`` maps a layer's name to its compute."""
         layers = self.layers
-        chosen = {name: choose(name) for name in layers}
-        for name, compute in chosen.items():
-            if not layers[name].compute.transform:
-                _refuse_transform(compute)
+        chosen = {}
+        for name, layer in layers.items():
+            chosen[name] = choose(name)
+            if not layer.compute.transform:
+                _refuse_transform(chosen[name])
         for name, layer in layers.items():
             layer.set_compute(chosen[name])
 
@@ -142,7 +148,7 @@ def swap_linears(
         model: any module with ``nn.Linear``, transformers' ``Conv1D`` or a mixture's experts.
         compute: a compute, its name, or a function from a layer's name to either (``None`` leaves
             it alone). A projection of experts is called ``….experts.down_proj``.
-        keep: name patterns (shell wildcards) of layers to leave alone.
+        keep: name patterns (shell wildcards) of layers to leave alone, or of modules around them.
         keep_roles: also leave layers outside the blocks, routers, adapters and last blocks alone
             (see :mod:`narrowgauge.matmul.roles`); not if ``compute`` is a function, or casts
             nothing below 16 bits.
@@ -185,8 +191,8 @@ def swap_linears(
         )
     keep_from_fused_kernels(model)
     device = next(iter(layers.values())).key.device
-    for used in {layer.compute.name: layer.compute for layer in layers.values()}.values():
-        warn_if_emulated(used, device)
+    for layer in layers.values():
+        warn_if_emulated(layer.compute, device)
     linears = NarrowLayers(model)
     readers = set(linears.matrices().values())
     if "narrow" in readers and not readers <= {"narrow", *linears.kept.values()}:
@@ -231,12 +237,21 @@ def linears_of(model: nn.Module) -> NarrowLayers | None:
         True
     """
     linears = NarrowLayers(model)
-    return linears if linears.layers else None
+    if linears.layers:
+        return linears
+    return None
 
 
 def _matches(name: str, pattern: str) -> bool:
-    names = {name, plain_name(name).removesuffix(".base_layer")}  # of PEFT
-    return any(fnmatch.fnmatchcase(one_name, pattern) for one_name in names)
+    """Return whether a pattern matches a layer's name, or that of a module that contains it."""
+    if fnmatch.fnmatchcase(name, pattern):
+        return True
+    place = plain_name(name).removesuffix(".base_layer")  # of PEFT
+    while place:
+        if fnmatch.fnmatchcase(place, pattern):
+            return True
+        place = place.rpartition(".")[0]
+    return False
 
 
 def refuse_unmatched(model: nn.Module, keep: tuple[str, ...]) -> None:
@@ -248,9 +263,9 @@ def refuse_unmatched(model: nn.Module, keep: tuple[str, ...]) -> None:
     if not keep:
         return
     names = list(multiplied(model))
-    owners = [name.rpartition(".")[0] for name in names]
     for pattern in keep:
-        if not any(_matches(name, pattern) for name in (*names, *owners)):
+        matches = [name for name in names if _matches(name, pattern)]
+        if not matches:
             raise RecipeError(
                 f"Cannot keep '{pattern}' because it matches no linear layer of "
                 f"{type(model).__name__}.",

@@ -54,19 +54,26 @@ def multiply_parts(layer: Any, x: Tensor, weight: Any, bias: Tensor | None) -> T
             "Call the module that fully_shard or parallelize_module was given.",
         )
     part = weight.to_local()
-    require_local_scales(layer.compute, name, part.shape, 0 if splits_outputs else 1, mesh.size())
+    last = x.ndim - 1
+    dim = 1
+    input_placement: Any = Shard(last)
+    grad_placements: list[Any] = [input_placement]
+    if splits_outputs:
+        dim = 0
+        input_placement = Replicate()
+        # The input's gradient is a sum over ranks where each has some of the outputs.
+        grad_placements = [Partial()]
+    require_local_scales(layer.compute, name, part.shape, dim, mesh.size())
     # Equal parts of several ranks round independently.
     key = mixed(local_of(layer.key), mesh.get_local_rank())
-    last = x.ndim - 1
-    input_placement: Any = Replicate() if splits_outputs else Shard(last)
-    # The input's gradient is a sum over ranks where each has some of the outputs.
-    grad_placements = [Partial() if splits_outputs else input_placement]
     local = x.redistribute(placements=[input_placement]).to_local(grad_placements=grad_placements)
     # Added to what one rank has in full, a bias is rounded with the product, as in one process.
     own_bias = None
     output_placement: Any = Partial()
     if splits_outputs:
-        own_bias = bias.to_local() if isinstance(bias, DTensor) else bias
+        own_bias = bias
+        if isinstance(bias, DTensor):
+            own_bias = bias.to_local()
         output_placement = Shard(last)
     product = layer.multiply_rows(layer.cast_stream(local), part, own_bias, key)
     result: Tensor = DTensor.from_local(product, mesh, [output_placement], run_check=False)

@@ -15,20 +15,10 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
-from typing import Any
 
 from narrowgauge.analysis.columns import column
-from narrowgauge.analysis.thresholds import (
-    ACCEPTABLE,
-    LEAST_LOSS,
-    MAX_LOSS_RISE,
-    MAX_SKIPPED,
-    NEGLIGIBLE,
-    NOISE,
-)
 from narrowgauge.errors import RecordError
 from narrowgauge.measuring.intervals import PairedDifference, interval, shown_loss
 from narrowgauge.measuring.labels import run_labels, seed_of
@@ -39,6 +29,16 @@ from narrowgauge.runs.schema import SUMMARY, Row, finite_number, number
 from narrowgauge.spec.significance import MIN_EDQ
 from narrowgauge.spec.tables import Column, Table, json_value
 
+NEGLIGIBLE = 1e-3
+"""Fraction of the baseline's loss: a difference whose whole interval lies within does not matter."""
+ACCEPTABLE = 0.01
+"""Fraction of the baseline's loss: a certain increase up to this is a price, a larger one a fault."""
+MAX_SKIPPED = 0.05
+"""Fraction of steps: a loss scale settles within fewer."""
+MAX_LOSS_RISE = 0.2
+"""Fraction of the first loss: a run that ends higher has diverged."""
+LEAST_LOSS = 0.05
+"""Nats: losses that begin lower have no size of their own."""
 BASELINE = "the baseline"
 NO_INTERVAL = "no interval"
 FIT = (BASELINE, "better", "within the noise")
@@ -129,7 +129,9 @@ def _loss_cell(row: Row) -> str:
 
 
 def _edq_cell(row: Row) -> str:
-    return "–" if row["late_edq"] is None else f"{row['late_edq']:.3f}"
+    if row["late_edq"] is None:
+        return "–"
+    return f"{row['late_edq']:.3f}"
 
 
 def compare_runs(runs: Sequence[Run]) -> Comparison:
@@ -165,8 +167,7 @@ def compare_runs(runs: Sequence[Run]) -> Comparison:
     for run, label in zip(runs, labels, strict=True):
         groups.setdefault(label, []).append(run)
     rows = {label: _row(label, group) for label, group in groups.items()}
-    usable = [label for label in groups if rows[label]["num_seeds"]]
-    baseline = max(usable, key=lambda label: _width(rows[label], groups[label][0]), default=None)
+    baseline = _widest(groups, rows)
     differences = []
     for label, row in rows.items():
         if baseline is None or label == baseline:
@@ -193,33 +194,24 @@ def divergence(run: Run) -> str:
         if event.get("what") == "divergence":
             words = str(event.get("text") or "").partition(". ")[0]
             return f"at step {event.get('step')}: {words}"
-    losses = [float(row["loss"]) for row in run.steps if row.get("loss") is not None]
-    end = losses[-1] if losses else None
+    losses = []
+    for row in run.steps:
+        if row.get("loss") is not None:
+            losses.append(float(row["loss"]))
+    end = next(reversed(losses), None)
     if run.summary is not None:
         end = number(run.summary.get("val_loss"))
     if end is not None and not math.isfinite(end):
         return f"its loss is {end}"
-    if len(run.steps) < 10 or not has_zero(losses):
+    # A loss of GRPO begins at zero, and those of PPO, ELBOs and densities pass it: their shares say
+    # nothing.
+    if len(losses) < 10 or min(losses) <= 0:
         return ""
     first = statistics.median(losses[:5])
     last = statistics.median(losses[-5:])
-    quarter = losses[: max(5, len(losses) // 4)]
-    middle = statistics.median(quarter)
-    noise = statistics.median(abs(x - middle) for x in quarter)
-    if last - first > max(MAX_LOSS_RISE * first, NOISE * noise):
+    if first >= LEAST_LOSS and last > (1 + MAX_LOSS_RISE) * first:
         return f"its loss began at {first:.2f} and ended at {last:.2f}"
     return ""
-
-
-def has_zero(losses: Sequence[float]) -> bool:
-    """Return whether a loss has a size of its own, as a likelihood has: it begins well above zero,
-    and stays above.
-
-    A loss of GRPO begins at zero, and those of PPO, ELBOs and densities pass it: their shares say
-    nothing.
-    """
-    finite = [x for x in losses if math.isfinite(x)]
-    return bool(finite) and min(finite) > 0 and statistics.median(finite[:5]) >= LEAST_LOSS
 
 
 def _counts(run: Run) -> bool:
@@ -242,36 +234,43 @@ def _late_edq(run: Run) -> float | None:
 
 
 def _row(label: str, group: Sequence[Run]) -> Row:
-    ended = [run for run in group if run.summary is not None]
-    counting = [run for run in ended if _counts(run)]
-    durations = []
-    for run in ended:  # few steps compile, so they do not move a median
-        durations += column(run, "steps", "seconds").finite.tolist()
-    summaries = [run.summary or {} for run in counting]
+    ended = []
+    summaries = []
+    for run in group:
+        if run.summary is None:
+            continue
+        seconds = column(run, "steps", "seconds").finite.tolist()
+        summary = run.summary | {"late_edq": _late_edq(run), "step_seconds": None}
+        if seconds:  # few steps compile, so they do not move a median
+            summary["step_seconds"] = statistics.median(seconds)
+        ended.append(summary)
+        if _counts(run):
+            summaries.append(summary)
     # Diverged runs also have a known speed and size.
-    measured = summaries or [run.summary or {} for run in ended]
-    losses = [float(summary["val_loss"]) for summary in summaries]
-    edqs = [edq for edq in map(_late_edq, counting) if edq is not None]
+    measured = summaries or ended
+    deviation = None
+    if len(summaries) > 1:
+        deviation = _over(summaries, "val_loss", statistics.stdev)
     row = {
         "recipe": label,
-        "val_loss": statistics.fmean(losses) if losses else None,
-        "val_loss_std": statistics.stdev(losses) if len(losses) > 1 else None,
+        "val_loss": _over(summaries, "val_loss", statistics.fmean),
+        "val_loss_std": deviation,
         "tokens_per_second": _over(measured, "tokens_per_second", statistics.median),
         "bytes_per_param": _over(measured, "bytes_per_param", statistics.median),
-        "step_seconds": statistics.median(durations) if durations else None,
+        "step_seconds": _over(ended, "step_seconds", statistics.median),
         "step_memory_bytes": _over(measured, "step_memory_bytes", max),
         "edq": _over(summaries, "edq", statistics.fmean),
         "noise": _over(summaries, "noise", statistics.fmean),
         "lost_fraction": _over(summaries, "lost_fraction", statistics.fmean),
         "diverged": any(map(divergence, group)),
-        "num_seeds": len(losses),
-        "late_edq": statistics.median(edqs) if edqs else None,
+        "num_seeds": len(summaries),
+        "late_edq": _over(summaries, "late_edq", statistics.median),
         "difference": None,
         "difference_interval": None,
     }
-    taken = sum(int(summary.get("steps") or 0) for summary in summaries)
-    skipped = sum(int(summary.get("num_skipped") or 0) for summary in summaries)
-    return row | {"verdict": _fault(row, share_skipped=skipped / max(1, taken))}
+    taken = _over(summaries, "steps", sum) or 1
+    skipped = _over(summaries, "num_skipped", sum) or 0
+    return row | {"verdict": _fault(row, share_skipped=skipped / taken)}
 
 
 def _over(
@@ -282,7 +281,9 @@ def _over(
         value = summary.get(key)
         if value is not None and math.isfinite(value):
             values.append(value)
-    return reduce(values) if values else None
+    if not values:
+        return None
+    return reduce(values)
 
 
 def _fault(row: Row, *, share_skipped: float) -> str:
@@ -293,14 +294,25 @@ def _fault(row: Row, *, share_skipped: float) -> str:
         return "no loss"
     if row["late_edq"] is not None and row["late_edq"] < MIN_EDQ:
         return "loses its updates"
-    return "skips steps" if share_skipped > MAX_SKIPPED else ""
+    if share_skipped > MAX_SKIPPED:
+        return "skips steps"
+    return ""
 
 
-def _width(row: Row, run: Run) -> tuple[bool, bool, float, int]:
-    """Return the sort key of baselines: the most precise recipe without faults is the largest."""
-    recipe = recipe_of(run)
-    bits = 0 if recipe is None else _WIDTHS.get(recipe.compute.name, 0)
-    return not row["verdict"], bits > 0, round(row["bytes_per_param"] or 0.0, 1), bits
+def _widest(groups: Mapping[str, Sequence[Run]], rows: Mapping[str, Row]) -> str | None:
+    """Return the baseline: the most precise recipe without faults."""
+
+    def width(label: str) -> tuple[bool, bool, bool, float, int]:
+        row = rows[label]
+        recipe = recipe_of(groups[label][0])
+        bits = 0
+        if recipe is not None:
+            bits = _WIDTHS.get(recipe.compute.name, 0)
+        size = round(row["bytes_per_param"] or 0.0, 1)
+        return row["num_seeds"] > 0, not row["verdict"], bits > 0, size, bits
+
+    widest = max(groups, key=width)
+    return widest if rows[widest]["num_seeds"] else None
 
 
 def _verdict(difference: PairedDifference | None, loss: float) -> str:
@@ -310,10 +322,14 @@ def _verdict(difference: PairedDifference | None, loss: float) -> str:
     if difference is None or not math.isfinite(difference.half):
         return NO_INTERVAL
     if difference.low > 0 and difference.high > negligible:
-        return "worse by more than 1 %" if difference.mean > acceptable else "worse"
+        if difference.mean > acceptable:
+            return "worse by more than 1 %"
+        return "worse"
     if difference.high < 0 and -difference.low > negligible:
         return "better"
-    return "not distinguishable" if difference.high > acceptable else "within the noise"
+    if difference.high > acceptable:
+        return "not distinguishable"
+    return "within the noise"
 
 
 def _paired_difference(
@@ -322,16 +338,18 @@ def _paired_difference(
     """Return a recipe's loss minus the baseline's over common seeds on the same data; ``None``
     without any.
     """
-    base = {seed_of(run): run for run in baseline if _counts(run)}
+    base = dict(zip(map(seed_of, baseline), baseline, strict=True))
     pairs = []
     for run in group:
         other = base.get(seed_of(run))
-        if other is None or not _counts(run):
+        if other is None or not _counts(run) or not _counts(other):
             continue
         fingerprints = {run.data_fingerprint, other.data_fingerprint}
         if len(fingerprints) == 1 or "" in fingerprints:
             pairs.append((run.summary or {})["val_loss"] - (other.summary or {})["val_loss"])
-    return PairedDifference(label, *interval(pairs), len(pairs)) if pairs else None
+    if not pairs:
+        return None
+    return PairedDifference(label, *interval(pairs), len(pairs))
 
 
 # ── the verdict ───────────────────────────────────────────────────────────────────────────────────
@@ -342,7 +360,9 @@ def _cost(row: Row) -> tuple[float, float]:
     a few norm weights, not a saving.
     """
     size = row["bytes_per_param"]
-    return math.inf if size is None else round(size, 1), -(row["tokens_per_second"] or 0.0)
+    if size is None:
+        size = math.inf
+    return round(size, 1), -(row["tokens_per_second"] or 0.0)
 
 
 def _cheapest(
@@ -356,20 +376,25 @@ def _cheapest(
         if baseline is not None and len(rows) == 1:
             return f"{baseline} alone was run: validation loss {shown_loss(rows[0]['val_loss'])}."
         return "No two recipes have finished runs of one seed on the same data, so nothing can be compared."
-    reference = next(row for row in rows if row["recipe"] == baseline)
-    tables = [run.run.get("data") or {} for run in groups[baseline]]
-    levels = [table["unigram_loss"] for table in tables if table.get("unigram_loss") is not None]
-    if levels and not reference["val_loss"] < min(levels):
-        return (
-            f"No recipe is named: {baseline} learned no more than token frequencies, at "
-            f"{min(levels):.4f}. Take more steps."
-        )
-    has_intervals = any(difference.num_pairs > 1 for difference in differences)
-    fit = FIT if has_intervals else (*FIT, NO_INTERVAL)
+    level = math.inf
+    for run in groups[baseline]:
+        level = min(level, (run.run.get("data") or {}).get("unigram_loss") or math.inf)
+    fit = list(FIT)
+    has_intervals = max(difference.num_pairs for difference in differences) > 1
+    if not has_intervals:
+        fit.append(NO_INTERVAL)
     candidates = []
+    reference = rows[0]
     for row in rows:
+        if row["recipe"] == baseline:
+            reference = row
         if row["verdict"] in fit and row["bytes_per_param"] is not None:
             candidates.append(row)
+    if not reference["val_loss"] < level:
+        return (
+            f"No recipe is named: {baseline} learned no more than token frequencies, at "
+            f"{level:.4f}. Take more steps."
+        )
     if not candidates:
         return "No recipe of known bytes per parameter is as good as the baseline."
     best = min(candidates, key=_cost)
@@ -397,19 +422,15 @@ def _left_out(runs: Sequence[Run], labels: Sequence[str]) -> Iterator[str]:
 
 def _other_settings(runs: Sequence[Run]) -> Iterator[str]:
     """Name the settings that differ between runs of one seed. Skip those that one run lacks."""
-    values = dict[str, dict[Any, None]]()
-    for first, second in combinations(runs, 2):
-        if seed_of(first) != seed_of(second):
-            continue
-        for setting in settings_diff(first.run, second.run):
+    first_of_seed = dict[int, Run]()
+    names = dict[str, None]()
+    for run in runs:
+        first = first_of_seed.setdefault(seed_of(run), run)
+        for setting in settings_diff(first.run, run.run):
             is_config = setting.table == "config" and setting.name not in _FREE
             if is_config or (setting.table, setting.name) in _ALIKE:
-                values.setdefault(setting.name, {}).update(dict.fromkeys(setting.values))
-    items = []
-    if values.pop("fingerprint", None):
-        items.append("data, so those losses are not compared")
-    items += [f"{name} {', '.join(texts)}" for name, texts in values.items()]
-    if any(run.is_foreign for run in runs):
-        items.append("logs of other frameworks, without recipe, audit or seed (0 is taken)")
-    if items:
-        yield f"The runs differ in more than recipe and seed: {'; '.join(items)}."
+                names[f"{setting.table}.{setting}"] = None
+        if run.is_foreign:
+            names["logs of other frameworks, without recipe, audit or seed (0 is taken)"] = None
+    if names:
+        yield f"The runs differ in more than recipe and seed: {'; '.join(names)}."

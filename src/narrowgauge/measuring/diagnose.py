@@ -49,36 +49,43 @@ class Diagnosis(Readings):
         num_rows: recorded rows. A row of our records is a step; logs of other frameworks may skip
             steps.
         num_applied: rows with an applied update; ``None`` if the record does not tell.
-        is_finished: somebody said so, or the last planned step is written; ``None`` for a log of
-            another program.
+        is_finished: somebody said so, or the last planned step is written; true for a log of another
+            program.
         notes: unreadable parts of the record, a sentence each.
     """
 
     def __init__(self, run: Run) -> None:
-        shown = {name: _is_shown(run, place) for name, place in AREAS.items()}
-        self.areas = [name for name, is_shown in shown.items() if is_shown]
-        unseen = dict.fromkeys(set(AREAS) - set(self.areas), "")
-        ordered = {name: "" for name in AREAS if name in unseen}
-        super().__init__(readings_of(run), unseen=ordered | _told_unseen(run) | OUTSIDE)
+        self.areas = []
+        unseen = {}
+        for name, place in AREAS.items():
+            if _is_shown(run, place):
+                self.areas.append(name)
+            else:
+                unseen[name] = ""
+        super().__init__(readings_of(run), unseen=unseen | _told_unseen(run) | OUTSIDE)
         self.name = run.path.name or run.path.resolve().name
         self.notes = list(_notes(run))
         self.num_rows = len(run.steps)
-        self.is_finished = None if run.is_foreign else is_finished(run)
+        self.is_finished = is_finished(run)
         self.num_applied: int | None = None
         flags = column(run, "steps", "skipped")
         if len(flags):
             self.num_applied = self.num_rows - int((flags.y > 0).sum())
-        self._rows = counted(self.num_rows, "row" if run.is_foreign else "step")
+        self._rows = counted(self.num_rows, "step")
+        if run.is_foreign:
+            self._rows = counted(self.num_rows, "row")
         self.lines = [f"{self.name}: {self.verdict}", *_told_events(run)]
 
     @property
     def verdict(self) -> str:
         """Return the verdict in one sentence."""
-        end = " The run is not finished." if self.is_finished is False else ""
+        end = "" if self.is_finished else " The run is not finished."
         if not self.readings and not self.areas:
             return f"Nothing was looked at: {self._rows} without a value that is read.{end}"
         if not self.readings:
-            applied = "" if self.num_applied is None else f", {self.num_applied:,} applied"
+            applied = ""
+            if self.num_applied is not None:
+                applied = f", {self.num_applied:,} applied"
             areas = ", ".join(self.areas)
             return f"Nothing found: {self._rows} watched{applied}; looked at {areas}.{end}"
         since = self.readings[0].step
@@ -96,7 +103,7 @@ class Diagnosis(Readings):
             "num_rows": self.num_rows,
             "num_applied": self.num_applied,
             "is_finished": self.is_finished,
-            "readings": [reading.to_dict() for reading in self.readings],
+            "readings": super().to_dict()["readings"],
             "looked_at": self.areas,
             "unseen": self.unseen,
             "notes": self.notes,
@@ -139,21 +146,28 @@ def diagnose(run: str | Path | Run, other: str | Path | Run | None = None) -> Di
     Example:
         >>> import tempfile, narrowgauge as ng
         >>> folder = Path(tempfile.mkdtemp(), "first")
-        >>> with ng.runs.RunWriter.create(folder, {"recipe": "bfloat16/word"}) as writer:
+        >>> from narrowgauge.runs import RunWriter
+        >>> with RunWriter.create(folder, {"recipe": "bfloat16/word"}) as writer:
         ...     for step in range(1, 81):
         ...         writer.append("steps", {"step": step, "loss": 9.0 if step == 60 else 3.0 + 1.0 / step, "grad_norm": 1.0})
         >>> [(reading.step, reading.stage, reading.what) for reading in ng.diagnose(folder).readings]
         [(60, 'loss', 'loss-spike')]
     """
-    first = run if isinstance(run, Run) else read_run(run)
+    first = _read(run)
     if other is None:
         return Diagnosis(first)
-    return TwoRuns(first, other if isinstance(other, Run) else read_run(other))
+    return TwoRuns(first, _read(other))
+
+
+def _read(run: str | Path | Run) -> Run:
+    if isinstance(run, Run):
+        return run
+    return read_run(run)
 
 
 def is_finished(run: Run) -> bool:
     """Return whether somebody said that a run is finished, or its last planned step is written."""
-    if run.summary is not None:
+    if run.is_foreign or run.summary is not None:
         return True
     planned = run.config.get("steps")
     return bool(planned) and bool(run.steps) and step_of(run.steps[-1]) == planned
@@ -164,8 +178,7 @@ def is_finished(run: Run) -> bool:
 
 def steps_of(run: Run) -> list[Step]:
     """Return the steps that a record holds, samples of the gauges after the step that they are of."""
-    steps = [Step.of(row) for row in run.steps]
-    steps += [Step.of_gauges(row) for row in rows_of(run, "gauges")]
+    steps = [*map(Step.of, run.steps), *map(Step.of_gauges, rows_of(run, "gauges"))]
     return sorted(steps, key=lambda step: step.step)
 
 
@@ -196,8 +209,9 @@ def readings_of(run: Run) -> list[Reading]:
 def ignored(run: Run) -> tuple[str, ...]:
     """Return the kinds that the recorded loop intends."""
     table = run.run.get("watch")
-    names = table.get("ignore", ()) if isinstance(table, dict) else ()
-    return tuple(map(str, names))
+    if not isinstance(table, dict):
+        return ()
+    return tuple(map(str, table.get("ignore", ())))
 
 
 def logged(run: Run) -> Iterator[Reading]:
@@ -209,8 +223,10 @@ def logged(run: Run) -> Iterator[Reading]:
         if what not in KINDS or what in _OF_ROWS or (what, tensor) in told:
             continue
         told.add((what, tensor))
-        stage = row.get("stage") if row.get("stage") in STAGES else KINDS[what].stage
-        numbers = [number(row.get(name)) for name in ("value", "expected", "bound")]
+        stage = row.get("stage")
+        if stage not in STAGES:
+            stage = KINDS[what].stage
+        numbers = [*map(number, map(row.get, ("value", "expected", "bound")))]
         yield Reading(step_of(row), str(stage), tensor, what, *numbers)
 
 

@@ -13,18 +13,18 @@ which two runs diverge, each rank also hashes its own tensors, in one number for
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Mapping
 from contextlib import ExitStack
+from itertools import chain
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.checks.step_samples import stored_by
 from narrowgauge.distributed.replica_verification import unlike
 from narrowgauge.distributed.sharding import fingerprints_whole_and_own
 from narrowgauge.measuring.hooks import Hub, Listener
+from narrowgauge.measuring.states import stored_by
 from narrowgauge.numerics.chunks import flat_chunks
 from narrowgauge.numerics.dtensor import gradient_of, is_sharded
 from narrowgauge.numerics.hashing import combine, fingerprint, fingerprint_all
@@ -168,8 +168,10 @@ class Fingerprints(Listener):
         self._last = {"step": step, "tensors": self._entries}
         if self.here.size > 1:
             digests = self.here.gather(self._own)
-            kinds = dict.fromkeys(kind for digest in digests for kind in digest)
-            self._last["ranks"] = {kind: [x.get(kind) for x in digests] for kind in kinds}
+            ranks: dict[str, list[int | None]] = {}
+            for kind in dict.fromkeys(chain.from_iterable(digests)):
+                ranks[kind] = [digest.get(kind) for digest in digests]
+            self._last["ranks"] = ranks
         self.is_on = False
 
     def _stored(self, *, is_stepped: bool) -> dict[str, Tensor]:
@@ -181,7 +183,9 @@ class Fingerprints(Listener):
             stored = {"weight": parameter.detach(), **stored_by(self.optimizer, parameter)}
             for state, tensor in stored.items():
                 if is_plain(tensor) and (state == "weight" or (is_stepped and tensor.ndim)):
-                    kind = state if state in ("weight", *MOMENTS) else f"{STATE}:{state}"
+                    kind = state
+                    if state not in ("weight", *MOMENTS):
+                        kind = f"{STATE}:{state}"
                     by_kind.setdefault(kind, {})[f"{kind}:{name}"] = tensor
         tensors: dict[str, Tensor] = {}
         for named in by_kind.values():
@@ -196,13 +200,19 @@ class Fingerprints(Listener):
         if self.here.size == 1:
             return
         self._digest_kinds(local_numbers)
-        norms = {key: self._entries[key][1] for key in numbers}
+        norms = {}
+        for key in numbers:
+            norms[key] = self._entries[key][1]
         numbers_of, norms_of = zip(*self.here.gather((local_numbers, norms)), strict=True)
         for key in unlike(numbers_of) & numbers.keys():
             if not is_sharded(named[key]):  # a replica that differs, or a part
-                squares = [of_rank.get(key, 0.0) ** 2 for of_rank in norms_of]
-                self._entries[key][0] = combine([of_rank.get(key, 0) for of_rank in numbers_of])
-                self._entries[key][1] = math.sqrt(statistics.fmean(squares))
+                own = []
+                square = 0.0
+                for numbers_there, norms_there in zip(numbers_of, norms_of, strict=True):
+                    own.append(numbers_there.get(key, 0))
+                    square += norms_there.get(key, 0.0) ** 2 / self.here.size
+                self._entries[key][0] = combine(own)
+                self._entries[key][1] = math.sqrt(square)
 
     def _digest_kinds(self, numbers: Mapping[str, int]) -> None:
         of_kinds: dict[str, dict[str, int]] = {}
@@ -232,8 +242,12 @@ def _names_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[Tensor
     ``master of`` the parameter whose values they have, else their place.
     """
     members = dict.fromkeys(members_of(optimizer))
-    named = {p: plain_name(name) for name, p in model.named_parameters()}
-    names = {p: name for p, name in named.items() if p in members}
+    named = {}
+    names = {}
+    for name, p in model.named_parameters():
+        named[p] = plain_name(name)
+        if p in members:
+            names[p] = named[p]
     for number, master in enumerate(members):
         if master in names:
             continue
@@ -262,5 +276,7 @@ def _sum_of_squares(x: Tensor) -> float:
     if is_sharded(x):
         total: Any = x.detach().to(torch.float64).square().sum()
         return float(total.full_tensor())
-    chunks = [chunk.to(torch.float64).square().sum() for (chunk,) in flat_chunks(x.detach())]
-    return float(torch.stack(chunks).sum()) if chunks else 0.0
+    total = torch.zeros((), dtype=torch.float64, device=x.device)
+    for (chunk,) in flat_chunks(x.detach()):
+        total += chunk.to(torch.float64).square().sum()
+    return float(total)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.distributed.ranks import Ranks, all_ranks
-from narrowgauge.measuring.reading import words_of
+from narrowgauge.measuring.reading import failure_of
 from narrowgauge.torch_support.torch_hooks import Follower, OwnHook
 from narrowgauge.torch_support.torch_names import is_transformed, plain_name
 
@@ -178,11 +178,6 @@ class Hub:
         for parameter in tensors:
             if parameter.requires_grad:
                 stack.callback(parameter.register_hook(OwnHook(hook)).remove)
-
-
-def failure_of(title: str, error: Exception) -> str:
-    """Return the sentence about an error of ours in a user's loop. Tests raise the error here."""
-    return f"{title} ended: {words_of(error)}"
 
 
 def _is_eager() -> bool:

@@ -62,7 +62,9 @@ def shown_loss(loss: float) -> str:
         >>> shown_loss(4.1), shown_loss(0.0012345), shown_loss(1.5e30)
         ('4.1000', '0.00123', '1.50e+30')
     """
-    return f"{loss:.4f}" if loss == 0 or 0.01 <= abs(loss) < 1e5 else f"{loss:#.3g}"
+    if loss == 0 or 0.01 <= abs(loss) < 1e5:
+        return f"{loss:.4f}"
+    return f"{loss:#.3g}"
 
 
 def shown_difference(mean: float, half: float) -> str:
@@ -75,9 +77,10 @@ def shown_difference(mean: float, half: float) -> str:
         >>> shown_difference(-0.00002, math.inf), shown_difference(-0.0, math.inf)
         ('−2.0e-05', '0.0000')
     """
-    sizes = [abs(size) for size in (mean, half) if math.isfinite(size)]
-    largest = max(sizes, default=0.0)
-    form = ".4f" if largest == 0 or 1e-3 <= largest < 1e5 else ".1e"
+    largest = max(map(abs, filter(math.isfinite, (mean, half))), default=0.0)
+    form = ".1e"
+    if largest == 0 or 1e-3 <= largest < 1e5:
+        form = ".4f"
     text = f"{abs(mean):{form}}"
     if float(text):  # zero has no sign
         text = f"{MINUS if mean < 0 else '+'}{text}"

@@ -29,7 +29,7 @@ def run_name(recipe: str, seed: int) -> str:
 
 
 def parsed_recipe(recipe: Any) -> Recipe | None:
-    """Return a recipe from its name, its table or itself; ``None`` for an unknown name."""
+    """Return a recipe from its name or itself; ``None`` for an unknown name."""
     try:
         return parse(recipe)
     except NarrowgaugeError:
@@ -37,9 +37,9 @@ def parsed_recipe(recipe: Any) -> Recipe | None:
 
 
 def recipe_name(recipe: Any) -> str:
-    """Return the label of a recipe: its title, or the name itself if unknown."""
+    """Return the label of a recipe: its full name, or the name itself if unknown."""
     parsed = parsed_recipe(recipe)
-    return str(recipe) if parsed is None else parsed.title
+    return str(recipe) if parsed is None else parsed.name
 
 
 def seed_of(run: Run) -> int:
@@ -67,7 +67,7 @@ def run_labels(runs: Sequence[Run]) -> list[str]:
         for place, label in enumerate(labels):
             groups.setdefault(label, []).append(place)
         for places in groups.values():
-            group = [runs[place] for place in places]
+            group = list(map(runs.__getitem__, places))
             if not _is_distinct(map(seed_of, group)):
                 for place, suffix in zip(places, suffixes_of(group), strict=True):
                     labels[place] += suffix
@@ -85,7 +85,10 @@ def _settings(runs: Sequence[Run]) -> list[str]:
     """
     differing = []
     for key in runs[0].config:
-        texts = [repr(run.config[key]) for run in runs if key in run.config]
+        texts = []
+        for run in runs:
+            if key in run.config:
+                texts.append(repr(run.config[key]))
         if key not in _NOT_NAMED and len(texts) == len(runs) and len({*texts}) > 1:
             differing.append(key)
     suffixes = [""] * len(runs)
@@ -97,8 +100,5 @@ def _settings(runs: Sequence[Run]) -> list[str]:
 
 
 def _folders(runs: Sequence[Run]) -> list[str]:
-    """Return the comparison's folder if it distinguishes runs of one seed, else the run's path."""
-    names = [run.path.parent.name for run in runs]
-    if not _is_distinct(zip(names, map(seed_of, runs), strict=True)):
-        names = [str(run.path) for run in runs]
-    return [f" ({name})" for name in names]
+    """Return the paths of runs that no setting distinguishes."""
+    return [f" ({run.path})" for run in runs]

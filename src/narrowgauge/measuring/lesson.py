@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from narrowgauge.analysis.kinds import KINDS
-from narrowgauge.analysis.reading import Reading, Readings
-from narrowgauge.checks.passes import Backward, Loss, divided_losses, micro_batches
+from narrowgauge.measuring.passes import Backward, Loss, divided_losses, micro_batches
+from narrowgauge.measuring.reading import Reading, Readings, measured
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.tables import Table, number_columns, text_columns
 from narrowgauge.torch_support.put_back import put_back
@@ -39,6 +39,18 @@ _COLUMNS = (
 )
 
 
+class Lesson(Readings):
+    """Hold what a loss teaches; ``taught`` is a flat dict of the facts."""
+
+    def __init__(self, taught: dict[str, Any], readings: list[Reading], lines: list[str]) -> None:
+        super().__init__(readings, lines)
+        self.taught = taught
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return readings and facts as values for JSON."""
+        return super().to_dict() | {"taught": self.taught}
+
+
 def teaches(
     model: nn.Module,
     batch: Any,
@@ -46,7 +58,7 @@ def teaches(
     *,
     backward: Backward | None = None,
     loss_scale: float = 1.0,
-) -> Readings:
+) -> Lesson:
     """Read what a loss teaches: which token each row of logits learns, with which weight, in which
     format.
 
@@ -89,7 +101,7 @@ def teaches(
     softmaxes = _of_the_loss(trace.softmaxes)
     if not softmaxes:
         words = "no gradient reached a cross_entropy or log_softmax of logits"
-        return Readings([], [f"what the loss teaches is not read: {words}"])
+        return Lesson({}, [], [f"what the loss teaches is not read: {words}"])
     facts = _facts(softmaxes, loss_scale)
     _add_padding(facts, model, softmaxes)
     lines = Table(_COLUMNS, [facts]).plain().splitlines()
@@ -98,7 +110,7 @@ def teaches(
             f"over the classes the gradient on the logits sums to {facts['rest']:.2g} of its size, "
             "and a softmax's to 0: something stands between softmax and gradient, or beside them"
         )
-    return Readings(_readings(facts), lines, "what the loss teaches", taught=facts)
+    return Lesson(facts, _readings(facts), lines)
 
 
 # ── the softmaxes of a step ───────────────────────────────────────────────────────────────────────
@@ -136,7 +148,12 @@ class _Softmax:
         """Read the sums of the gradient on the logits."""
         wide = gradient.double()
         size = float(wide.abs().sum())
-        self.rest = float(wide.sum(-1).abs().sum()) / size if size else 0.0
+        if size:
+            self.rest = float(wide.sum(-1).abs().sum()) / size
+
+
+def _is_log_softmax(node: Any) -> bool:
+    return bool(node.name() == "LogSoftmaxBackward0")
 
 
 def _learned(target: Tensor) -> Tensor:
@@ -181,7 +198,7 @@ class _Trace(TorchFunctionMode):
             ids = args[0].detach()
             self._ids[len(args[1])] = ids.reshape(-1, ids.shape[-1]).cpu()
         if name in ("cross_entropy", "log_softmax") and result.requires_grad:
-            dim = kwargs.get("dim", args[1] if len(args) > 1 else -1)
+            dim = kwargs.get("dim", [-1, *args[1:2]][-1])
             if name == "cross_entropy":
                 dim = min(1, args[0].ndim - 1)
             if isinstance(dim, int) and type(args[0]) is Tensor:  # shards are not read
@@ -190,7 +207,7 @@ class _Trace(TorchFunctionMode):
 
     def _note(self, name: str, logits: Tensor, dim: int, result: Tensor) -> None:
         nodes = graph_nodes(result)
-        node = next((n for n in nodes if n.name() == "LogSoftmaxBackward0"), None)
+        node = next(filter(_is_log_softmax, nodes), None)
         if node is None or node in self._nodes:
             return
         self._nodes.add(node)
@@ -200,7 +217,9 @@ class _Trace(TorchFunctionMode):
             return x.detach().movedim(dim, -1).reshape(-1, classes)
 
         # The table of the classes, else the largest one.
-        table = classes if classes in self._ids else max(self._ids, default=0)
+        table = max(self._ids, default=0)
+        if classes in self._ids:
+            table = classes
         softmax = _Softmax(name, rows(logits), result.dtype, self._ids.get(table))
         self.softmaxes.append(softmax)
 
@@ -214,10 +233,16 @@ class _Trace(TorchFunctionMode):
 
 def _of_the_loss(softmaxes: Sequence[_Softmax]) -> list[_Softmax]:
     """Return the softmaxes with the most classes of those that a gradient reached."""
-    read = [softmax for softmax in softmaxes if softmax.learned is not None]
-    live = [softmax.logits.shape[1] for softmax in read if softmax.learned[:, 3].any()]
-    # Chunks whose labels are all ignored stay: they hold the places of the others.
-    return [softmax for softmax in read if softmax.logits.shape[1] == max(live, default=0)]
+    by_classes = dict[int, list[_Softmax]]()
+    most = 0
+    for softmax in softmaxes:
+        if softmax.learned is not None:
+            classes = softmax.logits.shape[1]
+            # Chunks whose labels are all ignored stay: they hold the places of the others.
+            by_classes.setdefault(classes, []).append(softmax)
+            if softmax.learned[:, 3].any():
+                most = max(most, classes)
+    return by_classes.get(most, [])
 
 
 # ── the facts ─────────────────────────────────────────────────────────────────────────────────────
@@ -225,14 +250,15 @@ def _of_the_loss(softmaxes: Sequence[_Softmax]) -> list[_Softmax]:
 
 def _facts(softmaxes: Sequence[_Softmax], loss_scale: float) -> dict[str, Any]:
     """Return how many rows learn, which token, with which weights, and in which format."""
-    learned = torch.cat([softmax.learned for softmax in softmaxes])
+    learned = torch.cat(list(map(attrgetter("learned"), softmaxes)))
     weights = learned[learned[:, 3] > 0, 0] / loss_scale
-    dtype = min((softmax.dtype for softmax in softmaxes), key=lambda dtype: dtype.itemsize)
+    narrowest = min(softmaxes, key=lambda softmax: softmax.dtype.itemsize)
+    dtype = narrowest.dtype
     facts = {
         "rows": len(learned), "learned": len(weights), "weight_sum": float(weights.sum()),
         "unlearned": int((weights < 0).sum()), "learns": "a label", "shift": None,
         "function": softmaxes[0].name, "dtype": dtype_name(dtype),
-        "rest": max(softmax.rest for softmax in softmaxes), "log_error": 0.0,
+        "rest": max(softmaxes, key=lambda softmax: softmax.rest).rest, "log_error": 0.0,
     }  # fmt: skip
     if dtype.itemsize < 4:
         log_p = softmaxes[0].logits.float().log_softmax(-1)
@@ -255,13 +281,15 @@ def _shifts(softmaxes: Sequence[_Softmax]) -> list[int]:
         groups.setdefault(id(softmax.ids), []).append(softmax)
     shifts = set()
     for members in groups.values():
-        parts = [softmax.learned for softmax in members]
+        parts = list(map(attrgetter("learned"), members))
         ids = members[0].ids
         if ids is not None and sum(map(len, parts)) <= ids.numel():
             parts = [torch.cat(parts)]
         for part in parts:
             shifts.add(_shift(part, ids))
-    return [] if None in shifts else sorted(shifts)
+    if None in shifts:
+        return []
+    return sorted(shifts)
 
 
 def _columns(num_rows: int, ids: Any) -> int:
@@ -269,7 +297,9 @@ def _columns(num_rows: int, ids: Any) -> int:
     if ids is None:
         return 0
     columns, rest = divmod(num_rows, len(ids))
-    return columns if rest == 0 and 1 < columns <= ids.shape[1] else 0
+    if rest or not 1 < columns <= ids.shape[1]:
+        return 0
+    return columns
 
 
 def _shift(learned: Tensor, ids: Any) -> int | None:
@@ -290,8 +320,11 @@ def _add_padding(facts: dict[str, Any], model: nn.Module, softmaxes: Sequence[_S
     """Add the padding token that an embedding or the model's settings declare, and how many rows
     learn it.
     """
-    learned = torch.cat([softmax.learned for softmax in softmaxes])
-    sequences = {id(x.ids): len(x.ids) for x in softmaxes if x.ids is not None}
+    learned = torch.cat(list(map(attrgetter("learned"), softmaxes)))
+    sequences = {}
+    for softmax in softmaxes:
+        if softmax.ids is not None:
+            sequences[id(softmax.ids)] = len(softmax.ids)
     facts |= {"padding": None, "padding_learned": 0, "sequences": sum(sequences.values())}
     for module in model.modules():
         settings = getattr(module, "config", None)
@@ -306,9 +339,9 @@ def _readings(facts: dict[str, Any]) -> list[Reading]:
     shift = facts["shift"]
     # The first padding token of a sequence may be the end of its text.
     if shift is not None and facts["padding_learned"] > facts["sequences"]:
-        readings.append(KINDS["wrong-labels"].reading("", facts["padding_learned"], 0, **facts))
+        readings.append(measured("wrong-labels", "", facts["padding_learned"], 0))
     if shift is not None and shift > 1:
-        readings.append(KINDS["wrong-shift"].reading("", shift, 1))
+        readings.append(measured("wrong-shift", "", shift, 1))
     if facts["log_error"]:
-        readings.append(KINDS["softmax"].reading("", facts["log_error"], 0, **facts))
+        readings.append(measured("narrow-softmax", "", facts["log_error"], 0))
     return readings

@@ -1,4 +1,4 @@
-"""The meter of a loop: it reads the hooks, and gives each step as plain numbers to its listeners.
+"""The meter of a loop: it reads the hooks, and gives each step as plain numbers to one listener.
 
 Numbers stay on their device until the step has ended, and go to the host in one vector. So a GPU is
 waited for only where a sampled step finds a master for the first time.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -17,50 +17,19 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from narrowgauge.measuring.hooks import Hub, Listener, failure_of
+from narrowgauge.measuring.hooks import Hub, Listener
+from narrowgauge.measuring.numbers import Numbers, norms_of, shortened
 from narrowgauge.measuring.rank_sums import RankSums
-from narrowgauge.measuring.reading import words_of
+from narrowgauge.measuring.reading import failure_of, words_of
 from narrowgauge.measuring.samples import Sampler, StepSample, in_turn, samples_of
 from narrowgauge.measuring.step import Step
 from narrowgauge.numerics.dtensor import gradient_of, is_sharded, local_of
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.torch_support.torch_hooks import members_of
-from narrowgauge.torch_support.torch_names import HostCopy, plain_name
+from narrowgauge.torch_support.torch_names import plain_name
 
 _ULPS = 4
 """Largest change of a frozen element that rounding explains."""
-
-
-class Numbers:
-    """Hold the numbers of a step by name, on their device, and bring them to the host in one vector."""
-
-    def __init__(self) -> None:
-        self._vectors: dict[str, tuple[list[str], Tensor]] = {}
-        self._copies: dict[torch.device, tuple[list[tuple[str, str]], HostCopy]] = {}
-
-    def set(self, what: str, names: Sequence[str], values: Tensor) -> None:
-        """Add one number a name; a later one replaces it."""
-        key = f"{what} {len(self._vectors)}"
-        self._vectors[key] = [*names], values.detach().reshape(-1).float()
-
-    def send(self) -> None:
-        """Start the copies to the host."""
-        by_device: dict[torch.device, list[tuple[str, list[str], Tensor]]] = {}
-        for key, (names, values) in self._vectors.items():
-            what = key.partition(" ")[0]
-            by_device.setdefault(values.device, []).append((what, names, values))
-        for device, parts in by_device.items():
-            keys = [(what, name) for what, names, _ in parts for name in names]
-            vector = torch.cat([values for _, _, values in parts])
-            self._copies[device] = keys, HostCopy(vector)
-
-    def read(self) -> dict[str, dict[str, float]]:
-        """Return the numbers by what they are and their name. Wait for the copies alone."""
-        read: dict[str, dict[str, float]] = {}
-        for keys, copied in self._copies.values():
-            for (what, name), value in zip(keys, copied.cpu().tolist(), strict=True):
-                read.setdefault(what, {})[name] = value
-        return read
 
 
 class Meter(Listener):
@@ -71,12 +40,11 @@ class Meter(Listener):
 
     Args:
         hub: the hooks.
+        listen: called with each step; its errors are the user's, as of a full disk.
         limit: norm to which the loop clips gradients.
-        listeners: called with each step. An error in one ends it, and not the loop.
 
     Attributes:
         number: steps that are done.
-        writer: called with each step before the listeners; its errors are the user's, as of a full disk.
         unseen: what is not measured, with the reason.
         shares: of each group of the optimizers, the share of its update that was stored in its last
             sample.
@@ -85,13 +53,10 @@ class Meter(Listener):
 
     title = "the watch"
 
-    def __init__(
-        self, hub: Hub, *, limit: float | None, listeners: Sequence[Callable[[Step], Any]] = ()
-    ) -> None:
+    def __init__(self, hub: Hub, listen: Callable[[Step], Any], *, limit: float | None) -> None:
         self.hub = hub
         self.limit = limit
-        self.listeners = [*listeners]
-        self.writer: Callable[[Step], Any] | None = None
+        self._listen = listen
         self.number = 0
         self.resumed = False
         self.unseen: dict[str, str] = {}
@@ -330,8 +295,8 @@ class Meter(Listener):
         """Return whether a step was taken that is not told yet."""
         return self.hub.optimizers[-1] in self._stepped
 
-    def end_step(self, **told: Any) -> Step:
-        """End a step, and give it to the listeners.
+    def end_step(self, **told: Any) -> None:
+        """End a step, and give it to the listener.
 
         Args:
             told: fields of :class:`Step` that the loop tells.
@@ -343,21 +308,7 @@ class Meter(Listener):
             self.resumed = False
         self.last = step
         self._begin()
-        if self.writer is not None:
-            self.writer(step)
-        for listener in [*self.listeners]:
-            self._tell(listener, step)
-        return step
-
-    def _tell(self, listener: Callable[[Step], Any], step: Step) -> None:
-        """Give a step to a listener. An error ends the listener instead of the loop."""
-        try:
-            listener(step)
-        except Exception as error:
-            if isinstance(error, UserWarning):
-                raise
-            self.listeners.remove(listener)
-            self.hub.say(failure_of(self.title, error))
+        self._listen(step)
 
     def _values(self) -> dict[str, Any]:
         """Return the measured fields of the step."""
@@ -448,29 +399,6 @@ def _is_block(name: str) -> bool:
     parts = plain_name(name).split(".")
     numbers = [place for place, part in enumerate(parts) if part.isdigit()]
     return not numbers or (len(numbers) == 1 and len(parts) - numbers[0] <= 2)
-
-
-def norms_of(gradients: Sequence[Tensor]) -> Tensor:
-    """Return norms, in float32 or wider: squares overflow in float16."""
-    wide = torch.float32
-    parts = []
-    for x in gradients:
-        part = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
-        parts.append(part)
-        wide = torch.promote_types(wide, part.dtype)
-    first = parts[0].device
-    norms = torch._foreach_norm(parts, 2, wide)
-    return torch.stack([norm.to(first) for norm in norms])
-
-
-def shortened(x: float) -> float:
-    """Return a number with seven digits: a record of float32 numbers needs no more.
-
-    Example:
-        >>> shortened(0.1234567890123), shortened(float("inf"))
-        (0.1234568, inf)
-    """
-    return float(f"{x:.7g}")
 
 
 def _finite(values: dict[str, float]) -> dict[str, float]:

@@ -7,6 +7,7 @@ rounding of float32 and by one of its own format.
 from __future__ import annotations
 
 import math
+import re
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,11 +19,11 @@ from torch.nn.modules import module as global_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from narrowgauge.checks.sites import floats_of, is_float
-from narrowgauge.checks.units import FINEST, unit_of
 from narrowgauge.measuring.adapters import name_without_adapters
+from narrowgauge.measuring.beside import floats_in, is_float
+from narrowgauge.measuring.units import FINEST, unit_of
 
-_SUMS = ("mm", "mv", "dot", "conv", "attention", "linear")
+_SUMS = re.compile("mm|mv|dot|conv|attention|linear")
 """Parts of names of operations whose terms may cancel: their error is a part of a row's size."""
 Outputs = dict[str, list[list[Tensor]]]
 """The float tensors of each call at each place, in the order of the first calls."""
@@ -55,7 +56,7 @@ class _Recording:
         if module not in self.names:
             self.names.update(names_of(module))
         name = self.names[module]
-        if self._stack and not all(map(self._was_returned, floats_of(args))):
+        if self._stack and not all(map(self._was_returned, floats_in(args))):
             parent = self._stack[-1]
             child = name.removeprefix(f"{parent}.")
             args = self._keep(f"{parent or 'the model'}, before {child}", args)
@@ -67,7 +68,10 @@ class _Recording:
 
     def _keep(self, place: str, values: Any) -> Any:
         leaves, spec = tree_flatten(values)
-        places = [k for k, x in enumerate(leaves) if is_float(x)]
+        places = []
+        for k, x in enumerate(leaves):
+            if is_float(x):
+                places.append(k)
         # A merged layer is like an adapted one only as a whole.
         if not places or ".base_layer" in place or ".lora_" in place:
             return values
@@ -121,14 +125,14 @@ class RandomRounding(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         wide_args, wide_kwargs = tree_map(_wide, (args, kwargs or {}))
         result = func(*args, **(kwargs or {}))
-        floats = floats_of(result)
+        floats = floats_in(result)
         if not floats:
             return result
         try:
-            wide = floats_of(func(*wide_args, **wide_kwargs))
+            wide = floats_in(func(*wide_args, **wide_kwargs))
         except (RuntimeError, NotImplementedError):
             wide = list(map(Tensor.double, floats))
-        has_sums = any(part in name for part in _SUMS)
+        has_sums = _SUMS.search(name) is not None
         for x, value in zip(floats, wide, strict=False):
             if x.shape == value.shape and not torch.equal(x.double(), value):
                 x += self._change(value, x.dtype, has_sums)
@@ -199,7 +203,9 @@ def last_bit(outputs: Outputs, place: str) -> float:
 
 def shapes_of(outputs: Outputs) -> dict[str, list[list[torch.Size]]]:
     """Return the shapes of the tensors of each call at each place."""
-    shapes = {}
+    shapes = dict[str, list[list[torch.Size]]]()
     for place, calls in outputs.items():
-        shapes[place] = [[x.shape for x in call] for call in calls]
+        shapes[place] = []
+        for call in calls:
+            shapes[place].append([x.shape for x in call])
     return shapes

@@ -20,7 +20,7 @@ from torch import nn
 import narrowgauge
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.errors import RecordError
-from narrowgauge.gauges.arithmetic import measure_arithmetic
+from narrowgauge.measuring.arithmetic import measure_arithmetic
 from narrowgauge.measuring.settings import settings_diff
 from narrowgauge.runs.finding import told
 from narrowgauge.runs.schema import Row
@@ -90,7 +90,7 @@ def describe_run(
     group = optimizer.param_groups[0]
     config = {"model": type(model).__name__, "seed": group.get("seed", 0)}
     if recipe is not None:
-        config = {"recipe": recipe.to_value(), **config}
+        config = {"recipe": recipe.name, **config}
     described = {"class": type(optimizer).__name__}
     for name, value in group.items():
         if _is_plain(value):

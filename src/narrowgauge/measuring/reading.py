@@ -60,26 +60,27 @@ class Reading:
         kind = KINDS.get(self.what)
         if kind is None:
             return ""
-        unknown = math.nan
-        return kind.text.format(
-            value=unknown if self.value is None else self.value,
-            expected=unknown if self.expected is None else self.expected,
-            bound=unknown if self.bound is None else self.bound,
-        )
+        numbers = {}
+        for name in ("value", "expected", "bound"):
+            number = getattr(self, name)
+            numbers[name] = math.nan if number is None else number
+        return kind.text.format(**numbers)
 
     @property
     def severity(self) -> str:
         """Return how serious it is, by its kind."""
-        kind = KINDS.get(self.what)
-        return "error" if kind is None else kind.severity
+        if self.what not in KINDS:
+            return "error"
+        return KINDS[self.what].severity
 
     @property
     def excess(self) -> float:
         """Return how many times the value is beyond its bound, on either side; infinite if unknown."""
         if self.value is None or self.bound is None or not math.isfinite(self.value):
             return math.inf
-        distance = abs(self.value - (self.expected or 0.0))
-        return distance / self.bound if self.bound > 0 else math.inf
+        if self.bound <= 0:
+            return math.inf
+        return abs(self.value - (self.expected or 0.0)) / self.bound
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as values for JSON, with the sentence and the severity."""
@@ -138,6 +139,11 @@ def words_of(error: Exception) -> str:
     if not isinstance(error, ArithmeticError):
         words = f"{type(error).__name__}: {error}"
     return words.partition("\n")[0][:300]
+
+
+def failure_of(title: str, error: Exception) -> str:
+    """Return the sentence about an error of ours in a user's loop. Tests raise the error here."""
+    return f"{title} ended: {words_of(error)}"
 
 
 def reading_table(readings: Sequence[Reading]) -> Table:

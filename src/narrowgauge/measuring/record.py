@@ -19,10 +19,10 @@ from torch import nn
 
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.errors import NarrowgaugeError
-from narrowgauge.gauges.tensors import Gauges
+from narrowgauge.measuring.casts import Gauges
 from narrowgauge.measuring.diagnose import ignored, steps_of
 from narrowgauge.measuring.fingerprints import Fingerprints
-from narrowgauge.measuring.hooks import Hub, failure_of
+from narrowgauge.measuring.hooks import Hub
 from narrowgauge.measuring.laws import Laws
 from narrowgauge.measuring.reading import Reading, measured
 from narrowgauge.measuring.step import Step
@@ -74,8 +74,7 @@ class Record(AbstractContextManager["Record"]):
         self.folder = self.here.of_first(open_first)
         self._on_row = on_row or (lambda kind, row: None)
         self.reader = StepReader()
-        self.laws = Laws()
-        self._has_laws = True
+        self.laws = Laws(say=self.note)
         self.undo = ExitStack()
         self.gauges: Gauges | None = None
         self.num_steps = 0
@@ -188,21 +187,13 @@ class Record(AbstractContextManager["Record"]):
 
     def _read(self, step: Step) -> None:
         """Let the laws read a step, and log and show what is new."""
-        if not self._has_laws:
-            return
-        try:
-            readings = self.laws.fresh(self.laws.read(step))
-        except Exception as error:
-            self._has_laws = False
-            self.event("note", failure_of("the laws", error), shown=True)
-            return
-        for reading in readings:
+        for reading in self.laws.fresh(self.laws.read(step)):
             self.log(reading, shown=reading.severity != "note")
 
     def log(self, reading: Reading, *, shown: bool = False) -> None:
         """Log a reading."""
         row = {name: x for name, x in reading.to_dict().items() if x not in (None, "")}
-        self._log(row)
+        self._append("events", row)
         if shown and self.writer is not None:
             words = reading.text.removesuffix(".")
             if reading.tensor:
@@ -224,12 +215,13 @@ class Record(AbstractContextManager["Record"]):
         stage = "between steps" if number else "start"
         row: Row = {"step": number, "stage": stage, "what": what, "severity": "note"}
         row |= {name: x for name, x in fields.items() if x not in (None, "")}
-        self._log(row | {"text": text})
+        self._append("events", row | {"text": text})
         if shown and self.writer is not None:
             self.say(what.replace("-", " "), text.removesuffix("."))
 
-    def _log(self, row: Row) -> None:
-        self._append("events", row)
+    def note(self, text: str) -> None:
+        """Log a note, and show it."""
+        self.event("note", text, shown=True)
 
     def _append(self, kind: str, row: Row) -> None:
         if self.writer is not None:
@@ -254,7 +246,7 @@ class Record(AbstractContextManager["Record"]):
                 self.event("note", note, step=step, shown=True)
             self.writer.notes.clear()
         run = self.here.of_first(lambda: read_run(self.folder))
-        self.laws = Laws(self.laws.ignore or ignored(run), steps_of(run))
+        self.laws = Laws(self.laws.ignore or ignored(run), steps_of(run), self.note)
         self.num_steps = step
         self.tokens = 0
         self.seconds = 0.0

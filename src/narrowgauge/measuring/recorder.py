@@ -17,8 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.checks.loss_value import coarse_loss
-from narrowgauge.checks.set_up import set_up_of
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.sharding import fingerprint_whole, fsdp_modules
 from narrowgauge.errors import RecipeError, RecordError
@@ -26,11 +24,13 @@ from narrowgauge.matmul.linear import Linear
 from narrowgauge.measuring.fingerprints import Fingerprints
 from narrowgauge.measuring.hooks import Listener, RunNotice
 from narrowgauge.measuring.laws import Laws
+from narrowgauge.measuring.loss_value import coarse_loss
 from narrowgauge.measuring.meter import Meter
 from narrowgauge.measuring.provenance import describe_run, differences, formats_of
 from narrowgauge.measuring.reading import measured
 from narrowgauge.measuring.record import OnRow, Record
 from narrowgauge.measuring.resume import Certificate
+from narrowgauge.measuring.set_up import set_up_of
 from narrowgauge.measuring.step import Step
 from narrowgauge.measuring.step_row import batch_checksum
 from narrowgauge.measuring.watch import (
@@ -53,19 +53,18 @@ from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.storages import STORAGES
-from narrowgauge.spec.update_rules import Range
+from narrowgauge.spec.values import require_number
 from narrowgauge.torch_support.torch_hooks import members_of
 
-_COUNT = Range(0, 1 << 63, is_integer=True)
+_MOST = 1 << 63
 
 
 class RunRecorder:
     """Watch a training loop of your own, and record it in a run folder, as ``narrowgauge train``
     records its runs.
 
-    ``narrowgauge report``, ``ng.compare_runs`` and ``ng.read_run`` read the folder like the trainer's.
-    A loop computes the same bits with and without a recorder, but for gauges in narrow layers that are
-    compiled. Each reading becomes an event and a :class:`RunNotice`.
+    ``narrowgauge report``, ``narrowgauge diagnose`` and ``ng.read_run`` read the folder like the trainer's.
+    A loop computes the same bits with and without a recorder. Each reading becomes an event and a :class:`RunNotice`.
 
     On several ranks, all of them make all calls, and rank 0 writes. The losses are rank 0's. A run is
     finished when :meth:`close` or the end of the ``with`` block says so. Nothing happens at exit.
@@ -81,7 +80,7 @@ class RunRecorder:
         settings: of your loop, such as ``{"lr": 1e-3, "steps": 400}``. Comparisons show the
             settings in which runs differ, and pair runs of one ``seed``.
         gauges_every: steps between samples of what tensors hold and casts lose
-            (:class:`narrowgauge.gauges.Gauges`); 0 for none.
+            (:class:`narrowgauge.measuring.casts.Gauges`); 0 for none.
         max_grad_norm, ignore: as in :func:`narrowgauge.watch`.
         fingerprints_every: steps between fingerprints of every tensor. With them ``narrowgauge
             diagnose RUN OTHER`` finds the first different tensor. The start and the first step have
@@ -141,8 +140,8 @@ class RunRecorder:
         resume: bool = False,
         tables: Mapping[str, Mapping[str, Any] | None] | None = None,
     ) -> None:
-        _COUNT.check("gauges_every", gauges_every)
-        _COUNT.check("fingerprints_every", fingerprints_every)
+        require_number("gauges_every", gauges_every, 0, _MOST, is_whole=True)
+        require_number("fingerprints_every", fingerprints_every, 0, _MOST, is_whole=True)
         require_kinds(ignore)
         set_up = set_up_of(model, _unwrapped_all(optimizer))
         self.model = set_up.model
@@ -166,7 +165,7 @@ class RunRecorder:
                 undo.callback(shutil.rmtree, self.folder, ignore_errors=True)
             undo.callback(self._record.close)
             self._hook(model, called, max_grad_norm, gauges_every, fingerprints_every)
-            self._record.laws = Laws(ignore)
+            self._record.laws = Laws(ignore, say=self._record.note)
             self._begin(content, earlier, settings or {}, is_asked=recipe is not None)
             undo.pop_all()
 
@@ -181,10 +180,9 @@ class RunRecorder:
         """Hook the loop: the meter first, which ends a step before the next one has fingerprints."""
         self.hub = hub_of(model, self.optimizers, called)
         self._record.undo.callback(self.hub.undo.close)
-        self.hub.say = self._note
-        self.meter = Meter(self.hub, limit=limit)
+        self.hub.say = self._record.note
+        self.meter = Meter(self.hub, self._write, limit=limit)
         self._record.undo.callback(self.meter.end)
-        self.meter.writer = self._write
         self._prints = Fingerprints(self.hub, fingerprints_every)
         self._record.undo.callback(self._prints.end)
         self.hub.listeners.append(_Formats(self))
@@ -201,8 +199,10 @@ class RunRecorder:
         self._changes: list[str] = []
         self._run = content
         if earlier is None:
-            where = " in a loop of its own" if content["recorder"] else ""
-            self.event("start", f"{content['config']['model']}{where}")
+            where = str(content["config"]["model"])
+            if content["recorder"]:
+                where += " in a loop of its own"
+            self.event("start", where)
             if is_asked:
                 self._compare_formats()
             self._begin_at(0)
@@ -258,7 +258,7 @@ class RunRecorder:
             )
         told: Row = {"loss": loss}
         if tokens is not None:
-            _COUNT.check("tokens", tokens)
+            require_number("tokens", tokens, 0, _MOST, is_whole=True)
             told["tokens"] = self._record.tokens + tokens
         if batch is not None:
             values = batch.detach().cpu()
@@ -348,7 +348,7 @@ class RunRecorder:
             objects: the loaded ones, by the names that :meth:`saved` was given.
         Missing rows up to that step are a note: a record is a log, and not what a run goes on from.
         """
-        _COUNT.check("step", step)
+        require_number("step", step, 0, _MOST, is_whole=True)
         began = self.num_steps
         goes_on = self._must_go_back or step > 0
         # The first row may be of a later step, if the loop continued another run's checkpoint.
@@ -357,7 +357,10 @@ class RunRecorder:
         for event in run.events:
             if event["what"] == "checkpoint" and event["step"] == step:
                 path = event.get("place", "")
-        self._record.go_back(step, first=run.steps[0]["step"] if run.steps else step + 1)
+        first = step + 1
+        if run.steps:
+            first = run.steps[0]["step"]
+        self._record.go_back(step, first=first)
         if tokens is not None:
             self._record.tokens = tokens
         self.meter.go_on_after(step)
@@ -372,8 +375,10 @@ class RunRecorder:
         self._begin_at(step)
         self._tell_changes()
         if goes_on or began:
-            done = f", after {began} were done" if began else ""
-            self.event("resume", f"from step {step}{done}")
+            words = f"from step {step}"
+            if began:
+                words += f", after {began} were done"
+            self.event("resume", words)
 
     def _tell_changes(self) -> None:
         """Record what has changed on the machine since the run began, once."""
@@ -437,9 +442,6 @@ class RunRecorder:
         self.hub.guard(self._prints, self._prints.start, step)
         self._record.fingerprint(self._prints)
 
-    def _note(self, message: str) -> None:
-        self._record.event("note", message, shown=True)
-
     def see_formats(self, output: Any) -> bool:
         """Record the formats of the first forward pass. After a resume, note changed formats."""
         formats = formats_of(output)
@@ -495,7 +497,9 @@ class _Formats(Listener):
 
 def _unwrapped_all(optimizer: Any) -> list[Any]:
     """Return optimizers without the wrappers of frameworks."""
-    return [*map(unwrapped, optimizer if isinstance(optimizer, (list, tuple)) else [optimizer])]
+    if isinstance(optimizer, (list, tuple)):
+        return [*map(unwrapped, optimizer)]
+    return [unwrapped(optimizer)]
 
 
 def _recipe_in_use(model: nn.Module, optimizer: torch.optim.Optimizer) -> Recipe | None:
@@ -552,7 +556,9 @@ def folder_for(folder: Path, *, goes_on: bool) -> Path:
             number += 1
             used = free
             free = folder.with_name(f"{folder.name}-{number}")
-        return used if goes_on else free
+        if goes_on:
+            return used
+        return free
 
     return all_ranks().of_first(first_free)
 

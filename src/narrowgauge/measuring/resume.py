@@ -22,12 +22,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.analysis.kinds import KINDS
-from narrowgauge.analysis.reading import Readings
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.sharding import fingerprints_whole_and_own
 from narrowgauge.errors import RecipeError
 from narrowgauge.measuring.adapters import name_without_adapters
+from narrowgauge.measuring.reading import Readings, measured
 from narrowgauge.numerics.dtensor import whole
 from narrowgauge.runs.atomic_io import load_json, read_bytes, write_whole
 from narrowgauge.runs.finding import counted
@@ -54,12 +53,14 @@ class Difference(NamedTuple):
         kind: an object's name, with the state's for an optimizer.
         value, expected: number there and number saved, of the first state; ``None`` if it has none.
         text: what was saved, and what is there.
+        there: whether anything is there.
     """
 
     kind: str
     value: float | None
     expected: float | None
     text: str
+    there: bool = True
 
 
 def check_resume(
@@ -129,14 +130,15 @@ def check_resume(
         objects, fresh_step, *fresh_save = loaded
         objects = _objects_of(fresh_step, objects)
         before = _set_in(objects, before)
-        when = "after the load" if number == 1 else f"after load {number}"
+        when = "after the load"
+        if number > 1:
+            when = f"after load {number}"
         found = differences(before, snapshot(objects, unseen) | generators(), when, lines)
-        if number == 1:
-            fresh = snapshot(_not_returned(fresh_step, objects), {})
-            common = {name: entry for name, entry in held.items() if name in fresh}
-            for difference in differences(common, fresh, when, []):
-                unseen[difference.kind] = f"not returned by the step, and {difference.text}"
         if not found:
+            fresh = snapshot(_not_returned(fresh_step, objects), {})
+            for difference in differences(held, fresh, when, []):
+                if difference.there and number == 1:
+                    unseen[difference.kind] = f"not returned by the step, and {difference.text}"
             now = snapshot(_last_of(fresh_step, steps), unseen)
             before = now
             if number < len(after):
@@ -147,10 +149,7 @@ def check_resume(
             if found:
                 lines.append("The load restored all that is returned. Look at what is not.")
         if found:
-            kind = KINDS["not-restored"]
-            readings = []
-            for d in found:
-                readings.append(kind.reading(d.kind, d.value, d.expected, message=d.text))
+            readings = [measured("not-restored", d.kind, d.value, d.expected) for d in found]
             return Readings(readings, lines, unseen=unseen)
     words = f"every state has the bits of the run that went on, for {counted(steps, 'step')}; steps= crosses an epoch"
     return Readings([], lines, words, unseen)
@@ -166,14 +165,20 @@ def _objects_of(step: Step, returned: Any) -> Objects:
     """Return the objects that a step returned, or what it holds beside its loss."""
     if isinstance(returned, Mapping):
         return returned
-    loss = {} if returned is None else {"loss": returned}
-    return _held(step) | loss
+    held = _held(step)
+    if returned is not None:
+        held["loss"] = returned
+    return held
 
 
 def _set_in(objects: Objects, entries: Mapping[str, Entry]) -> dict[str, Entry]:
     """Return the entries of objects that are there, and of the generators."""
-    names = {name for name, x in objects.items() if x is not None} | {"generators"}
-    return {key: entry for key, entry in entries.items() if key.partition("|")[0] in names}
+    there = {}
+    for key, entry in entries.items():
+        name = key.partition("|")[0]
+        if name == "generators" or objects.get(name) is not None:
+            there[key] = entry
+    return there
 
 
 def _held(step: Step) -> dict[str, Any]:
@@ -187,15 +192,20 @@ def _held(step: Step) -> dict[str, Any]:
         for name, cell in zip(step.__code__.co_freevars, step.__closure__ or (), strict=True):
             if cell != CellType():
                 attributes[name] = cell.cell_contents
-    return {name: x for name, x in attributes.items() if not isinstance(x, np.ndarray)}
+    held = {}
+    for name, x in attributes.items():
+        if not isinstance(x, np.ndarray):
+            held[name] = x
+    return held
 
 
 def _not_returned(step: Step, returned: Objects) -> Objects:
     """Return what a step holds and does not return."""
-    ids = {id(x) for x in returned.values() if not isinstance(x, PLAIN)}
+    ids = set(map(id, returned.values()))
     unknown = {}
     for name, x in _held(step).items():
-        if x is not None and id(x) not in ids and name not in returned:
+        is_returned = name in returned or (id(x) in ids and not isinstance(x, PLAIN))
+        if x is not None and not is_returned:
             unknown[name] = x
     return unknown
 
@@ -223,16 +233,20 @@ def differences(
         entry = before[group[0]]
         loaded = now.get(group[0], _MISSING)
         first = group[0].split("|", 2)[2]
-        label = f"{counted(len(group), 'state')}, {first}: " if first else ""
-        text = f"{label}{entry['shown']} was saved, {loaded['shown']} is there {when}"
+        text = f"{entry['shown']} was saved, {loaded['shown']} is there {when}"
+        if first:
+            text = f"{counted(len(group), 'state')}, {first}: {text}"
         lines.append(f"{kind}: {text}")
-        results.append(Difference(kind, loaded["number"], entry["number"], text))
+        is_there = loaded is not _MISSING
+        results.append(Difference(kind, loaded["number"], entry["number"], text, is_there))
     return results
 
 
 def _rank(name: str) -> int:
     _, kind, state = name.lower().split("|", 2)
-    text = f"{state} {kind.rpartition('.')[2]}" if "." in kind else kind
+    text = kind
+    if "." in kind:
+        text = f"{state} {kind.rpartition('.')[2]}"
     for place, words in enumerate(CAUSES):
         if re.search(words, text):
             return place
@@ -305,18 +319,17 @@ def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, np.ndarray):
-        is_number = value.dtype.kind in "biuf"
-        value = torch.from_numpy(np.ascontiguousarray(value)) if is_number else value.tolist()
+        value = value.tolist() if value.dtype.kind not in "biuf" else torch.tensor(value)
     if isinstance(value, (set, frozenset)):
         value = sorted(value, key=repr)
     if isinstance(value, torch.Generator):
         yield name, value.get_state()
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _leaves(item, f"{name}.{key}" if name else str(key))
+            yield from _leaves(item, f"{name}.{key}".lstrip("."))
     elif isinstance(value, (list, tuple)):
-        is_plain = all(isinstance(item, (*PLAIN, np.generic)) for item in value)
-        if is_plain and len(value) > _LONG:
+        kinds = set(map(type, value))
+        if len(value) > _LONG and kinds <= {*PLAIN, bool}:
             yield name, list(value)
         else:
             yield from _leaves(dict(enumerate(value)), name)

@@ -16,9 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.analysis.kinds import KINDS
-from narrowgauge.analysis.reading import Reading, Readings, of_all
-from narrowgauge.checks.units import unit_of
 from narrowgauge.errors import DataError, RecipeError
 from narrowgauge.measuring.outputs import (
     Outputs,
@@ -29,6 +26,8 @@ from narrowgauge.measuring.outputs import (
     recorded,
     shapes_of,
 )
+from narrowgauge.measuring.reading import Reading, Readings, measured
+from narrowgauge.measuring.units import unit_of
 from narrowgauge.measuring.weights import (
     MOST_ROWS,
     Weights,
@@ -36,7 +35,7 @@ from narrowgauge.measuring.weights import (
     tensor_name,
     tensors_of,
 )
-from narrowgauge.runs.finding import counted
+from narrowgauge.runs.finding import counted, told
 from narrowgauge.spec.tables import Row, Table, name_columns, number_columns
 from narrowgauge.torch_support.put_back import generators_put_back, put_back
 
@@ -201,7 +200,10 @@ class _Passes:
                 random.random()
             stack.enter_context(mode or nullcontext())
             is_named = isinstance(side, nn.Module) and isinstance(self.batch, Mapping)
-            result = side(**self.batch) if is_named else side(self.batch)
+            if is_named:
+                result = side(**self.batch)
+            else:
+                result = side(self.batch)
         return outputs, _log_probs(result, self.batch)
 
     def compare(self) -> list[Row]:
@@ -214,11 +216,15 @@ class _Passes:
             return []
         theirs, served = self._run(self.second, {}, draws_on=True)
         units = _unit(ours), _unit(theirs)
-        least = units[1] if units[1] > units[0] else 0.0
+        least = 0.0
+        if units[1] > units[0]:
+            least = units[1]
 
         def noise_of(forced: Outputs) -> list[tuple[Outputs, Any]]:
-            modes = [RandomRounding(seed, least) for seed in range(_PASSES)]
-            return [self._run(self.first, forced, mode) for mode in modes]
+            passes = []
+            for seed in range(_PASSES):
+                passes.append(self._run(self.first, forced, RandomRounding(seed, least)))
+            return passes
 
         noise = noise_of(ours)
         limit = max(UNUSUAL, 16 * least)
@@ -236,9 +242,12 @@ class _Passes:
         places = []
         bounds = _largest(ours, noise)
         their_shapes = shapes_of(theirs)
-        missing = [name for name in ours if shapes[name] != their_shapes.get(name)]
+        missing = []
         for name in ours:
-            value = 0.0 if name in missing else distance(ours, theirs, name)
+            if shapes[name] != their_shapes.get(name):
+                missing.append(name)
+                continue
+            value = distance(ours, theirs, name)
             if value:
                 bound = MARGIN * min(bounds[name], limit) + last_bit(ours, name) + least
                 places.append({"place": name, "difference": value, "bound": bound})
@@ -246,7 +255,7 @@ class _Passes:
         self.lines.append(f"outputs: {len(places)} of {count} of modules differ")
         self._add_places(places)
         if missing:
-            self.unseen[f"outputs of {of_all(missing)}"] = "not in both, or in another shape"
+            self.unseen[f"outputs of {told(missing, 1)}"] = "not in both, or in another shape"
         is_equal = self._add_log_probs(log_probs, served, [x for _, x in whole_passes])
         self.lines.append(_verdict(self.readings, is_equal=is_equal and not places))
         return places
@@ -256,12 +265,12 @@ class _Passes:
             columns = number_columns(difference="difference", rounding_explains="bound")
             table = Table((*name_columns(place="place"), *columns), places[:MOST_ROWS])
             self.lines += table.plain().splitlines()
-        wrong = [place for place in places if place["difference"] > place["bound"]]
-        for place in wrong[:1]:
-            tensor = of_all(place["place"] for place in wrong)
-            kind = KINDS["other-outputs"]
-            reading = kind.reading(tensor, place["difference"], 0.0, place["bound"])
-            self.readings.append(reading)
+        wrong = {}
+        for place in places:
+            if place["difference"] > place["bound"]:
+                wrong[place["place"]] = place["difference"], 0.0, place["bound"]
+        for numbers in [*wrong.values()][:1]:
+            self.readings.append(measured("other-outputs", wrong, *numbers))
 
     def _add_log_probs(self, ours: Any, theirs: Any, noisy: list[Any]) -> bool:
         """Compare log probabilities, beside what random roundings give; return whether they are
@@ -284,11 +293,11 @@ class _Passes:
             f"log probabilities of {counted(len(off), 'token')}: mean difference {mean:.2g}, "
             f"largest {largest:.2g}; rounding alone: {mean_noise:.2g}, {largest_noise:.2g}"
         )
-        kind = KINDS["other-outputs"].case("logprobs")
-        if mean > MARGIN / 2 * mean_noise:
-            self.readings.append(kind.reading("", mean, 0.0, MARGIN / 2 * mean_noise))
-        elif largest > MARGIN * largest_noise:
-            self.readings.append(kind.reading("", largest, 0.0, MARGIN * largest_noise))
+        bound = MARGIN / 2 * mean_noise
+        if mean <= bound:
+            mean, bound = largest, MARGIN * largest_noise
+        if mean > bound:
+            self.readings.append(measured("other-log-probabilities", "", mean, 0.0, bound))
         return torch.equal(ours, theirs)
 
 
@@ -296,7 +305,9 @@ def _largest(first: Outputs, passes: list[tuple[Outputs, Any]]) -> dict[str, flo
     """Return the largest distance of some passes from the first one, by place."""
     sizes = {}
     for name in first:
-        sizes[name] = max(distance(first, outputs, name) for outputs, _ in passes)
+        sizes[name] = 0.0
+        for outputs, _ in passes:
+            sizes[name] = max(sizes[name], distance(first, outputs, name))
     return sizes
 
 
@@ -317,7 +328,8 @@ def _unit(outputs: Outputs) -> float:
     largest = 0.0
     for calls in outputs.values():
         for call in calls:
-            largest = max(largest, *(unit_of(x.dtype) for x in call))
+            for x in call:
+                largest = max(largest, unit_of(x.dtype))
     return largest
 
 
@@ -341,4 +353,6 @@ def _log_probs(result: Any, batch: Any) -> Any:
     if values.ndim != 2:
         return None
     values = values[:, -(tokens.shape[1] - 1) :].double()
-    return values.flatten() if mask is None else values[mask[:, 1:].bool()]
+    if mask is None:
+        return values.flatten()
+    return values[mask[:, 1:].bool()]

@@ -50,7 +50,7 @@ class Sampler:
 
     def join(self, tensors: Iterable[Tensor]) -> Tensor:
         """Return the elements of several tensors, one after another."""
-        return torch.cat([self.take(x) for x in tensors])
+        return torch.cat([*map(self.take, tensors)])
 
     def bits(self, x: Tensor) -> Tensor:
         """Return the sum of the bits of a tensor's elements: exact in any order."""
@@ -88,7 +88,7 @@ class StepSample:
         self.group = group
         self.members = members
         self.weights = sampler.join(members)
-        self.gradients = sampler.join(gradients[p] for p in members)
+        self.gradients = sampler.join(map(gradients.__getitem__, members))
         self.states: dict[str, Any] = {}
         self.home = ""
         self.is_followed = self._can_follow()
@@ -110,20 +110,25 @@ class StepSample:
             if is_own and isinstance(x, (list, dict, Tensor, nn.Module)):
                 return False
         shape = self.members[0].shape
-        by_element = [x for x in state.values() if isinstance(x, Tensor) and x.ndim]
-        return all(x.shape == shape and x.element_size() > 1 for x in by_element)
+        for x in state.values():
+            is_by_element = isinstance(x, Tensor) and x.ndim > 0
+            if is_by_element and (x.shape != shape or x.element_size() == 1):
+                return False
+        return True
 
     def _take_states(self) -> None:
-        states = [self.optimizer.state[p] for p in self.members]
-        for name, x in states[0].items():
-            if not (isinstance(x, Tensor) and x.ndim):
+        for name, x in self.optimizer.state[self.members[0]].items():
+            if isinstance(x, Tensor) and x.ndim:
+                self.states[name] = self.sampler.join(self._states_named(name))
+            else:
                 self.states[name] = copy.deepcopy(x)
-                continue
-            self.states[name] = self.sampler.join(state[name] for state in states)
         first = self.members[0]
         if first not in self.sampler.homes:
             self.sampler.homes[first] = self._find_home()
         self.home = self.sampler.homes[first]
+
+    def _states_named(self, name: str) -> list[Tensor]:
+        return [self.optimizer.state[p][name] for p in self.members]
 
     def _find_home(self) -> str:
         """Return the state that holds the weight in a wider format; empty without one."""
@@ -141,13 +146,17 @@ class StepSample:
         rounding = self.weights.abs().double() * torch.finfo(self.weights.dtype).eps
         beyond = (stored.abs() - self._by_tensor(rounding)).clamp_min(0.0)
         self.moves = stored.abs().amax(1)
-        self.sizes = beyond.amax(1) * (1.0 if self.group.get("lr") else math.nan)
+        self.sizes = beyond.amax(1)
+        if not self.group.get("lr"):
+            self.sizes.fill_(math.nan)
         if not self.is_followed:
             return
         if self.home:
-            masters = self.sampler.join(self.optimizer.state[p][self.home] for p in self.members)
+            masters = self.sampler.join(self._states_named(self.home))
             stored = self._by_tensor(masters.double() - self.states[self.home].double())
-        wide = torch.float64 if self.weights.element_size() > 2 else torch.float32
+        wide = torch.promote_types(torch.float32, self.weights.dtype)
+        if wide == self.weights.dtype:
+            wide = torch.float64
         with suppress(Exception):  # a class that cannot be stepped so is not followed
             again = self._again(None)
             meant = self._again(wide)
@@ -164,8 +173,7 @@ class StepSample:
         p = nn.Parameter(self._copied(self.weights, format))
         p.grad = self._copied(self.gradients, format)
         state = {name: self._copied(x, format) for name, x in self.states.items()}
-        home = state[self.home] if self.home else p.detach()
-        start = home.double().clone()
+        start = state.get(self.home, p.detach()).double().clone()
         twin = object.__new__(type(self.optimizer))
         vars(twin).update(vars(self.optimizer))
         for name in vars(self.optimizer):
@@ -176,7 +184,7 @@ class StepSample:
         devices = [p.device] if p.is_cuda else []
         with torch.random.fork_rng(devices=devices):
             type(self.optimizer).step(twin)
-        end = state[self.home] if self.home else p.detach()
+        end = state.get(self.home, p.detach())
         return self._by_tensor(end.double() - start)
 
     def _copied(self, x: Any, format: torch.dtype | None) -> Any:
@@ -204,7 +212,10 @@ def samples_of(
         key = id(group), p.dtype, gradients[p].dtype, p.device, *optimizer.state.get(p, {})
         kinds[key].append(p)
         groups[key] = group
-    return [StepSample(sampler, optimizer, groups[key], kinds[key], gradients) for key in kinds]
+    samples = []
+    for key, of_kind in kinds.items():
+        samples.append(StepSample(sampler, optimizer, groups[key], of_kind, gradients))
+    return samples
 
 
 def in_turn(items: Sequence[Any], number: int) -> list[Any]:
@@ -217,6 +228,8 @@ def in_turn(items: Sequence[Any], number: int) -> list[Any]:
     total = len(items)
     if not total:
         return []
-    size = TENSORS if number >= 10 else max(TENSORS, -(-total // 10))
-    start = size * number
-    return [items[(start + place) % total] for place in range(min(size, total))]
+    size = TENSORS
+    if number < 10:
+        size = max(size, -(-total // 10))
+    start = size * number % total
+    return [*items[start:], *items[:start]][:size]

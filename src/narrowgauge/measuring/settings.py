@@ -80,14 +80,16 @@ _PLACES = ("data", "model")
 
 def _probes(run: Row) -> Row:
     arithmetic = run.get("arithmetic")
-    results = arithmetic.get("results") if isinstance(arithmetic, dict) else None
-    return results if isinstance(results, dict) else {}
+    if not isinstance(arithmetic, dict) or not isinstance(arithmetic.get("results"), dict):
+        return {}
+    results: Row = arithmetic["results"]
+    return results
 
 
 def _of_table(
     table: str, first_table: Mapping[str, Any], second_table: Mapping[str, Any], prefix: str = ""
 ) -> Iterator[SettingDifference]:
-    names = [name for name in first_table if name in second_table]
+    names = list(filter(second_table.__contains__, first_table))
     if table == "machine":  # a single process records no rank count
         names = [*names, *({"ranks"} & (first_table.keys() ^ second_table.keys()))]
     for name in names:
@@ -102,4 +104,6 @@ def _of_table(
 
 
 def _text(value: Any) -> str:
-    return value if isinstance(value, str) else short(value)
+    if isinstance(value, str):
+        return value
+    return short(value)

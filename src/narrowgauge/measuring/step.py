@@ -4,9 +4,11 @@ the laws read.
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from narrowgauge.measuring.reading import Reading
 from narrowgauge.runs.schema import Row, finite_number, gauge_metrics, number, step_of
 
 Metrics = dict[str, dict[str, float | None]]
@@ -99,6 +101,8 @@ class Step:
         return cls(step_of(row), gauges=tables)
 
 
+Law = Generator[list[Reading], Step, None]
+"""Takes steps, in their order, and gives the readings of each."""
 _NOTHING = asdict(Step(0))
 del _NOTHING["step"]
 _NUMBERS = {name for name, nothing in _NOTHING.items() if nothing is None} - {"skipped", "kept"}

@@ -21,8 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from narrowgauge.analysis.columns import loop_of, rows_of
-from narrowgauge.analysis.reading import Reading, Readings
-from narrowgauge.analysis.thresholds import ENVELOPE, GROWTH, LEAST
+from narrowgauge.measuring.reading import Reading, Readings
 from narrowgauge.measuring.settings import recipe_of, settings_diff
 from narrowgauge.runs.finding import counted, listed, told
 from narrowgauge.runs.record import Run
@@ -41,12 +40,18 @@ STAGE_OF = {
 _KINDS = list(STAGE_OF)
 EXACT = frozenset({"tokens", "batch_crc", "lr", "loss_scale", "skipped"})
 """Values that rounding cannot change."""
+ENVELOPE = 32.0
+"""Multiples of a norm's expected rounding error: rounding errors are not independent."""
+LEAST = 2.0**-20
+"""Relative: 8 ulps of float32. Another order of a float32 model's sums moved norms by up to 1.4e-7."""
+GROWTH = 30.0
+"""Factor a step of the largest difference; measured on tiny models: below 6."""
 AGREES = 0.05
 """Relative difference of other recorded numbers of a step, such as the stored share of an update,
 beside a difference by rounding.
 """
-_UNLIKE = ("s", "bytes", "tokens/s")
-"""Units of numbers that differ between any two runs."""
+_UNLIKE = ("seconds", "per_second", "bytes")
+"""Ends of the names of numbers that differ between any two runs."""
 _NAMED = 6
 
 
@@ -81,7 +86,9 @@ class Difference:
     @property
     def relative(self) -> float:
         """Return the difference over the larger value; infinite if rounding cannot explain it."""
-        return math.inf if self.kind in EXACT else _relative(*self.values)
+        if self.kind in EXACT:
+            return math.inf
+        return _relative(*self.values)
 
     @property
     def place(self) -> str:
@@ -97,7 +104,9 @@ class Difference:
         first, second = self.values
         if math.isnan(first) and math.isnan(second):
             return Reading(self.step, self.stage, self.tensor, self.what)
-        allowed = 0.0 if self.kind in EXACT else bound * max(abs(first), abs(second))
+        if self.kind in EXACT:
+            bound = 0.0
+        allowed = bound * max(abs(first), abs(second))
         return Reading(self.step, self.stage, self.tensor, self.what, second, first, allowed)
 
 
@@ -118,8 +127,11 @@ def roundoff(run: Run) -> float:
         names = [recipe.compute.dtype, recipe.storage.visible]
     elif isinstance(model, dict):
         names = str(model.get("formats", "")).split(", ")
-    roundoffs = [FORMATS[name].epsilon for name in names if name in FORMATS]
-    return max(roundoffs, default=FORMATS["bfloat16"].epsilon) / 2
+    widest = 0.0
+    for name in names:
+        if name in FORMATS:
+            widest = max(widest, FORMATS[name].epsilon)
+    return (widest or FORMATS["bfloat16"].epsilon) / 2
 
 
 # ── the search ────────────────────────────────────────────────────────────────────────────────────
@@ -185,33 +197,37 @@ class Search:
             self.first = self.beyond = end
         self.at = self.beyond or self.first
         self.is_hashed = self.at is not None and self.at.step in hashed
-        self.factor = self._factor() if self.is_hashed else 1.0
-        self.unlike = []
+        self.factor = 1.0
+        self.unlike = list[str]()
+        ours, theirs = self.records
+        if self.at is not None and self.at.step in hashed:
+            self.factor = _factor(ours.prints[self.at.step], theirs.prints[self.at.step])
         if self.at is not None and self.at.step in common:
-            self.unlike = list(_other_numbers(*(x.rows[self.at.step] for x in self.records)))
+            self.unlike += _other_numbers(ours.rows[self.at.step], theirs.rows[self.at.step])
 
     def _add(
         self, step: int, differences: list[Difference], *, has_columns: bool, has_tensors: bool
     ) -> None:
         """Add the differences of a step, and note the first one, and one beyond its bound."""
         differences.sort(key=self._place)
-        bounds = [self._bound(row) for row in differences]
-        pairs = list(zip(differences, bounds, strict=True))
-        beyond = [pair for pair in pairs if pair[0].relative > pair[1]]
+        bounds = list(map(self._bound, differences))
         largest = {True: 0.0, False: 0.0}
-        for row in differences:
+        excess = 0.0
+        came_first = self.first is None
+        for row, bound in zip(differences, bounds, strict=True):
             is_tensor = bool(row.tensor)
             largest[is_tensor] = max(largest[is_tensor], row.relative)
-        if self.first is None and pairs:
-            self.first, self.bound = pairs[0]
-        if beyond:
-            self.beyond, self.bound = beyond[0]
-            if self.beyond is not self.first:
-                # Rounding came before, so the order within the step means little.
-                alike = [pair for pair in beyond if pair[0].stage == self.beyond.stage]
-                self.beyond, self.bound = max(
-                    alike, key=lambda pair: pair[0].relative / (pair[1] or 1e-300)
-                )
+            if self.first is None:
+                self.first, self.bound = row, bound
+            if row.relative <= bound or (self.beyond and self.beyond.stage != row.stage):
+                continue
+            # If rounding came before, the order within the step means little.
+            is_larger = row.relative / (bound or 1e-300) > excess
+            if self.beyond is None or (
+                is_larger and not (came_first and self.beyond is self.first)
+            ):
+                self.beyond, self.bound = row, bound
+                excess = row.relative / (bound or 1e-300)
         if self.first is not None:
             for is_tensor, is_read in ((True, has_tensors), (False, has_columns)):
                 if is_read:
@@ -232,22 +248,24 @@ class Search:
         step, level = self._levels.get(bool(row.tensor), (-1, 0.0))
         if step < 0 or (row.tensor and step != row.step - 1):
             # The growth of rounding is unknown.
-            return math.inf if math.isfinite(row.relative) else rounding
+            if math.isfinite(row.relative):
+                return math.inf
+            return rounding
         gap = row.step - step
         if gap * math.log(GROWTH) > 700:
             return math.inf
         return max(rounding, GROWTH**gap * level)
 
-    def _factor(self) -> float:
-        assert self.at is not None
-        entries = [record.prints[self.at.step]["tensors"] for record in self.records]
-        ratios = []
-        for key, entry in entries[0].items():
-            if key.startswith("grad:") and key in entries[1] and entry[1]:
-                ratios.append(entries[1][key][1] / entry[1])
-        if not ratios or max(ratios) - min(ratios) > 1e-3 * max(ratios):
-            return 1.0
-        return sum(ratios) / len(ratios)
+
+def _factor(first: Row, second: Row) -> float:
+    """Return the factor of all gradients, second over first, if they share one; else 1."""
+    ratios = []
+    for key, entry in first["tensors"].items():
+        if key.startswith("grad:") and key in second["tensors"] and entry[1]:
+            ratios.append(second["tensors"][key][1] / entry[1])
+    if not ratios or max(ratios) - min(ratios) > 1e-3 * max(ratios):
+        return 1.0
+    return float(sum(ratios) / len(ratios))
 
 
 def ends_of(*runs: Run) -> list[Any]:
@@ -260,8 +278,8 @@ def _columns(step: int, records: Sequence[_Records]) -> list[Difference]:
     second = records[1].rows[step]
     tokens = int((number(first.get("tokens")) or 0) // max(1, step))
     if not tokens:
-        batch = records[0].prints.get(step, {}).get("tensors", {}).get("tokens:batch")
-        tokens = 0 if batch is None else int(batch[2])
+        prints = records[0].prints.get(step, {"tensors": {}})
+        tokens = int(prints["tensors"].get("tokens:batch", [0, 0, 0])[2])
     differences = []
     for column in COLUMNS:
         here = first.get(column)
@@ -280,29 +298,30 @@ def _other_numbers(first: Row, second: Row) -> Iterator[str]:
     """Yield the other numbers of two rows that disagree; fractions, which are known columns, by more
     than :data:`AGREES` itself.
     """
-    for name in first.keys() & second.keys():
+    for name in sorted(first.keys() & second.keys()):
         here = first[name]
         there = second[name]
-        column = STEP.get(name)
-        is_time = column is not None and column.unit in _UNLIKE
-        if (
-            name in COLUMNS
-            or is_time
-            or not isinstance(here, float)
-            or not isinstance(there, float)
-        ):
+        if name in COLUMNS or name.endswith(_UNLIKE):
             continue
-        size = max(abs(here), abs(there)) if column is None else 1.0
+        if not isinstance(here, float) or not isinstance(there, float):
+            continue
+        size = max(abs(here), abs(there))
+        if name in STEP:
+            size = 1.0
         if abs(here - there) > AGREES * size:
             yield f"{name} {here:.4g} and {there:.4g}"
 
 
 def _tensors(step: int, records: Sequence[_Records]) -> list[Difference]:
     """Compare the norms of tensors whose hashes differ, those of gradients at loss scale 1."""
-    first, second = [record.prints[step] for record in records]
+    first = records[0].prints[step]
+    second = records[1].prints[step]
     differences = []
-    scales = [number(x.rows.get(step, {}).get("loss_scale")) or 1.0 for x in records]
-    recorded = [{key.partition(":")[0] for key in x["tensors"]} for x in (first, second)]
+    scales = []
+    recorded = []
+    for record in records:
+        scales.append(number(record.rows.get(step, {}).get("loss_scale")) or 1.0)
+        recorded.append({key.partition(":")[0] for key in record.prints[step]["tensors"]})
     for key in {**first["tensors"], **second["tensors"]}:
         entry = first["tensors"].get(key)
         other = second["tensors"].get(key)
@@ -324,8 +343,12 @@ def _tensors(step: int, records: Sequence[_Records]) -> list[Difference]:
     kind, ranks = _odd_ranks(first, second)
     if ranks:
         stage = STAGE_OF[kind]
-        differences = [replace(x, ranks=ranks) if x.stage == stage else x for x in differences]
-        if not any(x.stage == stage for x in differences):
+        is_named = False
+        for place, row in enumerate(differences):
+            if row.stage == stage:
+                differences[place] = replace(row, ranks=ranks)
+                is_named = True
+        if not is_named:
             differences.append(Difference(step, kind, "bits", ranks=ranks))
     return differences
 
@@ -337,12 +360,15 @@ def _odd_ranks(first_row: Row, second_row: Row) -> tuple[str, tuple[int, ...]]:
     for kind in _KINDS:
         here = first.get(kind) or []
         there = second.get(kind) or []
-        odd = tuple(
-            rank for rank, pair in enumerate(zip(here, there, strict=False)) if pair[0] != pair[1]
-        )
-        # If all ranks differ, the layouts may differ too. Then ranks hold other shards.
+        odd = []
+        for rank, pair in enumerate(zip(here, there, strict=False)):
+            if pair[0] != pair[1]:
+                odd.append(rank)
         if odd and len(here) == len(there):
-            return kind, odd if len(odd) < len(here) else ()
+            # If all ranks differ, the layouts may differ too. Then ranks hold other shards.
+            if len(odd) == len(here):
+                odd = []
+            return kind, tuple(odd)
     return "", ()
 
 
@@ -403,19 +429,17 @@ class TwoRuns(Readings):
             size = " beyond rounding"
         ranks = ""
         if at.ranks:
-            unit = "rank" if len(at.ranks) == 1 else "ranks"
-            ranks = f" of {unit} {listed(map(str, at.ranks))}"
+            ranks = f" of rank {listed(map(str, at.ranks))}"
         return f"The runs first differ{size} at step {at.step}, in {at.place}{ranks}."
 
     def to_dict(self) -> dict[str, Any]:
         """Return the comparison as values for JSON."""
         at = self.difference
-        return {
+        return super().to_dict() | {
             "runs": list(self.names),
             "verdict": self.verdict,
             "same": at is None,
-            "readings": list(map(asdict, self.readings)),
-            "ranks": list(at.ranks) if at else [],
+            "ranks": list(getattr(at, "ranks", ())),
             "is_rounding": self.is_rounding,
             "factor": self.search.factor,
             "settings": list(map(asdict, self.settings)),
@@ -424,8 +448,10 @@ class TwoRuns(Readings):
         }
 
     def __str__(self) -> str:
-        notes = [f"Note: {note}." for note in self.notes]
-        return "\n".join([super().__str__(), *self._sentences(), *notes])
+        lines = [super().__str__(), *self._sentences()]
+        for note in self.notes:
+            lines.append(f"Note: {note}.")
+        return "\n".join(lines)
 
     def _sentences(self) -> Iterator[str]:
         at = self.difference
@@ -450,11 +476,7 @@ class TwoRuns(Readings):
             yield "No recorded setting differs."
 
     def _notes(self, runs: Sequence[Run]) -> Iterator[str]:
-        lengths = [len(run.steps) for run in runs]
         at = self.difference
-        common = self.search.num_common
-        if common and lengths[0] != lengths[1]:
-            yield f"they recorded {lengths[0]} and {lengths[1]} steps, of which {common} are common"
         if at is not None and at.what in ("loss", "grad_norm") and not self.search.is_hashed:
             flag = "ng.RunRecorder(…, fingerprints_every=1)"
             if all(loop_of(run) == "trainer" for run in runs):

@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from narrowgauge.checks.set_up import set_up_of
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.measuring.hooks import Hub, RunNotice
@@ -17,6 +16,7 @@ from narrowgauge.measuring.kinds import KINDS
 from narrowgauge.measuring.laws import Laws
 from narrowgauge.measuring.meter import Meter
 from narrowgauge.measuring.reading import Reading
+from narrowgauge.measuring.set_up import set_up_of
 from narrowgauge.measuring.step import Step
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.finding import counted
@@ -70,8 +70,8 @@ class Watch:
     ) -> None:
         require_kinds(ignore)
         self.hub = hub_of(model, optimizer, called)
-        self.laws = Laws(ignore)
-        self.meter = Meter(self.hub, limit=max_grad_norm, listeners=[self._read])
+        self.laws = Laws(ignore, say=self.hub.say)
+        self.meter = Meter(self.hub, self._read, limit=max_grad_norm)
 
     def step(self, loss: float | Tensor | None = None, **numbers: Any) -> None:
         """Tell of the step that is done, after the optimizer's step.
@@ -83,7 +83,10 @@ class Watch:
             numbers: ``grad_norm`` before a clip, ``loss_scale``, ``tokens_per_second``.
         """
         told = {"loss": loss, **numbers}
-        self.meter.end_step(**{name: plain(x) for name, x in told.items()})
+        for name, x in told.items():
+            if isinstance(x, Tensor):
+                told[name] = x.item()
+        self.meter.end_step(**told)
 
     def numbers(self) -> dict[str, float]:
         """Return the newest numbers by name, for Weights & Biases, TensorBoard or MLflow.
@@ -104,16 +107,10 @@ class Watch:
     def _read(self, step: Step) -> None:
         """Show what the laws read anew."""
         readings = self.laws.fresh(self.laws.read(step))
-        serious = [reading for reading in readings if reading.severity != "note"]
-        if serious and all_ranks().is_first:
-            show(serious)
+        if all_ranks().is_first:
+            show(readings)
         if step.step == SEEN_AT and all_ranks().is_first:
             print(seen(self.meter), file=sys.stderr)
-
-
-def plain(value: Any) -> Any:
-    """Return a tensor of one number as that number."""
-    return value.item() if isinstance(value, Tensor) else value
 
 
 def numbers_of(meter: Meter) -> dict[str, float]:
@@ -148,33 +145,49 @@ def _audited_shares(meter: Meter) -> dict[str, float]:
         if isinstance(optimizer, Optimizer):
             windows |= optimizer.auditor.windows
     for index, group in groups_of(meter):
-        rows = [windows[p].sum(0) for p in group["params"] if p in windows]
-        size = sum(float(row[0]) for row in rows)
-        if size > 0:
-            shares[index] = sum(float(row[1]) for row in rows) / size
+        meant = 0.0
+        stored = 0.0
+        for p in group["params"]:
+            if p in windows:
+                meant += float(windows[p][:, 0].sum())
+                stored += float(windows[p][:, 1].sum())
+        if meant > 0:
+            shares[index] = stored / meant
     return shares
 
 
 def seen(meter: Meter) -> str:
     """Return what is measured, and what is not, in one line."""
     line = f"watch: {counted(len(meter.names), 'tensor')}, rate, gradients"
+    share = "stored share of the step"
     if meter.shares:
-        line += ", stored share of the step"
+        line += f", {share}"
+    elif isinstance(meter.hub.optimizers[-1], Optimizer):
+        meter.unseen[share] = "the optimizer's audit has it"
     else:
-        names = {type(optimizer).__name__ for optimizer in meter.hub.optimizers}
-        meter.unseen["stored share of the step"] = f"{', '.join(sorted(names))} is not repeated"
-        if all(isinstance(optimizer, Optimizer) for optimizer in meter.hub.optimizers):
-            meter.unseen["stored share of the step"] = "the optimizer's audit has it"
-    missing = [f"{area} ({why})" for area, why in meter.unseen.items()]
-    return f"{line}; not: {', '.join(missing)}" if missing else line
+        meter.unseen[share] = f"{type(meter.hub.optimizers[-1]).__name__} is not repeated"
+    missing = []
+    for area, reason in meter.unseen.items():
+        missing.append(f"{area} ({reason})")
+    if missing:
+        line += f"; not: {', '.join(missing)}"
+    return line
 
 
 def show(readings: Iterable[Reading]) -> None:
-    """Show the readings of one step in a sentence. No line of the loop is at fault, so none is shown."""
+    """Show the readings of one step in a sentence, notes left out. No line of the loop is at fault, so
+    none is shown.
+    """
     parts = []
     step = 0
     for reading in readings:
+        if reading.severity == "note":
+            continue
         step = max(step, reading.step)
         words = reading.text.rstrip(".")
-        parts.append(f"{reading.tensor}: {words}" if reading.tensor else words)
-    warnings.warn_explicit(f"step {step}: {'; '.join(parts)}", RunNotice, "narrowgauge.watch", step)
+        if reading.tensor:
+            words = f"{reading.tensor}: {words}"
+        parts.append(words)
+    if parts:
+        words = f"step {step}: {'; '.join(parts)}"
+        warnings.warn_explicit(words, RunNotice, "narrowgauge.watch", step)

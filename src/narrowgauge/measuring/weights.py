@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from narrowgauge.analysis.kinds import KINDS
-from narrowgauge.analysis.reading import Reading, of_all
-from narrowgauge.checks.fit import fit
-from narrowgauge.checks.units import unit_of
 from narrowgauge.errors import RecordError
 from narrowgauge.measuring.adapters import (
     is_adapted,
@@ -29,6 +26,10 @@ from narrowgauge.measuring.adapters import (
     product_of,
     weight_with_adapters,
 )
+from narrowgauge.measuring.fit import fit
+from narrowgauge.measuring.kinds import KINDS
+from narrowgauge.measuring.reading import Reading, measured, of_all
+from narrowgauge.measuring.units import unit_of
 from narrowgauge.numerics.dtensor import whole
 from narrowgauge.runs.finding import counted, told
 from narrowgauge.spec.formats import dtype_name
@@ -59,7 +60,7 @@ class Tensors:
         """Return the names of another set that this one lacks, under each of their tied names."""
         names = []
         for name in other.read:
-            is_read = any(tied in self.read for tied in other.tied.get(name, [name]))
+            is_read = not self.read.keys().isdisjoint(other.tied.get(name, [name]))
             if not is_read and name not in other.unsaved and ".lora_" not in name:
                 names.append(name)
         return sorted(names)
@@ -143,7 +144,10 @@ def compare_weights(first: Weights, second: Weights) -> tuple[list[Row], list[Re
     readings = list[Reading]()
     if isinstance(first, nn.Module) and isinstance(second, nn.Module):
         effective, times = _adapters(first, second)
-        readings += _adapter_reading(times)
+        wrong = [name for name in times if abs(times[name]) > KINDS["adapter-times"].bound]
+        wrong.sort(key=lambda name: -abs(times[name]))
+        if wrong:
+            readings.append(measured("adapter-times", wrong, times[wrong[0]], 0.0))
     rows = list[Row]()
     reshaped = []
     for name in before.read.keys() & after.read.keys():
@@ -161,20 +165,24 @@ def compare_weights(first: Weights, second: Weights) -> tuple[list[Row], list[Re
         if name in effective and row["change"] <= unit_of(dtype):
             row["differ"] = 0  # the merge rounded once
         rows.append(row)
-    rows.sort(key=lambda row: (-row["change"], row["name"]))
+    rows.sort(key=lambda row: (not row["differ"], -row["change"], row["name"]))
     readings += _readings(rows)
     ours = after.lacking(before)
     theirs = before.lacking(after)
-    sides = f"in the first {told(ours) or 'none'}; in the second {told(theirs) or 'none'}"
-    if reshaped:
-        sides += f"; in another shape {told(reshaped)}"
-    readings += KINDS["one-sided-tensors"].of(ours + theirs + reshaped, sides=sides)
+    one_sided = ours + theirs + reshaped
+    if one_sided:
+        readings.append(measured("one-sided-tensors", one_sided, len(one_sided), 0))
     lines = _lines(rows)
+    for words, names in (("the first", ours), ("the second", theirs), ("other shapes", reshaped)):
+        if names:
+            lines.append(f"only in {words}: {told(names)}")
     if effective:
         lines.append(f"adapters: in {counted(len(effective), 'weight')}, compared with them")
     ties = before.ties().symmetric_difference(after.ties())
     if ties and before.tied and after.tied:
-        side = "first" if ties & before.ties() else "second"
+        side = "second"
+        if ties & before.ties():
+            side = "first"
         lines.append(f"tied in the {side} alone: {of_all(sorted(ties))}")
     return rows, readings, lines
 
@@ -195,16 +203,17 @@ def _distance(x: Tensor, y: Tensor, dtype: torch.dtype) -> Row:
 
 
 def _readings(rows: list[Row]) -> Iterator[Reading]:
-    differing = [row for row in rows if row["differ"]]
+    differing = _names(rows, "differ")
     if differing:
-        worst = differing[0]
-        yield KINDS["other-weights"].reading(
-            of_all(row["name"] for row in differing), worst["change"], 0.0,
-            count=counted(len(differing), "tensor"), share=share_of(differing),
-            factor=worst["factor"],
-        )  # fmt: skip
-    bad = [row["name"] for row in rows if row["nonfinite"]]
-    yield from KINDS["nonfinite"].case("weights").of(bad)
+        yield measured("other-weights", differing, rows[0]["change"], 0.0)
+    bad = _names(rows, "nonfinite")
+    if bad:
+        yield measured("nonfinite", bad, len(bad), 0, stage="start")
+
+
+def _names(rows: list[Row], key: str) -> list[str]:
+    """Return the names of the tensors with a value other than zero."""
+    return [row["name"] for row in rows if row[key]]
 
 
 def _lines(rows: list[Row]) -> list[str]:
@@ -219,27 +228,22 @@ def _lines(rows: list[Row]) -> list[str]:
         if rounded[dtype]:
             more = f", {counted(rounded[dtype], 'value')} beyond the narrower one"
         lines.append(f"{counted(count, 'tensor')}: {dtype}{more}")
-    values = counted(sum(row["values"] for row in rows), "value")
-    differing = [row for row in rows if row["differ"]]
-    equal = f"{len(rows) - len(differing)} of {counted(len(rows), 'tensor')} are equal"
-    lines.append(f"weights: {share_of(rows):.2%} of {values} differ; {equal}")
-    ones = [row["name"] for row in rows if row["is_one"]]
+    values = sum(map(itemgetter("values"), rows))
+    share = sum(map(itemgetter("differ"), rows)) / max(1, values)
+    num_differing = len(_names(rows, "differ"))
+    equal = f"{len(rows) - num_differing} of {counted(len(rows), 'tensor')} are equal"
+    lines.append(f"weights: {share:.2%} of {counted(values, 'value')} differ; {equal}")
+    ones = _names(rows, "is_one")
     if ones:
         lines.append(f"vectors that are exactly 1: {len(ones)}, {told(ones)}")
-    if differing:
+    if num_differing:
         columns = number_columns(
             values="values", differ="differ", change="change", factor="factor",
             nonfinite="nonfinite",
         )  # fmt: skip
         columns = (*name_columns(weights="name"), *columns)
-        lines += Table(columns, differing[:MOST_ROWS]).plain().splitlines()
+        lines += Table(columns, rows[: min(num_differing, MOST_ROWS)]).plain().splitlines()
     return lines
-
-
-def share_of(rows: list[Row]) -> float:
-    """Return the share of values that differ."""
-    differ = sum(row["differ"] for row in rows)
-    return differ / max(1, sum(row["values"] for row in rows))
 
 
 def _adapters(
@@ -248,7 +252,9 @@ def _adapters(
     """Return the weights of adapted layers with their adapters, on both sides, and how many times
     more the second holds these.
     """
-    modules = {name_without_adapters(name): module for name, module in second.named_modules()}
+    modules = {}
+    for name, module in second.named_modules():
+        modules[name_without_adapters(name)] = module
     weights = {}
     times = {}
     for name, layer in first.named_modules():
@@ -262,12 +268,3 @@ def _adapters(
         weights[f"{name}.weight"] = x, y
         times[name] = fit(product_of(adapted), y - x).factor
     return weights, times
-
-
-def _adapter_reading(times: dict[str, float]) -> Iterator[Reading]:
-    kind = KINDS["adapter-times"]
-    wrong = [name for name in times if abs(times[name]) > kind.bound]
-    wrong.sort(key=lambda name: -abs(times[name]))
-    if wrong:
-        count = counted(len(wrong), "layer")
-        yield kind.reading(of_all(wrong), times[wrong[0]], 0.0, count=count)

@@ -26,7 +26,7 @@ from torch import Tensor
 from narrowgauge.errors import FormatError
 from narrowgauge.numerics.chunks import flat_chunks
 from narrowgauge.numerics.quantization import padded, quantize, random_words, rotate, spread
-from narrowgauge.numerics.rounding import EXPONENT, MAGNITUDE, bits_of, power_below
+from narrowgauge.numerics.rounding import power_below
 from narrowgauge.spec.computes import Cast
 from narrowgauge.spec.formats import Format
 from narrowgauge.spec.significance import FEWEST_SPACINGS
@@ -186,25 +186,6 @@ def power_of_rms(x: Tensor) -> Tensor:
     wide = x.detach().to(torch.promote_types(x.dtype, torch.float32))
     power = power_below(wide.square().mean().sqrt().float())
     return torch.where((power > 0) & (power < torch.inf), power, torch.ones_like(power))
-
-
-def exponent_histogram(x: Tensor, first: int, bins: int) -> Tensor:
-    """Count the values of each binary exponent, int64 ``[bins]``.
-
-    ``first`` is the exponent of the first bin, above -126.
-
-    Bin ``k`` counts ``2**(first + k) <= abs(x) < 2**(first + k + 1)``. Smaller magnitudes go into
-    the first bin, larger ones into the last. Zeros, NaN and infinities go into none.
-
-    Example:
-        >>> exponent_histogram(torch.tensor([0.0, 1.0, -1.5, 4.0, 1e-9]), -1, 4).tolist()
-        [1, 2, 0, 1]
-    """
-    bits = bits_of(x.detach().float().reshape(-1)) & MAGNITUDE
-    place = ((bits >> 23) - 127 - first).clamp(0, bins - 1)
-    counted = torch.where((bits != 0) & (bits < EXPONENT), place, bins).long()
-    counts = torch.zeros(bins + 1, dtype=torch.int64, device=x.device)
-    return counts.scatter_add_(0, counted, torch.ones_like(counted))[:bins]
 
 
 # ── casts ─────────────────────────────────────────────────────────────────────────────────────────

@@ -9,6 +9,7 @@ gradients before it, and the step writes its change.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
@@ -98,6 +99,11 @@ class Inputs(NamedTuple):
     seed: Tensor
 
 
+def finite_or_zero(weight: Tensor) -> Tensor:
+    """Return the weights that a rule reads. It would turn the decay of an infinite one into NaN."""
+    return torch.where(weight.abs() < math.inf, weight, 0.0)
+
+
 def in_floats(inputs: Inputs) -> Written:
     """Run the rule in its scalars' dtype and round the result.
 
@@ -108,7 +114,7 @@ def in_floats(inputs: Inputs) -> Written:
     scale = scalars["gradient_scale"]
     gradient = lane.gradient.to(scale.dtype) * scale
     old = codes.read(storage, lane, rule.states)
-    change, *new = rule.update(old.weight, gradient, *old.states, scalars)
+    change, *new = rule.update(finite_or_zero(old.weight), gradient, *old.states, scalars)
     return codes.write(storage, lane, old, change, dict(zip(rule.states, new, strict=True)), seed)
 
 
@@ -124,7 +130,10 @@ def in_expansions(inputs: Inputs) -> Written:
     exp_avg = codes.read_parts(storage, lane, rule.states[0])
     exp_avg_sq = codes.read_parts(storage, lane, rule.states[1])
     gradient = quiet(lane.gradient * scalars["gradient_scale"])
-    change, *new = collage_adamw(weight, gradient, exp_avg, exp_avg_sq, scalars, rounding)
+    stepped = finite_or_zero(high), low
+    change, *new = collage_adamw(stepped, gradient, exp_avg, exp_avg_sq, scalars, rounding)
+    is_finite = high.abs() < math.inf
+    new[0] = torch.where(is_finite, new[0][0], high), torch.where(is_finite, new[0][1], low)
     parts = dict(zip(("weight", *rule.states), new, strict=True))
     return codes.write_parts(storage, lane, weight, change, parts)
 
@@ -149,7 +158,8 @@ def advance(inputs: Inputs) -> Written:
         return in_expansions(inputs) if storage.arithmetic == "expansion" else in_floats(inputs)
     assert change is not None
     if rule.decay:
-        change = change + codes.read_weight(storage, lane) * scalars[rule.decay]
+        weight = finite_or_zero(codes.read_weight(storage, lane))
+        change = change + weight * scalars[rule.decay]
     states = average(rule, storage, lane, scalars)[1]
     return codes.write(storage, lane, codes.read(storage, lane, ()), change, states, seed)
 
@@ -174,6 +184,7 @@ def weight_decay(inputs: Inputs, written: Written) -> tuple[Tensor, Tensor]:
         weight = codes.read(storage, lane, ()).weight
     else:
         weight = codes.read_weight(storage, lane)
+    weight = finite_or_zero(weight)
     without = advance(inputs._replace(scalars={**scalars, rule.decay: factor - audited}))
     return weight * audited, written.changes[1] - without.changes[1]
 

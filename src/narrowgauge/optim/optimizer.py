@@ -46,7 +46,8 @@ from narrowgauge.optim.table import Table
 from narrowgauge.optim.values import begin, store_state, store_weight, stored
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.storages import Storage, for_format, for_vectors
-from narrowgauge.spec.update_rules import Range, refuse_pair
+from narrowgauge.spec.update_rules import refuse_pair
+from narrowgauge.spec.values import require_number
 from narrowgauge.torch_support.machine import require_float64
 from narrowgauge.torch_support.torch_names import HostCopy, plain_name
 
@@ -117,10 +118,10 @@ class Optimizer(torch.optim.Optimizer):
                 f"{type(self).__name__} got an unexpected keyword argument '{min(unknown)}'"
             )
         validation.check_options({**defaults, **flags}, rule)
-        Range(is_integer=True).check("audit_every", audit_every)
+        require_number("audit_every", audit_every, is_whole=True)
         # Infinity never clips, but skips steps with a non-finite norm.
         if max_grad_norm not in (None, math.inf):
-            Range(above=True).check("max_grad_norm", max_grad_norm)
+            require_number("max_grad_norm", max_grad_norm, is_open=True)
         self._begin()
         if isinstance(params, nn.Module):
             keep_float32 = keeping_statistics(params, keep_float32)
@@ -205,6 +206,7 @@ class Optimizer(torch.optim.Optimizer):
         try:
             require_float64(group["params"])
             validation.check_options(group, self.rule)
+            validation.check_vectors(group, self.rule)
             to_round = self._formats_of_rounding(group)
             if to_round and is_shared_by_ranks():
                 asked = validation.known_row(group["storage"])

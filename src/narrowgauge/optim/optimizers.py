@@ -253,7 +253,7 @@ class GaLore(Optimizer):
     Example:
         >>> import torch, narrowgauge as ng
         >>> weight = torch.nn.Parameter(torch.zeros(8, 8, dtype=torch.bfloat16))
-        >>> optimizer = ng.optim.GaLore([weight], lr=1e-3, rank=1, scale=1.0, storage="word")
+        >>> optimizer = GaLore([weight], lr=1e-3, rank=1, scale=1.0, storage="word")
         >>> weight.grad = torch.ones_like(weight)
         >>> optimizer.step()
         >>> round(optimizer.stored(weight).mean().item(), 5)  # lr, spread over 8 columns: lr / sqrt(8)
@@ -295,7 +295,7 @@ class GradNormLoRP(GaLore):
     Example:
         >>> import torch, narrowgauge as ng
         >>> weight = torch.nn.Parameter(torch.eye(8).bfloat16())
-        >>> optimizer = ng.optim.GradNormLoRP([weight], lr=1e-2, rank=2, weight_decay=0.0, low_bits="zero")
+        >>> optimizer = GradNormLoRP([weight], lr=1e-2, rank=2, weight_decay=0.0, low_bits="zero")
         >>> weight.grad = torch.eye(8).bfloat16()  # along the columns: they become shorter by lr
         >>> optimizer.step()
         >>> round(optimizer.stored(weight).diagonal().mean().item(), 4)

@@ -7,6 +7,7 @@ bounds every new state of the row. So a row's scale depends only on its own grad
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,10 @@ from narrowgauge.spec.storages import Storage
 
 if TYPE_CHECKING:
     from narrowgauge.optim.state import LocalState
+
+
+MOST_GROWTH = 2.0**20
+"""The factor by which the bound of a row grows in a step, at most."""
 
 
 def bounding(rule: Rule) -> tuple[str, ...]:
@@ -52,7 +57,10 @@ def scales_of_rows(
     scales = {}
     for name, before in old.items():
         # A non-finite gradient must not stay in a bound: inf - inf would be NaN forever.
-        bound = torch.where(scalars["skip"] != 0, before, codes.finite_bound(new[name]))
+        bound = codes.finite_bound(new[name])
+        # One huge gradient costs its element, not its row.
+        bound = torch.where(before > 0, torch.minimum(bound, before * MOST_GROWTH), bound)
+        bound = torch.where(scalars["skip"] != 0, before, bound)
         into = codes.multipliers(bound)[0]
         back = codes.multipliers(before)[1]
         scales[name] = bound, into, back
@@ -69,7 +77,8 @@ def new_bounds(state: LocalState, values: Tensor) -> dict[str, tuple[Tensor, Ten
     slopes = peaks_of_rows(state, state.gradient)
     weights = torch.zeros_like(slopes)
     if "weight" in bounding(rule):
-        weights = peaks_of_rows(state, state.parameter.detach())
+        seen = state.parameter.detach()
+        weights = peaks_of_rows(state, torch.where(seen.abs() < math.inf, seen, 0.0))
     return scales_of_rows(rule, state.storage, slopes, weights, state.bounds, values)
 
 

@@ -454,6 +454,8 @@ template <bool LESS> INLINE Floats toward(Floats old, Floats x, float share) {
 template <bool LESS> INLINE Floats toward(Product old, Floats x, float share) {
   return LESS || share != 1 ? fused(old.x, old.by, fused(-old.x, old.by, x) * share) : x;
 }
+// An infinite weight, or NaN, stays. A rule would turn its decay into NaN.
+INLINE Floats finite_or_zero(Floats w) { return float_of(int_of(w) & ((int_of(w) & MAGNITUDE) < EXPONENT)); }
 // The square of a finite gradient may be infinite. Such a weight is frozen, as torch's. Windows end.
 INLINE Floats unless_frozen(Floats old, Floats next) { return where(old < INFINITE, next, old); }
 INLINE Floats unless_frozen(Product, Floats next) { return next; }
@@ -597,18 +599,22 @@ template <class S, class R> struct InFloats {
     const auto v = Second::template decode<L.second.bit>(lane_of(x, L.second), scales.second);
     y.random = Ints{};
     if (IS_RANDOM) y.random = random_bits(int_of(y.weight) ^ V::mantissa(x.gradient), n.seed);
-    y.waits = R::template begin<LESS>(y.weight, x.gradient * n.gradient_scale, m, v, y.next, n.rule);
+    const Floats w = finite_or_zero(y.weight), g = x.gradient * n.gradient_scale;
+    y.waits = R::template begin<LESS>(w, g, m, v, y.next, n.rule);
     if constexpr (R::GIVEN) {
       const Floats weight = W::HAS_LOW ? y.weight + y.low : y.weight;
-      y.waits = R::change(weight, x.given, Floats{}, n.rule);
-    } else if constexpr (W::HAS_LOW) { y.waits = R::change(y.weight, y.waits, y.next.first, n.rule); }
+      y.waits = R::change(finite_or_zero(weight), x.given, Floats{}, n.rule);
+    } else if constexpr (W::HAS_LOW) {
+      y.waits = R::change(w, y.waits, y.next.first, n.rule);
+    }
     return y;
   }
   INLINE Written end(const Waiting& x, const Numbers<R>& n, const Scales& scales) {
     Written y{};
     Ints low;
     Floats change = x.waits;
-    if constexpr (!R::GIVEN && !W::HAS_LOW) change = R::change(x.weight, x.waits, x.next.first, n.rule);
+    if constexpr (!R::GIVEN && !W::HAS_LOW)
+      change = R::change(finite_or_zero(x.weight), x.waits, x.next.first, n.rule);
     W::write(x.weight, x.low, change, noise(x.random, SHARES.weight), y.seen, low);
     if constexpr (L.low.plane >= 0 && IS_CUT_BY_STORE) y.plane[L.low.plane] = low;
     else if constexpr (L.low.plane >= 0) y.plane[L.low.plane] = W::template place<L.low.bit>(low);
@@ -681,8 +687,11 @@ template <class S, class R> struct InExpansions {
   INLINE Written end(const Waiting& x, const Numbers<R>& n, const Scales& scales) {
     const Floats root_v = X::rn(X::rn(root(x.second.high)) * n.rule.inverse_root_correction2);
     const Floats step = X::rn(X::rn(x.first * n.rule.negative_step_size) / X::rn(root_v + n.rule.eps));
-    const Floats change = X::rn(step + X::rn(x.weight.high * n.rule.negative_decay));
-    const Pair weight = X::grow(x.weight, change);
+    const Floats high = finite_or_zero(x.weight.high);
+    const Floats change = X::rn(step + X::rn(high * n.rule.negative_decay));
+    Pair weight = X::grow({high, x.weight.low}, change);
+    const Ints is_finite = (int_of(x.weight.high) & MAGNITUDE) < EXPONENT;
+    weight = {where(is_finite, weight.high, x.weight.high), where(is_finite, weight.low, x.weight.low)};
     Written y{};
     y.seen = W::nearest(weight.high);
     y.plane[L.low.plane] = W::encoded(y.seen, weight.low);
@@ -827,8 +836,8 @@ template <class Step, class R> struct Walk {
 
 // ── rows with scales: a rule's step of the largest magnitudes of a row bounds its new states ─────
 
-// Of floats of 16 or 32 bits, read as integers, in which a NaN is the largest.
-template <class T, class X> APART T largest_magnitude(const char* p, int64_t count) {
+// Of floats of 16 or 32 bits, read as integers, in which a NaN is the largest. Leave out what is above end.
+template <class T, class X> APART T largest_magnitude(const char* p, int64_t count, T end) {
   constexpr int N = sizeof(X) / sizeof(T);
   constexpr T ALL = (T)((uint64_t)-1 >> (65 - 8 * sizeof(T)));
   X most[4] = {};
@@ -836,13 +845,13 @@ template <class T, class X> APART T largest_magnitude(const char* p, int64_t cou
   for (; at + 4 * N <= count; at += 4 * N) {
     for (int k = 0; k < 4; k++) {
       const X x = at_address<X>(p + sizeof(T) * (at + k * N)) & ALL;
-      most[k] = x > most[k] ? x : most[k];
+      most[k] = (x > most[k]) & (x <= end) ? x : most[k];
     }
   }
   T largest = 0;
   for (; at < count; at++) {
     const T x = at_address<T>(p + sizeof(T) * at) & ALL;
-    largest = x > largest ? x : largest;
+    largest = x > largest && x <= end ? x : largest;
   }
   for (const X& vector : most) {
     alignas(64) T values[N];  // a vector that is indexed would stay in memory
@@ -851,12 +860,20 @@ template <class T, class X> APART T largest_magnitude(const char* p, int64_t cou
   }
   return largest;
 }
-template <class V> INLINE float peak_of(const char* p, int64_t count, bool wide) {
-  if (wide || V::BYTES == 4) return float_of(largest_magnitude<int32_t, Ints>(p, count));
-  return V::gradient(splat((int32_t)largest_magnitude<int16_t, Halves>(p, count) << 16))[0];
+template <class V> INLINE float peak_of(const char* p, int64_t count, bool wide, bool is_finite = false) {
+  if (wide || V::BYTES == 4) {
+    return float_of(largest_magnitude<int32_t, Ints>(p, count, is_finite ? EXPONENT - 1 : MAGNITUDE));
+  }
+  const int16_t end = !is_finite ? INT16_MAX : V::BELOW == 16 ? 0x7F7F : 0x7BFF;
+  return V::gradient(splat((int32_t)largest_magnitude<int16_t, Halves>(p, count, end) << 16))[0];
 }
 
 INLINE float finite(float bound) { return bound < INFINITE ? bound : 3e38f; }
+// A bound grows by 2^20 at most: one huge gradient costs its element, not its row.
+INLINE float limited(float bound, float old) {
+  const float most = old * 0x1p20f;
+  return old > 0 && most < finite(bound) ? most : finite(bound);
+}
 // The power of two not below a bound, or its inverse.
 INLINE float end_of(float bound, int sign) {
   const int32_t exponent = ((int_of(finite(bound)) + MANTISSA) >> 23) - 127;
@@ -876,7 +893,8 @@ template <class R> INLINE Bounds new_bounds(float gradient, float weight, Bounds
   R::template begin<false>(w, g, m, v, plus, n.rule);
   R::template begin<false>(w, -1.0f * g, m, v, minus, n.rule);
   const float first = larger_magnitude(plus.first, minus.first);
-  return {finite(first), finite(larger_magnitude(plus.second, minus.second))};
+  const float second = larger_magnitude(plus.second, minus.second);
+  return {limited(first, old.of[0]), limited(second, old.of[1])};
 }
 
 // ── programs: a part of a tensor, or a row that has scales ───────────────────────────────────────
@@ -910,7 +928,7 @@ template <class Step, class R> struct Programs {
   // The largest magnitudes of a row, and its bounds so far.
   INLINE void record(const Program& x, float* out) {
     out[0] = peak_of<V>(x.p[1], x.span, x.size.wide);
-    if (R::PENALIZED) out[1] = peak_of<V>(x.p[0], x.span, false);
+    if (R::PENALIZED) out[1] = peak_of<V>(x.p[0], x.span, false, true);
     for (int k = 0; k < BOUNDS; k++) out[PEAKS + k] = *bound_at(x, k);
   }
   // Write the records of rows that ranks share: the caller joins them.

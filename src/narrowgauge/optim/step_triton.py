@@ -293,6 +293,12 @@ def toward(old, x, share):
 
 
 @triton.jit
+def finite_or_zero(w):
+    """Return the weight that a rule reads. It would turn the decay of an infinite one into NaN."""
+    return tl.where(tl.abs(w) < float("inf"), w, 0.0)
+
+
+@triton.jit
 def adam(g, m, v, s):
     m = toward(m, g, tl.load(s))
     v = tl.where(v < float("inf"), toward(v, g * g, tl.load(s + 1)), v)
@@ -464,6 +470,8 @@ def peak_of(tile, PLACE: tl.constexpr, wide, row: tl.constexpr, BLOCK: tl.conste
     most = tl.full([BLOCK], 0, tl.int32)
     for start in range(0, tile[2], BLOCK):
         x = load_values(tile, start + tl.arange(0, BLOCK), PLACE, wide, row)
+        if PLACE == 0:  # the weight
+            x = finite_or_zero(x)
         most = tl.maximum(most, int_of(x) & MAGNITUDE)
     return float_of(tl.reduce(most, 0, larger_of))
 
@@ -497,7 +505,10 @@ def end_of(bound, WAY: tl.constexpr):
 def bound_of(x, y, old, skip):
     """Return the new bound of a row from a state's values at its largest magnitudes."""
     most = float_of(tl.maximum(int_of(x) & MAGNITUDE, int_of(y) & MAGNITUDE))
-    return tl.where(skip, old, tl.where(most < float("inf"), most, 3e38))
+    most = tl.where(most < float("inf"), most, 3e38)
+    # One huge gradient costs its element, not its row.
+    most = tl.where(old > 0, tl.minimum(most, old * 2.0**20), most)
+    return tl.where(skip, old, most)
 
 
 @triton.jit
@@ -554,8 +565,11 @@ def step(table, tiles, numbers, control, records, row: tl.constexpr, BLOCK: tl.c
                 v_low = decode(words, row.second_low, scales[3])
             x, low = float_of(quiet(x)), float_of(quiet(low))
             PAIR: tl.constexpr = row.second_low.plane >= 0
-            change, m, v, v_low = collage(x, g, m, v, v_low, s, PAIR, row.below)
-            x, low = grow(x, low, change, row.below)
+            w = finite_or_zero(x)
+            change, m, v, v_low = collage(w, g, m, v, v_low, s, PAIR, row.below)
+            new, new_low = grow(w, low, change, row.below)
+            low = tl.where(tl.abs(x) < float("inf"), new_low, low)
+            x = tl.where(tl.abs(x) < float("inf"), new, x)
             seen = nearest(x, row)
             beside = low_word(seen, low, row)
         else:
@@ -564,9 +578,10 @@ def step(table, tiles, numbers, control, records, row: tl.constexpr, BLOCK: tl.c
                 if row.rule == "Muon":
                     _, m = muon(g, m, s)
                 if row.scalars > 0:
-                    change += (x + low if row.beside == "weight_low" else x) * tl.load(s)
+                    whole = x + low if row.beside == "weight_low" else x
+                    change += finite_or_zero(whole) * tl.load(s)
             else:
-                change, m, v = update(x, g, m, v, s, row.rule)
+                change, m, v = update(finite_or_zero(x), g, m, v, s, row.rule)
             seen, beside = write_weight(x, low, change, random, row)
         store(tile, at, 0, row.bytes[0], visible_word(seen, row))
         for k in tl.static_range(0, len(row.bytes) - 1):

@@ -1,7 +1,6 @@
 """Checks of the optimizer: options out of range, parameters and gradients in the wrong format.
 
-The table ``LAWS`` has one row per option of a rule. It is checked when a param group is added,
-loaded and stepped.
+The options of a rule are checked when a param group is added, loaded and stepped.
 """
 
 from __future__ import annotations
@@ -24,13 +23,11 @@ from narrowgauge.optim.rules.elementwise import ADAMW
 from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.storages import STORAGES, Storage
-from narrowgauge.spec.update_rules import UPDATE_RULES, Laws, Range
+from narrowgauge.spec.update_rules import UPDATE_RULES
+from narrowgauge.spec.values import require_number
 from narrowgauge.torch_support.torch_names import default_store, is_captured
 
-LAWS: dict[str, Laws] = {row.name: row.laws for row in UPDATE_RULES.values()}
-"""Allowed values of each rule's options. A rule that is not here checks its own options."""
-
-FLAGS = ("amsgrad", "maximize", "differentiable", "capturable")
+FLAGS = ("amsgrad", "differentiable", "capturable")
 """Options of ``torch.optim`` that no param group here has. They may be false or ``None``."""
 HOW_TO_RUN = ("fused", "foreach")
 """Options of ``torch.optim`` for what is done anyway."""
@@ -54,8 +51,8 @@ def check_options(options: Mapping[str, Any], rule: AnyRule) -> None:
             f"Cannot begin with low_bits = {options['low_bits']!r}.", "Take 'zero' or 'random'."
         )
     check_step(options, rule)
-    if "lr" in options and rule.name in LAWS:
-        LAWS[rule.name]["lr"].check("lr", options["lr"])
+    if "lr" in options and rule.name in UPDATE_RULES:
+        require_number("lr", options["lr"])
 
 
 def check_step(options: Mapping[str, Any], rule: AnyRule) -> None:
@@ -63,6 +60,11 @@ def check_step(options: Mapping[str, Any], rule: AnyRule) -> None:
 
     A negative ``lr`` passes: a schedule may end slightly below 0.
     """
+    if options.get("maximize"):
+        raise RecipeError(
+            "Cannot set maximize = True in a param group because it applies to all groups.",
+            "Pass maximize=True to the optimizer.",
+        )
     for name in FLAGS:
         if options.get(name):
             raise RecipeError(
@@ -79,9 +81,27 @@ def check_step(options: Mapping[str, Any], rule: AnyRule) -> None:
             suggestion(str(options["rule"]).lower(), allowed)
             or "Build another optimizer for these parameters.",
         )
-    for name, law in {**LAWS.get(rule.name, {}), "lr": Range(-math.inf, above=True)}.items():
-        if name in options:
-            law.check(name, options[name])
+    if "lr" in options:
+        require_number("lr", options["lr"], -math.inf, is_open=True)
+    row = UPDATE_RULES.get(rule.name)  # a user's rule checks its own options
+    for name in row.option_names if row else ():
+        if name in options and name != "lr":
+            row.check(name, options[name])
+
+
+def check_vectors(group: Mapping[str, Any], rule: AnyRule) -> None:
+    """Refuse vectors that AdamW would step at a rate of Muon's, tens of times too large."""
+    has_one_rate = group.get("adjust_lr_fn") == "match_rms_adamw"
+    if rule.name != "muon" or group.get("rule") == ADAMW.name or has_one_rate:
+        return
+    for parameter in group["params"]:
+        if parameter.requires_grad and parameter.ndim < 2:
+            raise RecipeError(
+                f"Cannot step a parameter of shape {tuple(parameter.shape)} by Muon because it is "
+                "no matrix.",
+                "Give vectors a group of their own: {'params': vectors, 'rule': 'adamw', 'lr': "
+                "3e-4}. Or set adjust_lr_fn='match_rms_adamw': one rate of AdamW serves both then.",
+            )
 
 
 def check_one_device(parameters: Iterable[Tensor]) -> torch.device:
@@ -265,6 +285,8 @@ def agree(groups: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]], rul
         raise ValueError(
             "loaded state dict has parameter groups of other sizes than the optimizer's"
         )
+    row = UPDATE_RULES.get(rule.name)
+    names = row.option_names if row else ()
     for mine, theirs in zip(groups, saved, strict=True):
         if theirs["storage"] != mine["storage"]:
             raise RecipeError(
@@ -273,7 +295,7 @@ def agree(groups: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]], rul
                 "Build the optimizer with the storage of the state, or convert it: "
                 "ng.load_states(optimizer, state).",
             )
-        missing = sorted(mine.keys() & LAWS.get(rule.name, {}).keys() - theirs.keys())
+        missing = sorted(mine.keys() & set(names) - theirs.keys())
         if missing:
             raise RecipeError(
                 f"Cannot load a state without the option '{missing[0]}'.",

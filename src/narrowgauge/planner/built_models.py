@@ -16,7 +16,6 @@ from narrowgauge.planner.shapes import (
     LatentAttention,
     Layers,
     Mixture,
-    Norm,
     Split,
     Weight,
 )
@@ -29,13 +28,10 @@ _EXPERTS_PER_TOKEN = (
     "top_k",
     "moe_top_k",
 )
-_FLOAT32_NORMS = ("Gemma", "VaultGemma", "Olmo2", "Olmo3")
-_HEAD_NORM = re.compile(r"\.(q|k|qk|query|key)_?(layer)?_?norm$")
 _WHOLE = {"full_attention", "attention", "global"}
 _NEAR = {"sliding_attention", "chunked_attention", "local"}
 # Recurrent layers, and attention whose projections are experts.
 _OTHER = re.compile(r"A_log|conv_?1d|time_decay|time_mix|attention\.experts")
-_OUTSIDE = re.compile(r"vision|visual|audio|multi_modal|image")
 _NO_MATRIX = re.compile(r"norm|bias|conv|A_log")
 _ATTENTION = re.compile(r"(attn|attention|mixer|mamba|temporal).*\.")
 
@@ -107,9 +103,7 @@ def _architecture(model: Any, config: Any, name: str) -> Architecture:
         )
     counts = Counter(layers for _, layers in rows)
     kinds = tuple(layers.times(count) for layers, count in counts.items())
-    is_beside = any(_OUTSIDE.search(path) for path, _ in model.named_modules())
     fields = _attention_fields(config, attention[1], kinds)
-    norm, head_norms = _norms(attention[0], hidden, fields["query_dim"])
     result = Architecture(
         name,
         kinds,
@@ -118,10 +112,6 @@ def _architecture(model: Any, config: Any, name: str) -> Architecture:
         is_gated=_is_gated(kinds),
         tie_embeddings=head.weight is embedding.weight,
         positions=_positions(model, hidden),
-        norm=norm,
-        head_norms=head_norms,
-        activation="gelu_new" if "gelu_new" in vars(config).values() else "",
-        left_out="parts beside the text decoder" if is_beside else "",
         **fields,
     )
     return with_all(result, total)
@@ -156,11 +146,9 @@ def _attention_fields(config: Any, layer: Layers, kinds: Sequence[Layers]) -> di
     hidden = _size(config, "hidden_size", "n_embd")
     head_dim = _size(config, "head_dim", default=hidden // heads)
     fields: dict[str, Any] = {"num_heads": heads, "query_dim": head_dim, "value_dim": head_dim}
-    inputs = set()
     outputs = 0  # of the projections of attention's input
     for matmul in layer.matmuls:
         if (matmul.part, matmul.split, matmul.in_features) == ("attention", "column", hidden):
-            inputs.add(matmul.name)
             outputs += matmul.out_features * matmul.count
     rank = _size(config, "kv_lora_rank")
     if rank:
@@ -174,7 +162,7 @@ def _attention_fields(config: Any, layer: Layers, kinds: Sequence[Layers]) -> di
     if rank or kv_heads < 1 or not all(layers.has_attention for layers in kinds):
         kv_heads = _size(config, "num_key_value_heads", default=heads)
     fields["num_kv_heads"] = round(kv_heads)
-    return {**fields, "has_fused_inputs": len(inputs) == 1 and not rank}
+    return fields
 
 
 def with_all(result: Architecture, total: int) -> Architecture:
@@ -204,8 +192,7 @@ def _layer(module: Any, kind: str, config: Any, hidden: int) -> Layers:
     window = _size(config, "sliding_window", "attention_chunk_size", "window_size") or None
     if kind in _WHOLE or getattr(config, "use_sliding_window", True) is False:
         window = None
-    wide = [norm for norm in _norms_of(module) if _width(norm, hidden) == hidden]
-    layer = Layers(1, tuple(matmuls), vectors, len(wide), has_attention, window)
+    layer = Layers(1, tuple(matmuls), vectors, has_attention, window)
     return _with_inner(layer)
 
 
@@ -297,35 +284,3 @@ def _is_gated(kinds: Iterable[Layers]) -> bool:
                 wide += matmul.count * matmul.out_features * (matmul.split == "column")
                 inner += matmul.count * matmul.in_features * (matmul.split == "row")
     return wide > 1.5 * inner
-
-
-def _norms_of(layer: Any) -> list[Any]:
-    """Return a layer's norms but those of heads."""
-    norms = []
-    for name, module in layer.named_modules():
-        if "norm" in type(module).__name__.lower() and not _HEAD_NORM.search(name):
-            norms.append(module)
-    return norms
-
-
-def _width(norm: Any, hidden: int) -> int:
-    """Return the number of a norm's gains; ``hidden`` without any."""
-    return max((parameter.numel() for parameter in norm.parameters()), default=hidden)
-
-
-def _norms(layer: Any, hidden: int, head_dim: int) -> tuple[Norm, Any]:
-    """Return the kind of a layer's norms, and the norms of its heads."""
-    norms = _norms_of(layer)
-    wide = [module for module in norms if _width(module, hidden) == hidden]
-    kind = type((wide or norms)[0]).__name__ if norms else "RMSNorm"
-    head_norms = "none"
-    for name, module in layer.named_modules():
-        if _HEAD_NORM.search(name):
-            is_of_all = head_norms == "all" or _width(module, 0) > head_dim
-            head_norms = "all" if is_of_all else "head"
-    norm: Norm = "layer"
-    if kind.startswith(_FLOAT32_NORMS):
-        norm = "rms-float32"
-    elif "RMS" in kind or kind.startswith("T5"):
-        norm = "rms"
-    return norm, head_norms

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import replace
+from typing import Any
 
-from narrowgauge.errors import RecipeError, suggestion_or_all
-from narrowgauge.planner.ask import OPTIMIZER_STATES
+from narrowgauge.errors import RecipeError
 from narrowgauge.planner.program import Program
-from narrowgauge.planner.roofline import multiplies
 from narrowgauge.spec.chips import Chip
-from narrowgauge.spec.computes import COMPUTES
+from narrowgauge.spec.computes import COMPUTES, Compute, Product
+from narrowgauge.spec.kernels import kernel_for, needs_kernel
 from narrowgauge.spec.notation import parse, representative_names
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.storages import Storage
@@ -39,65 +38,54 @@ def keeps_rate(storage: Storage) -> bool:
     return storage.keeps_updates and (second.scaled or floor <= 2 * _USUAL_GRADIENT)
 
 
+def is_native(product: Product, chip: Chip) -> bool:
+    """Tell whether the chip multiplies the operands' codes directly, with a kernel of this version."""
+    if needs_kernel(product):
+        has_kernel = kernel_for(product, chip.target) is not None
+    else:
+        has_kernel = product.is_wide or chip.vendor == "NVIDIA"
+    formats = {chip.rate_format(cast.format) for cast in (product.left, product.right)}
+    return has_kernel and formats <= chip.peak_tflops.keys()
+
+
+def multiplies(compute: Compute, chip: Chip) -> bool:
+    """Tell whether the chip computes every product natively, without emulation."""
+    return all(is_native(product, chip) for product in compute.products.values())
+
+
 def compared_recipes(
-    asked: str | Recipe | Sequence[str | Recipe], chip: Chip, optimizer: str, program: Program
+    asked: Any, chip: Chip, optimizer: str, program: Program, *, has_adapters: bool
 ) -> list[Recipe]:
     """Return the recipes of a question on a chip: those that it names, all that the chip
     multiplies natively, or the default ones.
     """
-    if asked and asked != "all":
-        return read_recipes(asked, optimizer)
     if asked == "all":
         return list(suited_recipes(_all_names(), chip, optimizer))
+    if asked:
+        names = [asked] if isinstance(asked, str | Recipe) else asked
+        recipes = list(map(parse, names))
+        for recipe in recipes:
+            _refuse_storage(recipe.storage, optimizer)
+        return recipes
     suited = []
     for recipe in suited_recipes(DEFAULT_RECIPES, chip, optimizer):
         is_short = recipe.dtype == "float16" and "bfloat16" in chip.peak_tflops
         is_ours = recipe.storage.short_name != "master"
-        is_narrow = not recipe.compute.is_wide and program.has_adapters
-        if not (is_short or is_narrow or (is_ours and not program.ours)):
+        is_tuned = has_adapters and not recipe.compute.is_wide
+        if not (is_short or is_tuned or (is_ours and not program.ours)):
             suited.append(recipe)
     return suited or [parse("bfloat16/master")]
 
 
-def read_recipes(asked: str | Recipe | Sequence[str | Recipe], optimizer: str) -> list[Recipe]:
-    """Return the recipes that a question names. A text is one recipe.
-
-    Raises:
-        RecipeError: the optimizer cannot be planned, or does not support a storage; or layers of a
-            recipe differ.
-    """
-    names = [asked] if isinstance(asked, str | Recipe) else asked
-    parsed = list(map(parse, names))
-    for recipe in parsed:
-        if recipe.overrides:
-            name = replace(recipe, overrides=()).name
-            raise RecipeError(
-                f"Cannot plan {recipe.title} because its layers differ.",
-                f"Plan {name}, and add the rest.",
-            )
-        _refuse_storage(recipe.storage, optimizer)
-    return parsed
-
-
-def refuse_optimizer(optimizer: str) -> None:
-    """Raise for an optimizer whose states are not known without shapes."""
-    if optimizer not in OPTIMIZER_STATES:
-        raise RecipeError(
-            f"Cannot plan optimizer {optimizer!r} because its states are unknown.",
-            suggestion_or_all(optimizer, OPTIMIZER_STATES),
-        )
-
-
 def _refuse_storage(storage: Storage, optimizer: str) -> None:
     rule = UPDATE_RULES[optimizer]
-    kept_storage = storage.keeping(rule.moments or ())
-    refuse_pair(optimizer, kept_storage, is_matrix=rule.is_matrix, is_adamw=optimizer == "adamw")
+    row = storage.keeping(rule.moments)
+    refuse_pair(optimizer, row, is_matrix=rule.is_matrix, is_adamw=optimizer == "adamw")
 
 
 def _all_names() -> Iterator[str]:
-    """Yield every compute with its storage, and every storage with its compute or bfloat16.
-
-    Users must request computes that change the whole model or are for fine-tuning.
+    """Yield every compute with its storage, and every storage with its compute or bfloat16, but
+    computes that change the whole model or are for fine-tuning.
     """
     for name in representative_names():
         compute = COMPUTES[name.partition("/")[0]]

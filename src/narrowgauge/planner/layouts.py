@@ -2,7 +2,8 @@
 
 The ranks of a job are numbered along five axes. ``data`` replicas see different sequences.
 ``shard`` ranks do too, and they shard the replica's state (ZeRO, FSDP2; both together are HSDP).
-``tensor`` ranks shard each matrix, ``pipeline`` stages the layers, ``context`` ranks the sequence.
+``tensor`` ranks shard each matrix and
+the residual stream, ``pipeline`` stages the layers, ``context`` ranks the sequence.
 ``expert`` ranks shard the experts of a mixture. They add no ranks: they lie inside the data, shard
 and context axes. They also lie inside the tensor axis, unless tensor ranks shard each expert's
 matrices.
@@ -18,19 +19,18 @@ from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.planner.shapes import Architecture
 from narrowgauge.runs.finding import counted
 from narrowgauge.spec.sums import ACCUMULATION_DTYPES
-from narrowgauge.spec.update_rules import COUNT, Choice, Laws
+from narrowgauge.spec.values import require_choice, require_number
 
 Zero = Literal[0, 1, 2, 3]
 Recompute = Literal["none", "selective", "full"]
 AXES = ("data", "shard", "tensor", "pipeline", "context")
 _COUNTS = (*AXES, "interleave", "expert", "micro_batch", "micro_batches")
-_LAWS: Laws = {
-    **dict.fromkeys(_COUNTS, COUNT),
-    "zero": Choice(get_args(Zero)),
-    "recompute": Choice(get_args(Recompute)),
-    "accumulation_dtype": Choice(ACCUMULATION_DTYPES),
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "zero": get_args(Zero),
+    "recompute": get_args(Recompute),
+    "accumulation_dtype": ACCUMULATION_DTYPES,
 }
-"""The values of a layout's fields."""
+_FIELDS = (*_COUNTS, *_CHOICES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +48,8 @@ class Layout:
         expert: ranks that share the experts of a layer.
         micro_batch, micro_batches: sequences per micro-batch on a rank, and micro-batches per
             optimizer step.
-        recompute: recomputed in backward: nothing, attention scores (nothing with flash attention),
-            or layers.
-        sequence_parallel: tensor ranks also shard norms and residuals. Megatron-LM before 2022
-            replicates them.
+        recompute: recomputed in backward: nothing; all but attention and every second matmul
+            (selective); or whole layers.
         accumulation_dtype: dtype of the gradient sum over micro-batches.
     """
 
@@ -66,12 +64,13 @@ class Layout:
     micro_batch: int = 1
     micro_batches: int = 1
     recompute: Recompute = "none"
-    sequence_parallel: bool = True
     accumulation_dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        for name, law in _LAWS.items():
-            law.check(name, getattr(self, name))
+        for name in _COUNTS:
+            require_number(name, getattr(self, name), 1, is_whole=True)
+        for name, choices in _CHOICES.items():
+            require_choice(name, getattr(self, name), choices)
         if self.interleave > 1 and self.pipeline == 1:
             raise RecipeError(
                 f"a layout has interleave = {self.interleave} on one stage.", "Use pipeline stages."
@@ -93,11 +92,6 @@ class Layout:
     def sharing(self, level: int) -> int:
         """Count the ranks that share what a ZeRO stage of at least ``level`` shards; 1 below it."""
         return self.num_sharing if self.zero >= level else 1
-
-    @property
-    def stream_ranks(self) -> int:
-        """Count the tensor ranks that shard norms and residuals: all, or one."""
-        return self.tensor if self.sequence_parallel else 1
 
     @property
     def expert_tensor_ranks(self) -> int:
@@ -143,8 +137,6 @@ class Layout:
 
 def unsuited(architecture: Architecture, layout: Layout, sequence_length: int) -> str:
     """Say why a layout does not suit a model; empty if it does."""
-    if architecture.counts and layout.num_ranks > layout.num_replicas:
-        return "the ranks of a counted module are data and shard ranks"
     stages = layout.pipeline * layout.interleave
     # Embedding and head may count as a layer each: Llama 3 405B has 126 layers for 16 stages of 8
     # groups.
@@ -185,7 +177,7 @@ def read_layout(layout: str | Mapping[str, Any]) -> dict[str, Any]:
     text = str(layout)
     if not isinstance(layout, str):
         text = ",".join(f"{name}={value}" for name, value in layout.items())
-    named, fields = read_fields(text, "layout", NAMED_LAYOUTS, _LAWS, _ADVICE)
+    named, fields = read_fields(text, "layout", NAMED_LAYOUTS, _FIELDS, _ADVICE)
     fields = {**NAMED_LAYOUTS.get(named, {}), **fields}
     Layout(**{name: value for name, value in fields.items() if name != "interleave"})
     return fields

@@ -18,20 +18,14 @@ from typing import Any
 from narrowgauge.errors import ChipError, DataError
 from narrowgauge.spec.chips import Chip, get_chip
 from narrowgauge.spec.toml import read_file, refuse_unknown
-from narrowgauge.spec.update_rules import COUNT, Range
+from narrowgauge.spec.values import require_number
 
 HOST_GB_PER_CHIP = 256
 """Memory of a host for each of its chips: 2 TB for the eight of a DGX A100, H100 or B200 (NVIDIA's
 data sheets).
 """
-
-
-_LAWS = {
-    "chips": COUNT,
-    "chips_per_node": COUNT,
-    "interconnect_gbit_per_second": Range(1e-3),
-    "host_memory_gb": Range(1e-3),
-}
+_COUNTS = ("chips", "chips_per_node")
+_RATES = ("interconnect_gbit_per_second", "host_memory_gb")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +48,12 @@ class Cluster:
     name: str = ""
 
     def __post_init__(self) -> None:
-        for name, law in _LAWS.items():
+        for name in _COUNTS:
+            require_number(name, getattr(self, name), 1, is_whole=True)
+        for name in _RATES:
             value = getattr(self, name)
             if value is not None:
-                law.check(name, value)
+                require_number(name, value, 1e-3)
         size = self.chips_per_node
         nodes = math.ceil(self.chips / size)
         if nodes * size - self.chips >= nodes:
@@ -115,6 +111,7 @@ def cluster_of(
         ChipError: unknown chip, or the chips do not fill nodes of ``chips_per_node``.
     """
     kind = get_chip(chip) if isinstance(chip, str) else chip
+    require_number("chips", chips, 1, is_whole=True)
     usual_size = kind.chips_per_node if chips_per_node is None else chips_per_node
     size = min(chips, usual_size)
     if chips_per_node is None:
@@ -135,11 +132,8 @@ def read_cluster(path: str | Path) -> Cluster:
     """
     advice = "Write chip = 'H100-SXM' and chips = 8."
     table = read_file(path, "cluster", advice)
-    refuse_unknown(table, ("chip", *_LAWS), str(path))
+    refuse_unknown(table, ("chip", *_COUNTS, *_RATES), str(path))
     for name in ("chip", "chips"):
         if name not in table:
             raise DataError(f"{path} does not say its {name}.", advice)
-    for name, law in _LAWS.items():
-        if name in table:
-            law.check(name, table[name])
     return cluster_of(str(table.pop("chip")), **table, name=Path(path).stem)

@@ -40,6 +40,7 @@ def decoder(
     has_biases: bool = False,
     mixture: Mixture | None = None,
     dense_layers: int = 0,
+    has_head_norms: bool = False,
     latent: LatentAttention | None = None,
     **fields: Any,
 ) -> Architecture:
@@ -51,15 +52,14 @@ def decoder(
             intermediate_size: None for four times the width.
         has_biases: all matmuls but the head have biases, and norms too.
         dense_layers: those with an MLP beside a ``mixture``.
+        has_head_norms: queries and keys have norms, a gain for each dimension of a head.
         fields: further fields of :class:`Architecture`.
     """
     kv_heads = num_kv_heads or num_heads
     query_dim = value_dim = head_dim or hidden_size // num_heads
     size = intermediate_size or 4 * hidden_size
     norm = hidden_size * (2 if has_biases else 1)
-    vectors = 2 * norm
-    if fields.get("head_norms") == "head":
-        vectors += 2 * query_dim
+    vectors = 2 * norm + 2 * query_dim * has_head_norms
 
     def weight(name: str, inner: int, out: int, split: Split = "column") -> Weight:
         return Weight(name, inner, out, 1, "attention", split, has_bias=has_biases)

@@ -13,7 +13,6 @@ from typing import Literal, NamedTuple
 
 Part = Literal["attention", "mlp", "experts", "head", "embeddings", "norms"]
 Split = Literal["column", "row", "none"]
-Norm = Literal["rms", "rms-float32", "layer"]
 
 
 class Mixture(NamedTuple):
@@ -43,20 +42,6 @@ class LatentAttention(NamedTuple):
     plain_dim: int
     rotary_dim: int
     value_dim: int
-
-
-class Counts(NamedTuple):
-    """Hold what a step of a user's module took: bytes of activations and gradients at its peak, and
-    operations per token.
-
-    ``trained`` counts the parameters that train.
-    """
-
-    tokens: int
-    activations: int
-    gradients: int
-    trained: int
-    operations: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +91,6 @@ class Layers:
         count: number of layers.
         matmuls: every multiplied weight of all of them.
         vectors: parameters of norms and other vectors in all of them, without biases of matmuls.
-        norms: norms of the residual stream's width in a layer.
         has_attention: else the matmuls of its part "attention" are those of another mixer.
         window: attended tokens; None for all.
         inner_size: intermediate size of a dense MLP; 0 without one.
@@ -115,7 +99,6 @@ class Layers:
     count: int
     matmuls: tuple[Weight, ...]
     vectors: int
-    norms: int = 2
     has_attention: bool = True
     window: int | None = None
     inner_size: int = 0
@@ -162,13 +145,6 @@ class Architecture:
         num_heads, num_kv_heads, query_dim, value_dim: of attention.
         is_gated: the MLP multiplies two projections (SwiGLU, GeGLU) instead of one.
         positions: number of learned positions; 0 for rotary or other fixed positions.
-        norm: ``"rms"`` has gains, ``"rms-float32"`` applies them in float32, ``"layer"`` may have
-            gains and biases.
-        head_norms: norms of queries and keys: ``"none"``, per ``"head"``, or over ``"all"`` heads.
-        activation: the MLP's function, in Hugging Face's spelling, if it is several operations.
-        has_fused_inputs: queries, keys and values are one matmul.
-        counts: of a step of a user's module; None for formulas.
-        left_out: parts of the model without planned time and activations; empty if none.
     """
 
     name: str
@@ -183,13 +159,7 @@ class Architecture:
     is_gated: bool = True
     tie_embeddings: bool = False
     positions: int = 0
-    norm: Norm = "rms"
-    head_norms: Literal["none", "head", "all"] = "none"
-    activation: str = ""
-    has_fused_inputs: bool = False
     latent: LatentAttention | None = None
-    left_out: str = ""
-    counts: Counts | None = None
 
     def __hash__(self) -> int:
         return hash((self.name, self.num_parameters))
@@ -293,14 +263,12 @@ class Architecture:
     def attention_flops(self, sequence_length: int, *, is_causal: bool = True) -> float:
         """Count operations of scores and values per token, forward and backward, in all layers.
 
-        ``is_causal`` counts the half below the diagonal, ``6 L h s``. Megatron-LM counts the whole,
-        ``12 L h s``.
+        ``is_causal`` counts the half below the diagonal, ``6 L h s``. Unfused attention computes
+        the whole.
 
         Source: Narayanan et al., arXiv 2104.04473, appendix; Dao, FlashAttention-2, arXiv
         2307.08691, section 4.1 (causal half).
         """
-        if self.counts:  # all that no linear layer does
-            return max(0.0, self.counts.operations - self._matmul_flops)
         keys = 0.0
         for layers in self.layers:
             if layers.has_attention:
@@ -313,8 +281,5 @@ class Architecture:
 
         Recomputation does not count: it is in HFU, not in MFU.
         """
-        return self._matmul_flops + self.attention_flops(sequence_length)
-
-    @cached_property
-    def _matmul_flops(self) -> float:
-        return 3 * sum(matmul.flops_per_token for matmul in self.matmuls)
+        matmuls = 3 * sum(matmul.flops_per_token for matmul in self.matmuls)
+        return matmuls + self.attention_flops(sequence_length)

@@ -9,29 +9,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
 
-from narrowgauge.planner.candidates import keeps_rate
-from narrowgauge.planner.errors import Ends, is_checked, runs_of
+from narrowgauge.planner.candidates import keeps_rate, multiplies
+from narrowgauge.planner.errors import Ends, runs_of
 from narrowgauge.planner.estimate import MOST_RESTARTS, RESTARTS, SECONDS_PER_DAY, Estimate
-from narrowgauge.planner.nearest import nearest_run
-from narrowgauge.planner.roofline import multiplies
-from narrowgauge.planner.search import LEAST_TOKENS_PER_STEP, MOST_TOKENS_PER_STEP
 from narrowgauge.planner.terms import Terms
 from narrowgauge.planner.units import bytes_text, count_text, duration_text, layout_text, unit_of
 from narrowgauge.spec.models import MODELS
 from narrowgauge.spec.tables import Column, Row, Table
 
 _LEAST_SHARE = 0.005
-_NATS = (
-    "nats are measured losses of llama-1m less bfloat16/master's after 800 steps, ± half a 95 % "
-    "interval; empty: not measured"
-)
-_KINDS = {
-    "adapters": "adapters",
-    "mixture": "mixtures of experts",
-    "long": "long sequences",
-    "dense": "dense models",
-    "module": "counted modules",
-}
+_KINDS = {"mixture": "mixtures of experts", "dense": "dense models"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +30,6 @@ class Plan:
         model: its name in the question.
         tokens: of the whole run; None if not asked.
         left_out: rows that cannot be planned, and why.
-        price: of a chip-hour.
         instead: if nothing fits, changes of the question that do, each with its job.
     """
 
@@ -51,7 +37,6 @@ class Plan:
     model: str
     tokens: float | None = None
     left_out: dict[str, str] = field(default_factory=dict)
-    price: float | None = None
     instead: tuple[tuple[str, Estimate], ...] = ()
 
     @property
@@ -87,7 +72,8 @@ class Plan:
             lines.append(f"The host of a node holds {bytes_text(best.host_bytes)} of {memory}.")
         for row, reason in self.left_out.items():
             lines.append(f"Left out: {row}: {reason}")
-        lines.append(f"{_checked(best)} {nearest_run(best)}")
+        lines.append(_checked(best))
+        lines += _without_effect(best)
         assumed = "; ".join(dict.fromkeys(_assumptions(self)))
         lines.append(f"Assumed: {assumed}.")
         return lines
@@ -111,7 +97,7 @@ class Plan:
             rows = [_change(*change) for change in self.instead]
             tables.append(_table("Nothing fits as asked. With a change it does", rows))
         if self.tokens is not None:
-            rows = [_run(job, self.tokens, self.price or 0.0) for job in self.options]
+            rows = [_run(job, self.tokens) for job in self.options]
             tables.append(_table(f"A run of {count_text(self.tokens)} tokens", rows))
         if best.fits:
             groups = sorted(best.step.groups.items(), key=itemgetter(1), reverse=True)
@@ -124,10 +110,10 @@ class Plan:
         """Return every term of the best option's memory and step, one a line."""
         best = self.best
         return [
-            f"Memory of the worst rank, {best.recipe.title}, {layout_text(best.layout)}:",
-            *_term_lines(best.memory, "bytes"),
+            f"Memory of the worst rank, {best.recipe.name}, {layout_text(best.layout)}:",
+            *term_lines(best.memory, "bytes"),
             f"An optimizer step of {best.tokens_per_step:,} tokens:",
-            *_term_lines(best.step, "s"),
+            *term_lines(best.step, "s"),
         ]
 
 
@@ -160,10 +146,8 @@ def _places(jobs: Sequence[Estimate]) -> list[str]:
     return list(dict.fromkeys(job.cluster.name for job in jobs))
 
 
-def _ends(interval: Ends | None, scale: float, style: str) -> str:
+def _ends(interval: Ends, scale: float, style: str) -> str:
     """Write an interval."""
-    if interval is None:
-        return "unchecked"
     return "–".join(format(end / scale, style) for end in interval)
 
 
@@ -181,9 +165,9 @@ def _option(job: Estimate) -> Cells:
     if job.fits:
         fits = "yes" if job.has_room else "barely"
     return (
-        ("recipe", job.recipe.title),
-        ("B/param", f"{job.bytes_per_param:g}"),
-        ("a chip", bytes_text(job.memory.total)),
+        ("recipe", job.recipe.name),
+        ("B/param", f"{job.storage.bytes_per_param:g}"),
+        ("a chip", bytes_text(job.peak_bytes)),
         ("80 %", _ends(job.memory_interval, 1e9, ".3g")),
         ("tensors", bytes_text(job.allocated_bytes)),
         ("free", bytes_text(job.headroom_bytes)),
@@ -191,7 +175,7 @@ def _option(job: Estimate) -> Cells:
         ("tokens/s", f"{job.tokens_per_second:,.0f}"),
         ("80 %", _ends(job.rate_interval, 1, ",.0f")),
         ("MFU", f"{job.mfu:.0%}"),
-        ("nats", _loss(job)),
+        ("nats, 1M model", _loss(job)),
         ("a step", count_text(job.tokens_per_step)),
         ("matmuls", "" if multiplies(job.recipe.compute, job.chip) else "emulated"),
     )
@@ -203,18 +187,16 @@ def _change(text: str, job: Estimate) -> Cells:
     return (("change", text), *(cell for cell in _option(job) if cell[0] in shown))
 
 
-def _run(job: Estimate, tokens: float, price: float) -> Cells:
+def _run(job: Estimate, tokens: float) -> Cells:
     """Return the row of a whole run."""
     days = job.days(tokens)
-    hours = 24 * job.num_chips * days
-    ends = job.days_interval(tokens) or ()
+    ends = [duration_text(SECONDS_PER_DAY * end) for end in job.days_interval(tokens)]
     return (
-        ("recipe", job.recipe.title),
+        ("recipe", job.recipe.name),
         ("cluster", job.cluster.name),
         ("time", duration_text(SECONDS_PER_DAY * days)),
-        ("80 %", " to ".join(duration_text(SECONDS_PER_DAY * end) for end in ends)),
-        ("chip hours", f"{hours:,.0f}"),
-        ("price", f"{hours * price:,.0f}" if price else ""),
+        ("80 %", " to ".join(ends)),
+        ("chip hours", f"{24 * job.num_chips * days:,.0f}"),
     )
 
 
@@ -223,13 +205,14 @@ def _group(name: str, seconds: float, total: float) -> Cells:
     return ("group", name), ("time", duration_text(seconds)), ("share", share)
 
 
-def _term_lines(terms: Terms, unit: str) -> Iterator[str]:
-    """Yield each term in ``"bytes"`` or ``"s"`` with its formula and source, and the sum."""
+def term_lines(terms: Terms, unit: str) -> Iterator[str]:
+    """Yield each term in ``"bytes"`` or ``"s"`` with its group, and the sum. The formulas are the
+    code of ``planner/memory.py`` and ``planner/step_time.py``.
+    """
     scale, shown = unit_of(terms.total, unit)
     for term in terms:
-        value = f"{term.value / scale:12,.3f} {shown}"
-        yield f"{value}  {term.group}, {term.name}: {term.text} [{term.source}]"
-    yield f"{terms.total / scale:12,.3f} {shown}  all {len(terms.addends)} terms"
+        yield f"{term.value / scale:12,.3f} {shown}  {term.group}: {term.name}"
+    yield f"{terms.total / scale:12,.3f} {shown}  all {len(terms)} terms"
 
 
 # ── sentences ─────────────────────────────────────────────────────────────────────────────────────
@@ -237,13 +220,12 @@ def _term_lines(terms: Terms, unit: str) -> Iterator[str]:
 
 def _too_large(best: Estimate) -> str:
     """Return how far the closest option is from fitting, and what the error bar says."""
-    closest = f"The closest is {best.recipe.title} ({layout_text(best.layout)})"
+    closest = f"The closest is {best.recipe.name} ({layout_text(best.layout)})"
     if best.headroom_bytes >= 0:
         needs = f"its host needs {bytes_text(best.host_bytes)}"
         return f"Nothing fits. {closest}: {needs} of {bytes_text(best.cluster.host_memory_bytes)}."
     line = f"Nothing fits. {closest}: too large by {bytes_text(-best.headroom_bytes)}"
-    interval = best.memory_interval
-    if interval and interval[0] <= best.chip.memory_bytes:
+    if best.memory_interval[0] <= best.chip.memory_bytes:
         line += ", which is within the error of plans of this kind: try it"
     return f"{line}."
 
@@ -253,7 +235,7 @@ def _layouts(jobs: Sequence[Estimate]) -> list[str]:
     rows: dict[str, list[str]] = {}
     has_places = len(_places(jobs)) > 1
     for job in jobs:
-        name = job.recipe.title
+        name = job.recipe.name
         if has_places:
             name += f" on {job.cluster.name}"
         text = f"{layout_text(job.layout)}; limited by {job.limited_by}"
@@ -263,56 +245,53 @@ def _layouts(jobs: Sequence[Estimate]) -> list[str]:
 
 def _checked(job: Estimate) -> str:
     """Say from which published runs the error bars are."""
-    parts = []
-    for quantity in ("speed", "memory"):
-        runs = runs_of(quantity, job.kind)
-        text = f"{quantity} from {runs} published runs"
-        if not runs:
-            text = f"{quantity} checked against no run, so no interval"
-        parts.append(text)
-    line = f"80 % intervals of {_KINDS[job.kind]}: {', '.join(parts)}"
-    if runs_of("speed", job.kind) and not is_checked(job.kind, job.chip):
-        line += f"; none on {job.chip.name}, so they are wider"
-    return f"{line}."
+    speed = runs_of("speed", job.kind)
+    memory = runs_of("memory", job.kind)
+    return (
+        f"80 % intervals of {_KINDS[job.kind]}: {speed} published speeds and {memory} peaks, asked "
+        "by name. A measured run of yours makes them smaller: narrowgauge plan next."
+    )
+
+
+def _without_effect(job: Estimate) -> Iterator[str]:
+    """Say which fields of the program change nothing in this layout."""
+    layout = job.layout
+    program = job.program
+    is_autocast = job.recipe.storage.visible == "float32"
+    rows = (
+        (program.saved and layout.recompute != "full", "saved=host without recompute=full"),
+        (
+            program.gathered and is_autocast and not job.gathered,
+            "gathered= without sharded weights",
+        ),
+        (layout.zero not in (0, 3) and layout.num_sharing == 1, "zero= on one shard"),
+    )
+    for holds, text in rows:
+        if holds:
+            yield f"Without effect in this layout: {text}."
 
 
 def _assumptions(plan: Plan) -> Iterator[str]:
-    """Yield the plan's assumptions: programs, networks, parts of the model, and losses of recipes."""
+    """Yield the plan's assumptions: programs, networks, losses of recipes, and the batch."""
     best = plan.best
-    a = best.architecture
     for job in plan.options:
-        yield f"{job.program} (--program, --part)"
+        yield f"{job.program} (--program)"
     for job in plan.options:
         cluster = job.cluster
         if cluster.interconnect_gbit_per_second is None and cluster.chips > cluster.chips_per_node:
             rate = cluster.network_bytes_per_second * 8e-9 * cluster.chips_per_node
-            yield f"{rate:,.0f} Gbit/s a node of {job.chip.name} (--interconnect)"
-    lossy = [job.recipe.title for job in plan.options if not keeps_rate(job.recipe.storage)]
-    has_loss = any(job.measured_loss for job in plan.options)
-    longest = best.sequence_length
-    if a.name in MODELS:
-        longest = MODELS[a.name].max_positions
-    usual = ""
-    is_usual = LEAST_TOKENS_PER_STEP <= best.tokens_per_step <= MOST_TOKENS_PER_STEP
-    if not (best.program.has_adapters or is_usual):
-        least = count_text(LEAST_TOKENS_PER_STEP)
-        usual = f", where published ones have {least} to {count_text(MOST_TOKENS_PER_STEP)}"
-    notes = (
-        (best.correction != 1, f"{1 / best.correction:.2f} × the planned speed, as in the run of --like"),
-        (True, f"{best.recipe.title} loses {best.recipe.storage.loses}"),
-        (has_loss, _NATS),
-        (plan.tokens, f"{RESTARTS:.0%} for restarts in the time of the run, up to {MOST_RESTARTS:.0%} in its interval"),
-        (lossy, f"{', '.join(dict.fromkeys(lossy))} lose small updates, or hold or freeze second moments, and are listed last"),
-        (
-            longest < best.sequence_length,
-            f"positions beyond {a.name}'s {longest:,} (a config.json with larger max_position_embeddings)",
-        ),
-        (True, f"steps of {best.tokens_per_step:,} tokens{usual} (--tokens-per-step)"),
-        (
-            best.layout.context > 2,
-            "context ranks as fast as their bytes: torchtitan's took 22 to 55 % more time than planned, over 4 and 8 ranks",
-        ),
-        (a.left_out, f"no time or activations of {a.left_out}"),
-        (a.counts, "data and shard ranks only: tensor, pipeline and context ranks would change the module"),
-    )  # fmt: skip
-    yield from (text for holds, text in notes if holds)
+            yield f"{rate:,.0f} Gbit/s a node of {job.chip.name} (--cluster)"
+    lossy = [job.recipe.name for job in plan.options if not keeps_rate(job.recipe.storage)]
+    if lossy:
+        names = ", ".join(dict.fromkeys(lossy))
+        yield f"{names} lose small updates, or hold or freeze second moments, and are listed last"
+    yield f"{best.recipe.name} loses {best.recipe.storage.loses}"
+    if plan.tokens:
+        yield f"{RESTARTS:.0%} for restarts in the time of the run, up to {MOST_RESTARTS:.0%} in its interval"
+    model = MODELS.get(best.architecture.name)
+    if model and model.max_positions < best.sequence_length:
+        yield (
+            f"positions beyond {model.name}'s {model.max_positions:,} (a config.json with larger "
+            "max_position_embeddings)"
+        )
+    yield f"steps of {best.tokens_per_step:,} tokens (--tokens-per-step)"

@@ -54,21 +54,30 @@ def curves_of(runs: Sequence[PageRun], baseline: str | None) -> list[Curve]:
             )
             curves.append(_curve(f"{title} minus {baseline}", caption, lines, SMALLEST))
         else:
-            lines = [(run, column(run.run, table, name)) for run in runs]
+            lines = _lines(runs, table, name)
             curves.append(_curve(title, "Nats per token; lower is better.", lines))
-    audits = [(run, column(run.run, "steps", "edq")) for run in runs]
     caption = (
         "The factor by which storage multiplied the learning rate: at 1 the whole update was "
         "stored, at 0 nothing. The last steps count, where updates are small."
     )
-    curves.append(_curve("EDQ", caption, audits))
+    curves.append(_curve("EDQ", caption, _lines(runs, "steps", "edq")))
     return [curve for curve in curves if curve.figure["data"]]
+
+
+def _lines(runs: Sequence[PageRun], table: str, name: str) -> list[tuple[PageRun, Series]]:
+    lines = []
+    for run in runs:
+        lines.append((run, column(run.run, table, name)))
+    return lines
 
 
 def _differences(
     runs: Sequence[PageRun], table: str, name: str, baseline: str
 ) -> list[tuple[PageRun, Series]]:
-    reference = {run.seed: column(run.run, table, name) for run in runs if run.label == baseline}
+    reference = {}
+    for run, line in _lines(runs, table, name):
+        if run.label == baseline:
+            reference[run.seed] = line
     lines = []
     for run in runs:
         if run.label == baseline or run.seed not in reference:

@@ -65,8 +65,11 @@ def page_runs(runs: Sequence[Run]) -> list[PageRun]:
 
 def title_of(runs: Sequence[PageRun]) -> str:
     """Return the models and recipes of a page."""
-    models = dict.fromkeys(Path(str(run.run.config.get("model", "a model"))).name for run in runs)
-    labels = dict.fromkeys(run.label for run in runs)
+    models: dict[str, None] = {}
+    labels: dict[str, None] = {}
+    for run in runs:
+        models[Path(str(run.run.config.get("model", "a model"))).name] = None
+        labels[run.label] = None
     recipes = listed(labels) if len(labels) <= 4 else f"{len(labels)} recipes"
     return f"{listed(models)} in {recipes}"
 
@@ -90,7 +93,9 @@ def _section(heading: str, *parts: str) -> str:
 
 def html_table(table: Table) -> str:
     """Return a table in a box that scrolls sideways."""
-    head = "".join(f"<th>{escape(column.title)}</th>" for column in table.columns)
+    head = ""
+    for column in table.columns:
+        head += f"<th>{escape(column.title)}</th>"
     lines = []
     for row in table.rows:
         cells = []
@@ -106,7 +111,9 @@ def html_table(table: Table) -> str:
 
 def _verdict(comparison: Comparison, runs: Sequence[Run]) -> Iterator[str]:
     first, *others = [*comparison.verdict, *learned(comparison, runs)]
-    items = "".join(f"<li>{escape(sentence)}</li>" for sentence in others)
+    items = ""
+    for sentence in others:
+        items += f"<li>{escape(sentence)}</li>"
     figure = interval_figure(comparison)
     parts = [f'<p class="lead">{escape(first)}</p>', f"<ul>{items}</ul>"]
     if figure:
@@ -183,7 +190,9 @@ def _diagnosis(runs: Sequence[PageRun]) -> Iterator[str]:
         lines.append(f"{told(names, 6)}: {verdict}")
     if len(items) > MOST_READINGS:
         lines.append(f"{len(items) - MOST_READINGS} more: narrowgauge diagnose RUN.")
-    paragraphs = [f'<p class="muted">{escape(line)}</p>' for line in lines]
+    paragraphs = []
+    for line in lines:
+        paragraphs.append(f'<p class="muted">{escape(line)}</p>')
     yield _section(
         "Diagnosis", f'<ul class="findings">{"".join(items[:MOST_READINGS])}</ul>', *paragraphs
     )
@@ -191,14 +200,16 @@ def _diagnosis(runs: Sequence[PageRun]) -> Iterator[str]:
 
 def _finding(label: str, what: str, members: list[tuple[int, Reading]]) -> str:
     """Return the sentence of the earliest reading of a kind, and then its numbers."""
-    reading = min((reading for _, reading in members), key=lambda reading: reading.step)
+    _, reading = min(members, key=lambda member: member[1].step)
     seeds = ", ".join(map(str, sorted({seed for seed, _ in members})))
     numbers: dict[str, Any] = {
         "step": reading.step, "value": reading.value, "expected": reading.expected,
         "bound": reading.bound,
     }  # fmt: skip
     words = [f"{label}, seed {seeds}", what, reading.tensor]
-    words += [f"{name} {cell_text(value)}" for name, value in numbers.items() if value is not None]
+    for name, value in numbers.items():
+        if value is not None:
+            words.append(f"{name} {cell_text(value)}")
     place = " · ".join(filter(None, words))
     sentence = sentences(reading.text or what)
     return f'<p>{escape(sentence)}</p><p class="muted">{escape(place)}</p>'

@@ -21,7 +21,6 @@ to go on is in run.toml and its checkpoint.
 from __future__ import annotations
 
 import math
-import zlib
 from dataclasses import dataclass, field
 from datetime import date, time
 from functools import cached_property
@@ -32,8 +31,8 @@ from narrowgauge.errors import RecordError
 from narrowgauge.runs.atomic_io import damaged, load_json, read_bytes
 from narrowgauge.runs.finding import counted
 from narrowgauge.runs.foreign_logs import SOURCE, read_log
-from narrowgauge.runs.places import ROW_FILES, is_run, only_run
-from narrowgauge.runs.schema import NOT_FINITE, TEXT, VERSION, Row, is_whole, short, wrong_value
+from narrowgauge.runs.places import is_run, only_run
+from narrowgauge.runs.schema import REQUIRED, VERSION, Row, is_whole, short
 from narrowgauge.spec.toml import load_toml
 
 
@@ -72,8 +71,7 @@ class Run:
 
     def read(self, kind: str) -> list[Row]:
         """Read the rows of a kind from the folder. Add notes about damaged and lost ones."""
-        rows = (self.summary or {}).get("rows") or {}
-        return read_rows(self.path / f"{kind}.jsonl", self.notes, rows.get(kind, 0))
+        return read_rows(self.path / f"{kind}.jsonl", self.notes)
 
     @property
     def is_foreign(self) -> bool:
@@ -113,7 +111,8 @@ def read_run(path: str | Path) -> Run:
     Example:
         >>> import tempfile, narrowgauge as ng
         >>> folder = Path(tempfile.mkdtemp(), "first")
-        >>> with ng.runs.RunWriter.create(folder, {"recipe": "bfloat16/word"}) as writer:
+        >>> from narrowgauge.runs import RunWriter
+        >>> with RunWriter.create(folder, {"recipe": "bfloat16/word"}) as writer:
         ...     writer.append("steps", {"step": 1, "loss": float("nan")})
         >>> read_run(folder).steps
         [{'step': 1, 'loss': nan}]
@@ -186,10 +185,7 @@ def read_summary(file: Path, notes: list[str]) -> Row | None:
     if data is None:
         return None
     try:
-        summary = dict(restored(load_json(verified(data))))
-        wrong = wrong_value("summary", summary)
-        if wrong:
-            raise ValueError(f"it has {wrong}")
+        summary = dict(load_json(data))
     except (ValueError, TypeError) as error:
         notes.append(f"{file.name} is damaged ({error}) and was left out")
         return None
@@ -197,106 +193,55 @@ def read_summary(file: Path, notes: list[str]) -> Row | None:
     return summary
 
 
-# ── the lines of a file ───────────────────────────────────────────────────────────────────────────
-#
-# One write appends a row and its newline. So a last line without a newline is torn. JSON lacks NaN
-# and infinities, so they are stored as "nan", "inf" and "-inf".
-
-_QUOTED = tuple(f'"{name}"'.encode() for name in sorted(NOT_FINITE))
-_CHECKSUM = b',"crc":"'
+# ── the lines of a file: one write appends a row and its newline ──────────────────────────────────
 
 
-def sealed(text: str) -> bytes:
-    """Return a JSON object as a line, with the CRC-32 of its text as the last field.
-
-    Example:
-        >>> sealed('{"step":1}')
-        b'{"step":1,"crc":"17ccbd80"}\\n'
-    """
-    content = text.removesuffix("}").encode()
-    return b'%b%b%08x"}\n' % (content, _CHECKSUM, zlib.crc32(content))
-
-
-def verified(line: bytes) -> bytes:
-    """Return the JSON object in a line, without its checksum. Some old lines have none.
-
-    Raises:
-        ValueError: the text has another checksum.
-    """
-    content, mark, checksum = line.rstrip(b"\n").rpartition(_CHECKSUM)
-    if not mark:
-        return line
-    if checksum != b'%08x"}' % zlib.crc32(content):
-        raise ValueError("it does not match its checksum")
-    return content + b"}"
-
-
-def read_rows(file: Path, notes: list[str], number: int = 0) -> list[Row]:
-    """Return the rows of a file, which had at least a ``number`` of them.
-
-    Drop damaged ones, and add a note about them and about lost ones.
-    """
+def read_rows(file: Path, notes: list[str]) -> list[Row]:
+    """Return the rows of a file. Drop those that do not parse, and add a note about them."""
     _, rows = read_lines(file)
     notes.extend(note_of(file, rows))
-    if len(rows) < number:
-        notes.append(f"{file.name} lacks {number - len(rows):,} of its {number:,} rows")
     return [row for row in rows if row is not None]
 
 
 def read_lines(file: Path) -> tuple[list[bytes], list[Row | None]]:
-    """Return the whole lines of a file, and the row of each: ``None`` of a damaged line."""
+    """Return the whole lines of a file, and the row of each: ``None`` of one that does not parse.
+
+    A last line without a newline is torn, and is no line.
+    """
     *texts, _ = (read_bytes(file) or b"").split(b"\n")
-    rows = [_parsed(file.stem, text) for text in texts]
-    if file.stem == "steps":
-        _drop_repeated(rows)
+    rows: list[Row | None] = []
+    last = -math.inf
+    for text in texts:
+        row = _parsed(file.stem, text)
+        if row is not None and file.stem == "steps":
+            if row["step"] <= last:  # a damaged step
+                row = None
+            else:
+                last = row["step"]
+        rows.append(row)
     return texts, rows
 
 
-def count_rows(folder: Path) -> dict[str, int]:
-    """Return the number of lines in each file of rows."""
-    return {name: (read_bytes(folder / f"{name}.jsonl") or b"").count(b"\n") for name in ROW_FILES}
+def _parsed(kind: str, line: bytes) -> Row | None:
+    try:
+        row = load_json(line)
+    except ValueError:
+        return None
+    if not isinstance(row, dict) or not is_whole(row.get("step")):
+        return None
+    for name in REQUIRED[kind]:
+        if row.get(name) is None:
+            return None
+    return row
 
 
 def note_of(file: Path, rows: list[Row | None]) -> list[str]:
-    """Return a sentence about the damaged lines of a file, if there are any."""
+    """Return a sentence about the lines of a file that do not parse, if there are any."""
     if None not in rows:
         return []
     number = counted(rows.count(None), "damaged row")
     first = rows.index(None) + 1
     return [f"{file.name} has {number} of {len(rows)}, the first in line {first}; left out"]
-
-
-def _parsed(kind: str, line: bytes) -> Row | None:
-    try:
-        row = load_json(verified(line))
-    except ValueError:
-        return None
-    if any(name in line for name in _QUOTED):
-        row = restored(row)
-    if not isinstance(row, dict) or wrong_value(kind, row):
-        return None
-    return row
-
-
-def _drop_repeated(rows: list[Row | None]) -> None:
-    """Replace rows by ``None`` whose steps do not follow those before them."""
-    last = -math.inf
-    for place, row in enumerate(rows):
-        if row is not None and row["step"] <= last:
-            rows[place] = None
-        elif row is not None:
-            last = row["step"]
-
-
-def restored(value: Any, key: str = "") -> Any:
-    """Turn the names of NaN and infinities back into floats. Leave columns of text unchanged."""
-    if isinstance(value, dict):
-        return {name: restored(item, name) for name, item in value.items()}
-    if isinstance(value, list):
-        return [restored(item, key) for item in value]
-    if isinstance(value, str) and value in NOT_FINITE and key not in TEXT:
-        return float(value)
-    return value
 
 
 def toml_value(value: Any) -> Any:

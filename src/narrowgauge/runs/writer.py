@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import tomli_w
 
@@ -17,16 +19,13 @@ from narrowgauge.errors import RecordError
 from narrowgauge.runs.atomic_io import disk_errors, read_bytes, write_whole
 from narrowgauge.runs.places import ROW_FILES, FolderLock, require_free
 from narrowgauge.runs.record import (
-    count_rows,
     note_of,
     read_lines,
     read_settings,
-    sealed,
     toml_value,
     wrong_setting,
 )
-from narrowgauge.runs.schema import LASTING, STEPWISE, VERSION, Row, wrong_value
-from narrowgauge.spec.tables import json_value
+from narrowgauge.runs.schema import STEPWISE, VERSION, Row, wrong_value
 
 
 class RunWriter:
@@ -44,7 +43,7 @@ class RunWriter:
     Example:
         >>> import tempfile, narrowgauge as ng
         >>> folder = Path(tempfile.mkdtemp(), "own")
-        >>> with ng.runs.RunWriter.create(folder, {"config": {"recipe": "bfloat16/word", "seed": 0}}) as writer:
+        >>> with RunWriter.create(folder, {"config": {"recipe": "bfloat16/word", "seed": 0}}) as writer:
         ...     writer.append("steps", {"step": 1, "loss": 2.5})
         ...     writer.append("events", {"step": 1, "what": "note", "text": "half of the data are seen"})
         >>> ng.read_run(folder).steps
@@ -143,12 +142,12 @@ class RunWriter:
             )
         content = self._checked(kind, row)
         try:
-            line = json.dumps(content, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+            line = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
         except TypeError as error:
             raise RecordError(
                 f"Cannot write this row of {kind}: {error}.", "Give numbers and text."
             ) from error
-        unwritten = sealed(line)
+        unwritten = f"{line}\n".encode()
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0)
         with disk_errors(self._file(kind)):
             descriptor = os.open(self._file(kind), flags, 0o644)
@@ -163,11 +162,9 @@ class RunWriter:
                 os.close(descriptor)
 
     def summary(self, row: Row) -> None:
-        """Write ``summary.json``, replacing an earlier one. It tells how many rows there are."""
-        rows = {kind: number for kind, number in count_rows(self.path).items() if kind in LASTING}
-        content = {"schema_version": VERSION, **self._checked("summary", row), "rows": rows}
-        text = json.dumps(content, indent=1, allow_nan=False)
-        write_whole(self.path / "summary.json", sealed(text))
+        """Write ``summary.json``, replacing an earlier one."""
+        content = {"schema_version": VERSION, **self._checked("summary", row)}
+        write_whole(self.path / "summary.json", json.dumps(content, indent=1).encode())
 
     def close(self) -> None:
         """Release the folder. Writing afterwards is an error; closing twice is not."""
@@ -202,9 +199,23 @@ class RunWriter:
 
     def _checked(self, kind: str, row: Row) -> Row:
         """Convert the row to JSON values. Refuse a row that no reader would accept."""
-        written: Row = json_value(row)
+        written: Row = plain(row)
         wrong = wrong_value(kind, written)
         if wrong:
             message = f"Cannot write this row of {kind} to {self.path}: it has {wrong}."
             raise RecordError(message, "docs/reference.md lists the columns.")
         return written
+
+
+def plain(value: Any) -> Any:
+    """Return a value for JSON: numbers of NumPy and PyTorch as Python's, paths as text.
+
+    NaN and infinities stay, as Python's JSON has them.
+    """
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return list(map(plain, value))
+    if hasattr(value, "item"):
+        return value.item()
+    return str(value) if isinstance(value, Path) else value

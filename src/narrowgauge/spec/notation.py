@@ -1,5 +1,4 @@
-"""Read recipes from a name (``compute/storage/reduction``), from another library's name, or from a
-TOML table.
+"""Read recipes from a name (``compute/storage/reduction``), or from another library's name.
 
 Short spellings of formats (``bf16``) are expanded, ignoring case. Another library's name is
 accepted if it means exactly one recipe. Ambiguous names are refused, with the nearest recipes: also
@@ -9,18 +8,16 @@ a 16-bit format alone, by which libraries mean different weights and moments. Wi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterable
 from itertools import product
-from pathlib import Path
 from typing import Any, NoReturn
 
 from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.spec.computes import COMPUTES, Compute
-from narrowgauge.spec.recipes import Override, Recipe, is_pair
+from narrowgauge.spec.recipes import Recipe, is_pair
 from narrowgauge.spec.storages import STORAGES, Storage
 from narrowgauge.spec.sums import REDUCTIONS
-from narrowgauge.spec.toml import load_data, read_file, refuse_unknown
+from narrowgauge.spec.toml import load_data
 
 _NAMES = load_data("aliases")
 SPELLINGS: dict[str, str] = _NAMES["spellings"]
@@ -37,7 +34,6 @@ REFUSED: dict[str, dict[str, Any]] = _NAMES["refused"]
 ``nearest`` is what comes nearest, ``why`` what they keep that it does not.
 """
 _COMPUTES = {name: row["recipe"] for name, row in ALIASES.items() if "/" not in row["recipe"]}
-_KEYS = ("recipe", "name", "override")
 _SEE = "(narrowgauge show recipes lists all.)"
 
 
@@ -112,38 +108,32 @@ def get_compute(compute: str | Compute) -> Compute:
 
 
 def parse(value: Any, where: str = "") -> Recipe:
-    """Read a recipe from its name, a table or a TOML file.
+    """Read a recipe from its name.
 
     Args:
         value: ``"bfloat16/word"``, an alias such as ``"bf16-mixed"`` (``narrowgauge show
-            aliases``), a narrow compute alone (its default storage is added), the path of a
-            ``.toml`` file, a table, or a recipe, which is returned unchanged. A table has ``recipe
-            = "bfloat16/word"``. It may have ``name`` (a label) and ``override`` (tables with
-            ``pattern`` and ``compute``).
-        where: names the place of a value in error messages.
+            aliases``), a narrow compute alone (its default storage is added), or a recipe, which is
+            returned unchanged.
+        where: names the place of a value in an error.
     Returns:
         The recipe.
     Raises:
-        RecipeError: an unknown part, parts that contradict each other, or a file that cannot be
-            read.
+        RecipeError: an unknown part, or parts that contradict each other.
     Example:
         >>> parse("bf16-mixed").name, parse("bf16/word").name, parse("float8-row").name
         ('bfloat16/float32', 'bfloat16/word', 'float8-row/word')
     """
     if isinstance(value, Recipe):
         return value
-    if isinstance(value, Mapping):
-        return _from_table(value, f"the recipe of {where}" if where else "the recipe table")
-    if not isinstance(value, str | Path):
+    if not isinstance(value, str):
         raise RecipeError(
-            f"{where or 'a call'} has recipe = {value!r}.",
-            "A recipe is a name in quotes, or a table.",
+            f"{where or 'a call'} has recipe = {value!r}.", "A recipe is a name in quotes."
         )
-    return _from_file(Path(value)) if str(value).endswith(".toml") else _from_name(str(value))
+    return _from_name(value)
 
 
 def parse_names(names: str) -> list[Recipe]:
-    """Read the recipes of a command line: names and ``.toml`` files, separated by commas."""
+    """Read the recipes of a command line: names, separated by commas."""
     parts = list(filter(None, map(str.strip, names.split(","))))
     if not parts:
         raise RecipeError("no recipe was named.", "For instance bfloat16/master,bfloat16/word.")
@@ -162,6 +152,8 @@ def _from_name(text: str) -> Recipe:
         near = f"Did you mean 'bfloat16/{name}'?"
         if name not in STORAGES:
             near = suggestion(name, [*ALIASES, *full_names(), *COMPUTES])
+            if name.endswith(".toml"):
+                near = "For layers that differ, ng.swap_linears takes a function of their names."
         raise RecipeError(f"no recipe is named '{text}'.", f"{near} {_SEE}".strip())
     if compute in REFUSED and compute not in COMPUTES:
         _refuse(text, compute)
@@ -171,48 +163,6 @@ def _from_name(text: str) -> Recipe:
     if reduction not in REDUCTIONS:
         raise _no_part("reduction", reduction, REDUCTIONS)
     return Recipe(row, storage, REDUCTIONS[reduction])
-
-
-def _from_file(path: Path) -> Recipe:
-    """Read a file, labelled by its ``name``, else by the file's stem."""
-    table = read_file(path, "recipe file", _SEE)
-    recipe = _from_table(table, str(path))
-    return recipe if recipe.label else replace(recipe, label=path.stem)
-
-
-def _from_table(table: Mapping[str, Any], where: str) -> Recipe:
-    refuse_unknown(table, _KEYS, where, RecipeError)
-    if "recipe" not in table:
-        raise RecipeError(f"{where} names no recipe.", 'Add recipe = "bfloat16/word".')
-    recipe = _from_name(_text(table, "recipe", where))
-    label = ""
-    if "name" in table:
-        label = " ".join(_text(table, "name", where).split())
-    return replace(recipe, overrides=tuple(_overrides(table, where)), label=label)
-
-
-def _text(table: Mapping[str, Any], key: str, where: str) -> str:
-    if not isinstance(table[key], str):
-        raise RecipeError(
-            f"{where} has {key} = {table[key]!r}, which is not text.", "Write a name in quotes."
-        )
-    return str(table[key])
-
-
-def _overrides(table: Mapping[str, Any], where: str) -> Iterator[Override]:
-    entries = table.get("override", [])
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise RecipeError(
-            f"{where} has override = {entries!r}.", "Write [[override]] above each entry."
-        )
-    within = f"an [[override]] of {where}"
-    for entry in entries:
-        if set(entry) != {"pattern", "compute"}:
-            keys = ", ".join(sorted(entry)) or "none"
-            raise RecipeError(f"{within} has the keys {keys}.", "It takes pattern and compute.")
-        yield Override(
-            _text(entry, "pattern", within), get_compute(_text(entry, "compute", within))
-        )
 
 
 def _find_storage(name: str, compute: str) -> Storage:

@@ -21,7 +21,8 @@ from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.storages import STORAGES, VISIBLE, Code, Storage, width_of
 from narrowgauge.spec.sums import REDUCTIONS, Reduction
 from narrowgauge.spec.tables import Column, Row, Table, cell_text
-from narrowgauge.spec.update_rules import UPDATE_RULES, Range, UpdateRule, option_text
+from narrowgauge.spec.update_rules import UPDATE_RULES, UpdateRule
+from narrowgauge.spec.values import option_text, require_number
 
 
 def table(name: str) -> Table:
@@ -44,7 +45,7 @@ def _table(rows: list[Row], hidden: str = "") -> Table:
 
 def state_table(params: float) -> Table:
     """Return the bytes of weights, gradients and states of ``params`` parameters, by storage."""
-    Range(1).check("params", params)
+    require_number("params", params, 1)
     rows = []
     for storage in STORAGES.values():
         per = storage.bytes_per_param
@@ -107,6 +108,8 @@ def _code_text(code: Code) -> str:
 def _range_text(storage: Storage) -> str:
     """Write which gradients a storage takes: ``3e-11 to 2e+07``."""
     least, most = storage.gradients
+    if storage.scaled:
+        return "any; in a row, down to 8e-06 of its largest"
     return "any" if most == math.inf else f"{least:.0e} to {most:.0e}"
 
 
@@ -129,7 +132,7 @@ def _alias_rows() -> list[Row]:
 
 
 def _options(rule: UpdateRule) -> dict[str, str]:
-    return {option.name: option_text(option.in_training) for option in rule.options}
+    return {name: option_text(value) for name, value in rule.options.items()}
 
 
 def _sent_bytes(reduction: Reduction) -> dict[str, float]:
@@ -188,18 +191,16 @@ def page_recipe(name: str) -> tuple[list[Row], list[Table]]:
     """Return what one recipe stores and computes: a row for JSON, and the tables to print.
 
     Args:
-        name: a full name, an alias, or a ``.toml`` file.
+        name: a full name, or an alias.
     """
     recipe = notation.parse(name)
     storage = recipe.storage
     vectors = storages.for_vectors(storage)
-    overrides = [f"{row.pattern} in {row.compute.name}" for row in recipe.overrides]
     facts = {
         "loses": storage.loses,
         "gradients": _range_text(storage),
         "storage from": storage.source,
         "norm gains, biases": f"stored as {vectors.name}, {cell_text(vectors.bytes_per_param)} bytes each",
-        "computed otherwise": ", ".join(overrides),
         **_facts(recipe.compute),
     }
     stored = _stored_parts(storage)

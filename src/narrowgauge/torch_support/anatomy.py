@@ -45,7 +45,11 @@ class Parts(NamedTuple):
 
     def inside(self) -> set[nn.Module]:
         """Return all modules inside runs of blocks."""
-        return _with_children(block for run in self.runs if _is_of_blocks(run) for block in run)
+        blocks: list[nn.Module] = []
+        for run in self.runs:
+            if _is_of_blocks(run):
+                blocks.extend(run)
+        return _with_children(blocks)
 
     def stacks(self) -> dict[nn.Module, list[str]]:
         """Return the names of stacked weights of experts by the module that owns them."""
@@ -67,7 +71,9 @@ def parts(model: nn.Module) -> Parts:
     """
     adapters = _adapters(model)
     runs = _runs(model, adapters)
-    places: list[nn.Module] = [block for run in runs for block in run]
+    places: list[nn.Module] = []
+    for run in runs:
+        places.extend(run)
     experts: list[Experts] = []
     routers: dict[nn.Module, None] = {}
     for place in places or [model]:
@@ -84,8 +90,8 @@ def moving_statistics(model: nn.Module) -> dict[str, nn.Module]:
         if not isinstance(module, nn.modules.batchnorm._BatchNorm) or module.running_mean is None:
             continue
         if module.training and module.momentum != 0:
-            trains = {p.requires_grad for p in module.parameters()}
-            if trains == {False}:
+            weights = list(module.parameters())
+            if weights and not any(p.requires_grad for p in weights):
                 moving[name] = module
     return moving
 
@@ -161,7 +167,7 @@ def _runs(module: nn.Module, skipped: set[nn.Module]) -> list[list[nn.Module]]:
 
 def _blocks(model: nn.Module, runs: list[list[nn.Module]]) -> list[nn.Module]:
     """Return the run of blocks nearest to the tokens' embedding; empty without such a run."""
-    parents = {child: module for module in model.modules() for child in module.children()}
+    parents = _parents(model)
     holders = _holders_of_tokens(model)
     blocks: list[nn.Module] = []
     best = (-len(parents), 0)
@@ -181,13 +187,27 @@ def _blocks(model: nn.Module, runs: list[list[nn.Module]]) -> list[nn.Module]:
     return blocks
 
 
+def _parents(model: nn.Module) -> dict[nn.Module, nn.Module]:
+    """Return the module that holds each module."""
+    parents = {}
+    for module in model.modules():
+        for child in module.children():
+            parents[child] = module
+    return parents
+
+
 def _holders_of_tokens(model: nn.Module) -> set[nn.Module]:
     """Return the embeddings of the tokens' table: the one that a model of transformers names, or
     the largest.
     """
-    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    tables = []
+    naming = []
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            tables.append(module)
+        if hasattr(module, "get_input_embeddings"):
+            naming.append(module)
     tokens = max(tables, key=lambda table: table.weight.shape[0], default=None)
-    naming = [m for m in model.modules() if hasattr(m, "get_input_embeddings")]
     with suppress(NotImplementedError):  # of models without tokens, or with two towers
         named: Any = naming[0].get_input_embeddings() if naming else None  # type: ignore[operator]
         if named in tables:
@@ -221,7 +241,7 @@ def _mixtures(block: nn.Module) -> Iterator[tuple[Experts, list[nn.Module]]]:
     where nothing else has a matrix: experts alone.
     """
     is_alone = not any(map(_matrices, block.modules()))
-    parents = {child: module for module in block.modules() for child in module.children()}
+    parents = _parents(block)
     for owner in block.modules():
         stacks = stacked(owner)
         members = _members(owner, of_one_class=True)
@@ -245,12 +265,16 @@ def _scorers(
     experts = _with_children(members) | {owner}
     scope: nn.Module | None = owner
     while scope is not None:
-        beside = [module for module in scope.modules() if module not in experts]
-        scorers = [module for module in beside if _num_rows(module) == count]
+        scorers: list[nn.Module] = []
+        gates: list[nn.Module] = []
+        for module in scope.modules():
+            if module in experts:
+                continue
+            if _num_rows(module) == count:
+                scorers.append(module)
+            elif isinstance(module, nn.Linear) and module.out_features == 1:
+                gates.append(module)
         if scorers:
-            for module in beside:
-                if isinstance(module, nn.Linear) and module.out_features == 1:
-                    scorers.append(module)
-            return scorers
+            return scorers + gates
         scope = parents.get(scope)
     return []

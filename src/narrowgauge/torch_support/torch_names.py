@@ -1,10 +1,6 @@
 """List the private names of PyTorch that we use, with the reason and the alternative.
 (``compile.py`` lists the compiler's.)
 
-``torch._higher_order_ops.effects._register_effectful_op``
-    Gauges mark tensors inside compiled code. The operator returns nothing, but must not be removed
-    as dead code. Alternative: ``torch.library.Library.register_effect`` once it is public, or
-    marking in eager mode only.
 ``torch._C._current_autograd_node``, ``_current_graph_task_id``, ``_autograd._get_sequence_nr``; ``Node._sequence_nr``
     Find the module of a backward operation, in the search for the first bad value. Alternative:
     naming only the node.
@@ -23,18 +19,11 @@
     the mesh as an argument.
 ``FSDPParam`` (``sharded_param``, ``_unsharded_param``, ``all_gather_outputs``, ``reset_sharded_param``, ``_init_extensions``),
 ``FSDPParamGroup._init_mp_dtypes``
-    Weights gathered as codes, and parameters replaced after ``fully_shard``, as by ``to_empty``.
+    Parameters replaced after ``fully_shard``, as by ``to_empty``.
     FSDP2 looks for such changes only in its first forward pass. Alternative: refusing them.
 ``torch.distributed.distributed_c10d._get_default_store``
     A rank whose step has ended says so, before others wait for it in vain; seeds are compared.
     Alternative: the timeout.
-``torch.nn.utils.clip_grad._get_total_norm``
-    ``clip_grad_norm_`` calls it. Its sum depends on the number of ranks, so it is refused for exact
-    sums. Alternative: silence.
-``DistributedDataParallel._ddp_params_and_buffers_to_ignore`` (read in PyTorch 2.13 only from the model that it wraps)
-    It sends rank 0's buffers to all before each forward pass. A narrow layer's buffers say which
-    sequences of the batch are on this rank. Alternative: ``broadcast_buffers=False``, which a user
-    must pass.
 ``_orig_mod`` and ``_checkpoint_wrapped_module`` in names of modules
     Parameters are named without these prefixes. Alternative: longer names.
 Frames of ``Optimizer.profile_hook_step``
@@ -171,13 +160,6 @@ def sequence_number(node: Any) -> int:
     return -1 if node is None else int(node._sequence_nr())
 
 
-def keep_effect(operator: Any) -> None:
-    """Declare that a custom operator has side effects, so that the compiler keeps all its calls."""
-    from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
-
-    _register_effectful_op(operator._opoverload, _EffectType.ORDERED)
-
-
 def no_modes() -> AbstractContextManager[Any]:
     """Return a context in which tensors are real, also while a compiler traces with fake ones."""
     from torch.utils._python_dispatch import _disable_current_modes
@@ -287,14 +269,6 @@ def fsdp_keeps_gradients(group: Any) -> bool:
 def default_store() -> Any:
     """Return the key-value store in which the ranks met."""
     return torch.distributed.distributed_c10d._get_default_store()
-
-
-def replace_total_norm(wrap: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]) -> None:
-    """Replace the norm in ``clip_grad_norm_``, and ``torch.nn.utils.get_total_norm``."""
-    from torch.nn import utils
-    from torch.nn.utils import clip_grad
-
-    clip_grad._get_total_norm = utils.get_total_norm = wrap(clip_grad._get_total_norm)
 
 
 def fsdp_mesh(group: Any) -> tuple[Any, int | None, int | None]:

@@ -140,7 +140,7 @@ def _record(
 
     parsed = parsed_recipe(recipe)
     label = recipe_name(recipe)
-    config = {"recipe": recipe if parsed is None else parsed.to_value(), "seed": seed}
+    config = {"recipe": recipe if parsed is None else parsed.name, "seed": seed}
     with Record(lambda: RunWriter.create(folder, {"config": config}), warn) as record:
         try:
             returned = train_function(recipe, seed, record)
@@ -202,7 +202,7 @@ def define(
             )
     entries = []
     for recipe, seed, name in plan:
-        of_run = {"recipe": recipe.to_value(), "seed": seed, "out": str(folder / name)}
+        of_run = {"recipe": recipe.name, "seed": seed, "out": str(folder / name)}
         entries.append(enter({**shared, **of_run}))
     return entries
 
@@ -256,7 +256,7 @@ def run_comparison(
         result = f"diverged ({reason})"
         if not reason:
             result = f"validation loss {(run.summary or {})['val_loss']:.4f}"
-        name = f"{entry.settings.recipe.title}, seed {entry.settings.seed}"
+        name = f"{entry.settings.recipe.name}, seed {entry.settings.seed}"
         say(f"{len(runs)}/{len(entries)}  {name}  {result}  {took}")
     requested = [run.path for run in runs]
     for file in sorted(folder.glob("*/run.toml")):

@@ -240,7 +240,7 @@ def train_entry(entry: Entry, *, stream: TextIO | None = None, is_verbose: bool 
         try:
             with _recorder_of(session, entry, progress) as recorder:
                 progress.say(
-                    f"{Path(settings.model).name} · {settings.recipe.title} · {entry.folder}"
+                    f"{Path(settings.model).name} · {settings.recipe.name} · {entry.folder}"
                 )
                 _run(session, recorder, progress)
         finally:
@@ -307,7 +307,7 @@ def _recorder_of(session: Session, entry: Entry, progress: Progress) -> RunRecor
         recorder.go_back(session.step, tokens=session.step * settings.tokens_per_step)
     for event in entry.events:
         recorder.event(**event)
-    for compute in settings.recipe.computes if session.step == 0 else ():
+    for compute in [settings.recipe.compute] if session.step == 0 else ():
         words = describe_matmuls(compute, session.model.device)
         if session.linears is not None and compute.name != compute.dtype and "emulated" in words:
             recorder.event("note", words)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from narrowgauge.spec.models import MODELS, get_model, refuse_own_code, usual_ra
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.toml import read_file
-from narrowgauge.spec.update_rules import Choice, Range
+from narrowgauge.spec.values import require_choice, require_number
 
 _KINDS: dict[str, tuple[type, str]] = {
     "str": (str, "text"), "int": (int, "an integer"), "float": (float, "a number"),
@@ -37,13 +37,21 @@ FIXED = ("model", "recipe", "batch_size", "sequence_length", "seed")
 """Settings that decide the numbers of a run from its first step on."""
 
 
-def setting(default: Any, help: str, law: Range | Choice | None = None) -> Any:
+def setting(default: Any, help: str, law: Callable[[str, Any], None] | None = None) -> Any:
     return dataclasses.field(default=default, metadata={"help": help, "law": law})
+
+
+def _within(*bounds: float, **kind: bool) -> Callable[[str, Any], None]:
+    return lambda name, value: require_number(name, value, *bounds, **kind)
+
+
+def _one_of(choices: Iterable[Any]) -> Callable[[str, Any], None]:
+    return lambda name, value: require_choice(name, value, choices)
 
 
 def count(default: int | None, help: str, least: int = 1) -> Any:
     """Return a field that holds a whole number from ``least`` on."""
-    return setting(default, help, Range(least, 10**9, is_integer=True))
+    return setting(default, help, _within(least, 10**9, is_whole=True))
 
 
 def kind_of(field: dataclasses.Field[Any]) -> type:
@@ -68,7 +76,7 @@ class Settings:
         "llama-1m", "A preset (narrowgauge show models), a Hugging Face folder, or ORG/NAME in the hub's cache; weights are "
         "used, if there are any.")
     recipe: Recipe = setting(  # noqa: RUF009
-        parse("bfloat16/word"), "A recipe (narrowgauge show recipes) or a .toml file with one.")
+        parse("bfloat16/word"), "A recipe (narrowgauge show recipes).")
     out: str | None = setting(None, "Run folder: new, or with a run, which goes on with the settings given.  "
         "[default: runs/MODEL-RECIPE-N, the first free N]")
     steps: int = count(400, "Optimizer steps.")
@@ -78,12 +86,13 @@ class Settings:
         1, "Micro-batches per optimizer step, at least one for each rank; must divide the batch size.")
     lr: float | None = setting(
         None, "Peak learning rate.  [default: by parameters: 0.003 below 4 million, 0.001 below 60, 0.0006 below 600, else "
-        "0.0003]", Range(above=True))
+        "0.0003]", _within(is_open=True))
     warmup_steps: int | None = count(None, "Warm-up steps of the learning rate.  [default: a tenth of the steps, at most 100]", 0)
-    weight_decay: float = setting(0.1, "Weight decay of matrices.", Range())
-    max_grad_norm: float = setting(1.0, "Maximum gradient norm for clipping; inf disables it.", Range(0, math.inf, above=True))
+    weight_decay: float = setting(0.1, "Weight decay of matrices.", _within())
+    max_grad_norm: float = setting(
+        1.0, "Maximum gradient norm for clipping; inf disables it.", _within(0, math.inf, is_open=True))
     seed: int = setting(
-        0, "Seed of the initial weights, the order of the data and stochastic rounding.", Range(0, 1 << 32, is_integer=True))
+        0, "Seed of the initial weights, the order of the data and stochastic rounding.", _within(0, 1 << 32, is_whole=True))
     eval_every: int = count(100, "Steps between validations; 0: only at the end.", 0)
     eval_sequences: int = count(64, "Sequences per validation, over all ranks.")
     checkpoint_every: int = count(100, "Steps between checkpoints; 0: only at the end.", 0)
@@ -93,7 +102,7 @@ class Settings:
         0, "Steps between fingerprints of every tensor, by which narrowgauge diagnose compares two runs; 0: none.", 0)
     stop_after: int | None = count(None, "Stop after this step with a checkpoint, as if interrupted.  [default: never]")
     report_to: str = setting(
-        "none", "Also send the numbers to tensorboard or wandb.", Choice(("none", "tensorboard", "wandb")))
+        "none", "Also send the numbers to tensorboard or wandb.", _one_of(("none", "tensorboard", "wandb")))
     # fmt: on
 
     def __post_init__(self) -> None:
@@ -135,9 +144,9 @@ class Settings:
         from narrowgauge.trainer.tokens import open_tokens
 
         require_package("transformers")
-        if parse(self.recipe.to_value()) != self.recipe:
+        if parse(self.recipe.name) != self.recipe:
             raise RecipeError(
-                f"recipe '{self.recipe.title}' has a compute or storage that differs from the "
+                f"recipe '{self.recipe.name}' has a compute or storage that differs from the "
                 "table's of that name.",
                 "A run records its recipe by name: take one from narrowgauge show recipes.",
             )
@@ -179,7 +188,7 @@ class Settings:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        table = {**vars(self), "recipe": self.recipe.to_value()}
+        table = {**vars(self), "recipe": self.recipe.name}
         return {name: value for name, value in table.items() if value is not None}
 
     @classmethod
@@ -216,7 +225,7 @@ def _require(field: dataclasses.Field[Any], value: Any) -> None:
     if value == "":
         raise NarrowgaugeError(f"{field.name} is empty.", f"Omit {flag}.")
     if field.metadata["law"] is not None and value != math.inf:
-        field.metadata["law"].check(field.name, value)
+        field.metadata["law"](field.name, value)
     if value == math.inf and field.name != "max_grad_norm":
         raise NarrowgaugeError(f"Cannot use {field.name} = inf.", f"Change {flag}.")
 

@@ -178,7 +178,10 @@ def _as_one(func: Any, x: Scaled, *args: Any, **kwargs: Any) -> Any:
     moved = func(x._data, *args, **kwargs)
     if isinstance(moved, Tensor):
         return Scaled(moved, x._scale.to(moved.device))
-    return [Scaled(part, x._scale) for part in moved]
+    parts = []
+    for part in moved:
+        parts.append(Scaled(part, x._scale))
+    return parts
 
 
 def _multiply(func: Any, a: Any, b: Any) -> Scaled:
@@ -211,7 +214,10 @@ def _aligned(operands: Sequence[Any]) -> list[Any]:
 
     Plain operands are zeros that autograd fills in: they have no scale.
     """
-    scales = [x._scale for x in operands if isinstance(x, Scaled)]
+    scales = []
+    for x in operands:
+        if isinstance(x, Scaled):
+            scales.append(x._scale)
     scale = scales[0]
     is_shared = all(candidate is scale for candidate in scales)
     for candidate in scales[1:]:
@@ -263,4 +269,7 @@ _OPERATIONS: dict[Rule, tuple[str, ...]] = {
     _concatenate: ("cat.default",),
     _sum: ("sum.dim_IntList", "sum.default"),
 }  # fmt: skip
-_RULES = {_operation(name): rule for rule, names in _OPERATIONS.items() for name in names}
+_RULES: dict[Any, Rule] = {}
+for _rule, _names in _OPERATIONS.items():
+    for _name in _names:
+        _RULES[_operation(_name)] = _rule

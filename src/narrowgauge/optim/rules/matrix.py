@@ -1,6 +1,6 @@
 """Matrix rules: update rules that read the whole matrix, as pure functions of float32 tensors.
 
-One rank gathers the matrix and computes the step (:mod:`narrowgauge.optim.matrix_step`). A
+Every rank gathers the matrix and computes the step (:mod:`narrowgauge.optim.matrix_step`). A
 parameter of three dims is a stack of matrices, such as a mixture's experts. Each is stepped as if
 it were a parameter of its own. A parameter of more dims, such as a convolution, is the matrix of
 its first dim against all others. A parameter of fewer than two is stepped by AdamW.
@@ -14,7 +14,6 @@ its first dim against all others. A parameter of fewer than two is stepped by Ad
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +26,6 @@ from narrowgauge.numerics.chunks import row_pieces
 from narrowgauge.numerics.widening import add_product, matmul
 from narrowgauge.optim.rules.elementwise import ADAMW, TINY, Rule, Scalars, moving_average
 from narrowgauge.optim.rules.subspaces import is_tall, lift, project, refreshed
-from narrowgauge.torch_support.triton import runs_on
 
 Options = Mapping[str, Any]
 States = Mapping[str, Tensor]
@@ -66,7 +64,6 @@ class MatrixRule:
         average: ``(gradient, states, scalars) -> (gradient for direction, new states)``: an elementwise part that comes
             before ``direction`` and updates the states beside the weight. Ranks run it on their shards.
         measure: ``options -> function of the weight [rows, cols]``, whose value ``direction`` reads.
-        stacks: whether ``direction`` also takes a stack ``[number, rows, cols]``. It has neither states nor a measure.
     """
 
     name: str
@@ -78,7 +75,6 @@ class MatrixRule:
     beside: tuple[str, ...] = ()
     average: Callable[[Tensor, States, Scalars], Result] | None = None
     measure: Callable[[Options], Callable[[Tensor], Tensor] | None] | None = None
-    stacks: bool = False
 
     @property
     def stored_states(self) -> tuple[tuple[str, str], ...]:
@@ -123,19 +119,12 @@ def decay_of(options: Options) -> float:
     return float(options["lr"]) * float(options["weight_decay"])
 
 
-def _lengths(matrices: Sequence[Tensor]) -> Tensor:
-    """Return the L2 norms of equal shapes in float64, where squares of float32 values neither
-    overflow nor vanish.
-    """
-    # The sum of a tensor in such a list does not depend on the others.
-    parts: list[Tensor] = []
-    for matrix in matrices:
-        parts += row_pieces(matrix)
-    norms = torch._foreach_norm(parts, dtype=torch.float64)
-    pieces = torch.stack(norms).view(len(matrices), -1)
-    if pieces.shape[1] == 1:
-        return pieces.squeeze(1)
-    return torch.stack(torch._foreach_norm(pieces.unbind()))
+def _length(matrix: Tensor) -> Tensor:
+    """Return the L2 norm in float64, where squares of float32 values neither overflow nor vanish."""
+    norms = torch._foreach_norm(list(row_pieces(matrix)), dtype=torch.float64)
+    if len(norms) == 1:
+        return norms[0]
+    return torch._foreach_norm([torch.stack(norms)])[0]
 
 
 # ── Muon ──────────────────────────────────────────────────────────────────────────────────────────
@@ -162,9 +151,6 @@ def orthogonalise(matrix: Tensor, iterations: int, dtype: torch.dtype) -> Tensor
 
     Overwrite the argument.
 
-    It may be a stack ``[number, rows, cols]``, whose matrices share each product on a GPU that
-    gives both the same bits.
-
     A Newton–Schulz iteration ``X ← aX + (bA + cA²)X`` with ``A = XX^T``, begun at unit Frobenius
     norm. The norm is taken before anything is rounded, without the usual 1e-7 added: scaling by a
     power of two changes no bit. Zeros stay zeros. ``dtype`` is of the products' operands; bfloat16
@@ -175,14 +161,8 @@ def orthogonalise(matrix: Tensor, iterations: int, dtype: torch.dtype) -> Tensor
         >>> [round(value, 1) for value in x.flatten().tolist()]
         [0.7, 0.0, 0.0, -0.0]
     """
-    if matrix.ndim == 2:
-        length = _lengths([matrix]).float().clamp(min=TINY)
-        return _newton_schulz(matrix.div_(length).to(dtype), iterations).float()
-    lengths = _lengths(matrix.unbind()).float().clamp(min=TINY)
-    x = matrix.div_(lengths.view(-1, 1, 1)).to(dtype)
-    if _multiplies_stacks(tuple(x.shape), dtype, x.device):
-        return _newton_schulz(x, iterations).float()
-    return torch.stack([_newton_schulz(matrix.clone(), iterations) for matrix in x]).float()
+    length = _length(matrix).float().clamp(min=TINY)
+    return _newton_schulz(matrix.div_(length).to(dtype), iterations).float()
 
 
 def _newton_schulz(x: Tensor, iterations: int) -> Tensor:
@@ -194,22 +174,6 @@ def _newton_schulz(x: Tensor, iterations: int) -> Tensor:
         gram = add_product(gram, gram, gram, b, c)
         x = add_product(x, gram, x, a)
     return x.mT if tall else x
-
-
-@functools.lru_cache(None)
-def _multiplies_stacks(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether a stack has the bits of its matrices, tried once.
-
-    Libraries choose a kernel by the number of matrices.
-    """
-    if not runs_on(device):
-        return False  # nothing waits for launches
-    generator = torch.Generator(device).manual_seed(0)
-    x = torch.randn(shape, generator=generator, dtype=torch.float32, device=device)
-    x = x.div_(math.sqrt(shape[1] * shape[2])).to(dtype)
-    return torch.equal(
-        _newton_schulz(x, 2), torch.stack([_newton_schulz(matrix.clone(), 2) for matrix in x])
-    )
 
 
 def _muon_scalars(options: Options, step: int) -> tuple[float, ...]:
@@ -352,7 +316,6 @@ MUON = MatrixRule(
     NEGATIVE_DECAY,
     ("momentum_buffer",),
     _momentum,
-    stacks=True,
 )
 GALORE = MatrixRule("galore", _galore_states, _galore, **_DECAY)
 GRADNORM_LORP = MatrixRule(

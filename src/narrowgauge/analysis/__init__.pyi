@@ -1,1 +1,0 @@
-from .reading import Readings as Readings

@@ -1,1 +1,0 @@
-from .tensors import Gauges as Gauges

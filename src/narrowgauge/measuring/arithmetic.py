@@ -1,0 +1,204 @@
+"""This machine's arithmetic: hashes of the bits that some operations give on fixed numbers.
+
+Two correct machines may differ in their last bits, and so may one machine under two settings. They
+add in another order, fuse a multiplication with an addition, or round a function differently. Each
+operation is a probe. Rows of ``runs/data/probes.toml`` have the same names, and say how a
+difference shows in a run.
+
+The numbers are made from integers alone, so they are equal on every machine. No random number is
+drawn and no setting changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from narrowgauge.runs.schema import UNAVAILABLE
+from narrowgauge.torch_support.machine import instruction_sets, processor_name
+
+_VARIABLES = (
+    "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS",
+    "CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE",
+)  # fmt: skip
+# Variables by which the libraries choose their kernels.
+_LIBRARIES = {"mkl": r"Math Kernel Library Version (\S+)", "onednn": r"MKL-DNN v(\S+)"}
+
+
+_THREADS = (1, 2, 4)
+_LOWER_SETTINGS = {
+    "ATEN_CPU_CAPABILITY=default": "avx2",
+    "ATEN_CPU_CAPABILITY=avx2": "avx512f",
+    "ONEDNN_MAX_CPU_ISA=SSE41": "avx2",
+    "ONEDNN_MAX_CPU_ISA=AVX2": "avx512f",
+    "ONEDNN_MAX_CPU_ISA=AVX512_CORE": "avx512_bf16",
+    "MKL_CBWR=COMPATIBLE": "avx2",
+}
+# Variables that make a library use fewer instructions, each with an instruction set that it gives up.
+_MEASURE_AGAIN = """
+import json, torch
+from narrowgauge.measuring.arithmetic import measure_arithmetic
+torch.set_num_threads({threads})
+print(json.dumps(measure_arithmetic(torch.device("cpu"))["results"]))
+"""
+
+
+def fixed_numbers() -> Tensor:
+    """Return float32 ``[64, 1024]`` in (-1, 1) without a pattern, with too many bits for exact
+    sums; on the CPU.
+    """
+    state = np.arange(1, 64 * 1024 + 1, dtype=np.int64)
+    for _ in range(3):
+        state = (state * 48271 + 69621) % (2**31 - 1)
+    return torch.from_numpy(((state % 2**20 / 2**19 - 1) ** 3).astype(np.float32).reshape(64, 1024))
+
+
+def _multiply_add(x: Tensor) -> Tensor:
+    x = _odd(x)
+    y = x.flip(0)
+    return torch.stack(
+        [torch.addcmul(y, x, x), torch.addcdiv(y, x, y.abs() + 0.75), torch.lerp(y, x, x)]
+    )
+
+
+def _attention(x: Tensor) -> Tensor:
+    heads = x.view(1, 1, 1024, 64)
+    return F.scaled_dot_product_attention(heads[:, :, :16], heads, heads.flip(2))
+
+
+def _odd(x: Tensor) -> Tensor:
+    """Return 4,099 elements.
+
+    A vector's width does not divide this, and kernels may round the last ones differently.
+    """
+    return x.flatten()[:4099]
+
+
+PROBES: dict[str, Callable[[Tensor], Tensor]] = {
+    "subnormals": lambda x: x * 2.0**-100 * 2.0**-40,
+    "fused multiply-add": _multiply_add,
+    "function sigmoid": lambda x: (20 * _odd(x)).sigmoid(),
+    "function silu": lambda x: F.silu(20 * _odd(x)),
+    "function gelu": lambda x: F.gelu(8 * _odd(x)),
+    "layer norm": lambda x: F.layer_norm(x, [1024]),
+    "softmax": lambda x: x.softmax(-1),
+    "log softmax": lambda x: x.view(16, 4096).log_softmax(-1),
+    "linear float32": lambda x: F.linear(x, x),
+    "attention": _attention,
+    "sum of a tensor": lambda x: x.sum(),
+}
+"""Each operation by its name in ``probes.toml``.
+
+It takes the fixed numbers on the measured device.
+"""
+
+
+def measure_arithmetic(device: torch.device) -> dict[str, dict[str, str]]:
+    """Measure the arithmetic of a device under the present settings: the table ``arithmetic`` of
+    ``run.toml``.
+
+    Cost: about 10 ms on a CPU.
+    Example:
+        >>> measure_arithmetic(torch.device("cpu"))["settings"]["torch"] == torch.__version__
+        True
+    """
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        x = fixed_numbers().to(device)
+        results = {}
+        for name, probe in PROBES.items():
+            results[name] = _bits(probe, x)
+        return {"settings": settings_in_force(device), "results": results}
+
+
+def measure_changes() -> dict[str, list[str]]:
+    """Measure which probes change on this CPU with the number of threads, and with variables that
+    choose other kernels.
+
+    What changes depends on the processor: two threads change the sum of a whole tensor on all that
+    were tried, and float32 matmuls on those with AMX. So no table says it for every machine.
+
+    Returns:
+        the names of the changed probes, by setting. Variables that are set already, or that take
+        nothing from this processor, are left out.
+    Cost: a process for each variable, about 2 s of processor time.
+    """
+    device = torch.device("cpu")
+    present = measure_arithmetic(device)["results"]
+    threads_before = torch.get_num_threads()
+    changes = {}
+    try:
+        for threads in _THREADS:
+            torch.set_num_threads(threads)
+            results = measure_arithmetic(device)["results"]
+            if threads != threads_before:
+                changes[f"threads={threads}"] = _differing(present, results)
+    finally:
+        torch.set_num_threads(threads_before)
+    program = _MEASURE_AGAIN.format(threads=threads_before)
+    for setting, given_up in _LOWER_SETTINGS.items():
+        name, _, value = setting.partition("=")
+        if name in os.environ or given_up not in instruction_sets():
+            continue
+        process = subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, name: value},
+            capture_output=True,
+            check=False,
+        )
+        if process.returncode == 0:
+            changes[setting] = _differing(present, json.loads(process.stdout))
+    return changes
+
+
+def _differing(first: dict[str, str], second: dict[str, str]) -> list[str]:
+    return [name for name in first if first[name] != second[name]]
+
+
+def _bits(probe: Callable[[Tensor], Tensor], x: Tensor) -> str:
+    """Return the hash of a probe's result.
+
+    If PyTorch refuses the operation on this device, say so.
+    """
+    try:
+        result = probe(x).contiguous().cpu()
+    except RuntimeError as error:
+        return f"{UNAVAILABLE}: {(str(error).splitlines() or [type(error).__name__])[0][:80]}"
+    return f"bits #{hashlib.sha256(result.flatten().view(torch.uint8).numpy().tobytes()).hexdigest()[:8]}"
+
+
+def settings_in_force(device: torch.device) -> dict[str, str]:
+    """Return the settings of a device that explain differences."""
+    settings = {
+        "torch": torch.__version__,
+        "device": device.type,
+        "processor": processor_name(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": str(torch.get_num_threads()),
+        "matmul precision": torch.get_float32_matmul_precision(),
+        "deterministic": str(torch.are_deterministic_algorithms_enabled()).lower(),
+    }
+    built_with = torch.__config__.show()
+    for name, pattern in _LIBRARIES.items():
+        match = re.search(pattern, built_with)
+        if match:
+            settings[name] = match[1]
+    if device.type == "cuda":
+        reduced = torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+        settings["device"] = torch.cuda.get_device_name(device)
+        settings["cuda"] = str(torch.version.cuda or torch.version.hip)
+        settings["cudnn"] = str(torch.backends.cudnn.version())
+        settings["reduced sums of bfloat16"] = str(reduced).lower()
+    for name in _VARIABLES:
+        if os.environ.get(name):
+            settings[name] = os.environ[name]
+    return settings

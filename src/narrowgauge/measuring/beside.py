@@ -1,0 +1,283 @@
+"""Run a user's step operation by operation, and ask policies what lies beside each result.
+
+One dispatch mode sees every operation of forward and backward. A policy is an object with
+``before(operation)`` and ``after(operation)``: :mod:`narrowgauge.measuring.policies`.
+
+A *site* is a line of the user's code, in forward or in backward. Layers that share a line are one
+site, and an operation of backward has the site of its forward operation.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable
+from contextlib import ExitStack
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from narrowgauge.matmul import layer_matmuls
+from narrowgauge.torch_support import torch_names
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # Python 3.10 has none in typing
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_INNER = ("matmul", "measuring", "numerics", "torch_support", "transforms")
+_SKIPPED = (_TORCH, *(f"{_PACKAGE}{name}{os.sep}" for name in _INNER))
+"""Folders whose frames are not the user's code."""
+ALLOCATES = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_")
+"""Operations that leave their results unwritten."""
+SUM = "the sum of micro-batches or uses"
+UNKNOWN = "an unknown line"
+_OVERWRITES = ("fill_", "zero_", "set_", "_foreach_zero_", "copy_")
+
+
+class Site(NamedTuple):
+    """A line of the user's code, in forward or in backward."""
+
+    line: str
+    is_backward: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.line}, backward" if self.is_backward else self.line
+
+
+class Sites:
+    """Name the site of the current operation, and remember the lines of forward for backward."""
+
+    def __init__(self) -> None:
+        self._lines: dict[int, str] = {}
+
+    def now(self) -> Site:
+        line, is_backward = _user_line()
+        if line:  # forward, a recomputed forward, or a backward that the user wrote
+            self._lines[torch_names.next_sequence_number()] = line
+            return Site(line, is_backward)
+        node = torch_names.autograd_node()
+        if node is None or "AccumulateGrad" in node.name():
+            return Site(SUM, True)
+        number = torch_names.sequence_number(node)
+        line = self._lines.get(number) or self._lines.get(number + 1) or UNKNOWN
+        return Site(line, True)
+
+
+def _user_line() -> tuple[str, bool]:
+    """Return the innermost line of the user, with the layer of torch that it called, and whether it
+    is in a backward. The line is empty in a backward that has no frame of the user.
+    """
+    frame: Any = sys._getframe(2)
+    layer = ""
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "_engine_run_backward":
+            return "", True
+        if not code.co_filename.startswith(_SKIPPED):
+            name = code.co_qualname.replace("<locals>.", "")
+            line = f"{name} ({os.path.basename(code.co_filename)}:{frame.f_lineno})"
+            is_backward = code.co_name == "backward" and "ctx" in code.co_varnames[:2]
+            return f"{layer} in {line}" if layer else line, is_backward
+        owner = frame.f_locals.get("self") if code.co_name == "forward" else None
+        if not layer and isinstance(owner, nn.Module):
+            layer = type(owner).__name__
+        frame = frame.f_back
+    return UNKNOWN, False
+
+
+class Operation:
+    """An operation with its arguments, and with its result after it ran.
+
+    Attributes:
+        name: without namespace and overload.
+        operands: all tensors among the arguments. ``written`` are those that it writes in place.
+        layer: the call of one of our narrow layers, whose products are one operation.
+        notes: what a policy keeps between ``before`` and ``after``.
+    """
+
+    layer: Any = None
+
+    def __init__(self, func: Any, args: Any, kwargs: Any, site: Site) -> None:
+        self.func = func
+        self.args = args
+        self.kwargs = kwargs
+        self.site = site
+        self.result: Any = None
+        self.leaves = tree_leaves((args, kwargs))
+        self.operands = tensors_in(self.leaves)
+        self.notes: dict[Any, Any] = {}
+
+    @cached_property
+    def name(self) -> str:
+        name: str = self.func._schema.name
+        return name.split("::")[1]
+
+    @cached_property
+    def written(self) -> list[Tensor]:
+        if self.is_collective and self.name.endswith("_"):
+            return tensors_in(self.args[0])  # its schema does not say so
+        schema = self.func._schema.arguments
+        values = dict(self.kwargs)
+        for argument, value in zip(schema, self.args, strict=False):
+            values[argument.name] = value
+        written = []
+        for argument in schema:
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                written += tensors_in(values.get(argument.name))
+        return written
+
+    @cached_property
+    def read(self) -> list[Tensor]:
+        """Return the operands whose values it reads."""
+        overwrites = self.name in _OVERWRITES or self.func._schema.overload_name.endswith("out")
+        if not overwrites:
+            return self.operands
+        return [x for x in self.operands if not any(x is target for target in self.written)]
+
+    @property
+    def draws(self) -> bool:
+        """Return whether the operation draws random numbers."""
+        return torch.Tag.nondeterministic_seeded in self.func.tags
+
+    @property
+    def is_collective(self) -> bool:
+        return "c10d" in self.func.namespace
+
+    @property
+    def is_view(self) -> bool:
+        """Return whether the result lies in the memory of an operand, and nothing was written."""
+        storages = set(map(storage_key, self.operands))
+        results = tensors_in(self.result)
+        if self.written or not results:
+            return False
+        return all(storage_key(x) in storages for x in results)
+
+    def run(self) -> None:
+        self.result = self.func(*self.args, **self.kwargs)
+
+    def __str__(self) -> str:
+        return f"{self.name} in {self.site}"
+
+
+class LayerProducts(Operation):
+    """The product of a narrow layer in forward, or its two products in backward.
+
+    Its arguments are as before their casts.
+    """
+
+    draws = False
+    is_collective = False
+    is_view = False
+
+    def __init__(self, func: Any, args: Any, site: Site) -> None:
+        super().__init__(func, args, {}, site)
+        self.layer = args[3]
+        self.name = f"the product in {self.layer.compute.name}"
+        self.written: list[Tensor] = []
+        self.read = self.operands
+
+    def run(self) -> None:
+        self.result = self.func(*self.args)
+
+
+class Beside(TorchDispatchMode):
+    """Run each operation, and ask each policy before and after it.
+
+    A tensor subclass is declined, so that its inner operations come here.
+    """
+
+    def __init__(self, *policies: Any) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.policies = policies
+        self.sites = Sites()
+        self._undo = ExitStack()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind not in (Tensor, nn.Parameter, nn.Buffer) for kind in types):
+            return NotImplemented
+        return self._asked(Operation(func, args, kwargs or {}, self.sites.now()))
+
+    def _asked(self, operation: Operation) -> Any:
+        for policy in self.policies:
+            policy.before(operation)
+        operation.run()
+        for policy in self.policies:
+            policy.after(operation)
+        return operation.result
+
+    def __enter__(self) -> Self:
+        for name in ("output", "gradients"):
+            run = getattr(layer_matmuls, name)
+            self._undo.callback(setattr, layer_matmuls, name, run)
+            setattr(layer_matmuls, name, partial(self._layer, run))
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._undo.close()
+
+    def _layer(self, run: Any, *args: Any) -> Any:
+        site = self.sites.now()
+        with torch_names.no_modes(), torch.autocast(args[0].device.type, enabled=False):
+            return self._asked(LayerProducts(run, args, site))
+
+
+# ── tensors and their memory ──────────────────────────────────────────────────────────────────────
+
+
+class ByStorage:
+    """Keep values by the memory of a tensor, for as long as that lives."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, tuple[StorageWeakRef, Any]] = {}
+
+    def get(self, x: Tensor) -> Any:
+        weak, value = self._entries.get(storage_key(x), (None, None))
+        return None if weak is None or weak.expired() else value
+
+    def set(self, x: Tensor, value: Any) -> None:
+        if x.layout is not torch.strided:
+            return
+        self._entries[storage_key(x)] = StorageWeakRef(x.untyped_storage()), value
+        if len(self._entries) % 256 == 255:
+            for key, (weak, _) in list(self._entries.items()):
+                if weak.expired():
+                    del self._entries[key]
+
+    def drop(self, x: Tensor) -> None:
+        self._entries.pop(storage_key(x), None)
+
+
+def storage_key(x: Tensor) -> int:
+    """Return a number for the memory of a tensor; 0 without one."""
+    return int(x.untyped_storage()._cdata) if x.layout is torch.strided else 0
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
+
+
+def is_float(x: Any) -> bool:
+    """Return whether a value is a dense tensor of floats or complex numbers."""
+    if not isinstance(x, Tensor) or x.layout is not torch.strided:
+        return False
+    return x.is_floating_point() or x.is_complex()
+
+
+def floats_in(tree: Iterable[Any]) -> list[Tensor]:
+    return [x for x in tree_leaves(tree) if is_float(x)]
+
+
+def is_finite(x: Tensor) -> bool:
+    """Return whether all values of a tensor are finite."""
+    values = x.detach()
+    if values.element_size() == 1:
+        values = values.float()
+    return not values.numel() or bool(values.isfinite().all())

@@ -1,0 +1,171 @@
+"""Compare the gradient of the plain loss with the slope of the loss along a random direction.
+
+The step runs at the user's weights; their shadows are shifted. So nothing is moved, random draws are
+the same, and the difference is exact to float64. What the user detaches is a constant. A custom
+autograd function may take a detached copy of its operand: where constants disagree, nothing is one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from narrowgauge.measuring.beside import is_finite
+from narrowgauge.measuring.passes import Pass, Passes
+from narrowgauge.measuring.policies.wide import Wide
+from narrowgauge.measuring.reading import Reading, measured, of_all
+from narrowgauge.torch_support.torch_hooks import OwnHook
+
+BOUND = 2.0**-9
+"""Part of the slope: a wrong backward formula below bfloat16's unit roundoff is less than its noise."""
+STEP = 1e-5
+"""Of the size of each weight: the third root of float64's unit roundoff, where a central difference
+is most exact.
+"""
+SEED = 7_919_003
+"""Unlike a user's seed: weights drawn with the same numbers would be parallel to the direction."""
+MOST_NAMED = 4
+
+
+class Slope:
+    """The slope of the plain loss, and what its gradient says.
+
+    Attributes:
+        names: the tensors that are moved. ``hooked`` are those whose gradient a hook may change.
+        said: the slope by the gradient. ``found`` is that of the loss.
+        off: their difference over their size.
+    """
+
+    said = 0.0
+    found = 0.0
+    off = 0.0
+    _answer: bool | None = None
+
+    def __init__(self, passes: Passes, batch: Any, has_constants: bool, *policies: Any) -> None:
+        self.passes = passes
+        self.batch = batch
+        self.has_constants = has_constants
+        self.policies = policies
+        first = self._run(passes.plain(batch))
+        self.exact = first.shadows
+        self.value = first.value
+        self.cuts = first.wide.cuts
+        finite = math.isfinite(self.value) and all(map(is_finite, self.exact.values()))
+        self.is_known = finite and bool(self.exact)
+        self.names = []
+        self.hooked = []
+        for name, p in passes.plain_leaves.items():
+            is_compared = name in self.exact or name not in first.gradients
+            if _has_hook(p):
+                self.hooked.append(name)
+            elif is_compared and is_finite(p):
+                self.names.append(name)
+
+    def _run(self, call: Callable[[], Any], shifts: Any = ()) -> Pass:
+        wide = Wide(shifts=shifts, is_smooth=True)
+        return self.passes.run(call, wide, *self.policies, has_constants=self.has_constants)
+
+    def leave_out_attached(self) -> None:
+        """Leave out gradients that arrive where nothing is asked, as of losses attached in backward."""
+        unasked = self._run(self.passes.plain(self.batch, 0.0)).shadows
+        for name in self.exact:
+            self.exact[name] = self.exact[name] - unasked.get(name, 0.0)
+
+    def _direction(self, name: str) -> Tensor:
+        p = self.passes.plain_leaves[name].detach()
+        number = list(self.passes.plain_leaves).index(name)
+        generator = torch.Generator().manual_seed(SEED + number)
+        noise = torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.device)
+        size = float(p.double().square().mean().sqrt()) if p.numel() else 0.0
+        return noise * (size or 0.02)
+
+    def _loss_at(self, names: Sequence[str], step: float) -> float:
+        shifts = []
+        for name in names:
+            shifts.append((self.passes.plain_leaves[name], step * self._direction(name)))
+        loss = self.passes.loss
+        return self._run(lambda: loss(self.passes.plain_model, self.batch), shifts).value
+
+    def differs(self, names: Sequence[str]) -> bool:
+        """Return whether the loss changes otherwise than the gradient says, at two steps alike."""
+        self.said = 0.0
+        squares = 0.0
+        for name in names:
+            if name in self.exact:
+                direction = self._direction(name)
+                self.said += float((self.exact[name] * direction).sum())
+                squares += float(self.exact[name].square().sum() * direction.square().mean())
+        slopes = []
+        for step in (STEP, STEP / 10):
+            change = self._loss_at(names, step) - self._loss_at(names, -step)
+            self.found = change / (2 * step)
+            slopes.append(self.found)
+            noise = 64 * abs(self.value) * 2.0**-53 / step / BOUND
+            size = max(math.sqrt(squares), abs(self.found), noise)
+            self.off = abs(self.found - self.said) / (size or 1.0)
+            if not self.off > BOUND:
+                return False
+        # A kink lies within the larger step where the two slopes differ.
+        return abs(slopes[0] - slopes[1]) <= abs(slopes[1] - self.said) / 4
+
+    def disagrees(self) -> bool:
+        """Return whether the loss of all tensors does, also without what is attached in backward."""
+        if self._answer is None:
+            self._answer = self.differs(self.names)
+            if self._answer:
+                self.leave_out_attached()
+                self._answer = self.differs(self.names)
+        return self._answer
+
+
+def _has_hook(p: Any) -> bool:
+    """Return whether a hook of the loop's own sees the gradient of a tensor, and may change it."""
+    hooks = (p._backward_hooks or {}).values()
+    return not all(isinstance(hook, OwnHook) for hook in hooks)
+
+
+def slope_readings(
+    passes: Passes, batch: Any, lines: list[str], unseen: dict[str, str], *policies: Any
+) -> list[Reading]:
+    """Return a reading where the loss does not change as its gradient says."""
+    slope = Slope(passes, batch, True, *policies)
+    if slope.is_known and slope.disagrees():
+        slope = Slope(passes, batch, False, *policies)
+    if not slope.is_known:
+        reason = f"not followed through {', '.join(slope.cuts)}"
+        unseen["the slope of the loss"] = reason if slope.cuts else "it is not finite"
+        return []
+    if slope.hooked:
+        unseen[f"the slope along {of_all(slope.hooked)}"] = "a hook may change its gradient"
+    if not slope.disagrees():
+        lines.append(
+            f"slope: the loss changes as the gradient of {len(slope.names)} tensors says, "
+            f"within {slope.off:.1g}"
+        )
+        return []
+    wrong = _wrong_tensors(slope)
+    if not wrong:
+        unseen["the slope of the loss"] = "no tensor alone has another one"
+        return []
+    slope.differs(wrong[:1])
+    return [measured("slope", wrong, slope.said, slope.found, BOUND * abs(slope.found))]
+
+
+def _wrong_tensors(slope: Slope) -> list[str]:
+    """Return the last tensors in forward whose slope is another, by halving."""
+    wrong: list[str] = []
+    sets = [slope.names[::-1]]
+    while sets and len(wrong) < MOST_NAMED:
+        names = sets.pop()
+        if not slope.differs(names):
+            continue
+        half = (len(names) + 1) // 2
+        if len(names) == 1:
+            wrong += names
+        else:
+            sets += [names[half:], names[:half]]
+    return wrong

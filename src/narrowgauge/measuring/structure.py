@@ -1,0 +1,135 @@
+"""Compare the shadow of a step with the shadow of the plain loss in one process.
+
+Both are without roundings, so they are equal or the step computes another gradient: a factor, other
+weights of micro-batches and ranks, or another distance.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from narrowgauge.measuring.beside import is_finite
+from narrowgauge.measuring.passes import Gradients, Pass, Passes
+from narrowgauge.measuring.reading import Reading, measured
+
+SAME = 2.0**-20
+"""Shadows are float64. What a loop counts by itself in float32, such as a denominator, leaves 16 of
+its roundings.
+"""
+
+
+class Answer(NamedTuple):
+    """How a gradient is related to the right one.
+
+    Args:
+        words: of the line that is printed.
+        value: the factor, or the distance over the length.
+        expected: 1 of a factor, 0 of a distance.
+    """
+
+    words: str
+    value: float
+    expected: float
+
+
+def structure_readings(
+    step: Gradients,
+    exact: Gradients,
+    bounds: Mapping[str, float],
+    terms: Sequence[Gradients],
+    lines: list[str],
+) -> list[Reading]:
+    """Return a reading for each answer: tensors that have one are one reading.
+
+    Args:
+        step: what the loop's own passes gave.
+        exact: what the plain loss gives.
+        bounds: of the distance over the length, by tensor.
+        terms: the plain gradients of each micro-batch, if there are several.
+    """
+    differing: dict[str, float] = {}
+    count = 0
+    for name, right in exact.items():
+        own = step.get(name)
+        size = float(right.norm())
+        if own is None or not size or not own.any() or not is_finite(own):
+            continue
+        count += 1
+        off = float((own - right).norm()) / size
+        if off > bounds[name]:
+            differing[name] = off
+    if count:
+        verb = "equals" if count == 1 else "equal"
+        lines.append(
+            f"  without roundings {count - len(differing)} of {count} gradients {verb} the plain loss's"
+        )
+    answers: dict[tuple[str, float, float], list[str]] = {}
+    for name, off in differing.items():
+        answer = _answer(name, step[name], exact[name], off, bounds[name], terms)
+        if answer is not None:
+            words, value, expected = answer
+            key = words, round(value, 6) if expected else 0.0, expected
+            answers.setdefault(key, []).append(name)
+    readings = []
+    for (words, factor, expected), names in answers.items():
+        names.sort(key=lambda name: -differing[name])
+        value = factor if expected else differing[names[0]]
+        is_scale = factor >= 256 and math.log2(factor) % 1 == 0
+        what = "own-scale" if is_scale else "gradient"
+        of = "" if len(names) == count > 1 else names
+        readings.append(measured(what, of, value, expected, bounds[names[0]]))
+        lines.append(f"  {', '.join(names[:2])}{' …' if len(names) > 2 else ''}: {words}")
+    return readings
+
+
+def _answer(
+    name: str, own: Tensor, right: Tensor, off: float, bound: float, terms: Sequence[Gradients]
+) -> Answer | None:
+    a, b = own.flatten(), right.flatten()
+    factor = float(a @ b) / float(b @ b)
+    if float((a - factor * b).norm()) <= bound * abs(factor) * float(b.norm()):
+        return Answer(f"{factor:.6g} times the plain loss's", factor, 1.0)
+    usable = [term[name].flatten() for term in terms if name in term]
+    if usable and len(usable) == len(terms) and a.numel() >= 2 * len(terms):
+        columns = torch.stack(usable, 1)
+        weights, of_whole = _weights(columns, a), _weights(columns, b)
+        if not of_whole and float((columns.mean(1) - a).norm()) <= bound * float(a.norm()):
+            return None  # a mean of losses of which the whole batch's is no sum
+        if weights and of_whole and min(map(abs, of_whole)) > 1e-6:
+            times = []
+            for weight, whole in zip(weights, of_whole, strict=True):
+                times.append(f"{weight / whole:.3g}")
+            return Answer(f"micro-batches count {', '.join(times)} times", off, 0.0)
+    return Answer("neither a multiple of the plain loss's nor of its micro-batches'", off, 0.0)
+
+
+def _weights(columns: Tensor, target: Tensor) -> list[float]:
+    """Return the weights of columns whose sum is a target; empty if none is."""
+    solution = torch.linalg.lstsq(columns, target[:, None], driver="gelsd").solution[:, 0]
+    rest = float((target - columns @ solution).norm())
+    is_sum = rest <= 1e-3 * float(target.norm())
+    return [float(weight) for weight in solution] if is_sum else []
+
+
+def missing_readings(passes: Passes, step: Pass, exact: Gradients) -> list[Reading]:
+    """Return readings of gradients that the step lacks, and that the plain loss lacks too."""
+    lacking = []
+    for name, right in exact.items():
+        own = step.gradients.get(name)
+        if bool(right.any()) and (own is None or not bool(own.any())):
+            lacking.append(name)
+    gone = [n for n in passes.leaves if n not in step.gradients and n not in exact]
+    readings = []
+    gradients = step.gradients.values()
+    if gradients and not any(bool(x.any()) for x in gradients) and not lacking:
+        readings.append(measured("zero-gradients", "", 1, 0))
+    if lacking:
+        readings.append(measured("no-gradient", lacking[::-1], len(lacking), 0))
+    if gone and len(gone) < len(passes.leaves):
+        readings.append(measured("no-graph", gone[::-1], len(gone), 0))
+    return readings

@@ -1,0 +1,66 @@
+"""Checks of single values: numbers within bounds, and one of some names."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+from narrowgauge.errors import RecipeError, suggestion
+
+
+def require_number(
+    name: str,
+    value: Any,
+    least: float = 0.0,
+    below: float = math.inf,
+    *,
+    is_whole: bool = False,
+    is_open: bool = False,
+) -> None:
+    """Refuse a value that is no number in ``[least, below)``, or in ``(least, below)`` if it
+    ``is_open``. NaN is never inside.
+    """
+    bounds = []
+    if least > -math.inf:
+        bounds.append(f"above {least:g}" if is_open else f"at least {least:g}")
+    if below < math.inf:
+        bounds.append(f"below {below:g}")
+    try:
+        if isinstance(value, (bool, str)):
+            raise TypeError
+        number = operator.index(value) if is_whole else float(value)
+    except (TypeError, ValueError, RuntimeError):
+        words = ", ".join(["one integer" if is_whole else "one number", *bounds])
+        raise RecipeError(f"Cannot use {name} = {value!r}: it must be {words}.") from None
+    if not (least < number < below if is_open else least <= number < below):
+        if not is_whole:
+            bounds.append("finite")
+        shown = value if isinstance(value, (int, float)) else number
+        raise RecipeError(f"Cannot use {name} = {shown}: it must be {' and '.join(bounds)}.")
+
+
+def require_choice(name: str, value: Any, choices: Iterable[Any]) -> None:
+    """Refuse a value that is none of the choices."""
+    allowed = list(choices)
+    if value not in allowed:
+        near = ""
+        if isinstance(value, str):
+            near = suggestion(value, list(map(str, allowed)))
+        words = ", ".join(map(option_text, allowed))
+        raise RecipeError(f"Cannot use {name} = {value!r}: it must be one of {words}.", near)
+
+
+def option_text(value: Any) -> str:
+    """Write an option's value as a table shows it.
+
+    Example:
+        >>> [option_text(value) for value in (True, None, 0.9, (1e-30, 1e-3))]
+        ['true', 'none', '0.9', '1e-30/0.001']
+    """
+    if isinstance(value, tuple):
+        return "/".join(map(option_text, value))
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    return str(value) or "empty"

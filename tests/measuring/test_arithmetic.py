@@ -1,0 +1,89 @@
+"""The measured arithmetic of this machine: it tells settings apart, and a run records it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from narrowgauge.measuring import arithmetic, provenance
+from narrowgauge.measuring.arithmetic import PROBES, measure_arithmetic, measure_changes
+from narrowgauge.measuring.provenance import describe_process
+from narrowgauge.measuring.provenance import differences as changes_since
+from narrowgauge.measuring.settings import settings_diff
+from narrowgauge.runs.record import read_run
+from narrowgauge.runs.writer import RunWriter
+from narrowgauge.spec.toml import load_data
+
+CPU = torch.device("cpu")
+
+
+def test_a_measurement_repeats_and_leaves_every_setting() -> None:
+    """True of every processor: which probes change with the threads is not (AMX: float32 matmuls)."""
+    before = torch.get_num_threads()
+    machines = []
+    try:
+        for number in (1, 2, 1):
+            torch.set_num_threads(number)
+            with torch.autocast("cpu", torch.bfloat16, enabled=number == 2):
+                machines.append(measure_arithmetic(CPU))
+            assert torch.get_num_threads() == number
+    finally:
+        torch.set_num_threads(before)
+    assert list(PROBES) == list(load_data("probes", "runs"))
+    assert [machine["settings"]["threads"] for machine in machines] == ["1", "2", "1"]
+    assert machines[0] == machines[2]
+
+
+def test_a_setting_that_changes_kernels_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table is of the machine at hand: each row is what a process of its setting gives."""
+    setting = "ATEN_CPU_CAPABILITY=default"
+    monkeypatch.setattr(arithmetic, "_LOWER_SETTINGS", {setting: "avx2"})
+    monkeypatch.setattr(arithmetic, "instruction_sets", lambda: {"avx2"})
+    monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
+    before = torch.get_num_threads()
+    changes = measure_changes()
+    assert torch.get_num_threads() == before
+    assert set(changes) == {setting, *(f"threads={n}" for n in (1, 2, 4) if n != before)}
+    has_vectors = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+    assert bool(changes[setting]) == has_vectors
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")  # the user's own choice stands
+    assert setting not in measure_changes()
+
+
+def test_flushed_subnormals_are_seen() -> None:
+    subnormal = measure_arithmetic(CPU)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot flush subnormals to zero")
+    try:
+        flushed = measure_arithmetic(CPU)
+    finally:
+        torch.set_flush_denormal(False)
+    changes = settings_diff({"arithmetic": subnormal}, {"arithmetic": flushed})
+    assert "subnormals" in [difference.name for difference in changes]
+
+
+def test_a_run_records_it_and_a_resume_elsewhere_says_what_differs(tmp_path: Path) -> None:
+    present = describe_process(CPU)
+    RunWriter.create(tmp_path / "run", {"config": {}, **present}).close()
+    table = read_run(tmp_path / "run").run["arithmetic"]
+    assert table == present["arithmetic"] and table["settings"]["torch"] == torch.__version__
+    started, resumed = (
+        {**present, "arithmetic": {**table, "results": {**table["results"], "softmax": text}}}
+        for text in ("fused", "pairwise")
+    )
+    assert (
+        changes_since(present, present)
+        == changes_since({**present, "arithmetic": "none"}, present)
+        == []
+    )
+    assert changes_since(started, resumed) == [
+        "this machine's arithmetic is not that of the run's start, in: softmax"
+    ]
+
+
+def test_the_recorded_chip_is_that_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: f"chip {device}")
+    monkeypatch.setattr(provenance, "measure_arithmetic", lambda device: {})
+    assert describe_process(torch.device("cuda:1"))["machine"]["device"] == "chip cuda:1"
