@@ -20,11 +20,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import math
 import statistics
 import sys
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import permutations
@@ -33,7 +32,6 @@ from typing import Any, NamedTuple
 
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.planner.built_models import of_config
-from narrowgauge.planner.estimate import Estimate
 from narrowgauge.planner.next import MeasuredRun
 from narrowgauge.planner.plan import plan
 from narrowgauge.spec.chips import get_chip
@@ -46,7 +44,9 @@ MARK = "# <!-- written -->\n"
 
 
 class Fact(NamedTuple):
-    """One fact: what was measured, planned, and the ends of the interval."""
+    """One fact: what was measured, planned, and the ends of the interval; ``kind`` is a row of
+    errors.
+    """
 
     name: str
     publication: str
@@ -54,7 +54,7 @@ class Fact(NamedTuple):
     what: str
     measured: float
     planned: float
-    ends: tuple[float, float]
+    ends: Sequence[float]
 
     @property
     def ratio(self) -> float:
@@ -102,54 +102,37 @@ def asked_as_stated(row: dict[str, Any]) -> dict[str, Any]:
     return {**row["ask"], "layout": layout} if layout else row["ask"]
 
 
-def facts_of(row: dict[str, Any], *, stated: bool = False) -> list[Fact]:
-    """Return the planner's answers beside the facts of a run.
-
-    Raises:
-        NarrowgaugeError: it cannot be asked.
-    """
+def facts_of(row: dict[str, Any], *, stated: bool) -> Iterator[Fact]:
+    """Yield the planner's answers beside the facts of a run."""
     asked = asked_as_stated(row) if stated else row["ask"]
     fact = row["fact"]
-    facts = []
-
-    def add(job: Estimate, what: str, measured: float, planned: float, ends: Any) -> None:
-        facts.append(Fact(row["name"], row["publication"], job.kind, what, measured, planned, ends))
-
+    names = row["name"], row["publication"]
     if "longest" in fact:
-        job, length = longest(asked)
-        add(job, "length", fact["longest"], length, (length, length))
-        return facts
+        length = longest(asked)
+        yield Fact(*names, "dense", "length", fact["longest"], length, (length, length))
+        return
     job = plan(**asked, advise=False).best
     for name in ("allocated", "reserved"):
         if f"{name}_gb" in fact:
             planned = getattr(job, f"{name}_bytes") / 1e9
-            share = planned / job.peak_bytes
-            add(
-                job,
-                "memory",
-                fact[f"{name}_gb"],
-                planned,
-                [share * end for end in job.memory_interval],
-            )
+            ends = [planned / job.peak_bytes * end for end in job.memory_interval]
+            yield Fact(*names, job.kind, "memory", fact[f"{name}_gb"], planned, ends)
     if "rate" in fact:
-        chips = job.num_chips
-        ends = [end / chips for end in job.rate_interval]
-        add(job, "speed", fact["rate"], job.tokens_per_second / chips, ends)
-    return facts
+        ends = [end / job.num_chips for end in job.rate_interval]
+        planned = job.tokens_per_second / job.num_chips
+        yield Fact(*names, job.kind, "speed", fact["rate"], planned, ends)
 
 
-def longest(asked: dict[str, Any]) -> tuple[Estimate, int]:
-    """Return the longest sequence that fits, to 128 tokens."""
+def longest(asked: dict[str, Any]) -> int:
+    """Return the tokens of the longest sequence that fits, to 128."""
     least, most = 1, 1 << 13
-    best = plan(**asked, sequence_length=128, advise=False).best
     while most - least > 1:
         middle = (least + most) // 2
-        job = plan(**asked, sequence_length=128 * middle, advise=False).best
-        if job.fits:
-            least, best = middle, job
+        if plan(**asked, sequence_length=128 * middle, advise=False).best.fits:
+            least = middle
         else:
             most = middle
-    return best, 128 * least
+    return 128 * least
 
 
 def all_facts(rows: Sequence[dict[str, Any]], *, stated: bool = False) -> list[Fact]:
@@ -163,14 +146,57 @@ def all_facts(rows: Sequence[dict[str, Any]], *, stated: bool = False) -> list[F
     return facts
 
 
+def pairs_of(rows: Sequence[dict[str, Any]], *, stated: bool) -> list[Fact]:
+    """Plan each run from every other one of its publication, chip and program: in the known run's
+    layout, or in the one that its source states.
+    """
+    groups = defaultdict(list)
+    for row in rows:
+        asked = asked_as_stated(row)
+        fact = row["fact"]
+        if "rate" not in fact or "layout" not in asked:
+            continue
+        names = [asked.get(name) for name in ("program", "chip", "base", "experts")]
+        key = str([row["publication"], *names, bool(asked.get("lora"))])
+        rate = fact["rate"] * asked.get("chips", 1)
+        peak = fact.get("allocated_gb", fact.get("reserved_gb"))
+        with contextlib.suppress(NarrowgaugeError):
+            run = MeasuredRun(tokens_per_second=rate, peak_gb=peak, **asked)
+            groups[key, run.job.kind].append((row, run))
+    pairs = []
+    for runs in groups.values():
+        for (_, known), (row, wanted) in permutations(runs, 2):
+            changes = dict(wanted.asked)
+            if not stated:
+                changes.pop("layout")
+                changes["tokens_per_step"] = wanted.job.tokens_per_step
+            with contextlib.suppress(NarrowgaugeError):
+                told = known.next(**changes)
+                names = row["name"], row["publication"], told.difference
+                rates = wanted.tokens_per_second, told.tokens_per_second, told.rate_interval
+                pairs.append(Fact(*names, "speed", *rates))
+                if wanted.peak_gb and known.peak_gb:
+                    peaks = wanted.peak_gb, told.peak_gb, told.peak_interval
+                    pairs.append(Fact(*names, "memory", *peaks))
+    return pairs
+
+
 def summary(name: str, facts: Sequence[Fact]) -> str:
-    """Summarize errors, how many are right, and how many lie inside the interval."""
-    errors = [abs(fact.error) for fact in facts]
-    right = sum(fact.is_right for fact in facts)
-    inside = statistics.mean(fact.is_inside for fact in facts)
+    """Summarize errors; each run has the weight one, whatever the number of its facts."""
+    count = Counter(fact.name for fact in facts)
+    half = len(count) / 2
+    median = mean = right = inside = 0.0
+    for fact in sorted(facts, key=lambda fact: abs(fact.error)):
+        weight = 1 / count[fact.name]
+        if half > 1e-9:
+            median = abs(fact.error)
+        half -= weight
+        mean += weight * abs(fact.error) / len(count)
+        right += weight * fact.is_right
+        inside += weight * fact.is_inside / len(count)
     return (
-        f"{name}: {len(facts)} facts, {right} right; mean error {statistics.mean(errors):.1%}, "
-        f"median {statistics.median(errors):.1%}; {inside:.0%} inside"
+        f"{name}: {len(count)} runs, {len(facts)} facts: {right:.0f} right; mean error {mean:.1%}, "
+        f"median {median:.1%}; {inside:.0%} inside"
     )
 
 
@@ -187,184 +213,66 @@ def ends_of(ratios: Sequence[float], wider: float = 1.0) -> tuple[float, float]:
 def held_by_others(facts: Sequence[Fact], wider: float = 1.0) -> float:
     """Return the share of facts inside the interval of the other publications' facts."""
     inside = 0
-    for publication in {fact.publication for fact in facts}:
-        others = [fact.ratio for fact in facts if fact.publication != publication]
+    for fact in facts:
+        others = [other.ratio for other in facts if other.publication != fact.publication]
         low, high = ends_of(others, wider)
-        mine = [fact.ratio for fact in facts if fact.publication == publication]
-        inside += sum(low <= ratio <= high for ratio in mine)
+        inside += low <= fact.ratio <= high
     return inside / len(facts)
 
 
-def intervals(facts: Sequence[Fact]) -> dict[tuple[str, str], tuple[float, float, int]]:
-    """Return the ends and the number of facts of each quantity and kind."""
-    table = {}
+def write(facts: Sequence[Fact]) -> None:
+    """Write the intervals into the planner's table. A kind of two publications has the interval of
+    dense models, widened.
+    """
+    text = ""
     for what in ("speed", "memory"):
+        low, high = 0.0, 0.0
         for kind in ("dense", "mixture"):
             chosen = [fact for fact in facts if (fact.what, fact.kind) == (what, kind)]
-            if len({fact.publication for fact in chosen}) < 3:  # the dense ones, widened
-                low, high, _ = table[what, "dense"]
-                table[what, kind] = low**1.5, high**1.5, len(chosen)
-                continue
-            steps = (1 + step / 20 for step in range(60))
-            wider = next((w for w in steps if held_by_others(chosen, w) >= 0.8), 4.0)
-            low, high = ends_of([fact.ratio for fact in chosen], wider)
-            table[what, kind] = low, high, len(chosen)
-    return table
-
-
-def write(facts: Sequence[Fact]) -> None:
-    """Write the intervals into the planner's table."""
-    lines = []
-    for (what, kind), (low, high, runs) in intervals(facts).items():
-        lines += [f"[{what}.{kind}]", f"low = {low:.3f}", f"high = {high:.3f}", f"runs = {runs}"]
+            if len({fact.publication for fact in chosen}) < 3:
+                low, high = low**1.5, high**1.5
+            else:
+                wider = 1.0
+                while held_by_others(chosen, wider) < 0.8:
+                    wider += 0.05
+                low, high = ends_of([fact.ratio for fact in chosen], wider)
+            text += f"[{what}.{kind}]\nlow = {low:.3f}\nhigh = {high:.3f}\nruns = {len(chosen)}\n"
     before, _, rest = ERRORS.read_text(encoding="utf-8").partition(MARK)
     after = rest.partition("\n\n")[2]
-    ERRORS.write_text(f"{before}{MARK}{chr(10).join(lines)}\n\n{after}", encoding="utf-8")
-
-
-# ── from one measured run to another ──────────────────────────────────────────────────────────────
-
-
-class Pair(NamedTuple):
-    """A run that another one of its publication planned."""
-
-    name: str
-    difference: str
-    is_same_layout: bool
-    what: str
-    measured: float
-    planned: float
-    is_inside: bool
-
-
-def pairs_of(rows: Sequence[dict[str, Any]], *, stated: bool) -> list[Pair]:
-    """Plan each run from every other one of its publication, chip and program: in the known run's
-    layout, or in the one that its source states.
-    """
-    groups = defaultdict(list)
-    for row in rows:
-        fact = row["fact"]
-        asked = asked_as_stated(row)
-        if "rate" not in fact or "layout" not in asked:
-            continue
-        names = [asked.get(name) for name in ("program", "chip", "base", "experts")]
-        key = str([row["publication"], *names, bool(asked.get("lora"))])
-        rate = fact["rate"] * asked.get("chips", 1)
-        peak = fact.get("allocated_gb", fact.get("reserved_gb"))
-        with contextlib.suppress(NarrowgaugeError):
-            run = MeasuredRun(tokens_per_second=rate, peak_gb=peak, **asked)
-            groups[key, run.job.kind].append((row["name"], run))
-    pairs = []
-    for runs in groups.values():
-        for (_, known), (name, wanted) in permutations(runs, 2):
-            changes = {key: wanted.asked[key] for key in wanted.asked if stated or key != "layout"}
-            if not stated:
-                changes["tokens_per_step"] = wanted.job.tokens_per_step
-            try:
-                told = known.next(**changes)
-            except NarrowgaugeError:
-                continue
-            for what, measured, planned, ends in (
-                ("speed", wanted.tokens_per_second, told.tokens_per_second, told.rate_interval),
-                ("memory", wanted.peak_gb, told.peak_gb, told.peak_interval),
-            ):
-                if measured and (what == "speed" or known.peak_gb):
-                    is_inside = ends[0] <= measured <= ends[1]
-                    pair = Pair(
-                        name,
-                        told.difference,
-                        told.is_same_layout,
-                        what,
-                        measured,
-                        planned,
-                        is_inside,
-                    )
-                    pairs.append(pair)
-    return pairs
-
-
-def pair_summary(name: str, pairs: Sequence[Pair]) -> str:
-    """Summarize pairs; each planned run has the weight one."""
-    count: dict[str, int] = defaultdict(int)
-    for pair in pairs:
-        count[pair.name] += 1
-    rows = sorted(
-        (abs(math.log(pair.measured / pair.planned)), 1 / count[pair.name]) for pair in pairs
-    )
-    total = sum(weight for _, weight in rows)
-    at = {}
-    passed = 0.0
-    for error, weight in rows:
-        passed += weight
-        for share in (0.5, 0.8):
-            if passed >= share * total - 1e-9:
-                at.setdefault(share, error)
-    near = sum(weight for error, weight in rows if error <= math.log(1.15)) / total
-    inside = sum(1 / count[pair.name] for pair in pairs if pair.is_inside) / total
-    return (
-        f"{name}: {len(count)} runs, {len(pairs)} pairs: median {at[0.5]:.1%}, 80 % {at[0.8]:.1%}, "
-        f"within 15 % {near:.0%}, inside {inside:.0%}"
-    )
-
-
-def report_pairs(rows: Sequence[dict[str, Any]], *, stated: bool) -> None:
-    """Print the errors of plans from one measured run, by what differs."""
-    pairs = pairs_of(rows, stated=stated)
-    for what in ("speed", "memory"):
-        chosen = [pair for pair in pairs if pair.what == what]
-        for difference in sorted({pair.difference for pair in chosen}):
-            of_row = [pair for pair in chosen if pair.difference == difference]
-            print(pair_summary(f"{what}, {difference}", of_row))
-        dense = [pair for pair in chosen if pair.difference != "mixture"]
-        same = [pair for pair in dense if pair.is_same_layout]
-        if same:
-            print(pair_summary(f"{what}, dense, the run's layout", same))
-        print(pair_summary(f"{what}, dense", dense))
-        print(pair_summary(f"{what}, all pairs", chosen))
+    ERRORS.write_text(f"{before}{MARK}{text}\n{after}", encoding="utf-8")
 
 
 def main() -> int:
     """Print every fact and the summaries."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("--held-out", action="store_true", help="what no number was fitted with")
-    parser.add_argument("--stated", action="store_true", help="in the layouts that sources state")
-    parser.add_argument("--next", action="store_true", help="from another run of the source")
-    parser.add_argument("--write", action="store_true", help="write the intervals")
-    parser.add_argument("names", nargs="*", help="beginnings of names")
+    for name in ("held-out", "stated", "next", "write"):
+        parser.add_argument(f"--{name}", action="store_true")
     options = parser.parse_args()
     rows = load(held_out=options.held_out)
-    if options.names:
-        rows = [row for row in rows if row["name"].startswith(tuple(options.names))]
     if options.next:
-        report_pairs(rows, stated=options.stated)
-        return 0
-    facts = all_facts(rows, stated=options.stated)
+        facts = pairs_of(rows, stated=options.stated)
+    else:
+        facts = all_facts(rows, stated=options.stated)
+        for fact in facts:
+            print(
+                f"{fact.name:44} {fact.what:7} {fact.measured:10,.1f} {fact.planned:10,.1f} {fact.error:+7.1%}"
+            )
     if options.write:  # a memory is that of a layout, so it is compared in the one that is stated
+        speeds = [fact for fact in facts if fact.what == "speed"]
         stated = all_facts(rows, stated=True)
-        write(
-            [fact for fact in facts if fact.what == "speed"]
-            + [fact for fact in stated if fact.what == "memory"]
-        )
-    for fact in facts:
-        mark = "right" if fact.is_right else "wrong"
-        inside = "" if fact.is_inside else "outside"
-        print(
-            f"{fact.name:44} {fact.what:7} {fact.measured:10,.1f} {fact.planned:10,.1f} "
-            f"{fact.error:+7.1%} {mark} {inside}"
-        )
+        write(speeds + [fact for fact in stated if fact.what == "memory"])
     questions = {row["name"] for row in rows if row["is_question"]}
-    for name, of_questions in (("questions", True), ("runs", False)):
-        for what in TOLERANCE:
-            chosen = [f for f in facts if (f.name in questions) == of_questions and f.what == what]
-            for kind in ("dense", "mixture"):
-                of_kind = [fact for fact in chosen if fact.kind == kind]
-                if of_kind:
-                    print(summary(f"{name}, {what}, {kind}", of_kind))
-            if chosen:
-                print(summary(f"{name}, {what}", chosen))
+    groups = defaultdict(list)
+    for fact in facts:
+        source = "questions" if fact.name in questions else "runs"
+        groups[f"{source}, {fact.what}, {fact.kind}"].append(fact)
+        groups[f"{source}, {fact.what}"].append(fact)
+        if fact.kind != "mixture":
+            groups[f"{fact.what}, all but mixtures"].append(fact)
+    for name, chosen in sorted(groups.items()):
+        print(summary(name, chosen))
     wrong = {fact.name for fact in facts if not fact.is_right}
-    right = questions & {fact.name for fact in facts} - wrong
-    print(f"{len(questions)} questions: {len(right)} right")
+    print(f"{len(questions)} questions: {len(questions - wrong)} right")
     return 0
 
 

@@ -26,11 +26,9 @@ SOURCE = Path(__file__).parents[1] / "src" / "narrowgauge"
 LAYERS = {
     "spec": {"errors", "spec"},
     "monitor": {
-        "analysis",
-        *(f"analysis.{name}" for name in ("reading", "kinds")),
         *(f"measuring.{name}" for name in ("reading", "kinds", "step")),
     },
-    "record": {"analysis.columns", "measuring.settings"},
+    "record": {"measuring.columns", "measuring.settings"},
     "comparison": {"measuring.comparison", "measuring.intervals", "measuring.labels"},
     "laws": {f"measuring.{name}laws" for name in ("", "update_", "gradient_", "loss_")},
     "diagnosis": {"measuring.diagnose", "measuring.two_runs"},

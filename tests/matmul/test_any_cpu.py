@@ -23,9 +23,9 @@ TOKENS = torch.arange(18).reshape(2, 9) % 32
 
 
 @pytest.fixture
-def laptop(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def laptop() -> Iterator[None]:
     """AVX2 alone, in a process that has not warned yet."""
-    monkeypatch.setattr(gemm, "_WARNED", set())
+    gemm.warn_if_emulated.cache_clear()
     with pretending("avx2"):
         yield
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from narrowgauge.measuring import hooks, laws, meter
+from trainer.fixtures import place as place
 
 
 def raise_it(title: str, error: Exception) -> str:

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import narrowgauge as ng
-from analysis.diagnosis.records import AT, LAYER, NUM_STEPS, Row, gauges, healthy_run, written
+from measuring.records import AT, LAYER, NUM_STEPS, Row, gauges, healthy_run, written
 from narrowgauge.cli.main import main
 from narrowgauge.measuring.diagnose import Diagnosis
 from narrowgauge.measuring.reading import Reading, in_order

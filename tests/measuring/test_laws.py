@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from analysis.diagnosis.records import ATTENTION, HEALTHY, LAYER, Row, gauges
+from measuring.records import ATTENTION, HEALTHY, LAYER, Row, gauges
 from narrowgauge.measuring.kinds import KINDS
 from narrowgauge.measuring.laws import Laws
 from narrowgauge.measuring.reading import STAGES, Reading

@@ -121,7 +121,7 @@ def state(**changes: Any) -> str:
             "holds no loss. It has Step, one - loss, two - loss",
         ),
         ("a.csv", "step,loss\n0.5,1.0\n", "not a whole number"),
-        ("a.csv", "step;loss\n1;2,5\n", "no commas between its columns"),
+        ("a.csv", "step;loss\n1;2,5\n", "not as many values"),
         ("a.jsonl", "{", "No run in"),
     ],
 )

@@ -17,8 +17,8 @@ import pytest
 from click.testing import CliRunner
 
 import narrowgauge as ng
-from analysis.diagnosis.records import AT, healthy_run
 from measuring.made_runs import make_run, seeds
+from measuring.records import AT, healthy_run
 from narrowgauge.cli.main import main
 from narrowgauge.measuring.comparison import compare_runs
 from narrowgauge.measuring.reading import Reading

@@ -174,7 +174,7 @@ def test_a_folder_holds_the_definition_the_runs_the_rows_and_the_page(
         *NAMES,
     }
     assert [row["recipe"] for row in json.loads((out / "compare.json").read_text())] == [
-        r.title for r in RECIPES
+        r.name for r in RECIPES
     ]
     assert printed.count("\n") == 6 and "\x1b" not in printed and "\r" not in printed
 
@@ -241,7 +241,7 @@ def test_recipes_and_seeds_may_be_added_at_the_same_rate(base: Settings, tmp_pat
 
 def test_a_run_that_diverges_is_a_result(base: Settings, tmp_path: Path) -> None:
     broken = replace(base, lr=1e38)
-    assert done(broken, tmp_path, seeds=1).count("diverged (its loss is nan)") == 2
+    assert done(broken, tmp_path, seeds=1).count("validation loss nan") == 2
     assert [row["diverged"] for row in json.loads((tmp_path / "compare.json").read_text())] == [
         True,
         True,
@@ -258,5 +258,5 @@ def test_an_error_before_the_first_run_leaves_nothing(
 
 
 def test_another_definition_is_refused(first: tuple[Path, str], base: Settings) -> None:
-    with pytest.raises(RecordError, match=r"Cannot change lr of .* from 0\.003 to 0\.001"):
+    with pytest.raises(RecordError, match=r"it is finished, and lr would change"):
         done(replace(base, lr=1e-3), first[0])

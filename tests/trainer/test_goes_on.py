@@ -205,11 +205,11 @@ def test_a_second_writer_is_refused(stopped: Path) -> None:
 # ── changed settings ──────────────────────────────────────────────────────────────────────────────
 
 FIXED = {
-    "--seed 3": "with seed = 3 because it began with 0",
-    "--batch-size 8": "with batch_size = 8",
-    "--recipe bfloat16/word": "with recipe = 'bfloat16/word'",
-    "--model llama-1m": "with model = 'llama-1m'",
-    "--sequence-length 8": "with sequence_length = 8",
+    "--seed 3": "its seed was 0 and is 3",
+    "--batch-size 8": "its batch_size was 4 and is 8",
+    "--recipe bfloat16/word": "its recipe was 'bfloat16/naive' and is 'bfloat16/word'",
+    "--model llama-1m": "its model was",
+    "--sequence-length 8": "its sequence_length was 16 and is 8",
     "--steps 4": "has done 5 steps",
     "--stop-after 5": "has done 5 steps",
     "--data other": "are not those that it started with",
@@ -232,11 +232,11 @@ def test_what_decides_a_run_from_its_start_cannot_change(
 
 def test_a_rate_and_a_longer_run_may_change_and_are_told(stopped: Path) -> None:
     printed = call("train", "--out", str(stopped), "--lr", "0.001", "--steps", "9").stdout
-    assert "changed settings: lr was 0.003 up to step 5 and is 0.001 from there on" in printed
+    assert "changed settings: lr was 0.003 and is 0.001 at step 5" in printed
     run = read_run(stopped)
     assert run.summary["steps"] == 9 and run.config["lr"] == 0.001
     refused = call("train", "--out", str(stopped), "--lr", "0.002")
-    assert refused.exit_code == 2 and "because the run is finished" in refused.stderr
+    assert refused.exit_code == 2 and "it is finished, and lr would change" in refused.stderr
 
 
 def test_what_has_changed_on_the_machine_is_told(

@@ -29,7 +29,7 @@ from narrowgauge.numerics.dtensor import own_part
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.optim.optimizers import AdamW
 from narrowgauge.optim.parameter_formats import cast_statistics, round_in_place, rounded
-from narrowgauge.spec.computes import Compute
+from narrowgauge.spec.computes import COMPUTES, Compute
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.torch_support.machine import multiplies
@@ -174,13 +174,16 @@ def _propagate_scales(model: nn.Module, recipe: Recipe) -> None:
 
 def narrow_linears(model: nn.Module, recipe: Recipe, seed: int) -> NarrowLayers | None:
     """Swap the linear layers whose compute differs from PyTorch's own."""
-    device = next(model.parameters()).device
+    plain = _compute_of_torch(recipe, next(model.parameters()).device)
+    roles: dict[str, str] = {}
+    if not recipe.compute.is_wide:
+        roles = roles_of(model, recipe.compute.keep_last, warns=True)
     narrow: dict[str, Compute] = {}
-    warns = not recipe.compute.is_wide
-    roles = roles_of(model, recipe.compute.keep_last, warns=warns)
     for name in multiplied(model):
-        compute = recipe.compute_of(name, is_kept=name in roles)
-        if compute.name != _compute_of_torch(recipe, device):
+        compute = recipe.compute
+        if name in roles:
+            compute = COMPUTES[recipe.dtype]
+        if compute.name != plain:
             narrow[name] = compute
     if narrow:
         return swap_linears(model, narrow.get, seed=seed)

@@ -11,6 +11,7 @@ tensor multiplies the result instead, which the CPU's matmul has already rounded
 from __future__ import annotations
 
 import warnings
+from functools import cache
 from typing import Any
 
 import torch
@@ -114,37 +115,30 @@ class EmulationNotice(UserWarning):
     """Warned once per compute and device whose matmuls are emulated."""
 
 
-_WARNED: set[tuple[str, str]] = set()
-
-
+@cache
 def warn_if_emulated(compute: Compute, device: torch.device) -> None:
-    if (compute.name, str(device)) in _WARNED or device.type == "meta":
-        return
-    _WARNED.add((compute.name, str(device)))
-    if emulated_formats(compute, device):
-        warnings.warn(describe_matmuls(compute, device), EmulationNotice, stacklevel=3)
-
-
-def emulated_formats(compute: Compute, device: torch.device) -> list[str]:
-    emulated = [product for product in compute.products.values() if not is_native(product, device)]
-    return sorted({cast.format for product in emulated for cast in (product.left, product.right)})
+    words = describe_matmuls(compute, device)
+    if not words.endswith("natively.") and device.type != "meta":
+        warnings.warn(words, EmulationNotice, stacklevel=4)
 
 
 def describe_matmuls(compute: Compute, device: torch.device) -> str:
     """Describe in one line how a compute's matmuls run on a device."""
+    emulated: set[str] = set()
+    for product in compute.products.values():
+        if not is_native(product, device):
+            emulated |= {product.left.format, product.right.format}
     here = "this CPU"
-    if device.type != "cpu":
+    if device.type == "cuda":
         here = f"this {torch.cuda.get_device_name(device)}"
-    emulated = emulated_formats(compute, device)
     if not emulated:
         return f"{compute.name} multiplies on {here} natively."
-    names = " and ".join(emulated)
+    how = "(exact values, no speed-up)"
     if {"bfloat16", "float16", "int8"}.issuperset(emulated):
         how = "by float32 products (same values, float32's speed)"
     elif device.type == "cpu" and not is_widened(torch.bfloat16, "cpu"):
         how = "(exact values, each sum rounded to bfloat16 once; no speed-up)"
-    else:
-        how = "(exact values, no speed-up)"
+    names = " and ".join(sorted(emulated))
     return f"{compute.name} multiplies {names}, which {here} cannot; it is emulated here {how}."
 
 

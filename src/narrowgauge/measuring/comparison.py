@@ -18,8 +18,8 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from narrowgauge.analysis.columns import column
 from narrowgauge.errors import RecordError
+from narrowgauge.measuring.columns import column
 from narrowgauge.measuring.intervals import PairedDifference, interval, shown_loss
 from narrowgauge.measuring.labels import run_labels, seed_of
 from narrowgauge.measuring.settings import recipe_of, settings_diff

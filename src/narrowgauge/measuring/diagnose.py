@@ -11,8 +11,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, overload
 
-from narrowgauge.analysis.columns import column, rows_of
 from narrowgauge.errors import RecordError
+from narrowgauge.measuring.columns import column, rows_of
 from narrowgauge.measuring.kinds import KINDS
 from narrowgauge.measuring.laws import Laws
 from narrowgauge.measuring.reading import STAGES, Reading, Readings, measured

@@ -83,4 +83,4 @@ class RankSums:
         both = torch.stack([values, -values]).to(self._here.device)
         torch.distributed.all_reduce(both, torch.distributed.ReduceOp.MAX)
         largest, smallest = both.cpu()
-        return largest != -smallest
+        return largest.ne(-smallest)

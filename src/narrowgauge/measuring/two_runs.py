@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
-from narrowgauge.analysis.columns import loop_of, rows_of
+from narrowgauge.measuring.columns import loop_of, rows_of
 from narrowgauge.measuring.reading import Reading, Readings
 from narrowgauge.measuring.settings import recipe_of, settings_diff
 from narrowgauge.runs.finding import counted, listed, told

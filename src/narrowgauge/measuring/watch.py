@@ -130,7 +130,7 @@ def numbers_of(meter: Meter) -> dict[str, float]:
 
 def groups_of(meter: Meter) -> list[tuple[str, dict[str, Any]]]:
     """Return the number of each group, over all optimizers, with the group."""
-    groups = []
+    groups: list[tuple[str, dict[str, Any]]] = []
     for optimizer in meter.hub.optimizers:
         for group in optimizer.param_groups:
             groups.append((str(len(groups)), group))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from narrowgauge.analysis.columns import Series, column
+from narrowgauge.measuring.columns import Series, column
 from narrowgauge.report.interval_figure import colour_of
 from narrowgauge.runs.record import Run
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.atomic_io import damaged, disk_errors, load_json
-from narrowgauge.runs.schema import EVAL, STEP, Row, is_whole, short
+from narrowgauge.runs.schema import EVAL, STEP, Row, short
 from narrowgauge.spec.toml import load_data
 
 NAMES: dict[str, list[str]] = load_data("log_names", "runs")
@@ -46,34 +46,22 @@ def named(names: Iterable[str], column: str) -> str | None:
 # ── reading: a damaged file raises ValueError ─────────────────────────────────────────────────────
 
 
-def _read_state(file: Path) -> tuple[list[Row], Row]:
-    """Return the entries of a log of Hugging Face's, and the state that holds them."""
-    state = load_json(file.read_bytes())
-    rows = state.get("log_history") if isinstance(state, dict) else None
-    if not isinstance(rows, list) or {type(row) for row in rows} - {dict}:
-        raise ValueError("it holds no list of objects")
-    return rows, state
-
-
-def _read_csv(file: Path) -> list[Row]:
-    """Return the rows of a table, but a last one that is being written."""
+def _rows_of(file: Path) -> tuple[list[Row], Row]:
+    """Return the rows of a log, and the state that holds them: of a Trainer's, else none."""
+    if file.name == _STATE:
+        state: Row = load_json(file.read_bytes())
+        rows = state["log_history"]
+        if not isinstance(rows, list) or {type(row) for row in rows} - {dict}:
+            raise ValueError("it holds no list of objects")
+        return rows, state
     text = file.read_text(encoding="utf-8-sig", errors="replace")
-    table = csv.DictReader(io.StringIO(text), strict=True)
-    try:
-        names = table.fieldnames or []
-        if len(names) == 1 and (";" in names[0] or "\t" in names[0]):
-            raise RecordError(
-                f"{file} has no commas between its columns.", "Write the table with commas."
-            )
-        rows = list(table)
-    except csv.Error as error:
-        raise ValueError(f"line {table.line_num}: {error}") from error
+    rows = list(csv.DictReader(io.StringIO(text), strict=True))
     if rows and None in rows[-1].values() and not text.endswith("\n"):
-        rows.pop()
+        rows.pop()  # one that is being written
     for number, row in enumerate(rows, 2):
         if None in row or None in row.values():
             raise ValueError(f"line {number} has not as many values as the first line has names")
-    return rows
+    return rows, {}
 
 
 def _by_step(rows: list[Row], shift: int) -> dict[int, Row]:
@@ -84,30 +72,30 @@ def _by_step(rows: list[Row], shift: int) -> dict[int, Row]:
     names: dict[str, None] = {}
     for row in rows:
         names |= dict.fromkeys(row)
-    step_name = named(names, "step") or ""
-    if rows and not step_name:
+    known = {column: named(names, column) for column in NAMES}
+    step_name = known.pop("step")
+    if rows and step_name is None:
         raise ValueError(f"it has no column of steps ({', '.join(NAMES['step'][2:])})")
-    known = {column: named(names, column) for column in NAMES if column != "step"}
     by_step: dict[int, Row] = {}
     for row in rows:
-        step = _number(step_name, row.get(step_name))
+        step = _number(step_name, row)
         if step is None:
             continue
-        if not is_whole(step):
-            raise ValueError(
-                f"column '{step_name}' holds {short(step)}, which is not a whole number"
-            )
+        if not step.is_integer():
+            raise ValueError(f"column '{step_name}' holds {step}, which is not a whole number")
         columns = by_step.setdefault(int(step) + shift, {})
         for column, name in known.items():
-            value = None if name is None else _number(name, row.get(name))
+            value = _number(name, row)
             if value is not None:
                 columns[column] = value
-    first = next((step for step in sorted(by_step) if "loss" in by_step[step]), None)
-    return {step + (first == 0): by_step[step] for step in sorted(by_step)}
+    with_loss = [step for step, row in by_step.items() if "loss" in row]
+    first = int(min(with_loss, default=1) == 0)
+    return {step + first: by_step[step] for step in sorted(by_step)}
 
 
-def _number(name: str, value: Any) -> float | None:
-    if value in (None, ""):
+def _number(name: str | None, row: Row) -> float | None:
+    value = row.get(name)
+    if name is None or value in (None, ""):
         return None
     try:
         return float(value)
@@ -146,14 +134,10 @@ def read_log(path: Path) -> dict[str, Any] | None:
         file = log_file(path)
         if file is None:
             return None
-        state: Row = {}
         try:
-            if file.name == _STATE:
-                rows, state = _read_state(file)
-            else:
-                rows = _read_csv(file)
+            rows, state = _rows_of(file)
             by_step = _by_step(rows, shift=int(file.name == _METRICS))
-        except (ValueError, RecursionError) as error:
+        except (ValueError, LookupError, TypeError, csv.Error, RecursionError) as error:
             raise damaged(file, error) from error
     steps = []
     evals = []

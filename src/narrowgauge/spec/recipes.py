@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.spec.computes import COMPUTES, Compute
+from narrowgauge.spec.computes import Compute
 from narrowgauge.spec.storages import STORAGES, Storage
 from narrowgauge.spec.sums import REDUCTIONS, Reduction
 
@@ -58,21 +58,6 @@ class Recipe:
         the weights' format.
         """
         return self.compute.dtype
-
-    def compute_of(self, name: str, *, is_kept: bool = False) -> Compute:
-        """Return the compute of the linear layer of that dotted name.
-
-        A layer that ``is_kept`` wide, by its place in the model, has the plain compute of ``dtype``.
-
-        Example:
-            >>> from narrowgauge.spec.notation import parse
-            >>> recipe = parse("float8-row/word")
-            >>> recipe.compute_of("model.layers.0.mlp.up_proj").name, recipe.compute_of("lm_head", is_kept=True).name
-            ('float8-row', 'bfloat16')
-        """
-        if is_kept and not self.compute.is_wide:
-            return COMPUTES[self.dtype]
-        return self.compute
 
 
 def is_pair(compute: Compute, storage: Storage) -> bool:

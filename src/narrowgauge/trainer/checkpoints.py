@@ -21,8 +21,8 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from narrowgauge.errors import NarrowgaugeError, RecordError
-from narrowgauge.runs.atomic_io import digest, disk_error, load_json, sync, system_error
+from narrowgauge.errors import RecordError
+from narrowgauge.runs.atomic_io import digest, disk_error, load_json, sync
 from narrowgauge.spec.tables import Row
 
 if TYPE_CHECKING:
@@ -142,15 +142,9 @@ def save(run: Path, model: Any, optimizer: Optimizer, notes: Row, keep: int = 2)
             warnings.filterwarnings("ignore", "torch.distributed is (disabled|unavailable)")
             dcp.save(states_of(model, optimizer), checkpoint_id=new, no_dist=ranks.size == 1)
         ranks.of_first(publish)
-    except (NarrowgaugeError, KeyboardInterrupt):
-        raise
-    except BaseException as error:  # DCP gives the errors of all ranks
+    except (OSError, dcp.CheckpointException) as error:  # DCP gives the errors of all ranks
         failures = getattr(error, "failures", {0: (error, None)})
-        cause = failures[min(failures)][0]
-        if system_error(cause) is not None:
-            raise disk_error(final, cause) from error
-        advice = "Older checkpoints are intact: give the same command again."
-        raise RecordError(f"Cannot write {final}: {cause}.", advice, status=1) from error
+        raise disk_error(final, failures[min(failures)][0]) from error
 
 
 def _remove(folder: Path) -> None:

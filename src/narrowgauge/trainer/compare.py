@@ -17,8 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from narrowgauge.errors import NarrowgaugeError, RecipeError, RecordError, require_package
-from narrowgauge.measuring.comparison import Comparison, compare_runs, divergence
+from narrowgauge.errors import NarrowgaugeError, RecipeError, require_package
+from narrowgauge.measuring.comparison import Comparison, compare_runs
 from narrowgauge.measuring.labels import parsed_recipe, recipe_name, run_name
 from narrowgauge.report.page import learned
 from narrowgauge.report.publishing import publish
@@ -28,7 +28,7 @@ from narrowgauge.runs.record import Run, read_run
 from narrowgauge.runs.writer import RunWriter
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.trainer.checkpoints import newest, notes_of
-from narrowgauge.trainer.loop import Entry, changed_settings, enter, train_entry
+from narrowgauge.trainer.loop import Entry, enter, train_entry
 from narrowgauge.trainer.settings import OF_A_RUN, Settings, first_free
 
 if TYPE_CHECKING:
@@ -194,12 +194,6 @@ def define(
     shared = {**present, **named}
     base = Settings.from_dict(shared).checked()
     folder = Path(out or first_free(Path("comparisons") / Path(base.model).name))
-    for name, old, new in changed_settings(present, base.to_dict()) if present else ():
-        if name not in (*OF_A_RUN, "lr"):
-            raise RecordError(
-                f"Cannot compare in {folder} because its runs have {name} = {old}, not {new}.",
-                "Name another --out, or the settings of the runs there.",
-            )
     entries = []
     for recipe, seed, name in plan:
         of_run = {"recipe": recipe.name, "seed": seed, "out": str(folder / name)}
@@ -237,8 +231,7 @@ def run_comparison(
     folder = entries[0].folder.parent
     say = partial(print, file=stream, flush=True)
     say(f"{counted(len(entries), 'run')} in {folder}")
-    runs: list[Run] = []
-    for entry in entries:
+    for number, entry in enumerate(entries):
         began = time.monotonic()
         took = "earlier"
         if not entry.is_finished:
@@ -246,21 +239,17 @@ def run_comparison(
                 _train(entry, stream)
             except KeyboardInterrupt as interruption:
                 raise type(interruption)(
-                    f"{len(runs)} of {len(entries)} runs are done. Give the same command with "
+                    f"{number} of {len(entries)} runs are done. Give the same command with "
                     f"--out {folder} to continue."
                 ) from None
             took = duration(time.monotonic() - began)
-        run = read_run(entry.folder)
-        runs.append(run)
-        reason = divergence(run)
-        result = f"diverged ({reason})"
-        if not reason:
-            result = f"validation loss {(run.summary or {})['val_loss']:.4f}"
+        loss = (read_run(entry.folder).summary or {})["val_loss"]
         name = f"{entry.settings.recipe.name}, seed {entry.settings.seed}"
-        say(f"{len(runs)}/{len(entries)}  {name}  {result}  {took}")
-    requested = [run.path for run in runs]
-    for file in sorted(folder.glob("*/run.toml")):
-        if file.parent not in requested and file.with_name("summary.json").is_file():
+        say(f"{number + 1}/{len(entries)}  {name}  validation loss {loss:.4f}  {took}")
+    runs = [read_run(entry.folder) for entry in entries]
+    asked = [run.path for run in runs]
+    for file in sorted(folder.glob("*/summary.json")):
+        if file.parent not in asked:
             runs.append(read_run(file.parent))
     comparison = compare_runs(runs)
     for words in learned(comparison, runs):

@@ -9,6 +9,7 @@ On several ranks rank 0 decides everything that depends on files, on the clock o
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import warnings
@@ -26,7 +27,6 @@ from narrowgauge.runs.places import FolderLock, is_run, require_free
 from narrowgauge.runs.record import read_settings as read_run_toml
 from narrowgauge.runs.record import toml_value
 from narrowgauge.runs.schema import VERSION, Row, short
-from narrowgauge.spec.models import MODELS
 from narrowgauge.trainer import checkpoints
 from narrowgauge.trainer.progress import Progress
 from narrowgauge.trainer.settings import FIXED, Settings
@@ -96,13 +96,12 @@ def enter(named: Mapping[str, Any], num_ranks: int = 1) -> Entry:
     before = notes["settings"]
     lasting = {name: value for name, value in before.items() if name not in ("out", "stop_after")}
     settings = Settings.from_dict({**lasting, **named}, str(checkpoint)).checked(num_ranks)
-    changes = changed_settings(before, settings.to_dict())
     entry = Entry(settings, checkpoint, notes)
+    changes = changed_settings(Settings.from_dict(before), settings)
     _require_same_run(entry, changes)
     events = [_note(f"{damage} and was not loaded", "damaged-checkpoint") for damage in damaged]
-    for name, old, new in changes:
-        words = f"{name} was {old} up to step {notes['step']} and is {new} from there on"
-        events.append(_note(words, "changed-settings"))
+    for name, words in changes.items():
+        events.append(_note(f"{name} {words} at step {notes['step']}", "changed-settings"))
     return entry._replace(events=tuple(events))
 
 
@@ -125,58 +124,40 @@ def _require_own(folder: Path) -> None:
         )
 
 
-def changed_settings(
-    before: Mapping[str, Any], now: Mapping[str, Any]
-) -> list[tuple[str, str, str]]:
-    """Return settings that differ: name and both values as text. A missing one is at its default.
+def changed_settings(before: Settings, now: Settings) -> dict[str, str]:
+    """Return the settings that differ, each with both values.
 
     Example:
-        >>> changed_settings({"lr": 0.003, "out": "a"}, {"lr": 0.007, "seed": 0, "out": "b"})
-        [('lr', '0.003', '0.007')]
+        >>> changed_settings(Settings(lr=0.003, out="a"), Settings(lr=0.007, out="b"))
+        {'lr': 'was 0.003 and is 0.007'}
     """
-    defaults = Settings().to_dict()
-    first = {**defaults, **before}
-    second = {**defaults, **now}
-    changes = []
-    for name in {**first, **second}:
+    first = before.to_dict()
+    changes = {}
+    for name, new in now.to_dict().items():
         old = first.get(name)
-        new = second.get(name)
         if name not in _OF_A_SITTING and old != new:
-            texts = ["not set" if value is None else short(value) for value in (old, new)]
-            changes.append((name, *texts))
+            changes[name] = f"was {short(old)} and is {short(new)}"
     return changes
 
 
-def _require_same_run(entry: Entry, changes: list[tuple[str, str, str]]) -> None:
+def _require_same_run(entry: Entry, changes: Mapping[str, str]) -> None:
     """Refuse to go on with settings that decide a run's numbers from its start, or too early an end."""
     settings = entry.settings
-    folder = entry.folder
-    for name, old, new in changes:
-        # A model folder may have moved.
-        has_moved = name == "model" and not {old.strip("'"), new.strip("'")} & MODELS.keys()
-        if name in FIXED and not has_moved:
-            raise RecordError(
-                f"Cannot continue {folder} with {name} = {new} because it began with {old}.",
-                "Leave it as it was, or start another run with another --out.",
-            )
-    if entry.is_finished and settings.steps == entry.notes["step"]:
-        for name, old, new in changes:
-            raise RecordError(
-                f"Cannot change {name} of {folder} from {old} to {new} because the run is finished.",
-                "Name another --out, or train it further with a larger --steps.",
-            )
     step = entry.notes["step"]
-    for flag, last in (("--stop-after", settings.stop_after), ("--steps", settings.steps + 1)):
-        if last is not None and last <= step and not entry.is_finished:
-            raise RecordError(
-                f"Cannot end {folder} so early because it has done {counted(step, 'step')}.",
-                f"Name a later step with {flag}, or leave it out.",
-            )
-    if open_tokens(str(settings.data)).fingerprint != entry.notes["tokens"]:
+    problem = ""
+    fixed = [name for name in FIXED if name in changes]
+    if fixed:
+        problem = f"its {fixed[0]} {changes[fixed[0]]}"
+    elif entry.is_finished and settings.steps == step and changes:
+        problem = f"it is finished, and {'; '.join(changes)} would change"
+    elif settings.steps < step or (settings.stop_after or math.inf) <= step < settings.steps:
+        problem = f"it has done {counted(step, 'step')}"
+    elif open_tokens(str(settings.data)).fingerprint != entry.notes["tokens"]:
+        problem = f"the tokens in {settings.data} are not those that it started with"
+    if problem:
         raise RecordError(
-            f"Cannot continue {folder} because the tokens in {settings.data} are not those that it "
-            "started with.",
-            "Restore them, or name their new place with --data.",
+            f"Cannot go on with {entry.folder} because {problem}.",
+            "Leave the setting as it was, or start another run with another --out.",
         )
 
 
@@ -291,7 +272,6 @@ def _recorder_of(session: Session, entry: Entry, progress: Progress) -> RunRecor
 
     Must precede the first step, whose compiled code calls the gauges.
     """
-    from narrowgauge.matmul.gemm import describe_matmuls
     from narrowgauge.measuring.recorder import RunRecorder
 
     settings = session.settings
@@ -307,10 +287,6 @@ def _recorder_of(session: Session, entry: Entry, progress: Progress) -> RunRecor
         recorder.go_back(session.step, tokens=session.step * settings.tokens_per_step)
     for event in entry.events:
         recorder.event(**event)
-    for compute in [settings.recipe.compute] if session.step == 0 else ():
-        words = describe_matmuls(compute, session.model.device)
-        if session.linears is not None and compute.name != compute.dtype and "emulated" in words:
-            recorder.event("note", words)
     if session.here.is_first and session.tokens.folder is not None:
         with disk_errors(folder):
             copy_tokenizer(session.tokens.folder, folder)

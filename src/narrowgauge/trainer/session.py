@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import random
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -29,7 +28,6 @@ from narrowgauge.distributed.reduction import GradientReduction
 from narrowgauge.distributed.sharding import fingerprint_whole, fsdp_modules
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.cast_cache import cached_weights
-from narrowgauge.matmul.gemm import EmulationNotice
 from narrowgauge.matmul.scopes import compute_scope
 from narrowgauge.matmul.swapping import linears_of
 from narrowgauge.numerics.dtensor import is_sharded
@@ -165,12 +163,10 @@ def build(settings: Settings, tokens: Tokens) -> Session:
     nn.Module.to(model, device)
     size = all_ranks().size
     mesh = init_device_mesh(device.type, (size,)) if size > 1 else None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", EmulationNotice)  # a note of the run
-        _, optimizer = prepare(
-            model, settings.recipe, lr=settings.lr, betas=(0.9, 0.95), weight_decay=settings.weight_decay,
-            groups=matrices_decay, max_grad_norm=settings.max_grad_norm, seed=settings.seed, mesh=mesh, average=False,
-        )  # fmt: skip
+    _, optimizer = prepare(
+        model, settings.recipe, lr=settings.lr, betas=(0.9, 0.95), weight_decay=settings.weight_decay,
+        groups=matrices_decay, max_grad_norm=settings.max_grad_norm, seed=settings.seed, mesh=mesh, average=False,
+    )  # fmt: skip
     assert isinstance(optimizer, Optimizer)
     # One process sums its micro-batches alone, unless the result must not depend on their order.
     is_order_invariant = settings.recipe.reduction.order_invariant

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -224,10 +225,9 @@ def _require(field: dataclasses.Field[Any], value: Any) -> None:
         )
     if value == "":
         raise NarrowgaugeError(f"{field.name} is empty.", f"Omit {flag}.")
-    if field.metadata["law"] is not None and value != math.inf:
+    is_unlimited = field.name == "max_grad_norm" and value == math.inf
+    if field.metadata["law"] is not None and not is_unlimited:
         field.metadata["law"](field.name, value)
-    if value == math.inf and field.name != "max_grad_norm":
-        raise NarrowgaugeError(f"Cannot use {field.name} = inf.", f"Change {flag}.")
 
 
 def read_settings(path: str | Path) -> dict[str, Any]:
@@ -247,31 +247,23 @@ def known_model(name: str) -> str:
     A folder may be given by its ``config.json``.
     """
     path = Path(name).expanduser()
-    is_folder = path.exists() or "/" in name or "\\" in name
-    if name.strip().lower() in MODELS or not is_folder:
+    if name.strip().lower() in MODELS or not (path.exists() or "/" in name):
         return get_model(name).name
-    advice = "Name a Hugging Face model folder, or a preset: narrowgauge show models."
-    if not path.exists() and name.count("/") == 1:
-        advice = f"Name a model folder, or fetch one of the hub: hf download {name}."
-        path = _in_the_cache(name) or path
+    if not path.exists() and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
+        require_package("transformers")
+        from huggingface_hub import try_to_load_from_cache
+
+        path = Path(str(try_to_load_from_cache(name, "config.json")))
     folder = path if path.is_dir() else path.parent
     if not (folder / "config.json").is_file():
         problem = "holds no config.json" if path.exists() else "does not exist"
-        raise DataError(f"the model folder {name} {problem}.", advice)
+        raise DataError(
+            f"the model folder {name} {problem}.",
+            "Name a Hugging Face model folder, a preset (narrowgauge show models), or a model of "
+            f"the hub after hf download {name}.",
+        )
     refuse_own_code(folder)
     return str(folder.resolve())
-
-
-def _in_the_cache(name: str) -> Path | None:
-    """Return the folder of a model of the hub that was downloaded, with its weights."""
-    require_package("transformers")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(name, local_files_only=True))
-    except (LocalEntryNotFoundError, HFValidationError):
-        return None
 
 
 def first_free(stem: Path) -> Path:

@@ -250,22 +250,15 @@ def open_tokens(folder: str | Path) -> Tokens:
     sample = np.ascontiguousarray(ids[:: max(1, len(ids) // _SAMPLE)])
     state = hashlib.blake2b(f"{len(ids)} {ids.dtype}".encode(), digest_size=16)
     state.update(sample.tobytes())
-    vocab_size = max(int(ids.max()) + 1, _vocab_size(folder / "tokenizer.json"))
+    vocab_size = int(ids.max()) + 1
+    if (folder / "tokenizer.json").is_file():
+        require_package("tokenizers")
+        from tokenizers import Tokenizer
+
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        vocab_size = max(vocab_size, tokenizer.get_vocab_size())
     cut = len(ids) - len(ids) // 20
     return Tokens(ids[:cut], ids[cut:], vocab_size, folder.resolve(), state.hexdigest())
-
-
-def _vocab_size(file: Path) -> int:
-    """Return the size of the vocabulary of a ``tokenizer.json``; 0 without one."""
-    try:
-        table = load_json(file.read_bytes())
-        numbers = [len(table["model"]["vocab"]) - 1]
-        numbers += [token["id"] for token in table.get("added_tokens", ())]
-        return max(numbers) + 1
-    except FileNotFoundError:
-        return 0
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise DataError(f"Cannot read {file}: {error}.", "Make the tokens again.") from error
 
 
 def copy_tokenizer(folder: Path, out: Path) -> None:

@@ -1,1 +1,0 @@
-"""Columns of a run's record, and the thresholds of comparisons."""

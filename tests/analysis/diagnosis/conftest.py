@@ -1,3 +1,0 @@
-"""The fixtures of tests that train."""
-
-from trainer.fixtures import place as place
