@@ -92,5 +92,5 @@ def test_adopted_values_are_kept_in_float64_nan_included(storage: str) -> None:
     torch_adamw.step()
     parameters = [nn.Parameter(wide.detach().to(weight.dtype))]
     ours = ng.AdamW(parameters, storage=storage)
-    ng.load_states(ours, torch_adamw.state_dict())
+    ours.load_state_dict(torch_adamw.state_dict())
     assert torch.equal(ours.stored(parameters[0], "exp_avg"), torch_adamw.state[wide]["exp_avg"])

@@ -100,6 +100,11 @@ REFUSED = {
     "an input that rounds stochastically": lambda: replace(
         COMPUTES["int8-row"], name="mine", output=COMPUTES["int8-row"].grad_input
     ),
+    "a weight that rounds stochastically": lambda: replace(
+        COMPUTES["int8-row"], name="mine", grad_input=Product(
+            COMPUTES["int8-row"].grad_input.left, replace(COMPUTES["int8-row"].grad_input.left, granularity="row")
+        )
+    ),
     "outliers beside blocks": lambda: replace(
         COMPUTES["int8-outlier-codes"], name="mine", output=Product(_OUTLIERS, Cast("int8", "1x32"))
     ),

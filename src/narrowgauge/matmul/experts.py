@@ -260,7 +260,8 @@ def grouped_layers_of(model: nn.Module) -> dict[str, GroupedLinear]:
     layers = {}
     for name, module in model.named_modules():
         if isinstance(module, GroupedLinear):
-            layers[name.replace(f"{NARROW}.", "")] = module
+            owner, _, projection = name.rpartition(f"{NARROW}.")
+            layers[owner + projection] = module
     return layers
 
 

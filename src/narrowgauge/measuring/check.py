@@ -150,7 +150,7 @@ def _compare(
     def repeat(places: Any) -> Pass:
         return passes.run(passes.step, Wide(places))
 
-    number = 1 if all_ranks().size == 1 else 0  # ranks would take turns of their own
+    number = int(all_ranks().size == 1)  # ranks would take turns of their own
     told.readings += rounding_readings(Roundings(first, repeat), told.lines, number)
     told.unseen |= not_followed(first)
     one_process = OneProcess(passes, first)

@@ -8,7 +8,7 @@ What is not followed is compared within four times the roundings of the plain pa
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -88,11 +88,7 @@ class OneProcess:
         for name, gradient in self.first.gradients.items():
             if name not in self.apart and not is_sharded(gradient):
                 prints[name] = fingerprint(gradient)
-        first, *others = self.ranks.gather(prints)
-        self.differing = []
-        for name, bits in first.items():
-            if any(of_rank.get(name) != bits for of_rank in others):
-                self.differing.append(name)
+        self.differing = _unlike(self.ranks.gather(prints))
         if not self.differing:
             return []
         is_summed = self.passes.backward is not None or self.passes.model is not (
@@ -139,22 +135,21 @@ class OneProcess:
             return []
         terms = self._terms(alone)
         exact = self._exact(plain, terms)
+        for name in self.differing:
+            exact.pop(name, None)
         own: Gradients = {}
         bounds = {}
         for name in exact:
-            if name in self.differing or name not in step.gradients:
-                continue
-            own[name] = step.shadows.get(name, step.gradients[name].double())
-            bounds[name] = SAME
-            if name not in step.shadows:
+            if name in step.shadows:
+                own[name] = step.shadows[name]
+                bounds[name] = SAME
+            elif name in step.gradients:
+                own[name] = step.gradients[name].double()
                 bounds[name] = self._coarse(plain, name)
-        right = {name: exact[name] for name in own}
         of_parts = [term.shadows for term in terms]
-        readings = structure_readings(own, right, bounds, of_parts, self.lines)
-        passes = self.passes
-        exact = {name: x for name, x in exact.items() if name not in self.differing}
+        readings = structure_readings(own, exact, bounds, of_parts, self.lines)
         alone.is_training = True
-        return readings + missing_readings(passes, step, exact)
+        return readings + missing_readings(self.passes, step, exact)
 
     def _draws_matter(self, alone: Passes, plain: Pass) -> bool:
         """Return whether other random numbers give other gradients."""
@@ -180,10 +175,10 @@ class OneProcess:
         """
         size = self.ranks.size
         if size == 1 or not terms:
-            return plain.shadows
+            return dict(plain.shadows)
         mean = sum(term.value for term in terms) / len(terms)
         if not abs(plain.value - size * mean) < 0.1 * abs(plain.value):
-            return plain.shadows
+            return dict(plain.shadows)
         self.lines.append(f"  the loss is {size} times a mean over the batches of all ranks")
         return {name: x / size for name, x in plain.shadows.items()}
 
@@ -200,9 +195,13 @@ def _weights_apart(passes: Passes, ranks: Ranks) -> list[str]:
     for name, p in passes.leaves.items() if ranks.size > 1 else ():
         if not is_sharded(p):
             prints[name] = fingerprint(spread(p))
-    first, *others = ranks.gather(prints)
-    apart = []
-    for name, bits in first.items():
-        if any(of_rank.get(name) != bits for of_rank in others):
-            apart.append(name)
-    return apart
+    return _unlike(ranks.gather(prints))
+
+
+def _unlike(of_ranks: Sequence[Mapping[str, int]]) -> list[str]:
+    """Return the names whose fingerprint is another one on a rank than on rank 0."""
+    names = []
+    for name, bits in of_ranks[0].items():
+        if any(prints.get(name) != bits for prints in of_ranks):
+            names.append(name)
+    return names

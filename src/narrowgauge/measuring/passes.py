@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -19,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from narrowgauge.errors import RecipeError
 from narrowgauge.measuring.beside import Beside, is_float, storage_key, tensors_in
 from narrowgauge.measuring.policies.wide import Wide
+from narrowgauge.measuring.resume import generators
 from narrowgauge.numerics.dtensor import is_sharded, named_gradients, whole
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.torch_support import torch_names
@@ -200,11 +200,11 @@ class Passes:
             undo.enter_context(torch.compiler.set_stance("force_eager"))
             undo.enter_context(sdpa_kernel(SDPBackend.MATH))
             taken = undo.enter_context(_taken(leaves if hooked else {}, wide))
-            before = _generators()
+            before = generators()
             constants: Any = Constants(wide) if has_constants else nullcontext()
             with constants, Beside(wide, *policies):
                 value = call()
-            draws = bool(wide.draws) or _generators() != before
+            draws = bool(wide.draws) or generators() != before
             changes()
             gradients, shadows = self._read(leaves, wide)
             raw = [*named_gradients(leaves).values()]
@@ -264,18 +264,6 @@ def inner_name(name: str) -> str:
 
 def _stays(module: nn.Module) -> Callable[..., nn.Module]:
     return lambda mode=True: module
-
-
-def _generators() -> list[Any]:
-    """Return the states of the random generators of PyTorch, Python and NumPy."""
-    states: list[Any] = [torch.get_rng_state().tolist(), random.getstate()]
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        _, words, *rest = numpy.random.get_state()
-        states += [words.tolist(), rest]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states += [state.tolist() for state in torch.cuda.get_rng_state_all()]
-    return states
 
 
 class _Changes:

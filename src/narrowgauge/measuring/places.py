@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from narrowgauge.measuring.beside import SUM, Site, is_finite, tensors_in
@@ -57,10 +58,6 @@ def distance(first: Gradients, second: Gradients, names: Sequence[str]) -> float
     return math.sqrt(squares)
 
 
-def length(gradients: Gradients, names: Sequence[str]) -> float:
-    return math.sqrt(sum(float(gradients[name].double().square().sum()) for name in names))
-
-
 class Place(NamedTuple):
     """A site, the share of the error that it gives alone, and the share that is left without it and
     those before it.
@@ -99,15 +96,18 @@ class Roundings:
                 self.names.append(name)
         self.unit = first.wide.working
         self.error = distance(first.gradients, first.shadows, self.names)
-        self.length = length(first.shadows, self.names)
+        self.length = math.hypot(*(float(first.shadows[name].norm()) for name in self.names))
         self.relative = self.error / self.length if self.length else 0.0
         self.worst, self.largest = self._worst_tensor()
 
     def _worst_tensor(self) -> tuple[str, float]:
         """Return the tensor that is farthest from its shadow, over its length."""
-        count = sum(self.first.shadows[name].numel() for name in self.names)
-        mean = self.length / math.sqrt(max(count, 1))
-        worst, largest = "", 0.0
+        count = 1
+        for name in self.names:
+            count += self.first.shadows[name].numel()
+        mean = self.length / math.sqrt(count)
+        worst = ""
+        largest = 0.0
         for name in self.names:
             shadow = self.first.shadows[name]
             own = float(shadow.norm())
@@ -124,10 +124,10 @@ class Roundings:
 
     @property
     def format(self) -> str:
-        for dtype, unit in UNITS.items():
+        for dtype, unit in (*UNITS.items(), (torch.float32, FINEST)):
             if unit == self.unit:
                 return dtype_name(dtype)
-        return "float32" if self.unit == FINEST else f"a format of unit roundoff {self.unit:.2g}"
+        return f"a format of unit roundoff {self.unit:.2g}"
 
     def line(self) -> str:
         if not self.first.gradients:
@@ -177,7 +177,7 @@ class Roundings:
         shadows = self.repeat(places).shadows
         names = [name for name in self.names if name in shadows]
         reached = distance(shadows, self.first.shadows, names)
-        return reached if math.isfinite(reached) else math.inf
+        return math.inf if math.isnan(reached) else reached
 
     def sum_of_micro_batches(self) -> list[Place]:
         """Return the narrow sum over micro-batches with its share, where it gives most of the error.
@@ -275,9 +275,8 @@ def nonfinite_readings(first: Pass, finite: Finite, lines: list[str]) -> list[Re
     if not bad:
         return [measured("nonfinite", "the loss", 1, 0, stage="loss")]
     shadow = first.shadows.get(bad[0])
-    if shadow is not None:
-        verb = "is finite: a format's range ends" if is_finite(shadow) else "is not finite either"
-        lines.append(f"without roundings the gradient of {bad[0]} {verb}")
+    if shadow is not None and is_finite(shadow):
+        lines.append(f"without roundings that of {bad[0]} is finite: a format's range ends")
     return [measured("nonfinite", bad, len(bad), 0)]
 
 

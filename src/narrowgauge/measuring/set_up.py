@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -138,8 +137,12 @@ def set_up_readings(set_up: SetUp, lines: list[str]) -> Iterator[Reading]:
     missing = missing_parameters(set_up)
     if missing:
         yield measured("missing-parameters", missing, len(missing), 0)
-    counts = Counter(id(p.parameter) for p in set_up.stepped)
-    twice = {p.name: None for p in set_up.stepped if counts[id(p.parameter)] > 1}
+    once = set[int]()
+    twice = []
+    for stepped in set_up.stepped:
+        if id(stepped.parameter) in once:
+            twice.append(stepped.name)
+        once.add(id(stepped.parameter))
     if twice:
         yield measured("parameters-twice", twice, len(twice), 0)
     bad = _not_finite(set_up)
@@ -161,8 +164,7 @@ def missing_parameters(set_up: SetUp) -> list[str]:
     """Return trainable parameters that no optimizer has, and no master stands for."""
     stepped = {id(p.parameter) for p in set_up.stepped}
     named = {p.name for p in set_up.stepped}
-    outside = [p.parameter for p in set_up.stepped if p.name not in set_up.parameters]
-    if outside and len(outside) == len(set_up.stepped) and all(p.ndim == 1 for p in outside):
+    if named.isdisjoint(set_up.parameters) and all(p.parameter.ndim == 1 for p in set_up.stepped):
         return []  # flat partitions of the weights, as of DeepSpeed and Megatron
     lost = []
     for name, p in set_up.parameters.items():
@@ -202,8 +204,8 @@ def rounded_buffers(model: nn.Module) -> list[str]:
     names = []
     for owner, module in model.named_modules():
         buffers = dict(module.named_buffers(recurse=False))
-        dtypes = [b.dtype for b in buffers.values()]
-        if any(not d.is_floating_point and d is not torch.bool for d in dtypes):
+        dtypes = {b.dtype for b in buffers.values()} - {torch.bool}
+        if not all(dtype.is_floating_point for dtype in dtypes):
             continue
         for name, buffer in buffers.items():
             if buffer.dtype in NARROW and not buffer.is_meta and _needs_last_bit(spread(buffer)):
@@ -257,11 +259,3 @@ def _equal_pairs(model: nn.Module) -> Iterator[tuple[str, str]]:
         first_name, q = first.setdefault(key, (name, p))
         if first_name != name and bool((bits != bits[0]).any()) and torch.equal(p, q):
             yield first_name, name
-
-
-def tied_names(named: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """Return the names of each tensor that has several, with signs of equality."""
-    groups: dict[int, list[str]] = {}
-    for name, x in named:
-        groups.setdefault(id(x), []).append(inner_name(name))
-    return [" = ".join(names) for names in groups.values() if len(names) > 1]

@@ -128,7 +128,9 @@ class Update:
         if not isinstance(self.optimizer, Optimizer):
             return stored_by(self.optimizer, self.parameter)
         steps = self.optimizer.num_steps(self.parameter)
-        return {"step": steps} if steps else {}
+        if steps:
+            return {"step": steps}
+        return {}
 
     def _rule(self) -> tuple[Any, bool] | None:
         name = type(self.optimizer).__name__.lower()
@@ -145,8 +147,9 @@ class Update:
         """Return what keeps the low bits of a narrow weight, and whether it keeps the decay's."""
         row = self.storage
         if row is not None:
-            is_kept = bool(row.beside) or row.weight.rounding != "nearest"
-            return (row.name, True) if is_kept else None
+            if row.beside or row.weight.rounding != "nearest":
+                return row.name, True
+            return None
         # Apex steps bfloat16 weights without the copies that it makes (fused_adam.py at 6424da3).
         is_unused = hasattr(self.optimizer, "param_groups_master")
         is_unused = is_unused and self.parameter.dtype is torch.bfloat16
@@ -154,7 +157,9 @@ class Update:
             value = self.group.get(option, getattr(self.optimizer, option, ...))
             if any(value is x or value == x for x in values) and not is_unused:
                 return option, keeps_decay
-        return ("a master", True) if self._has_master() else None
+        if self._has_master():
+            return "a master", True
+        return None
 
     def _has_master(self) -> bool:
         """Return whether a state is float32, and within a rounding of the 16-bit weight."""
@@ -244,8 +249,9 @@ class Update:
         if row is not None:
             code = row.exp_avg_sq
             has_state = "exp_avg_sq" in dict(row.states)
-            is_near = has_state and code.parts == 1 and code.rounding == "nearest"
-            return int(code.mantissa_bits) if is_near else None
+            if has_state and code.parts == 1 and code.rounding == "nearest":
+                return int(code.mantissa_bits)
+            return None
         if self.library not in LIBRARIES:
             return None  # its own code may round at random
         state = self.state.get("exp_avg_sq")
@@ -272,7 +278,11 @@ class Update:
         row: Row = {"dtype": dtype_name(p.dtype), "lr": self.rate}
         row["decay"] = float(self.group.get("weight_decay") or 0.0)
         row["optimizer"] = type(self.optimizer).__name__
-        row["storage"] = self.storage.name if self.is_ours else (self.keeper or ("",))[0]
+        row["storage"] = ""
+        if self.is_ours:
+            row["storage"] = self.storage.name
+        elif self.keeper is not None:
+            row["storage"] = self.keeper[0]
         row |= {"step": None, "of_decay": None, "second_moment": None}
         if shares is not None and p.dtype in NARROW:
             row["step"] = round(shares.step, 2)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from narrowgauge.measuring.beside import is_finite
 from narrowgauge.measuring.passes import Gradients, Pass, Passes
-from narrowgauge.measuring.reading import Reading, measured
+from narrowgauge.measuring.reading import Reading, measured, of_all
 
 SAME = 2.0**-20
 """Shadows are float64. What a loop counts by itself in float32, such as a denominator, leaves 16 of
@@ -54,36 +54,33 @@ def structure_readings(
     """
     differing: dict[str, float] = {}
     count = 0
-    for name, right in exact.items():
-        own = step.get(name)
-        size = float(right.norm())
-        if own is None or not size or not own.any() or not is_finite(own):
-            continue
-        count += 1
-        off = float((own - right).norm()) / size
-        if off > bounds[name]:
-            differing[name] = off
+    for name, own in step.items():
+        size = float(exact[name].norm())
+        if size and own.any() and is_finite(own):
+            count += 1
+            off = float((own - exact[name]).norm()) / size
+            if off > bounds[name]:
+                differing[name] = off
+    equal = count - len(differing)
     if count:
-        verb = "equals" if count == 1 else "equal"
-        lines.append(
-            f"  without roundings {count - len(differing)} of {count} gradients {verb} the plain loss's"
-        )
-    answers: dict[tuple[str, float, float], list[str]] = {}
-    for name, off in differing.items():
-        answer = _answer(name, step[name], exact[name], off, bounds[name], terms)
+        lines.append(f"  without roundings {equal} of {count} gradients equal the plain loss's")
+    names: dict[str, list[str]] = {}
+    answers: dict[str, Answer] = {}
+    for name in sorted(differing, key=differing.__getitem__, reverse=True):
+        answer = _answer(name, step[name], exact[name], differing[name], bounds[name], terms)
         if answer is not None:
-            words, value, expected = answer
-            key = words, round(value, 6) if expected else 0.0, expected
-            answers.setdefault(key, []).append(name)
+            answers.setdefault(answer.words, answer)
+            names.setdefault(answer.words, []).append(name)
     readings = []
-    for (words, factor, expected), names in answers.items():
-        names.sort(key=lambda name: -differing[name])
-        value = factor if expected else differing[names[0]]
-        is_scale = factor >= 256 and math.log2(factor) % 1 == 0
-        what = "own-scale" if is_scale else "gradient"
-        of = "" if len(names) == count > 1 else names
-        readings.append(measured(what, of, value, expected, bounds[names[0]]))
-        lines.append(f"  {', '.join(names[:2])}{' …' if len(names) > 2 else ''}: {words}")
+    for words, (_, value, expected) in answers.items():
+        members = names[words]
+        lines.append(f"  {of_all(members)}: {words}")
+        what = "gradient"
+        if value >= 256 and math.log2(value) % 1 == 0:
+            what = "own-scale"
+        if len(members) == count > 1:
+            members = []
+        readings.append(measured(what, members, value, expected, bounds[names[words][0]]))
     return readings
 
 
@@ -93,7 +90,7 @@ def _answer(
     a, b = own.flatten(), right.flatten()
     factor = float(a @ b) / float(b @ b)
     if float((a - factor * b).norm()) <= bound * abs(factor) * float(b.norm()):
-        return Answer(f"{factor:.6g} times the plain loss's", factor, 1.0)
+        return Answer(f"{factor:.6g} times the plain loss's", round(factor, 9), 1.0)
     usable = [term[name].flatten() for term in terms if name in term]
     if usable and len(usable) == len(terms) and a.numel() >= 2 * len(terms):
         columns = torch.stack(usable, 1)

@@ -1,22 +1,16 @@
 """Saved states, in and out.
 
-A state of the same storage and rule is loaded bit for bit, by :func:`loaded_state`. Any other one is
-read as a float32 weight, moments and a number of steps, and rounded once, by :func:`adopt`:
-
-===========  ==================================================================================
-torch.optim  Adam's and AdamW's moments, SGD's ``momentum_buffer``, in any float format
-narrowgauge  of any storage and rule
-===========  ==================================================================================
-
-:func:`to_torch_state` and :func:`full_weights` give states and weights back to torch.
+A state of the same storage and rule is loaded bit for bit, by :func:`loaded_state`. The moments of
+torch's Adam, AdamW and SGD are rounded once, by :func:`load_torch_state`. :func:`to_torch_state`
+and :func:`full_weights` give states and weights back to torch; a state of another storage goes that
+way.
 """
 
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +19,7 @@ from narrowgauge.errors import DataError, RecipeError
 from narrowgauge.numerics.dtensor import local_of
 from narrowgauge.numerics.rounding import at_least_float32
 from narrowgauge.optim.state import State, check_tensor
-from narrowgauge.optim.validation import agree, known_row, sizes_of
-from narrowgauge.optim.values import stored
+from narrowgauge.optim.validation import agree, sizes_of
 from narrowgauge.spec.storages import STATE_NAMES, WINDOW
 
 if TYPE_CHECKING:
@@ -98,201 +91,92 @@ def saved_states(
     return states, {"state": rest, "param_groups": saved}
 
 
-# ── by value ──────────────────────────────────────────────────────────────────────────────────────
+# ── of torch.optim ────────────────────────────────────────────────────────────────────────────────
 
 
-class Foreign(NamedTuple):
-    """Hold what a foreign state says of a parameter: its name, its entry, and the entry's group."""
+def load_torch_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Load moments and options of torch's Adam, AdamW or SGD. Weights stay as they are stored.
 
-    parameter: Tensor
-    name: str
-    entry: Entry
-    group: Entry
-
-
-class Values(NamedTuple):
-    """Hold the wide values of a foreign state. ``weight`` is ``None`` where it has none."""
-
-    weight: Tensor | None
-    states: dict[str, Tensor | int]
-
-
-def load_states(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Load weights and moments from torch's Adam, AdamW or SGD, or from another storage.
-
-    Load the model's weights first. If the state knows a weight more precisely (a tail, a float32
-    master), the optimizer takes that weight. Moments and weights are rounded once, as the storage
-    rounds. Parameters are matched by ``param_names`` if both have the same names, otherwise by the
-    order of the groups. Names may differ by a prefix then. Options stay the optimizer's own, and a
-    warning names those that differ. ``optimizer.load_state_dict(state)`` takes the state's options.
-
-    Args:
-        optimizer: ours, with the parameters in the same order.
-        state: ``optimizer.state_dict()`` of the other library or storage.
-    Raises:
-        DataError: states of another library, rule or direction, or shapes that do not fit.
-    Example:
-        >>> import torch, narrowgauge as ng
-        >>> weight = torch.nn.Parameter(torch.ones(2, 2))
-        >>> theirs = torch.optim.AdamW([weight])
-        >>> weight.sum().backward(), theirs.step()
-        (None, None)
-        >>> ours = ng.AdamW([torch.nn.Parameter(weight.detach().bfloat16())], storage="exact")
-        >>> ng.load_states(ours, theirs.state_dict())
-        >>> ours.num_steps(ours.param_groups[0]["params"][0])
-        1
+    This is ``load_state_dict`` of such a state. A refused one changes nothing.
     """
-    matches = adopt(optimizer, state)
-    differ = set()
-    for match in matches:
-        ours = optimizer.group_of(match.parameter)
-        for name in OPTIONS:
-            if name in match.group and name in ours:
-                was = _shown(match.group[name])
-                now = _shown(ours[name])
-                if was != now:
-                    differ.add(f"{name} {was}, not {now}")
-    if differ:
-        warnings.warn(f"The state was trained with {'; '.join(sorted(differ))}.", stacklevel=2)
-
-
-def _shown(option: Any) -> str:
-    numbers = option if isinstance(option, tuple | list) else [option]
-    return ", ".join(f"{float(number):g}" for number in numbers)
-
-
-def resume_from(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Load weights, moments and options of another library.
-
-    This is ``load_state_dict`` of its state.
-    """
+    if not {"state", "param_groups"} <= set(state):
+        raise DataError(
+            "The state has no 'state' and 'param_groups'.", "Give the optimizer's state_dict()."
+        )
     groups = state["param_groups"]
     if sizes_of(groups) != sizes_of(optimizer.param_groups):
         raise DataError(
-            "The state's param groups have other sizes than the optimizer's.",
-            "Call ng.load_states.",
+            f"The state's param groups have {sizes_of(groups)} parameters, and the optimizer's "
+            f"{sizes_of(optimizer.param_groups)}.",
+            "Make the optimizer with the same parameters in the same order.",
         )
-    adopt(optimizer, state)
+    names = optimizer.parameter_names()
+    weights: dict[Tensor, Tensor] = {}
+    states: dict[Tensor, dict[str, Tensor | int]] = {}
+    num_entries = 0
+    for ours, theirs in zip(optimizer.param_groups, groups, strict=True):
+        _check_group(optimizer, ours, theirs)
+        for parameter, key in zip(ours["params"], theirs["params"], strict=True):
+            entry = state["state"].get(key) or {}
+            num_entries += bool(entry)
+            if entry and entry.get("momentum_buffer", 0) is not None:  # not plain SGD
+                states[parameter] = _read_entry(parameter, names[parameter], entry)
+                weights[parameter] = optimizer.stored(parameter)
+    if state["state"] and not num_entries:
+        raise DataError(
+            "The keys of the state's 'state' are not numbers of its parameters.", _ADVICE
+        )
+    optimizer.adopt(weights, states)
     for ours, theirs in zip(optimizer.param_groups, groups, strict=True):
         for name in (*OPTIONS, "initial_lr"):
             if name in theirs:
                 ours[name] = theirs[name]
 
 
-def adopt(optimizer: Optimizer, state: Mapping[str, Any]) -> list[Foreign]:
-    """Store the weights and moments of a foreign state. Return what it says of each parameter."""
-    if not {"state", "param_groups"} <= set(state):
+def _check_group(optimizer: Optimizer, ours: Entry, theirs: Entry) -> None:
+    """Refuse a group of the other direction, or with other names. Prefixes may differ."""
+    maximize = bool(theirs.get("maximize", optimizer.maximize))
+    if maximize != optimizer.maximize:
         raise DataError(
-            "The state has no 'state' and 'param_groups'.", "Give the optimizer's state_dict()."
+            f"Cannot load a state of maximize = {maximize}: this optimizer steps the other way.",
+            f"Make it with maximize={maximize}.",
         )
-    matches = _matched(optimizer, state)
-    weights: dict[Tensor, Tensor] = {}
-    states: dict[Tensor, dict[str, Tensor | int]] = {}
-    for match in matches:
-        maximize = bool(match.group.get("maximize", optimizer.maximize))
-        if maximize != optimizer.maximize:
-            raise DataError(
-                f"Cannot load a state of maximize = {maximize}: this optimizer steps the other "
-                "way.",
-                f"Make it with maximize={maximize}.",
-            )
-        if not match.entry or match.entry.get("momentum_buffer", 0) is None:  # plain SGD
-            continue
-        if "storage" in match.group:
-            values = _read_ours(optimizer, match)
-        else:
-            values = _read_torchs(match)
-        weight = values.weight
-        weights[match.parameter] = optimizer.stored(match.parameter) if weight is None else weight
-        states[match.parameter] = values.states
-    if state["state"] and not any(match.entry for match in matches):
-        raise DataError(
-            "The keys of the state's 'state' are not numbers of its parameters.", _ADVICE
-        )
-    optimizer.adopt(weights, states)
-    return matches
-
-
-def _matched(optimizer: Optimizer, state: Mapping[str, Any]) -> list[Foreign]:
-    """Return each parameter with its entry in a foreign state: by name, else in order."""
-    names = optimizer.parameter_names()
-    keys: list[tuple[Any, Entry]] = []
-    theirs: list[str] = []
-    for group in state["param_groups"]:
-        theirs += group.get("param_names") or ()
-        for key in group["params"]:
-            keys.append((key, group))
-    if len(keys) != len(names):
-        raise DataError(
-            f"The state has {len(keys)} parameters, and the optimizer has {len(names)}.",
-            "Make the optimizer with the same parameters in the same order.",
-        )
-    ours = list(names.values())
-    if len(theirs) == len(keys) and ours != [unnamed(place) for place in range(len(ours))]:
-        if set(theirs) == set(ours):
-            by_name = dict(zip(theirs, keys, strict=True))
-            keys = [by_name[name] for name in ours]
-        elif not all(a.endswith(b) or b.endswith(a) for a, b in zip(theirs, ours, strict=True)):
+    pairs = zip(ours.get("param_names") or (), theirs.get("param_names") or (), strict=False)
+    for name, saved in pairs:
+        if not (name.endswith(saved) or saved.endswith(name)):
             raise DataError(
                 "The state's parameters have other names than the optimizer's, or another order.",
                 "Make the optimizer with the same names, or save the state without 'param_names'.",
             )
-    matches = []
-    for (parameter, name), (key, group) in zip(names.items(), keys, strict=True):
-        matches.append(Foreign(parameter, name, state["state"].get(key) or {}, group))
-    return matches
 
 
-def _read_ours(optimizer: Optimizer, match: Foreign) -> Values:
-    """Read a state of another storage over the same visible weight."""
-    parameter = match.parameter
-    entry = match.entry
-    dtype = getattr(torch, known_row(match.group["storage"]).visible)
-    if entry.keys() == {"step", *STATE_NAMES} and entry["exp_avg"].dtype is torch.float32:
-        dtype = torch.float32  # all in float32, whatever the storage of its group
-    elif torch.float32 not in (dtype, parameter.dtype):
-        dtype = parameter.dtype
-    seen = parameter.detach()
-    if parameter.dtype is not dtype:
-        seen = optimizer.stored(parameter).to(dtype)
-    tensors = loaded_state(optimizer, match.group, seen, entry)
-    state = optimizer.local_part(match.group, seen, tensors)
-    states: dict[str, Tensor | int] = {"step": state.step}
-    for name in state.names:
-        states[name] = stored(state, name)
-    return Values(stored(state, "weight") if state.storage.beside else None, states)
-
-
-def _read_torchs(match: Foreign) -> Values:
+def _read_entry(parameter: Tensor, name: str, entry: Entry) -> dict[str, Tensor | int]:
     """Read a state of ``torch.optim``. SGD counts no steps: any but the first is like another."""
-    entry = match.entry
     kinds: tuple[str, ...] = ("step", *STATE_NAMES)
     if "momentum_buffer" in entry:
         entry = {"step": 1, **entry}
         kinds = ("step", "momentum_buffer")
     strange = sorted(set(entry) - set(kinds))
     if strange:
-        raise DataError(f"The state of '{match.name}' contains '{strange[0]}'.", _ADVICE)
+        raise DataError(f"The state of '{name}' contains '{strange[0]}'.", _ADVICE)
     states: dict[str, Tensor | int] = {}
     for kind in kinds:
         if kind not in entry:
-            raise DataError(f"The state of '{match.name}' lacks '{kind}'.", _ADVICE)
+            raise DataError(f"The state of '{name}' lacks '{kind}'.", _ADVICE)
         if kind == "step":
             states[kind] = int(entry[kind])
             continue
         moment = entry[kind]
         if type(local_of(moment)) not in (Tensor, nn.Parameter):
+            raise DataError(f"The state of '{name}' is packed as {type(moment).__name__}.", _ADVICE)
+        if moment.shape != parameter.shape:
             raise DataError(
-                f"The state of '{match.name}' is packed as {type(moment).__name__}.", _ADVICE
-            )
-        if moment.shape != match.parameter.shape:
-            raise DataError(
-                f"'{match.name}' has shape {tuple(match.parameter.shape)}, and its state has shape "
+                f"'{name}' has shape {tuple(parameter.shape)}, and its state has shape "
                 f"{tuple(moment.shape)}.",
                 "Make the optimizer with the same parameters in the same order.",
             )
         states[kind] = at_least_float32(moment).contiguous()
-    return Values(None, states)
+    return states
 
 
 # ── out ───────────────────────────────────────────────────────────────────────────────────────────
@@ -390,13 +274,18 @@ def kept_tensors(optimizer: Optimizer) -> Iterator[tuple[str, Tensor, Tensor]]:
     optimizer.settle()
     for parameter, name in optimizer.parameter_names().items():
         state = optimizer.local_state(parameter)
+        if state is None:
+            yield name, local_of(parameter).detach(), parameter
+            continue
         late = []
-        for plane in () if state is None else state.kernel.planes:
-            if {field for field, _, _ in plane.fields} <= set(state.storage.beside):
+        for plane in state.kernel.planes:
+            field = plane.fields[0][0]
+            if len(plane.fields) == 1 and field in state.storage.beside:
                 late.append(plane.name)
-        tensors = {} if state is None else state.tensors()
-        for key in [key for key in tensors if key not in late]:
-            yield f"{key} of {name}", tensors[key], parameter
+        tensors = state.tensors()
+        for key, tensor in tensors.items():
+            if key not in late:
+                yield f"{key} of {name}", tensor, parameter
         yield name, local_of(parameter).detach(), parameter
         for key in late:
             yield f"{key} of {name}", tensors[key], parameter

@@ -84,8 +84,10 @@ def _direct(
     skip = numbers.values[1] != 0
     for place, matrix in enumerate(_matrices(gradient)):
         index = (place,) if gradient.ndim == 3 else ()
-        measure = None if measures is None else measures[place]
-        extras = {name: extra_values(state, name, index) for name in state.extras}
+        measure = measures[place] if measures else None
+        extras = {}
+        for name in state.extras:
+            extras[name] = extra_values(state, name, index)
         change, new = rule.direction(matrix, measure, extras, options, state.step + 1)
         for name, values in new.items():
             store_extra(state, name, values, numbers.seed, skip, index)

@@ -13,7 +13,6 @@ import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +26,7 @@ from narrowgauge.optim.audit import Alarm, Auditor, joined_over_ranks, warn_of
 from narrowgauge.optim.clip import Decision, Finite, StepControl
 from narrowgauge.optim.codes import value_dtype
 from narrowgauge.optim.kernel import Kernel
-from narrowgauge.optim.loading import loaded_state, resume_from, saved_states, unnamed
+from narrowgauge.optim.loading import load_torch_state, loaded_state, saved_states, unnamed
 from narrowgauge.optim.low_bits import fill_states, has_low_bits, num_off_grid
 from narrowgauge.optim.parameter_formats import (
     float32_row,
@@ -251,8 +250,11 @@ class Optimizer(torch.optim.Optimizer):
                 values |= round_in_place([parameter], visible)
             self.adopt(values)
             names = self.parameter_names()
-            self.rounded += [names[p] for p in values]
-            note = rounding_note(names, values, {self.storage_of(p) for p in values})
+            storages = set()
+            for parameter in values:
+                self.rounded.append(names[parameter])
+                storages.add(self.storage_of(parameter))
+            note = rounding_note(names, values, storages)
             warnings.warn(note, stacklevel=4)
 
     def _begin_like(self, earlier: Optimizer) -> None:
@@ -457,10 +459,14 @@ class Optimizer(torch.optim.Optimizer):
         are not known.
         """
         result = []
-        for dtype in {p.dtype for p in parameters} - {torch.float32}:
-            alike = [p for p in parameters if p.dtype is dtype]
-            counts = num_off_grid([(p, local_of(values[p])) for p in alike], dtype_name(dtype))
-            for parameter, count in zip(alike, counts, strict=True):
+        by_dtype: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
+        for parameter in parameters:
+            if parameter.dtype is not torch.float32:
+                pair = parameter, local_of(values[parameter])
+                by_dtype.setdefault(parameter.dtype, []).append(pair)
+        for dtype, pairs in by_dtype.items():
+            counts = num_off_grid(pairs, dtype_name(dtype))
+            for (parameter, _), count in zip(pairs, counts, strict=True):
                 if not count:
                     result.append(parameter)
         return result
@@ -499,16 +505,23 @@ class Optimizer(torch.optim.Optimizer):
         self, group: Group, parameters: Sequence[Tensor], *, fills: bool = True
     ) -> None:
         """Make the states of parameters without one. Fill their low bits, or leave them at zero."""
-        missing = [p for p in parameters if not self.has_state(p)]
+        missing = []
+        for parameter in parameters:
+            if not self.has_state(parameter):
+                missing.append(parameter)
         if missing:
-            stepped = {*missing, *self.state}
-            refuse_shared_memory([p for p in self._parameters() if p in stepped])
+            refuse_shared_memory(list(dict.fromkeys([*missing, *self._stepped_params()])))
             for parameter in missing:
                 state = self.new_state(group, parameter)
                 state.update(self.state.get(parameter, {}))  # notes of other code
                 self.state[parameter] = state
             if fills:
                 self._fill(group, missing)
+
+    def _stepped_params(self) -> Iterator[Tensor]:
+        for parameter in self._parameters():
+            if parameter in self.state:
+                yield parameter
 
     def stored(self, parameter: Tensor, name: str = "weight") -> Tensor:
         """Return the stored value as float32, or float64 if the storage computes in it.
@@ -542,7 +555,9 @@ class Optimizer(torch.optim.Optimizer):
     def num_steps(self, parameter: Tensor) -> int:
         """Return the number of steps that a parameter has taken. Wait for the last step."""
         self.settle()
-        return int(self.state[parameter]["step"]) if self.has_state(parameter) else 0
+        if not self.has_state(parameter):
+            return 0
+        return int(self.state[parameter]["step"])
 
     def bytes_per_param(self) -> float:
         """Return bytes per parameter of weights, gradients (in ``grad_dtype``) and states.
@@ -563,8 +578,8 @@ class Optimizer(torch.optim.Optimizer):
                     empty = local.to("meta")
                     made = new_state(empty, kernel.storage, extras)
                     state = LocalState(empty, made, kernel, extras)
-                if state is not None:
-                    total += sum(tensor.nbytes for tensor in state.tensors().values())
+                for tensor in () if state is None else state.tensors().values():
+                    total += tensor.nbytes
         return total / max(1, count)
 
     # ── the step ──────────────────────────────────────────────────────────────────────────────────
@@ -607,8 +622,12 @@ class Optimizer(torch.optim.Optimizer):
         if not self._stepped:
             validation.check_members(self.parameter_names(), self.state)
         gradients = self._gradients()
-        work = [(group, self._with_gradient(group, gradients)) for group in self.param_groups]
-        states = list(chain.from_iterable(members for _, members in work))
+        work = []
+        states: list[LocalState] = []
+        for group in self.param_groups:
+            members = self._with_gradient(group, gradients)
+            work.append((group, members))
+            states += members
         if not states:
             return
         device = validation.check_one_device([state.parameter for state in states])
@@ -621,7 +640,11 @@ class Optimizer(torch.optim.Optimizer):
         for kernel in self._kernels.values():
             kernel.how_it_ran = None
         scaling = {"grad_scale": self.loss_scale, "found_inf": found_inf}
-        placed = [gradients[state.owner] for state in states]
+        placed = []
+        steps = []
+        for state in states:
+            placed.append(gradients[state.owner])
+            steps.append(state.entry["step"])
         has_kernel = not why_by_definition(self.compile, states)
         self.last_control, norm, finite = self._decide(placed, has_kernel, **scaling)
         control = self.last_control
@@ -629,11 +652,13 @@ class Optimizer(torch.optim.Optimizer):
         with torch.autocast(device.type, enabled=False):
             Step(control, self.auditor, self.audit_every, self._tables, self.compile).run(work)
         self.auditor.start_copy()
-        torch._foreach_add_([state.entry["step"] for state in states], 1)
+        torch._foreach_add_(steps, 1)
         for state in states:
             state.step += 1
         may_skip = norm is not None or found_inf is not None
-        skip = HostCopy(control[1]) if may_skip else None
+        skip = None
+        if may_skip:
+            skip = HostCopy(control[1])
         self._pending = _Pending(skip, states, finite)
         # A CPU has nothing to wait for. An audit that all ranks join is joined now: later, one rank
         # may ask for it alone.
@@ -645,7 +670,8 @@ class Optimizer(torch.optim.Optimizer):
     def _decide(self, gradients: Sequence[Tensor], has_kernel: bool, **scaling: Any) -> Decision:
         scaling |= {"max_norm": self.max_grad_norm, "skip_above": self.skip_above}
         decision = self._control(gradients, has_kernel=has_kernel, **scaling)
-        self.grad_norm = self.grad_norm if decision.norm is None else decision.norm
+        if decision.norm is not None:
+            self.grad_norm = decision.norm
         if self.maximize:
             scale, skip = decision.control.split(1)
             decision = decision._replace(control=torch.cat([-scale, skip]))
@@ -665,8 +691,7 @@ class Optimizer(torch.optim.Optimizer):
                     if gradient.dtype not in (parameter.dtype, torch.float32):
                         gradient = gradient.float()
                     gradients[parameter] = gradient
-            stepped = [p for p in group["params"] if p in gradients]
-            self.make_missing(group, stepped)
+            self.make_missing(group, [p for p in group["params"] if p in gradients])
         return gradients
 
     def _with_gradient(self, group: Group, gradients: Mapping[Tensor, Tensor]) -> list[LocalState]:
@@ -728,7 +753,9 @@ class Optimizer(torch.optim.Optimizer):
         result: dict[str, Any] = super().state_dict()
         for key, state in result["state"].items():
             if isinstance(state, State):  # a plain dict, which any program can unpickle
-                result["state"][key] = {n: sendable(x, x) for n, x in state.items()}
+                result["state"][key] = plain = {}
+                for name, value in state.items():
+                    plain[name] = sendable(value, value)
         return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -743,7 +770,7 @@ class Optimizer(torch.optim.Optimizer):
             ValueError: the groups do not match, as in ``torch.optim``.
         """
         if any("storage" not in group for group in state_dict["param_groups"]):
-            resume_from(self, state_dict)
+            load_torch_state(self, state_dict)
             return
         states: dict[Tensor, State] = {}
 
@@ -789,7 +816,10 @@ class Optimizer(torch.optim.Optimizer):
                 "Build another one, and pass it this one's state_dict().",
             )
         self.settle()
-        return {"state": self.state, **{name: getattr(self, name) for name in _COPIED}}
+        copied: dict[str, Any] = {"state": self.state}
+        for name in _COPIED:
+            copied[name] = getattr(self, name)
+        return copied
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Replace states and groups, as ``load_state_dict`` does, or set those of a copy."""

@@ -92,7 +92,7 @@ def check_tensor(
         f"Cannot use a state that {has}: rule '{kernel.rule.name}' in storage "
         f"'{kernel.storage.name}' needs {dtype_name(dtype)} of shape {tuple(shape)}.",
         "Set formats, shapes and options (storage, rule, rank, momentum) before the first step, and "
-        "load states of the same ones. ng.load_states converts others.",
+        "load states of the same ones. ng.to_torch_state(old) converts others.",
     )
 
 
@@ -143,7 +143,7 @@ class LocalState:
             self.planes[plane.name] = self._here(plane.name, plane.dtype, shape)
         self.order = self._memory_order()
         self._is_in_order = self.order == tuple(range(len(shape)))
-        self.form = as_rows([shape[dim] for dim in self.order], self.row_dims)
+        self.form = as_rows(self.parameter.permute(self.order).shape, self.row_dims)
         self.bounds: dict[str, Tensor] = {}
         for name in kernel.scaled:
             rows = _shape_of_bounds(self.parameter, self.row_dims)
@@ -193,8 +193,10 @@ class LocalState:
 
     def in_shape(self, values: Tensor) -> Tensor:
         """Return rows and columns in the parameter's shape: the inverse of :meth:`in_rows`."""
-        shape = [self.parameter.shape[dim] for dim in self.order]
-        back = [self.order.index(dim) for dim in range(len(self.order))]
+        if self._is_in_order:
+            return values.view(self.parameter.shape)
+        shape = self.parameter.permute(self.order).shape
+        back = sorted(range(len(shape)), key=self.order.__getitem__)
         return values.view(shape).permute(back)
 
     def is_dense(self, values: Tensor) -> bool:

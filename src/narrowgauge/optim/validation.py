@@ -292,8 +292,8 @@ def agree(groups: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]], rul
             raise RecipeError(
                 f"Cannot load a state of storage '{theirs['storage']}' into an optimizer of "
                 f"storage '{mine['storage']}'.",
-                "Build the optimizer with the storage of the state, or convert it: "
-                "ng.load_states(optimizer, state).",
+                "Build the optimizer with the storage of the state, or load "
+                "ng.to_torch_state(old), beside ng.full_weights(model, old).",
             )
         missing = sorted(mine.keys() & set(names) - theirs.keys())
         if missing:

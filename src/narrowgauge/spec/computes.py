@@ -319,13 +319,19 @@ class Compute:
                     "nothing adds their product.",
                     "Only the input of output has them.",
                 )
+            if cast.needs_bits and place not in ("grad_input.left", "grad_weight.left"):
+                raise RecipeError(
+                    f"Cannot round {place} stochastically in compute '{self.name}' because the "
+                    "content of a gradient keys random bits.",
+                    "Round weights and inputs to nearest.",
+                )
         lhs = self.output.left
         rhs = self.output.right
-        if lhs.needs_bits or rhs.granularity == "column":
+        if rhs.granularity == "column":
             raise RecipeError(
                 f"Cannot multiply ({lhs}) by ({rhs}) forward in compute '{self.name}' because several "
                 "layers share the cast of their input.",
-                "Round the input to nearest, and scale the weight per row, tensor or block.",
+                "Scale the weight per row, tensor or block.",
             )
         if lhs.outliers and (rhs.is_wide or rhs.block):
             raise RecipeError(

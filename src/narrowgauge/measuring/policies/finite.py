@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -47,19 +47,22 @@ class Finite:
 
     def first(self, tensors: Iterable[Tensor]) -> str:
         """Return the earliest cause that reached one of some tensors; empty if none is known."""
-        causes = [self._causes.get(x) for x in tensors]
-        known = [cause for cause in causes if cause is not None]
-        for is_deliberate in (False, True):
-            chosen = [cause for cause in known if cause.is_deliberate is is_deliberate]
-            if chosen:
-                words: str = min(chosen).words
-                return words
-        return ""
+        known = self._known(tensors)
+        if not known:
+            return ""
+        return min(known, key=lambda cause: (cause.is_deliberate, cause.order)).words
+
+    def _known(self, tensors: Iterable[Tensor]) -> list[Cause]:
+        causes = []
+        for x in tensors:
+            cause = self._causes.get(x)
+            if cause is not None:
+                causes.append(cause)
+        return causes
 
     def before(self, op: Operation) -> None:
         bad = [x for x in floats_in(op.read) if not is_finite(x)]
-        has_nan = any(bool(x.isnan().any()) for x in bad if x.element_size() > 1)
-        op.notes[self] = bad, has_nan, [self._causes.get(x) for x in bad]
+        op.notes[self] = bad, any(map(_has_nan, bad)), self._known(bad)
 
     def after(self, op: Operation) -> None:
         self._count += 1
@@ -70,27 +73,24 @@ class Finite:
             if is_finite(x):
                 self._causes.drop(x)
                 continue
-            made_nan = bool(x.float().isnan().any()) if x.element_size() > 1 else True
-            known = [cause for cause in causes if cause is not None and not cause.is_deliberate]
-            if known:
-                self._causes.set(x, min(known))
-            elif bad and (had_nan or not made_nan):
-                self._causes.set(x, self._inherited(op, bad, causes))
-            else:
-                self._causes.set(x, self._made(op, x, made_nan))
+            made_nan = _has_nan(x)
+            first = min(causes, key=lambda cause: (cause.is_deliberate, cause.order), default=None)
+            is_inherited = bool(bad) and (had_nan or not made_nan)
+            if first is None and is_inherited:
+                first = self._given(op, bad[0])
+            elif first is None or (first.is_deliberate and not is_inherited):
+                first = self._made(op, x, made_nan)
+            self._causes.set(x, first)
 
-    def _inherited(self, op: Operation, bad: list[Tensor], causes: list[Any]) -> Cause:
-        known: list[Cause] = [cause for cause in causes if cause is not None]
-        if known:
-            return min(known)
-        name = self._names.get(storage_key(bad[0]), "a tensor that the step was given")
-        words = f"{name} is not finite before any operation; {op} reads it"
-        return Cause(self._count, words)
+    def _given(self, op: Operation, x: Tensor) -> Cause:
+        name = self._names.get(storage_key(x), "a tensor that the step was given")
+        return Cause(self._count, f"{name} is not finite before any operation; {op} reads it")
 
     def _made(self, op: Operation, x: Tensor, is_nan: bool) -> Cause:
-        values = x.float() if not x.is_complex() else x.abs()
-        number = int((values.isnan() if is_nan else values.isinf()).sum())
+        values = x.abs() if x.is_complex() else x.float()
+        bad = values.isnan() if is_nan else values.isinf()
         kind = "NaN" if is_nan else "infinity"
+        number = int(bad.sum())
         words = f"{op} made {kind} in {number} of {x.numel()} values ({dtype_name(x.dtype)})"
         operands = []
         for y in floats_in(op.operands)[:3]:
@@ -99,3 +99,8 @@ class Finite:
             words += f" from {', '.join(operands)}"
         asks = any(isinstance(a, float) and math.isinf(a) for a in op.leaves)
         return Cause(self._count, words, asks and not is_nan)
+
+
+def _has_nan(x: Tensor) -> bool:
+    values = x.abs() if x.is_complex() else x.float()
+    return bool(values.isnan().any())

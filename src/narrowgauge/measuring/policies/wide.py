@@ -196,8 +196,10 @@ class Wide:
 
         def wide(x: Any) -> Any:
             if isinstance(x, torch.dtype):
-                return _widened(x) if x.is_floating_point or x.is_complex else x
-            return x if takes_values and not is_float(x) else self.of(x)
+                return _widened(x)
+            if takes_values and not is_float(x):
+                return x
+            return self.of(x)
 
         op.notes[self] = tree_map(wide, (op.args, op.kwargs))
 
@@ -251,10 +253,14 @@ class Wide:
             raise NotImplementedError
         if name == "native_dropout":
             x, probability, trains = args
-            self.draws += bool(trains)
-            return x * op.result[1] / (1 - probability) if trains else x
+            if not trains:
+                return x
+            self.draws += 1
+            return x * op.result[1] / (1 - probability)
         if name in _TO_INTEGERS and not op.written:
-            return args[0] if self.is_smooth and name != "sign" else op.result
+            if self.is_smooth and name != "sign":
+                return args[0]
+            return op.result
         if name in ("clamp", "hardtanh") and not op.written and _is_part_of_cast(args):
             return args[0]
         if name == "_amp_foreach_non_finite_check_and_unscale_":
@@ -263,7 +269,7 @@ class Wide:
             return _scaled_product(*args)
         if name == "multiply_plain":  # ours computes in float32
             a, b, bias, _ = args
-            return a @ b if bias is None else a @ b + bias
+            return _scaled_product(a, b, 1.0, 1.0, bias)
         if name in _BY_INDEX and isinstance(op.result, (tuple, list)):
             return _chosen(name, op.result[1], args, kwargs)
         result = op.func(*args, **kwargs)
@@ -374,7 +380,9 @@ def _has_shadow(x: Any) -> bool:
 def _widened(dtype: torch.dtype) -> torch.dtype:
     if dtype.is_complex:
         return torch.complex128
-    return WIDE if dtype.is_floating_point else dtype
+    if dtype.is_floating_point:
+        return WIDE
+    return dtype
 
 
 def _is_part_of_cast(args: Any) -> bool:
@@ -385,10 +393,12 @@ def _is_part_of_cast(args: Any) -> bool:
 
 
 def _scaled_product(
-    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None = None, *_: Any
+    a: Tensor, b: Tensor, scale_a: Any, scale_b: Any, bias: Tensor | None = None, *_: Any
 ) -> Tensor:
     product = (a * scale_a) @ (b * scale_b)
-    return product if bias is None else product + bias
+    if bias is not None:
+        product = product + bias
+    return product
 
 
 def _chosen(name: str, indices: Tensor, args: Any, kwargs: Any) -> Tensor:
