@@ -34,12 +34,14 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "random_numbers": (0, 1, 2),
     "threads_of": (3, False),
     "reason_for_none": ("area", {}),
-    "recorded": ({},),
-    "_signals": ([],),
+    "recorded": ({}, {}),
     "layers_told": (SimpleNamespace(layer_output=print, layer_gradients=print),),
     "put_back": (nn.Linear(2, 2),),
     "_of_the_copy": (nn.Linear(2, 2),),
     "RandomRounding": (0, 0.0),
+    "Beside": (),
+    "_weights_put_back": ({},),
+    "_taken": ({}, None),
     "FirstBad": (nn.Linear(2, 2),),
 }
 """Of contexts that have required parameters."""

@@ -31,7 +31,7 @@ LAYERS = {
     "record": {"measuring.columns", "measuring.settings"},
     "comparison": {"measuring.comparison", "measuring.intervals", "measuring.labels"},
     "laws": {f"measuring.{name}laws" for name in ("", "update_", "gradient_", "loss_")},
-    "diagnosis": {"measuring.diagnose", "measuring.two_runs"},
+    "diagnosis": {"measuring.diagnose", "measuring.two_runs", "measuring.first_difference"},
     "hooks": {"measuring.hooks"},
     "machine": {"torch_support.machine"},
     "torch_names": {

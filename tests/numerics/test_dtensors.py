@@ -13,7 +13,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from narrowgauge.numerics.dtensor import by_group, is_split_over_ranks, placed_like, split_groups
+from narrowgauge.numerics.dtensor import (
+    by_group,
+    is_split_over_ranks,
+    placed_like,
+    sendable,
+    split_groups,
+)
 
 PLACEMENTS = [Replicate(), Partial(), Shard(0), Shard(1), Shard(2)]
 
@@ -55,7 +61,8 @@ def test_a_state_lies_as_its_parameter(row_dims: int, mesh: Any) -> None:
             is_shared = row_dims > 0 and placement == Shard(1)
             expected.append(Replicate() if is_shared else placement)
         placed: Any = placed_like(owner, part, row_dims=row_dims)
-        assert placed.placements == tuple(expected) and placed.dtype is torch.int32
+        assert placed.placements == tuple(expected) and placed.dtype is torch.int16
         assert placed.shape == (owner.shape[0], 1 if row_dims else owner.shape[1])
-        assert torch.equal(placed.to_local(), part.int())
+        assert torch.equal(placed.to_local(), part)
+        assert sendable(placed, placed).dtype is torch.int32  # neither gloo nor NCCL sends int16
         assert placed_like(torch.ones(4, 6), part, row_dims=row_dims) is part

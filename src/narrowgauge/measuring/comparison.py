@@ -121,7 +121,7 @@ class Comparison:
 
 def _loss_cell(row: Row) -> str:
     if row["val_loss"] is None:
-        return row["verdict"]
+        return str(row["verdict"])
     text = shown_loss(row["val_loss"])
     if row["val_loss_std"] is not None:
         text += f" (std {shown_loss(row['val_loss_std'])})"
@@ -226,7 +226,7 @@ def _late_edq(run: Run) -> float | None:
     """
     values = column(run, "steps", "edq").finite.tolist()
     if values:
-        return statistics.median(values[-max(3, len(values) // 10) :])
+        return float(statistics.median(values[-max(3, len(values) // 10) :]))
     return finite_number((run.summary or {}).get("edq"))
 
 

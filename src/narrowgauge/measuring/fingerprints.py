@@ -13,7 +13,7 @@ which two runs diverge, each rank also hashes its own tensors, in one number for
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from itertools import chain
 from typing import Any, TypeGuard
@@ -199,7 +199,7 @@ class Fingerprints(Listener):
             self._entries[key] = [number, _sum_of_squares(tensor) ** 0.5, tensor.numel()]
         if self.here.size == 1:
             return
-        self._digest_kinds(local_numbers)
+        self._own |= _digests(local_numbers)
         norms = {}
         for key in numbers:
             norms[key] = self._entries[key][1]
@@ -214,27 +214,32 @@ class Fingerprints(Listener):
                 self._entries[key][0] = combine(own)
                 self._entries[key][1] = math.sqrt(square)
 
-    def _digest_kinds(self, numbers: Mapping[str, int]) -> None:
-        of_kinds: dict[str, dict[str, int]] = {}
-        for key, number in numbers.items():
-            of_kinds.setdefault(key.partition(":")[0], {})[key] = number
-        for kind, of_kind in of_kinds.items():
-            self._own[kind] = int(fingerprint_all(of_kind), 16)
-
     def _join_outputs(self) -> None:
         """Join the entries of all ranks' micro-batches."""
         if self.here.size > 1:
-            self._digest_kinds({key: int(entry[0]) for key, entry in self._entries.items()})
-            joined: dict[str, list[float]] = {}
-            for entries in self.here.gather(self._entries):
-                for key, (number, square, numel) in entries.items():
-                    entry = joined.setdefault(key, [0, 0.0, 0])
-                    entry[0] = combine([int(entry[0]), int(number)])
-                    entry[1] += square
-                    entry[2] += numel
-            self._entries = joined
+            self._own |= _digests({key: int(entry[0]) for key, entry in self._entries.items()})
+            self._entries = _joined(self.here.gather(self._entries))
         for entry in self._entries.values():
             entry[1] = entry[1] ** 0.5
+
+
+def _digests(numbers: Mapping[str, int]) -> dict[str, int]:
+    """Return a hash for each kind of tensor."""
+    of_kinds: dict[str, dict[str, int]] = {}
+    for key, number in numbers.items():
+        of_kinds.setdefault(key.partition(":")[0], {})[key] = number
+    return {kind: int(fingerprint_all(of_kind), 16) for kind, of_kind in of_kinds.items()}
+
+
+def _joined(of_ranks: Iterable[Mapping[str, list[float]]]) -> dict[str, list[float]]:
+    joined: dict[str, list[float]] = {}
+    for entries in of_ranks:
+        for key, (number, square, numel) in entries.items():
+            entry = joined.setdefault(key, [0, 0.0, 0])
+            entry[0] = combine([int(entry[0]), int(number)])
+            entry[1] += square
+            entry[2] += numel
+    return joined
 
 
 def _names_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[Tensor, str]:

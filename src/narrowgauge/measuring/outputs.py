@@ -186,7 +186,7 @@ def _pairs(first: Outputs, second: Outputs, place: str) -> Iterator[tuple[Tensor
 
 def _row_lengths(x: Tensor) -> Tensor:
     """Return the length of each row; of small rows a thousandth of the mean."""
-    lengths = torch.atleast_1d(x.double()).nan_to_num(posinf=0.0, neginf=0.0).norm(dim=-1)
+    lengths: Tensor = torch.atleast_1d(x.double()).nan_to_num(posinf=0.0, neginf=0.0).norm(dim=-1)
     floor = 1e-3 * float(lengths.square().mean().sqrt()) + 1e-300
     return lengths.clamp(min=floor)
 

@@ -26,7 +26,7 @@ from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.sharding import fingerprints_whole_and_own
 from narrowgauge.errors import RecipeError
 from narrowgauge.measuring.adapters import name_without_adapters
-from narrowgauge.measuring.reading import Readings, measured
+from narrowgauge.measuring.reading import Reading, Readings, measured
 from narrowgauge.numerics.dtensor import whole
 from narrowgauge.runs.atomic_io import load_json, read_bytes, write_whole
 from narrowgauge.runs.finding import counted
@@ -117,42 +117,59 @@ def check_resume(
     after = [snapshot(_last_of(step, steps), unseen) for _ in range(resumes)]
     # A generator that the steps do not draw from changes nothing.
     drawn = differing(undrawn, generators())
-    before |= {name: states[name] for name in drawn}
+    before |= _some_of(states, drawn)
+    found = list[Difference]()
     for number, expected in enumerate(after, 1):
         # The random generators of a new process differ, so a load must set them.
         torch.rand(7), np.random.rand(7), random.random()
-        loaded = load(saved)
-        if not isinstance(loaded, tuple) or len(loaded) < 2 or not callable(loaded[1]):
-            raise RecipeError(
-                "Cannot compare the resumed run because load returned no step.",
-                "Return (objects, step), and save for resumes=2.",
-            )
-        objects, fresh_step, *fresh_save = loaded
-        objects = _objects_of(fresh_step, objects)
+        objects, fresh_step, *fresh_save = _loaded(load(saved))
         before = _set_in(objects, before)
-        when = "after the load"
-        if number > 1:
-            when = f"after load {number}"
+        when = ("after the load", f"after load {number}")[number > 1]
         found = differences(before, snapshot(objects, unseen) | generators(), when, lines)
         if not found:
-            fresh = snapshot(_not_returned(fresh_step, objects), {})
-            for difference in differences(held, fresh, when, []):
-                if difference.there and number == 1:
-                    unseen[difference.kind] = f"not returned by the step, and {difference.text}"
+            if number == 1:
+                unseen |= _differing_held(held, _not_returned(fresh_step, objects))
             now = snapshot(_last_of(fresh_step, steps), unseen)
             before = now
             if number < len(after):
                 saved = fresh_save[0]()
                 states = generators()
-                before = now | {name: states[name] for name in drawn}
+                before = now | _some_of(states, drawn)
             found = differences(expected, now, f"{counted(steps, 'step')} {when}", lines)
             if found:
                 lines.append("The load restored all that is returned. Look at what is not.")
         if found:
-            readings = [measured("not-restored", d.kind, d.value, d.expected) for d in found]
-            return Readings(readings, lines, unseen=unseen)
-    words = f"every state has the bits of the run that went on, for {counted(steps, 'step')}; steps= crosses an epoch"
-    return Readings([], lines, words, unseen)
+            break
+    words = "every state has the bits of the run that went on; steps= crosses an epoch"
+    return Readings(_readings(found), lines, words, unseen)
+
+
+def _readings(found: list[Difference]) -> Iterator[Reading]:
+    for difference in found:
+        yield measured("not-restored", difference.kind, difference.value, difference.expected)
+
+
+def _some_of(entries: Mapping[str, Entry], names: list[str]) -> dict[str, Entry]:
+    return {name: entries[name] for name in names}
+
+
+def _loaded(result: Any) -> tuple[Any, ...]:
+    """Return what a load returned: objects by name, a step, and perhaps a save."""
+    if not isinstance(result, tuple) or len(result) < 2 or not callable(result[1]):
+        raise RecipeError(
+            "Cannot compare the resumed run because load returned no step.",
+            "Return (objects, step), and save for resumes=2.",
+        )
+    return _objects_of(result[1], result[0]), *result[1:]
+
+
+def _differing_held(held: Mapping[str, Entry], fresh: Objects) -> dict[str, str]:
+    """Return why states differ that a step holds and does not return, by kind."""
+    reasons = {}
+    for difference in differences(held, snapshot(fresh, {}), "after the load", []):
+        if difference.there:
+            reasons[difference.kind] = f"not returned by the step, and {difference.text}"
+    return reasons
 
 
 def _last_of(step: Step, steps: int) -> Objects:
@@ -340,7 +357,8 @@ def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 def generators() -> dict[str, Entry]:
     """Return entries for the random generators of this process."""
     states: dict[str, Any] = {"torch": torch.get_rng_state().numpy().tobytes()}
-    states["numpy"] = np.random.get_state()[1:3]
+    numpy_state: Any = np.random.get_state()
+    states["numpy"] = numpy_state[1:3]
     states["python"] = random.getstate()[1]
     if torch.cuda.is_initialized():
         states["cuda"] = [state.numpy().tobytes() for state in torch.cuda.get_rng_state_all()]
@@ -368,7 +386,7 @@ class Certificate:
         entries = snapshot({**self._objects, **objects}, {})
         now = generators()
         # A generator that the loop does not draw from changes nothing.
-        entries |= {name: now[name] for name in differing(self._undrawn, now)}
+        entries |= _some_of(now, differing(self._undrawn, now))
         if all_ranks().is_first:
             write_whole(_file(path), json.dumps(entries).encode())
 

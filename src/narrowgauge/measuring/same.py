@@ -134,7 +134,7 @@ def same(
     return result
 
 
-def _from_pretrained(model: Any, folder: str | Path) -> nn.Module:
+def _from_pretrained(model: Any, folder: Any) -> nn.Module:
     attention = model.config._attn_implementation
     kind: Any = type(model)
     loaded: nn.Module = kind.from_pretrained(folder, dtype="auto", attn_implementation=attention)
@@ -206,6 +206,13 @@ class _Passes:
                 result = side(self.batch)
         return outputs, _log_probs(result, self.batch)
 
+    def _noise(self, least: float, forced: Outputs) -> list[tuple[Outputs, Any]]:
+        """Run the first model with random roundings."""
+        passes = []
+        for seed in range(_PASSES):
+            passes.append(self._run(self.first, forced, RandomRounding(seed, least)))
+        return passes
+
     def compare(self) -> list[Row]:
         """Compare outputs of modules and log probabilities; return the places that differ."""
         ours, log_probs = self._run(self.first, {})
@@ -220,57 +227,56 @@ class _Passes:
         if units[1] > units[0]:
             least = units[1]
 
-        def noise_of(forced: Outputs) -> list[tuple[Outputs, Any]]:
-            passes = []
-            for seed in range(_PASSES):
-                passes.append(self._run(self.first, forced, RandomRounding(seed, least)))
-            return passes
-
-        noise = noise_of(ours)
+        noise = self._noise(least, ours)
         limit = max(UNUSUAL, 16 * least)
         unusual = {}
         for name, size in _largest(ours, noise).items():
             if size > limit:
                 unusual[name] = ours[name]
                 self.lines.append(f"{name}: roundings there move it by {size:.2g}, more than usual")
-        whole_passes = noise_of(unusual)
-        shapes = shapes_of(ours)
-        if shapes == shapes_of(theirs):
+        whole_passes = self._noise(least, unusual)
+        if shapes_of(ours) == shapes_of(theirs):
             theirs, _ = self._run(self.second, ours, draws_on=True)
         else:
             noise = whole_passes
-        places = []
-        bounds = _largest(ours, noise)
-        their_shapes = shapes_of(theirs)
+        bounds = {}
+        for name, size in _largest(ours, noise).items():
+            bounds[name] = MARGIN * min(size, limit) + last_bit(ours, name) + least
+        places = self._compare_places(ours, theirs, bounds)
+        is_equal = self._add_log_probs(log_probs, served, [x for _, x in whole_passes])
+        self.lines.append(_verdict(self.readings, is_equal=is_equal and not places))
+        return places
+
+    def _compare_places(
+        self, ours: Outputs, theirs: Outputs, bounds: Mapping[str, float]
+    ) -> list[Row]:
+        """Compare the outputs of modules; return the places that differ."""
+        places = list[Row]()
         missing = []
+        shapes = shapes_of(ours)
+        their_shapes = shapes_of(theirs)
         for name in ours:
             if shapes[name] != their_shapes.get(name):
                 missing.append(name)
                 continue
             value = distance(ours, theirs, name)
             if value:
-                bound = MARGIN * min(bounds[name], limit) + last_bit(ours, name) + least
-                places.append({"place": name, "difference": value, "bound": bound})
+                places.append({"place": name, "difference": value, "bound": bounds[name]})
         count = counted(len(ours) - len(missing), "place")
         self.lines.append(f"outputs: {len(places)} of {count} of modules differ")
-        self._add_places(places)
         if missing:
             self.unseen[f"outputs of {told(missing, 1)}"] = "not in both, or in another shape"
-        is_equal = self._add_log_probs(log_probs, served, [x for _, x in whole_passes])
-        self.lines.append(_verdict(self.readings, is_equal=is_equal and not places))
-        return places
-
-    def _add_places(self, places: list[Row]) -> None:
         if places:
             columns = number_columns(difference="difference", rounding_explains="bound")
             table = Table((*name_columns(place="place"), *columns), places[:MOST_ROWS])
             self.lines += table.plain().splitlines()
-        wrong = {}
+        wrong = dict[str, tuple[float, float, float]]()
         for place in places:
             if place["difference"] > place["bound"]:
                 wrong[place["place"]] = place["difference"], 0.0, place["bound"]
         for numbers in [*wrong.values()][:1]:
             self.readings.append(measured("other-outputs", wrong, *numbers))
+        return places
 
     def _add_log_probs(self, ours: Any, theirs: Any, noisy: list[Any]) -> bool:
         """Compare log probabilities, beside what random roundings give; return whether they are

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -144,13 +145,49 @@ def compare_weights(first: Weights, second: Weights) -> tuple[list[Row], list[Re
     readings = list[Reading]()
     if isinstance(first, nn.Module) and isinstance(second, nn.Module):
         effective, times = _adapters(first, second)
-        wrong = [name for name in times if abs(times[name]) > KINDS["adapter-times"].bound]
-        wrong.sort(key=lambda name: -abs(times[name]))
-        if wrong:
+        wrong = sorted(times, key=lambda name: -abs(times[name]))
+        if wrong and abs(times[wrong[0]]) > KINDS["adapter-times"].bound:
             readings.append(measured("adapter-times", wrong, times[wrong[0]], 0.0))
+    rows, reshaped = _rows(before, after, effective)
+    readings += _readings(rows)
+    lines = _lines(rows)
+    if effective:
+        lines.append(f"adapters: in {counted(len(effective), 'weight')}, compared with them")
+    if before.tied and after.tied:
+        for side, ties in (
+            ("first", before.ties() - after.ties()),
+            ("second", after.ties() - before.ties()),
+        ):
+            if ties:
+                lines.append(f"tied in the {side} alone: {of_all(sorted(ties))}")
+    one_sided = {
+        "in the first": after.lacking(before),
+        "in the second": before.lacking(after),
+        "in other shapes": reshaped,
+    }
+    for words, members in one_sided.items():
+        if members:
+            lines.append(f"only {words}: {told(members)}")
+    readings += _one_sided(list(chain.from_iterable(one_sided.values())))
+    return rows, readings, lines
+
+
+def _one_sided(names: list[str]) -> Iterator[Reading]:
+    if names:
+        yield measured("one-sided-tensors", names, len(names), 0)
+
+
+def _rows(
+    before: Tensors, after: Tensors, effective: Mapping[str, tuple[Tensor, Tensor]]
+) -> tuple[list[Row], list[str]]:
+    """Compare the tensors of both sets, in an order that all ranks share; return their rows, and
+    the names of those in other shapes.
+    """
     rows = list[Row]()
     reshaped = []
-    for name in before.read.keys() & after.read.keys():
+    for name in before.read:
+        if name not in after.read:
+            continue
         x = before.read[name]()
         y = after.read[name]()
         if x.shape != y.shape:
@@ -160,31 +197,13 @@ def compare_weights(first: Weights, second: Weights) -> tuple[list[Row], list[Re
         if name in before.buffers | after.buffers or not y.is_floating_point():
             dtype = torch.promote_types(x.dtype, y.dtype)
         dtypes = dict.fromkeys((dtype_name(x.dtype), dtype_name(y.dtype)))
-        row = {"name": name, "dtype": " → ".join(dtypes), "values": y.numel()}
+        row: Row = {"name": name, "dtype": " → ".join(dtypes), "values": y.numel()}
         row |= _distance(*effective.get(name, (x, y)), dtype)
         if name in effective and row["change"] <= unit_of(dtype):
             row["differ"] = 0  # the merge rounded once
         rows.append(row)
     rows.sort(key=lambda row: (not row["differ"], -row["change"], row["name"]))
-    readings += _readings(rows)
-    ours = after.lacking(before)
-    theirs = before.lacking(after)
-    one_sided = ours + theirs + reshaped
-    if one_sided:
-        readings.append(measured("one-sided-tensors", one_sided, len(one_sided), 0))
-    lines = _lines(rows)
-    for words, names in (("the first", ours), ("the second", theirs), ("other shapes", reshaped)):
-        if names:
-            lines.append(f"only in {words}: {told(names)}")
-    if effective:
-        lines.append(f"adapters: in {counted(len(effective), 'weight')}, compared with them")
-    ties = before.ties().symmetric_difference(after.ties())
-    if ties and before.tied and after.tied:
-        side = "second"
-        if ties & before.ties():
-            side = "first"
-        lines.append(f"tied in the {side} alone: {of_all(sorted(ties))}")
-    return rows, readings, lines
+    return rows, reshaped
 
 
 def _distance(x: Tensor, y: Tensor, dtype: torch.dtype) -> Row:

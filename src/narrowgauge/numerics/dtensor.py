@@ -94,12 +94,6 @@ def named_gradients(parameters: Mapping[str, Any]) -> dict[str, Tensor]:
     return gradients
 
 
-def copied_to_cpu(tensor: Tensor) -> Tensor:
-    """Copy the local tensor to the CPU."""
-    local = local_of(tensor.detach())
-    return torch.empty(local.shape, dtype=local.dtype, device="cpu").copy_(local)
-
-
 def split_groups(tensor: Any, *, columns: int | None = None) -> list[Any]:
     """Return the process groups of the mesh axes that split a tensor's elements, or only its last
     ``columns`` dimensions.

@@ -86,29 +86,18 @@ def _differences(
         steps, ours, theirs = np.intersect1d(line.x, reference[run.seed].x, return_indices=True)
         difference = Series(steps, line.y[ours] - reference[run.seed].y[theirs])
         if table == "steps":
-            difference = smoothed(difference)
+            difference = thinned(difference, 50)
         lines.append((run, difference))
     return lines
 
 
-def smoothed(line: Series) -> Series:
-    """Return means of finite values over 2 % of a line, each at its last step."""
-    is_finite = ~np.isnan(line.y)
-    x = line.x[is_finite]
-    width = max(1, len(x) // 50)
-    if len(x) <= width:
-        return Series(x, line.y[is_finite])
-    means = np.convolve(line.y[is_finite], np.full(width, 1 / width), mode="valid")
-    return Series(x[width - 1 :], means)
-
-
-def thinned(line: Series) -> Series:
-    """Return at most :data:`MOST_POINTS` points: the last step and the mean of equal parts."""
-    if len(line) <= MOST_POINTS:
+def thinned(line: Series, most: int = MOST_POINTS) -> Series:
+    """Return at most ``most`` points: of equal parts the last step and the mean."""
+    if len(line) <= most:
         return line
     steps = []
     means = []
-    for part in np.array_split(np.arange(len(line)), MOST_POINTS):
+    for part in np.array_split(np.arange(len(line)), most):
         steps.append(line.x[part[-1]])
         means.append(line.y[part].mean())
     return Series(np.array(steps), np.array(means))

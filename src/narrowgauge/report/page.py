@@ -18,12 +18,10 @@ from narrowgauge.measuring.labels import run_labels, seed_of
 from narrowgauge.measuring.reading import Reading
 from narrowgauge.report.curves import PageRun, curves_of
 from narrowgauge.report.interval_figure import interval_figure
-from narrowgauge.runs.finding import counted, listed, sentences, told
+from narrowgauge.runs.finding import counted, listed, sentences
 from narrowgauge.runs.places import PAGE_MARK
 from narrowgauge.runs.record import Run
 from narrowgauge.spec.tables import Table, cell_text
-
-MOST_READINGS = 12
 
 
 def render(comparison: Comparison, runs: Sequence[Run], script: str) -> str:
@@ -35,7 +33,7 @@ def render(comparison: Comparison, runs: Sequence[Run], script: str) -> str:
     shown = page_runs(runs)
     body = [
         f"<h1>{escape(title_of(shown))}</h1>",
-        f'<p class="muted">{escape(_subtitle(runs))}</p>',
+        f'<p class="muted">{counted(len(runs), "run")}</p>',
         *_verdict(comparison, runs),
         _section("Cost", html_table(comparison.table())),
         *_curves(comparison, shown),
@@ -72,19 +70,6 @@ def title_of(runs: Sequence[PageRun]) -> str:
         labels[run.label] = None
     recipes = listed(labels) if len(labels) <= 4 else f"{len(labels)} recipes"
     return f"{listed(models)} in {recipes}"
-
-
-def _subtitle(runs: Sequence[Run]) -> str:
-    """Return what all runs have in common: data, steps and device."""
-    words = []
-    for table, name in (("config", "data"), ("config", "steps"), ("machine", "device")):
-        values = {str(run.run.get(table, {}).get(name, "")) for run in runs}
-        if len(values) == 1 and values != {""}:
-            value = values.pop()
-            words.append(
-                {"data": f"data {Path(value).name}", "steps": f"{value} steps"}.get(name, value)
-            )
-    return " · ".join([*words, counted(len(runs), "run")])
 
 
 def _section(heading: str, *parts: str) -> str:
@@ -170,31 +155,25 @@ def _curves(comparison: Comparison, runs: Sequence[PageRun]) -> Iterator[str]:
 def _diagnosis(runs: Sequence[PageRun]) -> Iterator[str]:
     """Yield the readings beyond their bound, one of each kind and recipe, and the healthy runs."""
     groups: dict[tuple[str, str, str], list[tuple[int, Reading]]] = {}
-    healthy: dict[str, list[str]] = {}
     lines = []
     for run in runs:
+        name = f"{run.label}, seed {run.seed}"
         try:
-            diagnosis = diagnose(run.run)
+            readings = diagnose(run.run).readings
         except NarrowgaugeError as error:
-            lines.append(f"{run.label}, seed {run.seed}, could not be diagnosed. {error}")
+            lines.append(f"{name} could not be diagnosed. {error}")
             continue
-        for reading in diagnosis.readings:
+        for reading in readings:
             kind = (run.label, reading.what, reading.stage)
             groups.setdefault(kind, []).append((run.seed, reading))
-        if not diagnosis.readings:
-            healthy.setdefault(diagnosis.verdict, []).append(f"{run.label}, seed {run.seed}")
-    items = []
+        if not readings:
+            lines.append(f"Nothing found in {name}.")
+    items = ""
     for (label, what, _), members in groups.items():
-        items.append(f"<li>{_finding(label, what, members)}</li>")
-    for verdict, names in healthy.items():
-        lines.append(f"{told(names, 6)}: {verdict}")
-    if len(items) > MOST_READINGS:
-        lines.append(f"{len(items) - MOST_READINGS} more: narrowgauge diagnose RUN.")
-    paragraphs = []
-    for line in lines:
-        paragraphs.append(f'<p class="muted">{escape(line)}</p>')
+        items += f"<li>{_finding(label, what, members)}</li>"
+    rest = escape(" ".join(lines))
     yield _section(
-        "Diagnosis", f'<ul class="findings">{"".join(items[:MOST_READINGS])}</ul>', *paragraphs
+        "Diagnosis", f'<ul class="findings">{items}</ul>', f'<p class="muted">{rest}</p>'
     )
 
 

@@ -94,9 +94,9 @@ def _by_step(rows: list[Row], shift: int) -> dict[int, Row]:
 
 
 def _number(name: str | None, row: Row) -> float | None:
-    value = row.get(name)
-    if name is None or value in (None, ""):
+    if name is None or row.get(name) in (None, ""):
         return None
+    value = row[name]
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError):

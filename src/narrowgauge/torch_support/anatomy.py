@@ -83,19 +83,6 @@ def parts(model: nn.Module) -> Parts:
     return Parts(_blocks(model, runs), runs, list(routers), experts, adapters)
 
 
-def moving_statistics(model: nn.Module) -> dict[str, nn.Module]:
-    """Return batch norms whose weights are frozen, and whose statistics follow the batches, by name."""
-    moving: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
-        if not isinstance(module, nn.modules.batchnorm._BatchNorm) or module.running_mean is None:
-            continue
-        if module.training and module.momentum != 0:
-            weights = list(module.parameters())
-            if weights and not any(p.requires_grad for p in weights):
-                moving[name] = module
-    return moving
-
-
 # ── sets of modules ───────────────────────────────────────────────────────────────────────────────
 
 

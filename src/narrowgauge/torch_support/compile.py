@@ -11,6 +11,7 @@ of them.
 from __future__ import annotations
 
 import contextlib
+import logging
 import subprocess
 import types
 import warnings
@@ -22,7 +23,6 @@ import torch
 from torch import Tensor
 
 from narrowgauge.torch_support.edge_values import draw, same_numbers
-from narrowgauge.torch_support.inductor import quiet
 from narrowgauge.torch_support.machine import (
     compiler_missing,
     gpu_compiler_missing,
@@ -251,6 +251,19 @@ def place_of(arguments: Sequence[Tensor | None]) -> Literal["cpu", "gpu"]:
 
 def _name(function: Callable[..., Any]) -> str:
     return getattr(function, "__name__", type(function).__name__)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Suppress the compiler's own deprecation warnings and banners."""
+    level = logging.getLogger("torch").level
+    logging.getLogger("torch").setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.getLogger("torch").setLevel(level)
 
 
 @contextlib.contextmanager

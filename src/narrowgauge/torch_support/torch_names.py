@@ -6,9 +6,6 @@
     naming only the node.
 ``Node._input_metadata``
     The formats of a model's computed outputs. Alternative: a record without them.
-``DTensor._local_tensor``
-    FSDP2 looks there for ``fsdp_pre_all_gather``. ``to_local`` of a parameter returns another
-    object. Alternative: gathering weights in their own format.
 ``torch.library.get_kernel``, ``Library.impl(…, allow_override=True)``, ``Library._destroy``
     Run fused attention of 16-bit operands as float32 within a context, on a CPU that does not
     multiply them. Alternative: PyTorch's slow kernel.
@@ -151,14 +148,6 @@ def autograd_node() -> Any:
 def runs_backward() -> bool:
     """Return whether this thread is inside a backward pass."""
     return torch._C._current_graph_task_id() != -1
-
-
-def local_shard(parameter: Any) -> Tensor:
-    """Return this rank's shard of a DTensor, the object that FSDP2 shards, gathers and asks for its
-    extensions.
-    """
-    shard: Tensor = parameter._local_tensor
-    return shard
 
 
 def next_sequence_number() -> int:
@@ -388,10 +377,3 @@ def stepping_optimizers() -> list[Any]:
 def calls_of_step(optimizer: Any) -> int:
     """Return the number of nested ``step`` calls of an optimizer in this thread."""
     return sum(running is optimizer for running in stepping_optimizers())
-
-
-def callers_of_step(optimizer: Any) -> list[Any]:
-    """Return the other optimizers whose ``step`` calls this one's: wrappers, and containers of
-    several.
-    """
-    return [running for running in stepping_optimizers() if running is not optimizer]

@@ -37,7 +37,9 @@ class Progress:
         self.is_verbose = is_verbose
         self.failure: OSError | None = None
         self.alarms: dict[str, int] = {}
-        self._bar = self._new_bar() if is_verbose and stream is None else None
+        self._bar: Any = None
+        if is_verbose and stream is None:
+            self._bar = self._new_bar()
         self._task: Any = None
         self._listen = listener(settings)
         self._every = max(1, min(100, settings.steps // 10))
