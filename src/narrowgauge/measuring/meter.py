@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from narrowgauge.measuring.hooks import Hub, Listener
 from narrowgauge.measuring.numbers import Numbers, norms_of, shortened
 from narrowgauge.measuring.rank_sums import RankSums
-from narrowgauge.measuring.reading import failure_of, words_of
+from narrowgauge.measuring.reading import failure_of
 from narrowgauge.measuring.samples import Sampler, StepSample, in_turn, samples_of
 from narrowgauge.measuring.step import Step
 from narrowgauge.numerics.dtensor import gradient_of, is_sharded, local_of
@@ -315,17 +315,12 @@ class Meter(Listener):
         values: dict[str, Any] = {
             "seconds": time.perf_counter() - self._began, "limit": self.limit, "resumed": self.resumed,
         }  # fmt: skip
-        if self.is_broken:
-            return values
         if not self._is_sent:
             # Another optimizer may have taken the step.
-            return values | {"skipped": None if self._others_stepped else True}
-        try:
-            return values | self._measured(self._numbers.read())
-        except Exception as error:
-            self.unseen["this step"] = words_of(error)
-            self.hub.say(failure_of(self.title, error))
-            return values
+            values["skipped"] = None if self._others_stepped else True
+        else:
+            self._guard(lambda: values.update(self._measured(self._numbers.read())))
+        return values
 
     def _measured(self, read: dict[str, dict[str, float]]) -> dict[str, Any]:
         empty: dict[str, float] = {}
