@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
@@ -62,10 +62,9 @@ def plan_group(context: click.Context) -> None:
     help_without_command(context)
 
 
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-def _option(name: str, metavar: str, help: str, read: Any = str) -> Callable[[Function], Function]:
+def _option(
+    name: str, metavar: str, help: str, read: Any = str
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return click.option(f"--{name}", metavar=metavar, type=flags.Parsed(read), help=help)
 
 

@@ -183,11 +183,11 @@ class _Trace(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        call: Any = func
-        if call is Tensor.backward:
+        is_backward = func is Tensor.backward
+        if is_backward:
             self._is_backward = True
             try:
-                return call(*args, **kwargs)
+                return func(*args, **kwargs)
             finally:
                 self._is_backward = False
                 self._ids = {}
