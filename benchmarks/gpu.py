@@ -34,9 +34,8 @@ from peers import PEERS
 from torch import Tensor, nn
 
 import narrowgauge as ng
-from narrowgauge.numerics import multi_tensor_squares
 from narrowgauge.numerics.quantization import padded, quantize, random_words
-from narrowgauge.optim import triton_step
+from narrowgauge.optim import norm, step_triton
 from narrowgauge.optim.rules import elementwise
 from narrowgauge.optim.rules.matrix import MUON
 from narrowgauge.spec.computes import COMPUTES, Cast
@@ -204,19 +203,20 @@ def correctness(report: Report, device: torch.device, quick: bool) -> bool:
     return all(row["passes"] == "yes" for row in rows)
 
 
-def compiled_row(rule: Any, storage: Storage, audited: bool, architecture: int) -> Row:
+def compiled_row(rule: Any, storage: Storage, architecture: int) -> Row:
     """Compile the kernel of a step for a GPU, which need not be here."""
-    function = triton_step.functions(rule, storage, False)["step_and_audit" if audited else "step"]
     types = {
         "table": "*i64",
         "tiles": "*i32",
         "numbers": "*fp32",
         "control": "*fp32",
         "records": "*fp32",
-        "sums": "*fp32",
+        "row": "constexpr",
+        "BLOCK": "constexpr",
     }
-    name = f"{rule.name}/{storage.name}{', audited' if audited else ''}"
-    row, _ = assembled(name, function, types, architecture)
+    constants = {"row": step_triton.row_of(rule, storage), "BLOCK": step_triton.BLOCK}
+    name = f"{rule.name}/{storage.name}"
+    row, _ = assembled(name, step_triton.step, types, architecture, constants)
     # What is not aligned is read in single elements.
     if not row["128-bit"]:
         row["passes"] = "NO: narrow accesses"
@@ -224,7 +224,11 @@ def compiled_row(rule: Any, storage: Storage, audited: bool, architecture: int) 
 
 
 def assembled(
-    name: str, function: Any, types: dict[str, str], architecture: int
+    name: str,
+    function: Any,
+    types: dict[str, str],
+    architecture: int,
+    values: dict[str, Any] | None = None,
 ) -> tuple[Row, int]:
     """Compile a Triton function and look for what would change bits or take time.
 
@@ -238,6 +242,7 @@ def assembled(
         if kind[0] == "*":
             aligned[(k,)] = [["tt.divisibility", 16]]
     constants = {name: None for name, kind in types.items() if kind == "constexpr"}
+    constants |= values or {}
     text = triton.compiler.ASTSource(function, types, constants, aligned)
     began = time.perf_counter()
     kernel = triton.compile(text, target=GPUTarget("cuda", architecture, 32), options=dict(LAUNCH))
@@ -284,16 +289,19 @@ def compile_kernels(report: Report, quick: bool) -> bool:
             row = STORAGES[storage].keeping(rule.stored_states)
             if rule is MUON and row.scaled:
                 continue  # refused
-            for audited in (False, True) if row.arithmetic != "float64" else ():
-                rows += [compiled_row(rule, row, audited, sm) for sm in architectures]
+            if row.arithmetic != "float64":
+                rows += [compiled_row(rule, row, sm) for sm in architectures]
                 print(rows[-1], file=sys.stderr, flush=True)
-    for name, types in {
-        "largest": {"peaks": "*i32"},
-        "squares": {"scales": "*fp64", "sums": "*i64"},
-    }.items():
-        function = multi_tensor_squares.functions(False)[name]
-        types = {"table": "*i64", "tiles": "*i64", **types}
-        rows += [assembled(f"the norm, {name}", function, types, sm)[0] for sm in architectures]
+    sizes = {"SPAN": norm.SPAN, "BLOCK": step_triton.BLOCK}
+    slots = {**sizes, "SLOTS": norm.SLOTS}
+    for name, types, constants in (
+        ("largest", {"peaks": "*i32"}, sizes),
+        ("squares", {"scales": "*fp64", "sums": "*i64"}, slots),
+    ):
+        types = {"table": "*i64", "tiles": "*i64", **types, **dict.fromkeys(constants, "constexpr")}
+        function = getattr(step_triton, name)
+        for sm in architectures:
+            rows.append(assembled(f"the norm, {name}", function, types, sm, constants)[0])
     report.add("kernels, compiled for a GPU", rows)
     return all(row["passes"] == "yes" for row in rows)
 

@@ -181,7 +181,6 @@ def planned(sharding: int, tensor: int, length: int, units: Parts) -> Parts:
     chip = replace(
         get_chip("V100-SXM2-32GB"),
         peak_tflops={"float32": 1e-12 / units["matmuls"]},
-        measured_tflops={},
         bandwidth_gb_per_second=1e-9 / units["memory"],
         link_gb_per_second=1e-9 / units["link"],
     )

@@ -40,7 +40,7 @@ from peers import PACKAGES, PEERS, reason
 from torch import Tensor, nn
 
 import narrowgauge as ng
-from narrowgauge.optim import multi_tensor, proof
+from narrowgauge.optim import proof, table
 from narrowgauge.torch_support import triton
 from narrowgauge.trainer import language_model
 
@@ -132,8 +132,8 @@ def host_times(count: int) -> list[Row]:
     rows = []
     with (
         mock.patch.object(triton, "INTERPRET", True),
-        mock.patch.object(proof, "why_not_printed", lambda *args: ""),
-        mock.patch.object(multi_tensor.Table, "launch", lambda *args, **options: None),
+        mock.patch.object(proof, "why_not", lambda *args: ""),
+        mock.patch.object(table.Table, "launch", lambda *args, **options: None),
     ):
         for name, make in makers.items():
             optimizer = make()

@@ -170,3 +170,22 @@ def test_output_that_cannot_be_written_costs_one_line_and_status_1(tmp_path: Pat
         )  # fmt: skip
     assert (result.returncode, result.stderr.count("\n")) == (1, 1)
     assert result.stderr.startswith("OSError: Cannot write to standard output: File too large.")
+
+
+SHORT = ["--steps", "1", "--batch-size", "1", "--sequence-length", "8", "--eval-sequences", "1"]
+
+
+def test_the_examples_of_the_help_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("a text. " * 400)
+    log = {"log_history": [{"step": step, "loss": 2.0} for step in (1, 2)]}
+    (tmp_path / "trainer_state.json").write_text(json.dumps(log))
+    lines = []
+    for line in call("--help").stdout.splitlines():
+        if line.strip().startswith("narrowgauge "):
+            lines.append(line.split()[1:])
+    assert len(lines) >= 4
+    for words in lines:
+        more = SHORT if words[0] in ("train", "compare") else []
+        result = call(*words, *more)
+        assert result.exit_code == 0, (words, result.output)

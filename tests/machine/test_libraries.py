@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from narrowgauge.torch_support import cpp
+from narrowgauge.torch_support.cpp import CompilerError
 from narrowgauge.torch_support.machine import compiler_missing, compiler_name
-from narrowgauge.torch_support.printer import CompilerError, prove
+from narrowgauge.torch_support.proof import prove
 
 pytestmark = pytest.mark.skipif(bool(compiler_missing()), reason=compiler_missing())
 TEXT = 'extern "C" int answer() { return 42; }'

@@ -121,6 +121,18 @@ def test_values_at_the_end_of_a_format_are_counted_where_a_clamp_hides_them(fact
         assert reading.what == "saturation" and reading.value > 1 / 8
 
 
+def test_a_mask_of_the_least_value_is_no_saturation() -> None:
+    torch.manual_seed(0)
+
+    class Hidden(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            mask = torch.full_like(y, torch.finfo(torch.float32).min).triu(16).to(torch.bfloat16)
+            return y + (y + mask).softmax(-1)
+
+    assert not kinds(asked(Model(Hidden)))
+
+
 def test_bytes_read_in_another_format_are_named() -> None:
     torch.manual_seed(0)
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from narrowgauge.numerics import chunks
 from narrowgauge.numerics.exact_sums import exact_squares
-from narrowgauge.numerics.multi_tensor_squares import SquaresTable, sums_on
 from narrowgauge.numerics.rounding import sqrt
+from narrowgauge.optim.norm import SquaresTable, sums_on
 from narrowgauge.torch_support.machine import compiler_missing
 from oracles.exact_sums import exact_sum, exact_sum_of_squares, nearest_float, squares_bound
 from tensors import scalar_bits

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 import narrowgauge as ng
-from narrowgauge.torch_support import compile, cpp, proven
+from narrowgauge.optim import step_cpp
+from narrowgauge.torch_support import compile, cpp, proof
 from optim.pairs import everything, kernel_of, parameters
 from script_modules import benchmark_module
 from tensors import assert_same_bits, take_steps
@@ -34,7 +35,8 @@ def test_without_a_compiler_the_definition_runs_and_says_so(
     monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path))  # a library that is there is loaded
     monkeypatch.setattr("shutil.which", lambda name: None)
     monkeypatch.setattr(cpp, "_libraries", {})
-    monkeypatch.setattr(proven, "_reasons", {})
+    monkeypatch.setattr(proof, "_reasons", {})
+    step_cpp.functions.cache_clear()
     compile._warn_once.cache_clear()
     optimizer = ng.AdamW(parameters("word", [(80, 80)]), storage="word", compile=True)
     with pytest.warns(UserWarning, match="no C\\+\\+ compiler"):
@@ -52,5 +54,5 @@ def test_a_gpu_rounds_every_operation_and_moves_16_bytes_at_a_time(rule: str, st
 
     ``./dev gpu --compile`` compiles all pairs, for three architectures.
     """
-    row = benchmark_module("gpu").compiled_row(*kernel_of(rule, storage), False, 90)
+    row = benchmark_module("gpu").compiled_row(*kernel_of(rule, storage), 90)
     assert row["passes"] == "yes", row

@@ -173,7 +173,7 @@ def show_compute(name: str, as_json: bool) -> None:
     _print(as_json, *show.page_compute(name))
 
 
-@show_group.command("step", short_help="The step of a storage, as it is compiled.")
+@show_group.command("step", short_help="The step of a storage: what runs on CPUs and GPUs.")
 @click.argument("storage")
 @click.option("--rule", default="adamw", metavar="NAME", help="The update rule.  [default: adamw]")
 @click.option(
@@ -183,10 +183,10 @@ def show_compute(name: str, as_json: bool) -> None:
     help="Of CPUs or of GPUs.  [default: cpp]",
 )
 def show_step(storage: str, rule: str, language: str) -> None:
-    """Print the step of a storage as it is compiled: C++ for CPUs, or Triton for GPUs."""
-    from narrowgauge.optim.printed import printed_step
+    """Print the functions that step a storage: C++ for CPUs, or Triton for GPUs."""
+    from narrowgauge.optim.shown import step_text
 
-    click.echo(printed_step(storage, rule, language))
+    click.echo(step_text(storage, rule, language))
 
 
 @show_group.command("arithmetic", short_help="This machine's sums and roundings, measured.")

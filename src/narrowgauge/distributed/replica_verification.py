@@ -117,21 +117,3 @@ def unlike(of_ranks: Sequence[Mapping[str, float]]) -> set[str]:
     """
     names = set[str]().union(*of_ranks)
     return {name for name in names if len({numbers.get(name) for numbers in of_ranks}) > 1}
-
-
-def possible_parts(weights: Sequence[Mapping[str, float]]) -> set[str]:
-    """Return the names of parameters whose parts, without a DTensor, may lie on several ranks, as in
-    Megatron.
-
-    Their weights differ between ranks before the first step, where other weights are equal. Their
-    gradients differ too; if not, the first weights were not sent to all ranks.
-
-    Args:
-        weights: hashes or sums by name, of each rank.
-    Example:
-        >>> possible_parts([{"norm": 1, "up": 2}, {"norm": 1, "up": 3}]), possible_parts([{"up": 2}, {"up": 3}])
-        ({'up'}, set())
-    """
-    names = set[str]().union(*weights)
-    differing = unlike(weights)
-    return set() if differing == names else differing

@@ -39,9 +39,7 @@ MOST = 0.7
 LEFT = 1 / 3
 """A place is the one if it gives this share of the error, and leaves at most that share without it."""
 SATURATED = 1 / 8
-"""Share of a cast's values at the end of its format: a block of 16 has one, and rounded scales bring
-another.
-"""
+"""Share of a cast's values beyond the end of its format: delayed and rounded scales leave a few."""
 OUTSIDE = 2.0
 """Roundings of its input that a cast may err: one where nothing ends, and as much again."""
 FEWEST = 0.03
@@ -198,9 +196,7 @@ def place_line(place: Place, wide: Wide) -> str:
     line += f"; {place.left:.2f} is left without it"
     casts = [cast for (site, _), cast in wide.casts.items() if site == place.site]
     for cast in casts[:1]:
-        line += (
-            f"; {cast.at_end:.1%} of its values are at the format's end, {cast.zeros:.1%} became 0"
-        )
+        line += f"; {cast.at_end:.1%} of its values are beyond the format's end, {cast.zeros:.1%} became 0"
     return line
 
 

@@ -1,7 +1,7 @@
 """The audit: measure during a run which fraction of the intended updates a storage stores.
 
-An audited step sums intended and stored changes over some rows of each tensor
-(:func:`narrowgauge.optim.multi_tensor.audit_of`). One step is noisy, and stalls come late. So an
+An audited step sums intended and stored changes over a sample of each tensor
+(:func:`narrowgauge.optim.definition.audit`). One step is noisy, and stalls come late. So an
 alarm reads a window of the last steps. It is raised when the upper end of a confidence interval of
 the tensor's EDQ is below the threshold.
 """

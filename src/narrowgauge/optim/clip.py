@@ -16,8 +16,8 @@ from torch import Tensor
 
 from narrowgauge.numerics.dtensor import by_group, local_of
 from narrowgauge.numerics.exact_sums import exact_squares
-from narrowgauge.numerics.multi_tensor_squares import SquaresTable, sums_on
 from narrowgauge.numerics.rounding import reciprocal, sqrt
+from narrowgauge.optim.norm import SquaresTable, sums_on
 from narrowgauge.torch_support.torch_names import to_device
 
 Finite = Callable[[], list[bool]]
@@ -66,14 +66,14 @@ class StepControl:
 
     @torch.no_grad()
     def __call__(
-        self, gradients: Sequence[Tensor], *, is_printed: bool, max_norm: float | None, skip_above: float,
+        self, gradients: Sequence[Tensor], *, has_kernel: bool, max_norm: float | None, skip_above: float,
         grad_scale: Tensor | None = None, found_inf: Tensor | None = None,
     ) -> Decision:  # fmt: skip
         """Decide for all gradients. Skip the step if the norm is above ``skip_above``.
 
         Args:
             gradients: on one device.
-            is_printed: whether to print the norm.
+            has_kernel: whether a kernel may compute the norm.
             max_norm: clip to it, as ``torch.nn.utils.clip_grad_norm_`` does; ``None`` does not
                 clip.
             grad_scale, found_inf: the loss scale of a ``torch.amp.GradScaler``, and not 0 if it
@@ -85,7 +85,7 @@ class StepControl:
         limits = to_device(torch.tensor(values, dtype=torch.float32, device="cpu"), device)
         if not needs_norm and grad_scale is found_inf is None:
             return Decision(limits[:2], None, None)
-        table = self.table if is_printed and sums_on(gradients) else None
+        table = self.table if has_kernel and sums_on(gradients) else None
         no_scale, no_inf, *options = limits.unbind()
         for scalar, default in ((grad_scale, no_scale), (found_inf, no_inf)):
             options.append(default if scalar is None else scalar.to(default).view(()))

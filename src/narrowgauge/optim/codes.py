@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import lru_cache, reduce
 
 import torch
 from torch import Tensor
@@ -493,25 +493,38 @@ def addends(storage: Storage, weight: Tensor, gradient: Tensor, seed: Tensor) ->
     Then it borrows its lower bits from its neighbour's upper bits. Without this, 12 bits for 18
     would lose every chance below 2^-12: at beta2 = 0.9999 a second moment would stop 2 % short.
     """
-    result: dict[str, Addend] = {}
-    stochastic = []
-    for name in ("weight", *dict(storage.states)):
-        result[name] = None  # to nearest
-        if storage.code(name).rounding == "stochastic":
-            stochastic.append((name, dropped_bits(storage.code(name))))
-    if not stochastic:
+    result: dict[str, Addend] = dict.fromkeys(("weight", *dict(storage.states)))  # to nearest
+    places = shares(storage)
+    if not places:
         return result
     random = random_bits(bits_of(weight) ^ gradient_mantissa(storage.visible, gradient), seed)
-    start = 0
-    for place, (name, dropped) in enumerate(stochastic):
-        start += min(dropped, (32 - start) // (len(stochastic) - place))
-        missing = max(0, dropped - start)
-        # The first code has no neighbour below. It wraps around and borrows the last code's upper
-        # bits.
+    for name, (start, borrowed) in places.items():
+        dropped = dropped_bits(storage.code(name))
         turned = random
-        if missing:
-            turned = (random << missing) | ((random >> (32 - missing)) & ((1 << missing) - 1))
-        result[name] = dither(turned, start + missing - dropped, dropped, dropped)
+        if borrowed:
+            low = (random >> (32 - borrowed)) & ((1 << borrowed) - 1)
+            turned = (random << borrowed) | low
+        result[name] = dither(turned, start, dropped, dropped)
+    return result
+
+
+@lru_cache
+def shares(storage: Storage) -> dict[str, tuple[int, int]]:
+    """Return the random bits of each stochastic code: its first one, after the word was turned up
+    by so many bits.
+
+    The first code has no neighbour below. It wraps around and borrows the last code's upper bits.
+    """
+    drops = {}
+    for name in ("weight", *dict(storage.states)):
+        if storage.code(name).rounding == "stochastic":
+            drops[name] = dropped_bits(storage.code(name))
+    result = {}
+    start = 0
+    for place, (name, dropped) in enumerate(drops.items()):
+        start += min(dropped, (32 - start) // (len(drops) - place))
+        borrowed = max(0, dropped - start)
+        result[name] = start + borrowed - dropped, borrowed
     return result
 
 

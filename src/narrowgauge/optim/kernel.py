@@ -1,11 +1,10 @@
 """The definition of a step: of many elements at once.
 
-:func:`make_step` writes ``unpack -> read -> rule -> write -> pack (-> audit)`` once, in tensor
-operations. Eager, this code is the reference. Traced and printed
-(:mod:`narrowgauge.optim.program`), it is one loop over elements. An elementwise rule runs between
-reading and writing. Storages of Collage run AdamW in the published expansions. A matrix rule runs
-outside, on whole matrices: :func:`average` averages the gradients before it, and the step writes
-its change.
+:func:`advance` writes ``read -> rule -> write`` once, in tensor operations. It is the oracle of
+``step.h`` and :mod:`narrowgauge.optim.step_triton`. Where these have no kernel, :func:`make_step` is
+compiled. An elementwise rule runs between reading and writing. Storages of Collage run AdamW in the
+published expansions. A matrix rule runs outside, on whole matrices: :func:`average` averages the
+gradients before it, and the step writes its change.
 """
 
 from __future__ import annotations
@@ -22,9 +21,6 @@ from torch import Tensor
 
 from narrowgauge.numerics.expansions import NearestEven
 from narrowgauge.numerics.metrics import (
-    CHANGE_SUMS,
-    DECAY_SUMS,
-    END_SUMS,
     decay_terms,
     update_terms,
 )
@@ -206,16 +202,16 @@ def audited_terms(inputs: Inputs, written: Written) -> list[Tensor]:
     return terms
 
 
-# ── as it is traced ───────────────────────────────────────────────────────────────────────────────
+# ── as it is compiled ─────────────────────────────────────────────────────────────────────────────
 
 
-def make_step(rule: AnyRule, storage: Storage, *, audited: bool = False) -> Step:
+def make_step(rule: AnyRule, storage: Storage) -> Step:
     """Return the step of words: ``step(weight, gradient, *planes, *scales, *changes, values, seed)
-    -> [weight, *planes, *terms]``.
+    -> [weight, *planes]``.
 
     Weight and planes are words of their formats. The gradient is float32. The scales are float32:
     for each scaled code, below its row's end and back. A matrix rule has one change, float32. On a
-    CPU the step does not skip: the caller does. An ``audited`` one ends in the terms of the audit.
+    CPU the step does not skip: the caller does.
     """
     count = len(planes_of(storage))
 
@@ -230,8 +226,7 @@ def make_step(rule: AnyRule, storage: Storage, *, audited: bool = False) -> Step
         change = changes[0] if changes else None
         scalars = named(rule, values)
         lane = codes.lane_of(storage, weight, gradient, planes, scales)
-        inputs = Inputs(rule, storage, lane, change, scalars, seed)
-        written = advance(inputs)
+        written = advance(Inputs(rule, storage, lane, change, scalars, seed))
         results = [codes.weight_word(storage.visible, written.visible)]
         for plane in planes_of(storage):
             results.append(reduce(or_, [written.fields[name] for name, _, _ in plane.fields]))
@@ -239,22 +234,7 @@ def make_step(rule: AnyRule, storage: Storage, *, audited: bool = False) -> Step
             is_skipped = scalars["skip"] != 0
             for place, old in enumerate((weight, *planes)):
                 results[place] = torch.where(is_skipped, old, results[place])
-        if audited:
-            results += audited_terms(inputs, written)
         return results
-
-    return step
-
-
-def make_average(rule: MatrixRule, storage: Storage) -> Step:
-    """Return the part before a direction: ``average(weight, gradient, *planes, values, seed) ->
-    [gradient]``.
-    """
-
-    def step(*arguments: Tensor) -> list[Tensor]:
-        weight, gradient, *planes, values, _ = arguments
-        lane = codes.lane_of(storage, weight, gradient, planes, {})
-        return [average(rule, storage, lane, named(rule, values))[0]]
 
     return step
 
@@ -279,5 +259,3 @@ class Kernel:
         self.planes = planes_of(storage)
         self.scaled = storage.scaled
         self.packed_names = dict(storage.states).keys() - {plane.name for plane in self.planes}
-        num_decay = len(DECAY_SUMS) if rule.decay else 0
-        self.num_sums = len(CHANGE_SUMS) + len(END_SUMS) + num_decay

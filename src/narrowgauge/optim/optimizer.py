@@ -28,7 +28,6 @@ from narrowgauge.optim.codes import value_dtype
 from narrowgauge.optim.kernel import Kernel
 from narrowgauge.optim.loading import load_torch_state, loaded_state, saved_states, unnamed
 from narrowgauge.optim.low_bits import fill_states, has_low_bits, num_off_grid
-from narrowgauge.optim.multi_tensor import Table
 from narrowgauge.optim.parameter_formats import (
     float32_row,
     is_shared_by_ranks,
@@ -42,6 +41,7 @@ from narrowgauge.optim.rules.elementwise import ADAMW, PLAIN_SGD, SGD
 from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule, extras_of, shapes_of_states
 from narrowgauge.optim.state import LocalState, State, new_state
 from narrowgauge.optim.step import Step, why_by_definition
+from narrowgauge.optim.table import Table
 from narrowgauge.optim.values import begin, store_state, store_weight, stored
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.storages import Storage, for_format, for_vectors
@@ -86,7 +86,7 @@ class Optimizer(torch.optim.Optimizer):
             steps.
         seed: seed of the stochastic rounding, the same on every rank.
         audit_every: steps between audits; 0 never audits.
-        compile: print and compile the steps. ``None`` leaves out a first step of fewer than 2¹⁴
+        compile: build and compile the steps. ``None`` leaves out a first step of fewer than 2¹⁴
             elements on a CPU. :meth:`ran_compiled` returns the outcome. Storages in float64 never
             run compiled.
         low_bits: where a weight of 16 bits begins: at a ``"random"`` place in its rounding cell
@@ -645,8 +645,8 @@ class Optimizer(torch.optim.Optimizer):
         for state in states:
             placed.append(gradients[state.owner])
             steps.append(state.entry["step"])
-        is_printed = not why_by_definition(self.compile, states)
-        self.last_control, norm, finite = self._decide(placed, is_printed, **scaling)
+        has_kernel = not why_by_definition(self.compile, states)
+        self.last_control, norm, finite = self._decide(placed, has_kernel, **scaling)
         control = self.last_control
         # Autocast would round the operands of matrix rules.
         with torch.autocast(device.type, enabled=False):
@@ -667,9 +667,9 @@ class Optimizer(torch.optim.Optimizer):
         for state in states:
             state.end()
 
-    def _decide(self, gradients: Sequence[Tensor], is_printed: bool, **scaling: Any) -> Decision:
+    def _decide(self, gradients: Sequence[Tensor], has_kernel: bool, **scaling: Any) -> Decision:
         scaling |= {"max_norm": self.max_grad_norm, "skip_above": self.skip_above}
-        decision = self._control(gradients, is_printed=is_printed, **scaling)
+        decision = self._control(gradients, has_kernel=has_kernel, **scaling)
         if decision.norm is not None:
             self.grad_norm = decision.norm
         if self.maximize:
@@ -700,7 +700,7 @@ class Optimizer(torch.optim.Optimizer):
         for parameter in group["params"]:
             if parameter in gradients:
                 state = self.local_part(group, parameter, self.state[parameter])
-                # A printed step reads memory: a negative view must hold its values.
+                # A kernel reads memory: a negative view must hold its values.
                 state.gradient = local_of(gradients[parameter]).resolve_neg()
                 states.append(state)
         return states

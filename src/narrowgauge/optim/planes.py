@@ -90,14 +90,11 @@ def _dtype(storage: Storage, name: str, width: int) -> torch.dtype:
     return INTEGER[width]
 
 
-def row_dims(storage: Storage, shape: Sequence[int]) -> int:
-    """Return how many trailing dimensions of a whole parameter are one row: 0 where nothing is
-    scaled by row.
+def row_dims(shape: Sequence[int]) -> int:
+    """Return how many trailing dimensions of a whole parameter are one row.
 
     The first dimension never joins.
     """
-    if not storage.scaled:
-        return 0
     count = min(1, len(shape))
     size = shape[-1] if shape else 1
     while count < len(shape) - 1 and size < LEAST_ROW:

@@ -67,26 +67,19 @@ def scales_of_rows(
     return scales
 
 
-def bound_rows(state: LocalState, values: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-    """Set the new bounds of a state's rows, which has its gradient. Return the multipliers of this
-    step for the definition.
+def new_bounds(state: LocalState, values: Tensor) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+    """Return :func:`scales_of_rows` for a state that has its gradient.
 
     ``values`` are the scalars of ``CONTROL`` and of the rule, float32.
     """
     rule = state.kernel.rule
-    storage = state.storage
     assert isinstance(rule, Rule)
     slopes = peaks_of_rows(state, state.gradient)
     weights = torch.zeros_like(slopes)
     if "weight" in bounding(rule):
         seen = state.parameter.detach()
         weights = peaks_of_rows(state, torch.where(seen.abs() < math.inf, seen, 0.0))
-    multipliers = {}
-    scales = scales_of_rows(rule, storage, slopes, weights, state.bounds, values)
-    for name, (bound, into, back) in scales.items():
-        state.bounds[name].copy_(bound)
-        multipliers[name] = into, back
-    return multipliers
+    return scales_of_rows(rule, state.storage, slopes, weights, state.bounds, values)
 
 
 def peaks_of_rows(state: LocalState, values: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ def new_state(parameter: Tensor, storage: Storage, extras: Extras) -> State:
     for plane in planes_of(storage):
         zeros = torch.zeros_like(local, dtype=plane.dtype)
         state[plane.name] = placed_like(parameter, zeros)
-    dims = row_dims(storage, parameter.shape)
+    dims = row_dims(parameter.shape)
     for name in storage.scaled:
         zeros = local.new_zeros(_shape_of_bounds(local, dims), dtype=torch.float32)
         state[f"{name}_bound"] = placed_like(parameter, zeros, row_dims=dims)
@@ -137,16 +137,21 @@ class LocalState:
                 "Remove it, and call optimizer.adopt(weights, states).",
             )
         shape = self.parameter.shape
-        self.row_dims = row_dims(self.storage, owner.shape) if kernel.scaled else 0
+        self.row_dims = 0
+        if kernel.scaled:
+            self.row_dims = row_dims(owner.shape)
         self.planes: dict[str, Tensor] = {}
         for plane in kernel.planes:
             self.planes[plane.name] = self._here(plane.name, plane.dtype, shape)
         self.order = self._memory_order()
         self._is_in_order = self.order == tuple(range(len(shape)))
-        self.form = as_rows(self.parameter.permute(self.order).shape, self.row_dims)
+        if self._is_in_order:
+            self.form = as_rows(shape, self.row_dims)
+        else:
+            self.form = as_rows(self.parameter.permute(self.order).shape, self.row_dims)
         self.bounds: dict[str, Tensor] = {}
+        rows = _shape_of_bounds(self.parameter, self.row_dims) if kernel.scaled else ()
         for name in kernel.scaled:
-            rows = _shape_of_bounds(self.parameter, self.row_dims)
             self.bounds[name] = self._here(f"{name}_bound", torch.float32, rows).view(-1, 1)
         self.extra_codes: dict[str, Code] = {}
         self.extras: dict[str, Tensor] = {}
@@ -164,7 +169,8 @@ class LocalState:
         """Return the local tensor of a state. Move it if the model has moved."""
         value = self.entry.get(name)
         local = local_of(value)
-        check_tensor(name, local, dtype, shape, self.kernel)
+        if not isinstance(local, Tensor) or local.dtype is not dtype or local.shape != shape:
+            check_tensor(name, local, dtype, shape, self.kernel)
         if local.device != self.parameter.device:
             self.entry[name] = value.to(self.parameter.device)  # type: ignore[union-attr]
             local = local_of(self.entry[name])

@@ -1,7 +1,7 @@
 """One step of an optimizer: its numbers, one launch for each kernel, and the definition where no
-printed step runs.
+kernel runs.
 
-Elementwise rules step all tensors by one launch (:mod:`narrowgauge.optim.multi_tensor`). Matrix
+Elementwise rules step all tensors by one launch (:mod:`narrowgauge.optim.table`). Matrix
 rules average, gather and write in batches (:mod:`narrowgauge.optim.matrix_step`).
 """
 
@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 
 from narrowgauge.numerics.hashing import step_seed
-from narrowgauge.numerics.metrics import KERNEL_SUMS
-from narrowgauge.optim import definition, proof
+from narrowgauge.optim import compiled, definition, proof
 from narrowgauge.optim.audit import Auditor
 from narrowgauge.optim.kernel import Kernel, Numbers
 from narrowgauge.optim.matrix_step import Batch, step_matrices
-from narrowgauge.optim.multi_tensor import Table
 from narrowgauge.optim.state import LocalState
-from narrowgauge.torch_support.proven import language_on
+from narrowgauge.optim.step_cpp import has_kernel
+from narrowgauge.optim.table import Table
+from narrowgauge.torch_support.proof import TORCH, language_on
 
-PRINTED_ELEMENTS = 1 << 14
+KERNEL_ELEMENTS = 1 << 14
 """On a CPU a first step of fewer elements is not compiled, which takes a second once."""
 
 
@@ -34,7 +34,7 @@ def why_by_definition(compile: bool | None, states: Iterable[LocalState]) -> str
         return "compile=False"
     count = sum(state.parameter.numel() for state in states)
     is_first = all(state.step == 0 and state.parameter.is_cpu for state in states)
-    if compile is None and is_first and count < PRINTED_ELEMENTS:
+    if compile is None and is_first and count < KERNEL_ELEMENTS:
         return f"a first step of {count:,} elements"
     return ""
 
@@ -95,11 +95,16 @@ class Step:
             definition.average_gradient(state, batch[state])
 
     def write(self, batch: Batch) -> None:
-        """Step elementwise rules, or write the changes of matrices."""
+        """Step elementwise rules, or write the changes of matrices. Audit a sample first."""
+        audited = [state for state, numbers in batch.items() if numbers.turn is not None]
+        if audited:
+            sums = torch.stack([definition.audit(state, batch[state]) for state in audited])
+            self.auditor.fresh.append(([state.owner for state in audited], sums))
         for state in self._launch(batch):
-            sums = definition.run(state, batch[state])
-            if sums is not None:
-                self._note(state, sums, batch[state].spacings)
+            if state.kernel.how_it_ran == TORCH:
+                compiled.run(state, batch[state])
+            else:
+                definition.run(state, batch[state])
 
     def _launch(self, batch: Batch, *, averages: bool = False) -> list[LocalState]:
         """Step or average by one launch for each kernel. Return the states that no launch steps."""
@@ -108,26 +113,27 @@ class Step:
             members[state.kernel][state] = numbers
         refused: list[LocalState] = []
         for kernel, alike in members.items():
-            device = self.control.device
-            reason = why_by_definition(self.compile, alike)
-            reason = reason or proof.why_not_printed(kernel.rule, kernel.storage, device)
-            kernel.how_it_ran = f"definition: {reason}" if reason else language_on(device)
-            if reason:
+            reason = self._choose(kernel, list(alike))
+            if reason or kernel.how_it_ran == TORCH:
                 refused += alike
                 continue
             if kernel not in self.tables:
-                self.tables[kernel] = Table(kernel.rule, kernel.storage, device)
+                self.tables[kernel] = Table(kernel.rule, kernel.storage, self.control.device)
             table = self.tables[kernel]
             table.set(alike)
             table.send()
-            audit = table.launch(self.control, averages=averages)
-            if audit is not None:
-                self.auditor.fresh.append(audit)
+            table.launch(self.control, averages=averages)
         return refused
 
-    def _note(self, state: LocalState, sums: Tensor, spacings: float) -> None:
-        """Pass the sums over all elements of a state to the auditor, with the host's own sums."""
-        num_elements = sums.new_full((1,), state.parameter.numel())
-        missing = sums.new_zeros(len(KERNEL_SUMS) - len(sums))
-        row = torch.cat([sums, missing, num_elements, num_elements * spacings])
-        self.auditor.fresh.append(([state.owner], row.unsqueeze(0)))
+    def _choose(self, kernel: Kernel, states: Sequence[LocalState]) -> str:
+        """Decide how states step. Return why their definition runs, or an empty string."""
+        reason = why_by_definition(self.compile, states)
+        if has_kernel(kernel.rule, kernel.storage):
+            device = self.control.device
+            way = language_on(device)
+            reason = reason or proof.why_not(kernel.rule, kernel.storage, device)
+        else:
+            way = TORCH
+            reason = reason or compiled.why_not(states, self.compile is True)
+        kernel.how_it_ran = f"definition: {reason}" if reason else way
+        return reason

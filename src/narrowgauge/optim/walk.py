@@ -1,6 +1,6 @@
 """The walk: some elements of a state at a time, as the definition takes them.
 
-:func:`spans` is the only reader of states beside the table of printed steps. It yields views of
+:func:`spans` is the only reader of states beside the table of kernels. It yields views of
 memory, and copies of what is not dense.
 """
 
@@ -27,10 +27,19 @@ if TYPE_CHECKING:
 Scales = Mapping[str, tuple[Tensor, Tensor]]
 
 
+def integers_of(values: Tensor) -> Tensor:
+    """View stored values as integers of their size."""
+    return values.view(INTEGER[8 * values.dtype.itemsize])
+
+
+def widened(integers: Tensor) -> Tensor:
+    """Return words of stored integers: int32, of float64 int64. Upper bits may be anything."""
+    return integers if integers.dtype.itemsize >= 4 else integers.to(torch.int32)
+
+
 def word_of(values: Tensor) -> Tensor:
-    """Return the bits of stored values: int32, of float64 int64. Upper bits may be anything."""
-    integers = values.view(INTEGER[8 * values.dtype.itemsize])
-    return integers if values.dtype.itemsize >= 4 else integers.to(torch.int32)
+    """Return the words of stored values."""
+    return widened(integers_of(values))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +94,7 @@ class Span:
 def _put(values: Tensor, word: Tensor, skip: Tensor | None) -> None:
     if skip is not None:
         word = torch.where(skip, word_of(values), word)
-    values.view(INTEGER[8 * values.dtype.itemsize]).copy_(word)
+    integers_of(values).copy_(word)
 
 
 def spans(
@@ -94,6 +103,7 @@ def spans(
     scales: Scales | None = None,
     at_once: int | None = None,
     writes: bool = False,
+    sample: slice | None = None,
 ) -> Iterator[Span]:
     """Walk over a state: rows of ``[rows, columns]``, or elements of ``[1, columns]``.
 
@@ -102,6 +112,7 @@ def spans(
         scales: replace the multipliers of the bounds.
         at_once: elements of a span, about.
         writes: whether the weight is written. A copy of one that is not dense is then written back.
+        sample: rows that are read, or elements of one row. ``None`` reads all.
     """
     visible = getattr(torch, state.storage.visible)
     weight = state.in_rows(state.parameter.detach().to(visible))
@@ -110,7 +121,13 @@ def spans(
     tensors = [weight, *planes_in_rows, *map(state.in_rows, arguments)]
     if scales is None:
         scales = {name: codes.multipliers(bound) for name, bound in state.bounds.items()}
-    rows, columns = state.form
+    sample = sample or slice(None)
+    if state.form[0] > 1:
+        tensors = [tensor[sample] for tensor in tensors]
+        scales = {name: (into[sample], back[sample]) for name, (into, back) in scales.items()}
+    else:
+        tensors = [tensor[:, sample] for tensor in tensors]
+    rows, columns = tensors[0].shape
     most = at_once or chunk_size(weight.device)
     parts_of_tensors: list[tuple[slice, slice]] = []
     if rows > 1:

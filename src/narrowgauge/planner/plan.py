@@ -241,6 +241,7 @@ def read_question(
     Raises:
         NarrowgaugeError: it contradicts itself, or a name is unknown.
     """
+    fixed = read_layout(layout)
     if "batch" in rest:
         raise RecipeError("Cannot plan a batch of a named model.", "Name sequence_length.")
     tuned = {key: rest.pop(key) for key in ("lora", "base", "experts", "train") if key in rest}
@@ -273,7 +274,7 @@ def read_question(
     return Question(
         architecture.name if isinstance(model, Architecture) else str(model), architecture,
         tuple(_machines(cluster, chip, chips, rest)), length, recipes,
-        optimizer, read_layout(layout), program, tuning, tokens_per_step,
+        optimizer, fixed, program, tuning, tokens_per_step,
     )  # fmt: skip
 
 

@@ -84,10 +84,11 @@ def scaling_row(points: Points, at: Sequence[int] = ()) -> Row:
         efficiency = law.seconds(first) * first / seconds / chips
         predictions.append({"chips": chips, "seconds": seconds, "efficiency": efficiency})
     cost = last * fast / (first * slow)
+    before = f"{first * slow / 86_400:,.4g}"
+    after = f"{last * fast / 86_400:,.4g}"
     lines = [
         f"{last:,} chips instead of {first:,}: {duration_text(slow)} become {duration_text(fast)}, "
-        f"an efficiency of {1 / cost:.0%}. {first * slow / 86_400:,.4g} chip-days become "
-        f"{last * fast / 86_400:,.4g}, {cost:.3g} × as many.",
+        f"an efficiency of {1 / cost:.0%}. {before} chip-days become {after}, {cost:.3g} × as many.",
         f"T(N) = {duration_text(law.divided)} / N + {duration_text(law.constant)}: the second term "
         "is not divided among chips.",
         f"The law misses the measured times by at most {law.error:.1%}.",

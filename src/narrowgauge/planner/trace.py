@@ -56,30 +56,22 @@ def read_trace(path: Path, plan: Path | None = None) -> Table:
         RecordError: a file cannot be read, or is none of these.
     """
     spans = list(_spans(_load(path)))
-    work = []
-    kernels = []
-    marks = []
-    for span in spans:
-        if span.name.startswith("ProfilerStep#"):
-            marks.append(span)
-        elif "Profiler" not in span.name:
-            work.append(span)
-            if span.kind in _KERNELS:
-                kernels.append(span)
+    kernels = [span for span in spans if span.kind in _KERNELS]
+    marks = [span for span in spans if span.name.startswith("ProfilerStep#")]
+    host = [span for span in spans if span.kind not in _KERNELS and "Profiler" not in span.name]
     if marks and not kernels:
         # The step waits for the threads of gloo and of a loader: their time would count twice.
-        work = [span for span in work if span.place == marks[0].place]
-    times = _kernel_times(kernels) if kernels else _operation_times(work)
+        host = [span for span in host if span.place == marks[0].place]
+    times = _kernel_times(kernels) if kernels else _operation_times(host)
     if not times:
         raise RecordError(
             f"No time in {path}: it has no operation and no kernel in a list 'traceEvents'.",
             "Name a file of profiler.export_chrome_trace, a run folder, or a log.",
         )
     # Kernels run after their step, so the host's work decides which marks count.
-    starts = [span.start for span in work if span.kind not in _KERNELS or len(work) == len(kernels)]
     steps = set()
     for mark in marks:
-        if any(mark.start <= start < mark.end for start in starts):
+        if any(mark.start <= span.start < mark.end for span in host or kernels):
             steps.add(mark.name)
     devices = max(1, len({span.place for span in kernels}))
     scale = 1e-6 / max(1, len(steps)) / devices
@@ -95,8 +87,9 @@ def read_trace(path: Path, plan: Path | None = None) -> Table:
         columns += number_columns(plan="plan")
     rows = []
     total = scale * sum(times.values())
-    groups = dict.fromkeys((*_ORDER, *seconds, *planned))
-    for group in filter({**planned, **seconds}.__contains__, groups):
+    for group in dict.fromkeys((*_ORDER, *seconds, *planned)):
+        if group not in seconds and group not in planned:
+            continue
         value = seconds[group]
         row = {"group": group, "seconds": value, "plan": duration_text(planned.get(group, 0.0))}
         rows.append({**row, "trace": f"{duration_text(value)} {value / total:6.1%}"})

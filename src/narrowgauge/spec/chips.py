@@ -8,14 +8,13 @@ chip. Every link rate is in one direction.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from narrowgauge.errors import ChipError, DataError, NarrowgaugeError, suggestion
 from narrowgauge.spec.toml import load_data, read_file, refuse_unknown
 from narrowgauge.spec.values import require_number
 
-_RATES_OF_FORMATS = ("peak_tflops", "measured_tflops")
 _COUNTS = ("memory_gb", "reachable_mib", "peers", "chips_per_node")
 _RATES = ("bandwidth_gb_per_second", "link_gb_per_second", "peer_gb_per_second", "host_gb_per_second",
           "network_gbit_per_second")  # fmt: skip
@@ -33,7 +32,6 @@ class Chip:
         bandwidth_gb_per_second: of that memory, 10^9 bytes per second.
         peak_tflops: dense operations (two per multiply-add), in 10^12 per second, by operand
             format. Formats without native matmul or published value are missing.
-        measured_tflops: the best published large matmul, by format. Usually 50 to 85 % of the peak.
         link, link_gb_per_second: the link between chips, and its rate in one direction to all peers
             together; None if not published, 0 without a link.
         peer_gb_per_second: to a single peer; None if one peer can get the whole rate.
@@ -62,7 +60,6 @@ class Chip:
     peers: int | None = None
     network_gbit_per_second: float = 25
     chips_per_node: int = 8
-    measured_tflops: Mapping[str, float] = field(default_factory=dict)
     official: bool = True
     device: str = ""
 
@@ -74,9 +71,8 @@ class Chip:
             value = getattr(self, name)
             if value is not None and not (name == "link_gb_per_second" and value == 0):
                 require_number(name, value, is_open=True)
-        for name in _RATES_OF_FORMATS:
-            for format, rate in getattr(self, name).items():
-                require_number(f"{name}.{format}", rate, is_open=True)
+        for format, rate in self.peak_tflops.items():
+            require_number(f"peak_tflops.{format}", rate, is_open=True)
         if not {"bfloat16", "float16", "float32"} & {*self.peak_tflops}:
             raise DataError(
                 "a chip has peak_tflops of neither bfloat16, float16 nor float32.", "Add one."
@@ -136,11 +132,8 @@ def read_chip(name: str | Path) -> Chip:
     if "like" not in table:
         raise ChipError(f"{path} does not say its like.", example)
     like = get_chip(str(table.pop("like")))
-    for key in _RATES_OF_FORMATS:
-        if not isinstance(table.get(key, {}), dict):
-            raise DataError(
-                f"{path}: {key} = {table[key]!r} is not a table.", f"Write {key}.bfloat16 = 989."
-            )
+    if not isinstance(table.get("peak_tflops", {}), dict):
+        raise DataError(f"{path}: peak_tflops is not a table.", "Write peak_tflops.bfloat16 = 989.")
     try:
         return replace(like, **{"name": path.stem, **table})
     except NarrowgaugeError as error:

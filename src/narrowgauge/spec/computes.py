@@ -667,15 +667,6 @@ SLOTS: dict[str, Slot] = {
 """Operands by ``matmul.side``, as in :attr:`Compute.casts`."""
 
 
-def casts_made(compute: Compute) -> tuple[str, ...]:
-    """Return the slots that a compute casts: no reused codes, and no mere rounding to 16 or 32
-    bits.
-    """
-    slots = compute.cast_slots
-    casts = compute.casts
-    return tuple(name for name in SLOTS if slots[name] == name and not casts[name].is_wide)
-
-
 _SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 

@@ -64,6 +64,10 @@ class Code:
     def bits(self) -> int:
         return int(self.signed) + self.exponent_bits + self.mantissa_bits
 
+    @property
+    def magnitude_bits(self) -> int:
+        return self.exponent_bits + self.mantissa_bits
+
     def part(self, place: int) -> Code:
         """Return the code of one part of an expansion. The leading part is at ``place`` 0."""
         if place and self.hold:

@@ -8,9 +8,8 @@ nothing.
 ``machine``             what this processor and its compilers can do; needs no PyTorch
 ``compile``             compiles a function of tensors, and proves its bits before the first use
 ``edge_values``         values by which compiled code is compared with its definition
-``printer``             prints a traced function of pointwise operations as lines of a language
-``cpp``                 the language of CPUs: C++ with vector types; builds and loads its files
-``triton``              the language of GPUs: Triton; loads its functions
-``proven``              where printed kernels run, and which have the bits of their definitions
+``cpp``                 builds and loads libraries of C++, for CPUs
+``triton``              loads kernels of Triton, for GPUs
+``proof``               where kernels run, and which have the bits of their definitions
 ======================  ============================================================================
 """

@@ -124,12 +124,12 @@ class Compiled:
         return True
 
 
-def can_compile(place: Literal["cpu", "gpu", "printed"]) -> bool:
-    """Return whether functions for a CPU or GPU can be compiled here, or printed C++.
+def can_compile(place: Literal["cpu", "gpu", "library"]) -> bool:
+    """Return whether functions for a CPU or GPU can be compiled here, or a library of C++.
 
     Warn once if not.
     """
-    missing = ""  # a printed library may be built already
+    missing = ""  # a library may be built already
     if place == "gpu":
         missing = gpu_compiler_missing()
     elif place == "cpu":

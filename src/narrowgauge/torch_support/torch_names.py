@@ -54,7 +54,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -108,21 +107,12 @@ class HostCopy:
         return float(self.cpu())
 
 
-IS_RECORDED: ContextVar[bool] = ContextVar("IS_RECORDED", default=False)
-"""Whether a function runs to be printed (:func:`narrowgauge.torch_support.printer.trace`)."""
-
-
 def is_traced() -> bool:
-    """Return whether a function is traced or recorded: the tensors of its operations may have no
-    values.
-    """
+    """Return whether a function is traced: the tensors of its operations may have no values."""
     mode = torch._C._get_dispatch_mode
     keys = torch._C._TorchDispatchModeKey
     return (
-        torch.compiler.is_compiling()
-        or IS_RECORDED.get()
-        or mode(keys.FAKE) is not None
-        or mode(keys.PROXY) is not None
+        torch.compiler.is_compiling() or mode(keys.FAKE) is not None or mode(keys.PROXY) is not None
     )
 
 

@@ -52,8 +52,8 @@ Place = tuple[Site, str]
 
 
 class Cast:
-    """What a cast loses: shares of its values at the end of the format and flushed to zero, and its
-    error in roundings.
+    """What a cast loses: shares of its values beyond the end of an 8-bit format and flushed to zero,
+    and its error in roundings.
     """
 
     def __init__(self) -> None:
@@ -70,12 +70,17 @@ class Cast:
         """
         wide = values.to(WIDE)
         largest = torch.finfo(values.dtype).max
-        self.at_end = max(self.at_end, float((wide.abs() >= largest).double().mean()))
+        if values.element_size() == 1:  # in 16 bits a mask ends there, and infinity is told
+            beyond = exact.abs() > largest * (1 + 2.0**-12)
+            self.at_end = max(self.at_end, float(beyond.double().mean()))
         zeros = (wide == 0) & (exact != 0)
         self.zeros = max(self.zeros, float(zeros.double().mean()))
-        length = float(source.norm())
-        if length and source.shape == values.shape:
-            error = float((wide - source).norm()) / length
+        if source.shape != values.shape:
+            return
+        finite = wide.isfinite() & source.isfinite()  # a mask may overflow; infinity is told
+        length = float(source[finite].norm())
+        if length:
+            error = float((wide - source)[finite].norm()) / length
             self.roundings = max(self.roundings, error / UNITS[values.dtype])
 
 

@@ -1,25 +1,21 @@
 """One call for all tensors of a (rule, storage): the step on CPUs and GPUs.
 
-The definition of a step is traced and printed: as C++ for CPUs (:mod:`narrowgauge.optim.cpp_step`),
-as Triton for GPUs (:mod:`narrowgauge.optim.triton_step`). Weights, gradients and states are read
-where they are:
+The kernel is ``step.h`` on CPUs (:mod:`narrowgauge.optim.step_cpp`), and
+:mod:`narrowgauge.optim.step_triton` on GPUs. Weights, gradients and states are read where they are:
 
     table    int64 [tensors, width]     for each tensor its addresses and sizes, and its row of numbers
     numbers  float32 [kinds, scalars]   the rule's scalars and the seed, for each param group and step count
     tiles    int32 [programs]           the tensor of each program; a tensor's programs follow one another
     records  float32 [rows, size]       the largest magnitudes of rows that ranks share
 
-A GPU's table and numbers are one buffer, copied to the device once a step. An audited launch also
-sums the terms of each program. A matrix rule has one more address, of its float32 change: one
-launch averages gradients into it, and a later one writes it.
-
-At its first use a printed step is compared with its definition on ordinary and edge values. If a
-bit differs, the definition runs.
+A GPU's table and numbers are one buffer, copied to the device once a step. A matrix rule has one
+more address, of its float32 change: one launch averages gradients into it, and a later one writes
+it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -27,57 +23,37 @@ import torch
 from torch import Tensor
 
 from narrowgauge.numerics.dtensor import largest_over_ranks
-from narrowgauge.numerics.metrics import KERNEL_SUMS
-from narrowgauge.optim import cpp_step, triton_step
+from narrowgauge.optim import step_cpp
 from narrowgauge.optim.kernel import Numbers
-from narrowgauge.optim.program import SIZES, num_addresses, record_size, streams_of
 from narrowgauge.optim.rules.matrix import AnyRule
 from narrowgauge.optim.state import LocalState
-from narrowgauge.spec.storages import Storage
+from narrowgauge.optim.step_cpp import num_addresses, record_size
+from narrowgauge.spec.storages import VISIBLE, Storage
 from narrowgauge.torch_support import triton
-from narrowgauge.torch_support.cpp import CPP
-from narrowgauge.torch_support.proven import language_on
-from narrowgauge.torch_support.torch_names import send, to_device
+from narrowgauge.torch_support.proof import CPP, language_on
+from narrowgauge.torch_support.torch_names import send
 
+SIZES = ("extent", "numel", "first", "count", "record", "wide", "aligned", "number")
+"""The table after the addresses.
+
+The tensor has ``numel`` elements, each program ``extent`` of them: a row that has scales. Its
+``count`` programs begin at ``first``. Where rows are bounded before the step, their records begin
+at ``record``, else it is -1. A ``wide`` gradient is float32, another one has the weight's format.
+An ``aligned`` tensor has programs of whole vectors, at addresses of whole vectors. ``number`` is
+the row of its scalars.
+"""
 PLACE = {name: place - len(SIZES) for place, name in enumerate(SIZES)}
 """The place of each size, from the end of a row of the table."""
-NO_AUDIT = 1 << 40, 1 << 40
-SUMS = len(KERNEL_SUMS)
-MOST_PERIOD = 32
-"""Audits that it takes at most to read each program of a tensor once."""
-
-
-# ── programs ──────────────────────────────────────────────────────────────────────────────────────
+TRITON_MODULE = "narrowgauge.optim.step_triton"
 
 
 def elements_of_program(state: LocalState, device: torch.device) -> int:
     """Return how many elements a program steps: a row that has scales, else a part of the tensor."""
     if state.storage.scaled:
         return max(1, state.form[1])
-    return cpp_step.TILE if language_on(device) == CPP.name else triton_step.BLOCK
-
-
-def audit_of(state: LocalState, turn: int, device: torch.device) -> tuple[int, int, int]:
-    """Return ``period`` and ``phase`` of audit number ``turn``, and the number of elements that it
-    reads.
-
-    An audit reads at least 512 elements, a 16th of the first 131,072, and a 32nd of all, in whole
-    programs. The period, after which each program was read once, is a power of two.
-    """
-    numel = state.parameter.numel()
-    size = elements_of_program(state, device)
-    count = -(-numel // size)
-    period = max(min(numel // 512, 16), min(numel // 8192, MOST_PERIOD))
-    period = max(1, min(period, count))
-    period = 1 << (period.bit_length() - 1)
-    phase = turn % MOST_PERIOD % period
-    elements = len(range(phase, count, period)) * size
-    if (count - 1) % period == phase:  # the last program may be shorter
-        elements -= count * size - numel
-    return period, phase, elements
-
-
-# ── the table ─────────────────────────────────────────────────────────────────────────────────────
+    if language_on(device) == CPP:
+        return step_cpp.TILE
+    return int(triton.load(TRITON_MODULE, device.type == "cpu").BLOCK)
 
 
 class Table:
@@ -90,8 +66,8 @@ class Table:
         self.rule = rule
         self.storage = storage
         self.device = device
-        self._is_cpp = language_on(device) == CPP.name
-        self._size = streams_of(rule, storage)[0].size
+        self._is_cpp = language_on(device) == CPP
+        self._size = VISIBLE[storage.visible][0] // 8
         self._width = num_addresses(rule, storage) + len(SIZES)
         self._numbers = np.zeros((0, len(rule.scalars) + 1), np.float32)
         self._states: list[LocalState] = []
@@ -99,19 +75,12 @@ class Table:
         self._forms: list[tuple[int, int]] = []
         self._copies: list[tuple[LocalState, Tensor, Tensor]] = []
         self._inputs: list[Tensor] = []
-        self._audited: list[tuple[int, float, float]] = []  # a state's place, elements and ulps
+        self._constants: Any = None
 
     # ── on the host ───────────────────────────────────────────────────────────────────────────────
 
-    def set(
-        self,
-        batch: Mapping[LocalState, Numbers],
-        *,
-        audits_all: bool = False,
-    ) -> None:
-        """Set the states of the next step, which have their gradients. ``audits_all`` reads whole
-        tensors.
-        """
+    def set(self, batch: Mapping[LocalState, Numbers]) -> None:
+        """Set the states of the next step, which have their gradients."""
         places = {numbers: place for place, numbers in enumerate(dict.fromkeys(batch.values()))}
         self._states = list(batch)
         forms = [state.form for state in batch]
@@ -119,17 +88,7 @@ class Table:
             self._forms = forms
             self._lay_out(len(places))
         self._set_inputs()
-        choices = []
-        self._audited = []
-        for place, (state, numbers) in enumerate(batch.items()):
-            audit: Sequence[int] = NO_AUDIT
-            if numbers.turn is not None:
-                *audit, elements = audit_of(state, numbers.turn, self.device)
-                self._audited.append((place, elements, elements * numbers.spacings))
-                if audits_all:
-                    audit = (1, 0)
-            choices.append((places[numbers], *audit))
-        self._rows[:, PLACE["number"] :] = choices
+        self._rows[:, PLACE["number"]] = [places[numbers] for numbers in batch.values()]
         for row, numbers in zip(self._numbers, places, strict=True):
             row[:-1] = list(map(float, numbers.scalars))
             row[-1:].view(np.int32)[0] = numbers.key
@@ -216,40 +175,24 @@ class Table:
             self._buffer = torch.empty(len(self._memory), dtype=torch.int64, device=self.device)
         return self._buffer
 
-    def launch(
-        self, control: Tensor, *, averages: bool = False
-    ) -> tuple[list[Tensor], Tensor] | None:
+    def launch(self, control: Tensor, *, averages: bool = False) -> None:
         """Step the states in place, with what was sent, or write the averages of a matrix rule into
         their changes.
 
-        ``control`` holds the scalars of ``CONTROL``, float32 ``[2]`` on the device. Return the
-        audit, if there is one.
+        ``control`` holds the scalars of ``CONTROL``, float32 ``[2]`` on the device.
         """
         records = self._find_peaks(control) if self._shared else None
-        name = "average" if averages else "step"
-        sums = None
-        if self._audited and not averages:
-            name = "step_and_audit"
-            shape = len(self._tiles), SUMS
-            sums = torch.empty(shape, dtype=torch.float32, device=self.device)
-        self._call(name, control, records, sums)
+        self._call("average" if averages else "step", control, records)
         if not averages:
             for state, tensor, memory in self._copies:
                 tensor.copy_(state.in_shape(memory))
             # Autograd notices a weight that was written between forward and backward pass.
             torch.autograd.graph.increment_version([state.parameter for state in self._states])
-        owners = [self._states[place].owner for place, *_ in self._audited]
-        self._copies = []
-        self._inputs = []
-        if not averages:  # what a script removes is freed
+            # What a script removes is freed.
             self._states = []
             self._shared = []
-        if sums is None:
-            return None
-        host = to_device(
-            torch.tensor(self._audited, dtype=torch.float64, device="cpu"), self.device
-        )
-        return owners, torch.cat([self._add_up(sums)[host[:, 0].long()], host[:, 1:]], 1)
+        self._copies = []
+        self._inputs = []
 
     def _find_peaks(self, control: Tensor) -> Tensor:
         """Return the records of shared rows: their largest magnitudes over all ranks, and their
@@ -257,7 +200,7 @@ class Table:
         """
         size = record_size(self.rule, self.storage)
         records = torch.zeros(self._num_records, size, dtype=torch.float32, device=self.device)
-        self._call("find_peaks", control, records, None)
+        self._call("find_peaks", control, records)
         num_peaks = size - len(self.storage.scaled)
         parts = []
         bits = []
@@ -276,57 +219,27 @@ class Table:
                 part.copy_(joined.view(torch.float32).view(part.shape))
         return records
 
-    def _call(
-        self, name: str, control: Tensor, records: Tensor | None, sums: Tensor | None
-    ) -> None:
+    def _call(self, name: str, control: Tensor, records: Tensor | None) -> None:
         if self._is_cpp:
-            self._call_cpp(name, control, records, sums)
-        else:
-            # A kernel takes no missing tensor. It does not read these.
+            step_cpp.functions(self.rule, self.storage)[name](
+                self._rows.ctypes.data,
+                self._tiles.data_ptr(),
+                len(self._tiles),
+                self._numbers.ctypes.data,
+                control.data_ptr(),
+                None if records is None else records.data_ptr(),
+                torch.get_num_threads(),
+            )
+        elif len(self._tiles):
+            module = triton.load(TRITON_MODULE, self.device.type == "cpu")
+            if self._constants is None:
+                self._constants = module.row_of(self.rule, self.storage)
+            buffer = self._on_device()
+            numbers = buffer[len(buffer) - -(-self._numbers.size // 2) :].view(torch.float32)
+            # A kernel takes no missing tensor. It does not read this one.
             records = control if records is None else records
-            self._call_triton(name, control, records, control if sums is None else sums)
-
-    def _call_cpp(
-        self, name: str, control: Tensor, records: Tensor | None, sums: Tensor | None
-    ) -> None:
-        function = cpp_step.functions(self.rule, self.storage, name == "step_and_audit")[name]
-        function(
-            self._rows.ctypes.data,
-            self._tiles.data_ptr(),
-            len(self._tiles),
-            self._numbers.ctypes.data,
-            control.data_ptr(),
-            None if records is None else records.data_ptr(),
-            None if sums is None else sums.data_ptr(),
-            torch.get_num_threads(),
-        )
-
-    def _call_triton(self, name: str, control: Tensor, records: Tensor, sums: Tensor) -> None:
-        buffer = self._on_device()
-        start = len(buffer) - -(-self._numbers.size // 2)
-        numbers = buffer[start:].view(torch.float32)
-        arguments = buffer, self._tiles, numbers, control, records, sums
-        if len(self._tiles):
             with torch.cuda.device_of(control):
-                compiled = self._triton_functions()[name]
-                compiled[(len(self._tiles),)](*arguments, **triton.LAUNCH)
-
-    def _triton_functions(self) -> dict[str, Any]:
-        return triton_step.functions(self.rule, self.storage, self.device.type == "cpu")
-
-    def _add_up(self, sums: Tensor) -> Tensor:
-        """Add the sums of programs by tensor, in order: float64 ``[states, KERNEL_SUMS]``."""
-        totals = torch.zeros(len(self._forms), SUMS, dtype=torch.float64, device=self.device)
-        if not self._is_cpp:
-            add_up = self._triton_functions()["add_up"]
-            with torch.cuda.device_of(sums):
-                arguments = self._on_device(), sums, totals, self._width
-                add_up[(len(totals),)](*arguments, **triton.LAUNCH)
-            return totals
-        names = ("first", "count", "period", "phase")
-        columns = [self._rows[:, PLACE[name]].tolist() for name in names]
-        on_host = sums.numpy()
-        for total, first, count, period, phase in zip(totals.numpy(), *columns, strict=True):
-            audited = on_host[first + phase : first + count : period]
-            total[:] = audited.sum(0, dtype=np.float64)
-        return totals
+                getattr(module, name)[(len(self._tiles),)](
+                    buffer, self._tiles, numbers, control, records,
+                    row=self._constants, BLOCK=module.BLOCK, **triton.LAUNCH,
+                )  # fmt: skip

@@ -1,0 +1,72 @@
+"""The definition of a step under ``torch.compile``: of a rule of the user's own, and in float64.
+
+No kernel is written for these. Each (rule, storage) is compiled once for all sizes, and compared
+with the definition at its first use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from narrowgauge.optim.definition import scales_of_step
+from narrowgauge.optim.kernel import Numbers, make_step
+from narrowgauge.optim.planes import planes_of
+from narrowgauge.optim.rules.matrix import AnyRule
+from narrowgauge.optim.state import LocalState
+from narrowgauge.optim.walk import integers_of, spans, widened
+from narrowgauge.spec.storages import Storage
+from narrowgauge.torch_support.compile import COMPILE_ELEMENTS, can_compile, compiled
+
+AT_ONCE = 1 << 22
+"""Elements of a call. More gain nothing, and each temporary has as many."""
+
+
+@lru_cache(None)
+def step_words(rule: AnyRule, storage: Storage) -> Callable[..., None]:
+    """Return a step of the integers of the weight and of each plane, in place."""
+    step = make_step(rule, storage)
+    count = len(planes_of(storage))
+
+    def step_in_place(weight: Tensor, gradient: Tensor, *rest: Tensor) -> None:
+        stored = [weight, *rest[:count]]
+        first, *planes = map(widened, stored)
+        results = step(first, gradient.float(), *planes, *rest[count:])
+        for integers, result in zip(stored, results, strict=True):
+            integers.copy_(result)
+
+    return step_in_place
+
+
+def why_not(states: Sequence[LocalState], is_asked: bool) -> str:
+    """Return why the definition of states runs uncompiled, or an empty string."""
+    count = sum(state.parameter.numel() for state in states)
+    place = _place_of(states[0])
+    if place == "cpu" and count < COMPILE_ELEMENTS and not is_asked:
+        return f"{count:,} elements, and no kernel is written for the rule or storage"
+    return "" if can_compile(place) else "there is no compiler"
+
+
+def _place_of(state: LocalState) -> Literal["cpu", "gpu"]:
+    return "cpu" if state.parameter.is_cpu else "gpu"
+
+
+def run(state: LocalState, numbers: Numbers) -> None:
+    """Step in place as :func:`narrowgauge.optim.definition.run` does, by compiled code."""
+    scales = scales_of_step(state, numbers, writes=True)
+    step = compiled(step_words(state.kernel.rule, state.storage), _place_of(state))
+    changes = [state.change] if state.kernel.is_matrix else []
+    walk = spans(state, state.gradient, *changes, scales=scales, at_once=AT_ONCE, writes=True)
+    for span in walk:
+        gradient, *change = span.arguments
+        arguments = [integers_of(span.weight), gradient]
+        arguments += [integers_of(values) for values in span.planes.values()]
+        for name in state.storage.scaled:
+            arguments += span.scales[name]
+        # Else the bits of a code would be symbols, as sizes are.
+        with torch._dynamo.config.patch(specialize_int=True):
+            step(*arguments, *change, numbers.values, numbers.seed)

@@ -1,0 +1,1076 @@
+// The optimizer's step on a CPU: every code, weight and rule, and one walk over the elements of all tensors.
+// The definition (kernel.py, codes.py, rules/) says what each function computes, and is compared at first use.
+//
+// step_cpp.py appends what one library holds. For the storage `word` and the rule AdamW that is
+//     struct Row : Storage<BFloat16, Tail<BFloat16, 8, 8>, Window<6, 5, -38, SIGNED | CHANCE>, …> { … };
+//     typedef InFloats<Row, AdamW> Step;
+//     EXPORT(step, Step, AdamW, run<false>)
+// An element of 1 or 2 bytes stands at the top of its 32-bit lane: so a bfloat16 is its float32.
+#include <cstdint>
+#include <cstring>
+#if defined(__AVX512F__)
+#define LANES 16
+#elif defined(__AVX2__) && defined(__FMA__)
+#define LANES 8
+#else
+#define LANES 4
+#endif
+#define INLINE static inline __attribute__((always_inline))
+#define APART static __attribute__((noinline))
+#define ALWAYS __attribute__((always_inline))
+#define VECTOR(TYPE, BYTES) TYPE __attribute__((vector_size(BYTES)))
+
+// ── vectors: this part and the next know the processor, nothing after them does ──────────────────
+
+typedef VECTOR(int32_t, 4 * LANES) Ints;
+typedef VECTOR(uint32_t, 4 * LANES) Unsigned;
+typedef VECTOR(float, 4 * LANES) Floats;
+typedef VECTOR(int16_t, 4 * LANES) Halves;
+typedef VECTOR(char, 4 * LANES) Bytes;
+typedef VECTOR(double, 4 * LANES) Doubles;
+typedef VECTOR(uint64_t, 4 * LANES) Longs;
+
+// Two vectors of elements: while one waits for a division, the other goes on.
+struct Group { Ints a, b; };
+constexpr int GROUP = 2 * LANES;
+constexpr int32_t SIGN_BIT = INT32_MIN, MAGNITUDE = INT32_MAX, MANTISSA = 0x7FFFFF, EXPONENT = 0x7F800000;
+constexpr int32_t UPPER = -65536;
+constexpr float INFINITE = __builtin_inff();
+
+template <class X> INLINE X at_address(const char* p) {
+  X x;
+  memcpy(&x, p, sizeof x);
+  return x;
+}
+template <class X> INLINE void put(char* p, const X& x) { memcpy(p, &x, sizeof x); }
+
+INLINE Floats float_of(Ints x) { return (Floats)x; }
+INLINE Ints int_of(Floats x) { return (Ints)x; }
+INLINE float float_of(int32_t x) { return __builtin_bit_cast(float, x); }
+INLINE int32_t int_of(float x) { return __builtin_bit_cast(int32_t, x); }
+
+// One number in all lanes. A sum with +0 would lose the sign of -0.
+INLINE Floats splat(Floats x) { return x; }
+INLINE Ints splat(Ints x) { return x; }
+INLINE Floats splat(float x) { return x - Floats{}; }
+INLINE Ints splat(int32_t x) { return x | Ints{}; }
+template <class A, class B> INLINE auto where(Ints condition, A a, B b) {
+  return condition ? splat(a) : splat(b);
+}
+
+// Shift down with zeros from above. Shift up, or down with copies of the sign.
+INLINE Ints shifted_down(Ints x, int bits) { return (Ints)((Unsigned)x >> bits); }
+INLINE Ints moved(Ints x, int bits) { return bits >= 0 ? x << bits : x >> -bits; }
+constexpr float power(int exponent) { return __builtin_bit_cast(float, (exponent + 127) << 23); }
+
+// What an operation is with AVX512, with AVX2, and on any other processor or with clang. Of these g++
+// would write two instructions, or none.
+#if defined(__clang__) || LANES == 4
+#define BY_LANES(FOR_16, FOR_8, OTHERWISE) OTHERWISE
+#elif LANES == 16
+#define BY_LANES(FOR_16, FOR_8, OTHERWISE) FOR_16
+#else
+#define BY_LANES(FOR_16, FOR_8, OTHERWISE) FOR_8
+#endif
+#define AVX512(NAME, ...) __builtin_ia32_##NAME##512_mask(__VA_ARGS__)
+#define AVX2(NAME, ...) __builtin_ia32_##NAME##256(__VA_ARGS__)
+INLINE Floats roots(Floats x) {
+  for (int k = 0; k < LANES; k++) x[k] = __builtin_sqrtf(x[k]);
+  return x;
+}
+INLINE Floats root(Floats x) { return BY_LANES(AVX512(sqrtps, x, x, -1, 4), AVX2(sqrtps, x), roots(x)); }
+INLINE Ints smaller(Ints a, Ints b) {
+  return BY_LANES(AVX512(pminsd, a, b, a, -1), AVX2(pminsd, a, b), (a < b ? a : b));
+}
+INLINE Ints larger(Ints a, Ints b) {
+  return BY_LANES(AVX512(pmaxsd, a, b, a, -1), AVX2(pmaxsd, a, b), (a > b ? a : b));
+}
+INLINE Ints smaller(Ints a, int32_t b) { return smaller(a, splat(b)); }
+INLINE Ints larger(Ints a, int32_t b) { return larger(a, splat(b)); }
+// a * b + c where the product is exact: fused or not, the result is the same.
+INLINE Floats fused(Floats a, Floats b, Floats c) {
+  return BY_LANES(AVX512(vfmaddps, a, b, c, -1, 4), AVX2(vfmaddps, a, b, c), (a * b + c));
+}
+INLINE Ints where_negative(Ints x, Ints a, Ints b) {
+  return BY_LANES((x < 0 ? a : b), (Ints)AVX2(blendvps, (Floats)b, (Floats)a, (Floats)x), (x < 0 ? a : b));
+}
+// By the upper 16 bits of each lane: most processors compare 16-bit words faster.
+INLINE Ints upper_equal(Ints x, Ints y) {
+  return BY_LANES(((x & UPPER) == y), (Ints)((Halves)x == (Halves)y), (Ints)((Halves)x == (Halves)y));
+}
+INLINE Ints upper_where(Ints c, Ints a, Ints b) {
+  const auto halves = [&] { return (Ints)((Halves)c ? (Halves)a : (Halves)b); };
+  return BY_LANES((c ? a : b), halves(), halves());
+}
+
+// ── loads and stores of elements of 1, 2 or 4 bytes ──────────────────────────────────────────────
+// A load puts elements at the top of their lanes. A store writes the bytes of each lane from a bit on.
+// With PAIRED the two vectors of a group are its even and its odd elements: then 16-bit elements need
+// a shift and a mask. It pays where no stream has 4 bytes.
+
+#if defined(__clang__) || LANES == 4
+template <int BYTES> struct Elements { typedef Ints V; };
+template <> struct Elements<1> { typedef VECTOR(uint8_t, LANES) V; };
+template <> struct Elements<2> { typedef VECTOR(uint16_t, 2 * LANES) V; };
+template <int BYTES> INLINE Ints widened(const char* p) {
+  return __builtin_convertvector(at_address<typename Elements<BYTES>::V>(p), Ints);
+}
+template <int BYTES> INLINE void narrowed(char* p, Ints x) {
+  put(p, __builtin_convertvector(x, typename Elements<BYTES>::V));
+}
+#elif LANES == 16
+typedef VECTOR(char, 16) Bytes16;
+typedef VECTOR(short, 32) Halves16;
+template <int BYTES> INLINE Ints widened(const char* p) {
+  if constexpr (BYTES == 1) return __builtin_ia32_pmovzxbd512_mask(at_address<Bytes16>(p), Ints{}, -1);
+  if constexpr (BYTES == 2) return __builtin_ia32_pmovzxwd512_mask(at_address<Halves16>(p), Ints{}, -1);
+  return at_address<Ints>(p);
+}
+template <int BYTES> INLINE void narrowed(char* p, Ints x) {
+  if constexpr (BYTES == 1) put(p, __builtin_ia32_pmovdb512_mask(x, Bytes16{}, -1));
+  if constexpr (BYTES == 2) put(p, __builtin_ia32_pmovdw512_mask(x, Halves16{}, -1));
+}
+#else
+// AVX2 shuffles the bytes of each half of 16 bytes: widen from a half that is loaded twice.
+typedef VECTOR(long long, 16) Longs2;
+typedef VECTOR(long long, 32) Longs4;
+constexpr char NO_BYTE = -128;
+INLINE Ints shuffled(Longs4 x, Bytes places) { return (Ints)__builtin_ia32_pshufb256((Bytes)x, places); }
+INLINE Longs4 loaded_twice(const char* p) { return __builtin_ia32_vbroadcastsi256(at_address<Longs2>(p)); }
+// Move the elements first, first + step, … of 16 bytes to the tops of the eight lanes.
+template <int BYTES> constexpr Bytes to_lanes(int first, int step) {
+  Bytes places;
+  for (int j = 0; j < 32; j++) {
+    const int byte = j % 4 - (4 - BYTES);
+    places[j] = byte < 0 ? NO_BYTE : (first + step * (j / 4)) * BYTES + byte;
+  }
+  return places;
+}
+// Move one byte of each lane, from a bit on, to the places first, first + step, … of its half.
+constexpr Bytes from_lanes(int bit, int first, int step) {
+  Bytes places;
+  for (int j = 0; j < 32; j++) {
+    const int lane = (j % 16 - first) / step;
+    const bool is_used = lane >= 0 && lane < 4 && lane * step + first == j % 16;
+    places[j] = is_used ? 4 * lane + bit / 8 : NO_BYTE;
+  }
+  return places;
+}
+#endif
+
+template <int BYTES, bool PAIRED> INLINE Group load(const char* p) {
+  if constexpr (PAIRED && BYTES == 4) {  // a gradient in float32
+    Group x;
+    for (int k = 0; k < LANES; k++) {
+      x.a[k] = at_address<int32_t>(p + 8 * k);
+      x.b[k] = at_address<int32_t>(p + 8 * k + 4);
+    }
+    return x;
+  }
+  if constexpr (BYTES == 4) return {at_address<Ints>(p), at_address<Ints>(p + 4 * LANES)};
+  if constexpr (PAIRED && BYTES == 2) {
+    const Ints words = at_address<Ints>(p);
+    return {words << 16, words & UPPER};
+  }
+#if defined(__clang__) || LANES != 8
+  if constexpr (PAIRED) {
+    const Ints words = widened<2>(p);
+    return {words << 24, words << 16 & (int32_t)0xFF000000};
+  }
+  const int up = 32 - 8 * BYTES;
+  return {widened<BYTES>(p) << up, widened<BYTES>(p + BYTES * LANES) << up};
+#else
+  if constexpr (BYTES == 2) {
+    const Bytes places = to_lanes<2>(0, 1);
+    return {shuffled(loaded_twice(p), places), shuffled(loaded_twice(p + 16), places)};
+  }
+  const Longs4 bytes = loaded_twice(p);
+  if constexpr (PAIRED) return {shuffled(bytes, to_lanes<1>(0, 2)), shuffled(bytes, to_lanes<1>(1, 2))};
+  return {shuffled(bytes, to_lanes<1>(0, 1)), shuffled(bytes, to_lanes<1>(8, 1))};
+#endif
+}
+
+template <int BYTES, bool PAIRED, int BIT = 32 - 8 * BYTES> INLINE void store(char* p, Group x) {
+  if constexpr (BYTES == 4) {
+    put(p, x.a);
+    put(p + 4 * LANES, x.b);
+    return;
+  }
+  if constexpr (PAIRED && BYTES == 2) {
+    if constexpr (BIT == 16) put(p, shifted_down(x.a, 16) | (x.b & UPPER));
+    else put(p, (shifted_down(x.a, BIT) & 0xFFFF) | moved(x.b, 16 - BIT) & UPPER);
+    return;
+  }
+#if defined(__clang__) || LANES != 8
+  if constexpr (PAIRED) {
+    narrowed<2>(p, (shifted_down(x.a, BIT) & 0xFF) | (moved(x.b, 8 - BIT) & 0xFF00));
+  } else {
+    narrowed<BYTES>(p, shifted_down(x.a, BIT));
+    narrowed<BYTES>(p + BYTES * LANES, shifted_down(x.b, BIT));
+  }
+#else
+  if constexpr (BYTES == 2) {
+    const Ints a = BIT == 16 ? shifted_down(x.a, 16) : shifted_down(x.a, BIT) & 0xFFFF;
+    const Ints b = BIT == 16 ? shifted_down(x.b, 16) : shifted_down(x.b, BIT) & 0xFFFF;
+    put(p, __builtin_ia32_permdi256((Longs4)__builtin_ia32_packusdw256(a, b), 0xD8));
+    return;
+  }
+  constexpr int step = 1 + PAIRED, next = PAIRED ? 1 : 4;
+  const Ints a = shuffled((Longs4)x.a, from_lanes(BIT, 0, step));
+  const Ints both = a | shuffled((Longs4)x.b, from_lanes(BIT, next, step));
+  const Longs4 joined = PAIRED ? __builtin_ia32_permdi256((Longs4)both, 0x08)
+                               : (Longs4)__builtin_ia32_permvarsi256(both, (Ints){0, 4, 1, 5});
+  put(p, __builtin_ia32_extract128i256(joined, 0));
+#endif
+}
+
+// Fetch what a later group reads: the processor's own prefetch leaves a loop of many streams waiting.
+template <int BYTES> INLINE void prefetch(const char* p) {
+  for (int k = 0; k < BYTES * GROUP; k += 64) __builtin_prefetch(p + 512 + k);
+}
+
+// ── rounding ─────────────────────────────────────────────────────────────────────────────────────
+
+// Bits of a float, with one NaN, which has neither sign nor payload.
+INLINE Ints quiet(Floats x) { return where(x != x, 0x7FC00000, int_of(x)); }
+// Add what rounds the lowest bits to nearest, ties to even. They stay until they are cut.
+template <int DROP> INLINE Ints rounded(Ints x) {
+  if constexpr (DROP == 0) return x;
+  else return x + ((1 << DROP >> 1) - 1 + ((x >> DROP) & 1));
+}
+template <int DROP> INLINE Ints cut(Ints x) { return x & -(1 << DROP); }
+
+INLINE Ints random_bits(Ints key, int32_t seed) {
+  Ints h = (key ^ seed) * 0x7FEB352D;
+  h = (h ^ shifted_down(h, 15)) * (int32_t)0x846CA68B;
+  return h ^ shifted_down(h, 16);
+}
+// The random bits of a code: `count` from `start` on, of the word turned up by `borrowed` bits.
+struct Share { int start = 0, borrowed = 0, count = 0; };
+struct Shares { Share weight, first, second; };
+INLINE Ints noise(Ints random, Share share) {
+  if (share.borrowed) random = random << share.borrowed | shifted_down(random, 32 - share.borrowed);
+  if (share.start + share.count == 32) return shifted_down(random, share.start);
+  return random >> share.start & ((1 << share.count) - 1);
+}
+
+// ── visible formats: words of a weight or a gradient, and bits as of a float32 ────────────────────
+// BELOW is the number of mantissa bits of a float32 that the format lacks.
+
+struct BFloat16 {
+  static constexpr int BYTES = 2, BELOW = 16;
+  INLINE Ints bits(Ints word) { return word; }
+  INLINE Ints word(Ints bits) { return bits; }
+  INLINE Floats value(Ints bits) { return float_of(bits); }
+  INLINE Floats gradient(Ints word) { return float_of(word); }
+  INLINE Floats scaled(Floats x) { return x; }
+  INLINE Ints in_range(Ints bits) { return bits; }
+  INLINE Ints mantissa(Floats gradient) { return int_of(gradient) >> 16 & 0x7F; }
+};
+struct Float32 : BFloat16 {
+  static constexpr int BYTES = 4, BELOW = 0;
+  INLINE Ints mantissa(Floats gradient) { return int_of(gradient) & MANTISSA; }
+};
+// The bits of a float16 are those of its value times 2^-112 as a float32.
+struct Float16 {
+  static constexpr int BYTES = 2, BELOW = 13, END = 31 << 23;
+  INLINE Ints bits(Ints word) { return shifted_down(word & 0x7FFF0000, 3) | (word & SIGN_BIT); }
+  INLINE Ints word(Ints bits) { return (bits << 3 & 0x7FFF0000) | (bits & SIGN_BIT); }
+  INLINE Floats value(Ints bits) { return float_of(bits) * power(112); }
+  INLINE Floats gradient(Ints word) {
+    const Ints x = bits(word);
+    return where((x & MAGNITUDE) >= END, float_of(x | EXPONENT), value(x));
+  }
+  INLINE Floats scaled(Floats x) { return x * power(-112); }
+  // What rounds past the largest value becomes infinite, and so does NaN.
+  INLINE Ints in_range(Ints bits) { return smaller(bits & MAGNITUDE, END) | (bits & SIGN_BIT); }
+  INLINE Ints mantissa(Floats gradient) { return int_of(scaled(gradient)) & MANTISSA; }
+};
+
+// ── codes of states: two functions, at a bit of a lane ───────────────────────────────────────────
+
+// Of a row: a power of two that takes its values below 1, and back.
+struct Scale { float into = 1, back = 1; };
+// A decoded state that is a product by a power of two. It is exact, so that it may be fused.
+struct Product { Floats x, by; };
+INLINE Floats value_of(Floats x) { return x; }
+INLINE Floats value_of(Product p) { return p.x * p.by; }
+
+enum { SIGNED = 1, HELD = 2, ROW = 4, CHANCE = 8 };
+
+// The upper bits of a float32, to nearest, in a plane of its own. With 23 mantissa bits: all.
+template <int M> struct Upper {
+  static constexpr int DROP = 23 - M;
+  static constexpr bool IS_SCALED = false;
+  template <int BIT> INLINE Floats decode(Ints lane, Scale) { return float_of(lane); }
+  template <int BIT> INLINE Ints encode(Floats x, Ints, Scale) { return rounded<DROP>(quiet(x)); }
+  template <int BIT> INLINE Ints encode_toward_zero(Floats x, Scale) { return quiet(x); }
+};
+// A small float of E exponent and M mantissa bits, whose smallest normal value is 2^LOWEST. It has
+// subnormals. Larger values and NaN become the largest. HELD: what is not zero stays so. ROW: below
+// the power of two that ends its row. CHANCE: bits are dropped by chance.
+template <int E, int M, int LOWEST, int KIND> struct Window {
+  static constexpr int DROP = 23 - M, UP = LOWEST + 126, LAST = ((1 << (E + M)) - 1) << DROP;
+  static constexpr bool IS_SIGNED = KIND & SIGNED, IS_SCALED = KIND & ROW;
+  // The least value of a row, at the least scale, is a float32.
+  static constexpr bool IS_EXACT = !IS_SCALED || LOWEST - M - 112 >= -149;
+  template <int BIT> static constexpr int SIGN_PLACE = BIT + E + M;
+
+  template <int BIT> INLINE auto decode(Ints lane, Scale scale) {
+    const bool has_sign = IS_SIGNED && SIGN_PLACE<BIT> == 31;  // in its place
+    Ints bits = moved(lane, DROP - BIT) & (has_sign ? LAST | SIGN_BIT : LAST);
+    if constexpr (IS_SIGNED && SIGN_PLACE<BIT> < 31) bits |= lane << (31 - SIGN_PLACE<BIT>) & SIGN_BIT;
+    const Floats x = float_of(bits);
+    if constexpr (!IS_SCALED) return Product{x, splat(power(UP))};
+    else if constexpr (IS_EXACT) return Product{x * power(UP), splat(scale.back)};
+    else return x * power(UP) * scale.back;
+  }
+  template <int BIT> INLINE Ints encode(Floats x, Ints random, Scale scale) {
+    const Ints bits = scaled(x, scale), magnitude = smaller(bits & MAGNITUDE, LAST);
+    return placed<BIT>(x, bits, KIND & CHANCE ? magnitude + random : rounded<DROP>(magnitude));
+  }
+  template <int BIT> INLINE Ints encode_toward_zero(Floats x, Scale scale) {
+    const Ints bits = scaled(x, scale);
+    return placed<BIT>(x, bits, smaller(bits & MAGNITUDE, LAST));
+  }
+  INLINE Ints scaled(Floats x, Scale scale) { return int_of((IS_SCALED ? x * scale.into : x) * power(-UP)); }
+  template <int BIT> INLINE Ints placed(Floats x, Ints bits, Ints magnitude) {
+    Ints code = magnitude >> DROP;
+    if constexpr (KIND & HELD) code = larger(code, smaller(int_of(x), 1));
+    code = code << BIT;
+    if constexpr (!IS_SIGNED) return code;
+    const Ints sign = bits & (bits + MANTISSA);  // a NaN loses its sign: the sum carries into it
+    if constexpr (SIGN_PLACE<BIT> == 31) return code | (sign & SIGN_BIT);
+    else return code | (sign >> (31 - SIGN_PLACE<BIT>) & 1 << SIGN_PLACE<BIT>);
+  }
+};
+struct Nothing {  // of a rule without this state
+  static constexpr bool IS_SCALED = false;
+  template <int> INLINE Floats decode(Ints, Scale) { return Floats{}; }
+  template <int> INLINE Ints encode(Floats, Ints, Scale) { return Ints{}; }
+};
+
+// ── weights: what lies beside the visible one ────────────────────────────────────────────────────
+// read returns the weight of the rule, and a low part that is added to its change. write adds the
+// change. STORED_FROM is the bit from which a plane of its own is stored, or -1.
+
+struct Whole {  // fills its lane
+  static constexpr int STORED_FROM = -1;
+  static constexpr bool HAS_LOW = false;
+  template <int BIT> INLINE Ints take(Ints lane) { return lane; }
+  template <int BIT> INLINE Ints place(Ints x) { return x; }
+};
+// No more than the visible weight, to nearest or by chance.
+template <class V, int DROP> struct Alone : Whole {
+  INLINE Floats read(Ints seen, Ints, Floats&) { return V::value(seen); }
+  INLINE void write(Floats weight, Floats, Floats change, Ints random, Ints& seen, Ints&) {
+    const Ints x = quiet(V::scaled(weight + change));
+    seen = V::in_range(cut<V::BELOW>(DROP ? x + random : rounded<V::BELOW>(x)));
+  }
+};
+// The signed rest of BITS bits. DROP bits below are dropped by chance.
+template <class V, int BITS, int DROP> struct Tail {
+  static constexpr int HALF = 1 << V::BELOW >> 1, STORED_FROM = V::BELOW == 16 ? DROP : -1;
+  static constexpr bool HAS_LOW = false;
+  template <int BIT> INLINE Ints take(Ints lane) {
+    const int up = 32 - BITS - BIT;
+    return (up ? lane << up : lane) >> (32 - BITS - DROP);
+  }
+  template <int BIT> INLINE Ints place(Ints tail) {
+    return moved(tail, BIT - DROP) & ((1 << BITS) - 1) << BIT;
+  }
+  // A weight that other code wrote moves by half an ulp at most, and a zero does not change its sign.
+  INLINE Floats read(Ints seen, Ints tail, Floats&) {
+    const Ints sum = seen + tail;
+    return V::value(where_negative(sum ^ seen, seen, sum));
+  }
+  INLINE void write(Floats weight, Floats, Floats change, Ints random, Ints& seen, Ints& tail) {
+    Ints x = quiet(V::scaled(weight + change));
+    if (DROP) x += random;
+    if constexpr (V::BELOW == 16) {  // stores cut both: the low bits of x are the tail
+      seen = x + HALF;
+      tail = x;
+    } else {
+      seen = V::in_range(cut<V::BELOW>(x + HALF));
+      tail = x - seen;
+    }
+  }
+};
+// A float32 that rounds to the visible weight. If it does not, other code wrote that.
+template <class V> struct Master : Whole {
+  static constexpr int HALF = 1 << V::BELOW >> 1;
+  INLINE Ints visible(Floats x) { return V::in_range(cut<V::BELOW>(quiet(V::scaled(x)) + HALF)); }
+  INLINE Floats read(Ints seen, Ints master, Floats&) {
+    const Floats stored = float_of(master);
+    return where(visible(stored) == V::in_range(seen), stored, V::value(seen));
+  }
+  INLINE void write(Floats weight, Floats, Floats change, Ints, Ints& seen, Ints& master) {
+    const Floats x = weight + change;
+    seen = visible(x);
+    master = quiet(x);
+  }
+};
+// A second number, Kahan's compensation: it belongs to the weight if their sum rounds to it.
+template <class V, class Code> struct Compensated : Whole {
+  static constexpr int BIT = 16;
+  static constexpr bool HAS_LOW = true, IS_UPPER = V::BELOW == 16;
+  INLINE Ints nearest(Floats x) { return V::in_range(cut<V::BELOW>(rounded<V::BELOW>(quiet(V::scaled(x))))); }
+  INLINE Ints belongs(Ints seen, Floats low) {  // of bfloat16: in the upper half of each lane
+    const Ints sum = rounded<V::BELOW>(int_of(V::scaled(V::value(seen) + low)));
+    if constexpr (IS_UPPER) return upper_equal(sum, seen);
+    else return cut<V::BELOW>(sum) == seen;
+  }
+  INLINE Floats low_of(Ints lane) { return value_of(Code::template decode<BIT>(lane, Scale{})); }
+  INLINE Floats read(Ints seen, Ints lane, Floats& low) {
+    low = low_of(lane);
+    low = float_of(belongs(seen, low) & int_of(low));
+    return V::value(seen);
+  }
+  // To nearest, or toward zero where the nearest one does not belong.
+  INLINE Ints encoded(Ints seen, Floats rest) {
+    const Ints near = Code::template encode<BIT>(rest, Ints{}, Scale{});
+    const Ints toward_zero = Code::template encode_toward_zero<BIT>(rest, Scale{});
+    if constexpr (!IS_UPPER) return where(belongs(seen, low_of(near)), near, toward_zero);
+    const Ints low = cut<BIT>(near);
+    return upper_where(belongs(seen, float_of(low)), low, toward_zero);
+  }
+  INLINE void write(Floats weight, Floats low, Floats change, Ints, Ints& seen, Ints& lane) {
+    const Floats total = low + change;
+    seen = nearest(weight + total);
+    lane = encoded(seen, total - (V::value(seen) - weight));
+  }
+};
+
+// ── rules ────────────────────────────────────────────────────────────────────────────────────────
+// begin computes the new states, and returns what must wait for a square root or a division. change
+// ends the step. Scalars are those of the Python rule, in its order. PENALIZED: states depend on the
+// weight. GIVEN: a matrix rule, whose change is a stream, and whose average becomes its direction.
+
+struct Moments { Floats first, second; };
+// An average moved by a share. LESS: no share is 1, which would give the value itself.
+template <bool LESS> INLINE Floats toward(Floats old, Floats x, float share) {
+  return LESS || share != 1 ? old + (x - old) * share : x;
+}
+template <bool LESS> INLINE Floats toward(Product old, Floats x, float share) {
+  return LESS || share != 1 ? fused(old.x, old.by, fused(-old.x, old.by, x) * share) : x;
+}
+// An infinite weight, or NaN, stays. A rule would turn its decay into NaN.
+INLINE Floats finite_or_zero(Floats w) { return float_of(int_of(w) & ((int_of(w) & MAGNITUDE) < EXPONENT)); }
+// The square of a finite gradient may be infinite. Such a weight is frozen, as torch's. Windows end.
+INLINE Floats unless_frozen(Floats old, Floats next) { return where(old < INFINITE, next, old); }
+INLINE Floats unless_frozen(Product, Floats next) { return next; }
+
+template <int NUM_STATES, bool IS_PENALIZED = false, bool IS_GIVEN = false> struct Rule {
+  static constexpr int STATES = NUM_STATES;
+  static constexpr bool PENALIZED = IS_PENALIZED, GIVEN = IS_GIVEN;
+};
+#define BEGIN                               \
+  template <bool LESS, class A, class B>    \
+  INLINE Floats begin(Floats w, Floats g, A old_m, B old_v, Moments& next, const Scalars& s)
+#define CHANGE INLINE Floats change(Floats w, Floats waits, Floats m, const Scalars& s)
+#define IS_LESS INLINE bool is_less(const Scalars& s)
+
+struct AdamScalars {
+  float one_minus_beta1, one_minus_beta2, negative_step_size, inverse_root_correction2, eps;
+};
+template <bool LESS, class A, class B>
+INLINE Floats begin_adam(Floats g, A old_m, B old_v, Moments& next, const AdamScalars& s) {
+  next.first = toward<LESS>(old_m, g, s.one_minus_beta1);
+  next.second = unless_frozen(old_v, toward<LESS>(old_v, g * g, s.one_minus_beta2));
+  return root(next.second);
+}
+INLINE Floats end_adam(Floats root_v, Floats m, const AdamScalars& s) {
+  return m / (root_v * s.inverse_root_correction2 + s.eps) * s.negative_step_size;
+}
+struct AdamW : Rule<2> {
+  struct Scalars : AdamScalars { float negative_decay; };
+  IS_LESS { return s.one_minus_beta1 != 1 && s.one_minus_beta2 != 1; }
+  BEGIN { return begin_adam<LESS>(g, old_m, old_v, next, s); }
+  CHANGE { return end_adam(waits, m, s) + s.negative_decay * w; }
+};
+struct Adam : Rule<2, true> {
+  struct Scalars : AdamScalars { float weight_decay; };
+  IS_LESS { return s.one_minus_beta1 != 1 && s.one_minus_beta2 != 1; }
+  BEGIN { return begin_adam<LESS>(g + w * s.weight_decay, old_m, old_v, next, s); }
+  CHANGE { return end_adam(waits, m, s); }
+};
+struct SGD : Rule<1, true> {
+  struct Scalars {
+    float weight_decay, momentum, gain, share_of_gradient, share_of_momentum, negative_lr;
+  };
+  IS_LESS { return true; }
+  BEGIN {
+    g = g + w * s.weight_decay;
+    next.first = value_of(old_m) * s.momentum + g * s.gain;
+    return g;
+  }
+  CHANGE { return (waits * s.share_of_gradient + m * s.share_of_momentum) * s.negative_lr; }
+};
+struct PlainSGD : Rule<0, true> {
+  struct Scalars { float weight_decay, negative_lr; };
+  IS_LESS { return true; }
+  BEGIN { return g + w * s.weight_decay; }
+  CHANGE { return waits * s.negative_lr; }
+};
+struct Lion : Rule<1> {
+  struct Scalars { float one_minus_beta1, one_minus_beta2, negative_lr, negative_decay; };
+  IS_LESS { return s.one_minus_beta1 != 1 && s.one_minus_beta2 != 1; }
+  BEGIN {
+    const Floats direction = toward<LESS>(old_m, g, s.one_minus_beta1);
+    next.first = toward<LESS>(old_m, g, s.one_minus_beta2);
+    return where(direction > 0, 1.0f, where(direction < 0, -1.0f, 0.0f));
+  }
+  CHANGE { return waits * s.negative_lr + w * s.negative_decay; }
+};
+struct Muon : Rule<1, false, true> {
+  struct Scalars { float negative_decay, momentum, one_minus_momentum, nesterov; };
+  IS_LESS { return s.one_minus_momentum != 1; }
+  BEGIN { return next.first = toward<LESS>(old_m, g, s.one_minus_momentum); }
+  CHANGE { return waits + w * s.negative_decay; }
+  INLINE Floats average(Floats g, Floats m, const Scalars& s) {
+    return s.nesterov != 0 ? g + (m - g) * s.momentum : m;
+  }
+};
+// A matrix rule whose states have shapes of their own: only the decay is left, or nothing.
+template <bool HAS_DECAY> struct Given : Rule<0, false, true> {
+  struct Scalars { float negative_decay[HAS_DECAY]; };
+  IS_LESS { return true; }
+  BEGIN { return g; }
+  CHANGE {
+    if constexpr (HAS_DECAY) return waits + w * s.negative_decay[0];
+    else return waits;
+  }
+  INLINE Floats average(Floats g, Floats, const Scalars&) { return g; }
+};
+
+// ── storages: a visible format, a weight, codes of states, and where they lie ────────────────────
+
+struct Field {
+  int plane = -1, bit = 0;  // of the 32-bit lane
+};
+struct Layout {
+  int planes = 0, bytes[4] = {};
+  Field low, first, second, second_low;
+};
+template <class V_, class W_, class First_, class Second_> struct Storage {
+  typedef V_ V;
+  typedef W_ W;
+  typedef First_ First;
+  typedef Second_ Second;
+};
+
+// ── one lane ─────────────────────────────────────────────────────────────────────────────────────
+
+template <class R> struct Numbers {
+  float gradient_scale;
+  typename R::Scalars rule;
+  int32_t seed;
+};
+struct Scales { Scale first, second; };
+struct Lane {
+  Ints seen, plane[4];
+  Floats gradient, given;
+};
+struct Written { Ints seen, plane[4]; };
+#define TYPES_OF_STORAGE \
+  typedef typename S::V V; typedef typename S::W W; \
+  typedef typename S::First First; typedef typename S::Second Second;
+template <class S, class R> struct InFloats {
+  TYPES_OF_STORAGE
+    struct Waiting {
+    Ints random;
+    Floats weight, low, waits;
+    Moments next;
+  };
+  static constexpr Layout L = S::LAYOUT;
+  static constexpr Shares SHARES = S::SHARES;
+  static constexpr bool IS_RANDOM = SHARES.weight.count || SHARES.first.count || SHARES.second.count;
+  static constexpr bool IS_SCALED = First::IS_SCALED || Second::IS_SCALED;
+  static constexpr bool IS_CUT_BY_STORE = W::STORED_FROM >= 0 && L.low.plane != L.first.plane;
+  static constexpr int stored_from(int plane) {
+    return IS_CUT_BY_STORE && plane == L.low.plane ? W::STORED_FROM : 32 - 8 * L.bytes[plane];
+  }
+  INLINE Ints lane_of(const Lane& x, Field field) { return field.plane < 0 ? Ints{} : x.plane[field.plane]; }
+
+  template <bool LESS> INLINE Waiting begin(const Lane& x, const Numbers<R>& n, const Scales& scales) {
+    Waiting y;
+    y.weight = W::read(x.seen, W::template take<L.low.bit>(lane_of(x, L.low)), y.low);
+    const auto m = First::template decode<L.first.bit>(lane_of(x, L.first), scales.first);
+    const auto v = Second::template decode<L.second.bit>(lane_of(x, L.second), scales.second);
+    y.random = Ints{};
+    if (IS_RANDOM) y.random = random_bits(int_of(y.weight) ^ V::mantissa(x.gradient), n.seed);
+    const Floats w = finite_or_zero(y.weight), g = x.gradient * n.gradient_scale;
+    y.waits = R::template begin<LESS>(w, g, m, v, y.next, n.rule);
+    if constexpr (R::GIVEN) {
+      const Floats weight = W::HAS_LOW ? y.weight + y.low : y.weight;
+      y.waits = R::change(finite_or_zero(weight), x.given, Floats{}, n.rule);
+    } else if constexpr (W::HAS_LOW) {
+      y.waits = R::change(w, y.waits, y.next.first, n.rule);
+    }
+    return y;
+  }
+  INLINE Written end(const Waiting& x, const Numbers<R>& n, const Scales& scales) {
+    Written y{};
+    Ints low;
+    Floats change = x.waits;
+    if constexpr (!R::GIVEN && !W::HAS_LOW)
+      change = R::change(finite_or_zero(x.weight), x.waits, x.next.first, n.rule);
+    W::write(x.weight, x.low, change, noise(x.random, SHARES.weight), y.seen, low);
+    if constexpr (L.low.plane >= 0 && IS_CUT_BY_STORE) y.plane[L.low.plane] = low;
+    else if constexpr (L.low.plane >= 0) y.plane[L.low.plane] = W::template place<L.low.bit>(low);
+    if constexpr (L.first.plane >= 0) {
+      const Ints random = noise(x.random, SHARES.first);
+      y.plane[L.first.plane] |= First::template encode<L.first.bit>(x.next.first, random, scales.first);
+    }
+    if constexpr (L.second.plane >= 0) {
+      const Ints random = noise(x.random, SHARES.second);
+      y.plane[L.second.plane] |= Second::template encode<L.second.bit>(x.next.second, random, scales.second);
+    }
+    return y;
+  }
+};
+
+// ── Collage: AdamW in which every operation rounds to the format of the weight ───────────────────
+// A pair is the exact sum of two numbers of the format (numerics/expansions.py).
+
+struct Pair { Floats high, low; };
+template <int DROP> struct Expansions {
+  INLINE Floats rn(Floats x) { return float_of(cut<DROP>(rounded<DROP>(int_of(x)))); }
+  INLINE Pair fast_two_sum(Floats a, Floats b) {
+    const Floats sum = rn(a + b);
+    return {sum, b - (sum - a)};
+  }
+  INLINE Pair grow(Pair x, Floats a) {
+    const Floats sum = rn(x.high + a), of_a = sum - x.high;
+    const Floats error = (x.high - (sum - of_a)) + (a - of_a);
+    return fast_two_sum(sum, rn(x.low + error));
+  }
+  INLINE Pair multiply(Pair x, Pair y) {
+    const Floats exact = x.high * y.high, product = rn(exact), error = rn(exact - product);
+    const Floats crossed = rn(rn(x.low * y.high) + x.high * y.low);
+    return fast_two_sum(product, rn(crossed + error));
+  }
+};
+template <class S, class R> struct InExpansions {
+  TYPES_OF_STORAGE
+  typedef typename S::SecondLow SecondLow;
+  typedef Expansions<V::BELOW> X;
+  struct Waiting {
+    Pair weight, second;
+    Floats first;
+  };
+  static constexpr Layout L = S::LAYOUT;
+  static constexpr bool HAS_PAIR = L.second_low.plane >= 0, IS_SCALED = First::IS_SCALED;
+  static constexpr int stored_from(int) { return 16; }
+  // The second part is finer by the bits of the first.
+  INLINE Scale finer(Scale s) { return {s.into * power(24 - V::BELOW), s.back * power(V::BELOW - 24)}; }
+
+  template <bool> INLINE Waiting begin(const Lane& x, const Numbers<R>& n, const Scales& scales) {
+    Waiting y;
+    Floats low;
+    const Floats seen = W::read(x.seen, x.plane[L.low.plane], low);
+    y.weight = {float_of(quiet(seen)), float_of(quiet(low))};
+    const Floats g = X::rn(float_of(quiet(x.gradient * n.gradient_scale)));
+    const Floats m = value_of(First::template decode<16>(x.plane[L.first.plane], scales.first));
+    const Floats v = value_of(Second::template decode<16>(x.plane[L.second.plane], scales.second));
+    const Floats beta1 = splat(1 - n.rule.one_minus_beta1), beta2 = splat(1 - n.rule.one_minus_beta2);
+    y.first = X::rn(X::rn(m * beta1) + n.rule.one_minus_beta1 * g);
+    const Floats square = n.rule.one_minus_beta2 * g * g;
+    if constexpr (HAS_PAIR) {
+      const Ints lane = x.plane[L.second_low.plane];
+      const Floats v_low = value_of(SecondLow::template decode<16>(lane, finer(scales.second)));
+      const Floats high = X::rn(beta2);
+      y.second = X::grow(X::multiply({v, v_low}, {high, X::rn(beta2 - high)}), X::rn(square));
+    } else { y.second.high = X::rn(X::rn(v * beta2) + square); }
+    return y;
+  }
+  INLINE Written end(const Waiting& x, const Numbers<R>& n, const Scales& scales) {
+    const Floats root_v = X::rn(X::rn(root(x.second.high)) * n.rule.inverse_root_correction2);
+    const Floats step = X::rn(X::rn(x.first * n.rule.negative_step_size) / X::rn(root_v + n.rule.eps));
+    const Floats high = finite_or_zero(x.weight.high);
+    const Floats change = X::rn(step + X::rn(high * n.rule.negative_decay));
+    Pair weight = X::grow({high, x.weight.low}, change);
+    const Ints is_finite = (int_of(x.weight.high) & MAGNITUDE) < EXPONENT;
+    weight = {where(is_finite, weight.high, x.weight.high), where(is_finite, weight.low, x.weight.low)};
+    Written y{};
+    y.seen = W::nearest(weight.high);
+    y.plane[L.low.plane] = W::encoded(y.seen, weight.low);
+    y.plane[L.first.plane] = First::template encode<16>(x.first, Ints{}, scales.first);
+    y.plane[L.second.plane] = Second::template encode<16>(x.second.high, Ints{}, scales.second);
+    if constexpr (HAS_PAIR) {
+      const Scale scale = finer(scales.second);
+      y.plane[L.second_low.plane] = SecondLow::template encode<16>(x.second.low, Ints{}, scale);
+    }
+    return y;
+  }
+};
+
+// ── the walk: a group begins while the one before it, which waits for a square root, ends ────────
+
+template <class Step, class R> struct Walk {
+  typedef typename Step::V V;
+  static constexpr Layout L = Step::L;
+  static constexpr int STREAMS = 2 + L.planes + R::GIVEN;  // weight, gradient, planes, and the change
+  static constexpr bool is_paired() {
+    for (int k = 0; k < L.planes; k++)
+      if (L.bytes[k] == 4) return false;
+    return V::BYTES == 2 && !R::GIVEN;
+  }
+  static constexpr bool PAIRED = is_paired();
+  struct Lanes { Lane a, b; };
+  INLINE int size_of(int stream, bool wide) {
+    if (stream == 0) return V::BYTES;
+    if (stream == 1) return wide ? 4 : V::BYTES;
+    return stream < 2 + L.planes ? L.bytes[stream - 2] : 4;
+  }
+  template <int BYTES> INLINE Group fetch(const char* stream, int64_t at) {
+    prefetch<BYTES>(stream + BYTES * at);
+    return load<BYTES, PAIRED>(stream + BYTES * at);
+  }
+  template <int K = 0> INLINE void load_planes(char* const* p, int64_t at, Lanes& x) {
+    if constexpr (K < L.planes) {
+      const Group words = fetch<L.bytes[K]>(p[2 + K], at);
+      x.a.plane[K] = words.a;
+      x.b.plane[K] = words.b;
+      load_planes<K + 1>(p, at, x);
+    }
+  }
+  template <bool WIDE> INLINE Lanes load_lanes(char* const* p, int64_t at) {
+    Lanes x;
+    const Group weight = fetch<V::BYTES>(p[0], at), gradient = fetch<WIDE ? 4 : V::BYTES>(p[1], at);
+    x.a.seen = V::bits(weight.a);
+    x.b.seen = V::bits(weight.b);
+    x.a.gradient = WIDE ? float_of(gradient.a) : V::gradient(gradient.a);
+    x.b.gradient = WIDE ? float_of(gradient.b) : V::gradient(gradient.b);
+    load_planes(p, at, x);
+    if constexpr (R::GIVEN) {
+      const Group given = fetch<4>(p[STREAMS - 1], at);
+      x.a.given = float_of(given.a);
+      x.b.given = float_of(given.b);
+    }
+    return x;
+  }
+  template <int K = 0>
+  INLINE void store_planes(char* const* p, int64_t at, const Written& x, const Written& y) {
+    if constexpr (K < L.planes) {
+      char* const place = p[2 + K] + L.bytes[K] * at;
+      store<L.bytes[K], PAIRED, Step::stored_from(K)>(place, {x.plane[K], y.plane[K]});
+      store_planes<K + 1>(p, at, x, y);
+    }
+  }
+  template <bool LESS, bool WIDE>
+  APART void step_groups(char* const* streams, int64_t count, const Numbers<R>& numbers, const Scales& row) {
+    const Numbers<R> n = numbers;  // copies, which no store changes
+    const Scales scales = row;
+    char* p[STREAMS];
+    for (int k = 0; k < STREAMS; k++) p[k] = streams[k];
+    typename Step::Waiting a, b, next_a, next_b;
+    const auto begin = [&](int64_t at) ALWAYS {
+      const Lanes x = load_lanes<WIDE>(p, at);
+      next_a = Step::template begin<LESS>(x.a, n, scales);
+      next_b = Step::template begin<LESS>(x.b, n, scales);
+    };
+    const auto end = [&](int64_t at) ALWAYS {
+      const Written x = Step::end(a, n, scales), y = Step::end(b, n, scales);
+      store<V::BYTES, PAIRED>(p[0] + V::BYTES * at, {V::word(x.seen), V::word(y.seen)});
+      store_planes(p, at, x, y);
+    };
+    begin(0);
+    a = next_a, b = next_b;
+    for (int64_t at = GROUP; at < GROUP * count; at += GROUP) {
+      begin(at);
+      end(at - GROUP);
+      a = next_a, b = next_b;
+    }
+    end(GROUP * (count - 1));
+  }
+  // Write the average of the gradient of a matrix rule into its change.
+  template <bool WIDE> APART void average_groups(char* const* p, int64_t count, const Numbers<R>& numbers) {
+    const Numbers<R> n = numbers;
+    const auto average = [&](const Lane& x) ALWAYS {
+      const Floats g = x.gradient * n.gradient_scale;
+      Moments next{};
+      if constexpr (R::STATES > 0) {
+        const auto m = Step::First::template decode<L.first.bit>(x.plane[L.first.plane], Scale{});
+        R::template begin<false>(Floats{}, g, m, Floats{}, next, n.rule);
+      }
+      return int_of(R::average(g, next.first, n.rule));
+    };
+    for (int64_t at = 0; at < GROUP * count; at += GROUP) {
+      const Lanes x = load_lanes<WIDE>(p, at);
+      store<4, false>(p[STREAMS - 1] + 4 * at, {average(x.a), average(x.b)});
+    }
+  }
+  template <bool AVERAGES, bool WIDE>
+  INLINE void run_groups(char* const* p, int64_t count, const Numbers<R>& n, const Scales& s) {
+    if constexpr (AVERAGES) average_groups<WIDE>(p, count, n);
+    else if (R::is_less(n.rule)) step_groups<true, WIDE>(p, count, n, s);
+    else step_groups<false, WIDE>(p, count, n, s);
+  }
+  template <bool AVERAGES>
+  INLINE void run(char* const* p, int64_t count, bool wide, const Numbers<R>& n, const Scales& s) {
+    if (!count) return;
+    if (wide) run_groups<AVERAGES, true>(p, count, n, s);
+    else if constexpr (V::BYTES == 2) run_groups<AVERAGES, false>(p, count, n, s);
+  }
+  // Walk over whole groups, and over the rest in a copy padded with zeros.
+  template <bool AVERAGES>
+  INLINE void walk(char* const* p, int64_t count, bool wide, const Numbers<R>& n, const Scales& s) {
+    const int64_t at = count / GROUP * GROUP, left = count - at;
+    run<AVERAGES>(p, count / GROUP, wide, n, s);
+    if (!left) return;
+    alignas(64) char copy[STREAMS][4 * GROUP] = {};
+    char* q[STREAMS];
+    for (int k = 0; k < STREAMS; k++) {
+      const int64_t size = size_of(k, wide);
+      memcpy(copy[k], p[k] + size * at, size * left);
+      q[k] = copy[k];
+    }
+    run<AVERAGES>(q, 1, wide, n, s);
+    for (int k = 0; k < STREAMS; k++) {
+      const int64_t size = size_of(k, wide);
+      if (k != 1) memcpy(p[k] + size * at, copy[k], size * left);
+    }
+  }
+};
+
+// ── rows with scales: a rule's step of the largest magnitudes of a row bounds its new states ─────
+
+// Of floats of 16 or 32 bits, read as integers, in which a NaN is the largest. Leave out what is above end.
+template <class T, class X> APART T largest_magnitude(const char* p, int64_t count, T end) {
+  constexpr int N = sizeof(X) / sizeof(T);
+  constexpr T ALL = (T)((uint64_t)-1 >> (65 - 8 * sizeof(T)));
+  X most[4] = {};
+  int64_t at = 0;
+  for (; at + 4 * N <= count; at += 4 * N) {
+    for (int k = 0; k < 4; k++) {
+      const X x = at_address<X>(p + sizeof(T) * (at + k * N)) & ALL;
+      most[k] = (x > most[k]) & (x <= end) ? x : most[k];
+    }
+  }
+  T largest = 0;
+  for (; at < count; at++) {
+    const T x = at_address<T>(p + sizeof(T) * at) & ALL;
+    largest = x > largest && x <= end ? x : largest;
+  }
+  for (const X& vector : most) {
+    alignas(64) T values[N];  // a vector that is indexed would stay in memory
+    put((char*)values, vector);
+    for (T x : values) largest = x > largest ? x : largest;
+  }
+  return largest;
+}
+template <class V> INLINE float peak_of(const char* p, int64_t count, bool wide, bool is_finite = false) {
+  if (wide || V::BYTES == 4) {
+    return float_of(largest_magnitude<int32_t, Ints>(p, count, is_finite ? EXPONENT - 1 : MAGNITUDE));
+  }
+  const int16_t end = !is_finite ? INT16_MAX : V::BELOW == 16 ? 0x7F7F : 0x7BFF;
+  return V::gradient(splat((int32_t)largest_magnitude<int16_t, Halves>(p, count, end) << 16))[0];
+}
+
+INLINE float finite(float bound) { return bound < INFINITE ? bound : 3e38f; }
+// A bound grows by 2^20 at most: one huge gradient costs its element, not its row.
+INLINE float limited(float bound, float old) {
+  const float most = old * 0x1p20f;
+  return old > 0 && most < finite(bound) ? most : finite(bound);
+}
+// The power of two not below a bound, or its inverse.
+INLINE float end_of(float bound, int sign) {
+  const int32_t exponent = ((int_of(finite(bound)) + MANTISSA) >> 23) - 127;
+  const int32_t inside = exponent < -112 ? -112 : exponent > 126 ? 126 : exponent;
+  return float_of((127 + sign * inside) << 23);
+}
+INLINE float larger_magnitude(Floats x, Floats y) {
+  const int32_t a = int_of(x)[0] & MAGNITUDE, b = int_of(y)[0] & MAGNITUDE;
+  return float_of(a > b ? a : b);
+}
+// Bounds of one or two states, by the state's place.
+struct Bounds { float of[2] = {}; };
+template <class R> INLINE Bounds new_bounds(float gradient, float weight, Bounds old, const Numbers<R>& n) {
+  const Floats g = splat(gradient * float_of(int_of(n.gradient_scale) & MAGNITUDE)), w = splat(weight);
+  const Floats m = splat(old.of[0]), v = splat(old.of[1]);
+  Moments plus{}, minus{};
+  R::template begin<false>(w, g, m, v, plus, n.rule);
+  R::template begin<false>(w, -1.0f * g, m, v, minus, n.rule);
+  const float first = larger_magnitude(plus.first, minus.first);
+  const float second = larger_magnitude(plus.second, minus.second);
+  return {limited(first, old.of[0]), limited(second, old.of[1])};
+}
+
+// ── programs: a part of a tensor, or a row that has scales ───────────────────────────────────────
+
+// A row of the table: addresses of the streams and of the bounds, then these (table.py).
+struct Sizes { int64_t extent, numel, first, count, record, wide, aligned, number; };
+template <class Step, class R> struct Programs {
+  typedef Walk<Step, R> W;
+  typedef typename Step::V V;
+  static constexpr int BOUNDS = Step::IS_SCALED ? R::STATES : 0, ADDRESSES = W::STREAMS + BOUNDS;
+  static constexpr int PEAKS = 1 + R::PENALIZED, RECORD = PEAKS + BOUNDS;
+  static constexpr int SCALARS = sizeof(typename R::Scalars) / 4;
+  static constexpr int WIDTH = ADDRESSES + sizeof(Sizes) / 8;
+  struct Program {
+    const int64_t* row;
+    Sizes size;
+    int64_t place, span;
+    char* p[W::STREAMS];
+  };
+  INLINE Program find(const int64_t* table, const int32_t* tiles, int64_t number) {
+    Program x;
+    x.row = table + tiles[number] * WIDTH;
+    memcpy(&x.size, x.row + ADDRESSES, sizeof x.size);
+    x.place = number - x.size.first;
+    const int64_t begin = x.place * x.size.extent, rest = x.size.numel - begin;
+    x.span = rest < x.size.extent ? rest : x.size.extent;
+    for (int k = 0; k < W::STREAMS; k++) x.p[k] = (char*)x.row[k] + W::size_of(k, x.size.wide) * begin;
+    return x;
+  }
+  INLINE float* bound_at(const Program& x, int k) { return (float*)x.row[W::STREAMS + k] + x.place; }
+  // The largest magnitudes of a row, and its bounds so far.
+  INLINE void record(const Program& x, float* out) {
+    out[0] = peak_of<V>(x.p[1], x.span, x.size.wide);
+    if (R::PENALIZED) out[1] = peak_of<V>(x.p[0], x.span, false, true);
+    for (int k = 0; k < BOUNDS; k++) out[PEAKS + k] = *bound_at(x, k);
+  }
+  // Write the records of rows that ranks share: the caller joins them.
+  INLINE void find_peaks(const int64_t* table, const int32_t* tiles, int64_t count, const float*,
+                         const float*, float* records, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t k = 0; k < count; k++) {
+      const Program x = find(table, tiles, k);
+      if (x.size.record >= 0) record(x, records + (x.size.record + x.place) * RECORD);
+    }
+  }
+  INLINE Scales set_bounds(const Program& x, const float* records, const Numbers<R>& n) {
+    float found[RECORD + 1] = {};
+    if (x.size.record < 0) record(x, found);
+    else memcpy(found, records + (x.size.record + x.place) * RECORD, 4 * RECORD);
+    Bounds old;
+    memcpy(old.of, found + PEAKS, 4 * BOUNDS);
+    const Bounds now = new_bounds<R>(found[0], R::PENALIZED ? found[1] : 0, old, n);
+    for (int k = 0; k < BOUNDS; k++) *bound_at(x, k) = now.of[k];
+    const Scale first = {end_of(now.of[0], -1), end_of(old.of[0], 1)};
+    return {first, {end_of(now.of[1], -1), end_of(old.of[1], 1)}};
+  }
+  template <bool AVERAGES>
+  INLINE void run(const int64_t* table, const int32_t* tiles, int64_t count, const float* numbers,
+                  const float* control, const float* records, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t k = 0; k < count; k++) {
+      const Program x = find(table, tiles, k);
+      const float* scalars = numbers + x.size.number * (SCALARS + 1);
+      Numbers<R> n;
+      n.gradient_scale = control[0];
+      memcpy((void*)&n.rule, scalars, 4 * SCALARS);
+      n.seed = int_of(scalars[SCALARS]);
+      Scales scales;
+      if constexpr (BOUNDS > 0) scales = set_bounds(x, records, n);
+      W::template walk<AVERAGES>(x.p, x.span, x.size.wide, n, scales);
+    }
+  }
+};
+
+// ── the norm of gradients: squares cut to two grids of integers, whose sums no order changes ─────
+
+#if LANES == 16
+#define HALF_OF(x, k) __builtin_shufflevector(x, x, k, k + 1, k + 2, k + 3, k + 4, k + 5, k + 6, k + 7)
+#elif LANES == 8
+#define HALF_OF(x, k) __builtin_shufflevector(x, x, k, k + 1, k + 2, k + 3)
+#else
+#define HALF_OF(x, k) __builtin_shufflevector(x, x, k, k + 1)
+#endif
+struct Sums { int64_t coarse = 0, fine = 0; };
+template <class V> APART Sums squares_by_element(const char* p, int64_t count, double first, double second) {
+  Sums sums;
+  for (int64_t at = 0; at < count; at++) {
+    Ints word{};
+    memcpy((char*)&word + 4 - V::BYTES, p + V::BYTES * at, V::BYTES);
+    const double value = V::gradient(word)[0], scaled = value * value * first;
+    const double whole = __builtin_rint(scaled);
+    sums.coarse += (int64_t)whole;
+    sums.fine += (int64_t)__builtin_rint((scaled - whole) * second);
+  }
+  return sums;
+}
+template <class V> APART Sums squares_of(const char* p, int64_t count, double first, double second) {
+  if (second > 0x1p50) return squares_by_element<V>(p, count, first, second);
+  const double shift = 0x1.8p52;  // below 2^51 a sum with it is a whole number, in its low bits
+  Longs coarse{}, fine{};
+  const auto add = [&](Doubles value) ALWAYS {
+    const Doubles scaled = value * value * first, sum = scaled + shift;
+    coarse += (Longs)sum;
+    fine += (Longs)((scaled - (sum - shift)) * second + shift);
+  };
+  alignas(64) char rest[4 * GROUP] = {};
+  for (int64_t at = 0; at < count; at += GROUP) {
+    const char* q = p + V::BYTES * at;
+    if (at + GROUP > count) q = (const char*)memcpy(rest, q, V::BYTES * (count - at));
+    prefetch<V::BYTES>(q + 512);
+    const Group words = load<V::BYTES, V::BYTES == 2>(q);
+    const Floats a = V::gradient(words.a), b = V::gradient(words.b);
+    add(__builtin_convertvector(HALF_OF(a, 0), Doubles));
+    add(__builtin_convertvector(HALF_OF(a, LANES / 2), Doubles));
+    add(__builtin_convertvector(HALF_OF(b, 0), Doubles));
+    add(__builtin_convertvector(HALF_OF(b, LANES / 2), Doubles));
+  }
+  const uint64_t shifts = (count + GROUP - 1) / GROUP * 4 * __builtin_bit_cast(uint64_t, shift);
+  Sums sums;
+  for (int k = 0; k < LANES / 2; k++) {
+    sums.coarse += coarse[k] - shifts;
+    sums.fine += fine[k] - shifts;
+  }
+  return sums;
+}
+
+// A row of the norm's table (norm.py). A program reads SPAN elements.
+struct Gradient { int64_t address, first, numel, group, dtype; };
+template <class Run> INLINE void over_gradients(
+    const int64_t* table, const int64_t* tiles, int64_t count, int64_t span, int threads, Run run) {
+#pragma omp parallel for schedule(static) num_threads(threads)
+  for (int64_t k = 0; k < count; k++) {
+    const Gradient x = at_address<Gradient>((const char*)(table + 5 * tiles[k]));
+    const int64_t begin = (k - x.first) * span, rest = x.numel - begin;
+    const int64_t length = rest < span ? rest : span;
+    if (x.dtype == 0) run(k, x, BFloat16{}, (const char*)x.address + 2 * begin, length);
+    else if (x.dtype == 1) run(k, x, Float16{}, (const char*)x.address + 2 * begin, length);
+    else run(k, x, Float32{}, (const char*)x.address + 4 * begin, length);
+  }
+}
+INLINE void atomic_larger(int32_t* p, int32_t x) {
+  const int order = __ATOMIC_RELAXED;
+  int32_t now = __atomic_load_n(p, order);
+  while (now < x && !__atomic_compare_exchange_n(p, &now, x, false, order, order)) continue;
+}
+INLINE void largest_of_gradients(
+    const int64_t* table, const int64_t* tiles, int64_t count, int64_t span, int32_t* peaks, int threads) {
+  const auto run = [=](int64_t k, const Gradient&, auto format, const char* p, int64_t length) {
+    atomic_larger(peaks + tiles[k], int_of(peak_of<decltype(format)>(p, length, false)));
+  };
+  over_gradients(table, tiles, count, span, threads, run);
+}
+INLINE void squares_of_gradients(const int64_t* table, const int64_t* tiles, int64_t count, int64_t span,
+                                 int64_t slots, const double* scales, int64_t* sums, int threads) {
+  const auto run = [=](int64_t k, const Gradient& x, auto format, const char* p, int64_t length) {
+    const Sums part = squares_of<decltype(format)>(p, length, scales[0], scales[1]);
+    int64_t* slot = sums + (x.group * slots + k % slots) * 2;
+    __atomic_fetch_add(slot, part.coarse, __ATOMIC_RELAXED);
+    __atomic_fetch_add(slot + 1, part.fine, __ATOMIC_RELAXED);
+  };
+  over_gradients(table, tiles, count, span, threads, run);
+}
+
+// ── what a library exports: step_cpp.py appends these ─────────────────────────────────────────────
+
+#define ARGUMENTS                                                                                \
+  const int64_t *table, const int32_t *tiles, int64_t count, const float *numbers,               \
+      const float *control, float *records, int32_t threads
+#define PASSED table, tiles, count, numbers, control, records, threads
+#define EXPORT(NAME, STEP, RULE, FUNCTION) \
+  extern "C" void NAME(ARGUMENTS) { Programs<STEP, RULE>::FUNCTION(PASSED); }
+#define EXPORT_NORM(SPAN, SLOTS)                                                                 \
+  extern "C" void largest(NORM_ARGUMENTS, int32_t* peaks, int32_t threads) {                     \
+    largest_of_gradients(table, tiles, count, SPAN, peaks, threads);                             \
+  }                                                                                              \
+  extern "C" void squares(NORM_ARGUMENTS, const double* scales, int64_t* sums, int32_t threads) { \
+    squares_of_gradients(table, tiles, count, SPAN, SLOTS, scales, sums, threads);               \
+  }
+#define NORM_ARGUMENTS const int64_t *table, const int64_t *tiles, int64_t count
