@@ -183,11 +183,10 @@ class _Trace(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        is_backward = func is Tensor.backward
-        if is_backward:
+        if func is Tensor.backward:
             self._is_backward = True
             try:
-                return func(*args, **kwargs)
+                return func(*args, **kwargs)  # type: ignore[no-untyped-call]
             finally:
                 self._is_backward = False
                 self._ids = {}
@@ -280,16 +279,18 @@ def _shifts(softmaxes: Sequence[_Softmax]) -> list[int]:
     groups = dict[int, list[_Softmax]]()
     for softmax in softmaxes:
         groups.setdefault(id(softmax.ids), []).append(softmax)
-    shifts = set()
+    shifts = set[int]()
     for members in groups.values():
         parts = list(map(attrgetter("learned"), members))
         ids = members[0].ids
         if ids is not None and sum(map(len, parts)) <= ids.numel():
             parts = [torch.cat(parts)]
         for part in parts:
-            shifts.add(_shift(part, ids))
-    known = [shift for shift in shifts if shift is not None]
-    return sorted(known) if len(known) == len(shifts) else []
+            shift = _shift(part, ids)
+            if shift is None:
+                return []
+            shifts.add(shift)
+    return sorted(shifts)
 
 
 def _columns(num_rows: int, ids: Any) -> int:
