@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,9 @@ def plan_group(context: click.Context) -> None:
     help_without_command(context)
 
 
-def _option(name: str, metavar: str, help: str, read: Any = str) -> Any:
+def _option(
+    name: str, metavar: str, help: str, read: Any = str
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return click.option(f"--{name}", metavar=metavar, type=flags.Parsed(read), help=help)
 
 

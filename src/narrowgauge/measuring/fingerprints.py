@@ -247,8 +247,8 @@ def _names_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[Tensor
     ``master of`` the parameter whose values they have, else their place.
     """
     members = dict.fromkeys(members_of(optimizer))
-    named = {}
-    names = {}
+    named = dict[Tensor, str]()
+    names = dict[Tensor, str]()
     for name, p in model.named_parameters():
         named[p] = plain_name(name)
         if p in members:

@@ -186,7 +186,7 @@ class _Trace(TorchFunctionMode):
         if func is Tensor.backward:
             self._is_backward = True
             try:
-                return func(*args, **kwargs)
+                return func(*args, **kwargs)  # type: ignore[no-untyped-call]
             finally:
                 self._is_backward = False
                 self._ids = {}
@@ -279,16 +279,17 @@ def _shifts(softmaxes: Sequence[_Softmax]) -> list[int]:
     groups = dict[int, list[_Softmax]]()
     for softmax in softmaxes:
         groups.setdefault(id(softmax.ids), []).append(softmax)
-    shifts = set()
+    shifts = set[int]()
     for members in groups.values():
         parts = list(map(attrgetter("learned"), members))
         ids = members[0].ids
         if ids is not None and sum(map(len, parts)) <= ids.numel():
             parts = [torch.cat(parts)]
         for part in parts:
-            shifts.add(_shift(part, ids))
-    if None in shifts:
-        return []
+            shift = _shift(part, ids)
+            if shift is None:
+                return []
+            shifts.add(shift)
     return sorted(shifts)
 
 

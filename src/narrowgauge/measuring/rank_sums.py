@@ -83,4 +83,5 @@ class RankSums:
         both = torch.stack([values, -values]).to(self._here.device)
         torch.distributed.all_reduce(both, torch.distributed.ReduceOp.MAX)
         largest, smallest = both.cpu()
-        return largest.ne(-smallest)
+        differs: Tensor = largest != -smallest
+        return differs

@@ -249,13 +249,7 @@ class RunRecorder:
         Raises:
             RecordError: the run is resumed, and :meth:`go_back` was not called.
         """
-        if self._must_go_back:
-            raise RecordError(
-                f"{self.folder} holds steps already, and the step from which the loop continues is "
-                "unknown.",
-                "Call recorder.go_back(step) with the step of the checkpoint that was loaded, or "
-                "0.",
-            )
+        self._require_step()
         told: Row = {"loss": loss}
         if tokens is not None:
             require_number("tokens", tokens, 0, _MOST, is_whole=True)
@@ -273,8 +267,19 @@ class RunRecorder:
             for line in coarse_loss(loss):
                 self.event("note", line)
 
+    def _require_step(self) -> None:
+        """Refuse a step of a resumed run that was not told where it goes on."""
+        if self._must_go_back:
+            raise RecordError(
+                f"{self.folder} holds steps already, and the step from which the loop continues is "
+                "unknown.",
+                "Call recorder.go_back(step) with the step of the checkpoint that was loaded, or "
+                "0.",
+            )
+
     def _write(self, step: Step) -> None:
         """Write the row of a step that has ended."""
+        self._require_step()
         told = self._told
         self._told = {}
         measured_row = step.row()

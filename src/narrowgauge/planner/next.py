@@ -12,6 +12,7 @@ are of pairs of published runs (``benchmarks/published_runs.py --next``).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -162,13 +163,13 @@ class MeasuredRun:
     @cached_property
     def job(self) -> Estimate:
         """Return the plan of the measured run."""
-        return plan(**self.asked, advise=False).best
+        job: Estimate = plan(**self.asked, advise=False).best
+        return job
 
     @cached_property
     def factor(self) -> float:
         """Return the factor on the planned rate of the next run."""
-        ratio: float = self.tokens_per_second / self.job.tokens_per_second
-        return ratio**TRUST
+        return math.pow(self.tokens_per_second / self.job.tokens_per_second, TRUST)
 
     @property
     def extra_gb(self) -> float:
