@@ -109,8 +109,13 @@ def steps(rule: str, storage: str) -> str:
     options: dict[str, Any] = {"sgd": {"momentum": 0.9, "nesterov": True}}.get(
         rule, MATRIX_OPTIONS.get(rule, {})
     )
+    groups: list[dict[str, Any]] = []
+    for name, weight in weights.items():
+        groups.append({"params": [(name, weight)]})
+        if rule == "muon" and weight.ndim < 2:  # whose own rate is refused for vectors
+            groups[-1]["rule"] = "adamw"
     optimizer = getattr(optimizers, row.optimizer)(
-        list(weights.items()), lr=0.003, weight_decay=0.1, max_grad_norm=0.5, seed=7, audit_every=5,
+        groups, lr=0.003, weight_decay=0.1, max_grad_norm=0.5, seed=7, audit_every=5,
         storage=storage, compile=False, low_bits=low_bits or "zero", **options,
     )  # fmt: skip
     for step in range(STEPS):

@@ -38,11 +38,12 @@ def loaded_state(optimizer: Optimizer, group: Entry, parameter: Tensor, entry: E
 
     Refuse tensors of another storage, rule or shape. What other code has put beside them stays.
     """
-    state = optimizer.new_state(group, parameter)
-    kernel = optimizer.kernel_of(group, parameter)
+    options = dict(group)
+    state = optimizer.new_state(options, parameter)
+    kernel = optimizer.kernel_of(options, parameter)
     for name, target in state.items():
         into = local_of(target)
-        value = local_of(entry.get(name))
+        value: Any = local_of(entry.get(name))
         if isinstance(value, int | float):
             value = torch.tensor(value, dtype=torch.float32, device="cpu")
         if isinstance(value, Tensor) and (value.dtype, into.dtype) == (torch.int32, torch.int16):

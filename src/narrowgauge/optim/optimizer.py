@@ -104,6 +104,9 @@ class Optimizer(torch.optim.Optimizer):
             visible format, or the rule does not support its arithmetic.
     """
 
+    _model: Callable[[], nn.Module | None]
+    _to_round: dict[Tensor, str] | None
+
     def __init__(
         self, params: Params, rule: AnyRule, defaults: dict[str, Any], *, storage: str | None = None,
         max_grad_norm: float | None = None, seed: int = 0, audit_every: int = 10, compile: bool | None = None,
@@ -158,7 +161,7 @@ class Optimizer(torch.optim.Optimizer):
         self.on_alarm: Callable[[list[Alarm]], None] = warn_of
         # Sums the gradients over ranks before a step, if set. `narrowgauge.prepare` sets it.
         self.reduction: Any = None
-        self._model: Callable[[], nn.Module | None] = lambda: None
+        self._model = lambda: None
         self._kernels: dict[tuple[str, Storage], Kernel] = {}
         self._kernels_by_options: dict[Any, Kernel] = {}
         self._tables: dict[Kernel, Table] = {}
@@ -171,7 +174,7 @@ class Optimizer(torch.optim.Optimizer):
         self._uncompiled: Callable[..., Any] | None = None
         self._pending: _Pending | None = None
         # The visible format of each parameter to be rounded, until all groups are checked.
-        self._to_round: dict[Tensor, str] | None = None
+        self._to_round = None
         self.rounded: list[str] = []  # names of the float32 parameters that it has rounded
 
     @property

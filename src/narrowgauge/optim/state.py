@@ -168,11 +168,11 @@ class LocalState:
     def _here(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         """Return the local tensor of a state. Move it if the model has moved."""
         value = self.entry.get(name)
-        local = local_of(value)
+        local: Any = local_of(value)
         if not isinstance(local, Tensor) or local.dtype is not dtype or local.shape != shape:
             check_tensor(name, local, dtype, shape, self.kernel)
         if local.device != self.parameter.device:
-            self.entry[name] = value.to(self.parameter.device)  # type: ignore[union-attr]
+            self.entry[name] = value.to(self.parameter.device)
             local = local_of(self.entry[name])
         return local
 

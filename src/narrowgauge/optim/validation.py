@@ -84,7 +84,9 @@ def check_step(options: Mapping[str, Any], rule: AnyRule) -> None:
     if "lr" in options:
         require_number("lr", options["lr"], -math.inf, is_open=True)
     row = UPDATE_RULES.get(rule.name)  # a user's rule checks its own options
-    for name in row.option_names if row else ():
+    if row is None:
+        return
+    for name in row.option_names:
         if name in options and name != "lr":
             row.check(name, options[name])
 
