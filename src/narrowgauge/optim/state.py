@@ -167,14 +167,15 @@ class LocalState:
 
     def _here(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         """Return the local tensor of a state. Move it if the model has moved."""
-        value = self.entry.get(name)
+        value: Any = self.entry.get(name)
         local: Any = local_of(value)
         if not isinstance(local, Tensor) or local.dtype is not dtype or local.shape != shape:
             check_tensor(name, local, dtype, shape, self.kernel)
         if local.device != self.parameter.device:
             self.entry[name] = value.to(self.parameter.device)
             local = local_of(self.entry[name])
-        return local
+        held: Tensor = local
+        return held
 
     def _memory_order(self) -> tuple[int, ...]:
         """Return the dimensions of the state in memory order, or in order if it is not dense.
