@@ -30,7 +30,7 @@ from trainer.tiny_runs import (
     begun,
     bytes_of,
     call,
-    interrupt,
+    kill,
     lasting,
     settings,
     words_of,
@@ -66,7 +66,7 @@ def test_a_killed_run_is_the_same(
     words = words_of(settings(place, folder, **CASES[name]))
     for rows in moments:
         process = begun(words, tmp_path / "output")
-        interrupt(process, signal.SIGKILL, folder / "steps.jsonl", rows)
+        kill(process, folder / "steps.jsonl", rows)
     assert call(*words).exit_code == 0
     assert_same_run(read_run(folder), uninterrupted[name])
 
@@ -77,13 +77,14 @@ def test_an_interruption_saves_and_says_how_to_go_on(
 ) -> None:
     folder = tmp_path / "run"
     words = words_of(settings(place, folder, **CASES["naive"], checkpoint_every=0))
-    process = begun(words, tmp_path / "output")
-    status = interrupt(process, number, folder / "steps.jsonl", 3)
+    process = begun(words, tmp_path / "output", (3, number))
+    process.join()
+    status = process.exitcode
     lines = (tmp_path / "output").read_text().splitlines()
     assert status == {signal.SIGINT: 130, signal.SIGTERM: 143}[number], lines
     assert f"narrowgauge train --out {folder}" in lines[-2] and lines[-1].startswith("Interrupted")
     run = read_run(folder)
-    assert run.events[-1]["what"] == "stop"
+    assert run.events[-1]["what"] == "stop" and len(run.steps) == 3
     assert [path.name for path in checkpoints.folders(folder)] == [f"step-{len(run.steps):08d}"]
     assert call("train", "--out", str(folder)).exit_code == 0
     assert_same_run(read_run(folder), uninterrupted["naive"])

@@ -41,6 +41,7 @@ class NarrowLayer(nn.Module):
     names: tuple[str, ...]
     compute: Compute
     registered_name: str
+    is_stochastic: bool
     plain_dtype: torch.dtype | None
     seed: int
     key: Tensor
@@ -60,6 +61,8 @@ class NarrowLayer(nn.Module):
         self.compute = compute
         self.registered_name = layer_matmuls.register(self.compute)
         self.plain_dtype = plain_dtype(self.compute)
+        # Here, since a compiler breaks its graph where a property is computed first.
+        self.is_stochastic = compute.is_stochastic
 
     def _keys_on(self, device: torch.device | None) -> Tensor:
         return layer_keys(self.names, self.seed, device)[0].clone()
@@ -98,7 +101,7 @@ class NarrowLayer(nn.Module):
             )
         if not x.numel() or x.dtype is self.plain_dtype:
             return linear(x, weight, bias)
-        call = layer_matmuls.Call(self.registered_name, key if self.compute.is_stochastic else None)
+        call = layer_matmuls.Call(self.registered_name, key if self.is_stochastic else None)
         y = layer_matmuls.multiply_layer(x.reshape(-1, x.shape[-1]), weight, bias, call)
         return cast(Tensor, y.view(*x.shape[:-1], weight.shape[0]))
 

@@ -43,6 +43,7 @@ def fit(x: Tensor, y: Tensor) -> Fit:
     """Compare ``y`` with ``x`` of as many elements, once ``x`` is rounded to the format of ``y``.
 
     Example:
+        >>> import torch
         >>> result = fit(torch.tensor([1.0, 2.0]), torch.tensor([2.0, 4.0]))
         >>> result.factor, result.rest, result.differing
         (2.0, 0.0, 2)

@@ -51,9 +51,12 @@ def fused(size: int, function: Callable[..., Any], *arguments: Tensor | None) ->
 
     Pass the same function object for the same lines and constants: each is compiled once.
     """
+    # Before sizes are compared: a comparison would bind a traced length to one side of the bound.
+    if is_traced():
+        return function(*arguments)
     place = place_of(arguments)
     is_small = place == "cpu" and size < COMPILE_ELEMENTS
-    if is_small or is_traced() or not can_compile(place):
+    if is_small or not can_compile(place):
         return function(*arguments)
     return compiled(function, place)(*arguments)
 
@@ -250,6 +253,7 @@ def place_of(arguments: Sequence[Tensor | None]) -> Literal["cpu", "gpu"]:
 
 
 def _name(function: Callable[..., Any]) -> str:
+    function = getattr(function, "func", function)  # of a partial
     return getattr(function, "__name__", type(function).__name__)
 
 
