@@ -25,7 +25,6 @@ from narrowgauge.spec.computes import Cast, Compute, Product
 from narrowgauge.spec.kernels import needs_kernel
 from narrowgauge.torch_support.compile import fused
 from narrowgauge.torch_support.machine import multiplies
-from narrowgauge.torch_support.torch_names import is_traced
 
 
 def multiply(
@@ -54,9 +53,9 @@ def multiply(
             y = _emulate(lhs, rhs, dtype, bias)
     else:
         y = native.multiply_codes(kernel, lhs, rhs, product, dtype, bias)
-    # A view could not be changed in place by the model. A compiler cannot ask, and copies none.
-    if (*y.shape,) == shape and (is_traced() or not y._is_view()):
+    if (*y.shape,) == shape and not y._is_view():
         return y
+    # A view could not be changed in place by the model.
     return y[: shape[0], : shape[1]].clone(memory_format=torch.contiguous_format)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache, partial, update_wrapper
 from typing import Any, NamedTuple
 
 import torch
@@ -137,7 +137,7 @@ def block_values(operand: Operand) -> Tensor:
 @lru_cache(None)
 def bound(function: Callable[..., Any], *settings: Any) -> Callable[..., Any]:
     """Return one function object for equal settings, so that it is compiled once."""
-    return partial(function, *settings)
+    return update_wrapper(partial(function, *settings), function)
 
 
 def _along_contraction(codes: Tensor, dim: int) -> Tensor:

@@ -253,7 +253,6 @@ def place_of(arguments: Sequence[Tensor | None]) -> Literal["cpu", "gpu"]:
 
 
 def _name(function: Callable[..., Any]) -> str:
-    function = getattr(function, "func", function)  # of a partial
     return getattr(function, "__name__", type(function).__name__)
 
 
