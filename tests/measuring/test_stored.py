@@ -205,3 +205,22 @@ def test_each_rate_has_its_own_row_of_the_table() -> None:
     (reading,) = check
     rows = [line.split() for line in check.lines[1:3]]
     assert reading.tensor == "0" and [row[2] for row in rows] == ["0.0005", "0.03"]
+
+
+def test_a_bias_in_front_of_a_batch_norm_has_no_update_to_keep() -> None:
+    """Its gradient is zero but for the rounding of a sum."""
+    torch.manual_seed(0)
+    norm = nn.BatchNorm1d(8)
+    model = nn.Sequential(nn.Linear(4, 8), norm, nn.ReLU(), nn.Linear(8, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inputs, targets = torch.randn(16, 4), torch.arange(16) % 3
+
+    def loss(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(inputs), targets)
+
+    loss(model, inputs).backward()
+    noise = model[0].bias.grad
+    assert 0 < noise.norm() < 1e-6
+    optimizer.zero_grad()
+    readings = ng.check(model, optimizer, batch=inputs, loss=loss)
+    assert "stored-share" not in [reading.what for reading in readings]

@@ -17,6 +17,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from narrowgauge.distributed.ranks import all_ranks
@@ -162,7 +163,21 @@ def _compare(
     told.looked_at.append(f"gradients of {counted(len(first.gradients), 'tensor')}")
     shared: Told = all_ranks().gather(told)[0]  # every rank returns the same
     vars(told).update(vars(shared))
-    return first.gradients
+    return _above_noise(first)
+
+
+def _above_noise(first: Pass) -> Gradients:
+    """Return the gradients of a pass, with zeros for those that are rounding alone.
+
+    A bias in front of a batch norm has a gradient of zero, and gets the noise of a sum. No storage
+    need keep what it would do.
+    """
+    gradients = dict(first.gradients)
+    for name, shadow in first.shadows.items():
+        noise = gradients[name].double() - shadow.double()
+        if noise.norm() > shadow.double().norm():
+            gradients[name] = torch.zeros_like(gradients[name])
+    return gradients
 
 
 def _stepped(passes: Passes, first: Pass) -> Reading:
