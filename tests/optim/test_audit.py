@@ -348,3 +348,18 @@ def test_steps_of_all_tensors_are_added_from_the_latest() -> None:
     total = ng.audit(optimizer).total
     assert total is not None
     assert total.edq_error == read([rows[0], rows[1], rows[2] + rows[0]]).edq_error
+
+
+def test_of_many_tensors_each_is_audited_in_turn() -> None:
+    """And each of its elements is read, since the turns share no factor with its samples."""
+    weights = [torch.nn.Parameter(torch.ones(64, 32, dtype=torch.bfloat16)) for _ in range(40)]
+    optimizer = ng.AdamW(weights, lr=1e-6, storage="naive", audit_every=1, low_bits="zero")
+    optimizer.on_alarm = lambda alarms: None
+    seen = []
+    for _ in range(17):
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        seen.append(len(ng.audit(optimizer)))
+    assert seen[0] == 3 and seen == sorted(seen) and seen[-1] == 40
+    assert all(ng.audit(optimizer)[f"param {k}"].lost_fraction == 1 for k in range(40))
