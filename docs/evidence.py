@@ -277,8 +277,7 @@ def losses() -> str:
 @cache
 def golden() -> dict[str, dict[str, str]]:
     """Return the recorded bits of steps, layers and sums, by section and name."""
-    text = (ROOT / "tests/golden/steps.toml").read_text(encoding="utf-8")
-    return {name: rows for name, rows in load_toml(text).items()}
+    return load_toml((ROOT / "tests/golden/steps.toml").read_text(encoding="utf-8"))
 
 
 def digest(name: str) -> str:
