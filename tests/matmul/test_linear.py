@@ -325,7 +325,7 @@ def test_a_second_derivative_is_refused(keep: tuple[str, ...]) -> None:
     (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
     with pytest.raises(RecipeError, match="second derivative"):
         slope.square().sum().backward()
-    with pytest.raises(RecipeError, match=r"torch.func.*keep="):
+    with pytest.raises(RuntimeError, match="functorch"):
         torch.func.grad(lambda x: model(x).square().sum())(x.detach())
 
 

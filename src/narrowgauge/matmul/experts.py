@@ -62,7 +62,6 @@ class GroupedLinear(NarrowLayer):
             offsets: int32 ``[experts]``: the end of each expert's tokens. Tokens after the last
                 offset have no expert.
         """
-        x = self.cast_stream(x)
         outputs = []
         start = 0
         matrices = weights.unbind()
@@ -71,19 +70,18 @@ class GroupedLinear(NarrowLayer):
                 expert_bias = None
                 if bias is not None:
                     expert_bias = bias[expert]
-                y = self.multiply_rows(
-                    x[start:end], matrices[expert], expert_bias, self.key[expert]
-                )
-                outputs.append(y)
+                key = self.key[expert]
+                outputs.append(self.product(x[start:end], matrices[expert], expert_bias, key))
             start = end
-        outputs.append(x.new_zeros(len(x) - start, weights.shape[1]))
+        dtype = outputs[0].dtype if outputs else x.dtype
+        outputs.append(x.new_zeros(len(x) - start, weights.shape[1], dtype=dtype))
         return torch.cat(outputs)
 
     def multiply_one(
         self, x: Tensor, weight: Tensor, expert: int, bias: Tensor | None = None
     ) -> Tensor:
         """Multiply ``[…, in]`` by the weight ``[out, in]`` of one expert."""
-        return self.multiply_rows(self.cast_stream(x), weight, bias, self.key[expert])
+        return self.product(x, weight, bias, self.key[expert])
 
     def extra_repr(self) -> str:
         return f"{self.num_experts}, compute={self.compute.name!r}"

@@ -75,7 +75,7 @@ def multiply_parts(layer: Any, x: Tensor, weight: Any, bias: Tensor | None) -> T
         if isinstance(bias, DTensor):
             own_bias = bias.to_local()
         output_placement = Shard(last)
-    product = layer.multiply_rows(layer.cast_stream(local), part, own_bias, key)
+    product = layer.product(local, part, own_bias, key)
     result: Tensor = DTensor.from_local(product, mesh, [output_placement], run_check=False)
     if splits_outputs or bias is None:
         return result
