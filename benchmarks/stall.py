@@ -10,7 +10,7 @@ weights' displacement, ‖moved − wanted‖ / ‖wanted‖: 0 is perfect, 1 a 
 gives the gradients another size: a norm of 1 over 8 billion weights is 1e-5 in each.
 
 Baseline: the same AdamW in float64. Beside ours: published 8-bit states by their formulas
-(``_published_states.py``), and every optimizer of ``peers.py``, over bfloat16 weights. A float16
+(``_published_states.py``), and every optimizer of ``_peers.py``, over bfloat16 weights. A float16
 storage is fed the same numbers in float16, times a loss scale that brings them near 0.1.
 
 Run: ``./dev bench stall [--scale 0.02] [--gradients 1e-6] [--quick]``; 40 seconds on 2 cores,
@@ -25,9 +25,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from _peers import PACKAGES, PEERS, Peer, reason
 from _published_states import CONTROLS, PUBLISHED, CodedAdamW, PublishedStates
 from _timing import Report, Row, exit_by, parser
-from peers import PACKAGES, PEERS, Peer, reason
 from torch import Tensor, nn
 
 import narrowgauge as ng
