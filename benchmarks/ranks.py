@@ -1,11 +1,11 @@
 """Reductions on several ranks: what reproducible sums cost, and what the usual ones do to a model.
 
-Claim: whole steps with ``reproducible`` take at most 1.05 × the time of ``float32``, sharded by
-FSDP2 on 2 ranks (llama-8m) and on 4 (llama-35m); and 10 assignments of 12 micro-batches to 1, 2, 3,
-4 and 6 ranks end in one model, where plain DDP and FSDP2 end in several.
+Claim: whole steps with ``reproducible`` take at most 1.05 × the time of PyTorch's own sums, sharded
+by FSDP2 on 2 ranks (llama-8m) and on 4 (llama-35m); and 10 assignments of 12 micro-batches to 1, 2,
+3, 4 and 6 ranks end in one model, where plain DDP and FSDP2 end in several.
 
-Baseline: ``float32`` in the same run, round by round, on the same weights and tokens; it runs
-twice, and the ratio of the two says how quiet the machine was.
+Baseline: FSDP2 with float32 sums, or DDP, in the same run, round by round, on the same weights and
+tokens; it runs twice, and the ratio of the two says how quiet the machine was.
 
 Run: ``./dev bench ranks [--only models] [--quick]``. Ranks are processes of this machine with one
 thread each, and talk over gloo.
@@ -81,10 +81,15 @@ def _rank(
 def stepper(case: Case, reduction: str) -> Callable[[], None]:
     """Return a training step of one model with one reduction."""
     model: Any = language_model.build(case.model, seed=0)
+    called = model
     if case.sharded:
-        shard(model, init_device_mesh("cpu", (case.ranks,)))
+        shard(model, init_device_mesh("cpu", (case.ranks,)), wire="float32", average=False)
+    elif reduction != "reproducible":
+        called = nn.parallel.DistributedDataParallel(model)
     optimizer = ng.AdamW(model.parameters(), lr=1e-4, storage="float32", max_grad_norm=1.0)
-    sums = ng.reduce_gradients_with(model, reduction, average=False)
+    sums = None
+    if reduction == "reproducible":
+        sums = ng.reduce_gradients_with(model, average=False)
     sequences, length = case.tokens
     draw = torch.Generator().manual_seed(dist.get_rank())
     shape = (case.micro_batches, sequences, length + 1)
@@ -93,8 +98,9 @@ def stepper(case: Case, reduction: str) -> Callable[[], None]:
 
     def step() -> None:
         for place, tokens in enumerate(batches):
-            with sums.micro_batch(is_last=place == len(batches) - 1):
-                (language_model.loss_sum(model, tokens) / share).backward()
+            is_last = place == len(batches) - 1
+            with sums.micro_batch(is_last=is_last) if sums else nullcontext():
+                (language_model.loss_sum(called, tokens) / share).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -104,11 +110,11 @@ def stepper(case: Case, reduction: str) -> Callable[[], None]:
 def timed(case: Case, rounds: int) -> list[Row]:
     """Return the table of a case: whole steps of each reduction in turn, all ranks in step."""
     contenders = []
-    for name in ("float32", "float32, again", "reproducible"):
+    for name in ("torch", "torch, again", "reproducible"):
         step = stepper(case, name.removesuffix(", again"))
         contenders.append(Contender(name, step, before=dist.barrier))
     settings: dict[str, Any] = {"warmup": 1, "wait": dist.barrier, "clock": time.perf_counter}
-    return measure(contenders, baseline="float32", rounds=rounds, **settings)
+    return measure(contenders, baseline="torch", rounds=rounds, **settings)
 
 
 # ── how many models ───────────────────────────────────────────────────────────────────────────────
@@ -147,7 +153,7 @@ def final_model(kind: str, contiguous: bool) -> str:
     sums = None
     share = LEAVES * 32 / size  # theirs divide by the number of ranks
     if "ours" in kind:
-        sums = ng.reduce_gradients_with(called, "reproducible", average=False)
+        sums = ng.reduce_gradients_with(called, average=False)
         share = LEAVES * 32
     settings: dict[str, Any] = {"storage": "float32", "max_grad_norm": 1.0, "compile": False}
     optimizer = ng.AdamW(model.parameters(), lr=1e-3, **settings)

@@ -21,16 +21,15 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.distributed.device_mesh import init_device_mesh
 
-from narrowgauge.assembly.preparation import matrices_decay, prepare
-from narrowgauge.distributed.exchanges import all_gather
+from narrowgauge.assembly.preparation import compute_scope, matrices_decay, prepare
+from narrowgauge.distributed.exact_sum import all_gather
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.reduction import GradientReduction
 from narrowgauge.distributed.sharding import fingerprint_whole, fsdp_modules
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.cast_cache import cached_weights
-from narrowgauge.matmul.scopes import compute_scope
 from narrowgauge.matmul.swapping import linears_of
-from narrowgauge.numerics.dtensor import is_sharded
+from narrowgauge.numerics.dtensor import gradient_of, is_sharded
 from narrowgauge.numerics.widening import float32_attention
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.spec.tables import Row
@@ -90,8 +89,7 @@ class Session:
     """A run in memory.
 
     Args:
-        reduction: sums the gradients of micro-batches over ranks; ``None`` for one process with
-            nothing to sum.
+        reduction: sums the gradients of micro-batches exactly; ``None`` where PyTorch sums them.
         schedule: gives the rate of a step; ``None`` for the settings'.
         step: optimizer steps done.
     """
@@ -165,19 +163,13 @@ def build(settings: Settings, tokens: Tokens) -> Session:
     mesh = init_device_mesh(device.type, (size,)) if size > 1 else None
     _, optimizer = prepare(
         model, settings.recipe, lr=settings.lr, betas=(0.9, 0.95), weight_decay=settings.weight_decay,
-        groups=matrices_decay, max_grad_norm=settings.max_grad_norm, seed=settings.seed, mesh=mesh, average=False,
+        optimizer=matrices_decay, max_grad_norm=settings.max_grad_norm, seed=settings.seed, mesh=mesh, average=False,
     )  # fmt: skip
-    assert isinstance(optimizer, Optimizer)
-    # One process sums its micro-batches alone, unless the result must not depend on their order.
-    is_order_invariant = settings.recipe.reduction.order_invariant
-    reduction = optimizer.reduction if size > 1 or is_order_invariant else None
-    if settings.gradient_accumulation_steps > size and not is_order_invariant:
+    if settings.gradient_accumulation_steps > size and optimizer.reduction is None:
         for parameter in model.parameters():
             if parameter.dtype.itemsize == 2 and not is_sharded(parameter):
                 parameter.grad_dtype = torch.float32  # autograd sums in it
-        if reduction is not None:
-            reduction.sums_in_float32 = True
-    return Session(settings, tokens, model, optimizer, reduction)
+    return Session(settings, tokens, model, optimizer, optimizer.reduction)
 
 
 def train_step(session: Session) -> Row:
@@ -215,6 +207,7 @@ def differentiate(session: Session, batch: Sequence[Tensor]) -> Tensor:
     settings = session.settings
     reduction = session.reduction
     shares = []
+    sums: dict[Tensor, Tensor] = {}
     if reduction is None:
         session.optimizer.zero_grad()  # half a batch of a step that failed
     # A cache of casts of sharded weights would keep the whole model on each rank.
@@ -228,9 +221,29 @@ def differentiate(session: Session, batch: Sequence[Tensor]) -> Tensor:
                 with random_numbers(settings.seed, session.step, part.number):
                     loss = session.loss(tokens.to(session.model.device)) / settings.tokens_per_step
                 scaled = loss if session.scaler is None else session.scaler.scale(loss)
+                if part.is_absent and reduction is None:
+                    scaled = 0 * scaled
                 scaled.backward()
+            if reduction is None and session.here.size > 1:
+                add_shards(session.model, sums, part.is_last)
             shares.append(loss.detach())
     return sum_in_order(shares, settings.gradient_accumulation_steps, session.here.size)
+
+
+def add_shards(model: nn.Module, sums: dict[Tensor, Tensor], is_last: bool) -> None:
+    """Add a micro-batch's gradients of 16 bits, which FSDP2 has summed over ranks, in float32.
+
+    After the last micro-batch, round their sums to ``p.grad``.
+    """
+    for parameter in model.parameters():
+        gradient = gradient_of(parameter)
+        if gradient is None or gradient.dtype.itemsize != 2:
+            continue
+        total = gradient.float()
+        if parameter in sums:
+            total += sums[parameter]
+        sums[parameter] = total
+        parameter.grad = total.to(parameter.dtype) if is_last else None
 
 
 @contextmanager
