@@ -45,7 +45,7 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Calls:
     monkeypatch.chdir(tmp_path)
     recorded = Calls()
     monkeypatch.setattr(loop, "train_entry", recorded)
-    write_tokens(["text " * 2000], *load_tokenizer(None), tmp_path / "tokens")
+    write_tokens(["text " * 2000], load_tokenizer(None), tmp_path / "tokens")
     return recorded
 
 
@@ -88,7 +88,7 @@ FINISHED = ["train --out done", "train --out done --steps 1"]
 
 def test_what_is_refused_or_finished_says_so_before_torch_is_loaded(tmp_path: Path) -> None:
     RunWriter.create(tmp_path / "odd", {"recorder": {"program": "mine.py"}}).close()
-    tokens = write_tokens(["text " * 2000], *load_tokenizer(None), tmp_path / "tokens")
+    tokens = write_tokens(["text " * 2000], load_tokenizer(None), tmp_path / "tokens")
     config = {"recipe": "bfloat16/word", "data": str(tokens), "steps": 1}
     with RunWriter.create(tmp_path / "done", {"config": config}) as writer:
         writer.summary({"steps": 1, "val_loss": 4.0})
