@@ -104,7 +104,7 @@ def test_what_is_refused_or_finished_says_so_before_torch_is_loaded(tmp_path: Pa
     )  # fmt: skip
     printed = [f"2 {line}" for line in REFUSED_AT_ONCE]
     for line in FINISHED:
-        printed += ["done is finished: 1 step.", "done", f"0 {line}"]
+        printed += ["done is finished: 1 step.", f"0 {line}"]
     assert process.stdout.splitlines() == printed, process.stderr
     assert len(process.stderr.splitlines()) == len(REFUSED_AT_ONCE)
 

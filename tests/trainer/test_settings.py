@@ -57,7 +57,7 @@ IMPOSSIBLE: dict[str, dict[str, Any]] = {
     "max_grad_norm = -1.0: it must be at least 0": {"max_grad_norm": -1.0},
     "must be one of none, tensorboard, wandb": {"report_to": "mlflow"},
     "8 sequences cannot be split into 3": {"gradient_accumulation_steps": 3},
-    "out = '': it must be a name": {"out": ""},
+    "out = '': it is empty": {"out": ""},
     "no compute is named 'x'": {"recipe": "x/word"},
     "the model folder ./nowhere does not exist": {"model": "./nowhere"},
     "hf download no-one/nothing": {"model": "no-one/nothing"},

@@ -22,6 +22,7 @@ from narrowgauge import __version__
 from narrowgauge.cli import flags, planning
 from narrowgauge.cli.exit_status import CommandGroup, help_without_command
 from narrowgauge.errors import ChipError, RankError
+from narrowgauge.runs.finding import counted
 from narrowgauge.runs.foreign_logs import is_log
 from narrowgauge.runs.places import require_empty
 from narrowgauge.runs.record import read_run
@@ -57,7 +58,7 @@ def _train(settings: dict[str, Any]) -> None:
         # Before PyTorch is loaded: refuse what is wrong, and say that a run is finished.
         entry = enter(settings)
         if entry.is_finished:
-            return click.echo(f"{entry.folder} is finished after {entry.step} steps.")
+            return click.echo(f"{entry.folder} is finished: {counted(entry.step, 'step')}.")
     from narrowgauge.trainer import loop
 
     keep_pages()

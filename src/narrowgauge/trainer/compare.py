@@ -192,7 +192,7 @@ def compare_recipes(
         name = f"{entry.settings.recipe}, seed {entry.settings.seed}"
         line = f"{number}/{len(entries)}  {name}  validation loss {loss:.4f}  {took}"
         print(line, file=stream, flush=True)
-    runs = read_runs([folder])
+    runs = read_runs([*(entry.folder for entry in entries), folder])
     comparison = compare_runs(runs)
     for words in learned(comparison, runs):
         print(words, file=stream, flush=True)

@@ -64,7 +64,7 @@ def enter(named: Mapping[str, Any], num_ranks: int = 1) -> Entry:
     notes = checkpoints.notes_of(checkpoint)
     before = notes["settings"]
     settings = Settings.from_dict({**before, **named}, str(checkpoint)).checked(num_ranks)
-    changes = changed_settings(before, settings)
+    changes = changed_settings(Settings.from_dict(before), settings)
     events = []
     for damaged in checkpoints.folders(folder):
         if damaged > checkpoint:
@@ -77,17 +77,17 @@ def enter(named: Mapping[str, Any], num_ranks: int = 1) -> Entry:
     return entry
 
 
-def changed_settings(before: Mapping[str, Any], settings: Settings) -> dict[str, str]:
+def changed_settings(before: Settings, settings: Settings) -> dict[str, str]:
     """Return the settings that differ from those before, each with both values.
 
     Example:
-        >>> changed_settings({"lr": 0.003, "seed": 0}, Settings(lr=0.007))
+        >>> changed_settings(Settings(lr=0.003), Settings(lr=0.007))
         {'lr': 'lr was 0.003 and is 0.007'}
     """
     changes = {}
-    for name, old in before.items():
-        new = getattr(settings, name)
-        if name not in ("data", "report_to") and new != old:
+    for name, new in settings.to_dict().items():
+        old = getattr(before, name)
+        if name not in ("out", "data", "stop_after", "report_to") and new != old:
             changes[name] = f"{name} was {old} and is {new}"
     return changes
 

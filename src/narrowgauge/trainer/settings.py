@@ -28,9 +28,11 @@ FIXED = ("model", "recipe", "batch_size", "sequence_length", "seed")
 _KINDS: dict[str, type] = {"str": str, "int": int, "float": float}
 
 
-def setting(default: Any, help: str, *bounds: float, is_open: bool = False) -> Any:
-    """Return a field; a number lies in ``[least, below)``, from 0 on unless bounds are given."""
-    table = {"help": help, "bounds": bounds or (0,), "is_open": is_open}
+def setting(
+    default: Any, help: str, least: float = 0, below: float = 10**9, *, is_open: bool = False
+) -> Any:
+    """Return a field; a number lies in ``[least, below)``, or in ``(least, below)``."""
+    table = {"help": help, "bounds": (least, below), "is_open": is_open}
     return dataclasses.field(default=default, metadata=table)
 
 
@@ -64,7 +66,7 @@ class Settings:
         1, "Micro-batches per optimizer step, at least one for each rank; must divide the batch size.", 1)
     lr: float | None = setting(
         None, "Peak learning rate.  [default: by parameters: 0.003 below 4 million, 0.001 below 60, 0.0006 below 600, else "
-        "0.0003]", is_open=True)
+        "0.0003]", 0, math.inf, is_open=True)
     warmup_steps: int | None = setting(None, "Warm-up steps of the learning rate.  [default: a tenth of the steps, at most 100]")
     weight_decay: float = setting(0.1, "Weight decay of matrices.")
     max_grad_norm: float = setting(1.0, "Maximum gradient norm for clipping; 0 disables it.")
@@ -99,7 +101,7 @@ class Settings:
                     is_open=field.metadata["is_open"],
                 )  # fmt: skip
             elif not isinstance(value, str) or not value:
-                raise RecipeError(f"Cannot use {field.name} = {value!r}: it must be a name.")
+                raise RecipeError(f"Cannot use {field.name} = {value!r}: it is empty, or no text.")
         require_choice("report_to", self.report_to, ("none", "tensorboard", "wandb"))
 
     @property
