@@ -225,23 +225,36 @@ def ours(row: Row, model: nn.Module, seed: int, options: Options) -> torch.optim
     rule, _, storage = row.name.partition("/")
     recipe = row.name if storage else f"bfloat16/{row.name}"
     decay = options.pop("weight_decay")
-    extra: Options = {"optimizer": ng.AdamW}
+    kind: Any = ng.AdamW
+    extra: Options = {}
     groups = decayed
     if rule in CLASSES:
         recipe = f"bfloat16/{storage}"
-        extra = {"optimizer": CLASSES[rule]}
+        kind = CLASSES[rule]
         extra |= {name: float(value) for name, value in row.options.items() if name == "scale"}
         extra |= {name: int(value) for name, value in row.options.items() if name != "scale"}
         if UPDATE_RULES[rule].is_matrix:
             groups = with_rule
         if rule in ("muon", "lion"):
             options = {name: options[name] for name in ("lr", "max_grad_norm")}
+    names = {p: name for name, p in model.named_parameters()}
+    groups_before = groups(model, decay)
+
+    def grouped(named: list[tuple[str, Tensor]], **others: Any) -> ng.Optimizer:
+        """Group parameters as those of the model, by name."""
+        values = dict(named)
+        named_groups = []
+        for group in groups_before:
+            members = [(names[p], values[names[p]]) for p in group["params"]]
+            named_groups.append({**group, "params": members})
+        return kind(named_groups, **others)
+
     _, optimizer = ng.prepare(
         model,
         recipe,
+        optimizer=grouped,
         seed=seed,
         low_bits="random" if row.is_random else "zero",
-        groups=lambda model: groups(model, decay),
         **options,
         **extra,
     )

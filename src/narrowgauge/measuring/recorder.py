@@ -371,12 +371,11 @@ class RunRecorder:
         self.meter.go_on_after(step)
         self._must_go_back = False
         if path:
-            for state in self._certificate.differences(path, objects):
-                words = f"{state.kind}: {state.text}." if state.kind else f"{state.text}."
+            for kind, text in self._certificate.differences(path, objects).items():
+                words = f"{kind}: {text}.".removeprefix(": ")
                 self._record.event(
-                    "not-restored", words, step=step, shown=True, tensor=state.kind,
-                    severity="error", value=state.value, expected=state.expected,
-                )  # fmt: skip
+                    "not-restored", words, step=step, shown=True, tensor=kind, severity="error"
+                )
         self._begin_at(step)
         self._tell_changes()
         if goes_on or began:

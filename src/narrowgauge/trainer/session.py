@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.distributed.device_mesh import init_device_mesh
 
-from narrowgauge.assembly.preparation import matrices_decay, prepare
+from narrowgauge.assembly.preparation import compute_scope, matrices_decay, prepare
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.sharding import fsdp_modules
 from narrowgauge.errors import RecipeError
-from narrowgauge.numerics.dtensor import is_sharded
+from narrowgauge.numerics.dtensor import gradient_of, is_sharded
 from narrowgauge.numerics.widening import float32_attention
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.spec.models import usual_rate
@@ -49,7 +49,7 @@ class Session:
 
     def __post_init__(self) -> None:
         self.here = all_ranks()
-        self.reduction = getattr(self.optimizer, "reduction", None)
+        self.reduction = self.optimizer.reduction
         self.scaler = GradScaler(self.model.device.type, enabled=self.optimizer.scales_loss)
 
     def rounds(self, count: int) -> list[int]:
@@ -75,6 +75,12 @@ class Session:
             windows = self.tokens.batch(place, size, settings.sequence_length, settings.seed)
             batch.append(torch.from_numpy(windows))
         return batch
+
+    def loss_sum(self, tokens: Tensor) -> Tensor:
+        """Return the summed cross entropy of some sequences."""
+        tokens = tokens.to(self.model.device)
+        with compute_scope(parse(self.settings.recipe), tokens.device):
+            return language_model.loss_sum(self.model, tokens)
 
     def sum_in_order(self, shares: Sequence[Tensor], count: int) -> float:
         """Sum the shares of all ranks' rounds in the order of the micro-batches: the same bits for
@@ -113,25 +119,13 @@ def build(settings: Settings, tokens: Tokens) -> Session:
     mesh = init_device_mesh(device.type, (size,)) if size > 1 else None
     _, optimizer = prepare(
         model, settings.recipe, lr=settings.lr, betas=(0.9, 0.95), weight_decay=settings.weight_decay,
-        groups=matrices_decay, max_grad_norm=settings.max_grad_norm or None, seed=settings.seed, mesh=mesh, average=False,
+        optimizer=matrices_decay, max_grad_norm=settings.max_grad_norm or None, seed=settings.seed, mesh=mesh, average=False,
     )  # fmt: skip
-    assert isinstance(optimizer, Optimizer)
-    session = Session(settings, tokens, model, optimizer)
-    if settings.gradient_accumulation_steps > size:
-        _sum_in_float32(session)
-    return session
-
-
-def _sum_in_float32(session: Session) -> None:
-    """Sum the micro-batches of 16-bit parameters in float32, where no exact reduction sums them."""
-    reduction = session.reduction
-    if reduction is not None and parse(session.settings.recipe).reduction.order_invariant:
-        return
-    for parameter in session.model.parameters():
-        if parameter.dtype.itemsize == 2 and not is_sharded(parameter):
-            parameter.grad_dtype = torch.float32
-    if reduction is not None:
-        reduction.sums_in_float32 = True
+    if settings.gradient_accumulation_steps > size and optimizer.reduction is None:
+        for parameter in model.parameters():
+            if parameter.dtype.itemsize == 2 and not is_sharded(parameter):
+                parameter.grad_dtype = torch.float32  # autograd sums in it
+    return Session(settings, tokens, model, optimizer)
 
 
 def train_step(session: Session) -> Row:
@@ -143,6 +137,7 @@ def train_step(session: Session) -> Row:
         group["lr"] = settings.learning_rate(session.step + 1)
     shares = []
     present = []
+    sums: dict[Tensor, Tensor] = {}
     numbers = session.rounds(count)
     with float32_attention():
         for number, tokens in zip(numbers, session.batch(), strict=True):
@@ -156,15 +151,36 @@ def train_step(session: Session) -> Row:
                 with generators_put_back():
                     # A function of these three, so that a repeated step draws the same numbers.
                     torch.manual_seed(_seed(settings.seed, session.step, number))
-                    total = language_model.loss_sum(session.model, tokens.to(session.model.device))
+                    total = session.loss_sum(tokens)
                 loss = total / settings.tokens_per_step
-                session.scaler.scale(loss).backward()
+                scaled = session.scaler.scale(loss)
+                if is_absent and session.reduction is None:
+                    scaled = 0 * scaled
+                scaled.backward()
+            if session.reduction is None and session.here.size > 1:
+                add_shards(session.model, sums, number == numbers[-1])
             shares.append(loss.detach())
     session.scaler.step(optimizer)
     session.scaler.update()
     optimizer.zero_grad()
     session.step += 1
     return {"loss": session.sum_in_order(shares, count), "batch": torch.cat(present)}
+
+
+def add_shards(model: nn.Module, sums: dict[Tensor, Tensor], is_last: bool) -> None:
+    """Add a micro-batch's gradients of 16 bits, which FSDP2 has summed over ranks, in float32.
+
+    After the last micro-batch, round their sums to ``p.grad``.
+    """
+    for parameter in model.parameters():
+        gradient = gradient_of(parameter)
+        if gradient is None or gradient.dtype.itemsize != 2:
+            continue
+        total = gradient.float()
+        if parameter in sums:
+            total += sums[parameter]
+        sums[parameter] = total
+        parameter.grad = total.to(parameter.dtype) if is_last else None
 
 
 def _seed(*keys: int) -> int:
@@ -185,8 +201,7 @@ def evaluate(session: Session) -> float:
     shares = []
     for number in session.rounds(len(batches)):
         # Ranks without a batch left repeat one: all take part in gathering weights.
-        batch = batches[number % len(batches)].to(session.model.device)
-        shares.append(language_model.loss_sum(session.model, batch))
+        shares.append(session.loss_sum(batches[number % len(batches)]))
     session.model.train()
     for module in fsdp_modules(session.model):  # no backward pass frees the gathered parameters
         module.reshard()
