@@ -502,12 +502,14 @@ def end_of(bound, WAY: tl.constexpr):
 
 
 @triton.jit
-def bound_of(x, y, old, skip):
+def bound_of(x, y, old, skip, is_idle):
     """Return the new bound of a row from a state's values at its largest magnitudes."""
     most = float_of(tl.maximum(int_of(x) & MAGNITUDE, int_of(y) & MAGNITUDE))
     most = tl.where(most < float("inf"), most, 3e38)
     # One huge gradient costs its element, not its row.
-    most = tl.where(old > 0, tl.minimum(most, old * 2.0**20), most)
+    limited = tl.where(old > 0, tl.minimum(most, old * 2.0**20), most)
+    # The bound of a row without gradients would fall, and the next gradient would be huge to it.
+    most = tl.where(is_idle, tl.maximum(most, old), limited)
     return tl.where(skip, old, most)
 
 
@@ -529,7 +531,8 @@ def set_bounds(
     peak = peak * tl.abs(tl.load(control))
     _, plus_m, plus_v = update(weight, peak, m, v, s, row.rule)
     _, minus_m, minus_v = update(weight, -1.0 * peak, m, v, s, row.rule)
-    new_m, new_v = bound_of(plus_m, minus_m, m, skip), bound_of(plus_v, minus_v, v, skip)
+    new_m = bound_of(plus_m, minus_m, m, skip, peak == 0)
+    new_v = bound_of(plus_v, minus_v, v, skip, peak == 0)
     tl.store(bound_at(tile, place, 0, row), new_m)
     if row.states > 1:
         tl.store(bound_at(tile, place, 1, row), new_v)
