@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 from narrowgauge.optim.kernel import Inputs, Numbers, advance, average, named
 from narrowgauge.optim.row_bounds import new_bounds
 from narrowgauge.optim.rules.matrix import MatrixRule
 from narrowgauge.optim.state import LocalState
 from narrowgauge.optim.values import at_once
 from narrowgauge.optim.walk import Scales, spans
+
 
 def run(state: LocalState, numbers: Numbers) -> None:
     """Step by the definition, in place.

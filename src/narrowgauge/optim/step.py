@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from narrowgauge.numerics.hashing import step_seed
@@ -96,13 +95,12 @@ class Step:
         """Step elementwise rules, or write the changes of matrices."""
         if self.audit_every:
             self.auditor.before(batch, self.audit_every)
-        defined = self._launch(batch)
-        for state in defined:
+        for state in self._launch(batch):
             if state.kernel.how_it_ran == TORCH:
                 compiled.run(state, batch[state])
             else:
                 definition.run(state, batch[state])
-        self.auditor.after(defined)
+        self.auditor.after()
 
     def _launch(self, batch: Batch, *, averages: bool = False) -> list[LocalState]:
         """Step or average by one launch for each kernel. Return the states that no launch steps."""
