@@ -88,7 +88,7 @@ class Step:
 
     def average(self, batch: Batch) -> None:
         """Average the gradients of matrices into their changes."""
-        for state in self._launch(batch, averages=True):
+        for state in batch:
             definition.average_gradient(state, batch[state])
 
     def write(self, batch: Batch) -> None:
@@ -102,8 +102,8 @@ class Step:
                 definition.run(state, batch[state])
         self.auditor.after()
 
-    def _launch(self, batch: Batch, *, averages: bool = False) -> list[LocalState]:
-        """Step or average by one launch for each kernel. Return the states that no launch steps."""
+    def _launch(self, batch: Batch) -> list[LocalState]:
+        """Step by one launch for each kernel. Return the states that no launch steps."""
         members: dict[Kernel, dict[LocalState, Numbers]] = defaultdict(dict)
         for state, numbers in batch.items():
             members[state.kernel][state] = numbers
@@ -117,8 +117,8 @@ class Step:
                 self.tables[kernel] = Table(kernel.rule, kernel.storage, self.control.device)
             table = self.tables[kernel]
             table.set(alike)
-            table.send()
-            table.launch(self.control, averages=averages)
+            table.launch(self.control)
+            table.end()
         return refused
 
     def _choose(self, kernel: Kernel, states: Sequence[LocalState]) -> str:
