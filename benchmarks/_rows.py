@@ -7,7 +7,7 @@ row                                 optimizer
 ``galore/word rank=32``             another rule of ours, with options; embedding and head keep AdamW
 ``autocast``                        ``torch.optim.AdamW`` over float32 weights, under autocast
 ``autocast exp_avg_sq=e5m2``        the same, where a tensor is rounded after each step
-``torch AdamW bfloat16``            a peer of ``peers.py``, over bfloat16 weights
+``torch AdamW bfloat16``            a peer of ``_peers.py``, over bfloat16 weights
 ``published/coat``                  published states by their formula (``_published_states.py``)
 ==================================  =================================================================
 
@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from _peers import PEERS, bytes_held
 from _published_states import (
     CONTROLS,
     FLOAT32,
@@ -34,7 +35,6 @@ from _published_states import (
     by_amax,
     times_scale,
 )
-from peers import PEERS, bytes_held
 from torch import Tensor, nn
 
 import narrowgauge as ng

@@ -29,8 +29,8 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import torch
+from _peers import PEERS
 from _timing import Contender, Report, Row, measure, nothing, parser
-from peers import PEERS
 from torch import Tensor, nn
 
 import narrowgauge as ng

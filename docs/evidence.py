@@ -240,6 +240,7 @@ def table(spec: Row) -> str:
             if "records" in column:
                 shared = {}  # these runs have nothing in common with those of the other columns
             where = shared.get("where", {}) | column.get("where", {})
+            where.setdefault("row", row["where"].get("row"))
             if "pick" in column:
                 where["row"] = row.get(column["pick"])
             cells.append(cell({**shared, **column, "where": where}))

@@ -210,7 +210,7 @@ class RunRecorder:
         # Its steps may be lost, and other rows tell of them.
         rows = [*earlier.steps, *earlier.evals, *earlier.events]
         self._must_go_back = any(row["step"] for row in rows)
-        self._run = {**earlier.run, "config": {**earlier.config, **settings}}
+        self._run = {**content, **earlier.run, "config": {**earlier.config, **settings}}
         if self._record.writer is not None:
             self._record.writer.amend(self._run)
         self._changes = differences(earlier.run, content)

@@ -40,7 +40,7 @@ def _has_the_bits(rule: AnyRule, storage: Storage, device: torch.device) -> bool
     kernel = Kernel(rule, storage)
     scalars = np.linspace(0.1, 0.9, len(rule.scalars), dtype=np.float32).tolist()
     control = torch.tensor([1.0, 0.0], dtype=torch.float32)
-    numbers = Numbers(kernel, control, scalars, 12345, None)
+    numbers = Numbers(kernel, control, scalars, 12345)
     rows = 4 if triton.INTERPRET and device.type == "cpu" else MANY_ROWS
     pairs = []
     for shape, edges in (((3, 67), 0), ((3, 67), 3), ((rows, 256), 2)):
