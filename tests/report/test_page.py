@@ -24,7 +24,7 @@ def drawn(runs: list[Run], baseline: str | None = None) -> dict[str, list[dict]]
 def test_a_figure_without_a_second_point_is_not_drawn(make_run: MakeRun) -> None:
     assert not drawn([make_run(name, steps=1) for name in ("bfloat16/master", "bfloat16/word")])
     assert {*drawn([make_run()])} == {"Training loss", "Validation loss"}
-    assert "EDQ" in drawn([make_run(more={"edq": 1.0})])
+    assert "EDQ" in drawn([make_run(edq=1.0)])
 
 
 @pytest.mark.parametrize("name", ["Training", "Validation"])
