@@ -57,7 +57,7 @@ def _place_of(state: LocalState) -> Literal["cpu", "gpu"]:
 
 def run(state: LocalState, numbers: Numbers) -> None:
     """Step in place as :func:`narrowgauge.optim.definition.run` does, by compiled code."""
-    scales = scales_of_step(state, numbers, writes=True)
+    scales = scales_of_step(state, numbers)
     step = compiled(step_words(state.kernel.rule, state.storage), _place_of(state))
     changes = [state.change] if state.kernel.is_matrix else []
     walk = spans(state, state.gradient, *changes, scales=scales, at_once=AT_ONCE, writes=True)

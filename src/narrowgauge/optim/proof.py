@@ -42,7 +42,7 @@ def _has_the_bits(rule: AnyRule, storage: Storage, device: torch.device) -> bool
     kernel = Kernel(rule, storage)
     scalars = np.linspace(0.1, 0.9, len(rule.scalars), dtype=np.float32).tolist()
     control = torch.tensor([1.0, 0.0], dtype=torch.float32)
-    numbers = Numbers(kernel, control, scalars, 12345, None)
+    numbers = Numbers(kernel, control, scalars, 12345)
     expected = _cases(rule, storage, torch.device("cpu"), device)
     for state in expected:
         if kernel.is_matrix:

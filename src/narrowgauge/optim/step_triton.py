@@ -395,11 +395,13 @@ def end_of(bound, WAY: tl.constexpr):
 
 
 @triton.jit
-def bound_of(x, y, old):
+def bound_of(x, y, old, is_idle):
     """Return the new bound of a row from a state's values at its largest magnitudes."""
     most = finite(float_of(tl.maximum(int_of(x) & MAGNITUDE, int_of(y) & MAGNITUDE)))
     # One huge gradient costs its element, not its row.
-    return tl.where(old > 0, tl.minimum(most, old * 2.0**20), most)
+    limited = tl.where(old > 0, tl.minimum(most, old * 2.0**20), most)
+    # The bound of a row without gradients would fall, and the next gradient would be huge to it.
+    return tl.where(is_idle, tl.maximum(most, old), limited)
 
 
 @triton.jit
@@ -429,7 +431,9 @@ def set_bounds(
             weight = peak_of(tile, 0, row.layout.visible.number, IS_WHOLE, BLOCK)
         _, plus_m, plus_v = update(weight, peak, m, v, s, row.rule)
         _, minus_m, minus_v = update(weight, -1.0 * peak, m, v, s, row.rule)
-        new_m, new_v = bound_of(plus_m, minus_m, m), bound_of(plus_v, minus_v, v)
+        is_idle = peak == 0
+        new_m = bound_of(plus_m, minus_m, m, is_idle)
+        new_v = bound_of(plus_v, minus_v, v, is_idle)
     is_stepped = tl.load(control + 1) == 0
     tl.store(second, new_v, mask=is_stepped)
     tl.store(first, new_m, mask=is_stepped)
