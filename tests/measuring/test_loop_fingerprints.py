@@ -30,9 +30,8 @@ def tokens_at(step: int) -> Tensor:
     return torch.randint(0, 29, (4, 8), generator=torch.Generator().manual_seed(step))
 
 
-def loss_of(model: nn.Module, tokens: Tensor, *, cast: bool = False) -> Tensor:
-    with torch.autocast("cpu", torch.bfloat16, enabled=cast):
-        logits = model(tokens)
+def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    logits = model(tokens)
     return functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), tokens[:, 1:].flatten())
 
 
@@ -45,7 +44,6 @@ def recorded(
     *,
     optimizer_of: Callable[[nn.Module], Any] = adamw,
     after_step: Callable[[nn.Module, int], object] = lambda model, step: None,
-    cast: bool = False,
     every: int = 1,
 ) -> Run:
     """Train, and return the record."""
@@ -54,7 +52,7 @@ def recorded(
     with ng.RunRecorder(folder, model, optimizer, fingerprints_every=every) as recorder:
         for step in range(1, STEPS + 1):
             tokens = tokens_at(step)
-            loss = loss_of(model, tokens, cast=cast)
+            loss = loss_of(model, tokens)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -139,16 +137,6 @@ def test_states_of_any_optimizer_are_recorded(tmp_path: Path) -> None:
         optimizer_of=lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
     )
     assert "state:momentum_buffer:1.weight" in run.fingerprints[1]["tensors"]
-
-
-def test_one_run_under_autocast_is_another_format(tmp_path: Path) -> None:
-    plain = recorded(tmp_path / "plain")
-    cast = recorded(tmp_path / "cast", cast=True)
-    assert [run.run["model"]["formats"] for run in (plain, cast)] == [
-        "float32",
-        "bfloat16, float32",
-    ]
-    assert "differ: formats float32 and bfloat16, float32." in str(TwoRuns(plain, cast))
 
 
 def test_an_error_while_hashing_ends_no_run(

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
+from collections.abc import Callable
 from statistics import median
 
 from narrowgauge.measuring.kinds import KINDS
 from narrowgauge.measuring.reading import Reading, measured
 from narrowgauge.measuring.step import Law, Step
-
-# ── gradients ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def nonfinite(least: int = 3) -> Law:
@@ -47,73 +46,71 @@ def _first_bad(step: Step) -> tuple[str, list[str]]:
         return "forward", [step.bad_output]
     if not math.isfinite(step.loss or 0.0):
         return "loss", [""]
-    if step.bad:
-        return "gradient", step.bad
-    if not math.isfinite(step.grad_norm or 0.0):
-        return "gradient", [""]
+    if step.bad or not math.isfinite(step.grad_norm or 0.0):
+        return "gradient", step.bad or [""]
     return "", []
 
 
-class _Share:
+def _share(kind: str, note: str, is_so: Callable[[Step], bool | None]) -> Law:
     """Count the steps of a run in which something is so.
 
     Where it is so in all of them, the reading is an error. Else it is a note with the share: policies,
     games and rare experts have such steps, and mean them.
     """
-
-    def __init__(self, kind: str, note: str) -> None:
-        self.kind = kind
-        self.note = note
-        self.count = 0
-        self.total = 0
-        self.since = 0
-
-    def add(self, is_so: bool, step: int) -> None:
-        self.total += 1
-        self.count += is_so
-        if is_so:
-            self.since = self.since or step
-
-    def reading(self, tensors: str | list[str] = "") -> list[Reading]:
-        if self.count == self.total and self.count >= KINDS[self.kind].bound:
-            return [measured(self.kind, tensors, self.count, step=self.since)]
-        if 0 < self.count < self.total and self.total >= 20:
-            part = self.count / self.total
-            return [measured(self.note, tensors, part, 0.0, step=self.since)]
-        return []
+    count = 0
+    total = 0
+    since = 0
+    readings: list[Reading] = []
+    while True:
+        step = yield readings
+        value = is_so(step)
+        if value is None:
+            continue
+        total += 1
+        count += value
+        since = since or step.step * value
+        readings = []
+        if count == total and count >= KINDS[kind].bound:
+            readings = [measured(kind, "", count, step=since)]
+        elif 0 < count < total and total >= 20:
+            readings = [measured(note, "", count / total, 0.0, step=since)]
 
 
 def zero_gradients() -> Law:
-    """Read steps without a gradient, of all tensors and of one that had a gradient."""
-    whole = _Share("zero-gradients", "zero-share")
-    counts: Counter[str] = Counter()
-    since: dict[str, int] = {}
-    readings: list[Reading] = []
-    while True:
-        step = yield readings
-        if step.arrived is None:
-            continue
-        whole.add(step.arrived == 0, step.step)
-        if step.arrived:
-            counts.update(step.zero)
-        for name in step.zero:
-            since.setdefault(name, step.step)
-        readings = whole.reading()
-        if counts and whole.total >= 20:
-            names = [name for name, _ in counts.most_common()]
-            part = counts[names[0]] / whole.total
-            readings.append(measured("zero-share", names, part, 0.0, step=since[names[0]]))
+    """Count the steps without a gradient."""
+
+    def is_zero(step: Step) -> bool | None:
+        return None if step.arrived is None else step.arrived == 0
+
+    return _share("zero-gradients", "zero-share", is_zero)
 
 
 def gradients_kept() -> Law:
-    """Read steps that begin with the gradient of the step before."""
-    whole = _Share("gradients-kept", "kept-share")
+    """Count the steps that begin with the gradient of the step before."""
+
+    def is_kept(step: Step) -> bool | None:
+        return None if step.kept is None else bool(step.kept)
+
+    return _share("gradients-kept", "kept-share", is_kept)
+
+
+def zero_gradient() -> Law:
+    """Read how often a tensor that had a gradient has none, while others have one."""
+    counts: Counter[str] = Counter()
+    since: dict[str, int] = {}
+    total = 0
     readings: list[Reading] = []
     while True:
         step = yield readings
-        if step.kept is not None:
-            whole.add(step.kept, step.step)
-            readings = whole.reading()
+        total += step.arrived is not None
+        if step.arrived:
+            counts.update(step.zero)
+            for name in step.zero:
+                since.setdefault(name, step.step)
+        if counts and total >= 20:
+            names = [name for name, _ in counts.most_common()]
+            share = counts[names[0]] / total
+            readings = [measured("zero-share", names, share, 0.0, step=since[names[0]])]
 
 
 def clip_norm() -> Law:
@@ -134,17 +131,14 @@ def clip_norm() -> Law:
             readings = [measured(kind, "", norm, limit, slack * limit, step=step.step)]
 
 
-# ── the optimizer and the ranks ───────────────────────────────────────────────────────────────────
-
-
 def ranks() -> Law:
     """Read gradients that were not summed over ranks; where they were, weights that differ."""
     readings: list[Reading] = []
     while True:
         step = yield readings
-        readings = []
         kind = "ranks-unsummed" if step.unsummed else "ranks-apart"
         names = step.unsummed or step.apart
+        readings = []
         if names:
             readings = [measured(kind, names, len(names), 0, step=step.step)]
 
@@ -154,7 +148,7 @@ def jump() -> Law:
 
     In a warm-up the rate of one step is no unit.
     """
-    recent: deque[tuple[float, float, Step]] = deque(maxlen=20)
+    recent: deque[Step] = deque(maxlen=20)
     factor = KINDS["weights-jump"].bound
     readings: list[Reading] = []
     while True:
@@ -162,12 +156,10 @@ def jump() -> Law:
         readings = []
         if step.largest is None or step.skipped:
             continue
-        recent.append((step.largest, step.rate or 0.0, step))
-        if len(recent) < 5:
-            continue
-        sizes, rates, steps = zip(*recent, strict=True)
-        bound = factor * max(median(sizes), *rates)
-        if max(sizes) > bound:
-            worst = steps[sizes.index(max(sizes))]
+        recent.append(step)
+        sizes = [x.largest or 0.0 for x in recent]
+        bound = factor * max(median(sizes), *(x.rate or 0.0 for x in recent))
+        if len(recent) >= 5 and max(sizes) > bound:
+            worst = recent[sizes.index(max(sizes))]
             name = worst.largest_in
             readings = [measured("weights-jump", name, max(sizes), None, bound, step=worst.step)]

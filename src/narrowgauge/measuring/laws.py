@@ -14,11 +14,13 @@ from narrowgauge.measuring.gradient_laws import (
     jump,
     nonfinite,
     ranks,
+    zero_gradient,
     zero_gradients,
 )
 from narrowgauge.measuring.loss_laws import (
     failed,
     gradient_spikes,
+    idle_device,
     loss_rise,
     loss_scale,
     loss_spikes,
@@ -31,15 +33,14 @@ from narrowgauge.measuring.update_laws import (
     drift,
     lost_updates,
     never_moved,
-    outliers,
     sampled,
 )
 
 TWICE = 2.0
 """A fault is told again when it is so many times as far beyond its bound."""
 LAWS: tuple[Callable[[], Law], ...] = (
-    nonfinite, lost_updates, never_moved, drift, skipped, failed, loss_scale, zero_gradients,
-    gradients_kept, clip_norm, ranks, jump, loss_rise, loss_spikes, gradient_spikes, throughput, sampled, outliers,
+    nonfinite, lost_updates, never_moved, drift, skipped, failed, loss_scale, zero_gradients, zero_gradient,
+    gradients_kept, clip_norm, ranks, jump, loss_rise, loss_spikes, gradient_spikes, throughput, idle_device, sampled,
 )  # fmt: skip
 """Every law of a run."""
 

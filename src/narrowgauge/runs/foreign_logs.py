@@ -50,10 +50,7 @@ def _rows_of(file: Path) -> tuple[list[Row], Row]:
     """Return the rows of a log, and the state that holds them: of a Trainer's, else none."""
     if file.name == _STATE:
         state: Row = load_json(file.read_bytes())
-        rows = state["log_history"]
-        if not isinstance(rows, list) or {type(row) for row in rows} - {dict}:
-            raise ValueError("it holds no list of objects")
-        return rows, state
+        return state["log_history"], state
     text = file.read_text(encoding="utf-8-sig", errors="replace")
     rows = list(csv.DictReader(io.StringIO(text), strict=True))
     if rows and None in rows[-1].values() and not text.endswith("\n"):
@@ -96,11 +93,11 @@ def _by_step(rows: list[Row], shift: int) -> dict[int, Row]:
 def _number(name: str | None, row: Row) -> float | None:
     if name is None or row.get(name) in (None, ""):
         return None
-    value = row[name]
     try:
-        return float(value)
+        return float(row[name])
     except (TypeError, ValueError, OverflowError):
-        raise ValueError(f"column '{name}' holds {short(value)}, which is not a number") from None
+        message = f"column '{name}' holds {short(row[name])}, which is not a number"
+        raise ValueError(message) from None
 
 
 def log_file(path: Path) -> Path | None:
@@ -119,6 +116,7 @@ def log_file(path: Path) -> Path | None:
 
 
 def is_log(path: Path) -> bool:
+    """Return whether a path is a log that can be read, or a folder with one."""
     with disk_errors(path):
         return log_file(path) is not None
 
@@ -137,7 +135,7 @@ def read_log(path: Path) -> dict[str, Any] | None:
         try:
             rows, state = _rows_of(file)
             by_step = _by_step(rows, shift=int(file.name == _METRICS))
-        except (ValueError, LookupError, TypeError, csv.Error, RecursionError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, csv.Error) as error:
             raise damaged(file, error) from error
     steps = []
     evals = []
@@ -157,18 +155,13 @@ def read_log(path: Path) -> dict[str, Any] | None:
     summary: Row = {"steps": max(by_step)}
     if evals:
         summary["val_loss"] = evals[-1]["val_loss"]
-    config = {}
-    is_finished = True
-    planned = state.get("max_steps")
-    done = state.get("global_step")
-    if isinstance(planned, int) and isinstance(done, int) and planned > 0:
-        config["steps"] = planned
-        is_finished = done >= planned
+    planned = state.get("max_steps") or 0
+    is_finished = state.get("global_step", planned) >= planned
     if path.is_file() and file.name in (_STATE, _METRICS):
         path = path.parent
     return {
         "path": path,
-        "run": {"config": config, SOURCE: {"file": str(file)}},
+        "run": {"config": {"steps": planned} if planned else {}, SOURCE: {"file": str(file)}},
         "steps": steps,
         "evals": evals,
         "summary": summary if is_finished else None,

@@ -19,20 +19,20 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from narrowgauge.errors import NarrowgaugeError, RecipeError, require_package
 from narrowgauge.measuring.comparison import Comparison, compare_runs
-from narrowgauge.measuring.labels import parsed_recipe, recipe_name, run_name
+from narrowgauge.measuring.labels import recipe_name, run_name
 from narrowgauge.report.page import learned
 from narrowgauge.report.publishing import publish
 from narrowgauge.runs.finding import counted, duration
 from narrowgauge.runs.places import require_comparison, require_free
 from narrowgauge.runs.record import Run, read_run
-from narrowgauge.runs.writer import RunWriter
+from narrowgauge.runs.writer import RunWriter, plain
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.trainer.checkpoints import newest, notes_of
 from narrowgauge.trainer.loop import Entry, enter, train_entry
 from narrowgauge.trainer.settings import OF_A_RUN, Settings, first_free
 
 if TYPE_CHECKING:
-    from narrowgauge.measuring.record import Record
+    from narrowgauge.measuring.recorder import RunRecorder
 
 
 def planned(recipes: Sequence[Any], seeds: int | Sequence[int]) -> list[tuple[Any, int, str]]:
@@ -70,7 +70,7 @@ def planned(recipes: Sequence[Any], seeds: int | Sequence[int]) -> list[tuple[An
 
 
 def compare(
-    train_function: Callable[[str, int, Record], Any],
+    train_function: Callable[[str, int, Log], Any],
     recipes: Sequence[str],
     *,
     seeds: int | Sequence[int] = 1,
@@ -132,36 +132,116 @@ def require_new(folder: Path, names: Sequence[str]) -> None:
         require_free(folder / name)
 
 
-def _record(
-    train_function: Callable[[str, int, Record], Any], recipe: str, seed: int, folder: Path
-) -> Run:
-    from narrowgauge.measuring.record import Record, numbers
-    from narrowgauge.measuring.recorder import warn
+class Log:
+    """The record of one run of :func:`compare`: plain rows, or those of a watched loop."""
 
-    parsed = parsed_recipe(recipe)
+    def __init__(self, folder: Path, config: dict[str, Any]) -> None:
+        self.folder = folder
+        self.val_loss: Any = None
+        self._config = config
+        self._recorder: RunRecorder | None = None
+        self._rows: list[tuple[str, dict[str, Any]]] = []
+        self._steps = 0
+        self._tokens = 0
+        self._began = time.perf_counter()
+
+    def watch(self, model: Any, optimizer: Any, *, every: int = 20) -> None:
+        """Record the loop as :class:`narrowgauge.RunRecorder` does, with its audit and gauges.
+
+        Args:
+            every: steps between samples of the gauges; 0 for none.
+        """
+        from narrowgauge.measuring.recorder import RunRecorder
+
+        self._recorder = RunRecorder(
+            self.folder, model, optimizer, settings=self._config, gauges_every=every
+        )
+
+    def step(self, columns: Mapping[str, Any]) -> None:
+        """Log an optimizer step: ``loss``, ``tokens`` so far, and any other number."""
+        named = _named(columns, "step")
+        tokens = named.pop("tokens", None)
+        if tokens is not None:
+            tokens -= self._tokens
+            self._tokens += tokens
+        if self._recorder is not None:
+            return self._recorder.step(tokens=tokens, **named)
+        self._steps += 1
+        seconds = time.perf_counter() - self._began
+        self._began += seconds
+        row = {"step": self._steps, "seconds": seconds, **named}
+        if tokens is not None:
+            row |= {"tokens": self._tokens, "tokens_per_second": tokens / seconds}
+        return self._rows.append(("steps", row))
+
+    def eval(self, columns: Mapping[str, Any]) -> None:
+        """Log a validation: ``val_loss``, and any other number."""
+        named = _named(columns, "eval")
+        self.val_loss = named.pop("val_loss", None)
+        if self._recorder is not None:
+            return self._recorder.evaluate(self.val_loss, **named)
+        now = time.perf_counter()
+        row = {
+            "step": self._steps,
+            "seconds": now - self._began,
+            "val_loss": self.val_loss,
+            **named,
+        }
+        self._began = now
+        return self._rows.append(("evals", row))
+
+    def close(self, finished: bool, metrics: Mapping[str, Any]) -> None:
+        """Write the rows, and the summary of a finished run."""
+        from narrowgauge.distributed.ranks import all_ranks
+
+        if self._recorder is not None:
+            return self._recorder.close(finished, **metrics)
+        return all_ranks().of_first(lambda: self._write(finished, metrics))
+
+    def _write(self, finished: bool, metrics: Mapping[str, Any]) -> None:
+        from narrowgauge.measuring.recorder import summary_of
+
+        with RunWriter.create(self.folder, {"config": self._config}) as writer:
+            for kind, row in self._rows:
+                writer.append(kind, row)
+            if finished:
+                summary = {"recipe": self._config["recipe"], "steps": self._steps}
+                writer.summary({**summary, **summary_of(read_run(self.folder)), **metrics})
+
+
+def _named(columns: Any, caller: str) -> dict[str, Any]:
+    """Return a row of plain values; refuse what is none."""
+    if not isinstance(columns, Mapping):
+        raise NarrowgaugeError(
+            f"{caller} was given {columns!r:.60}.", 'It takes a dict, for instance {"loss": 2.5}.'
+        )
+    named: dict[str, Any] = plain(columns)
+    return named
+
+
+def _record(
+    train_function: Callable[[str, int, Log], Any], recipe: str, seed: int, folder: Path
+) -> Run:
+    from narrowgauge.distributed.ranks import all_ranks
+
     label = recipe_name(recipe)
-    config = {"recipe": recipe if parsed is None else parsed.name, "seed": seed}
-    with Record(lambda: RunWriter.create(folder, {"config": config}), warn) as record:
-        try:
-            returned = train_function(recipe, seed, record)
-            if returned is None:
-                returned = {}
-            elif not isinstance(returned, Mapping):
-                returned = {"val_loss": returned}
-            metrics = numbers(returned, f"the training function of {label}")
-            summary = {**record.summary(recipe=label), **metrics}
-            loss = summary.get("val_loss")
-            if not isinstance(loss, int | float):
-                raise NarrowgaugeError(
-                    f"the training function gave no validation loss for {label}, val_loss is "
-                    f"{loss!r}.",
-                    'Return it, return a dict with "val_loss", or call log.eval({"val_loss": …}).',
-                )
-        except BaseException:
-            record.stop()
-            raise
-        record.finish(summary)
-    return record.here.of_first(lambda: read_run(record.folder))
+    log = Log(folder, {"recipe": label, "seed": seed})
+    try:
+        metrics = train_function(recipe, seed, log)
+        if not isinstance(metrics, Mapping):
+            metrics = {} if metrics is None else {"val_loss": metrics}
+        metrics = {"val_loss": log.val_loss, **_named(metrics, "compare")}
+        loss = metrics["val_loss"]
+        if not isinstance(loss, int | float):
+            raise NarrowgaugeError(
+                f"the training function gave no validation loss for {label}, val_loss is {loss!r}.",
+                'Return it, return a dict with "val_loss", or call log.eval({"val_loss": …}).',
+            )
+    except BaseException:
+        log.close(False, {})
+        raise
+    log.close(True, metrics)
+    return all_ranks().of_first(lambda: read_run(folder))
 
 
 # ── with the built-in trainer ─────────────────────────────────────────────────────────────────────

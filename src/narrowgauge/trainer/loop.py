@@ -25,8 +25,8 @@ from narrowgauge.runs.atomic_io import disk_errors, write_whole
 from narrowgauge.runs.finding import counted, sentences
 from narrowgauge.runs.places import FolderLock, is_run, require_free
 from narrowgauge.runs.record import read_settings as read_run_toml
-from narrowgauge.runs.record import toml_value
 from narrowgauge.runs.schema import VERSION, Row, short
+from narrowgauge.runs.writer import toml_value
 from narrowgauge.trainer import checkpoints
 from narrowgauge.trainer.progress import Progress
 from narrowgauge.trainer.settings import FIXED, Settings
