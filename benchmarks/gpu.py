@@ -29,13 +29,13 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import torch
+from _peers import PEERS
 from _timing import Contender, Report, Row, measure, nothing, parser
-from peers import PEERS
 from torch import Tensor, nn
 
 import narrowgauge as ng
 from narrowgauge.numerics.quantization import padded, quantize, random_words
-from narrowgauge.optim import norm, step_triton
+from narrowgauge.optim import norm, step_triton, table
 from narrowgauge.optim.rules import elementwise
 from narrowgauge.optim.rules.matrix import MUON
 from narrowgauge.spec.computes import COMPUTES, Cast
@@ -210,11 +210,11 @@ def compiled_row(rule: Any, storage: Storage, architecture: int) -> Row:
         "tiles": "*i32",
         "numbers": "*fp32",
         "control": "*fp32",
-        "records": "*fp32",
+        "joined": "*fp32",
         "row": "constexpr",
         "BLOCK": "constexpr",
     }
-    constants = {"row": step_triton.row_of(rule, storage), "BLOCK": step_triton.BLOCK}
+    constants = {"row": table.row_of(rule, storage), "BLOCK": step_triton.BLOCK}
     name = f"{rule.name}/{storage.name}"
     row, _ = assembled(name, step_triton.step, types, architecture, constants)
     # What is not aligned is read in single elements.
@@ -292,13 +292,13 @@ def compile_kernels(report: Report, quick: bool) -> bool:
             if row.arithmetic != "float64":
                 rows += [compiled_row(rule, row, sm) for sm in architectures]
                 print(rows[-1], file=sys.stderr, flush=True)
-    sizes = {"SPAN": norm.SPAN, "BLOCK": step_triton.BLOCK}
+    sizes = {"BLOCK": step_triton.BLOCK}
     slots = {**sizes, "SLOTS": norm.SLOTS}
     for name, types, constants in (
         ("largest", {"peaks": "*i32"}, sizes),
         ("squares", {"scales": "*fp64", "sums": "*i64"}, slots),
     ):
-        types = {"table": "*i64", "tiles": "*i64", **types, **dict.fromkeys(constants, "constexpr")}
+        types = {"table": "*i64", "tiles": "*i32", **types, **dict.fromkeys(constants, "constexpr")}
         function = getattr(step_triton, name)
         for sm in architectures:
             rows.append(assembled(f"the norm, {name}", function, types, sm, constants)[0])

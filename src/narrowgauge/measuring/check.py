@@ -13,26 +13,25 @@ With several ranks each process makes the plain pass over the batches of all.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from narrowgauge.distributed.ranks import all_ranks
-from narrowgauge.errors import RecipeError
+from narrowgauge.errors import NarrowgaugeError, RecipeError
 from narrowgauge.measuring.beside import is_finite
-from narrowgauge.measuring.loss_value import coarse_loss
-from narrowgauge.measuring.one_process import OneProcess
 from narrowgauge.measuring.passes import (
+    Alone,
     Backward,
     Gradients,
     Loss,
     Pass,
     Passes,
-    inner_name,
     micro_batches,
+    trained_leaves,
 )
 from narrowgauge.measuring.places import (
     Roundings,
@@ -42,12 +41,17 @@ from narrowgauge.measuring.places import (
 )
 from narrowgauge.measuring.policies.finite import Finite
 from narrowgauge.measuring.policies.wide import Wide
-from narrowgauge.measuring.reading import Reading, Readings, measured
-from narrowgauge.measuring.set_up import SetUp, set_up_of, set_up_readings
+from narrowgauge.measuring.reading import Reading, Readings, measured, words_of
+from narrowgauge.measuring.set_up import SetUp, set_up_of, set_up_readings, spread
+from narrowgauge.measuring.slope import slope_readings
 from narrowgauge.measuring.stored import stored_readings
+from narrowgauge.measuring.structure import Structure, rank_readings, unlike
 from narrowgauge.measuring.units import UNITS
+from narrowgauge.numerics.dtensor import is_sharded
+from narrowgauge.numerics.hashing import fingerprint
 from narrowgauge.runs.finding import counted
 from narrowgauge.torch_support.torch_hooks import has_own_hooks
+from narrowgauge.torch_support.torch_names import unwrapped_model
 
 LOSS = 2.0**-14
 """Half of float32's digits: a loss that is off by more was rounded in a 16-bit format."""
@@ -104,7 +108,7 @@ def check(
         )
     set_up = set_up_of(model, optimizer)
     told = Told()
-    told.readings += set_up_readings(set_up, told.lines)
+    told.readings += set_up_readings(set_up)
     gradients: Gradients = {}
     if loss is not None:
         gradients = _compare(set_up, batch, loss, backward, told)
@@ -130,40 +134,65 @@ def _compare(
 ) -> Gradients:
     """Compare the gradients of one configured step, and return them."""
     model = set_up.model
-    for p in model.parameters():
-        if isinstance(getattr(p, "main_grad", None), Tensor):
-            told.unseen["the gradient"] = "a kernel adds to main_grad, where a copy has none"
-            return {}
-    leaves = {inner_name(n): p for n, p in model.named_parameters() if p.requires_grad}
-    leaves |= set_up.outside
-    leaves = {name: p for name, p in leaves.items() if not p.is_meta}
+    leaves = trained_leaves(model) | set_up.outside
+    reason = _not_compared(leaves, model)
+    if reason:
+        told.unseen["the gradient"] = reason
+        return {}
     parts = micro_batches(model, batch, loss)
-    passes = Passes(model, set_up.optimizers, leaves, parts, batch, loss, backward)
+    passes = Passes(model, leaves, parts, loss, set_up.optimizers, batch, backward)
     finite = Finite(model)
     first = passes.run(passes.step, Wide(), finite)
     if first.changed:
-        told.readings.append(_stepped(passes, first))
+        is_meant = all(has_own_hooks(leaves[name]) for name in first.changed)
+        what = "steps-in-backward" if is_meant else "step-order"
+        told.readings.append(measured(what, first.changed, len(first.changed), 0))
         return {}
-    if first.unlisted:
-        told.readings.append(measured("missing-parameters", first.unlisted, len(first.unlisted), 0))
     told.readings += nonfinite_readings(first, finite, told.lines)
-
-    def repeat(places: Any) -> Pass:
-        return passes.run(passes.step, Wide(places))
-
+    roundings = Roundings(first, lambda sites: passes.run(passes.step, Wide(sites)))
     number = int(all_ranks().size == 1)  # ranks would take turns of their own
-    told.readings += rounding_readings(Roundings(first, repeat), told.lines, number)
+    told.readings += rounding_readings(roundings, told.lines, number)
     told.unseen |= not_followed(first)
-    one_process = OneProcess(passes, first)
-    told.readings += one_process.readings()
-    told.readings += _loss_readings(one_process.plain, told.lines)
-    told.lines += one_process.lines
-    told.unseen |= one_process.unseen
+    gradients = _above_noise(first)
+    told.readings += rank_readings(passes, first, told.unseen)
+    _compare_with_plain(passes, first, told)
     told.unseen |= passes.unrestored
     told.looked_at.append(f"gradients of {counted(len(first.gradients), 'tensor')}")
     shared: Told = all_ranks().gather(told)[0]  # every rank returns the same
     vars(told).update(vars(shared))
-    return _above_noise(first)
+    return gradients
+
+
+def _not_compared(leaves: dict[str, Any], model: nn.Module) -> str:
+    """Return why gradients are not compared; empty if they are."""
+    prints = {}
+    for name, p in leaves.items():
+        if isinstance(getattr(p, "main_grad", None), Tensor):
+            return "a kernel adds to main_grad, where a copy has none"
+        if is_sharded(p):
+            return "not followed through shards; check before they are made"
+        prints[name] = fingerprint(spread(p)) if all_ranks().size > 1 else 0
+    apart = unlike(prints)
+    return f"ranks hold unlike weights, such as {', '.join(apart[:2])}" if apart else ""
+
+
+def _compare_with_plain(passes: Passes, first: Pass, told: Told) -> None:
+    """Compare a step with the plain loss of all batches in one process, and that with its slope."""
+    parts = [*chain.from_iterable(all_ranks().gather(passes.parts))]
+    policies = [Alone()] if all_ranks().size > 1 else []
+    model = unwrapped_model(passes.model)
+    alone = Passes(model, passes.leaves, parts, passes.loss, policies=policies)
+    structure = Structure(passes, alone, first)
+    try:
+        told.readings += structure.readings()
+        told.readings += _loss_readings(structure.plain, told.lines)
+        told.lines += structure.lines
+        told.readings += slope_readings(alone, told.lines, told.unseen)
+    except NarrowgaugeError:
+        raise
+    except Exception as error:  # whatever the loss raises of an unwrapped model
+        told.unseen["the gradient"] = words_of(error)
+    told.unseen |= structure.unseen
 
 
 def _above_noise(first: Pass) -> Gradients:
@@ -174,17 +203,10 @@ def _above_noise(first: Pass) -> Gradients:
     """
     gradients = dict(first.gradients)
     for name, shadow in first.shadows.items():
-        noise = gradients[name].double() - shadow.double()
-        if noise.norm() > shadow.double().norm():
+        noise = gradients[name].double() - shadow
+        if noise.norm() > shadow.norm():
             gradients[name] = torch.zeros_like(gradients[name])
     return gradients
-
-
-def _stepped(passes: Passes, first: Pass) -> Reading:
-    """Return a reading of tensors that a pass changed: a note where each has a hook, on purpose."""
-    is_meant = all(has_own_hooks(passes.leaves[name]) for name in first.changed)
-    what = "steps-in-backward" if is_meant else "step-order"
-    return measured(what, first.changed, len(first.changed), 0)
 
 
 def _loss_readings(plain: Pass | None, lines: list[str]) -> list[Reading]:
@@ -193,12 +215,8 @@ def _loss_readings(plain: Pass | None, lines: list[str]) -> list[Reading]:
     if plain is None or not isinstance(loss, Tensor) or not is_finite(loss):
         return []
     value = float(loss.detach())
-    line = f"loss {value:.6g}"
     off = abs(value - plain.value) / (abs(plain.value) or 1.0)
-    if math.isfinite(off):
-        line += f", {off:.2g} of it from float64's"
-    lines.append(line)
-    if loss.dtype not in UNITS:
-        return []
-    lines += coarse_loss(loss)
-    return [measured("loss-rounding", "the loss", off, 0.0)] if off > LOSS else []
+    lines.append(f"loss {value:.6g}, {off:.2g} of it from float64's")
+    if loss.dtype in UNITS and off > LOSS:
+        return [measured("loss-rounding", "the loss", off, 0.0)]
+    return []

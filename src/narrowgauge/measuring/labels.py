@@ -9,7 +9,7 @@ code parses it.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from narrowgauge.errors import NarrowgaugeError
@@ -18,8 +18,6 @@ from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
 
 _NOT_NAMED = ("recipe", "seed", "out")
-MOST_SETTINGS = 4
-"""Maximum number of settings in a label. Runs that differ in more show their folders."""
 
 
 def run_name(recipe: str, seed: int) -> str:
@@ -62,43 +60,28 @@ def run_labels(runs: Sequence[Run]) -> list[str]:
         # A folder may carry the name of another recipe.
         recipe = run.config.get("recipe")
         labels.append(run.path.name if recipe is None else recipe_name(recipe))
-    for suffixes_of in (_settings, _folders):
+    for suffix_of in (_settings, _folder):
         groups: dict[str, list[int]] = {}
         for place, label in enumerate(labels):
             groups.setdefault(label, []).append(place)
         for places in groups.values():
-            group = list(map(runs.__getitem__, places))
-            if not _is_distinct(map(seed_of, group)):
-                for place, suffix in zip(places, suffixes_of(group), strict=True):
-                    labels[place] += suffix
+            group = [runs[place] for place in places]
+            if len(set(map(seed_of, group))) < len(group):
+                for place in places:
+                    labels[place] += suffix_of(runs[place], group)
     return labels
 
 
-def _is_distinct(values: Iterable[Any]) -> bool:
-    texts = list(map(repr, values))
-    return len({*texts}) == len(texts)
+def _settings(run: Run, group: Sequence[Run]) -> str:
+    """Return the settings of a run in which the runs of its group differ."""
+    text = ""
+    for key, value in run.config.items():
+        differs = any(other.config.get(key, value) != value for other in group)
+        if differs and key not in _NOT_NAMED:
+            text += f", {key} {value}"
+    return text
 
 
-def _settings(runs: Sequence[Run]) -> list[str]:
-    """Return the differing settings that all runs record, as one text per run; empty texts if too
-    many differ.
-    """
-    differing = []
-    for key in runs[0].config:
-        texts = []
-        for run in runs:
-            if key in run.config:
-                texts.append(repr(run.config[key]))
-        if key not in _NOT_NAMED and len(texts) == len(runs) and len({*texts}) > 1:
-            differing.append(key)
-    suffixes = [""] * len(runs)
-    if len(differing) <= MOST_SETTINGS:
-        for place, run in enumerate(runs):
-            for key in differing:
-                suffixes[place] += f", {key} {run.config[key]}"
-    return suffixes
-
-
-def _folders(runs: Sequence[Run]) -> list[str]:
-    """Return the paths of runs that no setting distinguishes."""
-    return [f" ({run.path})" for run in runs]
+def _folder(run: Run, group: Sequence[Run]) -> str:
+    """Return the path of a run that no setting distinguishes."""
+    return f" ({run.path})"

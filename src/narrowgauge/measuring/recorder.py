@@ -236,7 +236,7 @@ class RunRecorder:
             self._changes = differences(earlier.run, content)
             if self._writer is not None:
                 config = {**earlier.config, **settings}
-                self._writer.amend({**earlier.run, "config": config})
+                self._writer.amend({**content, **earlier.run, "config": config})
         if not self._must_go_back:
             self._begin_at(0)
 
@@ -406,12 +406,9 @@ class RunRecorder:
 
     def _compare_states(self, path: str, objects: Mapping[str, Any]) -> None:
         """Tell each kind of state that is not as it was saved."""
-        for state in self._certificate.differences(path, objects):
-            words = f"{state.kind}: {state.text}." if state.kind else f"{state.text}."
-            self.event(
-                "not-restored", words, tensor=state.kind, severity="error", value=state.value,
-                expected=state.expected,
-            )  # fmt: skip
+        for kind, text in self._certificate.differences(path, objects).items():
+            words = f"{kind}: {text}.".removeprefix(": ")
+            self.event("not-restored", words, tensor=kind, severity="error")
             self._warn(f"not restored: {words}")
 
     def numbers(self) -> dict[str, float]:

@@ -44,7 +44,8 @@ def scales_of_step(state: LocalState, numbers: Numbers, *, writes: bool) -> Scal
     if not state.bounds:
         return None
     scales = {}
-    for name, (bound, into, back) in new_bounds(state, numbers.values).items():
+    (bounds,) = new_bounds([state], [numbers.values])
+    for name, (bound, into, back) in bounds.items():
         scales[name] = into, back
         if writes:
             state.bounds[name].copy_(bound)

@@ -110,7 +110,7 @@ class Step:
 
     def average(self, batch: Batch) -> None:
         """Average the gradients of matrices into their changes."""
-        for state in self._launch(batch, averages=True):
+        for state in batch:
             definition.average_gradient(state, batch[state])
 
     def write(self, batch: Batch) -> None:
@@ -125,8 +125,8 @@ class Step:
             else:
                 definition.run(state, batch[state])
 
-    def _launch(self, batch: Batch, *, averages: bool = False) -> list[LocalState]:
-        """Step or average by one launch for each kernel. Return the states that no launch steps."""
+    def _launch(self, batch: Batch) -> list[LocalState]:
+        """Step by one launch for each kernel. Return the states that no launch steps."""
         members: dict[Kernel, dict[LocalState, Numbers]] = defaultdict(dict)
         for state, numbers in batch.items():
             members[state.kernel][state] = numbers
@@ -140,8 +140,8 @@ class Step:
                 self.tables[kernel] = Table(kernel.rule, kernel.storage, self.control.device)
             table = self.tables[kernel]
             table.set(alike)
-            table.send()
-            table.launch(self.control, averages=averages)
+            table.launch(self.control)
+            table.end()
         return refused
 
     def _choose(self, kernel: Kernel, states: Sequence[LocalState]) -> str:
