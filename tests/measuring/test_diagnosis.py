@@ -81,9 +81,6 @@ CASES: dict[str, tuple[Fault, int, str, str, str]] = {
     "an alarm of the audit": (
         event("lost-updates", tensor="a", value=0.5, stage="storage"), AT, "storage", "a", "lost-updates",
     ),
-    "replicas that differ": (
-        event("corruption", stage="optimizer step"), AT, "optimizer step", "", "corruption",
-    ),
     # fingerprints
     "other weights after a resume": (
         hashed({"step": 3, "tensors": W}, {"step": 3, "tensors": W2}), 4, "between steps", "weight:a", "resume-differs",
