@@ -162,5 +162,5 @@ def test_logs_in_one_folder_are_told_apart_and_compared(tmp_path: Path) -> None:
     )
     assert first.gauges == first.fingerprints == []
     difference = ng.diagnose(first, second)
-    assert difference.names == ("one.csv", "other.csv") and difference.readings[0].stage == "loss"
+    assert [*difference.names] == ["one.csv", "other.csv"] and difference.readings[0].stage == "loss"
     assert "--" not in str(difference)
