@@ -56,7 +56,6 @@ OVERFLOW = {"loss_scale": math.inf, "grad_norm": math.inf, "skipped": True}
 SLOW = {"tokens_per_second": 500.0, "seconds": 2.0}
 CASES: dict[str, tuple[list[Step], str, int]] = {
     "lost-updates": (stepped(after(400, stored={"a": 0.5, "b": 1.0})), "a", 404),
-    "never-moved": (stepped(after(400, still=["a"], arrived=1.0)), "a", 449),
     "drift": (stepped(after(400, drift=["a"])), "a", 402),
     "underflow": (sampled(output_grad={"underflow": 0.3, "sqnr_db": 4.0}), f"output_grad:{LAYER}", 420),
     "overflow": (sampled(input={"overflow": 0.02, "sqnr_db": 2.0}), f"input:{LAYER}", 400),
@@ -83,7 +82,7 @@ CASES: dict[str, tuple[list[Step], str, int]] = {
 
 
 def test_every_kind_of_a_law_has_a_case_and_a_sentence() -> None:
-    elsewhere = {"zero-share", "kept-share", "range-end", "not-as-asked", "not-restored"}
+    elsewhere = {"zero-share", "kept-share", "range-end", "not-restored"}
     calls = ("ng.check", "ng.same", "ng.teaches")
     elsewhere |= {kind.name for kind in KINDS.values() if kind.by.startswith(calls)}
     rest = set(KINDS) - set(CASES) - elsewhere

@@ -25,8 +25,6 @@ NOT_OF_BOTH = {
     "step_memory_bytes",
     "audit_sums",
     "kept",
-    "resumed",
-    "still",
 }
 
 
@@ -298,7 +296,7 @@ def test_a_watch_with_a_folder_writes_a_row_for_each_step(tmp_path: Path) -> Non
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    watch = ng.watch(model, optimizer, record=tmp_path / "run", recipe="bfloat16/naive")
+    watch = ng.watch(model, optimizer, record=tmp_path / "run")
     for step in range(4):
         loss = model(torch.ones(2, 4)).square().mean()
         loss.backward()
@@ -312,5 +310,3 @@ def test_a_watch_with_a_folder_writes_a_row_for_each_step(tmp_path: Path) -> Non
     run = ng.read_run(tmp_path / "run")
     assert [row["lr"] for row in run.steps] == [0.5, 0.25, 0.125, 0.0625]
     assert ["loss" in row for row in run.steps] == [False, False, True, False]
-    (asked,) = [event for event in run.events if event["what"] == "not-as-asked"]
-    assert asked["value"] == 2 and asked["tensor"] == "weight and 1 other"

@@ -53,7 +53,7 @@ def record(folder: Path, mesh: Any = None, loss: float = 1.0) -> int:
     return recorder.num_steps
 
 
-OF_SAMPLES = {"arrived", "largest", "largest_in", "kept", "still", "bad", "zero"}
+OF_SAMPLES = {"arrived", "largest", "largest_in", "kept", "bad", "zero"}
 """Columns of the elements that a rank holds."""
 
 

@@ -403,8 +403,8 @@ def test_an_error_in_a_law_ends_the_laws_and_not_the_loop(monkeypatch: pytest.Mo
     messages: list[str] = []
     monkeypatch.setattr(laws, "failure_of", lambda title, error: f"{title} ended: {error}")
 
-    def broken() -> Any:
-        yield []
+    def broken(tell: Any) -> Any:
+        yield
         raise ValueError("no ink")
 
     monkeypatch.setattr(laws, "LAWS", (broken,))

@@ -65,8 +65,6 @@ class Meter(Listener):
         self.shares: dict[int, float] = {}
         self.last: Row = {}
         self._undo = ExitStack()
-        self._moved: set[str] = set()
-        self._still: set[str] = set()
         self._control: Tensor | None = None  # of our optimizer's last step
         self.is_broken = False
         self._name_all()
@@ -256,7 +254,6 @@ class Meter(Listener):
         for sample in self._samples.pop(optimizer, ()):
             sample.finish()
             names = [*map(self.names.__getitem__, sample.members)]
-            self._numbers.set("move", names, sample.moves)
             self._numbers.set("size", names, sample.sizes)
             if sample.meant is not None:
                 self._numbers.set("meant", names, sample.meant)
@@ -315,8 +312,6 @@ class Meter(Listener):
         with_gradient = {*_true(norms)}
         zero = ((self._missing | {*norms}) - with_gradient) & self._reached
         self._reached |= with_gradient
-        self._moved |= {*_true(read.get("move", empty))}
-        self._still = (self._still | {*sizes}) - self._moved - {*shares}
         outputs = read.get("output", empty)
         row: Row = {
             "rate": max(float(group.get("lr") or 0.0) for group in self.groups()),
@@ -325,7 +320,6 @@ class Meter(Listener):
             "bad": [name for name in norms if not math.isfinite(norms[name])],
             "bad_output": next((name for name in outputs if not math.isfinite(outputs[name])), ""),
             "stored": shares,
-            "still": sorted(self._still & with_gradient),
         }
         if self._is_whole:
             row["arrived"] = shortened(math.hypot(*norms.values()) * control.get("clip", 1.0))

@@ -1,8 +1,7 @@
-"""Describe and compare everything on which the bits of a run may depend: versions, the machine and
-its arithmetic.
+"""Describe everything on which the bits of a run may depend: versions, the machine and its arithmetic.
 
-``run.toml`` holds them as they were at the start of the run. Other versions or another machine may
-change bits. A resume notes the differences and continues.
+``run.toml`` holds them as they were at the start of the run. Of two runs, ``narrowgauge diagnose``
+prints what differs.
 """
 
 from __future__ import annotations
@@ -19,13 +18,9 @@ from torch import nn
 import narrowgauge
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.measuring.arithmetic import measure_arithmetic
-from narrowgauge.measuring.settings import settings_diff
-from narrowgauge.runs.finding import told
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.torch_support.machine import installed_version
-
-_BITS_DEPEND_ON = ("narrowgauge", "torch", "transformers", "device", "capability", "num_threads")
 
 
 def describe_process(device: torch.device) -> dict[str, Any]:
@@ -80,30 +75,3 @@ def describe_run(
         },
         "recorder": {"program": Path(sys.argv[0]).name},
     }
-
-
-def differences(recorded: dict[str, Any], present: dict[str, Any]) -> list[str]:
-    """Describe changes since a run began that may change its bits: a sentence each, without a full
-    stop.
-
-    ``recorded`` is the run's ``run.toml``. Its missing entries are not compared. ``present`` is
-    :func:`describe_process` here.
-
-    Example:
-        >>> differences({"versions": {"torch": "2.12.1"}}, {"versions": {"torch": "2.13.0"}})
-        ['the run started with torch 2.12.1 and resumes with 2.13.0: bits may differ from an uninterrupted run']
-    """
-    sentences = []
-    results = []
-    for difference in settings_diff(recorded, present):
-        before, now = difference.values
-        if difference.table == "arithmetic":
-            results.append(difference.name)
-        elif difference.name in _BITS_DEPEND_ON and difference.table in ("versions", "machine"):
-            change = f"the run started with {difference.name} {before} and resumes with {now}"
-            sentences.append(f"{change}: bits may differ from an uninterrupted run")
-    if results:
-        sentences.append(
-            f"this machine's arithmetic is not that of the run's start, in: {told(results, 5)}"
-        )
-    return sentences

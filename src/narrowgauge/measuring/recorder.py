@@ -7,8 +7,6 @@ only the rows. Nothing of the recorder belongs in a checkpoint.
 from __future__ import annotations
 
 import shutil
-import statistics
-import sys
 import time
 import warnings
 from collections.abc import Callable, Collection, Mapping
@@ -28,17 +26,15 @@ from narrowgauge.measuring.diagnose import ignored, steps_of
 from narrowgauge.measuring.fingerprints import Fingerprints
 from narrowgauge.measuring.hooks import RunNotice
 from narrowgauge.measuring.laws import Laws
-from narrowgauge.measuring.provenance import describe_run, differences
+from narrowgauge.measuring.provenance import describe_run
 from narrowgauge.measuring.reading import Reading, measured
 from narrowgauge.measuring.resume import Certificate
 from narrowgauge.measuring.step import Step
-from narrowgauge.measuring.step_row import batch_checksum, bytes_per_param, columns_of
+from narrowgauge.measuring.step_row import batch_checksum, bytes_per_param, columns_of, summary_of
 from narrowgauge.measuring.watch import SEEN_AT, Watch, show
-from narrowgauge.numerics.metrics import UPDATE_SUMS
 from narrowgauge.optim.audit import (
     MOST_AT_END,
     Alarm,
-    figures_of,
     joined_over_ranks,
     unwrapped,
 )
@@ -49,7 +45,6 @@ from narrowgauge.runs.record import Run, read_run
 from narrowgauge.runs.schema import Row
 from narrowgauge.runs.writer import RunWriter
 from narrowgauge.spec.computes import COMPUTES
-from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.storages import STORAGES
@@ -182,7 +177,7 @@ class RunRecorder:
             if isinstance(self.optimizer, Optimizer):
                 self._hear(self.optimizer)
             self._certificate = Certificate(model, self.optimizer)
-            self._begin(content, earlier, settings or {}, is_asked=recipe is not None)
+            self._begin(content, earlier, settings or {})
             undo.pop_all()
 
     def _open(self, folder: Path, content: Row, resume: bool) -> Run | None:
@@ -210,30 +205,20 @@ class RunRecorder:
         optimizer.on_alarm = alarmed
         self._undo.callback(setattr, optimizer, "on_alarm", before)
 
-    def _begin(
-        self, content: Row, earlier: Run | None, settings: Mapping[str, Any], *, is_asked: bool
-    ) -> None:
+    def _begin(self, content: Row, earlier: Run | None, settings: Mapping[str, Any]) -> None:
         """Write what is known before the first step."""
         self._started = time.perf_counter()
         self._is_open = True
-        self._is_own_loop = bool(content["recorder"])
         self.num_steps = 0
         self._tokens = 0
         self._seconds = 0.0
-        self._changes: list[str] = []
         self._must_go_back = False
         if earlier is None:
-            where = str(content["config"]["model"])
-            if self._is_own_loop:
-                where += " in a loop of its own"
-            self.event("start", where)
-            if is_asked:
-                self._compare_formats()
+            self.event("start", str(content["config"]["model"]))
         else:
             # Its steps may be lost, and other rows tell of them.
             rows = [*earlier.steps, *earlier.evals, *earlier.events]
             self._must_go_back = any(row["step"] for row in rows)
-            self._changes = differences(earlier.run, content)
             if self._writer is not None:
                 config = {**earlier.config, **settings}
                 self._writer.amend({**content, **earlier.run, "config": config})
@@ -304,16 +289,9 @@ class RunRecorder:
         if self._gauges is not None and self._gauges.step != self.num_steps:
             self._gauges.step = self.num_steps  # the loop did not call the optimizer
         if self.num_steps == SEEN_AT:
-            self._tell_seen()
+            for area, reason in self._watch.unseen().items():
+                self.event("unseen", reason, tensor=area)
         self._write_fingerprint()
-
-    def _tell_seen(self) -> None:
-        """Log what is not measured. The trainer prints lines of its own."""
-        line = self._watch.seen()
-        if self._is_own_loop and self._here.is_first:
-            print(line, file=sys.stderr)
-        for area, reason in self._watch.meter.unseen.items():
-            self.event("unseen", reason, tensor=area)
 
     def evaluate(self, loss: float | Tensor, **columns: Any) -> None:
         """Record an evaluation at the current step. Its time does not count as a step's.
@@ -370,8 +348,7 @@ class RunRecorder:
             objects: the loaded ones, by the names that :meth:`saved` was given.
         """
         require_number("step", step, 0, _MOST, is_whole=True)
-        began = self.num_steps
-        goes_on = self._must_go_back or began > 0 or step > 0
+        goes_on = self._must_go_back or self.num_steps > 0 or step > 0
         run = self._here.of_first(lambda: self._rewound(step))
         self._watch.laws = Laws(ignored(run), steps_of(run), self._note)
         self._tokens = run.steps[-1].get("tokens") or 0 if run.steps else 0
@@ -390,10 +367,7 @@ class RunRecorder:
                 break
         self._begin_at(step)
         if goes_on:
-            words = f"from step {step}"
-            if began:
-                words += f", after {began} were done"
-            self.event("resume", words)
+            self.event("resume", f"from step {step}")
 
     def _rewound(self, step: int) -> Run:
         """Delete the rows after a step, on rank 0, and return the run that is left."""
@@ -478,27 +452,8 @@ class RunRecorder:
         self._append("gauges", row)
         self._read(Step.of_gauges(row))
 
-    def _compare_formats(self) -> None:
-        """Compare the format of the trained weights with that of the recipe that was asked for."""
-        assert self.recipe is not None
-        total = 0
-        elements = 0
-        others = []
-        for p in dict.fromkeys(members_of(*self._watch.hub.optimizers)):
-            total += p.numel()
-            if dtype_name(p.dtype) != self.recipe.storage.visible:
-                elements += p.numel()
-                others.append(self._watch.meter.names[p])
-        if 2 * elements > total:
-            reading = measured("not-as-asked", others, len(others), 0)
-            self._log(reading)
-            show([reading])
-
     def _begin_at(self, step: int) -> None:
         """Record the loop's state after ``step`` steps, and begin the next step."""
-        for change in self._changes:
-            self.event("changed-software", change, severity="warning")
-        self._changes = []
         self._watch.hub.guard(self._prints, self._prints.start, step)
         self._write_fingerprint()
 
@@ -536,30 +491,6 @@ class RunRecorder:
             holder = holders.pop(p, None)
             stored[name] = holder.stored(p) if isinstance(holder, Optimizer) else p
         return None if holders else fingerprint_whole(stored)
-
-
-def summary_of(run: Run) -> Row:
-    """Return what the rows of a run say of all of it, so that a resume does not change it."""
-    total = torch.zeros(len(UPDATE_SUMS), dtype=torch.float64, device="cpu")
-    summary: Row = {"num_skipped": 0}
-    rates = []
-    memory = []
-    for row in run.steps:
-        sums = row.get("audit_sums")
-        if sums:
-            total += total.new_tensor([sums.get(name, 0.0) for name in UPDATE_SUMS])
-        if row.get("tokens_per_second") is not None:
-            rates.append(row["tokens_per_second"])
-        memory.append(row.get("peak_memory_bytes") or 0)
-        summary["num_skipped"] += bool(row.get("skipped"))
-    losses = [row["val_loss"] for row in run.evals if row.get("val_loss") is not None]
-    if losses:
-        summary["val_loss"] = losses[-1]
-    if any(memory):
-        summary["step_memory_bytes"] = max(memory)
-    if rates:
-        summary["tokens_per_second"] = statistics.median_high(rates)
-    return summary | figures_of(total)
 
 
 def _reading_of(alarm: Alarm, step: int) -> Reading:

@@ -63,15 +63,13 @@ class StepSample:
 
     Attributes:
         members: the parameters.
-        moves: after the step, the largest change of each tensor. ``sizes`` is the largest beyond one
-            rounding, NaN at a rate of 0.
+        sizes: after the step, the largest change of each tensor beyond one rounding, NaN at a rate of 0.
         meant: sum of squares of the change that was meant, 0 where a copy does not repeat the step;
             ``None`` where none was tried. ``kept`` is its product with the stored change.
     """
 
     meant: Tensor | None = None
     kept: Tensor
-    moves: Tensor
     sizes: Tensor
 
     def __init__(
@@ -131,7 +129,6 @@ class StepSample:
         """Compare with the weights after the step."""
         stored = self._by_tensor(self.sampler.join(self.members).double() - self.weights.double())
         rounding = self.weights.abs().double() * torch.finfo(self.weights.dtype).eps
-        self.moves = stored.abs().amax(1)
         self.sizes = (stored.abs() - self._by_tensor(rounding)).clamp_min(0.0).amax(1)
         if not self.group.get("lr"):
             self.sizes.fill_(math.nan)

@@ -4,11 +4,10 @@ the laws read.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from narrowgauge.measuring.reading import Reading
 from narrowgauge.runs.schema import Row, gauge_metrics, number, step_of
 
 Metrics = dict[str, dict[str, float | None]]
@@ -33,7 +32,6 @@ class Step:
         bad_weight: a weight of the model that was not finite before the step.
         kept: backward began with the gradient of the step before.
         stored: of the tensors whose turn it is, the share of the update that their formats stored.
-        still: tensors with a gradient and a rate of which no sampled element has moved so far.
         largest: largest change of a sampled weight beyond one rounding; ``largest_in`` is its tensor.
         drift: frozen tensors that changed by a few roundings since their last sample.
         apart, unsummed: tensors whose weights, and whose gradients, differ between ranks.
@@ -59,7 +57,6 @@ class Step:
     bad_weight: str = ""
     kept: float | None = None
     stored: dict[str, float] = field(default_factory=dict)
-    still: list[str] = field(default_factory=list)
     largest: float | None = None
     largest_in: str = ""
     drift: list[str] = field(default_factory=list)
@@ -92,7 +89,9 @@ class Step:
         return cls(step_of(row), gauges=tables)
 
 
-Law = Generator[list[Reading], Step, None]
-"""Takes steps, in their order, and gives the readings of each."""
+Tell = Callable[..., None]
+"""Takes a reading: its kind, tensors, value, expected and bound, and its step if it is not the current."""
+Law = Generator[None, Step, None]
+"""Takes steps, in their order, and tells the readings of each."""
 _NOTHING = asdict(Step(0))
 del _NOTHING["step"]

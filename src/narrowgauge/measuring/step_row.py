@@ -1,9 +1,11 @@
-"""What a row of steps.jsonl has beside the hooks' numbers: readings of the optimizer and the ranks."""
+"""What a record has beside the hooks' numbers: readings of the optimizer and the ranks, and the summary
+of all steps.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from statistics import fmean
+from statistics import fmean, median_high
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +16,7 @@ from narrowgauge.numerics.dtensor import local_of
 from narrowgauge.numerics.metrics import UPDATE_SUMS
 from narrowgauge.optim.audit import figures_of
 from narrowgauge.optim.optimizer import Optimizer
+from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import Row
 from narrowgauge.torch_support.torch_hooks import members_of
 
@@ -71,3 +74,27 @@ def batch_checksum(batch: Tensor) -> str:
     for row in values.to(torch.int32).reshape(-1, values.shape[-1]).numpy():
         total += int.from_bytes(hashlib.blake2b(row.tobytes(), digest_size=8).digest(), "big")
     return f"{sum(all_ranks().gather(total)) % 2**64:016x}"
+
+
+def summary_of(run: Run) -> Row:
+    """Return what the rows of a run say of all of it, so that a resume does not change it."""
+    total = torch.zeros(len(UPDATE_SUMS), dtype=torch.float64, device="cpu")
+    summary: Row = {"num_skipped": 0}
+    rates = []
+    memory = []
+    for row in run.steps:
+        sums = row.get("audit_sums")
+        if sums:
+            total += total.new_tensor([sums.get(name, 0.0) for name in UPDATE_SUMS])
+        if row.get("tokens_per_second") is not None:
+            rates.append(row["tokens_per_second"])
+        memory.append(row.get("peak_memory_bytes") or 0)
+        summary["num_skipped"] += bool(row.get("skipped"))
+    losses = [row["val_loss"] for row in run.evals if row.get("val_loss") is not None]
+    if losses:
+        summary["val_loss"] = losses[-1]
+    if any(memory):
+        summary["step_memory_bytes"] = max(memory)
+    if rates:
+        summary["tokens_per_second"] = median_high(rates)
+    return summary | figures_of(total)

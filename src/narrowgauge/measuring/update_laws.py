@@ -11,8 +11,7 @@ from collections import Counter, defaultdict, deque
 from statistics import fmean, stdev
 
 from narrowgauge.measuring.kinds import KINDS
-from narrowgauge.measuring.reading import Reading, measured
-from narrowgauge.measuring.step import Law
+from narrowgauge.measuring.step import Law, Tell
 
 SAMPLED = (
     ("underflow", "tensors", "underflow", 2), ("overflow", "tensors", "overflow", 1),
@@ -23,71 +22,48 @@ NOISY = 8.0
 """Decibels below which the error of a cast exceeds a sixth of its operand's energy."""
 
 
-def lost_updates(fewest: int = 5, most: int = 20) -> Law:
+def lost_updates(tell: Tell, fewest: int = 5, most: int = 20) -> Law:
     """Read stored shares of updates that are below their bound with three standard errors."""
     shares: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=most))
-    bound = KINDS["lost-updates"].bound
+    low: dict[str, float] = {}
     since = 0
-    readings: list[Reading] = []
     while True:
-        step = yield readings
-        if not step.stored:
-            continue
+        step = yield
         for name, value in step.stored.items():
-            shares[name].append(value)
-        low = {}
-        for name, values in shares.items():
-            if len(values) < fewest:
-                continue
-            mean = fmean(values)
-            if mean + 3 * stdev(values) / math.sqrt(len(values)) < 1 - bound:
-                low[name] = mean
+            values = shares[name]
+            values.append(value)
+            low.pop(name, None)
+            if len(values) >= fewest:
+                mean = fmean(values)
+                if (
+                    mean + 3 * stdev(values) / math.sqrt(len(values))
+                    < 1 - KINDS["lost-updates"].bound
+                ):
+                    low[name] = mean
         names = sorted(low, key=low.__getitem__)
-        readings = []
         if names:
             since = since or step.step
-            readings = [measured("lost-updates", names, low[names[0]], 1.0, step=since)]
+            tell("lost-updates", names, low[names[0]], 1.0, step=since)
 
 
-def never_moved() -> Law:
-    """Read tensors of which no sampled element has moved for long."""
-    since: dict[str, int] = {}
-    bound = KINDS["never-moved"].bound
-    readings: list[Reading] = []
-    while True:
-        step = yield readings
-        if step.arrived is None and not step.still:
-            continue
-        since = {name: since.get(name, step.step - 1) for name in step.still}
-        names = [name for name in since if step.step - since[name] >= bound]
-        names.sort(key=since.__getitem__)
-        readings = []
-        if names:
-            value = step.step - since[names[0]]
-            readings = [measured("never-moved", names, value, step=step.step)]
-
-
-def drift() -> Law:
+def drift(tell: Tell) -> Law:
     """Read frozen tensors that change by a few roundings, again and again."""
     counts: Counter[str] = Counter()
     since = 0
-    readings: list[Reading] = []
     while True:
-        step = yield readings
+        step = yield
         counts.update(step.drift)
         names = [name for name, count in counts.most_common() if count >= KINDS["drift"].bound]
         if names:
             since = since or step.step
-            readings = [measured("drift", names, counts[names[0]], step=since)]
+            tell("drift", names, counts[names[0]], step=since)
 
 
-def sampled() -> Law:
+def sampled(tell: Tell) -> Law:
     """Read what casts lose, and attention logits that are far too large."""
     before: Counter[tuple[str, str]] = Counter()
-    readings: list[Reading] = []
     while True:
-        step = yield readings
-        readings = []
+        step = yield
         for kind, table, metric, least in SAMPLED:
             values = {}
             for name, metrics in step.gauges.get(table, {}).items():
@@ -100,4 +76,4 @@ def sampled() -> Law:
                     values[name] = value
             names = sorted(values, key=values.__getitem__, reverse=True)
             if names:
-                readings.append(measured(kind, names, values[names[0]], step=step.step))
+                tell(kind, names, values[names[0]])

@@ -101,22 +101,14 @@ class Watch:
             numbers["grad_norm"] = self.meter.last["arrived"]
         return numbers
 
-    def seen(self) -> str:
-        """Return what is measured, and what is not, in one line."""
-        meter = self.meter
-        line = f"watch: {counted(len(meter.names), 'tensor')}, rate, gradients"
-        share = "stored share of the step"
+    def unseen(self) -> dict[str, str]:
+        """Return what is not measured, each with its reason."""
         last = self.hub.optimizers[-1]
-        if meter.shares:
-            line += f", {share}"
-        elif isinstance(last, Optimizer):
-            meter.unseen[share] = "the optimizer's audit has it"
-        else:
-            meter.unseen[share] = f"{type(last).__name__} is not repeated"
-        missing = [f"{area} ({reason})" for area, reason in meter.unseen.items()]
-        if missing:
-            line += f"; not: {', '.join(missing)}"
-        return line
+        reason = f"{type(last).__name__} is not repeated"
+        if isinstance(last, Optimizer):
+            reason = "the optimizer's audit has it"
+        share = {} if self.meter.shares else {"stored share of the step": reason}
+        return self.meter.unseen | share
 
     def remove(self) -> None:
         """Tell of the last step, and remove every hook."""
@@ -131,7 +123,9 @@ class Watch:
         if all_ranks().is_first:
             show(readings)
             if self.meter.number == SEEN_AT:
-                print(self.seen(), file=sys.stderr)
+                missing = [f"{area} ({reason})" for area, reason in self.unseen().items()]
+                words = f"watch: {counted(len(self.meter.names), 'tensor')}"
+                print(f"{words}; not: {', '.join(missing) or 'nothing'}", file=sys.stderr)
 
 
 def show(readings: Iterable[Reading]) -> None:

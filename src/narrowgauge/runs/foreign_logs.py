@@ -15,7 +15,7 @@ from typing import Any
 
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.atomic_io import damaged, disk_errors, load_json
-from narrowgauge.runs.schema import EVAL, STEP, Row, short
+from narrowgauge.runs.schema import EVAL, STEP, Row
 from narrowgauge.spec.toml import load_data
 
 NAMES: dict[str, list[str]] = load_data("log_names", "runs")
@@ -52,13 +52,9 @@ def _rows_of(file: Path) -> tuple[list[Row], Row]:
         state: Row = load_json(file.read_bytes())
         return state["log_history"], state
     text = file.read_text(encoding="utf-8-sig", errors="replace")
-    rows = list(csv.DictReader(io.StringIO(text), strict=True))
-    if rows and None in rows[-1].values() and not text.endswith("\n"):
-        rows.pop()  # one that is being written
-    for number, row in enumerate(rows, 2):
-        if None in row or None in row.values():
-            raise ValueError(f"line {number} has not as many values as the first line has names")
-    return rows, {}
+    rows: list[Row] = list(csv.DictReader(io.StringIO(text), strict=True))
+    # A row with other values than names is damaged, or being written.
+    return [row for row in rows if None not in row and None not in row.values()], {}
 
 
 def _by_step(rows: list[Row], shift: int) -> dict[int, Row]:
@@ -75,29 +71,23 @@ def _by_step(rows: list[Row], shift: int) -> dict[int, Row]:
         raise ValueError(f"it has no column of steps ({', '.join(NAMES['step'][2:])})")
     by_step: dict[int, Row] = {}
     for row in rows:
-        step = _number(step_name, row)
-        if step is None:
+        step = _number(row.get(step_name))
+        if step is None or not step.is_integer():
             continue
-        if not step.is_integer():
-            raise ValueError(f"column '{step_name}' holds {step}, which is not a whole number")
         columns = by_step.setdefault(int(step) + shift, {})
-        for column, name in known.items():
-            value = _number(name, row)
-            if value is not None:
-                columns[column] = value
+        values = {column: _number(row.get(name)) for column, name in known.items()}
+        columns |= {column: value for column, value in values.items() if value is not None}
     with_loss = [step for step, row in by_step.items() if "loss" in row]
     first = int(min(with_loss, default=1) == 0)
     return {step + first: by_step[step] for step in sorted(by_step)}
 
 
-def _number(name: str | None, row: Row) -> float | None:
-    if name is None or row.get(name) in (None, ""):
-        return None
+def _number(value: Any) -> float | None:
+    """Return a value of a log as a number; ``None`` if it is none."""
     try:
-        return float(row[name])
+        return float(value)
     except (TypeError, ValueError, OverflowError):
-        message = f"column '{name}' holds {short(row[name])}, which is not a number"
-        raise ValueError(message) from None
+        return None
 
 
 def log_file(path: Path) -> Path | None:

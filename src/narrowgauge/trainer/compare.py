@@ -185,7 +185,7 @@ class Log:
         return all_ranks().of_first(lambda: self._write(finished, metrics))
 
     def _write(self, finished: bool, metrics: Mapping[str, Any]) -> None:
-        from narrowgauge.measuring.recorder import summary_of
+        from narrowgauge.measuring.step_row import summary_of
 
         with RunWriter.create(self.folder, {"config": self._config}) as writer:
             for kind, row in self._rows:
