@@ -43,10 +43,6 @@ class Kept:
     encode: Callable[[Tensor], Parts]
     decode: Callable[[Parts, torch.Size], Tensor]
 
-    def there_and_back(self, x: Tensor) -> Tensor:
-        """The values that are left of ``x``."""
-        return self.decode(self.encode(x), x.shape)
-
 
 @dataclass(frozen=True)
 class PublishedStates:
@@ -69,16 +65,6 @@ class PublishedStates:
         if count < self.least:
             return (FLOAT32, FLOAT32)
         return (self.exp_avg, self.exp_avg_sq)
-
-    def bytes_per_param(self, *shape: int) -> float:
-        """Bytes per parameter of a matrix: weight, bfloat16 gradient and states, counted from
-        tensors.
-        """
-        zeros = torch.zeros(shape)
-        parts = []
-        for code in (self.weight, *self.codes(zeros.numel())):
-            parts.extend(code.encode(zeros))
-        return 2 + sum(part.numel() * part.element_size() for part in parts) / zeros.numel()
 
 
 # ── one scale for a tensor ────────────────────────────────────────────────────────────────────────

@@ -7,7 +7,7 @@ row                                 optimizer
 ``galore/word rank=32``             another rule of ours, with options; embedding and head keep AdamW
 ``autocast``                        ``torch.optim.AdamW`` over float32 weights, under autocast
 ``autocast exp_avg_sq=e5m2``        the same, where a tensor is rounded after each step
-``torch AdamW bfloat16``            a peer of ``peers.py``, over bfloat16 weights
+``torch AdamW bfloat16``            a peer of ``_peers.py``, over bfloat16 weights
 ``published/coat``                  published states by their formula (``_published_states.py``)
 ==================================  =================================================================
 
@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from _peers import PEERS, bytes_held
 from _published_states import (
     CONTROLS,
     FLOAT32,
@@ -34,7 +35,6 @@ from _published_states import (
     by_amax,
     times_scale,
 )
-from peers import PEERS, bytes_held
 from torch import Tensor, nn
 
 import narrowgauge as ng
@@ -225,23 +225,36 @@ def ours(row: Row, model: nn.Module, seed: int, options: Options) -> torch.optim
     rule, _, storage = row.name.partition("/")
     recipe = row.name if storage else f"bfloat16/{row.name}"
     decay = options.pop("weight_decay")
-    extra: Options = {"optimizer": ng.AdamW}
+    kind: Any = ng.AdamW
+    extra: Options = {}
     groups = decayed
     if rule in CLASSES:
         recipe = f"bfloat16/{storage}"
-        extra = {"optimizer": CLASSES[rule]}
+        kind = CLASSES[rule]
         extra |= {name: float(value) for name, value in row.options.items() if name == "scale"}
         extra |= {name: int(value) for name, value in row.options.items() if name != "scale"}
         if UPDATE_RULES[rule].is_matrix:
             groups = with_rule
         if rule in ("muon", "lion"):
             options = {name: options[name] for name in ("lr", "max_grad_norm")}
+    names = {p: name for name, p in model.named_parameters()}
+    groups_before = groups(model, decay)
+
+    def grouped(named: list[tuple[str, Tensor]], **others: Any) -> ng.Optimizer:
+        """Group parameters as those of the model, by name."""
+        values = dict(named)
+        named_groups = []
+        for group in groups_before:
+            members = [(names[p], values[names[p]]) for p in group["params"]]
+            named_groups.append({**group, "params": members})
+        return kind(named_groups, **others)
+
     _, optimizer = ng.prepare(
         model,
         recipe,
+        optimizer=grouped,
         seed=seed,
         low_bits="random" if row.is_random else "zero",
-        groups=lambda model: groups(model, decay),
         **options,
         **extra,
     )

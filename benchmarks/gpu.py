@@ -29,19 +29,19 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import torch
+from _peers import PEERS
 from _timing import Contender, Report, Row, measure, nothing, parser
-from peers import PEERS
 from torch import Tensor, nn
 
 import narrowgauge as ng
 from narrowgauge.numerics.quantization import padded, quantize, random_words
-from narrowgauge.optim import norm, step_triton
+from narrowgauge.optim import norm, step_triton, table
 from narrowgauge.optim.rules import elementwise
 from narrowgauge.optim.rules.matrix import MUON
 from narrowgauge.spec.computes import COMPUTES, Cast
 from narrowgauge.spec.storages import STORAGES, Storage
 from narrowgauge.torch_support.compile import compiled
-from narrowgauge.torch_support.edge_values import edge_values
+from narrowgauge.torch_support.proof import draw
 from narrowgauge.torch_support.triton import LAUNCH
 
 SECTIONS = ("correctness", "steps", "layers")
@@ -114,7 +114,7 @@ def cast_row(cast: Cast, device: torch.device) -> Row:
     wrong = 0
     for dim in (0, 1):
         ordinary = torch.randn(300, 520, generator=torch.Generator().manual_seed(dim)).bfloat16()
-        for x in (ordinary, edge_values(torch.bfloat16, (300, 520), seed=dim, finite=True)):
+        for x in (ordinary, draw(torch.bfloat16, (300, 520), edges=True, seed=dim)):
             x = padded(x, cast, dim)
             if cast.rounding != "nearest":
                 words = random_words(*x.shape, torch.tensor(17))
@@ -210,11 +210,11 @@ def compiled_row(rule: Any, storage: Storage, architecture: int) -> Row:
         "tiles": "*i32",
         "numbers": "*fp32",
         "control": "*fp32",
-        "records": "*fp32",
+        "joined": "*fp32",
         "row": "constexpr",
         "BLOCK": "constexpr",
     }
-    constants = {"row": step_triton.row_of(rule, storage), "BLOCK": step_triton.BLOCK}
+    constants = {"row": table.row_of(rule, storage), "BLOCK": step_triton.BLOCK}
     name = f"{rule.name}/{storage.name}"
     row, _ = assembled(name, step_triton.step, types, architecture, constants)
     # What is not aligned is read in single elements.
@@ -292,13 +292,13 @@ def compile_kernels(report: Report, quick: bool) -> bool:
             if row.arithmetic != "float64":
                 rows += [compiled_row(rule, row, sm) for sm in architectures]
                 print(rows[-1], file=sys.stderr, flush=True)
-    sizes = {"SPAN": norm.SPAN, "BLOCK": step_triton.BLOCK}
+    sizes = {"BLOCK": step_triton.BLOCK}
     slots = {**sizes, "SLOTS": norm.SLOTS}
     for name, types, constants in (
         ("largest", {"peaks": "*i32"}, sizes),
         ("squares", {"scales": "*fp64", "sums": "*i64"}, slots),
     ):
-        types = {"table": "*i64", "tiles": "*i64", **types, **dict.fromkeys(constants, "constexpr")}
+        types = {"table": "*i64", "tiles": "*i32", **types, **dict.fromkeys(constants, "constexpr")}
         function = getattr(step_triton, name)
         for sm in architectures:
             rows.append(assembled(f"the norm, {name}", function, types, sm, constants)[0])

@@ -35,8 +35,8 @@ from typing import Any
 from unittest import mock
 
 import torch
+from _peers import PACKAGES, PEERS, reason
 from _timing import Contender, Report, Row, exit_by, measure, parser
-from peers import PACKAGES, PEERS, reason
 from torch import Tensor, nn
 
 import narrowgauge as ng

@@ -8,17 +8,19 @@ how. A page cites it by its key; what stands between the two comments is written
 A name of ``evidence/tables.toml`` cites a table instead, of rows × columns × an aggregate of the
 runs in a cell; ``section NAME`` cites a whole section, as RESULTS.md does. ::
 
-    python docs/evidence.py     write README, RESULTS, CLAIMS, the pages of docs/ and the planner's losses
+    python docs/evidence.py                  write README, RESULTS, CLAIMS, docs/ and the planner's losses
+    python docs/evidence.py --measured KEY   these figures are of today
 """
 
 from __future__ import annotations
 
+import argparse
+import hashlib
 import itertools
 import json
 import math
 import re
 import statistics
-import subprocess
 from collections.abc import Callable, Iterable, Sequence
 from datetime import date
 from functools import cache
@@ -32,7 +34,6 @@ from narrowgauge.spec.toml import load_toml
 
 ROOT = Path(__file__).parents[1]
 CITATION = re.compile(r"(<!-- evidence: ([^>]+?) -->)(.*?)(<!-- end -->)", re.DOTALL)
-OLDER = ", older code"
 SAME = ("setting", "model", "lr", "beta2", "steps", "seed", "vectors", "torch")
 """What the two runs of a pair have in common, beside their held-out text: other processors round
 differently.
@@ -172,12 +173,11 @@ SHOWN: dict[str, Callable[[list[Row], Pairs, Row], str]] = {
     "mean": lambda runs, both, spec: mean(runs, spec),
     "less": lambda runs, both, spec: less(both),
     "ahead": lambda runs, both, spec: f"{-1e3 * statistics.fmean(apart(both)):+.2f}",
-    "fall": lambda runs, both, spec: format(fallen(both, 0), spec["form"]),
     "kept": lambda runs, both, spec: format(fallen(both, 0) / fallen(both, 1), spec["form"]),
 }
 """What a cell shows of its runs: the ``text`` or the ``mean`` of a field, the ``seeds``, the loss
-``less`` the baseline's, how far it is ``ahead`` in 0.001 nats, its ``fall`` from the checkpoint's,
-and which share of the baseline's fall is ``kept``.
+``less`` the baseline's, how far it is ``ahead`` in 0.001 nats, and which share of the baseline's
+fall is ``kept``.
 """
 
 
@@ -206,10 +206,10 @@ def cell(spec: Row) -> str:
 
 
 def figure(row: Row) -> str:
-    """Return a row's figure, which is that of a cell or was written down, with its error."""
+    """Return a row's figure, which is that of a cell or was written down, as text."""
     if "cell" in row:
         return cell(row["cell"])
-    return row["figure"] + (f" ± {row['plus_minus']}" if row["plus_minus"] else "")
+    return str(row["figure"])
 
 
 # ── tables ────────────────────────────────────────────────────────────────────────────────────────
@@ -240,6 +240,7 @@ def table(spec: Row) -> str:
             if "records" in column:
                 shared = {}  # these runs have nothing in common with those of the other columns
             where = shared.get("where", {}) | column.get("where", {})
+            where.setdefault("row", row["where"].get("row"))
             if "pick" in column:
                 where["row"] = row.get(column["pick"])
             cells.append(cell({**shared, **column, "where": where}))
@@ -275,11 +276,29 @@ def losses() -> str:
 
 
 @cache
-def is_older(commit: str | None, day: str, paths: tuple[str, ...]) -> bool:
-    """Return whether the measured files changed after a figure was recorded; false without git."""
-    since = [f"{commit}..HEAD"] if commit else [f"--since={day} 23:59", "HEAD"]
-    command = ["git", "-C", str(ROOT), "log", "-1", "--format=%h", *since, "--", *paths]
-    return bool(paths and subprocess.run(command, capture_output=True, check=False).stdout)
+def golden() -> dict[str, dict[str, str]]:
+    """Return the recorded bits of steps, layers and sums, by section and name."""
+    return load_toml((ROOT / "tests/golden/steps.toml").read_text(encoding="utf-8"))
+
+
+def digest(name: str) -> str:
+    """Return what a figure holds on, as it is today.
+
+    Args:
+        name: ``text: PATH``, the hash of a file; or a section of the golden bits and a row in it,
+            such as ``steps: adamw word``: the hashes of visible and of stored values.
+    """
+    section, _, row = name.partition(": ")
+    if section == "text":
+        path = ROOT / row
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.is_file() else "gone"
+    hashes = golden()[section].get(row, "gone").split()
+    return " ".join(hashes[:2])
+
+
+def is_of_today(row: Row) -> bool:
+    """Return whether the bits and texts that a figure holds on are those of its measurement."""
+    return all(digest(name) == value for name, value in row["holds"].items())
 
 
 def section_table(name: str) -> str:
@@ -290,15 +309,13 @@ def section_table(name: str) -> str:
         if row["missed"]:
             target += ": **missed**"
         day = date.fromisoformat(row["date"])
-        measured = f"{day.day} {day:%B}, {row['machine'] or 'machine not recorded'}"
-        if row["seeds"]:
-            measured += f", {row['seeds']} seed{'s' * (row['seeds'] > 1)}"
-        if is_older(row["commit"], row["date"], tuple(row["measures"])):
-            measured += OLDER
+        measured = f"{day.day} {day:%B}, {row['machine']}"
+        if not is_of_today(row):
+            measured = f"other bits since {measured}"
         claim = ("Held out: " if row["held_out"] else "") + row["claim"]
         command = f"`{row['command']}`" if row["command"] else "not recorded"
-        lines.append([claim, figure(row), target, measured, command, f"`{row['key']}`"])
-    return markdown(["what", "figure", "target", "measured", "command", "key"], lines)
+        lines.append([claim, figure(row), target, measured, command])
+    return markdown(["what", "figure", "target", "measured", "command"], lines)
 
 
 # ── pages ─────────────────────────────────────────────────────────────────────────────────────────
@@ -325,7 +342,22 @@ def pages() -> list[Path]:
     return [*markdown_pages, ROOT / "src/narrowgauge/planner/data/losses.toml"]
 
 
+def measured_today(keys: Sequence[str]) -> None:
+    """Date rows of the evidence, and take today's digests of what their figures hold on."""
+    for path in sorted((ROOT / "evidence").glob("*.jsonl")):
+        rows = lines_of(f"evidence/{path.name}")
+        for row in rows:
+            if row["key"] in keys:
+                row["date"] = date.today().isoformat()
+                row["holds"] = {name: digest(name) for name in row["holds"]}
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        path.write_text(text, encoding="utf-8")
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description="Write figures and tables into the pages.")
+    parser.add_argument("--measured", nargs="+", default=[], metavar="KEY")
+    measured_today(parser.parse_args().measured)
     for page in pages():
         text = page.read_text(encoding="utf-8")
         page.write_text(filled(text), encoding="utf-8")

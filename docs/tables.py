@@ -18,7 +18,7 @@ from narrowgauge.measuring.kinds import kind_table
 from narrowgauge.runs import schema
 from narrowgauge.spec import show
 from narrowgauge.spec.tables import Column, Row, Table
-from narrowgauge.spec.toml import load_data
+from narrowgauge.spec.toml import load_data, load_toml
 
 TABLE = re.compile(r"^<!-- table: (\w+) -->$", re.MULTILINE)
 REFERENCE = "<!-- reference -->"
@@ -98,6 +98,22 @@ def probes() -> str:
     return _markdown(rows, *heads, **{"a difference in a run": "affects"})
 
 
+def machines() -> str:
+    """Return the hashes of each kind of processor that ran the tests, in bold where they differ."""
+    file = Path(__file__).parents[1] / "tests" / "golden" / "arithmetic.toml"
+    recorded = load_toml(file.read_text(encoding="utf-8"))
+    first = next(iter(recorded.values()))
+    rows: list[Row] = []
+    for probe, bits in first.items():
+        row: Row = {"name": probe}
+        for machine, results in recorded.items():
+            short = results[probe][-8:-4]
+            row[machine] = short if results[probe] == bits else f"**{short}**"
+        rows.append(row)
+    heads = {machine.removeprefix("x86_64 "): machine for machine in recorded}
+    return _markdown(rows, Column("operation", "name"), **heads)
+
+
 def checks() -> str:
     """Return every kind of reading, as ``narrowgauge show checks`` prints it."""
     return kind_table().markdown()
@@ -118,5 +134,6 @@ OWN: dict[str, Callable[[], str]] = {
     **{f"record_{kind}": partial(record, kind) for kind in schema.TABLES},
     "checks": checks,
     "probes": probes,
+    "machines": machines,
 }
 """The tables that only the documentation shows, by name."""

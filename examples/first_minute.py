@@ -8,116 +8,75 @@ machine, with a tokenizer of its own.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import platform
-import shutil
 import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
 from narrowgauge.cli.main import main
-from narrowgauge.errors import DataError
 from narrowgauge.spec.models import MODELS
 from narrowgauge.torch_support.machine import multiplies
-from narrowgauge.trainer.tokens import END_OF_TEXT, open_tokens, pieces, write_tokens
+from narrowgauge.trainer.tokens import END_OF_TEXT, pieces, write_tokens
 
-RECIPES = ("bfloat16/master", "bfloat16/word", "bfloat16/naive")
 # The model ends about a nat below what token frequencies give (6.33), and the late steps are small
 # enough for naive rounding to lose most of them. Higher rates make pairs of runs differ by chance.
 # A processor that does not multiply bfloat16 takes twice as long for a step, so it takes fewer,
 # which still end below that level.
 STEPS = 240 if multiplies("bfloat16") else 140
-SETTINGS = {
-    "--recipes": ",".join(RECIPES), "--seeds": "3", "--steps": str(STEPS), "--sequence-length": "128", "--lr": "1e-3",
-    "--gauges-every": "10",
-}  # fmt: skip
-
-
+SETTINGS = (
+    "--recipes bfloat16/master,bfloat16/word,bfloat16/naive --seeds 3 --sequence-length 128 "
+    f"--lr 1e-3 --gauges-every 10 --steps {STEPS}"
+)
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
 def stdlib_texts() -> Iterator[str]:
-    """Yield the modules of the standard library, in an order that any machine repeats: by a hash
-    of the name, so that the held-out end is like the rest.
+    """Yield the modules of the standard library, by a hash of the name: so the held-out end is like
+    the rest, on any machine.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    names = {file: file.relative_to(root) for file in root.rglob("*.py")}
-    for file, name in sorted(names.items(), key=lambda pair: hash_of(pair[1])):
-        is_hidden = any(part.startswith(".") for part in name.parts)
-        # Some files test other encodings.
-        if (
-            not is_hidden
-            and SKIPPED.isdisjoint(name.parts[:-1])
-            and (text := file.read_text("utf-8-sig", "replace"))
-        ):
-            yield text
+    files = {}
+    for file in root.rglob("*.py"):
+        name = file.relative_to(root)
+        if SKIPPED.isdisjoint(name.parts) and "/." not in f"/{name.as_posix()}":
+            files[hashlib.blake2b(name.as_posix().encode()).digest()] = file
+    for _, file in sorted(files.items()):
+        yield file.read_text("utf-8-sig", "replace")  # some test other encodings
 
 
-def hash_of(name: Path) -> bytes:
-    return hashlib.blake2b(name.as_posix().encode()).digest()
+def stdlib_pieces() -> Iterator[str]:
+    for text in stdlib_texts():
+        yield from pieces(text)
 
 
-def stdlib_tokens(model: str) -> Path:
-    """Return the folder with the tokens of the standard library for a preset.
+def stdlib_tokens() -> Path:
+    """Return the folder with the tokens of the standard library.
 
     The first use trains its tokenizer: byte-level BPE.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
 
-    vocab_size = MODELS.get(model, MODELS["llama-1m"]).vocab_size
-    out = (
-        Path(__file__).parents[1] / "runs" / f"stdlib-{platform.python_version()}-{vocab_size}-npy"
-    )
-    with contextlib.suppress(DataError):
-        open_tokens(out)
+    size = MODELS["llama-1m"].vocab_size
+    out = Path(__file__).parents[1] / "runs" / f"stdlib-{platform.python_version()}-{size}"
+    if (out / "tokens.npy").exists():
         return out
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
+    coder = Tokenizer(models.BPE())
+    coder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    coder.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
+        vocab_size=size, special_tokens=[END_OF_TEXT], show_progress=False,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
     )  # fmt: skip
-    tokenizer.train_from_iterator(
-        (piece for text in stdlib_texts() for piece in pieces(text)), trainer
-    )
-    return write_tokens(stdlib_texts(), tokenizer, END_OF_TEXT, out)
-
-
-def words(arguments: list[str]) -> list[str]:
-    """The words of the command: the settings above, less those that were given or that would
-    gainsay what was.
-    """
-    flags = {word.partition("=")[0] for word in arguments if word.startswith("--")}
-    if "--help" in flags:
-        return ["compare", *arguments]
-    settings = {flag: value for flag, value in SETTINGS.items() if flag not in flags}
-    if "--data" not in flags:
-        model = (
-            arguments[arguments.index("--model") + 1 :] if "--model" in arguments else ["llama-1m"]
-        )
-        settings["--data"] = str(stdlib_tokens(*model[:1]))
-    return ["compare", *(part for flag in settings.items() for part in flag), *arguments]
-
-
-def where(python: Path) -> str:
-    """Where the command is that messages and pages name, beside the Python that runs this; nothing
-    if the shell finds one.
-    """
-    folder = python.parent
-    if shutil.which("narrowgauge") or not (folder / "narrowgauge").exists():
-        return ""
-    with contextlib.suppress(ValueError):
-        folder = folder.relative_to(Path.cwd())
-    return f"The command is {folder / 'narrowgauge'}; 'source {folder / 'activate'}' lets you call it narrowgauge."
+    coder.train_from_iterator(stdlib_pieces(), trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=coder, eos_token=END_OF_TEXT)
+    return write_tokens(stdlib_texts(), tokenizer, out)
 
 
 if __name__ == "__main__":
-    try:
-        main.main(words(sys.argv[1:]), prog_name="narrowgauge")
-    except SystemExit as end:
-        if end.code != 2 and (refusal := where(Path(sys.executable))):  # a refusal is one line
-            print(refusal, file=sys.stderr)
-        raise
+    words = ["compare", *SETTINGS.split(), *sys.argv[1:]]  # of a flag given twice the last counts
+    if "--data" not in words and "--help" not in words:
+        words += ["--data", str(stdlib_tokens())]
+    main.main(words, prog_name="narrowgauge")

@@ -26,7 +26,6 @@ from narrowgauge.optim import optimizers
 from narrowgauge.spec import show
 from narrowgauge.spec.computes import COMPUTES, Cast, Compute
 from narrowgauge.spec.storages import STORAGES
-from narrowgauge.spec.sums import REDUCTIONS
 from narrowgauge.spec.toml import load_toml
 from narrowgauge.spec.update_rules import UPDATE_RULES
 from processors import machine_key, pretending
@@ -216,14 +215,12 @@ class Given(nn.Module):
         return torch.stack(products).sum()
 
 
-def reduction(rank: int, size: int, name: str) -> str:
-    """The gradients that a reduction leaves of six micro-batches in two steps, of float32 and of
-    bfloat16 weights.
-    """
+def reproducible(rank: int, size: int) -> str:
+    """The exact sums of six micro-batches in two steps, of float32 and of bfloat16 weights."""
     results = []
     for dtype in (torch.float32, torch.bfloat16):
         model = Given(dtype)
-        sums = ng.reduce_gradients_with(model, name, average=False)
+        sums = ng.reduce_gradients_with(model, average=False)
         for step in range(2):
             mine = range(rank, 6, size)
             for micro_batch in mine:
@@ -233,11 +230,6 @@ def reduction(rank: int, size: int, name: str) -> str:
             model.zero_grad()
         sums.close()
     return fingerprint(results)
-
-
-def reductions(rank: int, size: int) -> dict[str, str]:
-    """Those of every reduction on this rank."""
-    return {name: reduction(rank, size, name) for name in REDUCTIONS}
 
 
 # ── roundings and casts ───────────────────────────────────────────────────────────────────────────
@@ -295,12 +287,12 @@ def quantization(cast: Cast) -> str:
 # ── the file ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def sections(two_ranks: Callable[[], Mapping[str, str]]) -> dict[str, dict[str, str]]:
+def sections(two_ranks: Callable[[], str]) -> dict[str, dict[str, str]]:
     """Every fingerprint by section and name; those of matrix rules in a section of this kind of
     processor.
 
     Args:
-        two_ranks: the fingerprints of :func:`reductions` on two ranks.
+        two_ranks: the fingerprint of :func:`reproducible` on two ranks.
     """
     threads = torch.get_num_threads()
     here = machine_key()
@@ -318,9 +310,6 @@ def sections(two_ranks: Callable[[], Mapping[str, str]]) -> dict[str, dict[str, 
             for r, s in pairs():
                 if UPDATE_RULES[r].is_matrix:
                     matrix[f"{r} {s}"] = steps(r, s)
-            one_rank = {}
-            for name, digest in reductions(0, 1).items():
-                one_rank[f"{name}, 1 rank"] = digest
             with pretending():
                 float32_products = {}
                 for name, compute in computes().items():
@@ -332,8 +321,10 @@ def sections(two_ranks: Callable[[], Mapping[str, str]]) -> dict[str, dict[str, 
                 f"linear layers on {here}": {
                     name: linear(compute) for name, compute in computes().items()
                 },
-                "reductions": one_rank
-                | {f"{name}, 2 ranks": digest for name, digest in two_ranks().items()},
+                "reductions": {
+                    "reproducible, 1 rank": reproducible(0, 1),
+                    "reproducible, 2 ranks": two_ranks(),
+                },
                 "roundings": {name: rounding(name) for name in formats()},
                 "quantizations": {name: quantization(cast) for name, cast in casts().items()},
             }

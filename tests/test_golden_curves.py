@@ -66,7 +66,7 @@ def batches() -> Iterator[Tensor]:
 def trained(recipe: str) -> list[float]:
     """The losses of ten steps, with the options that ``narrowgauge train`` takes by default."""
     llama, optimizer = ng.prepare(
-        model(), recipe, lr=5e-4, betas=(0.9, 0.95), weight_decay=0.1, groups=matrices_decay, max_grad_norm=1.0,
+        model(), recipe, lr=5e-4, betas=(0.9, 0.95), weight_decay=0.1, optimizer=matrices_decay, max_grad_norm=1.0,
         audit_every=0, compile=False, low_bits="zero",  # the initial weights lie on bfloat16's grid
     )  # fmt: skip
     scaler = torch.amp.GradScaler("cpu", enabled=optimizer.scales_loss)

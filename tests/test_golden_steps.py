@@ -11,19 +11,19 @@ from pathlib import Path
 
 import pytest
 
-from golden_steps import read, reductions, sections, write
+from golden_steps import read, reproducible, sections, write
 from ranks import run_ranks
 
 STEPS = Path(__file__).parent / "golden" / "steps.toml"
 
 
-def on_two_ranks(rank: int) -> dict[str, str]:
-    return reductions(rank, 2)
+def on_two_ranks(rank: int) -> str:
+    return reproducible(rank, 2)
 
 
 @pytest.fixture(scope="module")
 def computed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
-    def two_ranks() -> dict[str, str]:
+    def two_ranks() -> str:
         first, second = run_ranks(on_two_ranks, 2, tmp_path_factory.mktemp("ranks"))
         assert first == second
         return first

@@ -218,7 +218,6 @@ def test_no_other_module_imports_what_takes_seconds() -> None:
 READ_GRADIENTS_IN_PLACE = {
     "numerics/dtensor.py",
     "torch_support/put_back.py",
-    "distributed/reduction.py",
     "optim/parameter_formats.py",
 }
 

@@ -92,7 +92,7 @@ class CorruptionError(NarrowgaugeError):
 
 
 class Terminated(KeyboardInterrupt):
-    """A run stopped on SIGTERM or SIGHUP, as on Ctrl-C. The command line exits with status 143."""
+    """A run stopped on SIGTERM, as on Ctrl-C. The command line exits with status 143."""
 
 
 def suggestion(name: str, names: Iterable[str], cutoff: float = 0.5) -> str:

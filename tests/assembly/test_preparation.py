@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import narrowgauge as ng
 from equivalence.ways import llama
-from narrowgauge.assembly.preparation import matrices_decay
+from narrowgauge.assembly.preparation import compute_scope, matrices_decay
 from narrowgauge.errors import RecipeError
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.storages import STORAGES
@@ -61,9 +61,9 @@ def test_matmuls_run_in_the_recipes_compute(recipe: str, dtype: str) -> None:
     model, _ = ng.prepare(llama(), recipe)
     seen: list[torch.dtype] = []
     model.model.layers[0].mlp.up_proj.register_forward_hook(lambda *a: seen.append(a[2].dtype))
-    logits = model(input_ids=TOKENS).logits
+    with compute_scope(parse(recipe), TOKENS.device):
+        logits = model(input_ids=TOKENS).logits
     assert [logits.dtype, *seen] == [getattr(torch, dtype)] * 2
-    assert not torch.is_autocast_enabled("cpu")
 
 
 def test_a_prepared_model_is_traced_whole() -> None:
@@ -79,21 +79,19 @@ def test_a_prepared_model_is_traced_whole() -> None:
 def test_all_parameters_are_decayed_or_those_that_are_chosen() -> None:
     _, optimizer = ng.prepare(net(), "bfloat16/word", weight_decay=0.3)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3]
-    _, optimizer = ng.prepare(net(), "bfloat16/word", weight_decay=0.3, groups=matrices_decay)
+    _, optimizer = ng.prepare(net(), "bfloat16/word", weight_decay=0.3, optimizer=matrices_decay)
     assert len(optimizer.param_groups) == 2
     for group in optimizer.param_groups:
         assert {p.ndim >= 2 for p in group["params"]} == {group["weight_decay"] == 0.3}
 
 
 def test_any_optimizer_takes_a_recipe_with_its_own_defaults_and_options_per_parameter() -> None:
-    def head_apart(model: nn.Module) -> list[dict[str, Any]]:
-        head = list(model.head.parameters())
-        rest = [p for p in model.parameters() if not any(p is member for member in head)]
-        return [{"params": rest}, {"params": head, "lr": 0.5}]
+    def head_apart(named: list[tuple[str, Tensor]], **options: Any) -> ng.SGD:
+        head = [pair for pair in named if pair[0].startswith("head")]
+        rest = [pair for pair in named if not pair[0].startswith("head")]
+        return ng.SGD([{"params": rest}, {"params": head, "lr": 0.5}], **options)
 
-    _, optimizer = ng.prepare(
-        net(), "bfloat16/word", optimizer=ng.SGD, momentum=0.9, groups=head_apart
-    )
+    _, optimizer = ng.prepare(net(), "bfloat16/word", optimizer=head_apart, momentum=0.9)
     assert type(optimizer) is ng.SGD and optimizer.reduction is None
     group_of = {}
     for group in optimizer.param_groups:
@@ -151,8 +149,6 @@ def test_running_statistics_that_depend_on_ranks_are_refused_for_equal_bits() ->
     "wrong",
     [
         {"lr": -1.0},
-        {"groups": lambda model: [{"params": list(model.parameters()), "lrr": 1.0}]},
-        {"groups": lambda model: [{"params": list(model.parameters()), "rule": "muon"}]},
         {"optimizer": ng.Muon, "recipe": "float8-row/compact"},
         {"recipe": "float32/word"},
     ],

@@ -45,7 +45,7 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Calls:
     monkeypatch.chdir(tmp_path)
     recorded = Calls()
     monkeypatch.setattr(loop, "train_entry", recorded)
-    write_tokens(["text " * 2000], *load_tokenizer(None), tmp_path / "tokens")
+    write_tokens(["text " * 2000], load_tokenizer(None), tmp_path / "tokens")
     return recorded
 
 
@@ -88,7 +88,7 @@ FINISHED = ["train --out done", "train --out done --steps 1"]
 
 def test_what_is_refused_or_finished_says_so_before_torch_is_loaded(tmp_path: Path) -> None:
     RunWriter.create(tmp_path / "odd", {"recorder": {"program": "mine.py"}}).close()
-    tokens = write_tokens(["text " * 2000], *load_tokenizer(None), tmp_path / "tokens")
+    tokens = write_tokens(["text " * 2000], load_tokenizer(None), tmp_path / "tokens")
     config = {"recipe": "bfloat16/word", "data": str(tokens), "steps": 1}
     with RunWriter.create(tmp_path / "done", {"config": config}) as writer:
         writer.summary({"steps": 1, "val_loss": 4.0})
@@ -104,7 +104,7 @@ def test_what_is_refused_or_finished_says_so_before_torch_is_loaded(tmp_path: Pa
     )  # fmt: skip
     printed = [f"2 {line}" for line in REFUSED_AT_ONCE]
     for line in FINISHED:
-        printed += ["done is finished: 1 step.", "done", f"0 {line}"]
+        printed += ["done is finished: 1 step.", f"0 {line}"]
     assert process.stdout.splitlines() == printed, process.stderr
     assert len(process.stderr.splitlines()) == len(REFUSED_AT_ONCE)
 

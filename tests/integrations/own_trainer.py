@@ -75,7 +75,7 @@ class OwnRun:
 
 
 def options_of(settings: Settings) -> dict[str, Any]:
-    options: dict[str, Any] = {"betas": (0.9, 0.95), "audit_every": 2, "groups": matrices_decay}
+    options: dict[str, Any] = {"betas": (0.9, 0.95), "audit_every": 2, "optimizer": matrices_decay}
     for name in ("lr", "weight_decay", "max_grad_norm", "seed"):
         options[name] = getattr(settings, name)
     return options

@@ -10,9 +10,9 @@ from narrowgauge.measuring.labels import run_name
 from narrowgauge.runs.record import Run
 
 COLUMNS = [
-    "recipe", "val_loss", "val_loss_std", "tokens_per_second", "bytes_per_param", "step_seconds",
-    "step_memory_bytes", "edq", "noise", "lost_fraction", "diverged", "num_seeds", "late_edq",
-    "difference", "difference_interval", "verdict",
+    "recipe", "val_loss", "val_loss_std", "late_edq", "tokens_per_second", "bytes_per_param",
+    "step_memory_bytes", "step_ratio", "diverged", "num_seeds", "difference", "difference_interval",
+    "verdict",
 ]  # fmt: skip
 SIZES = {
     "bfloat16/master": 16.0,

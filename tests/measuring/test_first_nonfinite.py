@@ -19,7 +19,6 @@ from narrowgauge.matmul.gemm import EmulationNotice
 from narrowgauge.matmul.swapping import swap_linears
 from narrowgauge.measuring.places import ranked_places
 from narrowgauge.spec.computes import COMPUTES
-from tensors import bits
 
 INF = math.inf
 NAN = math.nan
@@ -64,14 +63,6 @@ def first_of(model: nn.Module, step: Callable[[], Any]) -> str:
     causes = [line.removeprefix(begin) for line in readings.lines if line.startswith(begin)]
     assert bool(causes) == ("nonfinite" in [reading.what for reading in readings]), readings
     return "".join(causes)
-
-
-def test_a_bad_weight_is_named_with_its_first_reader() -> None:
-    model = linears()
-    with torch.no_grad():
-        model.second.weight[3, 5] = NAN
-    words = first_of(model, step_of(model, torch.ones(2, 8)))
-    assert words.startswith("second.weight is not finite before any operation; addmm in Linear")
 
 
 def test_a_layer_that_overflows_is_named_with_its_operands() -> None:
@@ -131,14 +122,6 @@ def test_a_mask_is_not_blamed(how: str) -> None:
     assert first_of(model, step_of(model, x)).startswith("div in ")
 
 
-def test_a_root_at_zero_is_bad_in_backward_only() -> None:
-    model = chain(
-        first=Layer(torch.mul), root=Layer(lambda x, w: ((x - x) * w).sqrt()), last=Layer(torch.mul)
-    )
-    words = first_of(model, step_of(model, torch.ones(2, 4)))
-    assert words.startswith("div in ") and ", backward made infinity in" in words
-
-
 def test_a_sum_of_micro_batches_that_overflows_is_named() -> None:
     model = chain(only=Layer(torch.mul)).half()
 
@@ -164,38 +147,3 @@ def test_a_narrow_layer_names_its_compute_and_what_went_in() -> None:
     words = first_of(model, step)
     assert words.startswith("the product in float8-row in ")
     assert " in 512 of 512 values (float16)" in words
-
-
-def test_everything_is_put_back() -> None:
-    model = chain(
-        first=nn.Linear(8, 8), norm=nn.BatchNorm1d(8), drop=nn.Dropout(0.5), last=nn.Linear(8, 8)
-    )
-    x = torch.randn(4, 8)
-    step_of(model, x)()
-    with torch.no_grad():
-        model.last.bias.grad[0] = NAN  # of the step that failed
-    model.first.bias.grad = None
-
-    def state() -> list[Any]:
-        tensors = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters())]
-        return [t if t is None else (id(t), bits(t.reshape(-1)).tolist()) for t in tensors]
-
-    before = state()
-    seen = torch.get_rng_state()
-    values = []
-
-    def step() -> Tensor:
-        loss = model(x).sum()
-        loss.backward()
-        values.append((loss.item(), torch.rand(()).item()))
-        return loss
-
-    assert first_of(model, step) == ""
-    assert first_of(model, step) == ""
-    assert len(values) == 2 and len(set(values)) == 1  # the same dropout each time
-    assert torch.equal(torch.get_rng_state(), seen) and state() == before
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-    assert (
-        not nn.modules.module._global_forward_hooks
-        and not nn.modules.module._global_forward_pre_hooks
-    )

@@ -142,7 +142,7 @@ def one_head(model: Any) -> None:
     attention.q_proj.weight.data[8:16] *= 1.5  # of four heads of 8 values
 
 
-ATTENTION = "model.layers.1.self_attn, before o_proj"
+ATTENTION = "model.layers.1.self_attn.o_proj, input"
 CASES: dict[str, tuple[Callable[[Any], Any], str, str]] = {
     "norm": (narrow_norm, "model.layers.1.input_layernorm", "other-outputs"),
     "rotary": (narrow_rotary, "model.rotary_emb", "other-outputs"),
@@ -190,14 +190,6 @@ def test_the_place_of_a_difference_is_named_with_its_number(case: str, dtype: to
     assert all(p.grad is None for p in trainer.parameters()) and trainer.training
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_equal_models_are_silent(dtype: torch.dtype) -> None:
-    trainer = model_of(dtype)
-    result = ng.same(trainer, copy.deepcopy(trainer), {"input_ids": TOKENS})
-    assert len(result) == 0 and not result.unseen
-    assert result.lines[-1] == "The bits are equal."
-
-
 def in_one(model: Any) -> Callable[[Tensor], Tensor]:
     return lambda tokens: torch.cat([model(row[None]).logits for row in tokens])
 
@@ -236,6 +228,7 @@ def eager(model: Any) -> Any:
 
 
 WAYS: dict[str, Callable[[Any], Any]] = {
+    "a copy": copy.deepcopy,
     "sequences one by one": in_one,
     "a cache of keys and values": with_cache,
     "padding on the left": lambda model: padded(model, True),
@@ -251,6 +244,7 @@ def test_another_way_to_the_same_result_is_of_rounding(way: str, dtype: torch.dt
     trainer = model_of(dtype).eval()
     result = ng.same(trainer, WAYS[way](trainer), TOKENS)
     assert result.ok, result
+    assert way != "a copy" or (result.lines[-1] == "The bits are equal." and not result.unseen)
     assert "no larger than rounding" in result.lines[-1] or "bits are equal" in result.lines[-1]
 
 
@@ -281,7 +275,7 @@ class Clock(nn.Module):
 def test_a_place_with_unusual_rounding_sets_no_bound() -> None:
     sigma = torch.rand(32, 1, generator=torch.Generator().manual_seed(0))
     narrow = Clock(torch.bfloat16)
-    place = "the model, before layer"
+    place = "layer, input"
     result = ng.same(narrow, Clock(torch.float32), sigma)
     assert result[0].tensor == place and result[0].value > 0.3 > result[0].bound
     assert any(line.startswith(place) and "more than usual" in line for line in result.lines)
@@ -352,7 +346,7 @@ def test_a_merged_server_holds_the_adapters_once() -> None:
 
 
 @exhaustive("storage", ["word", "exact", "split", "compact", "states8", "kahan"])
-def test_an_export_has_the_bits_that_trained_and_says_what_is_beyond_them(storage: str) -> None:
+def test_an_export_has_the_bits_that_trained(storage: str) -> None:
     model = model_of(num_hidden_layers=1)
     optimizer = ng.AdamW(model.parameters(), lr=1e-3, storage=storage, compile=False)
     for _ in range(2):
@@ -364,26 +358,11 @@ def test_an_export_has_the_bits_that_trained_and_says_what_is_beyond_them(storag
     full = ng.full_weights(model, optimizer)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        assert ng.same(model, folder, TOKENS).lines[-1] == "The bits are equal."
+        assert not len(ng.same(model, folder))
         model.save_pretrained(folder, state_dict=dict(full))  # which it empties
         result = ng.same(model, Path(folder) / "model.safetensors")
     assert len(result) == 0
-    beyond = sum(row["rounded"] for row in result.rows)
-    words = f"bfloat16 → float32, {beyond:,} values beyond the narrower one"
-    assert beyond > 100 and any(words in line for line in result.lines), result
-
-
-def test_a_folder_and_a_file_are_loaded(tmp_path: Path) -> None:
-    trainer = model_of(torch.bfloat16)
-    trainer.save_pretrained(tmp_path)
-    assert ng.same(trainer, tmp_path, TOKENS).lines[-1] == "The bits are equal."
-    file = tmp_path / "model.safetensors"
-    assert ng.same(trainer, file, TOKENS).lines[-1] == "The bits are equal."
-    assert not len(ng.same(trainer, file))
-    weights = trainer.state_dict()
-    weights["model.layers.1.mlp.up_proj.weight"] *= 1.5
-    place = "The difference has a place: model.layers.1.mlp.up_proj"
-    assert place in ng.same(model_of(torch.bfloat16), weights, TOKENS).lines[-1]
+    assert any("bfloat16 → float32" in line for line in result.lines), result
 
 
 def test_what_cannot_be_compared_is_refused() -> None:
@@ -433,11 +412,9 @@ def trained(**values: Any) -> dict[str, Tensor]:
 
 STATES: dict[str, tuple[dict[str, Tensor], str, str]] = {
     "equal": (weights(), "", ""),
-    "trained": (trained(), "other-weights", "proj.bias and 2 others"),
     "one frozen": (trained(proj_weight=weights()["proj.weight"]), "other-weights", "proj.bias and 1 other"),
     "a NaN": (trained(proj_bias=torch.tensor([0.0, math.nan, 1, 1])), "nonfinite", "proj.bias"),
     "a tensor less": (trained(proj_bias=None), "one-sided-tensors", "proj.bias"),
-    "a tensor more": (trained(lora_A=torch.ones(4)), "one-sided-tensors", "lora.A"),
     "another shape": (trained(proj_weight=torch.randn(2, 8)), "one-sided-tensors", "proj.weight"),
 }  # fmt: skip
 
@@ -462,9 +439,6 @@ def test_rows_hold_exact_counts_whatever_the_chunks(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr("narrowgauge.measuring.fit.CHUNK", size)
         (row,) = ng.same({"a": before}, {"a": after}).rows
         assert (row["differ"], row["nonfinite"], row["values"]) == (2, 1, 100)
-        (row,) = ng.same({"a": torch.full((50,), 2.0)}, {"a": torch.full((50,), 3.0)}).rows
-        assert (row["factor"], row["change"]) == (1.5, pytest.approx(0.5))
-    assert before.isnan().sum() == after.isnan().sum() == 1, "nothing is written"
 
 
 def test_values_are_compared_in_the_narrower_format() -> None:
@@ -472,7 +446,7 @@ def test_values_are_compared_in_the_narrower_format() -> None:
     after = {"a": before["a"].bfloat16()}
     for pair in ((before, after), (after, before)):
         (row,) = ng.same(*pair).rows
-        assert row["differ"] == 0 and row["rounded"] > 4000
+        assert row["differ"] == 0 and set(row["dtype"].split(" → ")) == {"float32", "bfloat16"}
     for dtype in (torch.float8_e4m3fn, torch.float16, torch.int8, torch.uint8, torch.bool):
         zeros = torch.zeros(4, 4).to(dtype)
         (row,) = ng.same({"a": torch.ones(4, 4).to(dtype)}, {"a": zeros}).rows

@@ -15,13 +15,7 @@ from narrowgauge.measuring.settings import recipe_of
 from narrowgauge.measuring.two_runs import TwoRuns
 from narrowgauge.runs.record import Run
 
-SETTINGS: dict[str, Any] = {
-    "recipe": "bfloat16/word",
-    "seed": 0,
-    "lr": 1e-3,
-    "max_grad_norm": 1.0,
-    "batch_size": 4,
-}
+SETTINGS: dict[str, Any] = {"recipe": "bfloat16/word", "seed": 0, "lr": 1e-3, "batch_size": 4}
 NUMEL = 1 << 20
 TENSORS = (
     "tokens:batch", "output:layers.0", "output:layers.1", "grad:layers.1", "grad:layers.0", "weight:layers.0", "weight:layers.1",
@@ -32,16 +26,10 @@ ROUNDED = 1 + 1e-6
 
 
 def make_run(
-    name: str,
-    changed: Any = None,
-    *,
-    only: bool = False,
-    prints: bool = True,
-    steps: int = 4,
-    **tables: Any,
+    name: str, changed: Any = None, *, prints: bool = True, steps: int = 4, **tables: Any
 ) -> Run:
     """Make a run whose tensors differ from another's where ``changed`` says, and in all that
-    follows unless ``only``.
+    follows by rounding.
 
     Args:
         changed: ``(step, tensor)`` to the factor of that tensor's norm.
@@ -49,11 +37,7 @@ def make_run(
     """
     changed = changed or {}
     is_off = False
-    table = {
-        "config": SETTINGS,
-        "machine": {"num_threads": 2, "capability": "AVX2"},
-        "versions": {"torch": "2.13.0"},
-    }
+    table: dict[str, Any] = {"config": SETTINGS, "machine": {"num_threads": 2}}
     table |= {key: {**table.get(key, {}), **values} for key, values in tables.items()}
     run = Run(Path(name), {"data": {"fingerprint": "a"}, **table})
     run.__dict__.update(gauges=[], fingerprints=[])
@@ -62,12 +46,9 @@ def make_run(
         for number, key in enumerate(TENSORS):
             factor = changed.get((step, key), 1.0)
             off = factor != 1.0 or (is_off and key != "tokens:batch")
-            is_off = is_off or (factor != 1.0 and not only)
-            row[key] = [
-                2000 * step + 2 * number + off,
-                2.0 * (factor if factor != 1.0 else 1 + 1e-6 * off),
-                NUMEL,
-            ]
+            is_off = is_off or factor != 1.0
+            norm = 2.0 * (factor if factor != 1.0 else 1 + 1e-6 * off)
+            row[key] = [2000 * step + 2 * number + off, norm, NUMEL]
         loss = 3.0 + row["output:layers.1"][1]
         norm = row["grad:layers.0"][1]
         run.steps.append({"step": step, "loss": loss, "lr": 1e-3, "grad_norm": norm})
@@ -76,20 +57,14 @@ def make_run(
     return run
 
 
-def pair(changed: Any = None, *, steps: int = 4, prints: bool = True, **options: Any) -> TwoRuns:
+def pair(changed: Any = None, *, steps: int = 4, prints: bool = True, **tables: Any) -> TwoRuns:
     """Compare an undisturbed run with one that has changes."""
-    runs = (
-        make_run("a", steps=steps, prints=prints),
-        make_run("b", changed, steps=steps, prints=prints, **options),
-    )
-    return TwoRuns(*runs)
+    first = make_run("a", steps=steps, prints=prints)
+    return TwoRuns(first, make_run("b", changed, steps=steps, prints=prints, **tables))
 
 
 UNKNOWN = "No recorded setting differs."
 CASES: dict[str, tuple[dict[str, Any], tuple[int, str, str], str]] = {
-    "another seed": (
-        {"changed": {(1, "tokens:batch"): 1.1}, "config": {"seed": 1}}, (1, "data", "tokens:batch"), "differ: seed 0 and 1.",
-    ),
     "other data": (
         {"changed": {(1, "tokens:batch"): 1.1}, "data": {"fingerprint": "b"}}, (1, "data", "tokens:batch"),
         "differ: fingerprint a and b.",
@@ -102,36 +77,23 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, str, str], str]] = {
         {"changed": {(1, "weight:layers.0"): 1.001}, "config": {"lr": 2e-3}}, (1, "optimizer step", "weight:layers.0"),
         "lr 0.001 and 0.002.",
     ),
-    "a limit of the norm, which acts on no gradient": (
-        {"changed": {(2, "grad:layers.0"): 1.01}, "config": {"max_grad_norm": 2.0}}, (2, "gradient", "grad:layers.0"),
-        "differ: max_grad_norm 1.0 and 2.0.",
-    ),
     "fewer threads, which only round": (
         {"changed": {(2, "grad:layers.1"): ROUNDED}, "machine": {"num_threads": 1}}, (2, "gradient", "grad:layers.1"),
         "num_threads 2 and 1.",
     ),
-    "fewer threads, and more than rounding": (
-        {"changed": {(2, "grad:layers.1"): 1.01}, "machine": {"num_threads": 1}}, (2, "gradient", "grad:layers.1"),
-        "num_threads 2 and 1.",
+    "rounding without a setting": (
+        {"changed": {(2, "grad:layers.1"): ROUNDED, (4, "output:layers.1"): 1.5}}, (2, "gradient", "grad:layers.1"),
+        "Their last losses are 5 and 6.",
     ),
-    "rounding without a setting": ({"changed": {(2, "grad:layers.1"): ROUNDED}}, (2, "gradient", "grad:layers.1"), UNKNOWN),
-    "a flipped bit of a weight": (
-        {"changed": {(3, "weight:layers.1"): 1.5}, "only": True}, (3, "optimizer step", "weight:layers.1"), UNKNOWN,
-    ),
-    "a bug behind rounding": (
-        {"changed": {(2, "grad:layers.1"): ROUNDED, (4, "grad:layers.0"): 1.01}, "machine": {"num_threads": 1}},
-        (4, "gradient", "grad:layers.0"), "By rounding they differ since step 2, first in grad:layers.1 (gradient).",
-    ),
-    "the largest excess behind rounding": (
-        {"changed": {(2, "grad:layers.1"): ROUNDED, (4, "grad:layers.1"): 1.001, (4, "grad:layers.0"): 1.1}},
-        (4, "gradient", "grad:layers.0"), UNKNOWN,
+    "more than rounding behind rounding in one step": (
+        {"changed": {(2, "grad:layers.1"): ROUNDED, (2, "grad:layers.0"): 1.01}}, (2, "gradient", "grad:layers.0"), UNKNOWN,
     ),
     "no fingerprints": (
         {"changed": {(3, "output:layers.1"): 1.5}, "prints": False}, (3, "loss", ""),
         "the tensor is not recorded: repeat both up to step 3 with --fingerprints-every 1",
     ),
 }  # fmt: skip
-"""By case: what differs, then the step, stage and tensor of the first reading, and a sentence."""
+"""By case: what differs, then the step, stage and tensor of the reading, and a sentence."""
 ROUNDING = ("fewer threads, which only round", "rounding without a setting")
 
 
@@ -142,9 +104,7 @@ def test_the_first_difference_and_what_can_act_there_are_told(case: str) -> None
     first = runs.readings[0]
     assert (first.step, first.stage, first.tensor) == place and sentence in str(runs), str(runs)
     assert runs.is_rounding == (case in ROUNDING), str(runs)
-    assert first.what != "norm" or (
-        first.expected == 2.0 and first.value == pytest.approx(2.0, rel=0.6)
-    )
+    assert first.what != "norm" or first.value == pytest.approx(first.expected, rel=0.6)
     assert json.dumps(runs.to_dict()) and runs.to_dict()["readings"][0]["tensor"] == place[2]
 
 
@@ -172,63 +132,35 @@ def test_a_difference_is_of_rounding_only_where_every_recorded_number_agrees() -
     assert "numbers of the step differ: effective_lr/group0 0.001 and 0.0004." in str(result)
 
 
-def test_another_schedule_asks_for_no_fingerprints() -> None:
-    cosine = make_run("a", prints=False)
-    linear = make_run("b", prints=False, config={"schedule": "linear"})
-    linear.steps[2]["lr"] = 9e-4
-    runs = TwoRuns(cosine, linear)
-    assert (runs.readings[0].step, runs.readings[0].what) == (3, "lr") and not runs.notes
-
-
-def test_a_setting_of_the_users_can_act_anywhere_and_may_stand_outside_of_tables() -> None:
-    runs = [
-        make_run("a", config={"dropout": 0.0}),
-        make_run("b", {(2, "grad:layers.0"): 1.01}, config={"dropout": 0.1}),
-    ]
-    assert "differ: dropout 0.0 and 0.1." in str(TwoRuns(*runs))
-    for run in runs:
-        run.run.update(run.run.pop("config"))
-        assert recipe_of(run) is not None
-    assert "differ: dropout 0.0 and 0.1." in str(TwoRuns(*runs))
-
-
-def test_rounding_that_training_amplifies_stays_within_its_bound() -> None:
-    changed = {}
-    for step in range(2, 7):
-        for key in TENSORS:
-            if key != "tokens:batch":
-                changed[(step, key)] = 1 + 1e-6 * 5**step
-    assert pair(changed, steps=6).is_rounding
-
-
-def test_rounding_may_grow_with_each_step_between_two_rows() -> None:
-    first, second = (
-        make_run(name, prints=False, steps=3, config={"recipe": "float32/float32"}) for name in "ab"
-    )
-    for run in (first, second):
-        del run.steps[1]
-    second.steps[0]["loss"] *= 1 + 8e-7
-    second.steps[1]["loss"] *= 1 + 3e-4
-    assert TwoRuns(first, second).is_rounding
-    second.steps[1]["loss"] *= 1 + 3e-3
-    assert not TwoRuns(first, second).is_rounding
-
-
 def test_runs_that_round_unlike_differ_by_more_than_rounding_explains() -> None:
-    runs = []
-    for name, recipe in (("a", "float32/float32"), ("b", "bfloat16/word")):
-        changed = {(1, "grad:layers.1"): ROUNDED} if runs else {}
-        runs.append(make_run(name, changed, config={"recipe": recipe}))
-    text = str(TwoRuns(*runs))
-    assert not TwoRuns(*runs).is_rounding and "each within its own rounding" in text
-    assert "float32/float32 and bfloat16/word" in text
+    wide = make_run("a", config={"recipe": "float32/float32"})
+    runs = TwoRuns(wide, make_run("b", {(1, "grad:layers.1"): ROUNDED}))
+    assert not runs.is_rounding and "each within its own rounding" in runs.verdict
+    assert "float32/float32 and bfloat16/word" in str(runs)
 
 
-def test_how_far_rounding_of_a_tensor_grows_is_unknown_after_steps_without_fingerprints() -> None:
-    runs = make_run("a"), make_run("b", {(1, "grad:layers.1"): ROUNDED, (3, "grad:layers.1"): 1.01})
-    for run in runs:
-        del run.fingerprints[1]
-    assert TwoRuns(*runs).is_rounding
+def test_the_reach_of_rounding_is_that_of_the_format_and_the_elements() -> None:
+    """32 roundoffs over the root of the elements: of bfloat16 and 2^20 elements 1.2e-4."""
+    for factor, is_rounding in ((1.00012, True), (1.00013, False)):
+        assert pair({(2, "grad:layers.1"): factor}).is_rounding == is_rounding
+    pairs = [make_run(name, prints=False, config={"recipe": "float32/float32"}) for name in "ab"]
+    pairs[1].steps[0]["loss"] *= 1 + 8e-7
+    assert TwoRuns(*pairs).is_rounding
+    pairs[1].steps[0]["loss"] *= 1 + 3e-5
+    assert not TwoRuns(*pairs).is_rounding
+
+
+def test_another_rate_asks_for_no_fingerprints_and_settings_may_stand_outside_of_tables() -> None:
+    cosine = make_run("a", prints=False, config={"dropout": 0.0})
+    linear = make_run("b", prints=False, config={"dropout": 0.1})
+    linear.steps[2]["lr"] = 9e-4
+    for _ in range(2):
+        runs = TwoRuns(cosine, linear)
+        assert (runs.readings[0].step, runs.readings[0].what) == (3, "lr")
+        assert "differ: dropout 0.0 and 0.1." in str(runs) and "not recorded" not in str(runs)
+        for run in (cosine, linear):
+            run.run.update(run.run.pop("config", {}))
+            assert recipe_of(run) is not None
 
 
 def test_gradients_are_compared_without_the_loss_scale_of_their_step() -> None:
@@ -236,8 +168,6 @@ def test_gradients_are_compared_without_the_loss_scale_of_their_step() -> None:
     first = make_run("a")
     second = make_run("b", scaled)
     for run, scale in ((first, 4), (second, 8)):
-        for row in run.steps:
-            row["loss_scale"] = 4
         run.steps[3] |= {"loss_scale": scale, "grad_norm": 2.0}
     assert TwoRuns(first, second).readings[0].what == "loss_scale"
 
@@ -258,61 +188,33 @@ def test_equal_records_are_the_same_run() -> None:
     assert "(1 step)" in TwoRuns(make_run("a", steps=1), make_run("b")).verdict
     assert "no step in common" in TwoRuns(make_run("a", steps=0), make_run("b")).verdict
     paths = make_run("a", config={"data": "/x/text"}), make_run("b", config={"data": "/y/text"})
-    assert not TwoRuns(*paths).settings, "the same text in another folder"
+    assert not TwoRuns(*paths).settings, "the text is compared, and not its place"
 
 
-KINDS = ("tokens", "output", "grad", "weight", "exp_avg")
-ON_RANKS: dict[str, tuple[dict[str, dict[int, float]], str]] = {
-    "another update of one of three": ({"weight": {1: 7}, "exp_avg": {1: 7}}, "optimizer step"),
-    "other tokens on one": ({"tokens": {1: 7}}, "data"),
-}
-
-
-def on_ranks(name: str, changed: dict[str, dict[int, float]], num_ranks: int = 3) -> Run:
-    run = make_run(name)
-    for row in run.fingerprints:
-        of_step = changed if row["step"] == 4 else {}
-        row["ranks"] = {
-            kind: [of_step.get(kind, {}).get(rank, 100 + rank) for rank in range(num_ranks)]
-            for kind in KINDS
-        }
+def on_ranks(name: str, hashes: list[int], changed: Any = None) -> Run:
+    run = make_run(name, changed)
+    run.fingerprints[3]["ranks"] = {"weight": hashes}
     return run
 
 
-@pytest.mark.parametrize("case", ON_RANKS)
-def test_the_rank_is_named_that_alone_differs(case: str) -> None:
-    changed, stage = ON_RANKS[case]
-    runs = TwoRuns(on_ranks("a", {}), on_ranks("b", changed))
-    assert (runs.readings[0].step, runs.readings[0].stage, runs.to_dict()["ranks"]) == (
-        4,
-        stage,
-        [1],
-    ), str(runs)
-    assert "of rank 1." in runs.verdict
-    other_parts = {}
-    for kind in ("grad", "weight"):
-        other_parts[kind] = dict.fromkeys(range(3), 7.0)
-    for layout in (
-        on_ranks("b", other_parts),
-        on_ranks("c", {}, 2),
-    ):  # other shards, another number of ranks
-        assert not TwoRuns(on_ranks("a", {}), layout).readings
+def test_the_rank_is_named_that_alone_differs() -> None:
+    healthy = on_ranks("a", [100, 101, 102])
+    changed = {(4, "weight:layers.0"): 1.5}
+    runs = TwoRuns(healthy, on_ranks("b", [100, 7, 102], changed))
+    assert runs.to_dict()["ranks"] == [1] and "(optimizer step) of rank 1." in runs.verdict
+    for hashes in ([7, 8, 9], [100, 101]):  # other shards, another number of ranks
+        assert not TwoRuns(healthy, on_ranks("b", hashes, changed)).to_dict()["ranks"]
+        assert not TwoRuns(healthy, on_ranks("b", hashes)).readings
 
 
 def test_what_only_one_run_has_is_the_answer() -> None:
-    first = make_run("a")
-    second = make_run("b")
+    first, second = make_run("a"), make_run("b")
     for row in first.fingerprints:
         row["tensors"]["grad:layers.2"] = [5, 1.0, NUMEL]
-    with_extra_gradient = TwoRuns(first, second)
-    assert (with_extra_gradient.readings[0].stage, with_extra_gradient.readings[0].what) == (
-        "gradient",
-        "only-in-one-run",
-    )
-    assert "Only a has grad:layers.2." in str(with_extra_gradient)
-    first = make_run("a")
+    runs = TwoRuns(first, second)
+    assert (runs.readings[0].stage, runs.readings[0].what) == ("gradient", "only-in-one-run")
+    assert "Only a has grad:layers.2." in str(runs)
     for row in second.fingerprints:  # a kind that one of them did not record at all says nothing
-        row["tensors"] = {
-            key: entry for key, entry in row["tensors"].items() if key.partition(":")[0] != "output"
-        }
-    assert not TwoRuns(first, second).readings
+        tensors = row["tensors"]
+        row["tensors"] = {key: tensors[key] for key in tensors if not key.startswith("output")}
+    assert not TwoRuns(make_run("a"), second).readings

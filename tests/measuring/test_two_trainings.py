@@ -106,24 +106,3 @@ def test_the_same_run_twice_is_the_same_and_hashes_change_no_bit(
     assert again.fingerprints == plain.fingerprints
     assert [row["step"] for row in again.fingerprints] == list(range(7))
     assert TwoRuns(plain, unhashed).is_complete and unhashed.fingerprints == []
-
-
-@torch.no_grad()
-def rounded_gradients(session: Session) -> None:
-    """Gradients off by less than rounding, from here on, as another order of their sums makes them."""
-    for parameter in session.model.parameters():
-        parameter.register_hook(lambda grad: grad + grad.flip(0) * 2.0**-22)
-
-
-def test_training_amplifies_rounding_and_stays_within_the_envelope(
-    place: Path, tmp_path: Path
-) -> None:
-    """Twelve steps after gradients began to differ by an ulp or so, nothing is taken for more than
-    rounding.
-    """
-    strikes = {"a": None, "b": rounded_gradients}
-    options = {"steps": 16, "recipe": "float32/float32"}
-    runs = TwoRuns(
-        *(run_with(place, tmp_path / name, strike, **options) for name, strike in strikes.items())
-    )
-    assert runs.is_rounding and runs.readings[0].step == AT, str(runs)

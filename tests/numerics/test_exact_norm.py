@@ -137,7 +137,7 @@ def test_neither_layout_nor_the_order_of_tensors_enters(
 
 
 @pytest.mark.parametrize("dtype", NARROW)
-@pytest.mark.parametrize("counts", [(9001, 80_000, 70_001, 80_001), (1, 37, 500, 2)])
+@pytest.mark.parametrize("counts", [(9001, 80_000, 70_001, 80_001), (1, 37, 5000, 2)])
 def test_printed_passes_have_the_same_bits(dtype: torch.dtype, counts: tuple[int, ...]) -> None:
     if compiler_missing():
         pytest.skip(compiler_missing())
@@ -146,4 +146,6 @@ def test_printed_passes_have_the_same_bits(dtype: torch.dtype, counts: tuple[int
         tensors.append(wild(count, seed, dtype, binades=2.0 if dtype == torch.float16 else 8.0))
     tensors[3] = tensors[3][1:]
     assert sums_on(tensors)
-    assert scalar_bits(exact_norm(tensors, SquaresTable())) == scalar_bits(exact_norm(tensors))
+    assert scalar_bits(exact_norm(tensors, SquaresTable(torch.device("cpu")))) == scalar_bits(
+        exact_norm(tensors)
+    )

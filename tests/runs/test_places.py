@@ -25,7 +25,7 @@ def run_at(folder: Path, **tables: object) -> Path:
 
 
 def tokens_at(folder: Path) -> Path:
-    return write_tokens(["text " * 99], *load_tokenizer(None), folder)
+    return write_tokens(["text " * 99], load_tokenizer(None), folder)
 
 
 def file_at(path: Path) -> Path:

@@ -41,7 +41,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     for number in range(8):
         (folder / "text" / f"{number}.txt").write_text(" ".join(draw.choices(words, k=250)))
-    write_tokens(read_texts(folder / "text"), *load_tokenizer(None), folder / "tokens")
+    write_tokens(read_texts(folder / "text"), load_tokenizer(None), folder / "tokens")
     return folder
 
 

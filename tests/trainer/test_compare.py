@@ -22,12 +22,10 @@ from narrowgauge.measuring.comparison import compare_runs
 from narrowgauge.measuring.record import Record
 from narrowgauge.report.publishing import read_runs
 from narrowgauge.runs.record import read_run
-from narrowgauge.spec.notation import parse
-from narrowgauge.spec.recipes import Recipe
-from narrowgauge.trainer import compare as comparing
-from narrowgauge.trainer.compare import compare, define, run_comparison
-from narrowgauge.trainer.loop import Entry
-from narrowgauge.trainer.settings import Settings
+from narrowgauge.trainer import loop
+from narrowgauge.trainer.compare import compare, compare_recipes
+from narrowgauge.trainer.entry import Entry
+from narrowgauge.trainer.settings import OF_A_RUN
 from trainer.tiny_runs import bytes_of, lasting, settings
 
 
@@ -81,23 +79,23 @@ def test_what_a_loop_may_return(returned: Any, loss: float | None) -> None:
 
 
 LOOPS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "gave no validation loss for mine": (lambda log: None, {"recipes": ["mine"]}),
-    r"two of the recipes are called bfloat16/word\. Name each once": (
+    "gave no validation loss for mine": (lambda log: None, {}),
+    "Cannot compare bfloat16/word with seeds = 1": (
         lambda log: 2.0, {"recipes": ["bf16/word", "bfloat16/word"]},
     ),
-    "seeds = 0": (lambda log: 2.0, {"recipes": ["mine"], "seeds": 0}),
-    "no recipe was named": (lambda log: 2.0, {"recipes": []}),
-    "val_loss is 'abc'": (lambda log: "abc", {"recipes": ["mine"]}),
-    "step was given 2.5": (lambda log: log.step(2.5), {"recipes": ["mine"]}),
-    "not one number": (lambda log: log.step({"loss": torch.ones(2)}), {"recipes": ["mine"]}),
+    "Cannot compare mine with seeds = 0": (lambda log: 2.0, {"seeds": 0}),
+    "Cannot compare no recipe": (lambda log: 2.0, {"recipes": []}),
+    "val_loss is 'abc'": (lambda log: "abc", {}),
+    "step was given 2.5": (lambda log: log.step(2.5), {}),
+    "not one number": (lambda log: log.step({"loss": torch.ones(2)}), {}),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("says", LOOPS)
-def test_what_cannot_be_compared_is_refused_in_one_line(says: str) -> None:
-    act, options = LOOPS[says]
-    with pytest.raises(NarrowgaugeError, match=says):
-        compare(lambda recipe, seed, log: act(log), **options)
+@pytest.mark.parametrize("words", LOOPS)
+def test_what_cannot_be_compared_is_refused_in_one_line(words: str) -> None:
+    act, options = LOOPS[words]
+    with pytest.raises(NarrowgaugeError, match=words):
+        compare(lambda recipe, seed, log: act(log), **{"recipes": ["mine"], **options})
 
 
 def watched(recipe: str, seed: int, log: Record) -> float:
@@ -125,73 +123,71 @@ def test_one_call_adds_gauges_and_the_audit_to_a_runs_record(tmp_path: Path) -> 
     assert [row["bytes_per_param"] for row in comparison.rows] == pytest.approx([8.5, 8.0], abs=0.2)
 
 
-RECIPES = (parse("bfloat16/word"), parse("bfloat16/naive"))
+RECIPES = ("bfloat16/word", "bfloat16/naive")
 NAMES = [f"bfloat16-{name}-seed{seed}" for seed in (0, 1) for name in ("word", "naive")]
 
 
 @pytest.fixture(scope="module")
-def base(place: Path) -> Settings:
-    return replace(
-        settings(place, Path("nowhere")), steps=4, eval_every=2, checkpoint_every=1, gauges_every=0
-    )
+def base(place: Path) -> dict[str, Any]:
+    """The settings that all runs share."""
+    short = {"steps": 4, "eval_every": 2, "checkpoint_every": 1, "gauges_every": 0}
+    table = settings(place, Path("nowhere"), **short).to_dict()
+    for name in OF_A_RUN:
+        table.pop(name, None)
+    return table
 
 
-def done(base: Settings, out: Path, recipes: Sequence[Recipe] = RECIPES, seeds: int = 2) -> str:
+def done(
+    base: dict[str, Any],
+    out: Path,
+    recipes: Sequence[str] = RECIPES,
+    seeds: int = 2,
+    **changes: Any,
+) -> str:
     """Compare or go on, and return the printed text."""
-    settings = {}
-    for name, value in base.to_dict().items():
-        if name not in ("recipe", "seed", "out"):
-            settings[name] = value
     stream = io.StringIO()
-    run_comparison(define(recipes, settings, seeds=seeds, out=out), stream=stream)
+    compare_recipes(recipes, {**base, **changes}, seeds=seeds, out=out, stream=stream)
     return stream.getvalue()
 
 
 @pytest.fixture(scope="module")
 def first(
-    base: Settings, one_thread: None, tmp_path_factory: pytest.TempPathFactory
+    base: dict[str, Any], one_thread: None, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, str]:
     """A comparison, and the printed text; tests that change it take another."""
     out = tmp_path_factory.mktemp("first") / "out"
     return out, done(base, out)
 
 
-def metrics_of(out: Path, names: Sequence[str] = NAMES) -> list[Any]:
-    """Everything but times."""
-    runs = [read_run(out / name) for name in names]
+def metrics_of(out: Path) -> list[Any]:
+    """Everything but times of the first pair."""
+    runs = [read_run(out / name) for name in NAMES[:2]]
     return [[lasting(row) for row in [*run.steps, *run.evals, run.summary or {}]] for run in runs]
 
 
-def test_a_folder_holds_the_definition_the_runs_the_rows_and_the_page(
-    first: tuple[Path, str],
+def test_a_folder_holds_the_runs_the_rows_and_the_page_and_goes_on(
+    first: tuple[Path, str], base: dict[str, Any]
 ) -> None:
     out, printed = first
-    assert {path.name for path in out.iterdir()} == {
-        "compare.json",
-        "differences.svg",
-        "plotly.min.js",
-        "report.html",
-        *NAMES,
-    }
-    assert [row["recipe"] for row in json.loads((out / "compare.json").read_text())] == [
-        r.name for r in RECIPES
-    ]
+    files = {"compare.json", "differences.svg", "plotly.min.js", "report.html"}
+    assert {path.name for path in out.iterdir()} == {*files, *NAMES}
+    rows = json.loads((out / "compare.json").read_text())
+    assert {row["recipe"] for row in rows} == {*RECIPES}
     assert printed.count("\n") == 6 and "\x1b" not in printed and "\r" not in printed
+    (out / ".DS_Store").touch()
+    (out / NAMES[0] / ".notes.swp").touch()
+    before = bytes_of(out)
+    assert done(base, out).count("earlier") == 4
+    assert bytes_of(out) == before
+    with pytest.raises(RecordError, match=r"it is finished, and lr would change"):
+        done(base, out, lr=1e-3)
 
 
-def test_finished_runs_are_kept(first: tuple[Path, str], base: Settings) -> None:
-    folders = [first[0] / name for name in NAMES]
-    before = list(map(bytes_of, folders))
-    assert done(base, first[0]).count("earlier") == 4
-    omitted = define(RECIPES, {"data": base.data}, seeds=2, out=first[0])
-    for entry, folder in zip(omitted, folders, strict=True):
-        assert entry.settings.to_dict() == {**read_run(folder).config, "out": str(folder)}
-    assert list(map(bytes_of, folders)) == before
-
-
-def test_runs_on_other_tokens_are_not_compared(base: Settings, place: Path, tmp_path: Path) -> None:
+def test_runs_on_other_tokens_are_not_compared(
+    base: dict[str, Any], place: Path, tmp_path: Path
+) -> None:
     tokens = Path(shutil.copytree(place / "tokens", tmp_path / "tokens"))
-    short = replace(base, steps=1, data=str(tokens))
+    short = {**base, "steps": 1, "data": str(tokens)}
     done(short, tmp_path / "out", RECIPES[:1], 1)
     ids = np.load(tokens / "tokens.npy")
     np.save(tokens / "tokens.npy", ids[::-1].copy())
@@ -199,16 +195,13 @@ def test_runs_on_other_tokens_are_not_compared(base: Settings, place: Path, tmp_
         done(short, tmp_path / "out", RECIPES, 1)
     done(short, tmp_path / "other", RECIPES[1:], 1)
     comparison = compare_runs(read_runs([tmp_path / "out", tmp_path / "other"], print))
-    assert not comparison.differences
-    assert "other data" not in comparison.text()
-    assert "data" in comparison.verdict[-1]
+    assert not comparison.differences and "data" in comparison.verdict[-1]
 
 
-def test_an_interrupted_comparison_says_how_to_resume_and_resumes_with_the_same_bits(
-    first: tuple[Path, str], base: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_interrupted_comparison_goes_on_with_the_same_bits(
+    first: tuple[Path, str], base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    true_train = comparing.train_entry
-    out = tmp_path / "out"
+    true_train = loop.train_entry
 
     def train(entry: Entry, **more: Any) -> Path:
         if "naive" in str(entry.folder):
@@ -217,46 +210,31 @@ def test_an_interrupted_comparison_says_how_to_resume_and_resumes_with_the_same_
         return true_train(entry, **more)
 
     with monkeypatch.context() as patch:
-        patch.setattr(comparing, "train_entry", train)
-        with pytest.raises(
-            Terminated, match=rf"1 of 2 runs are done\. Give the same command with --out {out}"
-        ):
-            done(base, out, seeds=1)
-    assert not (out / "compare.json").exists() and len(read_run(out / NAMES[1]).steps) == 3
-    assert done(base, out, seeds=1).count("earlier") == 1
-    assert any(event["what"] == "resume" for event in read_run(out / NAMES[1]).events)
-    assert metrics_of(out, NAMES[:2]) == metrics_of(first[0], NAMES[:2])
+        patch.setattr(loop, "train_entry", train)
+        with pytest.raises(Terminated, match=r"1 of 2 runs are done\. The same command goes on"):
+            done(base, tmp_path, seeds=1)
+    assert not (tmp_path / "compare.json").exists()
+    assert len(read_run(tmp_path / NAMES[1]).steps) == 3
+    assert done(base, tmp_path, seeds=1).count("earlier") == 1
+    assert metrics_of(tmp_path) == metrics_of(first[0])
 
 
-def test_recipes_and_seeds_may_be_added_at_the_same_rate(base: Settings, tmp_path: Path) -> None:
-    short = replace(base, steps=1, lr=0.02)
-    done(short, tmp_path, RECIPES[:1], 1)
-    assert done(replace(short, lr=None), tmp_path).count("earlier") == 1
-    done(short, tmp_path, RECIPES[1:], 1)  # the page still has both recipes
+def test_recipes_and_seeds_may_be_added(base: dict[str, Any], tmp_path: Path) -> None:
+    done(base, tmp_path, RECIPES[:1], 1, steps=1)
+    assert done(base, tmp_path, steps=1).count("earlier") == 1
+    done(base, tmp_path, RECIPES[1:], 1, steps=1)  # the page still has both recipes
     rows = json.loads((tmp_path / "compare.json").read_text())
     assert [row["num_seeds"] for row in rows] == [2, 2]
-    folders = filter(Path.is_dir, tmp_path.iterdir())
-    assert {read_run(place).config["lr"] for place in folders} == {0.02}
 
 
-def test_a_run_that_diverges_is_a_result(base: Settings, tmp_path: Path) -> None:
-    broken = replace(base, lr=1e38)
-    assert done(broken, tmp_path, seeds=1).count("validation loss nan") == 2
-    assert [row["diverged"] for row in json.loads((tmp_path / "compare.json").read_text())] == [
-        True,
-        True,
-    ]
-    assert done(broken, tmp_path, seeds=1).count("earlier") == 2
+def test_a_run_that_diverges_is_a_result(base: dict[str, Any], tmp_path: Path) -> None:
+    assert done(base, tmp_path, seeds=1, lr=1e38).count("validation loss nan") == 2
+    rows = json.loads((tmp_path / "compare.json").read_text())
+    assert [row["diverged"] for row in rows] == [True, True]
+    assert done(base, tmp_path, seeds=1, lr=1e38).count("earlier") == 2
 
 
-def test_an_error_before_the_first_run_leaves_nothing(
-    base: Settings, place: Path, tmp_path: Path
-) -> None:
-    with pytest.raises(RecipeError, match="bfloat16-word-seed0: "):
-        done(replace(base, sequence_length=65), tmp_path / "deep" / "out")
+def test_an_error_before_the_first_run_leaves_nothing(base: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="64 positions"):
+        done(base, tmp_path / "deep" / "out", sequence_length=65)
     assert not any(tmp_path.iterdir())
-
-
-def test_another_definition_is_refused(first: tuple[Path, str], base: Settings) -> None:
-    with pytest.raises(RecordError, match=r"it is finished, and lr would change"):
-        done(replace(base, lr=1e-3), first[0])

@@ -5,7 +5,6 @@ what remains is always the same run.
 from __future__ import annotations
 
 import errno
-import json
 import os
 import random
 import shutil
@@ -14,12 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tomli_w
 
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.runs.writer import RunWriter
-from narrowgauge.spec.toml import load_toml
 from narrowgauge.trainer import checkpoints, loop
 from narrowgauge.trainer.export import export
 from ranks import run_ranks
@@ -72,7 +69,7 @@ def test_a_killed_run_is_the_same(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interruption_saves_and_says_how_to_go_on(
+def test_an_interruption_saves_and_the_same_command_goes_on(
     number: signal.Signals, place: Path, uninterrupted: dict[str, Run], tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
@@ -82,11 +79,11 @@ def test_an_interruption_saves_and_says_how_to_go_on(
     status = process.exitcode
     lines = (tmp_path / "output").read_text().splitlines()
     assert status == {signal.SIGINT: 130, signal.SIGTERM: 143}[number], lines
-    assert f"narrowgauge train --out {folder}" in lines[-2] and lines[-1].startswith("Interrupted")
+    assert "The same command goes on" in lines[-2] and lines[-1].startswith("Interrupted")
     run = read_run(folder)
     assert run.events[-1]["what"] == "stop" and len(run.steps) == 3
     assert [path.name for path in checkpoints.folders(folder)] == [f"step-{len(run.steps):08d}"]
-    assert call("train", "--out", str(folder)).exit_code == 0
+    assert call(*words).exit_code == 0
     assert_same_run(read_run(folder), uninterrupted["naive"])
 
 
@@ -142,7 +139,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(
 ) -> None:
     flip(next(stopped.glob("checkpoints/step-00000005/*.distcp")), random.Random(0))
     printed = call("train", "--out", str(stopped)).stdout
-    assert "damaged checkpoint: step-00000005 is damaged (" in printed and "checksum" in printed
+    assert "damaged checkpoint: step-00000005 does not match its checksums" in printed
     assert {e["what"]: e for e in read_run(stopped).events}["resume"]["step"] == 4
     assert_same_run(read_run(stopped), uninterrupted["naive"])
 
@@ -166,7 +163,7 @@ def test_without_a_good_checkpoint_a_run_is_refused(stopped: Path) -> None:
     for words in (["train", "--out", str(stopped)], ["export", str(stopped), f"{stopped}-out"]):
         refused = call(*words)
         assert (refused.exit_code, refused.stderr.count("\n")) == (2, 1)
-        assert "step-00000005 is damaged" in refused.stderr
+        assert "step-00000005, step-00000004" in refused.stderr
     assert bytes_of(stopped) == before
 
 
@@ -196,11 +193,16 @@ def test_a_save_that_fails_leaves_the_ones_before(
     assert_same_run(read_run(stopped), uninterrupted["naive"])
 
 
-def test_a_second_writer_is_refused(stopped: Path) -> None:
+def test_a_second_writer_and_a_run_of_another_program_are_refused(
+    stopped: Path, place: Path, tmp_path: Path
+) -> None:
     with RunWriter.open(stopped):
         refused = call("train", "--out", str(stopped))
     assert (refused.exit_code, refused.stderr.count("\n")) == (2, 1)
     assert "is writing it" in refused.stderr
+    RunWriter.create(tmp_path / "mine", {"recorder": {"program": "mine.py"}}).close()
+    with pytest.raises(RecordError, match=r"RunRecorder\(…, resume=True\) in its program"):
+        loop.train(settings(place, tmp_path / "mine"))
 
 
 # ── changed settings ──────────────────────────────────────────────────────────────────────────────
@@ -208,11 +210,10 @@ def test_a_second_writer_is_refused(stopped: Path) -> None:
 FIXED = {
     "--seed 3": "its seed was 0 and is 3",
     "--batch-size 8": "its batch_size was 4 and is 8",
-    "--recipe bfloat16/word": "its recipe was 'bfloat16/naive' and is 'bfloat16/word'",
+    "--recipe bfloat16/word": "its recipe was bfloat16/naive and is bfloat16/word",
     "--model llama-1m": "its model was",
     "--sequence-length 8": "its sequence_length was 16 and is 8",
     "--steps 4": "has done 5 steps",
-    "--stop-after 5": "has done 5 steps",
     "--data other": "are not those that it started with",
 }
 
@@ -238,25 +239,6 @@ def test_a_rate_and_a_longer_run_may_change_and_are_told(stopped: Path) -> None:
     assert run.summary["steps"] == 9 and run.config["lr"] == 0.001
     refused = call("train", "--out", str(stopped), "--lr", "0.002")
     assert refused.exit_code == 2 and "it is finished, and lr would change" in refused.stderr
-
-
-def test_what_has_changed_on_the_machine_is_told(
-    stopped: Path, uninterrupted: dict[str, Run]
-) -> None:
-    record = load_toml((stopped / "run.toml").read_text())
-    record["versions"]["torch"] = "2.0.1"
-    (stopped / "run.toml").write_text(tomli_w.dumps(record))
-    assert "changed software: the run started with torch 2.0.1" in (
-        call("train", "--out", str(stopped)).stdout
-    )
-    assert_same_run(read_run(stopped), uninterrupted["naive"])
-
-
-def test_the_record_of_another_program_is_refused(tmp_path: Path) -> None:
-    with RunWriter.create(tmp_path / "run", {"recorder": {"program": "mine.py"}}) as writer:
-        writer.append("steps", {"step": 1, "loss": 2.0})
-    with pytest.raises(RecordError, match=r"records a loop of its own, in mine\.py"):
-        loop.train({"out": str(tmp_path / "run")})
 
 
 # ── ranks ─────────────────────────────────────────────────────────────────────────────────────────
@@ -297,10 +279,3 @@ def test_it_is_the_same_run_on_any_number_of_ranks(place: Path, tmp_path: Path) 
     assert_same_bits(
         *(dict(AutoModelForCausalLM.from_pretrained(out).state_dict()) for out in exports)
     )
-
-
-def test_a_manifest_names_each_file_with_its_hash(paused: Path) -> None:
-    folder = checkpoints.require_checkpoint(paused)
-    manifest = json.loads((folder / "manifest.json").read_text())
-    assert {*manifest} == {path.name for path in folder.iterdir()} - {"manifest.json"}
-    assert all(len(checksum) == 64 for checksum in manifest.values())

@@ -18,7 +18,6 @@ from click.testing import CliRunner, Result
 import narrowgauge
 from narrowgauge.cli.main import main
 from narrowgauge.runs.record import Run
-from narrowgauge.spec.notation import parse
 from narrowgauge.trainer.settings import Settings
 
 SHAPE = {
@@ -44,8 +43,7 @@ def settings(place: Path, out: Path, **changes: Any) -> Settings:
         "checkpoint_every": 2,
     }  # fmt: skip
     where = {"model": str(place / "model"), "data": str(place / "tokens"), "out": str(out)}
-    named = {"recipe": parse(changes["recipe"])} if "recipe" in changes else {}
-    return Settings(**{**defaults, **where, **changes, **named})
+    return Settings(**{**defaults, **where, **changes})
 
 
 def words_of(chosen: Settings) -> list[str]:

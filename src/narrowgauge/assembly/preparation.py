@@ -2,15 +2,14 @@
 optimizer.
 
 The order of the steps matters. The optimizer takes its tails from the float32 weights *before* they
-are rounded. It takes its parameter groups from the parameters *after*. On many ranks the rounded
-model is sharded in between, since FSDP2 gathers a group of parameters in one format. Propagated
-scales and autocast come last.
+are rounded. On many ranks the rounded model is sharded in between, since FSDP2 gathers a group of
+parameters in one format. Propagated scales come last.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,8 @@ from typing_extensions import TypeVar
 from narrowgauge.assembly.trainable import require_trainable
 from narrowgauge.distributed import sharding
 from narrowgauge.distributed.reduction import reduce_gradients_with
-from narrowgauge.errors import RecipeError, suggestion
+from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.roles import multiplied, roles_of
-from narrowgauge.matmul.scopes import compute_in_scope
 from narrowgauge.matmul.swapping import NarrowLayers, swap_linears
 from narrowgauge.numerics.dtensor import own_part
 from narrowgauge.optim.optimizer import Optimizer
@@ -38,34 +36,23 @@ from narrowgauge.torch_support.torch_names import plain_name
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer, default=AdamW)
 
 
-Groups = list[dict[str, Any]]
-"""Param groups, as an optimizer of PyTorch takes them."""
-
-
-def one_group(model: nn.Module) -> Groups:
-    """Return the trained parameters of a model in one param group."""
-    return [{"params": [p for p in model.parameters() if p.requires_grad]}]
-
-
-def matrices_decay(model: nn.Module) -> Groups:
-    """Return param groups in which only parameters of two dims or more decay, as language models
+def matrices_decay(named: Iterable[tuple[str, Tensor]], **options: Any) -> AdamW:
+    """Return an AdamW in which only parameters of two dims or more decay, as language models
     usually train.
     """
-    matrices: list[Tensor] = []
-    vectors: list[Tensor] = []
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            (matrices if parameter.ndim >= 2 else vectors).append(parameter)
-    groups: Groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
+    matrices: list[tuple[str, Tensor]] = []
+    vectors: list[tuple[str, Tensor]] = []
+    for name, parameter in named:
+        (matrices if parameter.ndim >= 2 else vectors).append((name, parameter))
+    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    return AdamW([group for group in groups if group["params"]], **options)
 
 
 def prepare(
     model: nn.Module,
     recipe: str | Path | Recipe = "bfloat16/word",
     *,
-    optimizer: type[OptimizerT] = AdamW,  # type: ignore[assignment]  # mypy compares it with the bound of OptimizerT
-    groups: Callable[[nn.Module], Groups] = one_group,
+    optimizer: Callable[..., OptimizerT] = AdamW,  # type: ignore[assignment]  # mypy compares it with the bound of OptimizerT
     seed: int = 0,
     mesh: Any = None,
     shard: str = "full",
@@ -80,21 +67,20 @@ def prepare(
     once to the storage's code. The optimizer's defaults are ``torch.optim``'s.
 
     Language models usually train with ``betas=(0.9, 0.95)``, ``weight_decay=0.1`` of matrices alone
-    and ``max_grad_norm=1.0``, as ``narrowgauge train`` does.
+    (``optimizer=matrices_decay``) and ``max_grad_norm=1.0``, as ``narrowgauge train`` does.
 
     Args:
         model: a float32 model on one device, changed in place. A bfloat16 model is accepted too;
             its tails start at zero.
         recipe: a name such as ``"bfloat16/word"``, or a
             :class:`narrowgauge.Recipe`.
-        optimizer: one of Narrowgauge's classes.
-        groups: returns param groups from the model. It is called before and after the model is
-            rounded and sharded. :func:`matrices_decay` is one such function.
+        optimizer: one of Narrowgauge's classes, or a function that makes one from named parameters,
+            ``storage=``, ``seed=`` and the options. It is called before the model is changed too.
         seed: seed of stochastic rounding.
         mesh: a ``DeviceMesh`` that contains this rank. The model is sharded over it, or replicated
-            with ``shard="none"``. A mesh of two axes replicates a sharded model. Every rank starts
-            from rank 0's values. ``None`` keeps the model whole; DistributedDataParallel may wrap
-            it afterwards.
+            with ``shard="none"`` and the reduction ``reproducible``. A mesh of two axes replicates
+            a sharded model. Every rank starts from rank 0's values. ``None`` keeps the model whole;
+            DistributedDataParallel may wrap it afterwards.
         shard: ``"full"`` or ``"none"``, with a mesh.
         offload: keep parameters, gradients and states in the host's memory, with a mesh.
         average: average gradients over the ranks of the mesh, as FSDP2 does. ``False`` adds them
@@ -103,9 +89,10 @@ def prepare(
         options: of the optimizer: ``lr``, ``betas``, ``eps``, ``weight_decay``, ``max_grad_norm``,
             ``audit_every``, ``compile``, ``momentum`` of :class:`narrowgauge.SGD`, ….
     Returns:
-        ``(model, optimizer)``: the same model and its ``torch.optim.Optimizer``. If gradients are
-        summed over ranks, ``optimizer.reduction`` sums them. Put its ``micro_batch`` around each
-        forward and backward pass. The ``state_dict()`` of both suffices to resume with the same
+        ``(model, optimizer)``: the same model and its ``torch.optim.Optimizer``. Call a model with
+        float32 weights and a 16-bit compute under ``torch.autocast``. With the reduction
+        ``reproducible``, put ``optimizer.reduction.micro_batch`` around each forward and backward
+        pass. The ``state_dict()`` of both suffices to resume with the same
         bits. The model's is the plain model's. A float16 compute needs
         ``torch.amp.GradScaler``, whose state belongs into a checkpoint too.
     Raises:
@@ -129,37 +116,52 @@ def prepare(
             "Name it in the recipe.",
         )
     require_trainable(model, policy, mesh, shard)
+    visible = policy.storage.visible
 
-    def built(is_trial: bool = False) -> OptimizerT:
-        model_groups = _groups(model, policy, groups, is_trial)
-        return optimizer(model_groups, storage=policy.storage.name, seed=seed, **options)
+    def build(named: dict[str, Tensor]) -> OptimizerT:
+        return optimizer(list(named.items()), storage=policy.storage.name, seed=seed, **options)
 
-    _check_groups(built(is_trial=True))  # before the model is rounded
+    stand_ins = {}
+    for name, parameter in _trained(model).items():
+        value = torch.zeros((), dtype=getattr(torch, visible), device=parameter.device)
+        stand_ins[name] = nn.Parameter(value.expand(parameter.shape))
+    build(stand_ins)  # what it refuses is refused before the model is rounded
     if mesh is not None:
         sharding.make_equal(model, mesh)
-    visible = policy.storage.visible
-    values = round_in_place((p for p in model.parameters() if p.is_floating_point()), visible)
-    values = {p: value for p, value in values.items() if p.requires_grad}
+    rounded_params = [p for p in model.parameters() if p.is_floating_point()]
+    before = round_in_place(rounded_params, visible)
+    values = {name: before[parameter] for name, parameter in _trained(model).items()}
+    del before
     if policy.dtype == visible:
         cast_statistics(model, lambda statistics: rounded(statistics, visible))
     narrow_linears(model, policy, seed)
     if mesh is not None and shard != "none":
-        values = _shard(model, values, mesh, offload)
+        wire = policy.reduction.wire
+        sharding.shard(model, mesh, offload=offload, wire=wire, average=average)
     _propagate_scales(model, policy)
-    compute_in_scope(model, policy)
 
-    stepper = built()
+    trained = _trained(model)
+    stepper = build(trained)
     stepper.name_parameters(model)
-    stepper.adopt(values)
-    if mesh is not None or policy.reduction.name != "native":
-        stepper.reduction = reduce_gradients_with(
-            model, policy.reduction, average=average, mesh=mesh
-        )
+    stepper.adopt({p: own_part(p, values[name]) for name, p in trained.items()})
+    if policy.reduction.order_invariant:
+        stepper.reduction = reduce_gradients_with(model, average=average, mesh=mesh)
     stepper.scales_loss = policy.compute.scales_loss
     return model, stepper
 
 
-# ── the model ─────────────────────────────────────────────────────────────────────────────────────
+def compute_scope(recipe: Recipe, device: torch.device) -> AbstractContextManager[Any]:
+    """Return the context in which a model computes in the recipe's dtype: ``torch.autocast`` where
+    float32 weights meet a 16-bit compute, else none.
+    """
+    if recipe.storage.visible != "float32" or recipe.dtype == "float32":
+        return nullcontext()
+    return torch.autocast(device.type, getattr(torch, recipe.dtype))
+
+
+def _trained(model: nn.Module) -> dict[str, Tensor]:
+    """Return the trained parameters by their plain names."""
+    return {plain_name(name): p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def _propagate_scales(model: nn.Module, recipe: Recipe) -> None:
@@ -174,84 +176,23 @@ def _propagate_scales(model: nn.Module, recipe: Recipe) -> None:
 
 def narrow_linears(model: nn.Module, recipe: Recipe, seed: int) -> NarrowLayers | None:
     """Swap the linear layers whose compute differs from PyTorch's own."""
-    plain = _compute_of_torch(recipe, next(model.parameters()).device)
-    roles: dict[str, str] = {}
-    if not recipe.compute.is_wide:
-        roles = roles_of(model, recipe.compute.keep_last, warns=True)
-    narrow: dict[str, Compute] = {}
-    for name in multiplied(model):
-        compute = recipe.compute
-        if name in roles:
-            compute = COMPUTES[recipe.dtype]
-        if compute.name != plain:
-            narrow[name] = compute
-    if narrow:
-        return swap_linears(model, narrow.get, seed=seed)
-    return None
-
-
-def _compute_of_torch(recipe: Recipe, device: torch.device) -> str:
-    """Return the compute that PyTorch's own layer implements, or ``""`` if speed or the loss scale
-    needs ours.
-    """
+    device = next(model.parameters()).device
     is_slow = device.type != "cuda" and not multiplies(recipe.dtype)
     # PyTorch's own head would get unscaled gradients of its logits. They underflow in float16.
     is_scaled = bool(recipe.compute.transform) and recipe.dtype == "float16"
-    is_plain = recipe.storage.visible in ("float32", recipe.dtype) and not is_slow and not is_scaled
-    return recipe.dtype if is_plain else ""
+    is_cast = recipe.storage.visible not in ("float32", recipe.dtype)
+    wide: Compute | None = None
+    if is_slow or is_scaled or is_cast:
+        wide = COMPUTES[recipe.dtype]
+    roles: dict[str, str] = {}
+    if not recipe.compute.is_wide:
+        roles = roles_of(model, recipe.compute.keep_last, warns=True)
 
+    def choose(name: str) -> Compute | None:
+        if name in roles or recipe.compute.name == recipe.dtype:
+            return wide
+        return recipe.compute
 
-def _shard(
-    model: nn.Module, values: dict[Tensor, Tensor], mesh: Any, offload: bool
-) -> dict[Tensor, Tensor]:
-    """Shard a rounded model. Return the float32 values of this rank's shards."""
-    by_name = {
-        name: values[parameter]
-        for name, parameter in model.named_parameters()
-        if parameter in values
-    }
-    sharding.shard(model, mesh, offload=offload)
-    return {
-        p: own_part(p, by_name[name]) for name, p in model.named_parameters() if name in by_name
-    }
-
-
-# ── the optimizer ─────────────────────────────────────────────────────────────────────────────────
-
-
-def _groups(
-    model: nn.Module, recipe: Recipe, groups: Callable[[nn.Module], Groups], is_trial: bool
-) -> Groups:
-    """Return param groups with names and the recipe's storage.
-
-    For a trial, use tensors of the parameters' shapes instead.
-    """
-    names = {parameter: plain_name(name) for name, parameter in model.named_parameters()}
-    dtype = getattr(torch, recipe.storage.visible)
-    results = []
-    for group in groups(model):
-        members = []
-        for parameter in group["params"]:
-            name = names[parameter]
-            if is_trial:
-                value = torch.zeros((), dtype=dtype, device=parameter.device)
-                parameter = nn.Parameter(value.expand(parameter.shape))
-            members.append((name, parameter))
-        # The optimizer derives the storage of vectors from the storage of their group.
-        results.append({"storage": recipe.storage.name, **group, "params": members})
-    return results
-
-
-def _check_groups(optimizer: Optimizer) -> None:
-    """Refuse options of groups that the optimizer would never read."""
-    # Muon takes options that are not among its defaults.
-    allowed = {*optimizer.defaults, "params", "param_names", "storage", "rule"}
-    allowed.update(inspect.signature(type(optimizer)).parameters)
-    for group in optimizer.param_groups:
-        unknown = sorted(set(group) - allowed)
-        if unknown:
-            raise RecipeError(
-                f"Cannot step a group with '{unknown[0]}' because {type(optimizer).__name__} has no "
-                "such option.",
-                suggestion(unknown[0], allowed),
-            )
+    if any(choose(name) for name in multiplied(model)):
+        return swap_linears(model, choose, seed=seed)
+    return None

@@ -14,20 +14,16 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.sharding import has_shards, require_mesh
 from narrowgauge.errors import RecipeError
-from narrowgauge.optim.validation import check_real
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.torch_support.machine import require_float64
 
 
 def require_trainable(model: nn.Module, recipe: Recipe, mesh: Any, shard: str) -> None:
-    """Refuse a model that a recipe cannot train."""
-    name = recipe.name
-    kind = type(model).__name__
+    """Refuse a model that a recipe cannot train, in what its optimizer does not refuse."""
+    this = f"this {type(model).__name__} by recipe '{recipe.name}'"
     if isinstance(model, nn.parallel.DistributedDataParallel) or has_shards(model):
         raise RecipeError(
-            f"Cannot prepare this {kind} by recipe '{name}' because fully_shard, "
-            "parallelize_module or "
+            f"Cannot prepare {this} because fully_shard, parallelize_module or "
             "DistributedDataParallel has taken its parameters already.",
             "Prepare the model first: mesh=… shards it, and DistributedDataParallel may wrap it "
             "then. Or leave it as it is, and "
@@ -36,75 +32,56 @@ def require_trainable(model: nn.Module, recipe: Recipe, mesh: Any, shard: str) -
     visible = recipe.storage.visible
     if visible not in ("float32", recipe.dtype):
         raise RecipeError(
-            f"Cannot train by recipe '{name}' because it computes in {recipe.dtype} with {visible} "
-            "weights, and autocast casts from float32 alone.",
+            f"Cannot train by recipe '{recipe.name}' because it computes in {recipe.dtype} with "
+            f"{visible} weights, and autocast casts from float32 alone.",
             f"Take a compute in {visible}, or the storage 'float32'.",
         )
-    parameters = dict(model.named_parameters())
-    require_float64(parameters.values())
-    if not any(parameter.requires_grad for parameter in parameters.values()):
-        raise RecipeError(
-            f"Cannot train this {kind} by recipe '{name}': all of its {len(parameters)} parameters "
-            "are frozen.",
-            "Call requires_grad_() on those to train.",
-        )
-    for owner, parameter in parameters.items():
-        check_real(parameter)
-        is_known = parameter.dtype in (torch.float32, getattr(torch, recipe.storage.visible))
+    for name, parameter in model.named_parameters():
+        is_known = parameter.dtype in (torch.float32, getattr(torch, visible))
         if parameter.requires_grad and not is_known:
             raise RecipeError(
-                f"Cannot train '{owner}' of this {kind} by recipe '{name}' because it is "
-                f"{dtype_name(parameter.dtype)}.",
+                f"Cannot train '{name}' of {this} because it is {dtype_name(parameter.dtype)}.",
                 "Call model.float() first.",
             )
-    for owner, module in model.named_modules():
-        _check_module(owner, module, recipe)
-    _check_ranks(recipe, mesh, shard)
-
-
-def _check_module(name: str, module: nn.Module, recipe: Recipe) -> None:
-    """Refuse sparse gradients. Refuse running statistics if bits must not depend on ranks."""
-    kind = type(module).__name__
-    if getattr(module, "sparse", False) and any(p.requires_grad for p in module.parameters()):
-        raise RecipeError(
-            f"Cannot step '{name}', a {kind} with sparse gradients, by recipe '{recipe.name}'.",
-            "Build it with sparse=False.",
-        )
-    hooks = [module, *module._forward_pre_hooks.values()]
-    is_spectral = any(type(hook).__name__ in ("SpectralNorm", "_SpectralNorm") for hook in hooks)
-    if is_spectral and recipe.storage.visible != "float32":
-        raise RecipeError(
-            f"Cannot round the weight of '{name}' by recipe '{recipe.name}' because spectral_norm "
-            "multiplies it by float32 vectors.",
-            "Take ng.AdamW(model.named_parameters(), keep_float32=lambda name, p: 'orig' in name), "
-            "under autocast.",
-        )
-    has_statistics = (
-        isinstance(module, _BatchNorm) and module.training and module.track_running_stats
-    )
-    if recipe.reduction.order_invariant and has_statistics:
-        raise RecipeError(
-            f"Cannot give the same bits on any number of ranks by recipe '{recipe.name}' because "
-            f"'{name}' is a {kind}, whose "
-            "running statistics depend on which micro-batches a rank has seen.",
-            "Replace it by a layer norm or group norm, or take another reduction.",
-        )
-
-
-def _check_ranks(recipe: Recipe, mesh: Any, shard: str) -> None:
-    """Refuse ranks over which gradients cannot be summed as a recipe says."""
-    ranks = all_ranks()
-    if mesh is not None:
-        if mesh.get_coordinate() is None:
+    for name, module in model.named_modules():
+        has_statistics = isinstance(module, _BatchNorm) and module.track_running_stats
+        if recipe.reduction.order_invariant and has_statistics and module.training:
             raise RecipeError(
-                f"Cannot prepare a model on rank {ranks.rank} because the mesh has only ranks "
-                f"{mesh.mesh.flatten().tolist()}.",
-                "Call prepare on the ranks of the mesh alone.",
+                f"Cannot give {this} the same bits on any number of ranks because '{name}' has "
+                "running statistics, which depend on which micro-batches a rank has seen.",
+                "Replace it by a layer norm or group norm, or take another reduction.",
             )
-        require_mesh(mesh, shard)
-    elif recipe.reduction.name != "native" and ranks.size > 1:
+    if mesh is None:
+        _require_one_rank(recipe)
+    else:
+        _require_rank_of(mesh, model, recipe, shard)
+
+
+def _require_one_rank(recipe: Recipe) -> None:
+    if recipe.reduction.name != "native" and all_ranks().size > 1:
         raise RecipeError(
-            f"Cannot sum gradients over {ranks.size} ranks by recipe '{recipe.name}' without a "
-            "mesh.",
+            f"Cannot sum gradients over {all_ranks().size} ranks by recipe '{recipe.name}' without "
+            "a mesh.",
             'Pass mesh=init_device_mesh(…), with shard="none" to keep the model whole on every rank.',
         )
+
+
+def _require_rank_of(mesh: Any, model: nn.Module, recipe: Recipe, shard: str) -> None:
+    require_mesh(mesh, shard)
+    if mesh.get_coordinate() is None:
+        raise RecipeError(
+            f"Cannot prepare a model on rank {all_ranks().rank} because the mesh has only ranks "
+            f"{mesh.mesh.flatten().tolist()}.",
+            "Call prepare on the ranks of the mesh alone.",
+        )
+    if shard == "none" and not recipe.reduction.order_invariant:
+        raise RecipeError(
+            f"Cannot sum the gradients of replicas by recipe '{recipe.name}' because "
+            "DistributedDataParallel does.",
+            "Leave out mesh=, and wrap the prepared model in it.",
+        )
+    for name, parameter in model.named_parameters():
+        if shard != "none" and not parameter.ndim:
+            raise RecipeError(
+                f"Cannot shard '{name}' because it has no dimension.", "Give it the shape [1]."
+            )

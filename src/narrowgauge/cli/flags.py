@@ -13,7 +13,6 @@ import click
 
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.spec import notation
-from narrowgauge.spec.recipes import Recipe
 
 
 class Parsed(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.3 on
@@ -45,10 +44,8 @@ json_list = click.option("--json", "as_json", is_flag=True, help="Print a JSON l
 RECIPE = Parsed(notation.parse)
 RECIPES = Parsed(notation.parse_names)
 RECIPES_OR_ALL = Parsed(lambda text: "all" if text.strip() == "all" else notation.parse_names(text))
-_OF_KIND: dict[type, tuple[Any, str]] = {
-    str: (str, "TEXT"), Recipe: (RECIPE, "TEXT"), int: (int, "N"), float: (float, "X"),
-}  # fmt: skip
-"""The parser of a setting's type, and its name in the help."""
+_METAVARS = {str: "TEXT", int: "N", float: "X"}
+"""The name of a setting's type in the help."""
 
 
 def of_settings(*, compared: bool = False) -> list[click.Parameter]:
@@ -66,14 +63,10 @@ def of_settings(*, compared: bool = False) -> list[click.Parameter]:
         name = field.name.replace("_", "-")
         kind = kind_of(field)
         help = field.metadata["help"]
-        default: Any = field.default
-        if kind is Recipe:
-            default = default.name
-        if default is not None:
-            help += f"  [default: {str(default).lower()}]"
-        read, metavar = _OF_KIND[kind]
+        if field.default is not None:
+            help += f"  [default: {field.default}]"
         words = [f"--{name}", field.name]
-        flags.append(click.Option(words, type=read, default=None, help=help, metavar=metavar))
+        flags.append(click.Option(words, type=kind, help=help, metavar=_METAVARS[kind]))
     return flags
 
 

@@ -22,6 +22,7 @@ from narrowgauge import __version__
 from narrowgauge.cli import flags, planning
 from narrowgauge.cli.exit_status import CommandGroup, help_without_command
 from narrowgauge.errors import ChipError, RankError
+from narrowgauge.runs.finding import counted
 from narrowgauge.runs.foreign_logs import is_log
 from narrowgauge.runs.places import require_empty
 from narrowgauge.runs.record import read_run
@@ -51,19 +52,20 @@ def keep_pages(mmap_threshold: int = 1 << 30, trim_threshold: int = (1 << 31) - 
 def _train(settings: dict[str, Any]) -> None:
     """Train as one of the ranks of torchrun, or alone, and print the folder of the run."""
     from narrowgauge.distributed import job
-    from narrowgauge.trainer import loop
+    from narrowgauge.trainer.entry import enter
 
-    entry = None
     if job.world_size() == 1:
         # Before PyTorch is loaded: refuse what is wrong, and say that a run is finished.
-        entry = loop.enter(settings)
+        entry = enter(settings)
         if entry.is_finished:
-            return click.echo(f"{loop.finished(entry)}\n{entry.folder}")
+            return click.echo(f"{entry.folder} is finished: {counted(entry.step, 'step')}.")
+    from narrowgauge.trainer import loop
+
     keep_pages()
     # PyTorch's own, at every step.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
     with job.joined():
-        folder = loop.train(settings) if entry is None else loop.train_entry(entry)
+        folder = loop.train(settings)
     if job.rank() == 0:
         click.echo(folder)
     return None
@@ -194,7 +196,7 @@ def show_step(storage: str, rule: str, language: str) -> None:
 @flags.json_object
 def show_arithmetic(cuda: bool, as_json: bool) -> None:
     """Measure this machine's arithmetic: the bits that sums and functions give on fixed numbers,
-    and what the number of threads and the libraries' variables change.
+    and what the number of threads changes.
 
     On two machines or versions, compare the outputs with diff; of two runs, narrowgauge diagnose
     RUN OTHER compares it.
@@ -224,8 +226,8 @@ def show_arithmetic(cuda: bool, as_json: bool) -> None:
 @click.argument("text", type=_path)
 @click.argument("out", type=_path)
 @click.option(
-    "--tokenizer", metavar="FILE", type=_path,
-    help="A tokenizer.json, or a Hugging Face folder with one.  [default: a token for each byte]",
+    "--tokenizer", metavar="DIR", type=_path,
+    help="A Hugging Face folder with tokenizer.json.  [default: a token for each byte]",
 )  # fmt: skip
 def tokenize(text: Path, out: Path, tokenizer: Path | None) -> None:
     """Tokenize TEXT into a new folder OUT, the data of train and compare.
@@ -235,7 +237,7 @@ def tokenize(text: Path, out: Path, tokenizer: Path | None) -> None:
     """
     from narrowgauge.trainer.tokens import load_tokenizer, read_texts, write_tokens
 
-    click.echo(write_tokens(read_texts(text), *load_tokenizer(tokenizer), out))
+    click.echo(write_tokens(read_texts(text), load_tokenizer(tokenizer), out))
 
 
 @main.command("train", params=flags.of_settings())
@@ -272,7 +274,7 @@ def train(file: Path | None, **settings: Any) -> None:
 )
 @click.option(
     "--out", metavar="DIR", type=_path,
-    help="Folder of the comparison, new or one to continue.  [default: comparisons/MODEL-N, the first free N]",
+    help="Folder of the comparison, new or one to continue.  [default: comparisons/MODEL]",
 )  # fmt: skip
 @flags.json_list
 def compare(
@@ -281,15 +283,17 @@ def compare(
     """Train with several recipes from the same initial weights on the same tokens, and report what
     each costs.
 
-    The same command with --out DIR continues a stopped comparison; with more --recipes or --seeds
-    it adds their runs.
+    The same command continues a stopped comparison; with more --recipes or --seeds it adds their
+    runs.
     """
     _require_one_process("compare")
     from narrowgauge.trainer import compare as comparing
 
     keep_pages()
-    entries = comparing.define(recipes, flags.given(settings), seeds=seeds, out=out)
-    comparison, page = comparing.run_comparison(entries, sys.stderr if as_json else sys.stdout)
+    comparison, page = comparing.compare_recipes(
+        recipes, flags.given(settings), seeds=seeds, out=out,
+        stream=sys.stderr if as_json else sys.stdout,
+    )  # fmt: skip
     if as_json:
         return tables.write_json(comparison.rows)
     tables.write(comparison.table())

@@ -9,19 +9,16 @@ from __future__ import annotations
 
 import atexit
 import functools
-import hashlib
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from narrowgauge.errors import NarrowgaugeError, RankError, ReportedError
-from narrowgauge.torch_support import torch_names
+from narrowgauge.errors import NarrowgaugeError, ReportedError
 
 T = TypeVar("T")
 
@@ -139,42 +136,6 @@ def all_ranks() -> Ranks:
         return ALONE
     _pause_at_exit()
     return Ranks(dist.get_rank(), dist.get_world_size())
-
-
-class StepEnds:
-    """Tell the ranks of a group which micro-batch is the last of a step, before others wait for more
-    in vain.
-
-    Cost: at most two messages to the store for each micro-batch.
-    """
-
-    _made: ClassVar[Counter[tuple[int, ...]]] = Counter()
-
-    def __init__(self, group: Any) -> None:
-        ranks = tuple(dist.get_process_group_ranks(group))
-        StepEnds._made[ranks] += 1
-        members = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
-        self.name = f"narrowgauge/{members}/{StepEnds._made[ranks]}"
-        self.is_first = dist.get_rank() == ranks[0]
-        self.step = 0
-
-    def tell(self, count: int, is_last: bool) -> None:
-        """Refuse micro-batch number ``count`` of a step that another rank has ended with fewer."""
-        store = torch_names.default_store()
-        key = f"{self.name}/{self.step}"
-        if count > 1 and store.check([key]):
-            rank, number = store.get(key).decode().split()
-            if int(number) < count:
-                raise RankError(
-                    f"Cannot sum the gradients of micro-batch {count} of rank {dist.get_rank()} "
-                    f"because rank {rank} has {number} in this step.",
-                    "Give every rank as many: one without data repeats one with is_absent=True.",
-                )
-        if is_last:
-            store.set(key, f"{dist.get_rank()} {count}")
-            if self.is_first:
-                store.delete_key(f"{self.name}/{self.step - 2}")
-            self.step += 1
 
 
 @functools.cache

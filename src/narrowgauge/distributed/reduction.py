@@ -1,67 +1,60 @@
-"""Sum gradients across ranks by a row of ``REDUCTIONS``, for models that are sharded (FSDP2),
-replicated, or both.
+"""Sum gradients over ranks and micro-batches exactly, for models that are sharded (FSDP2),
+replicated, or both: *each micro-batch's gradient goes to its owner, who adds it exactly.*
 
-A step has micro-batches. Each rank computes some of them. :meth:`GradientReduction.micro_batch`
-surrounds each forward and backward pass. A ``ReduceScatter`` of our own sums what FSDP2 shards,
-during the backward pass. Replicated gradients are summed after it.
+A ``ReduceScatter`` of our own sums what FSDP2 shards, during the backward pass. Whole gradients are
+summed after it. PyTorch's own sums (``native``, ``float32``) need nothing from here.
+
+The sum of a step depends only on its micro-batches if each gradient depends on its sequences alone
+and is added separately. So no micro-batch may draw from a generator that earlier work on this rank
+has advanced, and no rank may add up gradients before it sends them. Clip by ``max_grad_norm=`` of
+our optimizers: PyTorch's norm depends on the number of ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from narrowgauge.distributed.exchanges import (
-    ONE_RANK,
-    Exchange,
-    RankGrid,
-    group_of,
-    of_mesh,
-    replicated,
-)
-from narrowgauge.distributed.order_invariance import (
-    follow_forwards,
-    generator_state,
-    refuse_lost,
-    require_own_dtypes,
-)
-from narrowgauge.distributed.ranks import StepEnds, all_ranks
-from narrowgauge.distributed.replicated import Replicated
+from narrowgauge.distributed.exact_sum import ExactSum
+from narrowgauge.distributed.ranks import all_ranks, has_group
 from narrowgauge.distributed.sharding import settle
-from narrowgauge.errors import RecipeError, suggestion
-from narrowgauge.numerics.dtensor import by_group, gradient_of, local_of
+from narrowgauge.errors import RankError, RecipeError, suggestion
+from narrowgauge.numerics.dtensor import gradient_of, is_sharded, local_of
+from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.sums import REDUCTIONS, Reduction
 from narrowgauge.torch_support import torch_names
 from narrowgauge.torch_support.torch_hooks import OwnHook
 
-_installed: weakref.WeakKeyDictionary[nn.Module, weakref.ref[GradientReduction]] = (
-    weakref.WeakKeyDictionary()
-)
-_IN_MICRO_BATCHES = (
-    "Surround each forward and backward pass with reduction.micro_batch(is_last=…), which sums "
-    "them; prepare() returns it as "
-    "optimizer.reduction."
+BUCKET_BYTES = 32 << 20
+"""Bytes of whole gradients that are copied and summed at a time: enough to hide latency."""
+_TWO_PASSES = RecipeError(
+    "two backward passes were met in one micro-batch, whose gradients are one addend of an exact "
+    "sum.",
+    "Add the losses, and call backward() once.",
 )
 
 
 def reduce_gradients_with(
-    model: nn.Module, name: str | Reduction, *, average: bool = True, mesh: Any = None
+    model: nn.Module,
+    name: str | Reduction = "reproducible",
+    *,
+    average: bool = True,
+    mesh: Any = None,
 ) -> GradientReduction:
-    """Sum a model's gradients across ranks by a row of ``REDUCTIONS``, from now on.
+    """Sum a model's gradients across ranks exactly, from now on.
 
     Args:
         model: sharded by FSDP2, with replicas (HSDP) or without; wrapped in DDP; or plain, with
             equal weights on all ranks. What FSDP2 does not shard must be equal on all ranks. Freeze
             parameters first.
-        name: a row of ``REDUCTIONS``, or its name.
+        name: ``"reproducible"``. The other rows of ``REDUCTIONS`` are sums of PyTorch.
         average: divide the sum by the number of ranks, as FSDP2 and DDP do. Otherwise the loss of
             each micro-batch is its part of the step's loss.
         mesh: the ranks that a plain model is replicated on; ``None`` for all. A sharded model has
@@ -70,164 +63,168 @@ def reduce_gradients_with(
         The reduction. Surround each forward and backward pass with its ``micro_batch``. Passes
             outside are refused.
     Raises:
-        RecipeError: an unknown row, a model on several meshes or with another reduction, or an
-            FSDP2 mixed precision with which one rank would sum other values than several do.
+        RecipeError: another row, a model on several meshes or with another reduction, or an FSDP2
+            mixed precision with which one rank would sum other values than several do.
     Example:
         >>> import torch
         >>> model = torch.nn.Linear(2, 1, bias=False)
-        >>> reduction = reduce_gradients_with(model, "float32", average=False)
+        >>> reduction = reduce_gradients_with(model, average=False)
         >>> for k in range(3):
         ...     with reduction.micro_batch(is_last=k == 2):
         ...         model(torch.tensor([1.0, 2.0])).backward()
         >>> model.weight.grad
         tensor([[3., 6.]])
     """
-    if isinstance(name, str):
-        row = REDUCTIONS.get(name)
-    else:
-        row = name
+    row = REDUCTIONS.get(name) if isinstance(name, str) else name
     if row is None:
         raise RecipeError(
             f"no reduction is named '{name}'.",
             suggestion(str(name), REDUCTIONS) or f"There are {', '.join(REDUCTIONS)}.",
         )
-    installed = reduction_of(model)
-    if installed is not None:
+    if not row.order_invariant:
         raise RecipeError(
-            f"Cannot sum gradients with '{row.name}' because '{installed.row.name}' sums this model's "
-            "gradients already.",
+            f"Cannot sum gradients by '{row.name}' because PyTorch does it.",
+            "Call fully_shard, or wrap the model in DistributedDataParallel; for float32 sums, with "
+            "MixedPrecisionPolicy(reduce_dtype=torch.float32).",
+        )
+    if reduction_of(model) is not None:
+        raise RecipeError(
+            "Cannot sum gradients because a reduction sums this model's gradients already.",
             "Call close() of that one first; prepare() installs one as optimizer.reduction.",
         )
-    reduction = GradientReduction(model, row, average, mesh)
-    _installed[inner_of(model)] = weakref.ref(reduction)
-    return reduction
+    return GradientReduction(model, average, mesh)
 
 
 def reduction_of(model: nn.Module) -> GradientReduction | None:
     """Return the reduction that takes part in a model's backward passes, if there is one."""
-    reference = _installed.get(inner_of(model))
-    reduction = None
-    if reference:
-        reduction = reference()
-    if reduction is None or not reduction.is_installed:
-        return None
-    return reduction
+    for hook in inner_of(model)._forward_pre_hooks.values():
+        if isinstance(hook, _Guard):
+            return hook.reduction
+    return None
 
 
-@dataclass(frozen=True, slots=True)
-class _MicroBatch:
-    is_last: bool = True
-    is_absent: bool = False
+class _Guard(OwnHook):
+    """Refuse forward passes in training outside ``micro_batch``, where nobody sees the random
+    numbers that they draw.
+    """
+
+    def __init__(self, reduction: GradientReduction) -> None:
+        super().__init__(self._enter)
+        self.reduction = reduction
+
+    def _enter(self, module: nn.Module, *_: Any) -> None:
+        if torch.compiler.is_compiling() or torch_names.runs_backward():
+            return
+        if module.training and torch.is_grad_enabled():
+            self.reduction.require_open("after a forward pass")
 
 
 class _GroupSum:
-    """Sum the gradients of a parameter group of FSDP2 by an exchange, as its
-    ``set_custom_reduce_scatter`` asks.
-    """
+    """Sum the gradients of a parameter group of FSDP2, as its ``set_custom_reduce_scatter`` asks."""
 
-    _summed: _MicroBatch | None = None
-
-    def __init__(self, reduction: GradientReduction, exchange: Exchange) -> None:
+    def __init__(self, reduction: GradientReduction, exact_sum: ExactSum) -> None:
         self.reduction = reduction
-        self.exchange = exchange
+        self.exact_sum = exact_sum
+        self.last_summed = -1
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: Any,
-        op: Any,
-        async_op: bool = False,
-    ) -> None:
-        """Sum ``input_tensor`` of all ranks, shape [shards * n], into this rank's piece, shape [n]."""
-        micro_batch = self.reduction.require_open()
-        if self.reduction.is_exact and self._summed is micro_batch:
-            raise RecipeError(
-                "two backward passes were met in one micro-batch, whose gradients are one addend "
-                "of an exact sum.",
-                "Add the losses, and call backward() once.",
-            )
-        self._summed = micro_batch
-        if micro_batch.is_absent:
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *_: Any, **__: Any) -> None:
+        """Sum ``input_tensor`` of all ranks, ``[shards * n]``, into this rank's piece ``[n]``."""
+        self.reduction.require_open("in a backward pass")
+        if self.last_summed == self.reduction.count:
+            raise _TWO_PASSES
+        self.last_summed = self.reduction.count
+        if self.reduction.is_absent:
             input_tensor.zero_()
-        self.exchange.take(input_tensor, output_tensor, is_last=micro_batch.is_last)
+        self.exact_sum.add(input_tensor, output_tensor, is_last=self.reduction.is_last)
 
 
 class GradientReduction:
     """Sum the gradients of a model across ranks. :func:`reduce_gradients_with` makes it.
 
-    FSDP2's groups are summed in each backward pass. The backend's sums take what autograd has
-    added up on the rank. Exact sums take each micro-batch alone, and refuse what
-    makes them depend on the ranks.
-
     Attributes:
-        size, group: the number of ranks whose gradients are summed, and their process group.
-        current: the micro-batch whose block is open.
+        size: the number of ranks whose gradients are summed.
+        count: micro-batches begun.
+        is_last, is_absent: of the micro-batch whose block is open.
     """
 
-    def __init__(self, model: nn.Module, row: Reduction, average: bool, mesh: Any) -> None:
+    def __init__(self, model: nn.Module, average: bool, mesh: Any) -> None:
         settle(model)
-        self.row = row
-        self.is_exact = row.order_invariant
-        self._model = model
-        self._average = average
-        # Sum the micro-batches' shards of 16 bits in float32. Exact sums need none of this.
-        self.sums_in_float32 = False
-        self._sums: dict[Tensor, Tensor] = {}
-        self.current: _MicroBatch | None = None
-        self._is_closed = False
-        self._place = 0  # of the next micro-batch in its step
-        self._step_ends: StepEnds | None = None
-        self._exchanges: list[Exchange] = []
-        self._undo: list[Callable[[], object]] = []
-        self._trainable: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
-        self._arrived: set[Tensor] = set()  # parameters that got a gradient in this micro-batch
+        self._model = inner_of(model)
+        self._ddp = model if model is not self._model else None
         self._fsdp = torch_names.fsdp_groups(model)
-        self._ddp = model if isinstance(model, nn.parallel.DistributedDataParallel) else None
+        self._groups = _groups_of(model, self._fsdp, mesh)
+        self.size = prod(group.size() for group in self._groups)
+        self._divisor = self.size if average else 1
+        self._place = 0  # of the next micro-batch in its step
+        self._arrived: set[Tensor] = set()  # whole parameters with a gradient of this micro-batch
+        self._used: set[Tensor] = set()  # those with one of this step
+        self._undo: list[Callable[[], object]] = []
+        self._is_open = False
+        self._is_closed = False
+        self.count = 0
+        self.is_last = True
+        self.is_absent = False
+        self._sums: list[ExactSum] = []
+        self._sharded: list[Tensor] = []
+        self._whole: list[Tensor] = []
+        self._buckets: list[tuple[ExactSum, list[Tensor]]] = []
         try:
-            self._take_over(model, mesh)
+            self._take_over_shards()
+            self._take_over_whole()
         except RecipeError:
             self.close()
             raise
-
-    def _register(self, grid: RankGrid) -> Exchange:
-        self._exchanges.append(Exchange(grid, self.row, self._average))
-        return self._exchanges[-1]
-
-    def _take_over(self, model: nn.Module, mesh: Any) -> None:
-        sharded_ids, grid = self._take_over_shards()
-        whole_params: list[Tensor] = []
-        self._sharded: list[Tensor] = []
-        for parameter in self._trainable:
-            is_sharded = id(parameter) in sharded_ids
-            (self._sharded if is_sharded else whole_params).append(parameter)
-        grid = grid or _grid_of(model, mesh)
-        self.size = grid.size
-        self.group = grid.group
-        if self.group is not None and (self.is_exact or self._fsdp):
-            self._step_ends = StepEnds(self.group)
-        _require_whole(model, whole_params, grid)
-        self._replicated = Replicated(
-            whole_params, replicated(grid.group) if grid.size > 1 else ONE_RANK, self._register
-        )
+        guard = _Guard(self)
+        for module in dict.fromkeys([self._model, *[module for module, _ in self._fsdp]]):
+            hook = module.register_forward_pre_hook(guard, prepend=True)
+            self._undo.append(hook.remove)
         if self._ddp is not None:
             self._undo.append(lambda: setattr(model, "require_backward_grad_sync", True))
-        if self.size > 1 or self.is_exact:
-            # The model keeps the reduction. A strong reference in a parameter's hook would keep
-            # both forever.
-            arrive: Any = weakref.WeakMethod(self._arrive)
-            for parameter in self._trainable:
-                hook = parameter.register_post_accumulate_grad_hook(lambda p: arrive()(p))
-                self._undo.append(hook.remove)
-            keeper = OwnHook(functools.partial(_do_nothing, self))
-            self._undo.append(inner_of(model).register_state_dict_pre_hook(keeper).remove)
-        if self.is_exact:
-            require_own_dtypes(self._fsdp)
-        if self.is_exact and self._trainable:
-            self._undo += follow_forwards(inner_of(model), self._require_surrounded)
+
+    def _take_over_shards(self) -> None:
+        """Let our sums reduce FSDP2's parameter groups."""
+        alone = None
+        for module, group in self._fsdp:
+            _require_own_dtypes(module, group)
+            mesh, shard_dim, replicate_dim = torch_names.fsdp_mesh(group)
+            if replicate_dim is not None and alone is None:
+                # For FSDP2's own sum over replicas, when ours is done.
+                alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+            num_replicated = len(self._groups)
+            if mesh.size(shard_dim) > 1:  # over one shard FSDP2 sums nothing
+                num_replicated -= 1
+                params = torch_names.fsdp_parameters(group)
+                self._sharded += [parameter for parameter in params if parameter.requires_grad]
+            comm = _GroupSum(self, ExactSum(self._groups, num_replicated, self._divisor))
+            self._sums.append(comm.exact_sum)
+            self._undo.append(torch_names.take_over_sums(module, group, comm, alone))
+
+    def _take_over_whole(self) -> None:
+        """Cut the gradients of whole parameters into buckets, and watch them arrive."""
+        in_groups = [p for _, group in self._fsdp for p in torch_names.fsdp_parameters(group)]
+        gathered_ids = set(map(id, in_groups))
+        sharded_ids = set(map(id, self._sharded))
+        for name, parameter in self._model.named_parameters():
+            if not parameter.requires_grad or id(parameter) in sharded_ids:
+                continue
+            if is_sharded(parameter) and id(parameter) not in gathered_ids:
+                raise RecipeError(
+                    f"parameter '{name}' is a DTensor, and FSDP2 does not gather it.",
+                    "Shard it with fully_shard, or keep it whole on every rank.",
+                )
+            self._whole.append(parameter)
+        for bucket in _buckets(self._whole):
+            exact_sum = ExactSum(self._groups, len(self._groups), self._divisor)
+            self._sums.append(exact_sum)
+            self._buckets.append((exact_sum, bucket))
+        # A strong reference in a parameter's hook would keep model and reduction forever.
+        arrive: Any = weakref.WeakMethod(self._arrive)
+        for parameter in self._whole:
+            hook = OwnHook(lambda p: arrive()(p))
+            self._undo.append(parameter.register_post_accumulate_grad_hook(hook).remove)
 
     # ── a step ────────────────────────────────────────────────────────────────────────────────────
 
@@ -245,107 +242,64 @@ class GradientReduction:
             is_absent: this rank has no micro-batch left. It repeats one, so that all ranks take
                 part in every exchange, and contributes nothing.
         Raises:
-            RecipeError: gradients of an earlier step are still there. An order-invariant reduction
-                also raises it if a micro-batch draws random numbers, if it does not use all
-                parameters of an FSDP2 group, or if FSDP2 is set to keep gradients on a rank.
+            RankError: another rank has more or fewer micro-batches in this step.
+            RecipeError: gradients of an earlier step are still there, the micro-batch draws random
+                numbers or does not use all parameters of an FSDP2 group, or FSDP2 is set to keep
+                gradients on a rank.
         """
-        if self.current is not None or self._is_closed:
+        if self._is_open or self._is_closed:
             place = "of a reduction that is closed" if self._is_closed else "within another"
             raise RuntimeError(f"micro_batch was entered {place}")
         self._begin(is_last)
+        self._is_open = True
+        self.is_last = is_last
+        self.is_absent = is_absent
+        self.count += 1
+        try:
+            before = self._generators()
+            yield
+            if self._generators() != before:
+                raise RecipeError(
+                    "a micro-batch drew random numbers from PyTorch's default generator (dropout, "
+                    "sampling, layers left out at random), whose state depends on what this rank "
+                    "has computed before.",
+                    "Set the probabilities of dropout to 0, in attention too; or draw within "
+                    "torch.random.fork_rng(), seeded there by the step and the micro-batch's own "
+                    "number; or take another reduction.",
+                )
+            self._end()
+        except BaseException:
+            self.discard()
+            raise
+        finally:
+            self._is_open = False
+        self._place = 0 if is_last else self._place + 1
+
+    def _begin(self, is_last: bool) -> None:
+        self._require_same_place(is_last)
+        self._arrived.clear()
         if self._ddp is not None:
             # As in its no_sync(), the sums are taken after the backward pass; but buffers are rank
             # 0's in each forward pass.
             self._ddp.require_backward_grad_sync = False
             self._ddp.require_forward_param_sync = True
-        self.current = _MicroBatch(is_last, is_absent)
-        try:
-            generators = self._generators()
-            waiting: dict[Tensor, Tensor | None] = {}
-            if is_absent and not self.is_exact:
-                for parameter in self._replicated.parameters:
-                    waiting[parameter] = parameter.grad
-                    parameter.grad = None
-            yield
-            self._require_gradients(is_last)
-            for parameter, gradient in waiting.items():
-                parameter.grad = gradient
-            if self.is_exact:
-                self._add_exactly(self.current, generators)
-            else:
-                self._add(is_last)
-        except BaseException:
-            self._step_ends = None  # other ranks may be elsewhere
-            self.discard()
-            raise
-        finally:
-            self.current = None
-        self._place = 0 if is_last else self._place + 1
-
-    def _require_gradients(self, is_last: bool) -> None:
-        whole_params = set(self._replicated.parameters)
-        if any(p.grad is None and (p in whole_params or not is_last) for p in self._arrived):
+        if self._place:
+            return
+        if any(p.grad is not None for p in (*self._sharded, *self._whole)):
             raise RecipeError(
-                "a gradient was cleared in backward, before it was summed over ranks and "
-                "micro-batches.",
-                "Step after backward, or shard the model and give each rank one micro-batch "
-                "per step.",
+                "a step was begun, and gradients of an earlier one are still there.",
+                "Call zero_grad(set_to_none=True) after each step.",
             )
+        self._require_known()
+        for exact_sum in self._sums:
+            exact_sum.spans.clear()
 
-    def _add(self, is_last: bool) -> None:
-        """Add the gradients of a micro-batch. After the last, write the sums to ``p.grad``."""
-        if self.sums_in_float32:
-            self._add_shards(is_last)
-        if is_last:
-            self._replicated.add()
-
-    def _add_shards(self, is_last: bool) -> None:
-        """Add a micro-batch's gradients of sharded parameters in float32, and round the last sum."""
-        for parameter in self._sharded:
-            if parameter.dtype.itemsize > 2:
-                continue
-            gradient = gradient_of(parameter)
-            if gradient is not None:
-                total = gradient.float()
-                if parameter in self._sums:
-                    total += self._sums[parameter]
-                self._sums[parameter] = total
-                parameter.grad = None
-            if is_last and parameter in self._sums:
-                parameter.grad = self._sums.pop(parameter).to(parameter.dtype)
-
-    def _generators(self) -> tuple[bytes, ...]:
-        """Return the state of the generators that a micro-batch of an exact sum must not use."""
-        if not self.is_exact:
-            return ()
-        if any(torch_names.fsdp_keeps_gradients(group) for _, group in self._fsdp):
-            raise RecipeError(
-                "Cannot sum gradients exactly because FSDP2 adds them up on each rank, by "
-                "set_requires_gradient_sync(False) or set_requires_all_reduce(False).",
-                "Leave both True: the sum takes each micro-batch alone.",
-            )
-        if self._fsdp:
-            return generator_state(self._fsdp[0][1].device)
-        return generator_state(next(iter(self._trainable), torch.empty(0)).device)
-
-    def _add_exactly(self, micro_batch: _MicroBatch, before: tuple[bytes, ...]) -> None:
-        """Add the gradients of one micro-batch.
-
-        Raise if it drew random numbers or left a sharded parameter out.
-        """
-        after = self._generators()
-        if before and after and before != after:
-            raise RecipeError(
-                "a micro-batch drew random numbers from PyTorch's default generator (dropout, "
-                "sampling, layers left out at random), whose state depends on what this rank has "
-                "computed before.",
-                "Set the probabilities of dropout to 0, in attention too; or draw within "
-                "torch.random.fork_rng(), seeded there by the step and the micro-batch's own "
-                "number; or take another reduction.",
-            )
+    @torch.no_grad()
+    def _end(self) -> None:
+        """Add the gradients of whole parameters, and clear or check those of sharded ones."""
         # For two experts in different micro-batches, FSDP2 would give the gradients the same place
         # in vectors of equal length.
-        unused = next((p for p in self._sharded if p not in self._arrived), None)
+        unused = next((p for p in self._sharded if p.grad is None), None)
         if unused is not None:
             raise RecipeError(
                 "Cannot sum gradients exactly because a sharded parameter of shape "
@@ -354,56 +308,147 @@ class GradientReduction:
                 "Use every parameter in every micro-batch, times 0 where one leaves it out; freeze "
                 "it; or keep it whole on every rank: ignored_params=… of fully_shard.",
             )
-        self._replicated.add(is_absent=micro_batch.is_absent, is_last=micro_batch.is_last)
-        if micro_batch.is_last:
+        if any(p.grad is None for p in self._arrived):
+            raise RecipeError(
+                "a gradient was cleared in backward, before it was summed over ranks and "
+                "micro-batches.",
+                "Step after backward.",
+            )
+        for exact_sum, bucket in self._buckets:
+            self._add(exact_sum, bucket)
+        if self.is_last:
+            self._drop_unused()
             # Only a GPU's sums can lose a value that is too large for narrow ones.
-            lost = [exchange.has_lost() for exchange in self._exchanges]
+            lost = [exact_sum.has_lost() for exact_sum in self._sums]
             if any(lost):
-                refuse_lost(self._model)
+                raise RecipeError(
+                    "Cannot sum gradients exactly because values beyond 2^18 appeared after the "
+                    "first step.",
+                    "Repeat the step: from now on these sums take all of float32's range.",
+                )
+        else:
+            for parameter in (*self._sharded, *self._whole):
+                parameter.grad = None
+
+    def _add(self, exact_sum: ExactSum, bucket: Sequence[Tensor]) -> None:
+        """Add the gradients of a bucket. After the last micro-batch, write their sums to them."""
+        sizes = [local_of(parameter).numel() for parameter in bucket]
+        flat = torch.zeros(sum(sizes), dtype=bucket[0].dtype, device=bucket[0].device)
+        for parameter, part in zip(bucket, flat.split(sizes), strict=True):
+            gradient = gradient_of(parameter)
+            if gradient is None or self.is_absent:
+                continue
+            if gradient.is_sparse:
+                raise RecipeError(
+                    f"a gradient of shape {tuple(gradient.shape)} is sparse, and gradients are "
+                    "summed across ranks in flat buckets.",
+                    "Make the embedding with sparse=False.",
+                )
+            part.copy_(local_of(gradient).reshape(-1))
+            self._used.add(parameter)
+        exact_sum.add(flat, flat, is_last=self.is_last)
+        if not self.is_last:
             return
-        for parameter in self._sharded:
-            parameter.grad = None
+        for parameter, part in zip(bucket, flat.split(sizes), strict=True):
+            if parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter)
+            gradient = gradient_of(parameter)
+            assert gradient is not None
+            target = local_of(gradient)
+            target.copy_(part.view(target.shape))
+
+    def _drop_unused(self) -> None:
+        """Drop the gradients of whole parameters that no rank has used in this step."""
+        used = self._largest([int(parameter in self._used) for parameter in self._whole])
+        for parameter, is_used in zip(self._whole, used, strict=True):
+            if not is_used:
+                parameter.grad = None
+        self._used.clear()
+
+    def _largest(self, numbers: list[int]) -> list[int]:
+        """Return the largest of each number over the ranks."""
+        largest = torch.tensor(numbers, dtype=torch.int64, device=all_ranks().device)
+        for group in self._groups:
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+        return largest.tolist()
+
+    def _require_same_place(self, is_last: bool) -> None:
+        """Refuse unequal numbers of micro-batches, before a rank waits for another in vain."""
+        here = [self._place, -self._place, int(is_last), -int(is_last)]
+        if self._largest(here) != here:
+            number = self._place + 1
+            self.discard()
+            raise RankError(
+                f"Cannot sum the gradients of micro-batch {number} of rank "
+                f"{all_ranks().rank} because some ranks end their step with another micro-batch.",
+                "Give every rank as many: one without data repeats one with is_absent=True.",
+            )
+
+    def _require_known(self) -> None:
+        """Refuse trainable parameters that were frozen or missing at the start: their replicas
+        would drift.
+        """
+        known_params = [*self._sharded, *self._whole]
+        for _, group in self._fsdp:
+            known_params += torch_names.fsdp_gathered(group)
+        known_ids = set(map(id, known_params))
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad and id(parameter) not in known_ids:
+                raise RecipeError(
+                    f"parameter '{name}' was frozen or not in the model when the reduction was "
+                    "installed, and is trained now.",
+                    "Call close() of the reduction, and install it anew.",
+                )
+
+    def _generators(self) -> list[bytes]:
+        """Return the states of the default generators, which a micro-batch must not use, where they
+        can be read.
+        """
+        if any(torch_names.fsdp_keeps_gradients(group) for _, group in self._fsdp):
+            raise RecipeError(
+                "Cannot sum gradients exactly because FSDP2 adds them up on each rank, by "
+                "set_requires_gradient_sync(False) or set_requires_all_reduce(False).",
+                "Leave both True: the sum takes each micro-batch alone.",
+            )
+        states = [torch.default_generator.get_state()]
+        if torch.cuda.is_available() and not torch_names.is_captured():
+            states.append(torch.cuda.get_rng_state())
+        return [state.numpy().tobytes() for state in states]
+
+    def require_open(self, when: str) -> None:
+        """Refuse a pass outside :meth:`micro_batch`."""
+        if not self._is_open:
+            raise RecipeError(
+                f"Cannot sum gradients {when} outside micro_batch().",
+                "Surround each forward and backward pass with reduction.micro_batch(is_last=…), "
+                "which sums them; prepare() returns it as optimizer.reduction. A pass without a "
+                "backward pass needs torch.no_grad().",
+            )
+
+    def _arrive(self, parameter: Tensor) -> None:
+        self.require_open("in a backward pass")
+        if parameter in self._arrived:
+            raise _TWO_PASSES
+        self._arrived.add(parameter)
 
     def discard(self) -> None:
         """Forget the micro-batches since the last step, and all gradients."""
-        for parameter in self._trainable:
+        for parameter in (*self._sharded, *self._whole):
             parameter.grad = None
-        self._replicated.discard()
-        for exchange in self._exchanges:
-            exchange.discard()
-        self._sums.clear()
+        for exact_sum in self._sums:
+            exact_sum.discard()
+        self._used.clear()
         self._place = 0
-        self._arrived.clear()
 
     def bytes_per_param(self) -> float:
-        """Return the bytes per parameter kept between micro-batches and steps, counted from live
-        tensors.
-        """
-        total = sum(exchange.num_bytes() for exchange in self._exchanges)
-        return total / max(1, sum(local_of(p).numel() for p in self._trainable))
+        """Return the bytes per parameter kept between micro-batches, counted from live tensors."""
+        total = sum(exact_sum.num_bytes() for exact_sum in self._sums)
+        numel = sum(local_of(p).numel() for p in (*self._sharded, *self._whole))
+        return total / max(1, numel)
 
     def seconds(self) -> float:
-        """Return how long this rank took for this step's sums: to send, to wait for other ranks,
-        and to add.
-        """
-
-        total = 0.0
-        for exchange in self._exchanges:
-            for began, ended in exchange.spans:
-                if isinstance(ended, float):
-                    total += ended - began
-                else:
-                    ended.synchronize()
-                    total += began.elapsed_time(ended) / 1000
-        return total
-
-    @property
-    def is_installed(self) -> bool:
-        """Return whether it takes part in backward passes.
-
-        It does not once closed, or if one process has nothing to sum.
-        """
-        return bool(self._undo)
+        """Return how long this rank took for this step's sums."""
+        return sum(exact_sum.seconds() for exact_sum in self._sums)
 
     def close(self) -> None:
         """Restore how gradients were summed before."""
@@ -411,102 +456,6 @@ class GradientReduction:
             undo()
         self._undo.clear()
         self._is_closed = True
-
-    def require_open(self) -> _MicroBatch:
-        """Return the micro-batch whose block is open. Refuse a backward pass outside one."""
-        if self.current is None:
-            problem = f"Cannot sum gradients by '{self.row.name}' in a backward pass outside micro_batch()."
-            raise RecipeError(problem, _IN_MICRO_BATCHES)
-        return self.current
-
-    def _require_surrounded(self) -> None:
-        """Refuse a forward pass in training outside ``micro_batch``, where nobody sees the random
-        numbers that it draws.
-        """
-        if self.current is None:
-            raise RecipeError(
-                f"Cannot sum gradients by '{self.row.name}' after a forward pass outside "
-                "micro_batch().",
-                f"{_IN_MICRO_BATCHES} A pass without a backward pass needs torch.no_grad().",
-            )
-
-    def _arrive(self, parameter: Tensor) -> None:
-        self.require_open()
-        if self.is_exact and parameter in self._arrived:
-            raise RecipeError(
-                "two backward passes were met in one micro-batch, whose gradients are one addend "
-                "of an exact sum.",
-                "Add the losses, and call backward() once.",
-            )
-        self._arrived.add(parameter)
-
-    def _begin(self, is_last: bool) -> None:
-        if not self._place:
-            if any(p.grad is not None for p in self._trainable):
-                raise RecipeError(
-                    "a step was begun, and gradients of an earlier one are still there.",
-                    "Call zero_grad(set_to_none=True) after each step.",
-                )
-            self._require_known()
-            for exchange in self._exchanges:
-                exchange.spans.clear()
-        if self._step_ends is not None:
-            self._step_ends.tell(self._place + 1, is_last)
-        self._arrived.clear()
-
-    def _require_known(self) -> None:
-        """Refuse trainable parameters that were frozen or missing at the start: their replicas
-        would drift.
-        """
-        known_params = list(self._trainable)
-        parameters: list[Tensor] = []
-        for _, group in torch_names.fsdp_groups(self._model):
-            known_params += torch_names.fsdp_gathered(group)
-            parameters += torch_names.fsdp_parameters(group)
-        parameters += self._model.parameters()
-        known_ids = set(map(id, known_params))
-        for parameter in parameters:
-            if parameter.requires_grad and id(parameter) not in known_ids:
-                raise RecipeError(
-                    f"a parameter of shape {tuple(parameter.shape)} was frozen or not in the model "
-                    "when reduction "
-                    f"'{self.row.name}' was installed, and is trained now.",
-                    "Call close() of the reduction, and install it anew.",
-                )
-
-    def _take_over_shards(self) -> tuple[set[int], RankGrid | None]:
-        """Give FSDP2's parameter groups their exchanges.
-
-        Return the ids of the sharded parameters, and the ranks.
-        """
-        sharded_ids: set[int] = set()
-        grids: dict[tuple[int, ...], RankGrid] = {}
-        for module, group in self._fsdp:
-            mesh, shard_dim, replicate_dim = torch_names.fsdp_mesh(group)
-            if shard_dim is None or mesh.ndim != (1 if replicate_dim is None else 2):
-                raise RecipeError(
-                    f"FSDP2 shards {type(module).__name__} over a mesh of {mesh.ndim} dims; not "
-                    "all sum gradients.",
-                    "Shard over a mesh of one dim, or of two: replicas and shards.",
-                )
-            grid = of_mesh(mesh, shard_dim, replicate_dim)
-            grids[tuple(dist.get_process_group_ranks(grid.group))] = grid
-            comm = _GroupSum(self, self._register(grid))
-            alone = None
-            if grid.replicas > 1:
-                alone = group_of([all_ranks().rank])
-            self._undo.append(torch_names.take_over_sums(module, group, comm, alone))
-            if grid.shards > 1:  # FSDP2 sums nothing over one shard: those are replicated
-                sharded_ids.update(map(id, torch_names.fsdp_parameters(group)))
-        if len(grids) > 1:
-            raise RecipeError(
-                f"a model is sharded over {len(grids)} meshes of other ranks.", "Shard it over one."
-            )
-        return sharded_ids, next(iter(grids.values()), None)
-
-
-def _do_nothing(*_: object) -> None:
-    pass
 
 
 def inner_of(model: nn.Module) -> nn.Module:
@@ -516,28 +465,57 @@ def inner_of(model: nn.Module) -> nn.Module:
     return model
 
 
-def _require_whole(model: nn.Module, parameters: Sequence[Tensor], grid: RankGrid) -> None:
-    """Refuse a parameter if the ranks that would add up its gradients hold different elements."""
-    if grid.group is not None:
-        summing = set(dist.get_process_group_ranks(grid.group))
-    else:
-        summing = set()
-    for groups, members in by_group(parameters):
-        ranks: set[int] = set()
-        for group in groups:
-            ranks.update(dist.get_process_group_ranks(group))
-        if len(ranks & summing) > 1:
-            name = next(name for name, p in model.named_parameters() if p is members[0])
+def _groups_of(model: nn.Module, fsdp: Sequence[tuple[Any, Any]], mesh: Any) -> list[Any]:
+    """Return the process groups over which a model's gradients are summed, shards first."""
+    meshes = {torch_names.fsdp_mesh(group) for _, group in fsdp}
+    if len(meshes) > 1:
+        raise RecipeError(
+            f"a model is sharded over {len(meshes)} meshes of other ranks.", "Shard it over one."
+        )
+    groups: list[Any] = []
+    if meshes:
+        fsdp_mesh, *dims = meshes.pop()
+        groups = [fsdp_mesh.get_group(dim) for dim in dims if dim is not None]
+        if len(groups) != fsdp_mesh.ndim:
             raise RecipeError(
-                f"parameter '{name}' is a DTensor whose parts lie on several ranks, and FSDP2 does not "
-                "gather it.",
-                "Shard it with fully_shard, or keep it whole on every rank.",
+                f"FSDP2 shards {type(model).__name__} over a mesh of {fsdp_mesh.ndim} dims; not "
+                "all sum gradients.",
+                "Shard over a mesh of one dim, or of two: replicas and shards.",
+            )
+    elif mesh is not None:
+        groups = mesh.get_all_groups()
+    elif has_group():
+        groups = [getattr(model, "process_group", None) or dist.group.WORLD]
+    return [group for group in groups if group.size() > 1]
+
+
+def _require_own_dtypes(module: nn.Module, group: Any) -> None:
+    """Refuse sums in another dtype than the parameters': on several ranks FSDP2 would round the sum
+    once more.
+    """
+    for parameter in torch_names.fsdp_parameters(group):
+        summed = dtype_name(torch_names.fsdp_sum_dtype(group, parameter))
+        stored = dtype_name(parameter.dtype)
+        if summed != stored:
+            raise RecipeError(
+                f"Cannot sum gradients of {type(module).__name__} exactly because FSDP2 sums "
+                f"them in {summed} and its parameters are {stored}.",
+                f"Take reduce_dtype = {stored} in its MixedPrecisionPolicy; the exact sum needs "
+                "no wider one.",
             )
 
 
-def _grid_of(model: nn.Module, mesh: Any) -> RankGrid:
-    if mesh is not None:
-        return replicated(group_of(mesh.mesh.flatten().tolist()))
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        return replicated(model.process_group)
-    return replicated()
+def _buckets(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Return parameters in buckets of one dtype and device."""
+    buckets: list[list[Tensor]] = []
+    kind: Any = None
+    size = 0
+    for parameter in sorted(parameters, key=lambda p: f"{p.dtype} {p.device}"):
+        num_bytes = local_of(parameter).numel() * parameter.element_size()
+        if kind != (parameter.dtype, parameter.device) or size + num_bytes > BUCKET_BYTES:
+            kind = (parameter.dtype, parameter.device)
+            size = 0
+            buckets.append([])
+        size += num_bytes
+        buckets[-1].append(parameter)
+    return buckets

@@ -12,10 +12,10 @@ Damage of a shard without a replica cannot be detected.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from narrowgauge.distributed.ranks import all_ranks
@@ -24,88 +24,59 @@ from narrowgauge.numerics.dtensor import is_sharded
 from narrowgauge.numerics.hashing import tensor_hash
 
 
-class _Difference(NamedTuple):
-    """A tensor that ranks do not hold alike.
-
-    Attributes:
-        wrong: the ranks outside the largest set of equal ranks.
-        others: the number of the other ranks.
-    """
-
-    name: str
-    wrong: list[int]
-    others: int
-
-
 @torch.no_grad()
 def verify_replicas(tensors: Iterable[tuple[str, Tensor, Tensor]], step: int) -> None:
     """Compare replicas across ranks. All ranks call it at the same place.
 
     Args:
-        tensors: name, tensor and parameter of everything that this rank holds between steps, in the
-            same order on all ranks. A DTensor parameter determines which other ranks hold the same.
+        tensors: name, tensor and parameter of everything that this rank holds between steps. A
+            DTensor parameter determines which other ranks hold the same.
         step: optimizer steps done, for the message.
     Raises:
         CorruptionError: on all ranks.
-    Cost: one read of the replicas, and 8 bytes for each tensor and rank.
+    Cost: one read of the replicas, and some bytes for each tensor and rank.
     """
-    hashes: dict[Any, dict[str, Tensor]] = {}
+    hashes = {}
     for name, tensor, owner in tensors:
-        for group in replica_groups(owner):
-            hashes.setdefault(group, {})[name] = tensor_hash(tensor).to(all_ranks().device)
-    differences: list[_Difference] = []
-    for group, hashes_by_name in hashes.items():
-        differences += _differences(group, hashes_by_name)
-    everywhere: list[_Difference] = []
-    for of_rank in all_ranks().gather(differences):
-        everywhere += of_rank
-    if not everywhere:
+        hashes[name, _part_of(owner)] = int(tensor_hash(tensor))
+    holders: dict[tuple[str, tuple[int, ...]], dict[int, list[int]]] = {}
+    for rank, hashes_of_rank in enumerate(all_ranks().gather(hashes)):
+        for key, value in hashes_of_rank.items():
+            holders.setdefault(key, {}).setdefault(value, []).append(rank)
+    differences = []
+    for (name, _), ranks_by_hash in holders.items():
+        *minorities, largest = sorted(ranks_by_hash.values(), key=len)
+        wrong = list(chain(*minorities))
+        if wrong:
+            differences.append((len(wrong) < len(largest), name, wrong, largest))
+    if not differences:
         return
     # A difference with a majority comes first: it names the machine.
-    name, wrong, others = min(everywhere, key=lambda item: len(item.wrong) >= item.others)
+    has_majority, name, wrong, largest = max(differences, key=lambda difference: difference[0])
     culprit = None
-    ranks = " and ".join(f"rank {rank}" for rank in wrong)
-    message = f"{name} differs between {ranks} after step {step}."
+    suspects = " and ".join(f"rank {rank}" for rank in sorted(wrong + largest))
+    message = f"{name} differs between {suspects} after step {step}."
     advice = "Test the memory of these machines"
-    if len(wrong) < others:
+    if has_majority:
         culprit = wrong[0]
-        message = f"{name} of {ranks} differs from that of {others} other ranks after step {step}."
+        ranks = " and ".join(f"rank {rank}" for rank in wrong)
+        message = (
+            f"{name} of {ranks} differs from that of {len(largest)} other ranks after step {step}."
+        )
         advice = f"Take the machine of rank {culprit} out of service"
     advice += ", and resume: the last checkpoint was saved before the damage."
     raise CorruptionError(message, advice, culprit, name)
 
 
-def _differences(group: Any, hashes: dict[str, Tensor]) -> list[_Difference]:
-    """Gather the hashes of a group's ranks. Return the tensors whose hashes differ."""
-    own_hashes = torch.stack(list(hashes.values()))
-    gathered = [torch.empty_like(own_hashes) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(gathered, own_hashes, group=group)
-    ranks = dist.get_process_group_ranks(group)
-    differences = []
-    for name, values in zip(hashes, torch.stack(gathered, 1).tolist(), strict=True):
-        most = max(values, key=values.count)
-        wrong = [rank for rank, value in zip(ranks, values, strict=True) if value != most]
-        others = len(ranks) - len(wrong)
-        if len(wrong) >= others:  # no majority: all of them are suspects
-            wrong = ranks
-        if wrong:
-            differences.append(_Difference(name, wrong, others))
-    return differences
-
-
-def replica_groups(owner: Any) -> list[Any]:
-    """Return the process groups of ranks that hold the same shard of a parameter as this rank.
-
-    Empty without replicas.
-    """
+def _part_of(owner: Any) -> tuple[int, ...]:
+    """Return which part of a parameter this rank holds."""
     if not is_sharded(owner):
-        return [dist.group.WORLD]
-    mesh = owner.device_mesh
-    groups = []
+        return ()
+    part = []
     for axis, placement in enumerate(owner.placements):
-        if placement.is_replicate() and mesh.size(axis) > 1:
-            groups.append(mesh.get_group(axis))
-    return groups
+        if not placement.is_replicate():
+            part.append(owner.device_mesh.get_local_rank(axis))
+    return tuple(part)
 
 
 def unlike(of_ranks: Sequence[Mapping[str, float]]) -> set[str]:

@@ -2,17 +2,11 @@
 block.
 
 FSDP2 gathers a group's parameters before they are used, and reduce-scatters its gradients after
-backward. This module decides which parameters form a group. A group's gradients have one dtype. So
-a module in float32 beside bfloat16 gets a group of its own. Single float32 vectors in a module of
-bfloat16 matrices stay whole on every rank: a message for each would cost more than its memory. The
-gradient reduction sums them.
-
-A two-dimensional mesh is *hybrid*: replicas along its first axis, shards along its second.
+backward. A two-dimensional mesh is *hybrid*: replicas along its first axis, shards along its second.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,36 +21,49 @@ from narrowgauge.torch_support import torch_names
 from narrowgauge.torch_support.anatomy import parts
 
 
-def shard(model: nn.Module, mesh: Any, *, offload: bool = False) -> nn.Module:
+def shard(
+    model: nn.Module, mesh: Any, *, offload: bool = False, wire: str = "", average: bool = True
+) -> nn.Module:
     """Shard a model's parameters over a mesh with FSDP2: a group for each member of a run (see
     :mod:`narrowgauge.torch_support.anatomy`), and one for the rest.
 
     Args:
-        model: whole on every rank, with equal values. Its parameters become DTensors, in place.
+        model: whole on every rank, with equal values, of one dtype. Its parameters become DTensors,
+            in place.
         mesh: a ``DeviceMesh`` of one axis, or of two: replicas, then shards.
         offload: keep parameters, gradients and states in the host's memory. A layer is copied to
             the device when it is used.
+        wire: the format of FSDP2's sums; empty: the gradients' own.
+        average: whether FSDP2 divides the sums by the number of ranks.
     Raises:
         RecipeError: the mesh has more than two axes, or two without names.
     Cost: per micro-batch two gathers of every layer and one reduction of its gradients. A rank holds its part of the model and
         two whole layers.
     """
-    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+    from torch.distributed.fsdp import (
+        CPUOffloadPolicy,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+        fully_shard,
+    )
 
     require_mesh(mesh)
-    policy = OffloadPolicy()
+    options: dict[str, Any] = {"mesh": mesh, "offload_policy": OffloadPolicy()}
     if offload:
-        policy = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+    if wire:
+        options["mp_policy"] = MixedPrecisionPolicy(reduce_dtype=getattr(torch, wire))
     layers: list[nn.Module] = []
     for run in parts(model).runs:
         layers.extend(layer for layer in run if _owns_its_parameters(layer, model))
-    separate, whole_params = _exceptions(model)
-    for module in dict.fromkeys([*separate, *reversed(layers), model]):
-        fully_shard(module, mesh=mesh, offload_policy=policy, ignored_params=whole_params)
+    for module in (*reversed(layers), model):
+        fully_shard(module, **options)
     for module in fsdp_modules(model):
         # NCCL's average multiplies by 1 / ranks in the gradient's format, which is biased unless
         # the ranks are a power of two.
         module.set_force_sum_reduction_for_comms(True)
+        if not average:
+            module.set_gradient_divide_factor(1.0)
     return model
 
 
@@ -191,29 +198,3 @@ def _owns_its_parameters(layer: nn.Module, model: nn.Module) -> bool:
         if module not in inner_modules and not inner_params.isdisjoint(module.parameters(False)):
             return False
     return True
-
-
-def _exceptions(model: nn.Module) -> tuple[list[nn.Module], set[nn.Parameter]]:
-    """Return modules that get a group of their own, and parameters that stay whole: both of another
-    dtype than most.
-    """
-    users: Counter[nn.Parameter] = Counter()
-    for module in model.modules():
-        users.update(module.parameters(recurse=False))
-    sizes: Counter[torch.dtype] = Counter()
-    for parameter in model.parameters():
-        sizes[parameter.dtype] += parameter.numel()
-    usual = max(sizes, key=lambda dtype: sizes[dtype], default=None)
-    separate: list[nn.Module] = []
-    whole_params: set[nn.Parameter] = set()
-    for module in model.modules():
-        parameters = list(module.parameters(recurse=False))
-        ignored = {p for p in parameters if p.dtype is not usual or not p.ndim}
-        has_one_dtype = len({p.dtype for p in parameters}) == 1
-        is_owner = all(users[p] == 1 and p.ndim for p in parameters)
-        has_matrix = any(p.ndim > 1 for p in ignored)
-        if has_one_dtype and is_owner and has_matrix and not list(module.children()):
-            separate.append(module)
-        else:
-            whole_params |= ignored
-    return separate, whole_params

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from narrowgauge.matmul.linear import is_transposed
-from narrowgauge.numerics.dtensor import whole
 from narrowgauge.torch_support.torch_names import plain_name
 
 
@@ -34,13 +33,3 @@ def product_of(layer: Any) -> Tensor:
         matrix = layer.scaling[adapter] * (up @ down)
         product += matrix.T if is_transposed(base) else matrix
     return product
-
-
-def weight_with_adapters(layer: Any) -> Tensor:
-    """Return the weight that a linear layer multiplies with, in float64."""
-    if not is_adapted(layer):
-        return whole(layer.weight.detach()).double()
-    weight = whole(layer.get_base_layer().weight.detach()).double()
-    if layer.merged_adapters:
-        return weight
-    return weight + product_of(layer)

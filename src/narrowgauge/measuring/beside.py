@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
 from contextlib import ExitStack
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -28,10 +27,9 @@ from narrowgauge.torch_support import torch_names
 if TYPE_CHECKING:
     from typing_extensions import Self  # Python 3.10 has none in typing
 
-_TORCH = os.path.dirname(torch.__file__) + os.sep
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _INNER = ("matmul", "measuring", "numerics", "torch_support", "transforms")
-_SKIPPED = (_TORCH, *(f"{_PACKAGE}{name}{os.sep}" for name in _INNER))
+_SKIPPED = (os.path.dirname(torch.__file__) + os.sep, *(_PACKAGE + name for name in _INNER))
 """Folders whose frames are not the user's code."""
 ALLOCATES = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_")
 """Operations that leave their results unwritten."""
@@ -83,10 +81,10 @@ def _user_line() -> tuple[str, bool]:
             name = code.co_qualname.replace("<locals>.", "")
             line = f"{name} ({os.path.basename(code.co_filename)}:{frame.f_lineno})"
             is_backward = code.co_name == "backward" and "ctx" in code.co_varnames[:2]
-            return f"{layer} in {line}" if layer else line, is_backward
+            return layer + line, is_backward
         owner = frame.f_locals.get("self") if code.co_name == "forward" else None
         if not layer and isinstance(owner, nn.Module):
-            layer = type(owner).__name__
+            layer = f"{type(owner).__name__} in "
         frame = frame.f_back
     return UNKNOWN, False
 
@@ -96,12 +94,13 @@ class Operation:
 
     Attributes:
         name: without namespace and overload.
-        operands: all tensors among the arguments. ``written`` are those that it writes in place.
-        layer: the call of one of our narrow layers, whose products are one operation.
+        operands: all tensors among the arguments. ``written`` are those that it writes in place,
+            ``read`` those whose values it reads.
+        layer: the call of one of our narrow layers, whose products are one operation. Their
+            arguments are as before their casts.
+        draws: whether it draws random numbers.
         notes: what a policy keeps between ``before`` and ``after``.
     """
-
-    layer: Any = None
 
     def __init__(self, func: Any, args: Any, kwargs: Any, site: Site) -> None:
         self.func = func
@@ -109,45 +108,28 @@ class Operation:
         self.kwargs = kwargs
         self.site = site
         self.result: Any = None
-        self.leaves = tree_leaves((args, kwargs))
-        self.operands = tensors_in(self.leaves)
         self.notes: dict[Any, Any] = {}
-
-    @cached_property
-    def name(self) -> str:
-        name: str = self.func._schema.name
-        return name.split("::")[1]
-
-    @cached_property
-    def written(self) -> list[Tensor]:
-        if self.is_collective and self.name.endswith("_"):
-            return tensors_in(self.args[0])  # its schema does not say so
-        schema = self.func._schema.arguments
-        values = dict(self.kwargs)
-        for argument, value in zip(schema, self.args, strict=False):
-            values[argument.name] = value
-        written = []
-        for argument in schema:
+        self.operands = self.read = tensors_in((args, kwargs))
+        self.written: list[Tensor] = []
+        self.layer = None
+        self.draws = self.is_collective = False
+        if not isinstance(func, torch._ops.OpOverload):
+            self.layer = args[3]
+            self.name = f"the product in {self.layer.compute.name}"
+            return
+        schema = func._schema
+        self.name = schema.name.split("::")[1]
+        self.draws = torch.Tag.nondeterministic_seeded in func.tags
+        self.is_collective = "c10d" in func.namespace
+        values = dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
+        for argument in schema.arguments:
             if argument.alias_info is not None and argument.alias_info.is_write:
-                written += tensors_in(values.get(argument.name))
-        return written
-
-    @cached_property
-    def read(self) -> list[Tensor]:
-        """Return the operands whose values it reads."""
-        overwrites = self.name in _OVERWRITES or self.func._schema.overload_name.endswith("out")
-        if not overwrites:
-            return self.operands
-        return [x for x in self.operands if not any(x is target for target in self.written)]
-
-    @property
-    def draws(self) -> bool:
-        """Return whether the operation draws random numbers."""
-        return torch.Tag.nondeterministic_seeded in self.func.tags
-
-    @property
-    def is_collective(self) -> bool:
-        return "c10d" in self.func.namespace
+                self.written += tensors_in(values.get(argument.name))
+        if self.is_collective and self.name.endswith("_"):
+            self.written = tensors_in(args[0])  # its schema does not say so
+        if self.name in _OVERWRITES or schema.overload_name.endswith("out"):
+            targets = set(map(id, self.written))
+            self.read = [x for x in self.operands if id(x) not in targets]
 
     @property
     def is_view(self) -> bool:
@@ -158,32 +140,8 @@ class Operation:
             return False
         return all(storage_key(x) in storages for x in results)
 
-    def run(self) -> None:
-        self.result = self.func(*self.args, **self.kwargs)
-
     def __str__(self) -> str:
         return f"{self.name} in {self.site}"
-
-
-class LayerProducts(Operation):
-    """The product of a narrow layer in forward, or its two products in backward.
-
-    Its arguments are as before their casts.
-    """
-
-    draws = False
-    is_collective = False
-    is_view = False
-
-    def __init__(self, func: Any, args: Any, site: Site) -> None:
-        super().__init__(func, args, {}, site)
-        self.layer = args[3]
-        self.name = f"the product in {self.layer.compute.name}"
-        self.written: list[Tensor] = []
-        self.read = self.operands
-
-    def run(self) -> None:
-        self.result = self.func(*self.args)
 
 
 class Beside(TorchDispatchMode):
@@ -206,7 +164,7 @@ class Beside(TorchDispatchMode):
     def _asked(self, operation: Operation) -> Any:
         for policy in self.policies:
             policy.before(operation)
-        operation.run()
+        operation.result = operation.func(*operation.args, **operation.kwargs)
         for policy in self.policies:
             policy.after(operation)
         return operation.result
@@ -226,7 +184,7 @@ class Beside(TorchDispatchMode):
     def _layer(self, run: Any, *args: Any) -> Any:
         site = self.sites.now()
         with torch_names.no_modes(), torch.autocast(args[0].device.type, enabled=False):
-            return self._asked(LayerProducts(run, args, site))
+            return self._asked(Operation(run, args, {}, site))
 
 
 # ── tensors and their memory ──────────────────────────────────────────────────────────────────────
@@ -271,7 +229,7 @@ def is_float(x: Any) -> bool:
     return x.is_floating_point() or x.is_complex()
 
 
-def floats_in(tree: Iterable[Any]) -> list[Tensor]:
+def floats_in(tree: Any) -> list[Tensor]:
     return [x for x in tree_leaves(tree) if is_float(x)]
 
 

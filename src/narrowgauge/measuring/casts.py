@@ -1,10 +1,10 @@
 """What the casts of low-precision layers lose, and a bound of attention's logits, on sampled steps of a
 recorded loop.
 
-Hooks watch only tensors that are in memory anyway: the operands of linear layers' matmuls, forward
-and backward; weights; queries and keys. So a watched run has the same bits. On a sampled step each
-tensor costs one reduction and a copy of some of its rows. One transfer moves the numbers to the
-host: a row of ``gauges.jsonl``. Layers inside code that the user compiled are not seen.
+Hooks read only tensors that are in memory anyway: the operands of linear layers' matmuls, forward
+and backward; weights; queries and keys. So a watched run has the same bits. On a sampled step one
+transfer moves the numbers to the host: a row of ``gauges.jsonl``. Layers inside code that the user
+compiled are not seen.
 
 A logit is a product of a query and a key, so the largest norms of both bound it. Rotary embeddings
 keep norms. Attention modules are known by the name of their class. Not seen are modules that do not
@@ -15,7 +15,7 @@ state the width of a head, and those that never call their projections, such as
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ from narrowgauge.measuring.hooks import Hub, Listener
 from narrowgauge.numerics import metrics
 from narrowgauge.numerics.dtensor import is_split_over_ranks, local_of
 from narrowgauge.numerics.exact_sums import largest_magnitude
-from narrowgauge.optim.audit import AuditedUpdates, audit
+from narrowgauge.optim.audit import audit
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.schema import METRICS, Row
 from narrowgauge.spec.computes import Cast, first_of_input
@@ -43,14 +43,12 @@ SAMPLE = 1 << 13
 _SLOTS = {"input": "output.left", "weight": "output.right", "output_grad": "grad_input.left"}
 """The slot whose cast is measured, for each kind of tensor."""
 _PAIRS = (
-    ("q_norm", "k_norm"), ("q_proj", "k_proj"), ("query", "key"), ("q_lin", "k_lin"),
-    ("to_q", "to_k"), ("wq", "wk"),
+    ("q_norm", "k_norm"), ("q_proj", "k_proj"), ("query", "key"), ("wq", "wk"), ("c_attn", "c_attn"),
+    ("qkv", "qkv"), ("qkv_proj", "qkv_proj"), ("query_key_value", "query_key_value"),
 )  # fmt: skip
-"""Names of the modules that give queries and keys, in libraries and models; what comes last in the
-forward pass first.
+"""Modules that give queries and keys, by the names that libraries use: what comes last in the forward
+pass first. One module for both gives queries, keys and values of equal widths.
 """
-_FUSED = ("qkv", "c_attn", "qkv_proj", "query_key_value")
-"""Names of projections to queries, keys and values of equal widths."""
 
 
 class Gauges(Listener):
@@ -65,8 +63,8 @@ class Gauges(Listener):
         every: number of steps between samples.
         on_row: called with each row of ``gauges.jsonl``.
 
-    Cost: 32 KiB of memory per watched tensor on sampled steps, where the host waits for the device
-    once.
+    Cost: a cast of ``SAMPLE`` values of each tensor on sampled steps, where the host waits for the
+    device once.
     """
 
     title = "the gauges"
@@ -83,18 +81,14 @@ class Gauges(Listener):
         self.every = every
         self._hub = hub
         self._on_row = on_row
-        self._samples: dict[tuple[str, str], Tensor] = {}
-        self._largest: dict[tuple[str, str], Tensor] = {}
+        self._numbers: dict[tuple[str, str], Tensor] = {}
         self._undo = ExitStack()
-        self._layers: dict[str, Any] = {}
+        self._layers: dict[str, Any] = {**grouped_layers_of(hub.model)}
         self._heads: dict[str, Heads] = {}
-        names = {}
-        for name, grouped in grouped_layers_of(hub.model).items():
-            names[id(grouped)] = name
         for name, module in hub.model.named_modules():
             heads = heads_of(module)
-            if isinstance(module, (Linear, GroupedLinear)):
-                self._layers[plain_name(names.get(id(module), name))] = module
+            if isinstance(module, Linear):
+                self._layers[plain_name(name)] = module
             elif heads is not None:
                 self._heads[plain_name(name)] = heads
         hub.listeners.append(self)
@@ -109,8 +103,7 @@ class Gauges(Listener):
     def step(self, step: int) -> None:
         self._step = step
         self._undo.close()
-        self._samples.clear()
-        self._largest.clear()
+        self._numbers.clear()
         self.is_recording = (step + 1) % self.every == 0
         if self.is_recording:
             self._attach()
@@ -123,17 +116,14 @@ class Gauges(Listener):
         self._undo.close()
 
     def _attach(self) -> None:
-        """Hook the layers for one step."""
-        seen = set()
+        """Hook the layers for one step. Layers with the same input measure it once."""
         for name, layer in self._layers.items():
-            # Layers with the same input are measured once.
-            source = first_of_input(name)
-            is_first = source == name or source not in seen
-            seen.add(name)
+            first = first_of_input(name)
+            is_first = first == name or first not in self._layers
             self._hook(layer, partial(self._see_layer, name, is_first=is_first))
         for name, heads in self._heads.items():
-            for kind, module in (("query", heads.query), ("key", heads.key)):
-                self._hook(module, partial(self._see_heads, kind, name))
+            self._hook(heads.query, partial(self._see_heads, name, "query"))
+            self._hook(heads.key, partial(self._see_heads, name, "key"))
 
     def _hook(self, module: nn.Module, see: Callable[..., None]) -> None:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
@@ -154,67 +144,57 @@ class Gauges(Listener):
         if isinstance(output, Tensor) and output.requires_grad:
             output.register_hook(see_gradient)
 
-    def _see_heads(self, kind: str, name: str, args: Any, output: Any) -> None:
+    def _see_heads(self, name: str, kind: str, args: Any, output: Any) -> None:
         if type(output) is Tensor:
             norm = self._heads[name].largest_norm(output.detach(), kind)
-            self._largest[kind, name] = norm
+            self._numbers[kind, name] = norm.double().view(1)
 
+    @torch.no_grad()
     def _record(self, kind: str, name: str, x: Tensor) -> None:
         """Record a tensor. A later call for the same one replaces the earlier value."""
-        if self.is_recording and type(x) in (Tensor, nn.Parameter) and x.numel():
-            self._largest[kind, name] = largest_magnitude(x.detach()).float()
-            self._samples[kind, name] = sample_rows(x.detach())
+        cast = cast_of(kind, self._layers[name])
+        if self.is_recording and cast is not None and x.numel():
+            label = f"{kind}:{name}.weight" if kind == "weight" else f"{kind}:{name}"
+            self._numbers["tensors", label] = _losses(x.detach(), cast)
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Record the weights of low-precision layers."""
         if self.is_recording and optimizer is self.optimizer:
             for name, layer in self._layers.items():
                 if isinstance(layer, Linear):
-                    self._record("weight", f"{name}.weight", local_of(layer.weight))
+                    self._record("weight", name, local_of(layer.weight))
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Write the row of a sampled step."""
         if optimizer is not self.optimizer:
             return
-        step = self._step + 1
         if self.is_recording:
-            self._on_row({"step": step, **self._tables()})
-        self.step = step
+            self._on_row({"step": self._step + 1, **self._tables()})
+        self.step = self._step + 1
 
     def _tables(self) -> Row:
-        """Return the tables of a row."""
-        parts: dict[tuple[str, str], Tensor] = {}
-        for (kind, name), sample in self._samples.items():
-            cast = cast_of(kind, self._layers[name.removesuffix(".weight")])
-            if cast is not None:
-                largest = self._largest[kind, name]
-                parts["tensors", f"{kind}:{name}"] = _losses(sample, cast, largest)
-        for name, heads in self._heads.items():
-            query = self._largest.get(("query", name))
-            key = self._largest.get(("key", name))
-            if query is not None and key is not None:
-                parts["attention", name] = (heads.scale * query * key).double().view(1)
+        """Return the tables of a row. Copy all numbers to the host, in one transfer."""
+        numbers = {}
+        if self._numbers:
+            sizes = list(map(len, self._numbers.values()))
+            pieces = torch.cat([*self._numbers.values()]).cpu().split(sizes)
+            numbers = dict(zip(self._numbers, pieces, strict=True))
         row: Row = {}
-        for (table, name), numbers in _on_host(parts).items():
-            row.setdefault(table, {})[name] = _metrics(numbers)
+        for (table, name), sums in numbers.items():
+            if table == "tensors":
+                loss = metrics.cast_loss(sums[:-1])
+                values = loss.underflow, loss.overflow, loss.sqnr_db, float(sums[-1])
+                row.setdefault(table, {})[name] = list(map(rounded, values))
+            elif table == "query" and ("key", name) in numbers:
+                bound = self._heads[name].scale * float(sums) * float(numbers["key", name])
+                row.setdefault("attention", {})[name] = [rounded(bound, keep_nan=True)]
         if isinstance(self.optimizer, Optimizer):
-            audited = audit(self.optimizer)
-            if audited:
-                row["updates"] = {name: _figures(reading) for name, reading in audited.items()}
+            for name, reading in audit(self.optimizer).items():
+                edq, *rest = [getattr(reading, metric) for metric in METRICS["updates"]]
+                # EDQ is NaN if no update was intended.
+                values = [rounded(edq, keep_nan=True), *map(rounded, rest)]
+                row.setdefault("updates", {})[name] = values
         return row
-
-
-def sample_rows(x: Tensor) -> Tensor:
-    """Copy evenly spaced rows of a tensor, about ``SAMPLE`` values, as float32 ``[rows, columns]``.
-
-    Example:
-        >>> sample_rows(torch.arange(6).reshape(3, 2)).shape
-        torch.Size([3, 2])
-    """
-    matrix = x.reshape(-1, x.shape[-1])[:, :SAMPLE]
-    rows, columns = matrix.shape
-    count = max(1, min(rows, SAMPLE // columns))
-    return matrix[:: rows // count][:count].to(torch.float32, copy=True)
 
 
 # ── the numbers ───────────────────────────────────────────────────────────────────────────────────
@@ -226,47 +206,32 @@ def cast_of(kind: str, layer: Any) -> Cast | None:
     Not shown are experts that scale their tokens alone, and shards of a weight with one scale.
     """
     cast: Cast | None = layer.compute.casts[_SLOTS[kind]]
-    if cast is None:
+    if cast is None or (cast.is_wide and cast.format == dtype_name(layer.weight.dtype)):
         return None
-    is_unseen = cast.is_wide and cast.format == dtype_name(layer.weight.dtype)
-    if isinstance(layer, GroupedLinear):
-        is_unseen = _has_one_scale(cast) or cast.is_wide
-    elif kind == "weight" and _has_one_scale(cast):
-        is_unseen = is_split_over_ranks(layer.weight)
-    if is_unseen:
-        return None
-    return cast
+    is_part = isinstance(layer, GroupedLinear)
+    if kind == "weight":
+        is_part = is_split_over_ranks(layer.weight)
+    return None if is_part and _has_one_scale(cast) else cast
 
 
 def _has_one_scale(cast: Cast) -> bool:
     return cast.granularity == "tensor" or cast.scale == "float8_e4m3fn"
 
 
-def _losses(sample: Tensor, cast: Cast, largest: Tensor) -> Tensor:
-    """Return the sums of a cast's loss, and the largest magnitude over the rms."""
-    finite = sample.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+def _losses(x: Tensor, cast: Cast) -> Tensor:
+    """Return the sums of a cast's loss over evenly spaced rows, about ``SAMPLE`` values, and their
+    largest magnitude over the rms.
+    """
+    matrix = x.reshape(-1, x.shape[-1])[:, :SAMPLE]
+    rows, columns = matrix.shape
+    count = max(1, min(rows, SAMPLE // columns))
+    sample = matrix[:: rows // count][:count].float().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
     scale = None
     if _has_one_scale(cast):
-        scale = largest.view(1, 1)
-    sums = metrics.cast_sums(finite, cast, amax=scale).sum(0)
-    outlier = finite.abs().amax() / finite.square().mean().sqrt()
+        scale = largest_magnitude(x).view(1, 1)
+    sums = metrics.cast_sums(sample, cast, amax=scale).sum(0)
+    outlier = sample.abs().amax() / sample.square().mean().sqrt()
     return torch.cat([sums, outlier.double().view(1)])
-
-
-def _on_host(parts: Mapping[tuple[str, str], Tensor]) -> dict[tuple[str, str], Tensor]:
-    """Copy all numbers to the host, in one transfer."""
-    if not parts:
-        return {}
-    pieces = torch.cat([*parts.values()]).cpu().split([*map(len, parts.values())])
-    return dict(zip(parts, pieces, strict=True))
-
-
-def _metrics(values: Tensor) -> list[float | None]:
-    """Return the metrics of a cast, or the bound of logits, in the order of the record."""
-    if len(values) == 1:
-        return [rounded(float(values), keep_nan=True)]
-    loss = metrics.cast_loss(values[:-1])
-    return [*map(rounded, (loss.underflow, loss.overflow, loss.sqnr_db, float(values[-1])))]
 
 
 def rounded(value: float | None, keep_nan: bool = False) -> float | None:
@@ -279,15 +244,6 @@ def rounded(value: float | None, keep_nan: bool = False) -> float | None:
     if value is None or (math.isnan(value) and not keep_nan):
         return None
     return float(f"{value:.4g}")
-
-
-def _figures(reading: AuditedUpdates) -> list[float | None]:
-    """Return the metrics of an audited parameter, in the order of the record.
-
-    EDQ is NaN if no update was intended.
-    """
-    rest = (getattr(reading, name) for name in list(METRICS["updates"])[1:])
-    return [rounded(reading.edq, keep_nan=True), *map(rounded, rest)]
 
 
 # ── attention ─────────────────────────────────────────────────────────────────────────────────────
@@ -309,8 +265,7 @@ class Heads(NamedTuple):
         """
         if self.query is self.key:
             x = x.chunk(3, -1)[kind == "key"]
-        norms: Tensor = x.float().unflatten(-1, (-1, self.width)).norm(dim=-1)
-        return norms.amax()
+        return x.float().unflatten(-1, (-1, self.width)).norm(dim=-1).amax()
 
 
 def heads_of(module: Any) -> Heads | None:
@@ -319,25 +274,13 @@ def heads_of(module: Any) -> Heads | None:
     """
     if "attention" not in type(module).__name__.lower():
         return None
-    children = dict(module.named_children())
-    for q, k in (*_PAIRS, *zip(_FUSED, _FUSED, strict=True)):
-        if q not in children or k not in children:
-            continue
-        query, key = children[q], children[k]
-        width = _whole_number(module, "head_dim", "attention_head_size")
-        count = _whole_number(module, "num_heads", "n_head")
+    for names in _PAIRS:
+        query, key = (getattr(module, name, None) for name in names)
+        width = getattr(module, "head_dim", 0) or getattr(module, "attention_head_size", 0)
+        count = getattr(module, "num_heads", 0) or getattr(module, "n_head", 0)
         if not width and count and hasattr(query, "out_features"):
             width = query.out_features // count // (3 if query is key else 1)
-        scale = getattr(module, "scaling", None)
-        if width:
+        if isinstance(query, nn.Module) and isinstance(key, nn.Module) and width:
+            scale = getattr(module, "scaling", None)
             return Heads(query, key, width, scale if isinstance(scale, float) else width**-0.5)
     return None
-
-
-def _whole_number(module: Any, *names: str) -> int:
-    """Return the first attribute that is a whole number, else 0."""
-    for name in names:
-        value = getattr(module, name, None)
-        if isinstance(value, int):
-            return value
-    return 0

@@ -13,41 +13,40 @@ With several ranks each process makes the plain pass over the batches of all.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from narrowgauge.distributed.ranks import all_ranks
-from narrowgauge.errors import RecipeError
+from narrowgauge.errors import NarrowgaugeError, RecipeError
 from narrowgauge.measuring.beside import is_finite
-from narrowgauge.measuring.loss_value import coarse_loss
-from narrowgauge.measuring.one_process import OneProcess
 from narrowgauge.measuring.passes import (
+    Alone,
     Backward,
     Gradients,
     Loss,
     Pass,
     Passes,
-    inner_name,
+    Told,
     micro_batches,
+    trained_leaves,
 )
-from narrowgauge.measuring.places import (
-    Roundings,
-    nonfinite_readings,
-    not_followed,
-    rounding_readings,
-)
+from narrowgauge.measuring.places import Roundings, tell_nonfinite, tell_roundings
 from narrowgauge.measuring.policies.finite import Finite
 from narrowgauge.measuring.policies.wide import Wide
-from narrowgauge.measuring.reading import Reading, Readings, measured
-from narrowgauge.measuring.set_up import SetUp, set_up_of, set_up_readings
+from narrowgauge.measuring.reading import Readings, words_of
+from narrowgauge.measuring.set_up import SetUp, set_up_of, set_up_readings, spread
+from narrowgauge.measuring.slope import compare_slope
 from narrowgauge.measuring.stored import stored_readings
+from narrowgauge.measuring.structure import compare_ranks, compare_structure, unlike
 from narrowgauge.measuring.units import UNITS
+from narrowgauge.numerics.dtensor import is_sharded
+from narrowgauge.numerics.hashing import fingerprint
 from narrowgauge.runs.finding import counted
 from narrowgauge.torch_support.torch_hooks import has_own_hooks
+from narrowgauge.torch_support.torch_names import unwrapped_model
 
 LOSS = 2.0**-14
 """Half of float32's digits: a loss that is off by more was rounded in a 16-bit format."""
@@ -86,7 +85,7 @@ def check(
         RecipeError: ``model`` is not a module, ``optimizer`` not an optimizer; ``batch`` without
             ``loss``.
 
-    Cost: reads each parameter once, and samples 4,096 elements. With ``batch``: seven passes of the
+    Cost: reads each parameter once, and samples 16,384 elements. With ``batch``: seven passes of the
         loss, about 12 more to find the line of an unusual rounding, and 8 bytes for each value of a
         pass.
 
@@ -103,67 +102,69 @@ def check(
             "Pass both.",
         )
     set_up = set_up_of(model, optimizer)
-    told = Told()
-    told.readings += set_up_readings(set_up, told.lines)
+    told = Told(list(set_up_readings(set_up)))
     gradients: Gradients = {}
+    looked_at = f"settings of {counted(len(set_up.trained), 'tensor')}"
     if loss is not None:
         gradients = _compare(set_up, batch, loss, backward, told)
-    told.readings += stored_readings(set_up, gradients, told.table, told.unseen)
-    told.looked_at.insert(0, f"settings of {counted(len(set_up.trained), 'tensor')}")
-    lines = [*told.table, *told.lines]
-    return Readings(told.readings, lines, "; ".join(told.looked_at), told.unseen)
-
-
-@dataclass
-class Told:
-    """What a check has found so far."""
-
-    readings: list[Reading] = field(default_factory=list)
-    table: list[str] = field(default_factory=list)
-    lines: list[str] = field(default_factory=list)
-    looked_at: list[str] = field(default_factory=list)
-    unseen: dict[str, str] = field(default_factory=dict)
+        told = all_ranks().gather(told)[0]  # every rank returns the same
+    if gradients:
+        looked_at += f"; gradients of {counted(len(gradients), 'tensor')}"
+    table: list[str] = []
+    told.readings += stored_readings(set_up, gradients, table, told.unseen)
+    return Readings(told.readings, [*table, *told.lines], looked_at, told.unseen)
 
 
 def _compare(
     set_up: SetUp, batch: Any, loss: Loss, backward: Backward | None, told: Told
 ) -> Gradients:
     """Compare the gradients of one configured step, and return them."""
-    model = set_up.model
-    for p in model.parameters():
-        if isinstance(getattr(p, "main_grad", None), Tensor):
-            told.unseen["the gradient"] = "a kernel adds to main_grad, where a copy has none"
-            return {}
-    leaves = {inner_name(n): p for n, p in model.named_parameters() if p.requires_grad}
-    leaves |= set_up.outside
-    leaves = {name: p for name, p in leaves.items() if not p.is_meta}
-    parts = micro_batches(model, batch, loss)
-    passes = Passes(model, set_up.optimizers, leaves, parts, batch, loss, backward)
-    finite = Finite(model)
+    leaves = trained_leaves(set_up.model) | set_up.outside
+    reason = _not_compared(leaves)
+    if reason:
+        told.unseen["the gradient"] = reason
+        return {}
+    parts = micro_batches(set_up.model, batch, loss)
+    passes = Passes(set_up.model, leaves, parts, loss, set_up.optimizers, batch, backward)
+    finite = Finite(set_up.model)
     first = passes.run(passes.step, Wide(), finite)
     if first.changed:
-        told.readings.append(_stepped(passes, first))
+        is_meant = all(has_own_hooks(leaves[name]) for name in first.changed)
+        what = "steps-in-backward" if is_meant else "step-order"
+        told.tell(what, first.changed, len(first.changed))
         return {}
-    if first.unlisted:
-        told.readings.append(measured("missing-parameters", first.unlisted, len(first.unlisted), 0))
-    told.readings += nonfinite_readings(first, finite, told.lines)
-
-    def repeat(places: Any) -> Pass:
-        return passes.run(passes.step, Wide(places))
-
-    number = int(all_ranks().size == 1)  # ranks would take turns of their own
-    told.readings += rounding_readings(Roundings(first, repeat), told.lines, number)
-    told.unseen |= not_followed(first)
-    one_process = OneProcess(passes, first)
-    told.readings += one_process.readings()
-    told.readings += _loss_readings(one_process.plain, told.lines)
-    told.lines += one_process.lines
-    told.unseen |= one_process.unseen
+    tell_nonfinite(first, finite, told)
+    ranks = all_ranks()
+    roundings = Roundings(first, lambda sites: passes.run(passes.step, Wide(sites)))
+    tell_roundings(roundings, told, int(ranks.size == 1))  # ranks would take turns of their own
+    gradients = _above_noise(first)
+    all_parts = [*chain.from_iterable(ranks.gather(parts))]
+    policies = [Alone()] if ranks.size > 1 else []
+    alone = Passes(unwrapped_model(set_up.model), leaves, all_parts, loss, policies=policies)
+    compare_ranks(passes, alone, first, told)
+    try:
+        plain = compare_structure(passes, alone, first, told)
+        _tell_loss(plain, told)
+        compare_slope(alone, told)
+    except NarrowgaugeError:
+        raise
+    except Exception as error:  # whatever the loss raises of an unwrapped model
+        told.unseen["the gradient"] = words_of(error)
     told.unseen |= passes.unrestored
-    told.looked_at.append(f"gradients of {counted(len(first.gradients), 'tensor')}")
-    shared: Told = all_ranks().gather(told)[0]  # every rank returns the same
-    vars(told).update(vars(shared))
-    return _above_noise(first)
+    return gradients
+
+
+def _not_compared(leaves: dict[str, Any]) -> str:
+    """Return why gradients are not compared; empty if they are."""
+    prints = {}
+    for name, p in leaves.items():
+        if isinstance(getattr(p, "main_grad", None), Tensor):
+            return "a kernel adds to main_grad, where a copy has none"
+        if is_sharded(p):
+            return "not followed through shards; check before they are made"
+        prints[name] = fingerprint(spread(p)) if all_ranks().size > 1 else 0
+    apart = unlike(prints)
+    return f"ranks hold unlike weights, such as {', '.join(apart[:2])}" if apart else ""
 
 
 def _above_noise(first: Pass) -> Gradients:
@@ -174,31 +175,18 @@ def _above_noise(first: Pass) -> Gradients:
     """
     gradients = dict(first.gradients)
     for name, shadow in first.shadows.items():
-        noise = gradients[name].double() - shadow.double()
-        if noise.norm() > shadow.double().norm():
+        noise = gradients[name].double() - shadow
+        if noise.norm() > shadow.norm():
             gradients[name] = torch.zeros_like(gradients[name])
     return gradients
 
 
-def _stepped(passes: Passes, first: Pass) -> Reading:
-    """Return a reading of tensors that a pass changed: a note where each has a hook, on purpose."""
-    is_meant = all(has_own_hooks(passes.leaves[name]) for name in first.changed)
-    what = "steps-in-backward" if is_meant else "step-order"
-    return measured(what, first.changed, len(first.changed), 0)
-
-
-def _loss_readings(plain: Pass | None, lines: list[str]) -> list[Reading]:
-    """Return a reading of a loss that a 16-bit format rounds, and its line: the forward number."""
-    loss = None if plain is None else plain.loss
-    if plain is None or not isinstance(loss, Tensor) or not is_finite(loss):
-        return []
-    value = float(loss.detach())
-    line = f"loss {value:.6g}"
+def _tell_loss(plain: Pass | None, told: Told) -> None:
+    """Tell a loss that a 16-bit format rounds, and print its distance: the forward number."""
+    if plain is None or not isinstance(plain.loss, Tensor) or not is_finite(plain.loss):
+        return
+    value = float(plain.loss.detach())
     off = abs(value - plain.value) / (abs(plain.value) or 1.0)
-    if math.isfinite(off):
-        line += f", {off:.2g} of it from float64's"
-    lines.append(line)
-    if loss.dtype not in UNITS:
-        return []
-    lines += coarse_loss(loss)
-    return [measured("loss-rounding", "the loss", off, 0.0)] if off > LOSS else []
+    told.lines.append(f"loss {value:.6g}, {off:.2g} of it from float64's")
+    if plain.loss.dtype in UNITS and off > LOSS:
+        told.tell("loss-rounding", "the loss", off)

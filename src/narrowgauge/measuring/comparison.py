@@ -15,15 +15,16 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from narrowgauge.errors import RecordError
 from narrowgauge.measuring.columns import column
 from narrowgauge.measuring.intervals import PairedDifference, interval, shown_loss
 from narrowgauge.measuring.labels import run_labels, seed_of
 from narrowgauge.measuring.settings import recipe_of, settings_diff
-from narrowgauge.runs.finding import listed
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import SUMMARY, Row, finite_number, number
 from narrowgauge.spec.significance import MIN_EDQ
@@ -35,12 +36,7 @@ ACCEPTABLE = 0.01
 """Fraction of the baseline's loss: a certain increase up to this is a price, a larger one a fault."""
 MAX_SKIPPED = 0.05
 """Fraction of steps: a loss scale settles within fewer."""
-MAX_LOSS_RISE = 0.2
-"""Fraction of the first loss: a run that ends higher has diverged."""
-LEAST_LOSS = 0.05
-"""Nats: losses that begin lower have no size of their own."""
 BASELINE = "the baseline"
-NO_INTERVAL = "no interval"
 FIT = (BASELINE, "better", "within the noise")
 """Verdicts of recipes that are known to be as good as the baseline."""
 _WIDTHS = {"float32": 32, "float16": 16, "bfloat16": 16}
@@ -48,6 +44,12 @@ _FREE = ("recipe", "seed", "warmup_steps")
 """Settings that may differ between compared runs."""
 _ALIKE = (("data", "fingerprint"), ("machine", "device"), ("machine", "num_threads"))
 """Entries of other tables of ``run.toml`` that may not."""
+_OVER_SEEDS = {
+    "val_loss": statistics.fmean, "val_loss_std": statistics.stdev, "late_edq": statistics.median,
+    "tokens_per_second": statistics.median, "bytes_per_param": statistics.median,
+    "step_memory_bytes": max, "step_ratio": statistics.median,
+}  # fmt: skip
+"""The metrics of a row, and how they are taken over the seeds that count."""
 
 
 @dataclass(frozen=True)
@@ -57,15 +59,14 @@ class Comparison:
     Args:
         rows: a row per recipe: ``recipe``, ``val_loss`` (mean over the seeds that count),
             ``val_loss_std`` (between seeds), ``tokens_per_second`` (median), ``bytes_per_param``,
-            ``step_seconds`` (median), ``step_memory_bytes``, ``edq``, ``noise``,
-            ``lost_fraction``, ``diverged`` (whether any seed did), ``num_seeds``, ``late_edq``
-            (the audit's last values), ``difference`` from the baseline's loss with its 95 %
-            ``difference_interval`` (``None`` with one pair), ``verdict``. Unknown values are
-            ``None``.
+            ``step_memory_bytes``, ``step_ratio`` (time of a step over bfloat16's), ``late_edq``
+            (the audit's last values), ``diverged`` (whether any seed did), ``num_seeds``,
+            ``difference`` from the baseline's loss with its 95 % ``difference_interval`` (``None``
+            with one pair), ``verdict``. Unknown values are ``None``.
         baseline: baseline of all comparisons; ``None`` if no run counts.
         differences: from the baseline, one per other recipe with a common seed.
-        verdict: at most three sentences: the cheapest recipe that is as good, the runs that are
-            left out, and the settings in which runs of one seed differ.
+        verdict: the cheapest recipe that is as good, and the settings in which runs of one seed
+            differ, a sentence each.
 
     Example:
         >>> from pathlib import Path
@@ -95,7 +96,7 @@ class Comparison:
             Column("val. loss", _loss_cell, right=True),
             Column(f"minus {self.baseline}", lambda row: minus.get(row["recipe"], "–"), right=True),
         ]
-        for name in ("bytes_per_param", "tokens_per_second"):
+        for name in ("bytes_per_param", "tokens_per_second", "step_ratio"):
             columns.append(Column(SUMMARY[name].label, SUMMARY[name].cell, right=True))
         columns += [
             Column("MiB a step", SUMMARY["step_memory_bytes"].cell, right=True),
@@ -129,9 +130,7 @@ def _loss_cell(row: Row) -> str:
 
 
 def _edq_cell(row: Row) -> str:
-    if row["late_edq"] is None:
-        return "–"
-    return f"{row['late_edq']:.3f}"
+    return "–" if row["late_edq"] is None else f"{row['late_edq']:.3f}"
 
 
 def compare_runs(runs: Sequence[Run]) -> Comparison:
@@ -173,60 +172,43 @@ def compare_runs(runs: Sequence[Run]) -> Comparison:
         if baseline is None or label == baseline:
             row["verdict"] = row["verdict"] or BASELINE
             continue
-        difference = _paired_difference(label, groups[label], groups[baseline])
-        row["verdict"] = row["verdict"] or _verdict(difference, rows[baseline]["val_loss"])
-        if difference is not None:
-            differences.append(difference)
-            row["difference"] = difference.mean
-            if difference.num_pairs > 1:
-                row["difference_interval"] = [difference.low, difference.high]
-    verdict = [_cheapest(list(rows.values()), baseline, differences, groups)]
-    verdict += [*_left_out(runs, labels), *_other_settings(runs)]
-    return Comparison(tuple(rows.values()), baseline, tuple(differences), tuple(verdict))
+        pair = _paired_difference(label, groups[label], groups[baseline])
+        row["verdict"] = row["verdict"] or _verdict(pair, abs(rows[baseline]["val_loss"]))
+        if pair is not None:
+            differences.append(pair)
+            row["difference"] = pair.mean
+            row["difference_interval"] = [pair.low, pair.high] if pair.num_pairs > 1 else None
+    verdict = (
+        "No two recipes have finished runs of one seed on the same data, so nothing is compared."
+    )
+    if differences:
+        verdict = _cheapest(list(rows.values()), rows[str(baseline)])
+    sentences = (verdict, *_other_settings(runs))
+    return Comparison(tuple(rows.values()), baseline, tuple(differences), sentences)
 
 
 # ── one run ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def divergence(run: Run) -> str:
-    """Describe how a run diverged; empty if it did not."""
-    for event in run.events:
-        if event.get("what") == "divergence":
-            words = str(event.get("text") or "").partition(". ")[0]
-            return f"at step {event.get('step')}: {words}"
-    losses = []
-    for row in run.steps:
-        if row.get("loss") is not None:
-            losses.append(float(row["loss"]))
-    end = next(reversed(losses), None)
-    if run.summary is not None:
-        end = number(run.summary.get("val_loss"))
-    if end is not None and not math.isfinite(end):
-        return f"its loss is {end}"
-    # A loss of GRPO begins at zero, and those of PPO, ELBOs and densities pass it: their shares say
-    # nothing.
-    if len(losses) < 10 or min(losses) <= 0:
-        return ""
-    first = statistics.median(losses[:5])
-    last = statistics.median(losses[-5:])
-    if first >= LEAST_LOSS and last > (1 + MAX_LOSS_RISE) * first:
-        return f"its loss began at {first:.2f} and ended at {last:.2f}"
-    return ""
+def _has_diverged(run: Run) -> bool:
+    """Return whether the record names a divergence, or the validation loss is not finite."""
+    loss = number((run.summary or {}).get("val_loss"))
+    is_named = any(event.get("what") == "divergence" for event in run.events)
+    return is_named or (loss is not None and not math.isfinite(loss))
 
 
 def _counts(run: Run) -> bool:
     """Return whether averages may include a run."""
-    summary = run.summary
-    return summary is not None and summary.get("val_loss") is not None and not divergence(run)
+    return (run.summary or {}).get("val_loss") is not None and not _has_diverged(run)
 
 
 def _late_edq(run: Run) -> float | None:
     """Return the median of the last tenth of audited values, else the summary's value: large first
     steps dominate sums over a run.
     """
-    values = column(run, "steps", "edq").finite.tolist()
-    if values:
-        return float(statistics.median(values[-max(3, len(values) // 10) :]))
+    values = column(run, "steps", "edq").finite
+    if len(values):
+        return float(np.median(values[-max(3, len(values) // 10) :]))
     return finite_number((run.summary or {}).get("edq"))
 
 
@@ -234,68 +216,47 @@ def _late_edq(run: Run) -> float | None:
 
 
 def _row(label: str, group: Sequence[Run]) -> Row:
-    ended = []
-    summaries = []
-    for run in group:
-        if run.summary is None:
-            continue
-        seconds = column(run, "steps", "seconds").finite.tolist()
-        summary = run.summary | {"late_edq": _late_edq(run), "step_seconds": None}
-        if seconds:  # few steps compile, so they do not move a median
-            summary["step_seconds"] = statistics.median(seconds)
-        ended.append(summary)
-        if _counts(run):
-            summaries.append(summary)
-    # Diverged runs also have a known speed and size.
-    measured = summaries or ended
-    deviation = None
-    if len(summaries) > 1:
-        deviation = _over(summaries, "val_loss", statistics.stdev)
-    row = {
-        "recipe": label,
-        "val_loss": _over(summaries, "val_loss", statistics.fmean),
-        "val_loss_std": deviation,
-        "tokens_per_second": _over(measured, "tokens_per_second", statistics.median),
-        "bytes_per_param": _over(measured, "bytes_per_param", statistics.median),
-        "step_seconds": _over(ended, "step_seconds", statistics.median),
-        "step_memory_bytes": _over(measured, "step_memory_bytes", max),
-        "edq": _over(summaries, "edq", statistics.fmean),
-        "noise": _over(summaries, "noise", statistics.fmean),
-        "lost_fraction": _over(summaries, "lost_fraction", statistics.fmean),
-        "diverged": any(map(divergence, group)),
-        "num_seeds": len(summaries),
-        "late_edq": _over(summaries, "late_edq", statistics.median),
-        "difference": None,
+    ended = [run for run in group if run.summary is not None]
+    counting = list(filter(_counts, ended))
+    row: Row = {"recipe": label}
+    for name, reduce in _OVER_SEEDS.items():
+        values = []
+        # Diverged runs also have a known speed and size.
+        is_quality = name in ("val_loss", "val_loss_std", "late_edq")
+        for run in counting if counting or is_quality else ended:
+            value = (run.summary or {}).get(name.removesuffix("_std"))
+            if name == "late_edq":
+                value = _late_edq(run)
+            if value is not None and math.isfinite(value):
+                values.append(value)
+        row[name] = reduce(values) if len(values) > (name == "val_loss_std") else None
+    row |= {
+        "diverged": any(map(_has_diverged, group)), "num_seeds": len(counting), "difference": None,
         "difference_interval": None,
-    }
-    taken = _over(summaries, "steps", sum) or 1
-    skipped = _over(summaries, "num_skipped", sum) or 0
-    return row | {"verdict": _fault(row, share_skipped=skipped / taken)}
+    }  # fmt: skip
+    return row | {"verdict": _fault(row, counting)}
 
 
-def _over(
-    summaries: Sequence[Row], key: str, reduce: Callable[[list[float]], float]
-) -> float | None:
-    values = []
-    for summary in summaries:
-        value = summary.get(key)
-        if value is not None and math.isfinite(value):
-            values.append(value)
-    if not values:
-        return None
-    return reduce(values)
-
-
-def _fault(row: Row, *, share_skipped: float) -> str:
+def _fault(row: Row, runs: Sequence[Run]) -> str:
     """Return why a recipe is not to be used, by its own runs alone; empty if it may be."""
+    taken = 0
+    skipped = 0
+    level = math.inf
+    for run in runs:
+        summary = run.summary or {}
+        taken += summary.get("steps") or 0
+        skipped += summary.get("num_skipped") or 0
+        level = min(level, (run.run.get("data") or {}).get("unigram_loss") or math.inf)
     if row["diverged"]:
         return "diverged"
-    if not row["num_seeds"]:
+    if not runs:
         return "no loss"
     if row["late_edq"] is not None and row["late_edq"] < MIN_EDQ:
         return "loses its updates"
-    if share_skipped > MAX_SKIPPED:
+    if skipped > MAX_SKIPPED * taken:
         return "skips steps"
+    if row["val_loss"] >= level:
+        return "no better than token frequencies"
     return ""
 
 
@@ -317,17 +278,15 @@ def _widest(groups: Mapping[str, Sequence[Run]], rows: Mapping[str, Row]) -> str
 
 def _verdict(difference: PairedDifference | None, loss: float) -> str:
     """Return a recipe's verdict from its difference to the baseline's loss."""
-    negligible = NEGLIGIBLE * abs(loss)
-    acceptable = ACCEPTABLE * abs(loss)
     if difference is None or not math.isfinite(difference.half):
-        return NO_INTERVAL
-    if difference.low > 0 and difference.high > negligible:
-        if difference.mean > acceptable:
+        return "no interval"
+    if difference.low > 0 and difference.high > NEGLIGIBLE * loss:
+        if difference.mean > ACCEPTABLE * loss:
             return "worse by more than 1 %"
         return "worse"
-    if difference.high < 0 and -difference.low > negligible:
+    if difference.high < 0 and -difference.low > NEGLIGIBLE * loss:
         return "better"
-    if difference.high > acceptable:
+    if difference.high > ACCEPTABLE * loss:
         return "not distinguishable"
     return "within the noise"
 
@@ -340,84 +299,45 @@ def _paired_difference(
     """
     base = dict(zip(map(seed_of, baseline), baseline, strict=True))
     pairs = []
-    for run in group:
+    for run in filter(_counts, group):
         other = base.get(seed_of(run))
-        if other is None or not _counts(run) or not _counts(other):
-            continue
-        fingerprints = {run.data_fingerprint, other.data_fingerprint}
-        if len(fingerprints) == 1 or "" in fingerprints:
-            pairs.append((run.summary or {})["val_loss"] - (other.summary or {})["val_loss"])
-    if not pairs:
-        return None
-    return PairedDifference(label, *interval(pairs), len(pairs))
+        if other is not None and _counts(other):
+            fingerprints = {run.data_fingerprint, other.data_fingerprint}
+            if len(fingerprints) == 1 or "" in fingerprints:
+                pairs.append((run.summary or {})["val_loss"] - (other.summary or {})["val_loss"])
+    return PairedDifference(label, *interval(pairs), len(pairs)) if pairs else None
 
 
 # ── the verdict ───────────────────────────────────────────────────────────────────────────────────
 
 
-def _cost(row: Row) -> tuple[float, float]:
-    """Return the sort key of recipes: bytes per parameter, then time. Less than a tenth of a byte is
-    a few norm weights, not a saving.
+def _cheapest(rows: Sequence[Row], baseline: Row) -> str:
+    """Return the sentence about the cheapest recipe that is as good as the baseline: in bytes per
+    parameter, then in time. Less than a tenth of a byte is a few norm weights, not a saving.
     """
-    size = row["bytes_per_param"]
-    if size is None:
-        size = math.inf
-    return round(size, 1), -(row["tokens_per_second"] or 0.0)
-
-
-def _cheapest(
-    rows: Sequence[Row],
-    baseline: str | None,
-    differences: Sequence[PairedDifference],
-    groups: dict[str, list[Run]],
-) -> str:
-    """Return the sentence about the cheapest recipe that is as good as the baseline."""
-    if baseline is None or not differences:
-        if baseline is not None and len(rows) == 1:
-            return f"{baseline} alone was run: validation loss {shown_loss(rows[0]['val_loss'])}."
-        return "No two recipes have finished runs of one seed on the same data, so nothing can be compared."
-    level = math.inf
-    for run in groups[baseline]:
-        level = min(level, (run.run.get("data") or {}).get("unigram_loss") or math.inf)
-    fit = list(FIT)
-    has_intervals = max(difference.num_pairs for difference in differences) > 1
-    if not has_intervals:
-        fit.append(NO_INTERVAL)
-    candidates = []
-    reference = rows[0]
+    size = SUMMARY["bytes_per_param"].cell
+    if baseline["verdict"] != BASELINE:
+        return f"No recipe is named. {baseline['recipe']}: {baseline['verdict']}."
+    best = baseline
     for row in rows:
-        if row["recipe"] == baseline:
-            reference = row
-        if row["verdict"] in fit and row["bytes_per_param"] is not None:
-            candidates.append(row)
-    if not reference["val_loss"] < level:
-        return (
-            f"No recipe is named: {baseline} learned no more than token frequencies, at "
-            f"{level:.4f}. Take more steps."
-        )
-    if not candidates:
-        return "No recipe of known bytes per parameter is as good as the baseline."
-    best = min(candidates, key=_cost)
-    size = f"{best['bytes_per_param']:.2f} bytes per parameter"
-    if best is reference:
-        return f"No smaller recipe is known to be as good as {baseline}: {size}."
-    claim = "is the cheapest within the noise"
-    if not has_intervals:
-        claim = "costs least (one seed: a difference may be chance, take 3)"
-    where = "an unknown number"
-    if reference["bytes_per_param"] is not None:
-        where = f"{reference['bytes_per_param']:.2f}"
-    return f"{best['recipe']} {claim}: {size}, where {baseline} takes {where}."
+        if (
+            row["verdict"] in FIT
+            and row["bytes_per_param"] is not None
+            and _cost(row) < _cost(best)
+        ):
+            best = row
+    if best is baseline:
+        words = f"No smaller recipe is known to be as good as {baseline['recipe']}"
+        return f"{words}: {size(baseline)} bytes per parameter."
+    return (
+        f"{best['recipe']} is the cheapest within the noise: {size(best)} bytes per parameter, "
+        f"where {baseline['recipe']} takes {size(baseline)}."
+    )
 
 
-def _left_out(runs: Sequence[Run], labels: Sequence[str]) -> Iterator[str]:
-    names = []
-    for run, label in zip(runs, labels, strict=True):
-        if not _counts(run):
-            reason = divergence(run) or f"{len(run.steps)} steps, no validation loss"
-            names.append(f"{label}, seed {seed_of(run)} ({reason})")
-    if names:
-        yield f"Left out of every mean: {listed(names)}."
+def _cost(row: Row) -> tuple[float, float]:
+    size = row["bytes_per_param"]
+    return round(math.inf if size is None else size, 1), -(row["tokens_per_second"] or 0.0)
 
 
 def _other_settings(runs: Sequence[Run]) -> Iterator[str]:
@@ -430,7 +350,5 @@ def _other_settings(runs: Sequence[Run]) -> Iterator[str]:
             is_config = setting.table == "config" and setting.name not in _FREE
             if is_config or (setting.table, setting.name) in _ALIKE:
                 names[f"{setting.table}.{setting}"] = None
-        if run.is_foreign:
-            names["logs of other frameworks, without recipe, audit or seed (0 is taken)"] = None
     if names:
         yield f"The runs differ in more than recipe and seed: {'; '.join(names)}."

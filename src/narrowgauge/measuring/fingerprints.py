@@ -12,21 +12,18 @@ which two runs diverge, each rank also hashes its own tensors, in one number for
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
-from itertools import chain
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.distributed.replica_verification import unlike
 from narrowgauge.distributed.sharding import fingerprints_whole_and_own
 from narrowgauge.measuring.hooks import Hub, Listener
 from narrowgauge.measuring.states import stored_by
 from narrowgauge.numerics.chunks import flat_chunks
-from narrowgauge.numerics.dtensor import gradient_of, is_sharded
+from narrowgauge.numerics.dtensor import gradient_of, is_sharded, whole
 from narrowgauge.numerics.hashing import combine, fingerprint, fingerprint_all
 from narrowgauge.runs.schema import Row
 from narrowgauge.torch_support.torch_hooks import members_of
@@ -35,6 +32,8 @@ from narrowgauge.torch_support.torch_names import is_compiled_model, plain_name
 MOMENTS = ("exp_avg", "exp_avg_sq")
 STATE = "state"
 """The kind of every other state of an optimizer, as ``state:NAME:PARAMETER``."""
+Entries = dict[str, list[float]]
+"""Fingerprint, sum of squares and number of elements of each tensor, by ``KIND:NAME``."""
 
 
 class Fingerprints(Listener):
@@ -62,14 +61,10 @@ class Fingerprints(Listener):
         self.model = hub.model
         self.optimizer = hub.optimizers[-1]
         self.every = every
-        self.here = hub.here
         self.is_on = False
         self._last: Row | None = None
         self._names = _names_of(self.optimizer, self.model)
         self._pass = ExitStack()
-        self._is_past_backward = False
-        self._num_sequences = 0
-        self._first_sequence = 0
         self._begin(0)
         hub.listeners.append(self)
 
@@ -79,8 +74,9 @@ class Fingerprints(Listener):
         self.is_on = self.every > 0 and (step % self.every == 0 or step == 1)
         self._is_past_backward = False
         self._num_sequences = 0
-        self._entries: dict[str, list[float]] = {}
-        # Of this rank alone: a hash of its part of each kind.
+        self._first_sequence = 0
+        self._entries = Entries()
+        # Fingerprints of this rank's parts alone.
         self._own: dict[str, int] = {}
 
     # ── the loop calls these ──────────────────────────────────────────────────────────────────────
@@ -89,8 +85,8 @@ class Fingerprints(Listener):
     def start(self, step: int) -> None:
         """Record the state after ``step`` steps: of a fresh process, or from a checkpoint."""
         self._begin(0)
-        if self.is_on:
-            self._end_row(step)
+        self._step = step
+        self._end_row()
 
     def take(self, step: int) -> Row | None:
         """Return the newest row, if there is one, and expect the step after ``step``."""
@@ -115,7 +111,8 @@ class Fingerprints(Listener):
                 self._num_sequences += len(x)
                 break
         if not is_compiled_model(self.model):
-            self.hub.follow_outputs(self, self._add_output, self._pass)
+            add = lambda name, x: self._add(f"output:{name}", x)  # noqa: E731
+            self.hub.follow_outputs(self, add, self._pass)
 
     def after_pass(self, output: Any) -> None:
         """End the micro-batch."""
@@ -129,7 +126,6 @@ class Fingerprints(Listener):
         self._is_past_backward = True
         if not self.is_on:
             return
-        self._join_outputs()
         gradients: dict[str, Tensor] = {}
         for name, p in reversed([*self.model.named_parameters()]):
             gradient = gradient_of(p)
@@ -139,8 +135,8 @@ class Fingerprints(Listener):
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Record the weights and the states, and close the row."""
-        if self.is_on and optimizer is self.optimizer:
-            self._end_row(self._step)
+        if optimizer is self.optimizer:
+            self._end_row()
 
     def end(self) -> None:
         """Remove the hooks of a pass."""
@@ -151,94 +147,73 @@ class Fingerprints(Listener):
 
     # ── one step ──────────────────────────────────────────────────────────────────────────────────
 
-    def _add_output(self, name: str, x: Tensor) -> None:
-        self._add(f"output:{name}", x)
-
     def _add(self, key: str, x: Tensor) -> None:
+        """Add a micro-batch's part of a tensor."""
         entry = self._entries.setdefault(key, [0, 0.0, 0])
         num_rows = max(1, x.shape[0] if x.ndim else 1)
         place = self._first_sequence * (x.numel() // num_rows)
         entry[0] = combine([int(entry[0]), fingerprint(x, offset=place)])
         entry[1] += _sum_of_squares(x)
         entry[2] += x.numel()
+        self._own[key] = int(entry[0])
 
-    def _end_row(self, step: int) -> None:
+    def _record(self, named: Mapping[str, Tensor]) -> None:
+        """Record whole tensors, of which a rank may hold a part."""
+        numbers, own = fingerprints_whole_and_own(named)
+        for key, number in numbers.items():
+            self._entries[key] = [number, _sum_of_squares(named[key]), named[key].numel()]
+        self._own |= own
+
+    def _end_row(self) -> None:
         """Record the stored tensors after a step, and make its row."""
-        self._record(self._stored(is_stepped=step > 0))
-        self._last = {"step": step, "tensors": self._entries}
-        if self.here.size > 1:
-            digests = self.here.gather(self._own)
-            ranks: dict[str, list[int | None]] = {}
-            for kind in dict.fromkeys(chain.from_iterable(digests)):
-                ranks[kind] = [digest.get(kind) for digest in digests]
-            self._last["ranks"] = ranks
+        if not self.is_on:
+            return
         self.is_on = False
+        self._record(self._stored())
+        own: dict[str, dict[str, int]] = {}
+        for key, number in self._own.items():
+            own.setdefault(key.partition(":")[0], {})[key] = number
+        digests = {kind: int(fingerprint_all(numbers), 16) for kind, numbers in own.items()}
+        of_ranks = self.hub.here.gather((self._entries, digests))
+        self._last = {"step": self._step, "tensors": _joined([entries for entries, _ in of_ranks])}
+        if len(of_ranks) > 1:
+            ranks = {kind: [of_rank.get(kind) for _, of_rank in of_ranks] for kind in digests}
+            self._last["ranks"] = ranks
 
-    def _stored(self, *, is_stepped: bool) -> dict[str, Tensor]:
+    def _stored(self) -> dict[str, Tensor]:
         """Return the stored tensors by ``KIND:NAME``: the weight of every parameter that the
         optimizer steps and, once stepped, its states, kind by kind.
         """
         by_kind: dict[str, dict[str, Tensor]] = {}
         for parameter, name in self._names.items():
-            stored = {"weight": parameter.detach(), **stored_by(self.optimizer, parameter)}
+            stored = {"weight": parameter.detach()}
+            if self._step > 0:
+                stored |= stored_by(self.optimizer, parameter)
             for state, tensor in stored.items():
-                if is_plain(tensor) and (state == "weight" or (is_stepped and tensor.ndim)):
-                    kind = state
-                    if state not in ("weight", *MOMENTS):
-                        kind = f"{STATE}:{state}"
+                if is_plain(tensor) and (state == "weight" or tensor.ndim):
+                    kind = state if state in ("weight", *MOMENTS) else f"{STATE}:{state}"
                     by_kind.setdefault(kind, {})[f"{kind}:{name}"] = tensor
         tensors: dict[str, Tensor] = {}
         for named in by_kind.values():
             tensors |= named
         return tensors
 
-    def _record(self, named: Mapping[str, Tensor]) -> None:
-        numbers, local_numbers = fingerprints_whole_and_own(named)
-        for key, number in numbers.items():
-            tensor = named[key]
-            self._entries[key] = [number, _sum_of_squares(tensor) ** 0.5, tensor.numel()]
-        if self.here.size == 1:
-            return
-        self._own |= _digests(local_numbers)
-        norms = {}
-        for key in numbers:
-            norms[key] = self._entries[key][1]
-        numbers_of, norms_of = zip(*self.here.gather((local_numbers, norms)), strict=True)
-        for key in unlike(numbers_of) & numbers.keys():
-            if not is_sharded(named[key]):  # a replica that differs, or a part
-                own = []
-                square = 0.0
-                for numbers_there, norms_there in zip(numbers_of, norms_of, strict=True):
-                    own.append(numbers_there.get(key, 0))
-                    square += norms_there.get(key, 0.0) ** 2 / self.here.size
-                self._entries[key][0] = combine(own)
-                self._entries[key][1] = math.sqrt(square)
 
-    def _join_outputs(self) -> None:
-        """Join the entries of all ranks' micro-batches."""
-        if self.here.size > 1:
-            self._own |= _digests({key: int(entry[0]) for key, entry in self._entries.items()})
-            self._entries = _joined(self.here.gather(self._entries))
-        for entry in self._entries.values():
-            entry[1] = entry[1] ** 0.5
-
-
-def _digests(numbers: Mapping[str, int]) -> dict[str, int]:
-    """Return a hash for each kind of tensor."""
-    of_kinds: dict[str, dict[str, int]] = {}
-    for key, number in numbers.items():
-        of_kinds.setdefault(key.partition(":")[0], {})[key] = number
-    return {kind: int(fingerprint_all(of_kind), 16) for kind, of_kind in of_kinds.items()}
-
-
-def _joined(of_ranks: Iterable[Mapping[str, list[float]]]) -> dict[str, list[float]]:
-    joined: dict[str, list[float]] = {}
-    for entries in of_ranks:
-        for key, (number, square, numel) in entries.items():
-            entry = joined.setdefault(key, [0, 0.0, 0])
-            entry[0] = combine([int(entry[0]), int(number)])
-            entry[1] += square
-            entry[2] += numel
+def _joined(of_ranks: list[Entries]) -> Entries:
+    """Return the entries of a step, with norms: batches of all ranks are one, and so are tensors that
+    are alike on all. Others are parts, or replicas that differ.
+    """
+    joined = Entries()
+    for key in of_ranks[0]:
+        entries = [entries[key] for entries in of_ranks if key in entries]
+        number, square, numel = entries[0]
+        is_batch = key.startswith(("tokens:", "output:"))
+        if is_batch or any(entry[0] != number for entry in entries):
+            number = combine(int(entry[0]) for entry in entries)
+            square = sum(entry[1] for entry in entries)
+        if is_batch:
+            numel = sum(int(entry[2]) for entry in entries)
+        joined[key] = [number, square**0.5, numel]
     return joined
 
 
@@ -247,17 +222,13 @@ def _names_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[Tensor
     ``master of`` the parameter whose values they have, else their place.
     """
     members = dict.fromkeys(members_of(optimizer))
-    named = dict[Tensor, str]()
-    names = dict[Tensor, str]()
-    for name, p in model.named_parameters():
-        named[p] = plain_name(name)
-        if p in members:
-            names[p] = named[p]
+    parameters = {p: plain_name(name) for name, p in model.named_parameters()}
+    names = {p: name for p, name in parameters.items() if p in members}
     for number, master in enumerate(members):
         if master in names:
             continue
         names[master] = f"parameter {number} of the optimizer"
-        for parameter, name in named.items():
+        for parameter, name in parameters.items():
             is_alike = parameter.shape == master.shape and is_plain(parameter)
             if is_alike and torch.equal(parameter, master.to(parameter.dtype)):
                 names[master] = f"master of {name}"
@@ -279,9 +250,8 @@ def _sum_of_squares(x: Tensor) -> float:
     Sum the whole of a DTensor.
     """
     if is_sharded(x):
-        total: Any = x.detach().to(torch.float64).square().sum()
-        return float(total.full_tensor())
+        return float(whole(x.detach().double().square().sum()))
     total = torch.zeros((), dtype=torch.float64, device=x.device)
     for (chunk,) in flat_chunks(x.detach()):
-        total += chunk.to(torch.float64).square().sum()
+        total += chunk.double().square().sum()
     return float(total)

@@ -1,25 +1,20 @@
 """Labels of recipes, runs and run folders: the same in the verdict, in ``compare.json`` and on the
 page.
 
-Runs that differ only in their seed share a label. If one recipe ran twice with one seed, the
-differing settings join the label; if no setting differs, the folder does. A label is for people: no
-code parses it.
+Runs that differ only in their seed share a label. A label is for people: no code parses it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.runs.record import Run
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
-
-_NOT_NAMED = ("recipe", "seed", "out")
-MOST_SETTINGS = 4
-"""Maximum number of settings in a label. Runs that differ in more show their folders."""
 
 
 def run_name(recipe: str, seed: int) -> str:
@@ -48,57 +43,22 @@ def seed_of(run: Run) -> int:
 
 
 def run_labels(runs: Sequence[Run]) -> list[str]:
-    """Return a label per run, in their order. Runs that differ only in their seed share it.
-
-    Invariant: no two runs of one seed share a label, unless one run was passed twice.
+    """Return a label per run, in their order: its recipe. Runs that differ only in their seed share
+    it; if one recipe ran twice with one seed, its runs show their folders.
 
     Example:
         >>> from pathlib import Path
-        >>> run_labels([Run(Path("a"), {"config": {"recipe": "bf16/word", "lr": lr}}) for lr in (1e-3, 1e-4)])
-        ['bfloat16/word, lr 0.001', 'bfloat16/word, lr 0.0001']
+        >>> run_labels([Run(Path(name), {"config": {"recipe": "bf16/word"}}) for name in ("a", "b")])
+        ['bfloat16/word (a)', 'bfloat16/word (b)']
     """
     labels = []
     for run in runs:
         # A folder may carry the name of another recipe.
         recipe = run.config.get("recipe")
         labels.append(run.path.name if recipe is None else recipe_name(recipe))
-    for suffixes_of in (_settings, _folders):
-        groups: dict[str, list[int]] = {}
-        for place, label in enumerate(labels):
-            groups.setdefault(label, []).append(place)
-        for places in groups.values():
-            group = list(map(runs.__getitem__, places))
-            if not _is_distinct(map(seed_of, group)):
-                for place, suffix in zip(places, suffixes_of(group), strict=True):
-                    labels[place] += suffix
+    counts = Counter(zip(labels, map(seed_of, runs), strict=True))
+    repeated = {label for (label, _), count in counts.items() if count > 1}
+    for place, run in enumerate(runs):
+        if labels[place] in repeated:
+            labels[place] += f" ({run.path})"
     return labels
-
-
-def _is_distinct(values: Iterable[Any]) -> bool:
-    texts = list(map(repr, values))
-    return len({*texts}) == len(texts)
-
-
-def _settings(runs: Sequence[Run]) -> list[str]:
-    """Return the differing settings that all runs record, as one text per run; empty texts if too
-    many differ.
-    """
-    differing = []
-    for key in runs[0].config:
-        texts = []
-        for run in runs:
-            if key in run.config:
-                texts.append(repr(run.config[key]))
-        if key not in _NOT_NAMED and len(texts) == len(runs) and len({*texts}) > 1:
-            differing.append(key)
-    suffixes = [""] * len(runs)
-    if len(differing) <= MOST_SETTINGS:
-        for place, run in enumerate(runs):
-            for key in differing:
-                suffixes[place] += f", {key} {run.config[key]}"
-    return suffixes
-
-
-def _folders(runs: Sequence[Run]) -> list[str]:
-    """Return the paths of runs that no setting distinguishes."""
-    return [f" ({run.path})" for run in runs]

@@ -8,9 +8,7 @@ log-probabilities −w target: p are the probabilities, w is the weight of the r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -98,62 +96,43 @@ def teaches(
             divided_losses(model, parts, loss)
         else:
             backward(model, batch)
-    softmaxes = _of_the_loss(trace.softmaxes)
+    softmaxes = [softmax for softmax in trace.softmaxes if softmax.learned is not None]
+    most = max((softmax.classes for softmax in softmaxes), default=0)
+    softmaxes = [softmax for softmax in softmaxes if softmax.classes == most]
     if not softmaxes:
         words = "no gradient reached a cross_entropy or log_softmax of logits"
         return Lesson({}, [], [f"what the loss teaches is not read: {words}"])
-    facts = _facts(softmaxes, loss_scale)
-    _add_padding(facts, model, softmaxes)
-    lines = Table(_COLUMNS, [facts]).plain().splitlines()
-    if facts["rest"] > max(1e-4, torch.finfo(softmaxes[0].dtype).eps):
-        lines.append(
-            f"over the classes the gradient on the logits sums to {facts['rest']:.2g} of its size, "
-            "and a softmax's to 0: something stands between softmax and gradient, or beside them"
-        )
-    return Lesson(facts, _readings(facts), lines)
+    facts = _facts(softmaxes, loss_scale, _padding_of(model))
+    return Lesson(facts, _readings(facts), Table(_COLUMNS, [facts]).plain().splitlines())
 
 
 # ── the softmaxes of a step ───────────────────────────────────────────────────────────────────────
 
 
-@dataclass(eq=False)
+@dataclass
 class _Softmax:
     """A softmax of a loss.
 
     Args:
-        logits: in rows, without their graph.
         dtype: format of the softmax.
-        ids: of the embedding before it, ``[sequences, columns]``, if any.
+        ids: of the embedding with as many rows as there are classes, ``[sequences, columns]``.
 
     Attributes:
         learned: a row for each row of logits: weight w, label (the largest entry of the target),
             whether the target is one label, possibly smoothed, and whether a gradient reached it.
             ``None`` before the backward pass.
-        rest: size of the sums of the gradient on the logits over the classes, relative to it.
     """
 
     name: str
-    logits: Tensor
+    classes: int
     dtype: torch.dtype
     ids: Tensor | None
     learned: Any = None
-    rest: float = 0.0
 
     def read(self, gradient: Tensor) -> None:
         """Read what each row learns from a gradient on log-probabilities."""
-        blocks = gradient.split(max(1, _BLOCK // gradient.shape[1]))
+        blocks = gradient.split(max(1, _BLOCK // self.classes))
         self.learned = torch.cat([_learned(-block.double()) for block in blocks]).cpu()
-
-    def read_sum(self, gradient: Tensor) -> None:
-        """Read the sums of the gradient on the logits."""
-        wide = gradient.double()
-        size = float(wide.abs().sum())
-        if size:
-            self.rest = float(wide.sum(-1).abs().sum()) / size
-
-
-def _is_log_softmax(node: Any) -> bool:
-    return bool(node.name() == "LogSoftmaxBackward0")
 
 
 def _learned(target: Tensor) -> Tensor:
@@ -176,9 +155,8 @@ class _Trace(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.softmaxes = list[_Softmax]()
-        self._ids = dict[int, Tensor]()
-        self._nodes = set[Any]()
+        self.softmaxes: list[_Softmax] = []
+        self._ids: dict[int, Tensor] = {}
         self._is_backward = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -189,7 +167,6 @@ class _Trace(TorchFunctionMode):
                 return func(*args, **kwargs)  # type: ignore[no-untyped-call]
             finally:
                 self._is_backward = False
-                self._ids = {}
         result = func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if self._is_backward or not torch.is_grad_enabled():
@@ -197,116 +174,64 @@ class _Trace(TorchFunctionMode):
         if name == "embedding" and args[0].ndim:
             ids = args[0].detach()
             self._ids[len(args[1])] = ids.reshape(-1, ids.shape[-1]).cpu()
-        if name in ("cross_entropy", "log_softmax") and result.requires_grad:
-            dim = kwargs.get("dim", [-1, *args[1:2]][-1])
-            if name == "cross_entropy":
-                dim = min(1, args[0].ndim - 1)
-            if isinstance(dim, int) and type(args[0]) is Tensor:  # shards are not read
-                self._note(name, args[0], dim, result)
+        if name == "cross_entropy":
+            self._note(name, args[0], min(1, args[0].ndim - 1), result)
+        if name == "log_softmax":
+            self._note(name, args[0], kwargs.get("dim", [-1, *args[1:2]][-1]), result)
         return result
 
-    def _note(self, name: str, logits: Tensor, dim: int, result: Tensor) -> None:
+    def _note(self, name: str, logits: Tensor, dim: Any, result: Tensor) -> None:
         nodes = graph_nodes(result)
-        node = next(filter(_is_log_softmax, nodes), None)
-        if node is None or node in self._nodes:
-            return
-        self._nodes.add(node)
+        node = next((node for node in nodes if node.name() == "LogSoftmaxBackward0"), None)
+        if node is None or type(logits) is not Tensor:
+            return  # of shards nothing is read
         classes = logits.shape[dim]
-
-        def rows(x: Tensor) -> Tensor:
-            return x.detach().movedim(dim, -1).reshape(-1, classes)
-
-        # The table of the classes, else the largest one.
-        table = max(self._ids, default=0)
-        if classes in self._ids:
-            table = classes
-        softmax = _Softmax(name, rows(logits), result.dtype, self._ids.get(table))
+        softmax = _Softmax(name, classes, result.dtype, self._ids.get(classes))
         self.softmaxes.append(softmax)
 
         def read(gradients: Any) -> None:
             if self._is_backward:  # not inside a fused loss
-                softmax.read(rows(gradients[0]))
+                softmax.read(gradients[0].detach().movedim(dim, -1).reshape(-1, classes))
 
         node.register_prehook(read)
-        logits.register_hook(lambda gradient: softmax.read_sum(rows(gradient)))
-
-
-def _of_the_loss(softmaxes: Sequence[_Softmax]) -> list[_Softmax]:
-    """Return the softmaxes with the most classes of those that a gradient reached."""
-    by_classes = dict[int, list[_Softmax]]()
-    most = 0
-    for softmax in softmaxes:
-        if softmax.learned is not None:
-            classes = softmax.logits.shape[1]
-            # Chunks whose labels are all ignored stay: they hold the places of the others.
-            by_classes.setdefault(classes, []).append(softmax)
-            if softmax.learned[:, 3].any():
-                most = max(most, classes)
-    return by_classes.get(most, [])
 
 
 # ── the facts ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def _facts(softmaxes: Sequence[_Softmax], loss_scale: float) -> dict[str, Any]:
+def _facts(softmaxes: list[_Softmax], loss_scale: float, padding: Any) -> dict[str, Any]:
     """Return how many rows learn, which token, with which weights, and in which format."""
-    learned = torch.cat(list(map(attrgetter("learned"), softmaxes)))
+    learned = torch.cat([softmax.learned for softmax in softmaxes])
     weights = learned[learned[:, 3] > 0, 0] / loss_scale
     narrowest = min(softmaxes, key=lambda softmax: softmax.dtype.itemsize)
-    dtype = narrowest.dtype
+    is_padding = (learned[:, 1] == padding) & (learned[:, 2:] > 0).all(1)
     facts = {
         "rows": len(learned), "learned": len(weights), "weight_sum": float(weights.sum()),
-        "unlearned": int((weights < 0).sum()), "learns": "a label", "shift": None,
-        "function": softmaxes[0].name, "dtype": dtype_name(dtype),
-        "rest": max(softmaxes, key=lambda softmax: softmax.rest).rest, "log_error": 0.0,
+        "learns": "a label", "shift": None, "padding": padding, "padding_learned": int(is_padding.sum()),
+        "function": softmaxes[0].name, "dtype": dtype_name(narrowest.dtype), "sequences": 0,
     }  # fmt: skip
-    if dtype.itemsize < 4:
-        log_p = softmaxes[0].logits.float().log_softmax(-1)
-        facts["log_error"] = torch.finfo(dtype).eps / 2 * float(log_p.abs().median())
+    if padding is None:
+        facts["padding_learned"] = 0
     if float(learned[:, 2].sum()) < _MOST * len(weights):
         return facts | {"learns": "a distribution"}
-    shifts = _shifts(softmaxes)
-    if shifts:
-        facts["shift"] = shifts[0]
-        facts["learns"] = "token " + " and ".join(f"t{shift:+d}" for shift in shifts)
+    passes: dict[int, list[_Softmax]] = {}
+    for softmax in softmaxes:  # chunks of the logits of one pass have its tokens
+        passes.setdefault(id(softmax.ids), []).append(softmax)
+    shifts = set()
+    for members in passes.values():
+        ids = members[0].ids
+        facts["sequences"] += 0 if ids is None else len(ids)
+        shifts.add(_shift(torch.cat([softmax.learned for softmax in members]), ids))
+    if len(shifts) == 1 and None not in shifts:
+        (facts["shift"],) = shifts
+        facts["learns"] = f"token t{facts['shift']:+d}"
     return facts
 
 
-def _shifts(softmaxes: Sequence[_Softmax]) -> list[int]:
-    """Return the distances of labels from their rows' tokens, of each softmax over the tokens of a
-    pass. Softmaxes with no more rows than there are tokens are chunks of one.
-    """
-    groups = dict[int, list[_Softmax]]()
-    for softmax in softmaxes:
-        groups.setdefault(id(softmax.ids), []).append(softmax)
-    shifts = set[int]()
-    for members in groups.values():
-        parts = list(map(attrgetter("learned"), members))
-        ids = members[0].ids
-        if ids is not None and sum(map(len, parts)) <= ids.numel():
-            parts = [torch.cat(parts)]
-        for part in parts:
-            shift = _shift(part, ids)
-            if shift is None:
-                return []
-            shifts.add(shift)
-    return sorted(shifts)
-
-
-def _columns(num_rows: int, ids: Any) -> int:
-    """Return the logits of each sequence; 0 if there are not as many for each, or one alone."""
-    if ids is None:
-        return 0
-    columns, rest = divmod(num_rows, len(ids))
-    if rest or not 1 < columns <= ids.shape[1]:
-        return 0
-    return columns
-
-
-def _shift(learned: Tensor, ids: Any) -> int | None:
+def _shift(learned: Tensor, ids: Tensor | None) -> int | None:
     """Return the distance that most labels have from their rows' tokens; ``None`` without one."""
-    columns = _columns(len(learned), ids)
-    if not columns:
+    columns, rest = divmod(len(learned), 1 if ids is None else len(ids))
+    if ids is None or rest or not 1 < columns <= ids.shape[1]:
         return None
     padded = nn.functional.pad(ids, (1, 3), value=-1)
     is_live = learned[:, 3] > 0
@@ -317,22 +242,14 @@ def _shift(learned: Tensor, ids: Any) -> int | None:
     return None
 
 
-def _add_padding(facts: dict[str, Any], model: nn.Module, softmaxes: Sequence[_Softmax]) -> None:
-    """Add the padding token that an embedding or the model's settings declare, and how many rows
-    learn it.
-    """
-    learned = torch.cat(list(map(attrgetter("learned"), softmaxes)))
-    sequences = {}
-    for softmax in softmaxes:
-        if softmax.ids is not None:
-            sequences[id(softmax.ids)] = len(softmax.ids)
-    facts |= {"padding": None, "padding_learned": 0, "sequences": sum(sequences.values())}
+def _padding_of(model: nn.Module) -> Any:
+    """Return the padding token that an embedding or the model's settings declare."""
     for module in model.modules():
         settings = getattr(module, "config", None)
         padding = getattr(module, "padding_idx", getattr(settings, "pad_token_id", None))
         if padding is not None:
-            is_padding = (learned[:, 1] == padding) & (learned[:, 2:] > 0).all(1)
-            facts |= {"padding": padding, "padding_learned": int(is_padding.sum())}
+            return padding
+    return None
 
 
 def _readings(facts: dict[str, Any]) -> list[Reading]:
@@ -343,6 +260,7 @@ def _readings(facts: dict[str, Any]) -> list[Reading]:
         readings.append(measured("wrong-labels", "", facts["padding_learned"], 0))
     if shift is not None and shift > 1:
         readings.append(measured("wrong-shift", "", shift, 1))
-    if facts["log_error"]:
-        readings.append(measured("narrow-softmax", "", facts["log_error"], 0))
+    if facts["dtype"] in ("bfloat16", "float16"):
+        unit = torch.finfo(getattr(torch, facts["dtype"])).eps / 2
+        readings.append(measured("narrow-softmax", "", unit, 0))
     return readings

@@ -8,23 +8,21 @@ other follows in squares, since errors of different places are nearly orthogonal
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
-import torch
 from torch import nn
 
 from narrowgauge.measuring.beside import SUM, Site, is_finite, tensors_in
 from narrowgauge.measuring.kinds import KINDS
-from narrowgauge.measuring.passes import Gradients, Pass, Passes, inner_name
+from narrowgauge.measuring.passes import Gradients, Pass, Passes, Told, trained_leaves
 from narrowgauge.measuring.policies.finite import Finite
 from narrowgauge.measuring.policies.wide import Wide
-from narrowgauge.measuring.reading import Reading, Readings, measured
-from narrowgauge.measuring.units import FINEST, UNITS
-from narrowgauge.spec.formats import dtype_name
+from narrowgauge.measuring.reading import Readings
+from narrowgauge.measuring.units import FINEST, format_of
 
-OF_FLOAT32 = 2.0**-14
-"""Of a gradient whose products are float32: half of its digits."""
+OF_FLOAT32 = 2.0**10
+"""Bound in roundings of float32, where products are float32: half of its digits."""
 RANKED = 4.0
 """Roundings from which on places are ranked. Healthy models have 1.0 to 9.2."""
 FLIPPED = 4.0
@@ -42,10 +40,9 @@ SATURATED = 1 / 8
 """Share of a cast's values beyond the end of its format: delayed and rounded scales leave a few."""
 OUTSIDE = 2.0
 """Roundings of its input that a cast may err: one where nothing ends, and as much again."""
-FEWEST = 0.03
-"""Least length of a tensor that counts, as a share of the mean length per element: the gradient of a
-bias before a norm is zero but for rounding.
-"""
+
+Repeat = Callable[[Collection[Site]], Pass]
+"""Run a step again, with sites whose shadows are rounded."""
 
 
 def distance(first: Gradients, second: Gradients, names: Sequence[str]) -> float:
@@ -56,36 +53,20 @@ def distance(first: Gradients, second: Gradients, names: Sequence[str]) -> float
     return math.sqrt(squares)
 
 
-class Place(NamedTuple):
-    """A site, the share of the error that it gives alone, and the share that is left without it and
-    those before it.
-    """
-
-    site: Site
-    share: float
-    left: float
-
-    @property
-    def is_most(self) -> bool:
-        """Return whether the place is the one that gives the error."""
-        return self.share >= MOST and self.left <= LEFT
-
-
 class Roundings:
     """Measure what rounding does to a gradient, and rank the places that do it.
-
-    Args:
-        first: a pass of the step.
-        repeat: runs the step again with sites whose shadows are rounded.
 
     Attributes:
         names: tensors whose gradients are finite and followed.
         unit: unit roundoff of the coarsest product of the step.
-        relative: distance of all gradients from their shadows, over their length.
-        worst: the tensor with the largest distance over its length, and ``largest``, that distance.
+        error: distance of all gradients from their shadows.
+        number: the error over the length of the gradients, in roundings of the unit.
+        is_most: whether the first place that was ranked gives most of the error.
     """
 
-    def __init__(self, first: Pass, repeat: Callable[[Collection[Site]], Pass]) -> None:
+    is_most = False
+
+    def __init__(self, first: Pass, repeat: Repeat) -> None:
         self.first = first
         self.repeat = repeat
         self.names = []
@@ -93,187 +74,131 @@ class Roundings:
             if is_finite(first.gradients[name]) and is_finite(shadow):
                 self.names.append(name)
         self.unit = first.wide.working
-        self.error = distance(first.gradients, first.shadows, self.names)
+        self.error = self.of(self.names)
         self.length = math.hypot(*(float(first.shadows[name].norm()) for name in self.names))
-        self.relative = self.error / self.length if self.length else 0.0
-        self.worst, self.largest = self._worst_tensor()
+        self.number = self.error / (self.length or 1.0) / self.unit
 
-    def _worst_tensor(self) -> tuple[str, float]:
-        """Return the tensor that is farthest from its shadow, over its length."""
-        count = 1
-        for name in self.names:
-            count += self.first.shadows[name].numel()
-        mean = self.length / math.sqrt(count)
-        worst = ""
-        largest = 0.0
-        for name in self.names:
-            shadow = self.first.shadows[name]
-            own = float(shadow.norm())
-            if own <= FEWEST * mean * math.sqrt(shadow.numel()):
-                continue
-            relative = distance(self.first.gradients, self.first.shadows, [name]) / own
-            if relative > largest or not worst:
-                worst, largest = name, relative
-        return worst, largest
+    def of(self, names: Sequence[str]) -> float:
+        """Return the distance of some gradients from their shadows."""
+        return distance(self.first.gradients, self.first.shadows, names)
 
     @property
-    def roundings(self) -> float:
-        return self.relative / self.unit
-
-    @property
-    def format(self) -> str:
-        for dtype, unit in (*UNITS.items(), (torch.float32, FINEST)):
-            if unit == self.unit:
-                return dtype_name(dtype)
-        return f"a format of unit roundoff {self.unit:.2g}"
+    def worst(self) -> str:
+        """Return the tensor with the largest part of the error."""
+        return max(self.names, key=lambda name: self.of([name]))
 
     def line(self) -> str:
-        if not self.first.gradients:
-            return "gradients: none was seen"
         if not self.names:
-            return "gradients: none is followed"
+            return f"gradients: none is {'followed' if self.first.gradients else 'seen'}"
         return (
-            f"gradients of {len(self.names)} tensors: {self.relative:.2g} of their length from "
-            f"float64's, {self.roundings:.3g} roundings of {self.format}; most in {self.worst}, "
-            f"{self.largest:.2g}"
+            f"gradients of {len(self.names)} tensors: {self.number * self.unit:.2g} of their length "
+            f"from float64's, {self.number:.3g} roundings of {format_of(self.unit)}; "
+            f"most in {self.worst}"
         )
 
-    # ── places ────────────────────────────────────────────────────────────────────────────────────
+    def places(self, number: int) -> list[str]:
+        """Return the lines of at most ``number`` places, the largest first.
 
-    def places(self, number: int) -> list[Place]:
-        """Return at most ``number`` places, the largest first."""
-        rest = self.sites
+        Few roundings are asked of the sum of micro-batches alone: its error grows with their number.
+        """
+        wide = self.first.wide
+        rest = list(wide.rounds)
+        sites = rest
+        if self.number <= (OF_FLOAT32 if self.unit == FINEST else RANKED):
+            sites = [site for site in rest if site.line == SUM and self.number > OF_SUMS]
         left = self.error
-        ranked: list[Place] = []
-        while rest and len(ranked) < number and left > self.unit * self.length:
-            site = self._largest(rest, left)
-            alone = self._alone([site])
-            rest.remove(site)
-            left = self._alone(rest) if rest else 0.0
-            ranked.append(Place(site, alone / self.error, left / self.error))
-        return ranked
+        lines: list[str] = []
+        while sites and len(lines) < number and left > self.unit * self.length:
+            site = self._largest(sites, left)
+            share = self._alone([site]) / self.error
+            rest = [other for other in rest if other != site]
+            left = self._alone(rest)
+            self.is_most |= not lines and share >= MOST and left <= LEFT * self.error
+            line = f"  {share:.2f} of it from {', '.join(sorted(wide.rounds[site]))} in {site}"
+            line += f"; {left / self.error:.2f} is left without it"
+            if site in wide.casts:
+                line += f"; {_words(wide.casts[site])}"
+            lines.append(line)
+            sites = rest
+        return lines
 
-    @property
-    def sites(self) -> list[Site]:
-        """Return the sites that round."""
-        return list(dict.fromkeys(site for site, _ in self.first.wide.rounds))
-
-    def _largest(self, places: list[Site], error: float) -> Site:
-        while len(places) > 1:
-            half = places[: len(places) // 2]
+    def _largest(self, sites: list[Site], error: float) -> Site:
+        while len(sites) > 1:
+            half = sites[: len(sites) // 2]
             part = self._alone(half)
             other = math.sqrt(max(0.0, error**2 - part**2))
-            if part < other:
-                places = places[len(half) :]
-                error = other
-            else:
-                places = half
-                error = part
-        return places[0]
+            sites = half if part >= other else sites[len(half) :]
+            error = max(part, other)
+        return sites[0]
 
-    def _alone(self, places: Collection[Site]) -> float:
-        shadows = self.repeat(places).shadows
-        names = [name for name in self.names if name in shadows]
-        reached = distance(shadows, self.first.shadows, names)
+    def _alone(self, sites: Collection[Site]) -> float:
+        shadows = self.repeat(sites).shadows
+        reached = distance(shadows, self.first.shadows, self.names)
         return math.inf if math.isnan(reached) else reached
 
-    def sum_of_micro_batches(self) -> list[Place]:
-        """Return the narrow sum over micro-batches with its share, where it gives most of the error.
 
-        Its error grows with their number, and shows before the whole is large.
-        """
-        sums = [site for site in self.sites if site.line == SUM]
-        if not sums or self.roundings < OF_SUMS:
-            return []
-        share = self._alone(sums) / self.error
-        return [Place(sums[0], share, 1 - share)]
-
-
-def place_line(place: Place, wide: Wide) -> str:
-    """Return the line of a place: its share of the error, and what is left without it."""
-    names = [name for site, name in wide.rounds if site == place.site]
-    line = f"  {place.share:.2f} of it from {', '.join(names)} in {place.site}"
-    line += f"; {place.left:.2f} is left without it"
-    casts = [cast for (site, _), cast in wide.casts.items() if site == place.site]
-    for cast in casts[:1]:
-        line += f"; {cast.at_end:.1%} of its values are beyond the format's end, {cast.zeros:.1%} became 0"
-    return line
-
-
-def rounding_alone(roundings: Roundings) -> list[str]:
-    """Return the matrices whose gradient is rounding alone: their shadows are nearly zero."""
-    first = roundings.first
-    names = []
+def tell_roundings(roundings: Roundings, told: Told, number: int) -> None:
+    """Tell what is unusual in the roundings, with lines of at most ``number`` places that do most."""
+    told.lines.append(roundings.line())
+    flips = roundings.first.wide.flips
+    bound = KINDS["rounding"].bound * (FLIPPED if flips else 1.0)
+    if roundings.unit == FINEST:
+        bound = OF_FLOAT32
+    told.lines += roundings.places(number)
+    alone = []
     for name in roundings.names:
-        shadow = first.shadows[name]
-        off = distance(first.gradients, first.shadows, [name])
-        if shadow.ndim > 1 and off > MOST * float(first.gradients[name].double().norm()) > 0:
-            names.append(name)
-    return names
+        gradient = roundings.first.gradients[name]
+        if gradient.ndim > 1 and roundings.of([name]) > MOST * float(gradient.double().norm()) > 0:
+            alone.append(name)
+    is_many = roundings.number > bound
+    if is_many or (roundings.is_most and not flips):
+        limit = bound if is_many else OF_SUMS
+        told.tell("rounding", roundings.worst, roundings.number, 0.0, limit)
+    elif alone:
+        told.tell("rounding-alone", alone, len(alone))
+    _tell_casts(roundings.first.wide, told)
+    number_lost = len(roundings.first.gradients) - len(roundings.first.shadows)
+    if number_lost:
+        through = ", ".join(roundings.first.wide.cuts) or "shards"
+        told.unseen[f"roundings of {number_lost} gradients"] = f"not followed through {through}"
 
 
-def rounding_readings(roundings: Roundings, lines: list[str], number: int = 1) -> list[Reading]:
-    """Return a reading where rounding is unusual, with a line for each place that does most of it."""
-    lines.append(roundings.line())
-    wide = roundings.first.wide
-    readings = []
-    is_float32 = roundings.unit == FINEST
-    bound = OF_FLOAT32 / FINEST if is_float32 else KINDS["rounding"].bound
-    slack = FLIPPED if wide.flips else 1.0
-    is_many = roundings.roundings > (bound if is_float32 else slack * bound)
-    places: list[Place] = []
-    if is_many or (not is_float32 and roundings.roundings > RANKED):
-        places = roundings.places(number)
-    elif number:
-        places = roundings.sum_of_micro_batches()
-    lines += [place_line(place, wide) for place in places]
-    if is_many or (slack == 1.0 and places and places[0].is_most):
-        bound = bound if is_many else OF_SUMS
-        measures = roundings.worst, roundings.roundings, 0.0, bound
-        readings.append(measured("rounding", *measures))
-    alone = rounding_alone(roundings)
-    if alone and not readings:
-        readings.append(measured("rounding-alone", alone, len(alone), 0))
-    return readings + cast_readings(wide, lines)
-
-
-def cast_readings(wide: Wide, lines: list[str]) -> list[Reading]:
-    """Return readings of casts whose values lie outside the range of their format."""
-    readings = []
-    saturated: dict[str, float] = {}
-    coarse: dict[str, float] = {}
-    for (site, name), cast in wide.casts.items():
-        place = f"{name} in {site}"
-        if cast.at_end > SATURATED:
-            saturated[place] = cast.at_end
-        elif cast.roundings > OUTSIDE:
-            coarse[place] = cast.roundings
-            lines.append(f"  {place}: {cast.zeros:.1%} of its values became 0")
-    for what, casts, expected in (("saturation", saturated, 0.0), ("cast-range", coarse, 1.0)):
-        if casts:
-            places = sorted(casts, key=lambda place: -casts[place])
-            readings.append(measured(what, places, casts[places[0]], expected))
+def _tell_casts(wide: Wide, told: Told) -> None:
+    """Tell casts whose values lie outside the range of their format."""
+    for what, place, limit, right in (
+        ("saturation", 0, SATURATED, 0),
+        ("cast-range", 2, OUTSIDE, 1),
+    ):
+        losses = {site: loss[place] for site, loss in wide.casts.items() if loss[place] > limit}
+        sites = sorted(losses, key=lambda site: -losses[site])
+        if sites:
+            told.tell(what, map(str, sites), losses[sites[0]], right)
+        told.lines += [f"  {site}: {_words(wide.casts[site])}" for site in sites]
     for site, words in wide.misread.items():
-        readings.append(measured("misread-bytes", str(site), 1, 0))
-        lines.append(f"  {words} in {site}")
-    return readings
+        told.tell("misread-bytes", str(site), 1)
+        told.lines.append(f"  {words} in {site}")
 
 
-def nonfinite_readings(first: Pass, finite: Finite, lines: list[str]) -> list[Reading]:
-    """Return a reading of gradients or a loss that are not finite, with the operation that began it."""
+def _words(losses: Sequence[float]) -> str:
+    return f"{losses[0]:.1%} of its values are beyond the format's end, {losses[1]:.1%} became 0"
+
+
+def tell_nonfinite(first: Pass, finite: Finite, told: Told) -> None:
+    """Tell gradients or a loss that are not finite, with the operation that began it."""
     bad = [name for name in reversed(first.gradients) if not is_finite(first.gradients[name])]
-    loss = tensors_in(first.loss)
-    if not bad and all(map(is_finite, loss)):
-        return []
-    cause = finite.first([*loss, *(x for x in first.raw if not is_finite(x))])
+    loss = [x for x in tensors_in(first.loss) if not is_finite(x)]
+    cause = finite.first([*loss, *(first.gradients[name] for name in bad)])
     if cause:
-        lines.append(f"not finite first: {cause}")
-    if not bad:
-        return [measured("nonfinite", "the loss", 1, 0, stage="loss")]
-    shadow = first.shadows.get(bad[0])
-    if shadow is not None and is_finite(shadow):
-        lines.append(f"without roundings that of {bad[0]} is finite: a format's range ends")
-    return [measured("nonfinite", bad, len(bad), 0)]
+        told.lines.append(f"not finite first: {cause}")
+    if bad:
+        shadow = first.shadows.get(bad[0])
+        if shadow is not None and is_finite(shadow):
+            told.lines.append(
+                f"without roundings that of {bad[0]} is finite: a format's range ends"
+            )
+        told.tell("nonfinite", bad, len(bad))
+    elif loss:
+        told.tell("nonfinite", "the loss", 1, stage="loss")
 
 
 def ranked_places(model: nn.Module, step: Callable[[], Any]) -> Readings:
@@ -304,27 +229,28 @@ def ranked_places(model: nn.Module, step: Callable[[], Any]) -> Readings:
         >>> ranked.ok, "roundings of bfloat16" in ranked.lines[0]
         (True, True)
     """
-    leaves = {inner_name(n): p for n, p in model.named_parameters() if p.requires_grad}
-    passes = Passes(model, [], leaves, [None], None, lambda *_: None, lambda *_: step())
-    passes.is_training = model.training
+    leaves = trained_leaves(model)
+    passes = Passes(model, leaves, [], lambda *_: None, is_training=model.training)
+
+    def call() -> Any:
+        """Keep each gradient when it is complete, since the step may clear it."""
+        complete: dict[Any, Any] = {}
+        hooks = []
+        for p in leaves.values():
+            keep = lambda p: complete.update({p: p.grad.clone()})  # noqa: E731
+            hooks.append(p.register_post_accumulate_grad_hook(keep))
+        value = step()
+        for hook in hooks:
+            hook.remove()
+        for p, gradient in complete.items():
+            p.grad = gradient
+        return value
+
     finite = Finite(model)
-
-    def repeat(places: Collection[Site]) -> Pass:
-        return passes.run(step, Wide(places), hooked=True)
-
-    first = passes.run(step, Wide(), finite, hooked=True)
-    lines: list[str] = []
-    readings = nonfinite_readings(first, finite, lines)
-    if not readings:
-        readings = rounding_readings(Roundings(first, repeat), lines, 3)
-    unseen: Mapping[str, str] = not_followed(first)
-    return Readings(readings, lines, "roundings of the gradient", unseen)
-
-
-def not_followed(first: Pass) -> dict[str, str]:
-    """Return the gradients whose shadows are not known, with the operations that cut them."""
-    names = [name for name in first.gradients if name not in first.shadows]
-    if not names:
-        return {}
-    through = ", ".join(first.wide.cuts) or "shards"
-    return {f"roundings of {len(names)} gradients": f"not followed through {through}"}
+    first = passes.run(call, Wide(), finite)
+    told = Told()
+    tell_nonfinite(first, finite, told)
+    if not told.readings:
+        roundings = Roundings(first, lambda places: passes.run(call, Wide(places)))
+        tell_roundings(roundings, told, 3)
+    return Readings(told.readings, told.lines, "roundings of the gradient", told.unseen)

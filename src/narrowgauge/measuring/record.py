@@ -28,7 +28,7 @@ from narrowgauge.measuring.reading import Reading, measured
 from narrowgauge.measuring.step import Step
 from narrowgauge.measuring.step_row import StepReader, why_skipped
 from narrowgauge.numerics.metrics import UPDATE_SUMS
-from narrowgauge.optim.audit import MOST_AT_END, Alarm, figures_of, joined_over_ranks, unwrapped
+from narrowgauge.optim.audit import MOST_AT_END, Alarm, figures_of, unwrapped
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.finding import counted
 from narrowgauge.runs.record import read_run
@@ -106,7 +106,7 @@ class Record(AbstractContextManager["Record"]):
         if ours is not None:
             ours.name_parameters(model)
             if self.here.size > 1:
-                ours.auditor.join = joined_over_ranks(list(ours.parameter_names()))
+                ours.auditor.is_joined = True
             self._hear(ours)
         if every:
             inner = unwrapped(optimizer)

@@ -210,7 +210,7 @@ class RunRecorder:
         # Its steps may be lost, and other rows tell of them.
         rows = [*earlier.steps, *earlier.evals, *earlier.events]
         self._must_go_back = any(row["step"] for row in rows)
-        self._run = {**earlier.run, "config": {**earlier.config, **settings}}
+        self._run = {**content, **earlier.run, "config": {**earlier.config, **settings}}
         if self._record.writer is not None:
             self._record.writer.amend(self._run)
         self._changes = differences(earlier.run, content)
@@ -371,12 +371,11 @@ class RunRecorder:
         self.meter.go_on_after(step)
         self._must_go_back = False
         if path:
-            for state in self._certificate.differences(path, objects):
-                words = f"{state.kind}: {state.text}." if state.kind else f"{state.text}."
+            for kind, text in self._certificate.differences(path, objects).items():
+                words = f"{kind}: {text}.".removeprefix(": ")
                 self._record.event(
-                    "not-restored", words, step=step, shown=True, tensor=state.kind,
-                    severity="error", value=state.value, expected=state.expected,
-                )  # fmt: skip
+                    "not-restored", words, step=step, shown=True, tensor=kind, severity="error"
+                )
         self._begin_at(step)
         self._tell_changes()
         if goes_on or began:

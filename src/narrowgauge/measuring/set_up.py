@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,7 +21,7 @@ from narrowgauge.torch_support.machine import require_float64
 NARROW = (torch.bfloat16, torch.float16)
 TRAINED = (*NARROW, torch.float32, torch.float64)
 """Formats of weights that optimizers step."""
-SAMPLE = 1 << 12
+SAMPLE = 1 << 14
 """Elements of a tensor that stand for it."""
 
 
@@ -113,64 +114,40 @@ def set_up_of(model: Any, optimizer: Any) -> SetUp:
 
 
 def spread(tensor: Tensor) -> Tensor:
-    """Copy evenly spread elements of this rank's part of a tensor to the CPU, 1-D.
-
-    The stride is coprime to the last dim, so the elements cover every column.
-    """
+    """Copy elements of this rank's part of a tensor to the CPU, 1-D: the same of each shape."""
     flat = local_of(tensor.detach()).reshape(-1)
-    stride = max(1, -(-flat.numel() // SAMPLE))
-    columns = tensor.shape[-1] if tensor.ndim else 1
-    if stride > 1 and columns % 2 == 0:
-        stride += 1 - stride % 2
-    while stride > 1 and columns % stride == 0:
-        stride += 2
-    return flat[::stride].clone().cpu()
+    if flat.numel() > SAMPLE:
+        generator = torch.Generator().manual_seed(0)
+        places = torch.randint(flat.numel(), (SAMPLE,), generator=generator)
+        flat = flat[places.to(flat.device)]
+    return flat.clone().cpu()
 
 
 # ── readings ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def set_up_readings(set_up: SetUp, lines: list[str]) -> Iterator[Reading]:
-    """Yield parameters in no optimizer, listed twice, not finite, untied or without a gradient, and
-    rounded buffers.
-    """
-    missing = missing_parameters(set_up)
-    if missing:
-        yield measured("missing-parameters", missing, len(missing), 0)
-    once = set[int]()
-    twice = []
-    for stepped in set_up.stepped:
-        if id(stepped.parameter) in once:
-            twice.append(stepped.name)
-        once.add(id(stepped.parameter))
-    if twice:
-        yield measured("parameters-twice", twice, len(twice), 0)
-    bad = _not_finite(set_up)
-    if bad:
-        yield measured("nonfinite", bad, len(bad), 0, stage="start")
-    rounded = rounded_buffers(set_up.model)
-    if rounded:
-        yield measured("rounded-buffers", rounded, len(rounded), 0)
-    ties = untied_pairs(set_up.model)
-    if ties:
-        yield measured("untied", [name for _, name in ties], len(ties), 0)
-        lines += [f"  {name} and {other} are two tensors" for other, name in ties]
-    gone = _without_gradient(set_up)
-    if gone:
-        yield measured("no-gradient", gone, len(gone), 0)
+def set_up_readings(set_up: SetUp) -> Iterator[Reading]:
+    """Yield parameters in no optimizer, listed twice, not finite or untied, and rounded buffers."""
+    counts = Counter(id(stepped.parameter) for stepped in set_up.stepped)
+    twice = [name for name, p in set_up.parameters.items() if counts[id(p)] > 1]
+    for what, names in (
+        ("missing-parameters", _missing(set_up)),
+        ("parameters-twice", twice),
+        ("nonfinite", _not_finite(set_up)),
+        ("rounded-buffers", _rounded_buffers(set_up.model)),
+        ("untied", _untied(set_up.model)),
+    ):
+        if names:
+            stage = "start" if what == "nonfinite" else ""
+            yield measured(what, names, len(names), 0, stage=stage)
 
 
-def missing_parameters(set_up: SetUp) -> list[str]:
+def _missing(set_up: SetUp) -> list[str]:
     """Return trainable parameters that no optimizer has, and no master stands for."""
-    stepped = {id(p.parameter) for p in set_up.stepped}
     named = {p.name for p in set_up.stepped}
     if named.isdisjoint(set_up.parameters) and all(p.parameter.ndim == 1 for p in set_up.stepped):
         return []  # flat partitions of the weights, as of DeepSpeed and Megatron
-    lost = []
-    for name, p in set_up.parameters.items():
-        if p.requires_grad and id(p) not in stepped and name not in named:
-            lost.append(name)
-    return lost
+    return [n for n, p in set_up.parameters.items() if p.requires_grad and n not in named]
 
 
 def _not_finite(set_up: SetUp) -> list[str]:
@@ -184,18 +161,7 @@ def _not_finite(set_up: SetUp) -> list[str]:
     return bad
 
 
-def _without_gradient(set_up: SetUp) -> list[str]:
-    """Return trained parameters without a gradient, where others have one."""
-    lost: dict[str, None] = {}
-    for stepped in set_up.trained:
-        p = stepped.parameter
-        kept = getattr(p, "main_grad", None), getattr(p, "decoupled_grad", None)  # of Megatron
-        if p.grad is None and kept == (None, None):
-            lost[stepped.name] = None
-    return list(lost) if len(lost) < len({p.name for p in set_up.trained}) else []
-
-
-def rounded_buffers(model: nn.Module) -> list[str]:
+def _rounded_buffers(model: nn.Module) -> list[str]:
     """Return the buffers of 16 bits that need the last bit of their format: they were rounded.
 
     Masks and small integers do not. Statistics beside their count, and scales beside codes, are
@@ -204,58 +170,29 @@ def rounded_buffers(model: nn.Module) -> list[str]:
     names = []
     for owner, module in model.named_modules():
         buffers = dict(module.named_buffers(recurse=False))
-        dtypes = {b.dtype for b in buffers.values()} - {torch.bool}
-        if not all(dtype.is_floating_point for dtype in dtypes):
+        if any(not b.is_floating_point() and b.dtype is not torch.bool for b in buffers.values()):
             continue
         for name, buffer in buffers.items():
-            if buffer.dtype in NARROW and not buffer.is_meta and _needs_last_bit(spread(buffer)):
-                names.append(inner_name(f"{owner}.{name}".lstrip(".")))
+            if buffer.dtype in NARROW and not buffer.is_meta:
+                x = spread(buffer)
+                is_exact = (x.view(torch.int16) % 2 == 0) | (x == x.round()) & (x.abs() <= 256)
+                is_inner = x.abs() < torch.finfo(x.dtype).max
+                if bool((~is_exact & is_inner).any()):
+                    names.append(inner_name(f"{owner}.{name}".lstrip(".")))
     return names
 
 
-def _needs_last_bit(x: Tensor) -> bool:
-    is_exact = (x.view(torch.int16) % 2 == 0) | (x == x.round()) & (x.abs() <= 256)
-    is_inner = x.isfinite() & (x.abs() < torch.finfo(x.dtype).max)
-    return bool((~is_exact & is_inner).any())
-
-
-def untied_pairs(model: nn.Module) -> list[tuple[str, str]]:
-    """Return pairs of an embedding and another trained matrix that are two tensors and should be one:
-    of equal bits, or declared as tied.
-    """
-    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    pairs = []
-    for a, b in dict.fromkeys([*_equal_pairs(model), *_declared_ties(model)]):
-        first, second = model.get_parameter(a), model.get_parameter(b)
-        train = first.requires_grad and second.requires_grad
-        is_mixed = (id(first) in embeddings) != (id(second) in embeddings)
-        if first is not second and train and is_mixed:
-            pairs.append((inner_name(a), inner_name(b)))
-    return pairs
-
-
-def _declared_ties(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield the names of an embedding's and a head's weight that a model of transformers ties."""
-    names = {id(module): name for name, module in model.named_modules()}
-    for module in model.modules():
-        if not getattr(getattr(module, "config", None), "tie_word_embeddings", False):
-            continue
-        embedding = getattr(module, "get_input_embeddings", lambda: None)()
-        head = getattr(module, "get_output_embeddings", lambda: None)()
-        if not (isinstance(embedding, nn.Embedding) and isinstance(head, nn.Linear)):
-            continue
-        if embedding.weight.shape == head.weight.shape and id(head) in names:
-            yield f"{names[id(embedding)]}.weight", f"{names[id(head)]}.weight"
-
-
-def _equal_pairs(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield the names of matrices that hold equal bits in two tensors, and are not constant."""
-    first: dict[Any, tuple[str, Tensor]] = {}
+def _untied(model: nn.Module) -> list[str]:
+    """Return trained matrices that have the bits of an embedding in a second tensor."""
+    tables = {id(m.weight): m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
+    names = []
     for name, p in model.named_parameters():
-        if p.ndim < 2 or p.is_meta or is_sharded(p) or not p.numel():
-            continue
-        bits = spread(p).view(torch.uint8).view(-1, p.element_size())
-        key = p.shape, p.dtype, bits.numpy().tobytes()
-        first_name, q = first.setdefault(key, (name, p))
-        if first_name != name and bool((bits != bits[0]).any()) and torch.equal(p, q):
-            yield first_name, name
+        for table in tables.values():
+            is_like = p.shape == table.shape and p.dtype is table.dtype
+            train = p.requires_grad and table.requires_grad
+            if id(p) in tables or not is_like or not train or p.is_meta or is_sharded(p):
+                continue
+            sample = spread(p)
+            if bool((sample != sample[:1]).any()) and torch.equal(p, table):
+                names.append(inner_name(name))
+    return names

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.runs.record import Run, config_of
@@ -12,7 +11,7 @@ from narrowgauge.runs.schema import UNAVAILABLE, Row, short
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
 
-TABLES = ("config", "data", "model", "optimizer", "versions", "machine")
+TABLES = ("config", "data", "model", "optimizer", "versions", "machine", "arithmetic")
 """Compared tables of ``run.toml``."""
 
 NOT_COMPARED = frozenset({
@@ -22,8 +21,7 @@ NOT_COMPARED = frozenset({
 """Settings that do not affect the bits of training."""
 
 
-@dataclass(frozen=True, slots=True)
-class SettingDifference:
+class SettingDifference(NamedTuple):
     """Describe one difference: a setting, a version, or a property of the data or machine.
 
     ``values`` are the values of the two runs, as text. ``table`` is the table of ``run.toml``.
@@ -48,55 +46,36 @@ def recipe_of(run: Run) -> Recipe | None:
 def settings_diff(first_run: Row, second_run: Row) -> Iterator[SettingDifference]:
     """Yield the differences of two ``run.toml``, including the arithmetic.
 
-    Skip entries that only one has.
+    Skip entries that only one has, and paths: what is there is in another table.
     """
-    first_run = {**first_run, "config": config_of(first_run)}
-    second_run = {**second_run, "config": config_of(second_run)}
-    same = set()
-    for table in _PLACES:
-        if first_run.get(table) and first_run[table] == second_run.get(table):
-            same.add(table)
-    named = {*(first_run["config"] or ()), *(second_run["config"] or ())}
+    settings = {*(config_of(first_run) or ()), *(config_of(second_run) or ())}
     for table in TABLES:
-        first = first_run.get(table)
-        second = second_run.get(table)
-        if isinstance(first, dict) and isinstance(second, dict):
-            for difference in _of_table(table, first, second):
-                # Both repeat settings: the optimizer's groups, and the seed of the data.
-                repeats = table in ("optimizer", "data") and difference.name in named
-                # The same content in another folder is not a difference.
-                are_paths = all("/" in value or "\\" in value for value in difference.values)
-                moved = table == "config" and difference.name in same and are_paths
-                if not repeats and not moved:
-                    yield difference
-    for difference in _of_table("arithmetic", _probes(first_run), _probes(second_run)):
-        if not any(text.startswith(UNAVAILABLE) for text in difference.values):
-            yield difference
+        for difference in _of_table(table, _table(first_run, table), _table(second_run, table)):
+            # The optimizer's groups and the data repeat settings, such as the seed.
+            repeats = table in ("optimizer", "data") and difference.name in settings
+            is_unknown = any(text.startswith(UNAVAILABLE) for text in difference.values)
+            are_paths = all("/" in text for text in difference.values)
+            is_place = table == "config" and difference.name != "recipe" and are_paths
+            if not repeats and not is_unknown and not is_place:
+                yield difference
 
 
-_PLACES = ("data", "model")
-"""Settings that may be folders. The table of that name in ``run.toml`` describes their content."""
-
-
-def _probes(run: Row) -> Row:
-    arithmetic = run.get("arithmetic")
-    if not isinstance(arithmetic, dict) or not isinstance(arithmetic.get("results"), dict):
-        return {}
-    results: Row = arithmetic["results"]
-    return results
+def _table(run: Row, name: str) -> Row:
+    table = config_of(run) if name == "config" else run.get(name)
+    if name == "arithmetic" and isinstance(table, dict):
+        table = table.get("results")
+    if name == "machine" and isinstance(table, dict):  # a single process records no number
+        table = {"ranks": 1, **table}
+    return table if isinstance(table, dict) else {}
 
 
 def _of_table(
     table: str, first_table: Mapping[str, Any], second_table: Mapping[str, Any], prefix: str = ""
 ) -> Iterator[SettingDifference]:
-    names = list(filter(second_table.__contains__, first_table))
-    if table == "machine":  # a single process records no rank count
-        names = [*names, *({"ranks"} & (first_table.keys() ^ second_table.keys()))]
-    for name in names:
+    for name, first in first_table.items():
+        second = second_table.get(name, first)
         if name in NOT_COMPARED:
             continue
-        first = first_table.get(name, 1)
-        second = second_table.get(name, 1)
         if isinstance(first, dict) and isinstance(second, dict) and name != "recipe":
             yield from _of_table(table, first, second, f"{prefix}{name}.")
         elif first != second:
@@ -104,6 +83,4 @@ def _of_table(
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    return short(value)
+    return value if isinstance(value, str) else short(value)

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from narrowgauge.measuring.beside import is_finite
-from narrowgauge.measuring.passes import Pass, Passes
+from narrowgauge.measuring.passes import Pass, Passes, Told, concatenated
 from narrowgauge.measuring.policies.wide import Wide
-from narrowgauge.measuring.reading import Reading, measured, of_all
+from narrowgauge.measuring.reading import of_all
 from narrowgauge.torch_support.torch_hooks import OwnHook
 
 BOUND = 2.0**-9
@@ -28,7 +28,6 @@ is most exact.
 """
 SEED = 7_919_003
 """Unlike a user's seed: weights drawn with the same numbers would be parallel to the direction."""
-MOST_NAMED = 4
 
 
 class Slope:
@@ -40,55 +39,51 @@ class Slope:
         off: their difference over their size.
     """
 
-    said = 0.0
-    found = 0.0
-    off = 0.0
-    _answer: bool | None = None
+    said = found = off = 0.0
 
-    def __init__(self, passes: Passes, batch: Any, has_constants: bool, *policies: Any) -> None:
+    def __init__(self, passes: Passes, batch: Any, has_constants: bool) -> None:
         self.passes = passes
         self.batch = batch
         self.has_constants = has_constants
-        self.policies = policies
         first = self._run(passes.plain(batch))
         self.exact = first.shadows
         self.value = first.value
         self.cuts = first.wide.cuts
         finite = math.isfinite(self.value) and all(map(is_finite, self.exact.values()))
         self.is_known = finite and bool(self.exact)
+        self.hooked = [name for name, p in passes.leaves.items() if _has_hook(p)]
         self.names = []
-        self.hooked = []
-        for name, p in passes.plain_leaves.items():
+        for name, p in passes.leaves.items():
             is_compared = name in self.exact or name not in first.gradients
-            if _has_hook(p):
-                self.hooked.append(name)
-            elif is_compared and is_finite(p):
+            if is_compared and name not in self.hooked and is_finite(p):
                 self.names.append(name)
+        self.disagrees = self.is_known and self.differs(self.names)
+        if self.disagrees:
+            self._leave_out_attached()
+            self.disagrees = self.differs(self.names)
 
     def _run(self, call: Callable[[], Any], shifts: Any = ()) -> Pass:
         wide = Wide(shifts=shifts, is_smooth=True)
-        return self.passes.run(call, wide, *self.policies, has_constants=self.has_constants)
+        return self.passes.run(call, wide, has_constants=self.has_constants)
 
-    def leave_out_attached(self) -> None:
+    def _leave_out_attached(self) -> None:
         """Leave out gradients that arrive where nothing is asked, as of losses attached in backward."""
         unasked = self._run(self.passes.plain(self.batch, 0.0)).shadows
         for name in self.exact:
             self.exact[name] = self.exact[name] - unasked.get(name, 0.0)
 
     def _direction(self, name: str) -> Tensor:
-        p = self.passes.plain_leaves[name].detach()
-        number = list(self.passes.plain_leaves).index(name)
+        p = self.passes.leaves[name].detach()
+        number = list(self.passes.leaves).index(name)
         generator = torch.Generator().manual_seed(SEED + number)
         noise = torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.device)
         size = float(p.double().square().mean().sqrt()) if p.numel() else 0.0
         return noise * (size or 0.02)
 
     def _loss_at(self, names: Sequence[str], step: float) -> float:
-        shifts = []
-        for name in names:
-            shifts.append((self.passes.plain_leaves[name], step * self._direction(name)))
-        loss = self.passes.loss
-        return self._run(lambda: loss(self.passes.plain_model, self.batch), shifts).value
+        passes = self.passes
+        shifts = [(passes.leaves[name], step * self._direction(name)) for name in names]
+        return self._run(lambda: passes.loss(passes.model, self.batch), shifts).value
 
     def differs(self, names: Sequence[str]) -> bool:
         """Return whether the loss changes otherwise than the gradient says, at two steps alike."""
@@ -112,14 +107,13 @@ class Slope:
         # A kink lies within the larger step where the two slopes differ.
         return abs(slopes[0] - slopes[1]) <= abs(slopes[1] - self.said) / 4
 
-    def disagrees(self) -> bool:
-        """Return whether the loss of all tensors does, also without what is attached in backward."""
-        if self._answer is None:
-            self._answer = self.differs(self.names)
-            if self._answer:
-                self.leave_out_attached()
-                self._answer = self.differs(self.names)
-        return self._answer
+    def last_wrong(self) -> list[str]:
+        """Return the last tensor in forward whose slope is another, by halving; empty if none is."""
+        names = self.names[::-1]
+        while len(names) > 1:
+            half = names[: (len(names) + 1) // 2]
+            names = half if self.differs(half) else names[len(half) :]
+        return names if self.differs(names) else []
 
 
 def _has_hook(p: Any) -> bool:
@@ -128,44 +122,26 @@ def _has_hook(p: Any) -> bool:
     return not all(isinstance(hook, OwnHook) for hook in hooks)
 
 
-def slope_readings(
-    passes: Passes, batch: Any, lines: list[str], unseen: dict[str, str], *policies: Any
-) -> list[Reading]:
-    """Return a reading where the loss does not change as its gradient says."""
-    slope = Slope(passes, batch, True, *policies)
-    if slope.is_known and slope.disagrees():
-        slope = Slope(passes, batch, False, *policies)
+def compare_slope(passes: Passes, told: Told) -> None:
+    """Tell where the loss does not change as its gradient says."""
+    batch = concatenated(passes.parts)
+    if batch is None:
+        batch = passes.parts[0]
+    slope = Slope(passes, batch, True)
+    if slope.disagrees:
+        slope = Slope(passes, batch, False)
+    wrong = slope.last_wrong() if slope.disagrees else []
     if not slope.is_known:
-        reason = f"not followed through {', '.join(slope.cuts)}"
-        unseen["the slope of the loss"] = reason if slope.cuts else "it is not finite"
-        return []
-    if slope.hooked:
-        unseen[f"the slope along {of_all(slope.hooked)}"] = "a hook may change its gradient"
-    if not slope.disagrees():
-        lines.append(
+        cuts = f"not followed through {', '.join(slope.cuts)}"
+        told.unseen["the slope of the loss"] = cuts if slope.cuts else "it is not finite"
+    elif wrong:
+        told.tell("slope", wrong, slope.said, slope.found, BOUND * abs(slope.found))
+    elif slope.disagrees:
+        told.unseen["the slope of the loss"] = "no tensor alone has another one"
+    else:
+        told.lines.append(
             f"slope: the loss changes as the gradient of {len(slope.names)} tensors says, "
             f"within {slope.off:.1g}"
         )
-        return []
-    wrong = _wrong_tensors(slope)
-    if not wrong:
-        unseen["the slope of the loss"] = "no tensor alone has another one"
-        return []
-    slope.differs(wrong[:1])
-    return [measured("slope", wrong, slope.said, slope.found, BOUND * abs(slope.found))]
-
-
-def _wrong_tensors(slope: Slope) -> list[str]:
-    """Return the last tensors in forward whose slope is another, by halving."""
-    wrong: list[str] = []
-    sets = [slope.names[::-1]]
-    while sets and len(wrong) < MOST_NAMED:
-        names = sets.pop()
-        if not slope.differs(names):
-            continue
-        half = (len(names) + 1) // 2
-        if len(names) == 1:
-            wrong += names
-        else:
-            sets += [names[half:], names[:half]]
-    return wrong
+    if slope.hooked:
+        told.unseen[f"the slope along {of_all(slope.hooked)}"] = "a hook may change its gradient"

@@ -1,132 +1,158 @@
 """Compare the shadow of a step with the shadow of the plain loss in one process.
 
 Both are without roundings, so they are equal or the step computes another gradient: a factor, other
-weights of micro-batches and ranks, or another distance.
+weights of micro-batches and ranks, or another distance. With several ranks each process makes the
+plain pass over the batches of all. Collectives are operations that have shadows, so sums over ranks
+are followed.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.measuring.beside import is_finite
-from narrowgauge.measuring.passes import Gradients, Pass, Passes
-from narrowgauge.measuring.reading import Reading, measured, of_all
+from narrowgauge.measuring.passes import Gradients, Pass, Passes, Told, concatenated
+from narrowgauge.measuring.policies.wide import Wide
+from narrowgauge.measuring.reading import of_all
+from narrowgauge.numerics.hashing import fingerprint
 
 SAME = 2.0**-20
 """Shadows are float64. What a loop counts by itself in float32, such as a denominator, leaves 16 of
 its roundings.
 """
+MOST_PARTS = 16
+"""Micro-batches of all ranks whose weights are fitted."""
 
 
-class Answer(NamedTuple):
-    """How a gradient is related to the right one.
+def compare_ranks(passes: Passes, alone: Passes, first: Pass, told: Told) -> None:
+    """Tell gradients that differ between ranks, where the loop's sums were made, and compare them no
+    further.
+    """
+    differing = unlike({name: fingerprint(x) for name, x in first.gradients.items()})
+    for name in differing:
+        first.shadows.pop(name, None)
+    if differing and (passes.model is not alone.model or passes.backward is not None):
+        told.tell("ranks-unsummed", differing, len(differing))
+    elif differing:
+        told.unseen["sums over ranks"] = "the loop makes them; pass backward="
+
+
+def unlike(prints: Mapping[str, int]) -> list[str]:
+    """Return the names whose fingerprint is another one on a rank than on rank 0."""
+    of_ranks = all_ranks().gather(prints)
+    names = []
+    for name, bits in of_ranks[0].items():
+        if any(other.get(name) != bits for other in of_ranks):
+            names.append(name)
+    return names
+
+
+def compare_structure(passes: Passes, alone: Passes, first: Pass, told: Told) -> Pass | None:
+    """Compare a step with the plain loss, and return the pass of that, if it was made.
 
     Args:
-        words: of the line that is printed.
-        value: the factor, or the distance over the length.
-        expected: 1 of a factor, 0 of a distance.
+        passes: of the loop.
+        alone: of one process, over the micro-batches of all ranks.
+        first: the pass of the step in training mode.
     """
+    batch = concatenated(alone.parts)
+    step = first
+    if passes.backward is None and len(alone.parts) == 1:
+        _tell_missing(passes, step, step.shadows, told)
+        return step
+    if batch is None:
+        told.unseen["the structure of the gradient"] = "micro-batches have unlike shapes"
+        return None
+    if all_ranks().largest(int(step.draws)):
+        passes.is_training = alone.is_training = False
+        step = passes.run(passes.step, Wide())
+    plain = alone.run(alone.plain(batch), Wide())
+    if plain.draws:
+        told.unseen["the structure of the gradient"] = "evaluation mode draws random numbers too"
+        return None
+    parts = alone.parts if 1 < len(alone.parts) <= MOST_PARTS else []
+    terms = [alone.run(alone.plain(part), Wide()) for part in parts]
+    exact = plain.shadows
+    size = all_ranks().size
+    mean = sum(term.value for term in terms) / (len(terms) or 1)
+    if size > 1 and abs(plain.value - size * mean) < 0.1 * abs(plain.value):
+        # A loss that counts the labels of all ranks; DistributedDataParallel divides by their number.
+        exact = {name: x / size for name, x in exact.items()}
+        told.lines.append(f"  the loss is {size} times a mean over the batches of all ranks")
+    _compare(step.shadows, exact, [term.shadows for term in terms], told)
+    _tell_missing(passes, step, exact, told)
+    passes.is_training = alone.is_training = True
+    return plain
 
-    words: str
-    value: float
-    expected: float
 
-
-def structure_readings(
-    step: Gradients,
-    exact: Gradients,
-    bounds: Mapping[str, float],
-    terms: Sequence[Gradients],
-    lines: list[str],
-) -> list[Reading]:
-    """Return a reading for each answer: tensors that have one are one reading.
-
-    Args:
-        step: what the loop's own passes gave.
-        exact: what the plain loss gives.
-        bounds: of the distance over the length, by tensor.
-        terms: the plain gradients of each micro-batch, if there are several.
-    """
+def _compare(step: Gradients, exact: Gradients, terms: Sequence[Gradients], told: Told) -> None:
+    """Tell each answer: tensors that have one are one reading."""
     differing: dict[str, float] = {}
     count = 0
-    for name, own in step.items():
-        size = float(exact[name].norm())
-        if size and own.any() and is_finite(own):
+    for name, right in exact.items():
+        own = step.get(name)
+        if own is not None and right.any() and own.any() and is_finite(own):
             count += 1
-            off = float((own - exact[name]).norm()) / size
-            if off > bounds[name]:
+            off = float((own - right).norm() / right.norm())
+            if off > SAME:
                 differing[name] = off
     equal = count - len(differing)
-    if count:
-        lines.append(f"  without roundings {equal} of {count} gradients equal the plain loss's")
-    names: dict[str, list[str]] = {}
-    answers: dict[str, Answer] = {}
-    for name in sorted(differing, key=differing.__getitem__, reverse=True):
-        answer = _answer(name, step[name], exact[name], differing[name], bounds[name], terms)
-        if answer is not None:
-            answers.setdefault(answer.words, answer)
-            names.setdefault(answer.words, []).append(name)
-    readings = []
-    for words, (_, value, expected) in answers.items():
-        members = names[words]
-        lines.append(f"  {of_all(members)}: {words}")
-        what = "gradient"
-        if value >= 256 and math.log2(value) % 1 == 0:
-            what = "own-scale"
-        if len(members) == count > 1:
-            members = []
-        readings.append(measured(what, members, value, expected, bounds[names[words][0]]))
-    return readings
+    told.lines.append(f"  without roundings {equal} of {count} gradients equal the plain loss's")
+    answers: dict[str, tuple[float, float, list[str]]] = {}
+    for name in sorted(differing, key=lambda name: -differing[name]):
+        columns = []
+        if all(name in term for term in terms):
+            columns = [term[name].flatten() for term in terms]
+        words, factor = _answer(step[name].flatten(), exact[name].flatten(), columns)
+        numbers = (differing[name], 0.0) if factor is None else (factor, 1.0)
+        if words:
+            answers.setdefault(words, (*numbers, []))[2].append(name)
+    for words, (value, expected, members) in answers.items():
+        told.lines.append(f"  {of_all(members)}: {words}")
+        what = "own-scale" if value >= 256 and math.log2(value) % 1 == 0 else "gradient"
+        told.tell(what, [] if len(members) == count > 1 else members, value, expected)
 
 
-def _answer(
-    name: str, own: Tensor, right: Tensor, off: float, bound: float, terms: Sequence[Gradients]
-) -> Answer | None:
-    a, b = own.flatten(), right.flatten()
+def _answer(a: Tensor, b: Tensor, columns: Sequence[Tensor]) -> tuple[str, float | None]:
+    """Return how a gradient is related to the right one, in words, and the factor if it is one.
+
+    Args:
+        columns: the plain gradients of each micro-batch, if there are several.
+    """
     factor = float(a @ b) / float(b @ b)
-    if float((a - factor * b).norm()) <= bound * abs(factor) * float(b.norm()):
-        return Answer(f"{factor:.6g} times the plain loss's", round(factor, 9), 1.0)
-    usable = [term[name].flatten() for term in terms if name in term]
-    if usable and len(usable) == len(terms) and a.numel() >= 2 * len(terms):
-        columns = torch.stack(usable, 1)
-        weights, of_whole = _weights(columns, a), _weights(columns, b)
-        if not of_whole and float((columns.mean(1) - a).norm()) <= bound * float(a.norm()):
-            return None  # a mean of losses of which the whole batch's is no sum
+    if float((a - factor * b).norm()) <= SAME * abs(factor) * float(b.norm()):
+        return f"{factor:.6g} times the plain loss's", round(factor, 9)
+    if columns and a.numel() >= 2 * len(columns):
+        terms = torch.stack([*columns], 1)
+        weights, of_whole = _weights(terms, a), _weights(terms, b)
+        if not of_whole and float((terms.mean(1) - a).norm()) <= SAME * float(a.norm()):
+            return "", None  # a mean of losses of which the whole batch's is no sum
         if weights and of_whole and min(map(abs, of_whole)) > 1e-6:
-            times = []
-            for weight, whole in zip(weights, of_whole, strict=True):
-                times.append(f"{weight / whole:.3g}")
-            return Answer(f"micro-batches count {', '.join(times)} times", off, 0.0)
-    return Answer("neither a multiple of the plain loss's nor of its micro-batches'", off, 0.0)
+            times = [f"{x / y:.3g}" for x, y in zip(weights, of_whole, strict=True)]
+            return f"micro-batches count {', '.join(times)} times", None
+    return "neither a multiple of the plain loss's nor of its micro-batches'", None
 
 
 def _weights(columns: Tensor, target: Tensor) -> list[float]:
     """Return the weights of columns whose sum is a target; empty if none is."""
     solution = torch.linalg.lstsq(columns, target[:, None], driver="gelsd").solution[:, 0]
     rest = float((target - columns @ solution).norm())
-    is_sum = rest <= 1e-3 * float(target.norm())
-    return [float(weight) for weight in solution] if is_sum else []
+    return solution.tolist() if rest <= 1e-3 * float(target.norm()) else []
 
 
-def missing_readings(passes: Passes, step: Pass, exact: Gradients) -> list[Reading]:
-    """Return readings of gradients that the step lacks, and that the plain loss lacks too."""
-    lacking = []
-    for name, right in exact.items():
-        own = step.gradients.get(name)
-        if bool(right.any()) and (own is None or not bool(own.any())):
-            lacking.append(name)
-    gone = [n for n in passes.leaves if n not in step.gradients and n not in exact]
-    readings = []
-    gradients = step.gradients.values()
-    if gradients and not any(bool(x.any()) for x in gradients) and not lacking:
-        readings.append(measured("zero-gradients", "", 1, 0))
+def _tell_missing(passes: Passes, step: Pass, exact: Gradients, told: Told) -> None:
+    """Tell gradients that the step lacks, and that the plain loss lacks too."""
+    own = {name: bool(x.any()) for name, x in step.gradients.items()}
+    lacking = [name for name, x in exact.items() if x.any() and not own.get(name)]
+    gone = [name for name in passes.leaves if name not in own and name not in exact]
+    if own and not lacking and not any(own.values()):
+        told.tell("zero-gradients", "", 1)
     if lacking:
-        readings.append(measured("no-gradient", lacking[::-1], len(lacking), 0))
+        told.tell("no-gradient", lacking[::-1], len(lacking))
     if gone and len(gone) < len(passes.leaves):
-        readings.append(measured("no-graph", gone[::-1], len(gone), 0))
-    return readings
+        told.tell("no-graph", gone[::-1], len(gone))

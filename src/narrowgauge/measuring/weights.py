@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +20,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from narrowgauge.errors import RecordError
-from narrowgauge.measuring.adapters import (
-    is_adapted,
-    name_without_adapters,
-    product_of,
-    weight_with_adapters,
-)
+from narrowgauge.measuring.adapters import is_adapted, name_without_adapters, product_of
 from narrowgauge.measuring.fit import fit
 from narrowgauge.measuring.kinds import KINDS
-from narrowgauge.measuring.reading import Reading, measured, of_all
+from narrowgauge.measuring.reading import Reading, measured
 from narrowgauge.measuring.units import unit_of
 from narrowgauge.numerics.dtensor import whole
 from narrowgauge.runs.finding import counted, told
@@ -48,27 +42,39 @@ class Tensors:
     Args:
         read: a function for each name that reads its tensor.
         tied: names that share one tensor, by each of these names.
-        unsaved: names that no state_dict holds.
         buffers: names of buffers.
+        products: what adapters add to a weight, by its name.
+        merged: names of weights that hold their adapters.
     """
 
     read: dict[str, Callable[[], Tensor]] = field(default_factory=dict)
     tied: dict[str, list[str]] = field(default_factory=dict)
-    unsaved: set[str] = field(default_factory=set)
     buffers: set[str] = field(default_factory=set)
+    products: dict[str, Tensor] = field(default_factory=dict)
+    merged: set[str] = field(default_factory=set)
 
     def lacking(self, other: Tensors) -> list[str]:
-        """Return the names of another set that this one lacks, under each of their tied names."""
+        """Return the names of another set that this one lacks, under each of their tied names.
+
+        Buffers are left out, which no file may hold.
+        """
         names = []
         for name in other.read:
             is_read = not self.read.keys().isdisjoint(other.tied.get(name, [name]))
-            if not is_read and name not in other.unsaved and ".lora_" not in name:
+            if not is_read and name not in other.buffers and ".lora_" not in name:
                 names.append(name)
         return sorted(names)
 
     def ties(self) -> set[str]:
         """Return the names of each tensor that has several, with signs of equality."""
         return {" = ".join(names) for names in self.tied.values() if len(names) > 1}
+
+    def effective(self, name: str) -> Tensor:
+        """Return a weight with its adapters, in float64 if it has any."""
+        weight = self.read[name]()
+        if name in self.products and name not in self.merged:
+            return weight + self.products[name]
+        return weight
 
 
 def tensors_of(weights: Weights) -> Tensors:
@@ -84,14 +90,13 @@ def tensors_of(weights: Weights) -> Tensors:
         for name, value in weights.items():
             if isinstance(value, Tensor):
                 tensors.read[tensor_name(name)] = partial(whole, value.detach())
-    else:
-        path = Path(weights)
-        try:
-            _read_files(path, tensors)
-        except (OSError, SafetensorError, ValueError, KeyError) as error:
-            raise RecordError(
-                f"Cannot read weights from {path}: {error}.", "Name another file or folder."
-            ) from error
+        return tensors
+    try:
+        _read_files(Path(weights), tensors)
+    except (OSError, SafetensorError, ValueError, KeyError) as error:
+        raise RecordError(
+            f"Cannot read weights from {weights}: {error}.", "Name another file or folder."
+        ) from error
     return tensors
 
 
@@ -102,7 +107,6 @@ def tensor_name(name: str) -> str:
 
 def _of_module(model: nn.Module) -> Tensors:
     tensors = Tensors()
-    saved = set(map(tensor_name, model.state_dict()))
     names = dict[int, list[str]]()
     for name, x in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]:
         name = tensor_name(name)
@@ -111,7 +115,13 @@ def _of_module(model: nn.Module) -> Tensors:
         tensors.tied[name].append(name)
         if not isinstance(x, nn.Parameter):
             tensors.buffers.add(name)
-    tensors.unsaved = tensors.read.keys() - saved
+    layers: dict[str, Any] = dict(model.named_modules())
+    for name, layer in layers.items():
+        if is_adapted(layer):
+            weight = f"{name_without_adapters(name)}.weight"
+            tensors.products[weight] = product_of(layer)
+            if layer.merged_adapters:
+                tensors.merged.add(weight)
     return tensors
 
 
@@ -135,155 +145,97 @@ def compare_weights(first: Weights, second: Weights) -> tuple[list[Row], list[Re
     """Compare two sets of weights; return a row for each tensor of both, the farthest first, the
     readings, and the lines to print.
 
-    Columns: ``name``, ``dtype``, ``values``; ``differ``, ``rounded`` (by the narrower format) and
-    ``nonfinite`` (numbers of values); ``change`` (‖second − first‖ / ‖first‖), ``factor`` (the
-    multiple of the first that is nearest), ``is_one`` (a vector of ones).
+    Columns: ``name``, ``dtype``, ``values``; ``differ`` and ``nonfinite`` (numbers of values);
+    ``change`` (‖second − first‖ / ‖first‖), ``factor`` (the
+    multiple of the first that is nearest), ``is_one`` (a vector of ones), ``adapter_times`` (how many
+    times more the second holds the adapters).
     """
     before = tensors_of(first)
     after = tensors_of(second)
-    effective: dict[str, tuple[Tensor, Tensor]] = {}
-    readings = list[Reading]()
-    if isinstance(first, nn.Module) and isinstance(second, nn.Module):
-        effective, times = _adapters(first, second)
-        wrong = sorted(times, key=lambda name: -abs(times[name]))
-        if wrong and abs(times[wrong[0]]) > KINDS["adapter-times"].bound:
-            readings.append(measured("adapter-times", wrong, times[wrong[0]], 0.0))
-    rows, reshaped = _rows(before, after, effective)
-    readings += _readings(rows)
-    lines = _lines(rows)
-    if effective:
-        lines.append(f"adapters: in {counted(len(effective), 'weight')}, compared with them")
-    if before.tied and after.tied:
-        for side, ties in (
-            ("first", before.ties() - after.ties()),
-            ("second", after.ties() - before.ties()),
-        ):
-            if ties:
-                lines.append(f"tied in the {side} alone: {of_all(sorted(ties))}")
+    rows = list[Row]()
+    reshaped = []
+    for name in before.read:  # in an order that all ranks share
+        if name in after.read:
+            row = _row(name, before, after)
+            rows += row
+            reshaped += [] if row else [name]
+    rows.sort(key=lambda row: (not row["differ"], -row["change"], row["name"]))
     one_sided = {
-        "in the first": after.lacking(before),
-        "in the second": before.lacking(after),
-        "in other shapes": reshaped,
+        "only in the first": after.lacking(before),
+        "only in the second": before.lacking(after),
+        "only in other shapes": reshaped,
     }
-    for words, members in one_sided.items():
-        if members:
-            lines.append(f"only {words}: {told(members)}")
-    readings += _one_sided(list(chain.from_iterable(one_sided.values())))
+    ties = dict[str, list[str]]()
+    if before.tied and after.tied:
+        ties["tied in the first alone"] = sorted(before.ties() - after.ties())
+        ties["tied in the second alone"] = sorted(after.ties() - before.ties())
+    lines = _lines(rows)
+    for words, names in {**ties, **one_sided}.items():
+        if names:
+            lines.append(f"{words}: {told(names)}")
+    readings = list(_readings(rows))
+    lone = list(chain.from_iterable(one_sided.values()))
+    if lone:
+        readings.append(measured("one-sided-tensors", lone, len(lone), 0))
     return rows, readings, lines
 
 
-def _one_sided(names: list[str]) -> Iterator[Reading]:
-    if names:
-        yield measured("one-sided-tensors", names, len(names), 0)
-
-
-def _rows(
-    before: Tensors, after: Tensors, effective: Mapping[str, tuple[Tensor, Tensor]]
-) -> tuple[list[Row], list[str]]:
-    """Compare the tensors of both sets, in an order that all ranks share; return their rows, and
-    the names of those in other shapes.
-    """
-    rows = list[Row]()
-    reshaped = []
-    for name in before.read:
-        if name not in after.read:
-            continue
-        x = before.read[name]()
-        y = after.read[name]()
-        if x.shape != y.shape:
-            reshaped.append(name)
-            continue
-        dtype = max(x.dtype, y.dtype, key=unit_of)
-        if name in before.buffers | after.buffers or not y.is_floating_point():
-            dtype = torch.promote_types(x.dtype, y.dtype)
-        dtypes = dict.fromkeys((dtype_name(x.dtype), dtype_name(y.dtype)))
-        row: Row = {"name": name, "dtype": " → ".join(dtypes), "values": y.numel()}
-        row |= _distance(*effective.get(name, (x, y)), dtype)
-        if name in effective and row["change"] <= unit_of(dtype):
-            row["differ"] = 0  # the merge rounded once
-        rows.append(row)
-    rows.sort(key=lambda row: (not row["differ"], -row["change"], row["name"]))
-    return rows, reshaped
-
-
-def _distance(x: Tensor, y: Tensor, dtype: torch.dtype) -> Row:
-    a = x.to(dtype)
-    b = y.to(dtype)
-    result = fit(a, b)
-    rounded = 0
-    for wide, narrow in ((x, a), (y, b)):
-        if wide.dtype != dtype:
-            rounded += fit(narrow, wide).differing
-    return {
-        "differ": result.differing, "rounded": rounded, "nonfinite": result.nonfinite,
+def _row(name: str, before: Tensors, after: Tensors) -> list[Row]:
+    """Return the row of a tensor; nothing if its shapes differ."""
+    dtypes = [side.read[name]().dtype for side in (before, after)]
+    x = before.effective(name)
+    y = after.effective(name)
+    if x.shape != y.shape:
+        return []
+    dtype = max(dtypes, key=unit_of)
+    if name in before.buffers | after.buffers or not y.is_floating_point():
+        dtype = torch.promote_types(*dtypes)
+    result = fit(x.to(dtype), y.to(dtype))
+    row: Row = {
+        "name": name, "dtype": " → ".join(dict.fromkeys(map(dtype_name, dtypes))), "values": y.numel(),
+        "differ": result.differing, "nonfinite": result.nonfinite,
         "change": result.relative, "factor": result.factor,
-        "is_one": b.ndim == 1 and bool((b == 1).all()),
+        "is_one": y.ndim == 1 and bool((y == 1).all()), "adapter_times": None,
     }  # fmt: skip
+    products = {**before.products, **after.products}
+    if name in products:
+        row["adapter_times"] = fit(products[name], y.double() - x.double()).factor
+        if result.relative <= unit_of(dtype):
+            row["differ"] = 0  # the merge rounded once
+    return [row]
 
 
-def _readings(rows: list[Row]) -> Iterator[Reading]:
-    differing = _names(rows, "differ")
+def _readings(rows: list[Row]) -> Iterable[Reading]:
+    adapted = [row for row in rows if row["adapter_times"] is not None]
+    adapted.sort(key=lambda row: -abs(row["adapter_times"]))
+    if adapted and abs(adapted[0]["adapter_times"]) > KINDS["adapter-times"].bound:
+        names = [row["name"].removesuffix(".weight") for row in adapted]
+        yield measured("adapter-times", names, adapted[0]["adapter_times"], 0.0)
+    differing = [row["name"] for row in rows if row["differ"]]
     if differing:
         yield measured("other-weights", differing, rows[0]["change"], 0.0)
-    bad = _names(rows, "nonfinite")
+    bad = [row["name"] for row in rows if row["nonfinite"]]
     if bad:
         yield measured("nonfinite", bad, len(bad), 0, stage="start")
 
 
-def _names(rows: list[Row], key: str) -> list[str]:
-    """Return the names of the tensors with a value other than zero."""
-    return [row["name"] for row in rows if row[key]]
-
-
 def _lines(rows: list[Row]) -> list[str]:
-    formats = Counter[str]()
-    rounded = Counter[str]()
-    for row in rows:
-        formats[row["dtype"]] += 1
-        rounded[row["dtype"]] += row["rounded"]
     lines = []
-    for dtype, count in formats.items():
-        more = ""
-        if rounded[dtype]:
-            more = f", {counted(rounded[dtype], 'value')} beyond the narrower one"
-        lines.append(f"{counted(count, 'tensor')}: {dtype}{more}")
-    values = sum(map(itemgetter("values"), rows))
-    share = sum(map(itemgetter("differ"), rows)) / max(1, values)
-    num_differing = len(_names(rows, "differ"))
-    equal = f"{len(rows) - num_differing} of {counted(len(rows), 'tensor')} are equal"
+    for dtype, count in Counter(row["dtype"] for row in rows).items():
+        lines.append(f"{counted(count, 'tensor')}: {dtype}")
+    values = sum(row["values"] for row in rows)
+    differing = [row for row in rows if row["differ"]]
+    share = sum(row["differ"] for row in differing) / max(1, values)
+    equal = f"{len(rows) - len(differing)} of {counted(len(rows), 'tensor')} are equal"
     lines.append(f"weights: {share:.2%} of {counted(values, 'value')} differ; {equal}")
-    ones = _names(rows, "is_one")
+    ones = [row["name"] for row in rows if row["is_one"]]
     if ones:
         lines.append(f"vectors that are exactly 1: {len(ones)}, {told(ones)}")
-    if num_differing:
+    if differing:
         columns = number_columns(
             values="values", differ="differ", change="change", factor="factor",
             nonfinite="nonfinite",
         )  # fmt: skip
         columns = (*name_columns(weights="name"), *columns)
-        lines += Table(columns, rows[: min(num_differing, MOST_ROWS)]).plain().splitlines()
+        lines += Table(columns, differing[:MOST_ROWS]).plain().splitlines()
     return lines
-
-
-def _adapters(
-    first: nn.Module, second: nn.Module
-) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, float]]:
-    """Return the weights of adapted layers with their adapters, on both sides, and how many times
-    more the second holds these.
-    """
-    modules = {}
-    for name, module in second.named_modules():
-        modules[name_without_adapters(name)] = module
-    weights = {}
-    times = {}
-    for name, layer in first.named_modules():
-        name = name_without_adapters(name)
-        other = modules.get(name)
-        adapted = next(filter(is_adapted, (layer, other)), None)
-        if adapted is None or other is None:
-            continue
-        x = weight_with_adapters(layer)
-        y = weight_with_adapters(other)
-        weights[f"{name}.weight"] = x, y
-        times[name] = fit(product_of(adapted), y - x).factor
-    return weights, times

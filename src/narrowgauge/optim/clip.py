@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from narrowgauge.numerics.dtensor import by_group, local_of
+from narrowgauge.numerics.dtensor import local_of
 from narrowgauge.numerics.exact_sums import exact_squares
 from narrowgauge.numerics.rounding import reciprocal, sqrt
 from narrowgauge.optim.norm import SquaresTable, sums_on
@@ -62,7 +62,7 @@ class StepControl:
     """Decide for each step the factor of the gradients and whether to skip."""
 
     def __init__(self) -> None:
-        self.table = SquaresTable()
+        self._table: SquaresTable | None = None
 
     @torch.no_grad()
     def __call__(
@@ -79,26 +79,29 @@ class StepControl:
             grad_scale, found_inf: the loss scale of a ``torch.amp.GradScaler``, and not 0 if it
                 found a gradient that is not finite; 0-d.
         """
-        needs_norm = not (max_norm is None and skip_above == math.inf)
+        needs_norm = max_norm is not None or skip_above < math.inf
         device = local_of(gradients[0]).device
         values = [1.0, 0.0, math.inf if max_norm is None else max_norm, skip_above]
         limits = to_device(torch.tensor(values, dtype=torch.float32, device="cpu"), device)
         if not needs_norm and grad_scale is found_inf is None:
             return Decision(limits[:2], None, None)
-        table = self.table if has_kernel and sums_on(gradients) else None
+        table = self._table_of(device) if has_kernel and sums_on(gradients) else None
+        norm = limits.new_zeros(())
+        finite = None
+        if needs_norm:
+            norm = sqrt(exact_squares(gradients, table=table)).float()
+            if table is not None:
+                finite = table.finite(gradients)
+        if finite is None and device.type != "cpu":
+            flags = [local_of(gradient).isfinite().all() for gradient in gradients]
+            finite = torch.stack(flags).tolist
         no_scale, no_inf, *options = limits.unbind()
         for scalar, default in ((grad_scale, no_scale), (found_inf, no_inf)):
             options.append(default if scalar is None else scalar.to(default).view(()))
-        norm = None
-        if needs_norm:
-            norm = sqrt(exact_squares(gradients, table=table)).float()
-        elif table is not None:
-            table.largest(by_group(gradients))
-        finite = None
-        if table is not None:
-            finite = table.finite(gradients)
-        elif device.type != "cpu":
-            flags = [local_of(gradient).isfinite().all() for gradient in gradients]
-            finite = torch.stack(flags).tolist
-        decided = decide(options[0].new_zeros(()) if norm is None else norm, options)
-        return Decision(decided[:2], None if norm is None else decided[2], finite)
+        decided = decide(norm, options)
+        return Decision(decided[:2], decided[2] if needs_norm else None, finite)
+
+    def _table_of(self, device: torch.device) -> SquaresTable:
+        if self._table is None or self._table.programs.device != device:
+            self._table = SquaresTable(device)
+        return self._table

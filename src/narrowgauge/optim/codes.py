@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, reduce
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -47,17 +47,12 @@ from narrowgauge.numerics.rounding import (
     random_bits,
     reciprocal,
 )
-from narrowgauge.optim.planes import INTEGER, planes_of
+from narrowgauge.optim.planes import INTEGER, dropped_bits, planes_of, shares
 from narrowgauge.spec.storages import BFLOAT16, FLOAT32, VISIBLE, Code, Storage, low_parts, width_of
 
 SIGN = -(1 << 31)
 MANTISSA = 0x7FFFFF
 QUIET_NAN64 = 0x7FF8 << 48
-
-
-def dropped_bits(code: Code) -> int:
-    """Return how many low mantissa bits of a float32 a code drops."""
-    return max(0, 23 - code.mantissa_bits)
 
 
 def value_dtype(storage: Storage) -> torch.dtype:
@@ -505,26 +500,6 @@ def addends(storage: Storage, weight: Tensor, gradient: Tensor, seed: Tensor) ->
             low = (random >> (32 - borrowed)) & ((1 << borrowed) - 1)
             turned = (random << borrowed) | low
         result[name] = dither(turned, start, dropped, dropped)
-    return result
-
-
-@lru_cache
-def shares(storage: Storage) -> dict[str, tuple[int, int]]:
-    """Return the random bits of each stochastic code: its first one, after the word was turned up
-    by so many bits.
-
-    The first code has no neighbour below. It wraps around and borrows the last code's upper bits.
-    """
-    drops = {}
-    for name in ("weight", *dict(storage.states)):
-        if storage.code(name).rounding == "stochastic":
-            drops[name] = dropped_bits(storage.code(name))
-    result = {}
-    start = 0
-    for place, (name, dropped) in enumerate(drops.items()):
-        start += min(dropped, (32 - start) // (len(drops) - place))
-        borrowed = max(0, dropped - start)
-        result[name] = start + borrowed - dropped, borrowed
     return result
 
 

@@ -8,7 +8,7 @@ bounds every new state of the row. So a row's scale depends only on its own grad
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,7 +19,6 @@ from narrowgauge.numerics.dtensor import largest_over_ranks
 from narrowgauge.optim import codes
 from narrowgauge.optim.kernel import CONTROL
 from narrowgauge.optim.rules.elementwise import Rule
-from narrowgauge.spec.storages import Storage
 
 if TYPE_CHECKING:
     from narrowgauge.optim.state import LocalState
@@ -29,16 +28,9 @@ MOST_GROWTH = 2.0**20
 """The factor by which the bound of a row grows in a step, at most."""
 
 
-def bounding(rule: Rule) -> tuple[str, ...]:
-    """Return the tensors whose largest magnitudes bound a row."""
-    if rule.coupled:
-        return ("gradient", "weight")
-    return ("gradient",)
-
-
 def scales_of_rows(
-    rule: Rule, storage: Storage, slopes: Tensor, weights: Tensor, old: Mapping[str, Tensor], values: Tensor
-) -> dict[str, tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
+    rule: Rule, slopes: Tensor, weights: Tensor, old: Mapping[str, Tensor], values: Tensor
+) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
     """Return for each scaled code the bounds of rows after a step, and its multipliers into the
     window and back.
 
@@ -59,7 +51,9 @@ def scales_of_rows(
         # A non-finite gradient must not stay in a bound: inf - inf would be NaN forever.
         bound = codes.finite_bound(new[name])
         # One huge gradient costs its element, not its row.
-        bound = torch.where(before > 0, torch.minimum(bound, before * MOST_GROWTH), bound)
+        limited = torch.where(before > 0, torch.minimum(bound, before * MOST_GROWTH), bound)
+        # The bound of a row without gradients would fall, and the next gradient would be huge to it.
+        bound = torch.where(slopes == 0, torch.maximum(bound, before), limited)
         bound = torch.where(scalars["skip"] != 0, before, bound)
         into = codes.multipliers(bound)[0]
         back = codes.multipliers(before)[1]
@@ -67,29 +61,34 @@ def scales_of_rows(
     return scales
 
 
-def new_bounds(state: LocalState, values: Tensor) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
-    """Return :func:`scales_of_rows` for a state that has its gradient.
+def new_bounds(
+    states: Sequence[LocalState], values: Sequence[Tensor]
+) -> list[dict[str, tuple[Tensor, Tensor, Tensor]]]:
+    """Return :func:`scales_of_rows` for each state, which has its gradient.
 
-    ``values`` are the scalars of ``CONTROL`` and of the rule, float32.
+    ``values`` are the scalars of ``CONTROL`` and of the rule for each state, float32.
     """
-    rule = state.kernel.rule
-    assert isinstance(rule, Rule)
-    slopes = peaks_of_rows(state, state.gradient)
-    weights = torch.zeros_like(slopes)
-    if "weight" in bounding(rule):
-        seen = state.parameter.detach()
-        weights = peaks_of_rows(state, torch.where(seen.abs() < math.inf, seen, 0.0))
-    return scales_of_rows(rule, state.storage, slopes, weights, state.bounds, values)
+    slopes = peaks_of_rows(states, [state.gradient for state in states])
+    weights = [torch.zeros_like(peaks) for peaks in slopes]
+    if states[0].kernel.rule.coupled:
+        seen = [state.parameter.detach() for state in states]
+        weights = peaks_of_rows(states, [torch.where(w.abs() < math.inf, w, 0.0) for w in seen])
+    result = []
+    for state, *peaks, scalars in zip(states, slopes, weights, values, strict=True):
+        result.append(scales_of_rows(state.kernel.rule, *peaks, state.bounds, scalars))
+    return result
 
 
-def peaks_of_rows(state: LocalState, values: Tensor) -> Tensor:
-    """Return the largest magnitude of each row, float32 ``[rows, 1]``, over all ranks that share
-    the row. A NaN is the largest.
+def peaks_of_rows(states: Sequence[LocalState], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the largest magnitude of each row of a tensor for each state, float32 ``[rows, 1]``,
+    over all ranks that share the row. A NaN is the largest.
     """
-    matrix = state.in_rows(values)
-    rows = torch.zeros(len(matrix), dtype=torch.float32, device=matrix.device)
-    if matrix.numel():
-        rows = torch.cat([part.abs().amax(1).float() for part in row_pieces(matrix)])
-    # As integers, in which a NaN is the largest.
-    (joined,) = largest_over_ranks([rows.view(torch.int32)], [state.column_groups])
-    return joined.view(torch.float32).view(-1, 1)
+    peaks = []
+    for state, tensor in zip(states, tensors, strict=True):
+        matrix = state.in_rows(tensor)
+        rows = torch.zeros(len(matrix), dtype=torch.float32, device=matrix.device)
+        if matrix.numel():
+            rows = torch.cat([part.abs().amax(1).float() for part in row_pieces(matrix)])
+        peaks.append(rows.view(torch.int32))  # in which a NaN is the largest
+    joined = largest_over_ranks(peaks, [state.column_groups for state in states])
+    return [rows.view(torch.float32).view(-1, 1) for rows in joined]

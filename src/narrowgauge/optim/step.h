@@ -1,10 +1,9 @@
 // The optimizer's step on a CPU: every code, weight and rule, and one walk over the elements of all tensors.
 // The definition (kernel.py, codes.py, rules/) says what each function computes, and is compared at first use.
 //
-// step_cpp.py appends what one library holds. For the storage `word` and the rule AdamW that is
-//     struct Row : Storage<BFloat16, Tail<BFloat16, 8, 8>, Window<6, 5, -38, SIGNED | CHANCE>, …> { … };
-//     typedef InFloats<Row, AdamW> Step;
-//     EXPORT(step, Step, AdamW, run<false>)
+// step_cpp.py appends what one library holds: for the storage `word` and the rule AdamW
+//     struct Row : Storage<BFloat16, Tail<BFloat16, 8, 8, 0, Share{0, 0}>, Window<…>, Window<…>> { … };
+//     EXPORT_STEP(InFloats<Row, AdamW>, AdamW)
 // An element of 1 or 2 bytes stands at the top of its 32-bit lane: so a bfloat16 is its float32.
 #include <cstdint>
 #include <cstring>
@@ -245,20 +244,25 @@ INLINE Ints random_bits(Ints key, int32_t seed) {
   h = (h ^ shifted_down(h, 15)) * (int32_t)0x846CA68B;
   return h ^ shifted_down(h, 16);
 }
-// The random bits of a code: `count` from `start` on, of the word turned up by `borrowed` bits.
-struct Share { int start = 0, borrowed = 0, count = 0; };
-struct Shares { Share weight, first, second; };
-INLINE Ints noise(Ints random, Share share) {
-  if (share.borrowed) random = random << share.borrowed | shifted_down(random, 32 - share.borrowed);
-  if (share.start + share.count == 32) return shifted_down(random, share.start);
-  return random >> share.start & ((1 << share.count) - 1);
+// The random bits of a code, from `start` on, of the word turned up by `borrowed` bits; -1: none.
+struct Share {
+  int start = -1, borrowed = 0;
+};
+// Add random bits below the bits that stay, or what rounds to nearest.
+template <int DROP, Share SHARE> INLINE Ints dithered(Ints x, Ints random) {
+  if constexpr (SHARE.start < 0) return rounded<DROP>(x);
+  if constexpr (SHARE.borrowed) {
+    random = random << SHARE.borrowed | shifted_down(random, 32 - SHARE.borrowed);
+  }
+  if constexpr (SHARE.start + DROP == 32) return x + shifted_down(random, SHARE.start);
+  return x + (random >> SHARE.start & ((1 << DROP) - 1));
 }
 
 // ── visible formats: words of a weight or a gradient, and bits as of a float32 ────────────────────
-// BELOW is the number of mantissa bits of a float32 that the format lacks.
+// BELOW is the number of mantissa bits of a float32 that the format lacks, NUMBER the format's in a table.
 
 struct BFloat16 {
-  static constexpr int BYTES = 2, BELOW = 16;
+  static constexpr int NUMBER = 0, BYTES = 2, BELOW = 16;
   INLINE Ints bits(Ints word) { return word; }
   INLINE Ints word(Ints bits) { return bits; }
   INLINE Floats value(Ints bits) { return float_of(bits); }
@@ -268,12 +272,12 @@ struct BFloat16 {
   INLINE Ints mantissa(Floats gradient) { return int_of(gradient) >> 16 & 0x7F; }
 };
 struct Float32 : BFloat16 {
-  static constexpr int BYTES = 4, BELOW = 0;
+  static constexpr int NUMBER = 2, BYTES = 4, BELOW = 0;
   INLINE Ints mantissa(Floats gradient) { return int_of(gradient) & MANTISSA; }
 };
 // The bits of a float16 are those of its value times 2^-112 as a float32.
 struct Float16 {
-  static constexpr int BYTES = 2, BELOW = 13, END = 31 << 23;
+  static constexpr int NUMBER = 1, BYTES = 2, BELOW = 13, END = 31 << 23;
   INLINE Ints bits(Ints word) { return shifted_down(word & 0x7FFF0000, 3) | (word & SIGN_BIT); }
   INLINE Ints word(Ints bits) { return (bits << 3 & 0x7FFF0000) | (bits & SIGN_BIT); }
   INLINE Floats value(Ints bits) { return float_of(bits) * power(112); }
@@ -287,7 +291,7 @@ struct Float16 {
   INLINE Ints mantissa(Floats gradient) { return int_of(scaled(gradient)) & MANTISSA; }
 };
 
-// ── codes of states: two functions, at a bit of a lane ───────────────────────────────────────────
+// ── codes of states: two functions of a lane ─────────────────────────────────────────────────────
 
 // Of a row: a power of two that takes its values below 1, and back.
 struct Scale { float into = 1, back = 1; };
@@ -296,58 +300,62 @@ struct Product { Floats x, by; };
 INLINE Floats value_of(Floats x) { return x; }
 INLINE Floats value_of(Product p) { return p.x * p.by; }
 
-enum { SIGNED = 1, HELD = 2, ROW = 4, CHANCE = 8 };
+enum { SIGNED = 1, HELD = 2, ROW = 4 };
 
 // The upper bits of a float32, to nearest, in a plane of its own. With 23 mantissa bits: all.
 template <int M> struct Upper {
   static constexpr int DROP = 23 - M;
-  static constexpr bool IS_SCALED = false;
-  template <int BIT> INLINE Floats decode(Ints lane, Scale) { return float_of(lane); }
-  template <int BIT> INLINE Ints encode(Floats x, Ints, Scale) { return rounded<DROP>(quiet(x)); }
-  template <int BIT> INLINE Ints encode_toward_zero(Floats x, Scale) { return quiet(x); }
+  static constexpr bool IS_SCALED = false, IS_RANDOM = false;
+  INLINE Floats decode(Ints lane, Scale) { return float_of(lane); }
+  INLINE Ints encode(Floats x, Ints, Scale) { return rounded<DROP>(quiet(x)); }
+  INLINE Ints encode_toward_zero(Floats x, Scale) { return quiet(x); }
+  INLINE Ints at_end(Ints) { return Ints{}; }
 };
-// A small float of E exponent and M mantissa bits, whose smallest normal value is 2^LOWEST. It has
-// subnormals. Larger values and NaN become the largest. HELD: what is not zero stays so. ROW: below
-// the power of two that ends its row. CHANCE: bits are dropped by chance.
-template <int E, int M, int LOWEST, int KIND> struct Window {
+// A small float of E exponent and M mantissa bits from BIT on, whose smallest normal value is
+// 2^LOWEST. It has subnormals. Larger values and NaN become the largest. HELD: what is not zero stays
+// so. ROW: below the power of two that ends its row.
+template <int E, int M, int LOWEST, int KIND, int BIT, Share SHARE> struct Window {
   static constexpr int DROP = 23 - M, UP = LOWEST + 126, LAST = ((1 << (E + M)) - 1) << DROP;
-  static constexpr bool IS_SIGNED = KIND & SIGNED, IS_SCALED = KIND & ROW;
+  static constexpr int SIGN_PLACE = BIT + E + M;
+  static constexpr bool IS_SIGNED = KIND & SIGNED, IS_SCALED = KIND & ROW, IS_RANDOM = SHARE.start >= 0;
   // The least value of a row, at the least scale, is a float32.
   static constexpr bool IS_EXACT = !IS_SCALED || LOWEST - M - 112 >= -149;
-  template <int BIT> static constexpr int SIGN_PLACE = BIT + E + M;
 
-  template <int BIT> INLINE auto decode(Ints lane, Scale scale) {
-    const bool has_sign = IS_SIGNED && SIGN_PLACE<BIT> == 31;  // in its place
+  INLINE auto decode(Ints lane, Scale scale) {
+    const bool has_sign = IS_SIGNED && SIGN_PLACE == 31;  // in its place
     Ints bits = moved(lane, DROP - BIT) & (has_sign ? LAST | SIGN_BIT : LAST);
-    if constexpr (IS_SIGNED && SIGN_PLACE<BIT> < 31) bits |= lane << (31 - SIGN_PLACE<BIT>) & SIGN_BIT;
+    if constexpr (IS_SIGNED && SIGN_PLACE < 31) bits |= lane << (31 - SIGN_PLACE) & SIGN_BIT;
     const Floats x = float_of(bits);
     if constexpr (!IS_SCALED) return Product{x, splat(power(UP))};
     else if constexpr (IS_EXACT) return Product{x * power(UP), splat(scale.back)};
     else return x * power(UP) * scale.back;
   }
-  template <int BIT> INLINE Ints encode(Floats x, Ints random, Scale scale) {
-    const Ints bits = scaled(x, scale), magnitude = smaller(bits & MAGNITUDE, LAST);
-    return placed<BIT>(x, bits, KIND & CHANCE ? magnitude + random : rounded<DROP>(magnitude));
-  }
-  template <int BIT> INLINE Ints encode_toward_zero(Floats x, Scale scale) {
+  INLINE Ints encode(Floats x, Ints random, Scale scale) {
     const Ints bits = scaled(x, scale);
-    return placed<BIT>(x, bits, smaller(bits & MAGNITUDE, LAST));
+    return placed(x, bits, dithered<DROP, SHARE>(smaller(bits & MAGNITUDE, LAST), random));
+  }
+  INLINE Ints encode_toward_zero(Floats x, Scale scale) {
+    const Ints bits = scaled(x, scale);
+    return placed(x, bits, smaller(bits & MAGNITUDE, LAST));
   }
   INLINE Ints scaled(Floats x, Scale scale) { return int_of((IS_SCALED ? x * scale.into : x) * power(-UP)); }
-  template <int BIT> INLINE Ints placed(Floats x, Ints bits, Ints magnitude) {
+  INLINE Ints placed(Floats x, Ints bits, Ints magnitude) {
     Ints code = magnitude >> DROP;
     if constexpr (KIND & HELD) code = larger(code, smaller(int_of(x), 1));
     code = code << BIT;
     if constexpr (!IS_SIGNED) return code;
     const Ints sign = bits & (bits + MANTISSA);  // a NaN loses its sign: the sum carries into it
-    if constexpr (SIGN_PLACE<BIT> == 31) return code | (sign & SIGN_BIT);
-    else return code | (sign >> (31 - SIGN_PLACE<BIT>) & 1 << SIGN_PLACE<BIT>);
+    if constexpr (SIGN_PLACE == 31) return code | (sign & SIGN_BIT);
+    else return code | (sign >> (31 - SIGN_PLACE) & 1 << SIGN_PLACE);
+  }
+  // Tell by -1 where larger or smaller values would have this code too.
+  INLINE Ints at_end(Ints lane) {
+    const Ints steps = moved(lane, -BIT) & (LAST >> DROP);
+    return (steps == LAST >> DROP) | (KIND & HELD ? steps == 1 : Ints{});
   }
 };
-struct Nothing {  // of a rule without this state
-  static constexpr bool IS_SCALED = false;
-  template <int> INLINE Floats decode(Ints, Scale) { return Floats{}; }
-  template <int> INLINE Ints encode(Floats, Ints, Scale) { return Ints{}; }
+struct Nothing : Upper<23> {  // of a rule without this state
+  INLINE Floats decode(Ints, Scale) { return Floats{}; }
 };
 
 // ── weights: what lies beside the visible one ────────────────────────────────────────────────────
@@ -356,37 +364,32 @@ struct Nothing {  // of a rule without this state
 
 struct Whole {  // fills its lane
   static constexpr int STORED_FROM = -1;
-  static constexpr bool HAS_LOW = false;
-  template <int BIT> INLINE Ints take(Ints lane) { return lane; }
-  template <int BIT> INLINE Ints place(Ints x) { return x; }
+  static constexpr bool HAS_LOW = false, IS_RANDOM = false;
+  INLINE Ints take(Ints lane) { return lane; }
+  INLINE Ints place(Ints x) { return x; }
 };
 // No more than the visible weight, to nearest or by chance.
-template <class V, int DROP> struct Alone : Whole {
+template <class V, Share SHARE> struct Alone : Whole {
+  static constexpr bool IS_RANDOM = SHARE.start >= 0;
   INLINE Floats read(Ints seen, Ints, Floats&) { return V::value(seen); }
   INLINE void write(Floats weight, Floats, Floats change, Ints random, Ints& seen, Ints&) {
     const Ints x = quiet(V::scaled(weight + change));
-    seen = V::in_range(cut<V::BELOW>(DROP ? x + random : rounded<V::BELOW>(x)));
+    seen = V::in_range(cut<V::BELOW>(dithered<V::BELOW, SHARE>(x, random)));
   }
 };
-// The signed rest of BITS bits. DROP bits below are dropped by chance.
-template <class V, int BITS, int DROP> struct Tail {
+// The signed rest of BITS bits from BIT on. DROP bits below are dropped by chance.
+template <class V, int BITS, int DROP, int BIT, Share SHARE> struct Tail {
   static constexpr int HALF = 1 << V::BELOW >> 1, STORED_FROM = V::BELOW == 16 ? DROP : -1;
-  static constexpr bool HAS_LOW = false;
-  template <int BIT> INLINE Ints take(Ints lane) {
-    const int up = 32 - BITS - BIT;
-    return (up ? lane << up : lane) >> (32 - BITS - DROP);
-  }
-  template <int BIT> INLINE Ints place(Ints tail) {
-    return moved(tail, BIT - DROP) & ((1 << BITS) - 1) << BIT;
-  }
+  static constexpr bool HAS_LOW = false, IS_RANDOM = SHARE.start >= 0;
+  INLINE Ints take(Ints lane) { return moved(lane, 32 - BITS - BIT) >> (32 - BITS - DROP); }
+  INLINE Ints place(Ints tail) { return moved(tail, BIT - DROP) & ((1 << BITS) - 1) << BIT; }
   // A weight that other code wrote moves by half an ulp at most, and a zero does not change its sign.
   INLINE Floats read(Ints seen, Ints tail, Floats&) {
     const Ints sum = seen + tail;
     return V::value(where_negative(sum ^ seen, seen, sum));
   }
   INLINE void write(Floats weight, Floats, Floats change, Ints random, Ints& seen, Ints& tail) {
-    Ints x = quiet(V::scaled(weight + change));
-    if (DROP) x += random;
+    const Ints x = dithered<DROP, SHARE>(quiet(V::scaled(weight + change)), random);
     if constexpr (V::BELOW == 16) {  // stores cut both: the low bits of x are the tail
       seen = x + HALF;
       tail = x;
@@ -412,7 +415,6 @@ template <class V> struct Master : Whole {
 };
 // A second number, Kahan's compensation: it belongs to the weight if their sum rounds to it.
 template <class V, class Code> struct Compensated : Whole {
-  static constexpr int BIT = 16;
   static constexpr bool HAS_LOW = true, IS_UPPER = V::BELOW == 16;
   INLINE Ints nearest(Floats x) { return V::in_range(cut<V::BELOW>(rounded<V::BELOW>(quiet(V::scaled(x))))); }
   INLINE Ints belongs(Ints seen, Floats low) {  // of bfloat16: in the upper half of each lane
@@ -420,7 +422,7 @@ template <class V, class Code> struct Compensated : Whole {
     if constexpr (IS_UPPER) return upper_equal(sum, seen);
     else return cut<V::BELOW>(sum) == seen;
   }
-  INLINE Floats low_of(Ints lane) { return value_of(Code::template decode<BIT>(lane, Scale{})); }
+  INLINE Floats low_of(Ints lane) { return value_of(Code::decode(lane, Scale{})); }
   INLINE Floats read(Ints seen, Ints lane, Floats& low) {
     low = low_of(lane);
     low = float_of(belongs(seen, low) & int_of(low));
@@ -428,10 +430,10 @@ template <class V, class Code> struct Compensated : Whole {
   }
   // To nearest, or toward zero where the nearest one does not belong.
   INLINE Ints encoded(Ints seen, Floats rest) {
-    const Ints near = Code::template encode<BIT>(rest, Ints{}, Scale{});
-    const Ints toward_zero = Code::template encode_toward_zero<BIT>(rest, Scale{});
+    const Ints near = Code::encode(rest, Ints{}, Scale{});
+    const Ints toward_zero = Code::encode_toward_zero(rest, Scale{});
     if constexpr (!IS_UPPER) return where(belongs(seen, low_of(near)), near, toward_zero);
-    const Ints low = cut<BIT>(near);
+    const Ints low = cut<16>(near);
     return upper_where(belongs(seen, float_of(low)), low, toward_zero);
   }
   INLINE void write(Floats weight, Floats low, Floats change, Ints, Ints& seen, Ints& lane) {
@@ -444,7 +446,7 @@ template <class V, class Code> struct Compensated : Whole {
 // ── rules ────────────────────────────────────────────────────────────────────────────────────────
 // begin computes the new states, and returns what must wait for a square root or a division. change
 // ends the step. Scalars are those of the Python rule, in its order. PENALIZED: states depend on the
-// weight. GIVEN: a matrix rule, whose change is a stream, and whose average becomes its direction.
+// weight. GIVEN: a matrix rule, whose change is a stream.
 
 struct Moments { Floats first, second; };
 // An average moved by a share. LESS: no share is 1, which would give the value itself.
@@ -527,9 +529,6 @@ struct Muon : Rule<1, false, true> {
   IS_LESS { return s.one_minus_momentum != 1; }
   BEGIN { return next.first = toward<LESS>(old_m, g, s.one_minus_momentum); }
   CHANGE { return waits + w * s.negative_decay; }
-  INLINE Floats average(Floats g, Floats m, const Scalars& s) {
-    return s.nesterov != 0 ? g + (m - g) * s.momentum : m;
-  }
 };
 // A matrix rule whose states have shapes of their own: only the decay is left, or nothing.
 template <bool HAS_DECAY> struct Given : Rule<0, false, true> {
@@ -540,23 +539,14 @@ template <bool HAS_DECAY> struct Given : Rule<0, false, true> {
     if constexpr (HAS_DECAY) return waits + w * s.negative_decay[0];
     else return waits;
   }
-  INLINE Floats average(Floats g, Floats, const Scalars&) { return g; }
 };
 
-// ── storages: a visible format, a weight, codes of states, and where they lie ────────────────────
+// ── storages: a visible format, a weight, codes of states, and the planes of their fields ─────────
+// step_cpp.py writes one as a struct Row with the types V, W, First, Second, and a LAYOUT.
 
-struct Field {
-  int plane = -1, bit = 0;  // of the 32-bit lane
-};
 struct Layout {
   int planes = 0, bytes[4] = {};
-  Field low, first, second, second_low;
-};
-template <class V_, class W_, class First_, class Second_> struct Storage {
-  typedef V_ V;
-  typedef W_ W;
-  typedef First_ First;
-  typedef Second_ Second;
+  int low = -1, first = -1, second = -1, second_low = -1;  // planes
 };
 
 // ── one lane ─────────────────────────────────────────────────────────────────────────────────────
@@ -572,31 +562,30 @@ struct Lane {
   Floats gradient, given;
 };
 struct Written { Ints seen, plane[4]; };
-#define TYPES_OF_STORAGE \
-  typedef typename S::V V; typedef typename S::W W; \
-  typedef typename S::First First; typedef typename S::Second Second;
+#define TYPES_OF_STORAGE                              \
+  typedef typename S::V V; typedef typename S::W W;   \
+  typedef typename S::First First; typedef typename S::Second Second; \
+  static constexpr Layout L = S::LAYOUT;              \
+  static constexpr bool IS_SCALED = First::IS_SCALED || Second::IS_SCALED;
 template <class S, class R> struct InFloats {
   TYPES_OF_STORAGE
-    struct Waiting {
+  struct Waiting {
     Ints random;
     Floats weight, low, waits;
     Moments next;
   };
-  static constexpr Layout L = S::LAYOUT;
-  static constexpr Shares SHARES = S::SHARES;
-  static constexpr bool IS_RANDOM = SHARES.weight.count || SHARES.first.count || SHARES.second.count;
-  static constexpr bool IS_SCALED = First::IS_SCALED || Second::IS_SCALED;
-  static constexpr bool IS_CUT_BY_STORE = W::STORED_FROM >= 0 && L.low.plane != L.first.plane;
+  static constexpr bool IS_RANDOM = W::IS_RANDOM || First::IS_RANDOM || Second::IS_RANDOM;
+  static constexpr bool IS_CUT_BY_STORE = W::STORED_FROM >= 0 && L.low != L.first;
   static constexpr int stored_from(int plane) {
-    return IS_CUT_BY_STORE && plane == L.low.plane ? W::STORED_FROM : 32 - 8 * L.bytes[plane];
+    return IS_CUT_BY_STORE && plane == L.low ? W::STORED_FROM : 32 - 8 * L.bytes[plane];
   }
-  INLINE Ints lane_of(const Lane& x, Field field) { return field.plane < 0 ? Ints{} : x.plane[field.plane]; }
+  INLINE Ints lane_of(const Lane& x, int plane) { return plane < 0 ? Ints{} : x.plane[plane]; }
 
   template <bool LESS> INLINE Waiting begin(const Lane& x, const Numbers<R>& n, const Scales& scales) {
     Waiting y;
-    y.weight = W::read(x.seen, W::template take<L.low.bit>(lane_of(x, L.low)), y.low);
-    const auto m = First::template decode<L.first.bit>(lane_of(x, L.first), scales.first);
-    const auto v = Second::template decode<L.second.bit>(lane_of(x, L.second), scales.second);
+    y.weight = W::read(x.seen, W::take(lane_of(x, L.low)), y.low);
+    const auto m = First::decode(lane_of(x, L.first), scales.first);
+    const auto v = Second::decode(lane_of(x, L.second), scales.second);
     y.random = Ints{};
     if (IS_RANDOM) y.random = random_bits(int_of(y.weight) ^ V::mantissa(x.gradient), n.seed);
     const Floats w = finite_or_zero(y.weight), g = x.gradient * n.gradient_scale;
@@ -615,17 +604,10 @@ template <class S, class R> struct InFloats {
     Floats change = x.waits;
     if constexpr (!R::GIVEN && !W::HAS_LOW)
       change = R::change(finite_or_zero(x.weight), x.waits, x.next.first, n.rule);
-    W::write(x.weight, x.low, change, noise(x.random, SHARES.weight), y.seen, low);
-    if constexpr (L.low.plane >= 0 && IS_CUT_BY_STORE) y.plane[L.low.plane] = low;
-    else if constexpr (L.low.plane >= 0) y.plane[L.low.plane] = W::template place<L.low.bit>(low);
-    if constexpr (L.first.plane >= 0) {
-      const Ints random = noise(x.random, SHARES.first);
-      y.plane[L.first.plane] |= First::template encode<L.first.bit>(x.next.first, random, scales.first);
-    }
-    if constexpr (L.second.plane >= 0) {
-      const Ints random = noise(x.random, SHARES.second);
-      y.plane[L.second.plane] |= Second::template encode<L.second.bit>(x.next.second, random, scales.second);
-    }
+    W::write(x.weight, x.low, change, x.random, y.seen, low);
+    if constexpr (L.low >= 0) y.plane[L.low] = IS_CUT_BY_STORE ? low : W::place(low);
+    if constexpr (L.first >= 0) y.plane[L.first] |= First::encode(x.next.first, x.random, scales.first);
+    if constexpr (L.second >= 0) y.plane[L.second] |= Second::encode(x.next.second, x.random, scales.second);
     return y;
   }
 };
@@ -659,8 +641,7 @@ template <class S, class R> struct InExpansions {
     Pair weight, second;
     Floats first;
   };
-  static constexpr Layout L = S::LAYOUT;
-  static constexpr bool HAS_PAIR = L.second_low.plane >= 0, IS_SCALED = First::IS_SCALED;
+  static constexpr bool HAS_PAIR = L.second_low >= 0;
   static constexpr int stored_from(int) { return 16; }
   // The second part is finer by the bits of the first.
   INLINE Scale finer(Scale s) { return {s.into * power(24 - V::BELOW), s.back * power(V::BELOW - 24)}; }
@@ -668,20 +649,21 @@ template <class S, class R> struct InExpansions {
   template <bool> INLINE Waiting begin(const Lane& x, const Numbers<R>& n, const Scales& scales) {
     Waiting y;
     Floats low;
-    const Floats seen = W::read(x.seen, x.plane[L.low.plane], low);
+    const Floats seen = W::read(x.seen, x.plane[L.low], low);
     y.weight = {float_of(quiet(seen)), float_of(quiet(low))};
     const Floats g = X::rn(float_of(quiet(x.gradient * n.gradient_scale)));
-    const Floats m = value_of(First::template decode<16>(x.plane[L.first.plane], scales.first));
-    const Floats v = value_of(Second::template decode<16>(x.plane[L.second.plane], scales.second));
+    const Floats m = value_of(First::decode(x.plane[L.first], scales.first));
+    const Floats v = value_of(Second::decode(x.plane[L.second], scales.second));
     const Floats beta1 = splat(1 - n.rule.one_minus_beta1), beta2 = splat(1 - n.rule.one_minus_beta2);
     y.first = X::rn(X::rn(m * beta1) + n.rule.one_minus_beta1 * g);
     const Floats square = n.rule.one_minus_beta2 * g * g;
     if constexpr (HAS_PAIR) {
-      const Ints lane = x.plane[L.second_low.plane];
-      const Floats v_low = value_of(SecondLow::template decode<16>(lane, finer(scales.second)));
+      const Floats v_low = value_of(SecondLow::decode(x.plane[L.second_low], finer(scales.second)));
       const Floats high = X::rn(beta2);
       y.second = X::grow(X::multiply({v, v_low}, {high, X::rn(beta2 - high)}), X::rn(square));
-    } else { y.second.high = X::rn(X::rn(v * beta2) + square); }
+    } else {
+      y.second.high = X::rn(X::rn(v * beta2) + square);
+    }
     return y;
   }
   INLINE Written end(const Waiting& x, const Numbers<R>& n, const Scales& scales) {
@@ -694,13 +676,11 @@ template <class S, class R> struct InExpansions {
     weight = {where(is_finite, weight.high, x.weight.high), where(is_finite, weight.low, x.weight.low)};
     Written y{};
     y.seen = W::nearest(weight.high);
-    y.plane[L.low.plane] = W::encoded(y.seen, weight.low);
-    y.plane[L.first.plane] = First::template encode<16>(x.first, Ints{}, scales.first);
-    y.plane[L.second.plane] = Second::template encode<16>(x.second.high, Ints{}, scales.second);
-    if constexpr (HAS_PAIR) {
-      const Scale scale = finer(scales.second);
-      y.plane[L.second_low.plane] = SecondLow::template encode<16>(x.second.low, Ints{}, scale);
-    }
+    y.plane[L.low] = W::encoded(y.seen, weight.low);
+    y.plane[L.first] = First::encode(x.first, Ints{}, scales.first);
+    y.plane[L.second] = Second::encode(x.second.high, Ints{}, scales.second);
+    if constexpr (HAS_PAIR)
+      y.plane[L.second_low] = SecondLow::encode(x.second.low, Ints{}, finer(scales.second));
     return y;
   }
 };
@@ -784,52 +764,42 @@ template <class Step, class R> struct Walk {
     }
     end(GROUP * (count - 1));
   }
-  // Write the average of the gradient of a matrix rule into its change.
-  template <bool WIDE> APART void average_groups(char* const* p, int64_t count, const Numbers<R>& numbers) {
-    const Numbers<R> n = numbers;
-    const auto average = [&](const Lane& x) ALWAYS {
-      const Floats g = x.gradient * n.gradient_scale;
-      Moments next{};
-      if constexpr (R::STATES > 0) {
-        const auto m = Step::First::template decode<L.first.bit>(x.plane[L.first.plane], Scale{});
-        R::template begin<false>(Floats{}, g, m, Floats{}, next, n.rule);
-      }
-      return int_of(R::average(g, next.first, n.rule));
-    };
+  INLINE void step(char* const* p, int64_t count, bool wide, const Numbers<R>& n, const Scales& s) {
+    const bool is_less = R::is_less(n.rule);
+    if (wide) is_less ? step_groups<true, true>(p, count, n, s) : step_groups<false, true>(p, count, n, s);
+    else if constexpr (V::BYTES == 2)
+      is_less ? step_groups<true, false>(p, count, n, s) : step_groups<false, false>(p, count, n, s);
+  }
+  INLINE Ints at_ends(const Lane& x) {
+    const Ints first = Step::First::at_end(x.plane[L.first < 0 ? 0 : L.first]);
+    return first | Step::Second::at_end(x.plane[L.second < 0 ? 0 : L.second]);
+  }
+  INLINE int32_t count_ends(char* const* p, int64_t count) {
+    Ints ends{};
     for (int64_t at = 0; at < GROUP * count; at += GROUP) {
-      const Lanes x = load_lanes<WIDE>(p, at);
-      store<4, false>(p[STREAMS - 1] + 4 * at, {average(x.a), average(x.b)});
+      Lanes x{};
+      load_planes(p, at, x);
+      ends += at_ends(x.a) + at_ends(x.b);
     }
+    int32_t total = 0;
+    for (int k = 0; k < LANES; k++) total -= ends[k];
+    return total;
   }
-  template <bool AVERAGES, bool WIDE>
-  INLINE void run_groups(char* const* p, int64_t count, const Numbers<R>& n, const Scales& s) {
-    if constexpr (AVERAGES) average_groups<WIDE>(p, count, n);
-    else if (R::is_less(n.rule)) step_groups<true, WIDE>(p, count, n, s);
-    else step_groups<false, WIDE>(p, count, n, s);
-  }
-  template <bool AVERAGES>
-  INLINE void run(char* const* p, int64_t count, bool wide, const Numbers<R>& n, const Scales& s) {
-    if (!count) return;
-    if (wide) run_groups<AVERAGES, true>(p, count, n, s);
-    else if constexpr (V::BYTES == 2) run_groups<AVERAGES, false>(p, count, n, s);
-  }
-  // Walk over whole groups, and over the rest in a copy padded with zeros.
-  template <bool AVERAGES>
-  INLINE void walk(char* const* p, int64_t count, bool wide, const Numbers<R>& n, const Scales& s) {
+  // Call a function of streams and groups for whole groups, and for the rest in a copy padded with zeros.
+  template <class F> INLINE void in_groups(char* const* p, int64_t count, bool wide, F function) {
     const int64_t at = count / GROUP * GROUP, left = count - at;
-    run<AVERAGES>(p, count / GROUP, wide, n, s);
+    if (at) function(p, count / GROUP);
     if (!left) return;
     alignas(64) char copy[STREAMS][4 * GROUP] = {};
     char* q[STREAMS];
     for (int k = 0; k < STREAMS; k++) {
       const int64_t size = size_of(k, wide);
-      memcpy(copy[k], p[k] + size * at, size * left);
-      q[k] = copy[k];
+      q[k] = (char*)memcpy(copy[k], p[k] + size * at, size * left);
     }
-    run<AVERAGES>(q, 1, wide, n, s);
+    function(q, 1);
     for (int k = 0; k < STREAMS; k++) {
       const int64_t size = size_of(k, wide);
-      if (k != 1) memcpy(p[k] + size * at, copy[k], size * left);
+      if (k != 1) memcpy(p[k] + size * at, q[k], size * left);
     }
   }
 };
@@ -869,8 +839,10 @@ template <class V> INLINE float peak_of(const char* p, int64_t count, bool wide,
 }
 
 INLINE float finite(float bound) { return bound < INFINITE ? bound : 3e38f; }
-// A bound grows by 2^20 at most: one huge gradient costs its element, not its row.
-INLINE float limited(float bound, float old) {
+// A bound grows by 2^20 at most: one huge gradient costs its element, not its row. That of a row without
+// gradients stays, or the next gradient would be huge to it.
+INLINE float limited(float bound, float old, bool is_idle) {
+  if (is_idle) return old > finite(bound) ? old : finite(bound);
   const float most = old * 0x1p20f;
   return old > 0 && most < finite(bound) ? most : finite(bound);
 }
@@ -894,78 +866,84 @@ template <class R> INLINE Bounds new_bounds(float gradient, float weight, Bounds
   R::template begin<false>(w, -1.0f * g, m, v, minus, n.rule);
   const float first = larger_magnitude(plus.first, minus.first);
   const float second = larger_magnitude(plus.second, minus.second);
-  return {limited(first, old.of[0]), limited(second, old.of[1])};
+  const bool is_idle = g[0] == 0;
+  return {limited(first, old.of[0], is_idle), limited(second, old.of[1], is_idle)};
 }
 
 // ── programs: a part of a tensor, or a row that has scales ───────────────────────────────────────
 
 // A row of the table: addresses of the streams and of the bounds, then these (table.py).
-struct Sizes { int64_t extent, numel, first, count, record, wide, aligned, number; };
+struct Sizes { int64_t extent, numel, first, joined, format, aligned, number; };
+struct Program {
+  const int64_t* row;
+  Sizes size;
+  int64_t place, begin, span;
+};
+template <int ADDRESSES> INLINE Program find(const int64_t* table, const int32_t* tiles, int64_t number) {
+  Program x;
+  x.row = table + tiles[number] * (ADDRESSES + sizeof x.size / 8);
+  memcpy(&x.size, x.row + ADDRESSES, sizeof x.size);
+  x.place = number - x.size.first;
+  x.begin = x.place * x.size.extent;
+  const int64_t rest = x.size.numel - x.begin;
+  x.span = rest < x.size.extent ? rest : x.size.extent;
+  return x;
+}
+template <class F> INLINE void in_parallel(int64_t count, int threads, F function) {
+#pragma omp parallel for schedule(static) num_threads(threads)
+  for (int64_t k = 0; k < count; k++) function(k);
+}
+
 template <class Step, class R> struct Programs {
   typedef Walk<Step, R> W;
   typedef typename Step::V V;
   static constexpr int BOUNDS = Step::IS_SCALED ? R::STATES : 0, ADDRESSES = W::STREAMS + BOUNDS;
-  static constexpr int PEAKS = 1 + R::PENALIZED, RECORD = PEAKS + BOUNDS;
   static constexpr int SCALARS = sizeof(typename R::Scalars) / 4;
-  static constexpr int WIDTH = ADDRESSES + sizeof(Sizes) / 8;
-  struct Program {
-    const int64_t* row;
-    Sizes size;
-    int64_t place, span;
-    char* p[W::STREAMS];
-  };
-  INLINE Program find(const int64_t* table, const int32_t* tiles, int64_t number) {
-    Program x;
-    x.row = table + tiles[number] * WIDTH;
-    memcpy(&x.size, x.row + ADDRESSES, sizeof x.size);
-    x.place = number - x.size.first;
-    const int64_t begin = x.place * x.size.extent, rest = x.size.numel - begin;
-    x.span = rest < x.size.extent ? rest : x.size.extent;
-    for (int k = 0; k < W::STREAMS; k++) x.p[k] = (char*)x.row[k] + W::size_of(k, x.size.wide) * begin;
-    return x;
+  // Call a function of each program, its streams, and whether its gradient is float32.
+  template <class F>
+  INLINE void over(const int64_t* table, const int32_t* tiles, int64_t count, int threads, F function) {
+    in_parallel(count, threads, [=](int64_t k) {
+      const Program x = find<ADDRESSES>(table, tiles, k);
+      const bool wide = x.size.format == Float32::NUMBER;
+      char* p[W::STREAMS];
+      for (int j = 0; j < W::STREAMS; j++) p[j] = (char*)x.row[j] + W::size_of(j, wide) * x.begin;
+      function(x, p, wide);
+    });
   }
-  INLINE float* bound_at(const Program& x, int k) { return (float*)x.row[W::STREAMS + k] + x.place; }
-  // The largest magnitudes of a row, and its bounds so far.
-  INLINE void record(const Program& x, float* out) {
-    out[0] = peak_of<V>(x.p[1], x.span, x.size.wide);
-    if (R::PENALIZED) out[1] = peak_of<V>(x.p[0], x.span, false, true);
-    for (int k = 0; k < BOUNDS; k++) out[PEAKS + k] = *bound_at(x, k);
-  }
-  // Write the records of rows that ranks share: the caller joins them.
-  INLINE void find_peaks(const int64_t* table, const int32_t* tiles, int64_t count, const float*,
-                         const float*, float* records, int threads) {
-#pragma omp parallel for schedule(static) num_threads(threads)
-    for (int64_t k = 0; k < count; k++) {
-      const Program x = find(table, tiles, k);
-      if (x.size.record >= 0) record(x, records + (x.size.record + x.place) * RECORD);
+  // Set the bounds of a row, or take those that ranks have joined.
+  INLINE Scales set_bounds(const Program& x, char* const* p, bool wide, const float* joined, const Numbers<R>& n) {
+    Bounds old, now;
+    for (int k = 0; k < BOUNDS; k++) old.of[k] = ((float*)x.row[W::STREAMS + k])[x.place];
+    if (x.size.joined >= 0) {
+      memcpy(now.of, joined + (x.size.joined + x.place) * BOUNDS, 4 * BOUNDS);
+    } else {
+      const float weight = R::PENALIZED ? peak_of<V>(p[0], x.span, false, true) : 0;
+      now = new_bounds<R>(peak_of<V>(p[1], x.span, wide), weight, old, n);
     }
-  }
-  INLINE Scales set_bounds(const Program& x, const float* records, const Numbers<R>& n) {
-    float found[RECORD + 1] = {};
-    if (x.size.record < 0) record(x, found);
-    else memcpy(found, records + (x.size.record + x.place) * RECORD, 4 * RECORD);
-    Bounds old;
-    memcpy(old.of, found + PEAKS, 4 * BOUNDS);
-    const Bounds now = new_bounds<R>(found[0], R::PENALIZED ? found[1] : 0, old, n);
-    for (int k = 0; k < BOUNDS; k++) *bound_at(x, k) = now.of[k];
+    for (int k = 0; k < BOUNDS; k++) ((float*)x.row[W::STREAMS + k])[x.place] = now.of[k];
     const Scale first = {end_of(now.of[0], -1), end_of(old.of[0], 1)};
     return {first, {end_of(now.of[1], -1), end_of(old.of[1], 1)}};
   }
-  template <bool AVERAGES>
-  INLINE void run(const int64_t* table, const int32_t* tiles, int64_t count, const float* numbers,
-                  const float* control, const float* records, int threads) {
-#pragma omp parallel for schedule(static) num_threads(threads)
-    for (int64_t k = 0; k < count; k++) {
-      const Program x = find(table, tiles, k);
+  INLINE void step(const int64_t* table, const int32_t* tiles, int64_t count, const float* numbers,
+                   const float* control, const float* joined, int threads) {
+    over(table, tiles, count, threads, [=](const Program& x, char* const* p, bool wide) {
       const float* scalars = numbers + x.size.number * (SCALARS + 1);
       Numbers<R> n;
       n.gradient_scale = control[0];
       memcpy((void*)&n.rule, scalars, 4 * SCALARS);
       n.seed = int_of(scalars[SCALARS]);
       Scales scales;
-      if constexpr (BOUNDS > 0) scales = set_bounds(x, records, n);
-      W::template walk<AVERAGES>(x.p, x.span, x.size.wide, n, scales);
-    }
+      if constexpr (BOUNDS > 0) scales = set_bounds(x, p, wide, joined, n);
+      W::in_groups(p, x.span, wide, [&](char* const* q, int64_t groups) { W::step(q, groups, wide, n, scales); });
+    });
+  }
+  // Count the elements of each tensor that have a state at an end of its window.
+  INLINE void count_ends(const int64_t* table, const int32_t* tiles, int64_t count, int64_t* counts, int threads) {
+    over(table, tiles, count, threads, [=](const Program& x, char* const* p, bool wide) {
+      int64_t total = 0;
+      W::in_groups(p, x.span, wide, [&](char* const* q, int64_t groups) { total += W::count_ends(q, groups); });
+      __atomic_fetch_add(counts + (x.row - table) / (ADDRESSES + sizeof x.size / 8), total, __ATOMIC_RELAXED);
+    });
   }
 };
 
@@ -979,20 +957,8 @@ template <class Step, class R> struct Programs {
 #define HALF_OF(x, k) __builtin_shufflevector(x, x, k, k + 1)
 #endif
 struct Sums { int64_t coarse = 0, fine = 0; };
-template <class V> APART Sums squares_by_element(const char* p, int64_t count, double first, double second) {
-  Sums sums;
-  for (int64_t at = 0; at < count; at++) {
-    Ints word{};
-    memcpy((char*)&word + 4 - V::BYTES, p + V::BYTES * at, V::BYTES);
-    const double value = V::gradient(word)[0], scaled = value * value * first;
-    const double whole = __builtin_rint(scaled);
-    sums.coarse += (int64_t)whole;
-    sums.fine += (int64_t)__builtin_rint((scaled - whole) * second);
-  }
-  return sums;
-}
+// Of more than 2^12 elements in all: so the second scale is at most 2^50.
 template <class V> APART Sums squares_of(const char* p, int64_t count, double first, double second) {
-  if (second > 0x1p50) return squares_by_element<V>(p, count, first, second);
   const double shift = 0x1.8p52;  // below 2^51 a sum with it is a whole number, in its low bits
   Longs coarse{}, fine{};
   const auto add = [&](Doubles value) ALWAYS {
@@ -1021,56 +987,54 @@ template <class V> APART Sums squares_of(const char* p, int64_t count, double fi
   return sums;
 }
 
-// A row of the norm's table (norm.py). A program reads SPAN elements.
-struct Gradient { int64_t address, first, numel, group, dtype; };
-template <class Run> INLINE void over_gradients(
-    const int64_t* table, const int64_t* tiles, int64_t count, int64_t span, int threads, Run run) {
-#pragma omp parallel for schedule(static) num_threads(threads)
-  for (int64_t k = 0; k < count; k++) {
-    const Gradient x = at_address<Gradient>((const char*)(table + 5 * tiles[k]));
-    const int64_t begin = (k - x.first) * span, rest = x.numel - begin;
-    const int64_t length = rest < span ? rest : span;
-    if (x.dtype == 0) run(k, x, BFloat16{}, (const char*)x.address + 2 * begin, length);
-    else if (x.dtype == 1) run(k, x, Float16{}, (const char*)x.address + 2 * begin, length);
-    else run(k, x, Float32{}, (const char*)x.address + 4 * begin, length);
-  }
+// A row of the norm's table has two addresses, as that of a step: the second is of the gradient.
+template <class F>
+INLINE void over_gradients(const int64_t* table, const int32_t* tiles, int64_t count, int threads, F function) {
+  in_parallel(count, threads, [=](int64_t k) {
+    const Program x = find<2>(table, tiles, k);
+    const char* p = (const char*)x.row[1];
+    if (x.size.format == BFloat16::NUMBER) function(k, x, BFloat16{}, p + 2 * x.begin);
+    else if (x.size.format == Float16::NUMBER) function(k, x, Float16{}, p + 2 * x.begin);
+    else function(k, x, Float32{}, p + 4 * x.begin);
+  });
 }
 INLINE void atomic_larger(int32_t* p, int32_t x) {
   const int order = __ATOMIC_RELAXED;
   int32_t now = __atomic_load_n(p, order);
   while (now < x && !__atomic_compare_exchange_n(p, &now, x, false, order, order)) continue;
 }
-INLINE void largest_of_gradients(
-    const int64_t* table, const int64_t* tiles, int64_t count, int64_t span, int32_t* peaks, int threads) {
-  const auto run = [=](int64_t k, const Gradient&, auto format, const char* p, int64_t length) {
-    atomic_larger(peaks + tiles[k], int_of(peak_of<decltype(format)>(p, length, false)));
-  };
-  over_gradients(table, tiles, count, span, threads, run);
+INLINE void largest_of(const int64_t* table, const int32_t* tiles, int64_t count, int32_t* peaks, int threads) {
+  over_gradients(table, tiles, count, threads, [=](int64_t k, const Program& x, auto format, const char* p) {
+    atomic_larger(peaks + tiles[k], int_of(peak_of<decltype(format)>(p, x.span, false)));
+  });
 }
-INLINE void squares_of_gradients(const int64_t* table, const int64_t* tiles, int64_t count, int64_t span,
-                                 int64_t slots, const double* scales, int64_t* sums, int threads) {
-  const auto run = [=](int64_t k, const Gradient& x, auto format, const char* p, int64_t length) {
-    const Sums part = squares_of<decltype(format)>(p, length, scales[0], scales[1]);
-    int64_t* slot = sums + (x.group * slots + k % slots) * 2;
+// Partial sums: additions to one address wait for each other.
+INLINE void sum_squares(const int64_t* table, const int32_t* tiles, int64_t count, const double* scales,
+                        int64_t* sums, int64_t slots, int threads) {
+  over_gradients(table, tiles, count, threads, [=](int64_t k, const Program& x, auto format, const char* p) {
+    const Sums part = squares_of<decltype(format)>(p, x.span, scales[0], scales[1]);
+    int64_t* slot = sums + (x.size.number * slots + k % slots) * 2;
     __atomic_fetch_add(slot, part.coarse, __ATOMIC_RELAXED);
     __atomic_fetch_add(slot + 1, part.fine, __ATOMIC_RELAXED);
-  };
-  over_gradients(table, tiles, count, span, threads, run);
+  });
 }
 
-// ── what a library exports: step_cpp.py appends these ─────────────────────────────────────────────
+// ── what a library exports: step_cpp.py appends one of these ──────────────────────────────────────
 
-#define ARGUMENTS                                                                                \
-  const int64_t *table, const int32_t *tiles, int64_t count, const float *numbers,               \
-      const float *control, float *records, int32_t threads
-#define PASSED table, tiles, count, numbers, control, records, threads
-#define EXPORT(NAME, STEP, RULE, FUNCTION) \
-  extern "C" void NAME(ARGUMENTS) { Programs<STEP, RULE>::FUNCTION(PASSED); }
-#define EXPORT_NORM(SPAN, SLOTS)                                                                 \
-  extern "C" void largest(NORM_ARGUMENTS, int32_t* peaks, int32_t threads) {                     \
-    largest_of_gradients(table, tiles, count, SPAN, peaks, threads);                             \
-  }                                                                                              \
-  extern "C" void squares(NORM_ARGUMENTS, const double* scales, int64_t* sums, int32_t threads) { \
-    squares_of_gradients(table, tiles, count, SPAN, SLOTS, scales, sums, threads);               \
+#define PROGRAMS const int64_t *table, const int32_t *tiles, int64_t count
+#define EXPORT_STEP(STEP, RULE)                                                                    \
+  extern "C" void step(PROGRAMS, const float* numbers, const float* control, const float* joined,  \
+                       int32_t threads) {                                                          \
+    Programs<STEP, RULE>::step(table, tiles, count, numbers, control, joined, threads);            \
+  }                                                                                                \
+  extern "C" void count_ends(PROGRAMS, int64_t* counts, int32_t threads) {                         \
+    Programs<STEP, RULE>::count_ends(table, tiles, count, counts, threads);                        \
   }
-#define NORM_ARGUMENTS const int64_t *table, const int64_t *tiles, int64_t count
+#define EXPORT_NORM                                                                                \
+  extern "C" void largest(PROGRAMS, int32_t* peaks, int32_t threads) {                             \
+    largest_of(table, tiles, count, peaks, threads);                                               \
+  }                                                                                                \
+  extern "C" void squares(PROGRAMS, const double* scales, int64_t* sums, int64_t slots,            \
+                          int32_t threads) {                                                       \
+    sum_squares(table, tiles, count, scales, sums, slots, threads);                                \
+  }

@@ -1,7 +1,7 @@
 """The step of all tensors on a CPU: what of ``step.h`` a (rule, storage) needs, and its functions.
 
-``step.h`` has a struct for each code, weight and rule. A storage is a line that names them and says
-where their fields lie, as :mod:`narrowgauge.optim.planes` does.
+``step.h`` has a struct for each code, weight and rule. A storage is a struct that names them, with
+the places of their fields (:func:`narrowgauge.optim.planes.layout_of`).
 """
 
 from __future__ import annotations
@@ -9,13 +9,11 @@ from __future__ import annotations
 import ctypes
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
-from narrowgauge.optim import codes
-from narrowgauge.optim.planes import planes_of
+from narrowgauge.optim.planes import Field, Layout, layout_of, planes_of
 from narrowgauge.optim.rules import elementwise
 from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule
-from narrowgauge.spec.storages import VISIBLE, Code, Storage
+from narrowgauge.spec.storages import Storage
 from narrowgauge.torch_support.cpp import build
 
 TILE = 8192
@@ -56,79 +54,55 @@ def num_addresses(rule: AnyRule, storage: Storage) -> int:
     return 2 + len(planes_of(storage)) + is_matrix + len(storage.scaled)
 
 
-def record_size(rule: AnyRule, storage: Storage) -> int:
-    """Return the floats of the record of a row that ranks share: its largest magnitudes and its
-    bounds.
-    """
-    return (2 if getattr(rule, "coupled", False) else 1) + len(storage.scaled)
+# ── what is appended to step.h ────────────────────────────────────────────────────────────────────
 
 
-def _code(code: Code) -> str:
+def _code(field: Field, bit: int) -> str:
+    code = field.code
     if not code.is_window:
-        return f"Upper<{code.mantissa_bits}>"
-    kinds = []
-    if code.signed:
-        kinds.append("SIGNED")
-    if code.hold:
-        kinds.append("HELD")
-    if code.scaled:
-        kinds.append("ROW")
-    if code.rounding == "stochastic":
-        kinds.append("CHANCE")
+        return f"Upper<{code.mantissa_bits}>" if field.name else "Nothing"
+    kinds = ["0"]
+    for name, is_set in (("SIGNED", code.signed), ("HELD", code.hold), ("ROW", code.scaled)):
+        if is_set:
+            kinds.append(name)
     size = f"{code.exponent_bits}, {code.mantissa_bits}, {code.lowest}"
-    return f"Window<{size}, {' | '.join(kinds)}>"
+    return f"Window<{size}, {' | '.join(kinds)}, {bit}, {_share(field)}>"
 
 
-def _weight(storage: Storage) -> str:
-    visible = FORMATS[storage.visible]
-    is_random = storage.weight.rounding == "stochastic"
-    if storage.master:
+def _share(field: Field) -> str:
+    return "Share{}" if field.share is None else f"Share{{{field.share[0]}, {field.share[1]}}}"
+
+
+def _weight(visible: str, field: Field, bit: int) -> str:
+    if field.name == "master":
         return f"Master<{visible}>"
-    if storage.weight.parts == 2:
-        return f"Compensated<{visible}, {_code(storage.weight.part(1))}>"
-    if storage.tail_bits:
-        dropped = codes.dropped_bits(storage.weight)
-        return f"Tail<{visible}, {storage.tail_bits}, {dropped}>"
-    return f"Alone<{visible}, {VISIBLE[storage.visible][1] if is_random else 0}>"
+    if field.name == "weight_low":
+        return f"Compensated<{visible}, {_code(field, bit)}>"
+    if field.name == "tail":
+        return f"Tail<{visible}, {field.bits}, {field.drop}, {bit}, {_share(field)}>"
+    return f"Alone<{visible}, {_share(field)}>"
 
 
 def storage_text(storage: Storage) -> str:
-    """Return the struct of a storage: its weight, its codes, and the places of its fields."""
-    fields = {}
-    sizes = []
-    for number, plane in enumerate(planes_of(storage)):
-        sizes.append(str(plane.bits // 8))
-        for name, shift, _ in plane.fields:
-            fields[name] = f"{{{number}, {32 - plane.bits + shift}}}"
-    states = [name for name, _ in storage.states]
-    state_codes = [_code(storage.code(name).part(0)) for name in states]
-    state_codes += ["Nothing"] * (2 - len(states))
-    places = []
-    for name in ((*storage.beside, "")[0], *(*states, "", "")[:2]):
-        places.append(fields.get(name, "{}"))
+    """Return the struct of a storage: its format, weight and codes, and the planes of its fields."""
+    layout: Layout = layout_of(storage)
+    visible = FORMATS[storage.visible]
+    bits = [32 - 8 * layout.bytes[field.plane] + field.shift for field in layout.fields]
+    weight, *states = zip(layout.fields, bits, strict=True)
+    types = {"V": visible, "W": _weight(visible, *weight)}
+    for name, state in zip(("First", "Second", "SecondLow"), states, strict=True):
+        types[name] = _code(*state)
     lines = [
         "namespace {  // libraries of one process share the names of other structs",
-        f"struct Row : Storage<{FORMATS[storage.visible]}, {_weight(storage)},",
-        f"                     {', '.join(state_codes)}> {{",
+        "struct Row {",
     ]
-    low = f"{states[1]}_low" if len(states) == 2 else ""
-    if low in fields:
-        lines.append(f"  typedef {_code(storage.code(states[1]).part(1))} SecondLow;")
-        places.append(fields[low])
-    elif storage.arithmetic == "expansion":
-        lines.append("  typedef Nothing SecondLow;")
-    shares = []
-    for name in ("weight", *states):
-        start, borrowed = codes.shares(storage).get(name, (0, 0))
-        dropped = codes.dropped_bits(storage.code(name)) if name in codes.shares(storage) else 0
-        shares.append(f"{{{start}, {borrowed}, {dropped}}}")
-    layout = f"{len(sizes)}, {{{', '.join(sizes)}}}, {', '.join(places)}"
-    lines += [
-        f"  static constexpr Layout LAYOUT{{{layout}}};",
-        f"  static constexpr Shares SHARES{{{', '.join(shares)}}};",
-        f"}};  // {storage.name}",
-        "}",
-    ]
+    lines += [f"  typedef {text} {name};" for name, text in types.items()]
+    planes = ", ".join(str(field.plane - 1) for field in layout.fields)
+    sizes = ", ".join(map(str, layout.bytes[1:]))
+    lines.append(
+        f"  static constexpr Layout LAYOUT{{{len(layout.bytes) - 1}, {{{sizes}}}, {planes}}};"
+    )
+    lines.append(f"}};  // {storage.name}\n}}")
     return "\n".join(lines)
 
 
@@ -136,30 +110,28 @@ def library_text(rule: AnyRule, storage: Storage) -> str:
     """Return what is appended to ``step.h``."""
     kind = "InExpansions" if storage.arithmetic == "expansion" else "InFloats"
     struct = struct_of(rule)
-    functions = {"step": "run<false>"}
-    if storage.scaled:
-        functions["find_peaks"] = "find_peaks"
-    if isinstance(rule, MatrixRule):
-        functions["average"] = "run<true>"
-    lines = [storage_text(storage), f"typedef {kind}<Row, {struct}> Step;"]
-    for name, function in functions.items():
-        lines.append(f"EXPORT({name}, Step, {struct}, {function})")
-    return "\n".join(lines) + "\n"
+    return f"{storage_text(storage)}\ntypedef {kind}<Row, {struct}> Step;\nEXPORT_STEP(Step, {struct})\n"
 
 
 @lru_cache(None)
-def functions(rule: AnyRule, storage: Storage) -> dict[str, Any]:
-    """Return ``step``, ``find_peaks`` of rows with scales, and ``average`` of a matrix rule.
-
-    Build them, unless this machine has done so before.
+def functions(rule: AnyRule, storage: Storage) -> ctypes.CDLL:
+    """Return a library with ``step`` and ``count_ends``. Build it, unless this machine has done so
+    before.
     """
     library = build(STEP_H.read_text() + library_text(rule, storage))
     pointer = ctypes.c_void_p
-    result = {}
-    for name in ("step", "find_peaks", "average"):
-        function = getattr(library, name, None)
-        if function is not None:
-            function.argtypes = [pointer, pointer, ctypes.c_int64, *[pointer] * 3, ctypes.c_int32]
-            function.restype = None
-            result[name] = function
-    return result
+    programs = [pointer, pointer, ctypes.c_int64]
+    library.step.argtypes = [*programs, pointer, pointer, pointer, ctypes.c_int32]
+    library.count_ends.argtypes = [*programs, pointer, ctypes.c_int32]
+    return library
+
+
+@lru_cache(None)
+def norm_functions() -> ctypes.CDLL:
+    """Return a library with ``largest`` and ``squares``."""
+    library = build(f"{STEP_H.read_text()}EXPORT_NORM\n")
+    pointer = ctypes.c_void_p
+    programs = [pointer, pointer, ctypes.c_int64]
+    library.largest.argtypes = [*programs, pointer, ctypes.c_int32]
+    library.squares.argtypes = [*programs, pointer, pointer, ctypes.c_int64, ctypes.c_int32]
+    return library

@@ -15,21 +15,18 @@ One that does not match its manifest is skipped. To find one needs no PyTorch.
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from narrowgauge.errors import RecordError
-from narrowgauge.runs.atomic_io import digest, disk_error, load_json, sync
+from narrowgauge.runs.atomic_io import digest, disk_error, sync
 from narrowgauge.spec.tables import Row
 
 if TYPE_CHECKING:
     from narrowgauge.optim.optimizer import Optimizer
 
 _MANIFEST = "manifest.json"
-_NEW = "new"
 
 
 def folders(run: Path) -> list[Path]:
@@ -38,15 +35,17 @@ def folders(run: Path) -> list[Path]:
 
 
 def newest(run: Path) -> tuple[Path | None, list[str]]:
-    """Return the newest checkpoint of a run that matches its manifest, and what is wrong with each
-    newer one.
+    """Return the newest checkpoint of a run that matches its manifest, and the names of the damaged
+    ones after it.
     """
     damaged: list[str] = []
     for folder in folders(run):
-        reason = _damage(folder)
-        if not reason:
-            return folder, damaged
-        damaged.append(f"{folder.name} is damaged ({reason})")
+        try:
+            if json.loads((folder / _MANIFEST).read_bytes()) == _digests(folder):
+                return folder, damaged
+        except (OSError, ValueError):  # a manifest that is missing or cannot be parsed
+            pass
+        damaged.append(folder.name)
     return None, damaged
 
 
@@ -58,14 +57,16 @@ def require_checkpoint(run: Path) -> Path:
     """
     checkpoint, damaged = newest(run)
     if checkpoint is None:
-        reason = "; ".join(damaged) or "it has no checkpoint"
-        raise RecordError(f"Cannot load {run}: {reason}.", "Name a run of narrowgauge train.")
+        reason = "it has no checkpoint"
+        if damaged:
+            reason = f"its checkpoints do not match their checksums ({', '.join(damaged)})"
+        raise RecordError(f"Cannot load {run}: {reason}.", "Restore them, or name another run.")
     return checkpoint
 
 
 def notes_of(folder: Path) -> Row:
     """Read the notes of a good checkpoint."""
-    notes: Row = load_json((folder / "notes.json").read_bytes())
+    notes: Row = json.loads((folder / "notes.json").read_bytes())
     return notes
 
 
@@ -75,23 +76,6 @@ def _digests(folder: Path) -> dict[str, str]:
         if file.name != _MANIFEST:
             digests[file.name] = digest(file)
     return digests
-
-
-def _damage(folder: Path) -> str:
-    """Return why a checkpoint cannot be used, or an empty string."""
-    try:
-        manifest = load_json((folder / _MANIFEST).read_bytes())
-        present = _digests(folder)
-        for name in sorted({*manifest, *present, "notes.json"}):
-            if name not in present:
-                return f"{name} is missing"
-            if present[name] != manifest.get(name):
-                return f"{name} does not match its checksum"
-        if notes_of(folder)["step"] != int(folder.name.partition("-")[2]):
-            return "it is of another step"
-    except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
-        return f"its {_MANIFEST} cannot be used: {error}"
-    return ""
 
 
 def states_of(model: Any, optimizer: Optimizer) -> dict[str, Any]:
@@ -115,7 +99,7 @@ def save(run: Path, model: Any, optimizer: Optimizer, notes: Row, keep: int = 2)
 
     ranks = all_ranks()
     place = run / "checkpoints"
-    new = place / _NEW
+    new = place / "new"
     final = place / f"step-{notes['step']:08d}"
 
     def clean() -> None:
@@ -127,33 +111,22 @@ def save(run: Path, model: Any, optimizer: Optimizer, notes: Row, keep: int = 2)
         (new / _MANIFEST).write_text(json.dumps(_digests(new), indent=1), encoding="utf-8")
         for file in (*new.iterdir(), new):
             sync(file)
-        if final.exists():  # damaged, or the run has returned to this step
-            _remove(final)
+        # Later ones are damaged, and so is one of this step: the run went on from an earlier one.
+        for folder in folders(run):
+            if folder >= final:
+                shutil.rmtree(folder)
         new.rename(final)
         sync(place)
-        # Later ones are damaged: the run went on from an earlier one.
-        retained = [folder for folder in folders(run) if folder <= final][:keep]
-        for folder in folders(run):
-            if folder not in retained:
-                _remove(folder)
+        for folder in folders(run)[keep:]:
+            shutil.rmtree(folder)
 
     try:
         ranks.of_first(clean)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is (disabled|unavailable)")
-            save_states(states_of(model, optimizer), checkpoint_id=new, no_dist=ranks.size == 1)
+        save_states(states_of(model, optimizer), checkpoint_id=new, no_dist=ranks.size == 1)
         ranks.of_first(publish)
     except (OSError, CheckpointException) as error:  # DCP gives the errors of all ranks
         failures = getattr(error, "failures", {0: (error, None)})
         raise disk_error(final, failures[min(failures)][0]) from error
-
-
-def _remove(folder: Path) -> None:
-    """Remove a checkpoint under another name, so that a kill leaves no part of it."""
-    doomed = folder.with_name("old")
-    shutil.rmtree(doomed, ignore_errors=True)
-    os.rename(folder, doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
 
 
 def load(folder: Path, model: Any, optimizer: Optimizer) -> Row:
@@ -163,9 +136,7 @@ def load(folder: Path, model: Any, optimizer: Optimizer) -> Row:
 
     state = states_of(model, optimizer)
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is (disabled|unavailable)")
-            load_states(state, checkpoint_id=folder)
+        load_states(state, checkpoint_id=folder)
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise RecordError(

@@ -9,61 +9,46 @@ continues a stopped comparison. Recipes and seeds may be added.
 
 from __future__ import annotations
 
-import gc
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from narrowgauge.errors import NarrowgaugeError, RecipeError, require_package
 from narrowgauge.measuring.comparison import Comparison, compare_runs
-from narrowgauge.measuring.labels import parsed_recipe, recipe_name, run_name
+from narrowgauge.measuring.labels import recipe_name, run_name
 from narrowgauge.report.page import learned
-from narrowgauge.report.publishing import publish
-from narrowgauge.runs.finding import counted, duration
+from narrowgauge.report.publishing import publish, read_runs
+from narrowgauge.runs.finding import counted, duration, told
 from narrowgauge.runs.places import require_comparison, require_free
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.runs.writer import RunWriter
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.trainer.checkpoints import newest, notes_of
-from narrowgauge.trainer.loop import Entry, enter, train_entry
-from narrowgauge.trainer.settings import OF_A_RUN, Settings, first_free
+from narrowgauge.trainer.entry import enter
+from narrowgauge.trainer.settings import Settings
 
 if TYPE_CHECKING:
     from narrowgauge.measuring.record import Record
 
 
-def planned(recipes: Sequence[Any], seeds: int | Sequence[int]) -> list[tuple[Any, int, str]]:
-    """Return each recipe and seed with the name of the run's folder, seed by seed.
-
-    Refuse none, and one that comes twice.
+def planned(recipes: Sequence[Any], seeds: int | Sequence[int]) -> dict[str, tuple[Any, int]]:
+    """Return each recipe and seed under the name of the run's folder, seed by seed.
 
     Args:
         seeds: how many, counted from 0, or the seeds themselves.
     """
     numbers = range(seeds) if isinstance(seeds, int) else seeds
-    if isinstance(recipes, str):
-        recipes = [recipes]
-    if not recipes:
-        raise RecipeError("no recipe was named.", "For instance bfloat16/master,bfloat16/word.")
-    if not numbers or len(set(numbers)) < len(numbers):
-        raise NarrowgaugeError(
-            f"Cannot compare with seeds = {seeds!r}.", "Name at least one, none twice."
-        )
-    plan: dict[str, tuple[Any, int, str]] = {}
+    plan = {}
     for seed in numbers:
         for recipe in recipes:
-            label = recipe_name(recipe)
-            folder = run_name(label, seed)
-            if folder.lower() in plan:
-                raise RecipeError(
-                    f"two of the recipes are called {label}.",
-                    'Name each once, or give each a name of its own: name = "…" in its file.',
-                )
-            plan[folder.lower()] = (recipe, seed, folder)
-    return list(plan.values())
+            plan[run_name(recipe_name(recipe), seed)] = (recipe, seed)
+    if not plan or len(plan) < len(numbers) * len(recipes):
+        raise RecipeError(
+            f"Cannot compare {told(map(recipe_name, recipes)) or 'no recipe'} with seeds = {seeds}.",
+            "Name at least one of each, and none twice.",
+        )
+    return plan
 
 
 # ── in a loop of your own ─────────────────────────────────────────────────────────────────────────
@@ -91,7 +76,7 @@ def compare(
             optimizer)`` adds gauges and the audit.
         recipes: the function's arguments: names of recipes or any other names.
         seeds: how many, from 0 on, or a sequence of seeds.
-        out: a new or empty folder for the runs, ``compare.json`` and ``report.html``; ``None``
+        out: a folder without these runs, for them, ``compare.json`` and ``report.html``; ``None``
             keeps nothing. If the function raises, the finished runs stay there for ``narrowgauge
             report``.
 
@@ -100,7 +85,7 @@ def compare(
     Raises:
         NarrowgaugeError: no recipe or seed, duplicates, a function without a loss, or a row with
             values that are not numbers.
-        RecordError: ``out`` is not empty.
+        RecordError: ``out`` holds one of the runs, or a file that would be overwritten.
     Example:
         >>> def train_function(recipe, seed, log):
         ...     log.step({"loss": 2.5})
@@ -109,27 +94,28 @@ def compare(
         >>> [(row["recipe"], row["num_seeds"]) for row in comparison.rows]
         [('bfloat16/master', 2), ('bfloat16/word', 2)]
     """
-    plan = planned(recipes, seeds)
     from narrowgauge.distributed.ranks import all_ranks
 
-    if out is not None:
-        require_package("plotly")  # for the page; not after hours of training
-        names = [name for _, _, name in plan]
-        all_ranks().of_first(lambda: require_new(Path(out), names))
+    plan = planned(recipes, seeds)
+    ranks = all_ranks()
+
+    def require_new() -> None:
+        if out is not None:
+            require_package("plotly")  # for the page; not after hours of training
+            require_comparison(Path(out), plan)
+            for name in plan:
+                require_free(Path(out) / name)
+
+    ranks.of_first(require_new)
     with tempfile.TemporaryDirectory(prefix="narrowgauge-") as temporary:
         place = Path(out or temporary)
-        runs = [_record(train_function, recipe, seed, place / name) for recipe, seed, name in plan]
+        runs = []
+        for name, (recipe, seed) in plan.items():
+            runs.append(_record(train_function, recipe, seed, place / name))
     comparison = compare_runs(runs)
-    if out is not None and all_ranks().is_first:
+    if out is not None and ranks.is_first:
         publish(comparison, runs, Path(out))
     return comparison
-
-
-def require_new(folder: Path, names: Sequence[str]) -> None:
-    """Refuse a comparison whose folder holds one of its runs already."""
-    require_comparison(folder, names)
-    for name in names:
-        require_free(folder / name)
 
 
 def _record(
@@ -138,28 +124,20 @@ def _record(
     from narrowgauge.measuring.record import Record, numbers
     from narrowgauge.measuring.recorder import warn
 
-    parsed = parsed_recipe(recipe)
     label = recipe_name(recipe)
-    config = {"recipe": recipe if parsed is None else parsed.name, "seed": seed}
-    with Record(lambda: RunWriter.create(folder, {"config": config}), warn) as record:
-        try:
-            returned = train_function(recipe, seed, record)
-            if returned is None:
-                returned = {}
-            elif not isinstance(returned, Mapping):
-                returned = {"val_loss": returned}
-            metrics = numbers(returned, f"the training function of {label}")
-            summary = {**record.summary(recipe=label), **metrics}
-            loss = summary.get("val_loss")
-            if not isinstance(loss, int | float):
-                raise NarrowgaugeError(
-                    f"the training function gave no validation loss for {label}, val_loss is "
-                    f"{loss!r}.",
-                    'Return it, return a dict with "val_loss", or call log.eval({"val_loss": …}).',
-                )
-        except BaseException:
-            record.stop()
-            raise
+    tables = {"config": {"recipe": label, "seed": seed}}
+    with Record(lambda: RunWriter.create(folder, tables), warn) as record:
+        metrics = train_function(recipe, seed, record)
+        if not isinstance(metrics, Mapping):
+            metrics = {} if metrics is None else {"val_loss": metrics}
+        summary = record.summary(recipe=label)
+        summary |= numbers(metrics, f"the training function of {label}")
+        loss = summary.get("val_loss")
+        if not isinstance(loss, int | float):
+            raise NarrowgaugeError(
+                f"the training function gave no validation loss for {label}, val_loss is {loss!r}.",
+                'Return it, return a dict with "val_loss", or call log.eval({"val_loss": …}).',
+            )
         record.finish(summary)
     return record.here.of_first(lambda: read_run(record.folder))
 
@@ -167,108 +145,55 @@ def _record(
 # ── with the built-in trainer ─────────────────────────────────────────────────────────────────────
 
 
-def define(
-    recipes: Sequence[Recipe],
+def compare_recipes(
+    recipes: Sequence[str | Recipe],
     settings: Mapping[str, Any],
     *,
     seeds: int = 1,
     out: str | Path | None = None,
-) -> list[Entry]:
-    """Return each run of a comparison with its checked settings, seed by seed.
-
-    Args:
-        settings: fields of ``Settings`` that all runs share. In a folder with runs, the omitted
-            ones are as in these runs.
-        out: the folder: new, or with runs of the same settings. ``None`` takes
-            ``comparisons/MODEL-N``, the first free N.
-    Raises:
-        NarrowgaugeError: an invalid setting, or one that a run in the folder has otherwise.
-    """
-    require_package("plotly")
-    plan = planned(recipes, seeds)
-    named = {name: value for name, value in settings.items() if value is not None}
-    present: dict[str, Any] = {}
-    if out is not None:
-        require_comparison(Path(out), [name for _, _, name in plan])
-        present = _settings_in(Path(out))
-    shared = {**present, **named}
-    base = Settings.from_dict(shared).checked()
-    folder = Path(out or first_free(Path("comparisons") / Path(base.model).name))
-    entries = []
-    for recipe, seed, name in plan:
-        of_run = {"recipe": recipe.name, "seed": seed, "out": str(folder / name)}
-        entries.append(enter({**shared, **of_run}))
-    return entries
-
-
-def _settings_in(folder: Path) -> dict[str, Any]:
-    """Return the settings that the runs in a folder share, from the first with a checkpoint."""
-    for file in sorted(folder.glob("*/run.toml")):
-        checkpoint, _ = newest(file.parent)
-        if checkpoint is not None:
-            settings = notes_of(checkpoint)["settings"]
-            return {name: value for name, value in settings.items() if name not in OF_A_RUN}
-    return {}
-
-
-def run_comparison(
-    entries: Sequence[Entry], stream: TextIO | None = None
+    stream: TextIO | None = None,
 ) -> tuple[Comparison, Path]:
-    """Make the unfinished runs of a comparison, compare them, and write the page.
+    """Train with each recipe and seed, compare all runs in the folder, and write the page.
 
-    The same settings give the same numbers except times, however often the runs were stopped.
-    Finished runs of the folder that were not requested are compared, too.
+    The same arguments give the same numbers except times, however often the runs were stopped.
 
     Args:
-        entries: from :func:`define`.
+        settings: fields of ``Settings`` that all runs share.
+        out: the folder: new, or with runs that go on. ``None`` takes ``comparisons/MODEL``.
         stream: for a line per run; ``None`` for standard output.
     Returns:
         The comparison and the path of the page.
     Raises:
-        NarrowgaugeError: a run failed. Finished runs stay.
+        NarrowgaugeError: an invalid setting, or one that a run in the folder has otherwise.
         KeyboardInterrupt: after Ctrl-C, with a line that says how to go on.
     """
-    folder = entries[0].folder.parent
-    say = partial(print, file=stream, flush=True)
-    say(f"{counted(len(entries), 'run')} in {folder}")
-    for number, entry in enumerate(entries):
+    require_package("plotly")
+    model = Path(Settings.from_dict(settings).model).name
+    folder = Path(out or Path("comparisons") / model)
+    plan = planned(recipes, seeds)
+    require_comparison(folder, plan)
+    entries = []
+    for name, (recipe, seed) in plan.items():
+        of_run = {"recipe": recipe, "seed": seed, "out": str(folder / name)}
+        entries.append(enter({**settings, **of_run}))
+    # Imported late: PyTorch takes seconds to load, and a wrong setting is reported before.
+    from narrowgauge.trainer.loop import train_entry
+
+    print(f"{counted(len(entries), 'run')} in {folder}", file=stream, flush=True)
+    for number, entry in enumerate(entries, 1):
         began = time.monotonic()
-        took = "earlier"
-        if not entry.is_finished:
-            try:
-                _train(entry, stream)
-            except KeyboardInterrupt as interruption:
-                raise type(interruption)(
-                    f"{number} of {len(entries)} runs are done. Give the same command with "
-                    f"--out {folder} to continue."
-                ) from None
-            took = duration(time.monotonic() - began)
+        try:
+            train_entry(entry, is_verbose=False)
+        except KeyboardInterrupt as interruption:
+            words = f"{number - 1} of {len(entries)} runs are done. The same command goes on."
+            raise type(interruption)(words) from None
+        took = "earlier" if entry.is_finished else duration(time.monotonic() - began)
         loss = (read_run(entry.folder).summary or {})["val_loss"]
-        name = f"{entry.settings.recipe.name}, seed {entry.settings.seed}"
-        say(f"{number + 1}/{len(entries)}  {name}  validation loss {loss:.4f}  {took}")
-    runs = [read_run(entry.folder) for entry in entries]
-    asked = [run.path for run in runs]
-    for file in sorted(folder.glob("*/summary.json")):
-        if file.parent not in asked:
-            runs.append(read_run(file.parent))
+        name = f"{entry.settings.recipe}, seed {entry.settings.seed}"
+        line = f"{number}/{len(entries)}  {name}  validation loss {loss:.4f}  {took}"
+        print(line, file=stream, flush=True)
+    runs = read_runs([*(entry.folder for entry in entries), folder])
     comparison = compare_runs(runs)
     for words in learned(comparison, runs):
-        say(words)
+        print(words, file=stream, flush=True)
     return comparison, publish(comparison, runs, folder)
-
-
-def _train(entry: Entry, stream: TextIO | None) -> None:
-    """Train a run, or go on with one that was stopped."""
-    # Imported late: PyTorch takes seconds to load, and a wrong definition is reported before.
-    import torch
-
-    torch.compiler.reset()
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    try:
-        train_entry(entry, stream=stream, is_verbose=False)
-    except NarrowgaugeError as error:
-        error.message = f"{entry.folder.name}: {error.message}"
-        raise

@@ -4,15 +4,15 @@ evaluated.
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from narrowgauge.runs.places import new_folder
-from narrowgauge.trainer.language_model import without_progress_bars
 from narrowgauge.trainer.loop import load
-from narrowgauge.trainer.tokens import copy_tokenizer
+from narrowgauge.trainer.tokens import load_tokenizer
 
 
 def export(folder: Path, out: Path) -> Path:
@@ -26,34 +26,20 @@ def export(folder: Path, out: Path) -> Path:
         RecordError: the run has no good checkpoint, ``out`` is not empty, or the disk is full.
     """
     with new_folder(out) as temporary:
-        model: Any = load(folder).model
-        tables = [model.config]
-        if model.can_generate():
-            tables.append(model.generation_config)
+        run = load(folder)
+        model: Any = run.model
+        tables = (model.config, model.generation_config)
         for table in tables:
             table.use_cache = True
-        copy_tokenizer(folder, temporary)
-        if (temporary / "tokenizer_config.json").is_file():
-            _name_the_end(tables, temporary)
-        with without_progress_bars():
-            model.save_pretrained(temporary)
-        dtypes = {
-            tensor.dtype for tensor in model.state_dict().values() if tensor.is_floating_point()
-        }
-        # Loading casts all weights to the declared dtype: one that changes no value.
-        widest = max(dtypes | {torch.float32}, key=lambda dtype: dtype.itemsize)
-        model.config.dtype = torch.bfloat16 if dtypes <= {torch.bfloat16} else widest
+        data = Path(str(run.settings.data))
+        if (data / "tokenizer.json").is_file():
+            tokenizer = load_tokenizer(data)
+            tokenizer.save_pretrained(temporary)
+            for table in tables:
+                table.bos_token_id = table.eos_token_id = tokenizer.eos_token_id
+        model.save_pretrained(temporary)
+        # Loading casts all weights to the declared dtype: take one that changes no value.
+        dtypes = {weight.dtype for weight in model.parameters()}
+        model.config.dtype = functools.reduce(torch.promote_types, dtypes)
         model.config.save_pretrained(temporary)
-        # safetensors gives its files mode 0600. The others follow the umask.
-        for file in temporary.glob("*.safetensors"):
-            file.chmod((temporary / "config.json").stat().st_mode)
     return out
-
-
-def _name_the_end(tables: list[Any], folder: Path) -> None:
-    """Give the configurations the end-of-text token of the tokenizer."""
-    from transformers import PreTrainedTokenizerFast
-
-    end = PreTrainedTokenizerFast.from_pretrained(folder).eos_token_id
-    for table in tables:
-        table.bos_token_id = table.eos_token_id = end

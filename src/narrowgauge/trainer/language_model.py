@@ -10,8 +10,6 @@ which is divided once.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -44,7 +42,9 @@ def build(model: str, *, vocab_size: int | None = None, seed: int) -> PreTrained
         DataError: the folder's model or weights cannot be read or do not fit.
     """
     from transformers import AutoConfig
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     name = known_model(model)
     if name in MODELS:
         return drawn(_preset_config(MODELS[name], vocab_size), seed)
@@ -84,7 +84,7 @@ def _preset_config(row: Model, vocab_size: int | None) -> PretrainedConfig:
     from transformers import GPT2Config, LlamaConfig
 
     options: dict[str, Any] = {
-        "vocab_size": row.vocab_size if vocab_size is None else vocab_size, "hidden_size": row.hidden_size,
+        "vocab_size": vocab_size or row.vocab_size, "hidden_size": row.hidden_size,
         "num_hidden_layers": row.num_layers, "num_attention_heads": row.num_heads,
         "max_position_embeddings": row.max_positions, "tie_word_embeddings": row.tie_embeddings,
         # The defaults of the classes belong to other tokenizers; export writes the correct ones.
@@ -92,9 +92,13 @@ def _preset_config(row: Model, vocab_size: int | None) -> PretrainedConfig:
     }  # fmt: skip
     if row.family == "gpt2":
         return GPT2Config(n_inner=row.intermediate_size, **options)
-    options |= {"intermediate_size": row.intermediate_size, "num_key_value_heads": row.num_kv_heads}
-    rope = {"rope_type": "default", "rope_theta": row.rope_theta}
-    return LlamaConfig(rms_norm_eps=1e-5, rope_parameters=rope, **options)
+    return LlamaConfig(
+        intermediate_size=row.intermediate_size,
+        num_key_value_heads=row.num_kv_heads,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": row.rope_theta},
+        **options,
+    )
 
 
 def _without_dropout(config: Any) -> Any:
@@ -117,42 +121,26 @@ def drawn(config: PretrainedConfig, seed: int) -> PreTrainedModel:
     return cast("PreTrainedModel", model.train())
 
 
-@contextlib.contextmanager
-def without_progress_bars() -> Iterator[None]:
-    """Hide the progress bars of transformers."""
-    from transformers.utils import logging
-
-    was_enabled = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            logging.enable_progress_bar()
-
-
 def _loaded(folder: Path, config: PretrainedConfig, vocab_size: int | None) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
-    with torch.random.fork_rng(devices=[]), without_progress_bars():
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+    model: Any
+    with torch.random.fork_rng(devices=[]):
+        model, info = AutoModelForCausalLM.from_pretrained(
             folder, config=_without_dropout(config), dtype=torch.float32, local_files_only=True,
             weights_only=True, trust_remote_code=False, output_loading_info=True,
         )  # fmt: skip
-    model, info = loaded
     missing = sorted(info["missing_keys"])
+    rows = len(model.get_input_embeddings().weight)
+    problem = ""
     if missing:
+        problem = f"lack {len(missing)} of the {type(model).__name__}, such as '{missing[0]}'"
+    elif vocab_size is not None and vocab_size > rows:
+        problem = f"have {rows:,} token embeddings; the text has {vocab_size:,} different tokens"
+    if problem:
         raise DataError(
-            f"The weights in {folder} lack {len(missing)} of the {type(model).__name__} in "
-            f"config.json, such as '{missing[0]}'.",
-            "Give the config.json that belongs to them, or a folder with only config.json to start "
-            "from random weights.",
-        )
-    rows = len(cast(Tensor, model.get_input_embeddings().weight))
-    if vocab_size is not None and vocab_size > rows:
-        raise DataError(
-            f"The weights in {folder} have {rows:,} token embeddings; the text has {vocab_size:,} "
-            "different tokens.",
-            "Use the tokenizer of these weights, or a folder with only config.json.",
+            f"The weights in {folder} {problem}.",
+            "Use the config.json and the tokenizer of these weights, or a folder with only "
+            "config.json to start from random weights.",
         )
     return cast("PreTrainedModel", model.train())

@@ -1,9 +1,8 @@
 """Text as tokens, and the batches of a run.
 
-The data of a run is a folder: ``tokens.npy``, one row of uint16 or uint32, and ``tokenizer.json``
-where the tokenizer is known. ``narrowgauge tokenize`` makes it from text; ``numpy.save`` of the
-tokens of any other pipeline makes it too. A token ends each document. The last twentieth is held
-out.
+The data of a run is a folder: ``tokens.npy``, one row of uint16 or uint32, and a tokenizer where it
+is known. ``narrowgauge tokenize`` makes it from text; ``numpy.save`` of the tokens of any other
+pipeline makes it too. A token ends each document. The last twentieth is held out.
 
 The order of an epoch is ``RandomState([seed, epoch]).permutation``, which no release of NumPy
 changes. So no generator state is saved, and batch 7,000 needs none of those before it.
@@ -14,7 +13,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,20 +21,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from narrowgauge.errors import DataError, require_package
-from narrowgauge.runs.atomic_io import disk_errors, load_json
+from narrowgauge.runs.atomic_io import disk_errors
 from narrowgauge.runs.places import require_no_file
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
 
 SUFFIXES = (".jsonl", ".md", ".py", ".txt")
 END_OF_TEXT = "<|endoftext|>"
-_END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>")
 _PIECE = 1 << 16
 """Characters that are encoded at once. A tokenizer may take quadratic time on a longer text."""
 _MOST = 10_000_000
 _SAMPLE = 1 << 20
 """Number of tokens that a fingerprint covers, spread evenly."""
+_ADVICE = "Make them from text: narrowgauge tokenize TEXT OUT, then --data OUT."
 
 
 # ── text to tokens ────────────────────────────────────────────────────────────────────────────────
@@ -49,24 +47,17 @@ def read_texts(source: Path) -> Iterator[str]:
     Raises:
         DataError: a source or file that cannot be read, or is not UTF-8 text.
     """
-    if not source.exists():
-        raise DataError(
-            f"No text in {source}: there is no such file or folder.",
-            "Name a file or folder of text.",
-        )
     files = [source]
     if source.is_dir():
         files = [file for file in source.rglob("*") if file.suffix in SUFFIXES]
     for file in sorted(files):
         try:
-            with file.open(encoding="utf-8-sig") as stream:
-                if file.suffix == ".jsonl":
-                    for line in stream:
-                        text = load_json(line)["text"]
-                        # JSON can hold lone surrogates, UTF-8 cannot.
-                        yield text.encode(errors="replace").decode()
-                else:
-                    yield stream.read()
+            text = file.read_text(encoding="utf-8-sig")
+            if file.suffix != ".jsonl":
+                yield text
+                continue
+            for line in text.splitlines():
+                yield json.loads(line)["text"].encode(errors="replace").decode()
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise DataError(
                 f"Cannot read the text in {file}: {type(error).__name__}: {error}.",
@@ -85,76 +76,65 @@ def pieces(text: str) -> Iterator[str]:
         start = end
 
 
-def write_tokens(texts: Iterable[str], tokenizer: Tokenizer, end: str, out: Path) -> Path:
-    """Tokenize documents into a folder, with the token ``end`` behind each.
+def load_tokenizer(path: Path | None) -> PreTrainedTokenizerFast:
+    """Read the tokenizer in a Hugging Face folder, or that of a ``tokenizer.json`` in one.
+
+    ``None`` makes a tokenizer of 257 tokens: the bytes and the end of text.
+    """
+    require_package("transformers")
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    if path is None:
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        of_bytes = Tokenizer(models.BPE(dict(zip(alphabet, range(256), strict=True)), []))
+        of_bytes.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        of_bytes.decoder = decoders.ByteLevel()
+        return PreTrainedTokenizerFast(tokenizer_object=of_bytes, eos_token=END_OF_TEXT)
+    folder = path if path.is_dir() else path.parent
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        if tokenizer.eos_token is None:
+            raise ValueError("it names no eos_token")
+        tokenizer.backend_tokenizer.no_truncation()
+    except Exception as error:  # transformers and tokenizers raise any kind
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise DataError(
+            f"Cannot read the tokenizer in {folder}: {reason}.",
+            "Name a folder with tokenizer.json, and with eos_token in its tokenizer_config.json.",
+        ) from error
+    return tokenizer
+
+
+def write_tokens(texts: Iterable[str], tokenizer: PreTrainedTokenizerFast, out: Path) -> Path:
+    """Tokenize documents into a folder, with the end-of-text token behind each.
 
     Text that spells a special token is encoded like other text.
 
     Cost: about 0.5 s per MB on two cores.
     """
     require_no_file(out, ["tokens.npy", "tokenizer.json"], "write tokens in")
-    file = json.loads(tokenizer.to_str())
-    dtype = np.uint16 if tokenizer.get_vocab_size() <= 1 << 16 else np.uint32
-    tokenizer.encode_special_tokens = True
+    coder = tokenizer.backend_tokenizer
+    dtype = np.uint16 if len(tokenizer) <= 1 << 16 else np.uint32
+    end = np.array([tokenizer.eos_token_id], dtype)
+    coder.encode_special_tokens = True
     parts = []
-    for text in texts:
-        if text:
-            encodings = tokenizer.encode_batch_fast([*pieces(text)], add_special_tokens=False)
-            parts += [np.array(encoding.ids, dtype) for encoding in encodings]
-            parts.append(np.array([tokenizer.token_to_id(end)], dtype))
+    for text in filter(None, texts):
+        for encoding in coder.encode_batch_fast([*pieces(text)], add_special_tokens=False):
+            parts.append(np.array(encoding.ids, dtype))
+        parts.append(end)
+    coder.encode_special_tokens = False
     if not parts:
         raise DataError("Cannot write tokens because there is no text.", "Give .txt files.")
     with disk_errors(out):
         out.mkdir(parents=True, exist_ok=True)
-        (out / "tokenizer.json").write_text(json.dumps(file, ensure_ascii=False), encoding="utf-8")
-        names = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
-        (out / "tokenizer_config.json").write_text(json.dumps(names), encoding="utf-8")
+        tokenizer.save_pretrained(out)
         # The tokens come last: without them a folder is no data.
         temporary = out / "tokens.tmp.npy"
         np.save(temporary, np.concatenate(parts))
         temporary.replace(out / "tokens.npy")
     return out
-
-
-def load_tokenizer(path: Path | None) -> tuple[Tokenizer, str]:
-    """Read a ``tokenizer.json``, or the one in a Hugging Face folder, and its end-of-text token.
-
-    ``None`` makes a tokenizer of 257 tokens: the bytes and the end of text.
-    """
-    require_package("tokenizers")
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-
-    if path is None:
-        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-        tokenizer = Tokenizer(models.BPE(dict(zip(alphabet, range(256), strict=True)), []))
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        tokenizer.decoder = decoders.ByteLevel()
-        tokenizer.add_special_tokens([AddedToken(END_OF_TEXT, special=True)])
-        return tokenizer, END_OF_TEXT
-    file = path / "tokenizer.json" if path.is_dir() else path
-    try:
-        tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # tokenizers raises bare Exception
-        advice = "Name a tokenizer.json or its folder."
-        raise DataError(f"Cannot read the tokenizer {file}: {error}.", advice) from error
-    tokenizer.no_truncation()  # a tokenizer saved after calls with truncation=True would cut the text
-    tokenizer.no_padding()
-    for name in (*_declared_end(file.with_name("tokenizer_config.json")), *_END_NAMES):
-        if tokenizer.token_to_id(name) is not None:
-            return tokenizer, name
-    raise DataError(
-        f"The tokenizer {file} has no end-of-text token (looked for {', '.join(_END_NAMES)}).",
-        "Name it as eos_token in tokenizer_config.json in the same folder.",
-    )
-
-
-def _declared_end(file: Path) -> list[str]:
-    """Return the end-of-text token that a ``tokenizer_config.json`` names."""
-    try:
-        name = load_json(file.read_bytes())["eos_token"]
-    except (OSError, ValueError, LookupError, TypeError):
-        return []
-    return [str(name["content"] if isinstance(name, dict) else name)]
 
 
 # ── tokens to batches ─────────────────────────────────────────────────────────────────────────────
@@ -180,16 +160,12 @@ class Tokens:
 
     def require(self, sequence_length: int) -> None:
         """Refuse a sequence length that leaves no sequence for training or validation."""
-        for name, ids in {
-            "the training part": self.train,
-            "the held-out part": self.held_out,
-        }.items():
-            if len(ids) <= sequence_length:
-                raise DataError(
-                    f"sequence_length {sequence_length} needs {sequence_length + 1} tokens; {name} "
-                    f"has {len(ids)}.",
-                    "Give more text, or a smaller --sequence-length.",
-                )
+        if len(self.held_out) <= sequence_length:
+            raise DataError(
+                f"sequence_length {sequence_length} needs {sequence_length + 1} tokens; the "
+                f"held-out part has {len(self.held_out)}.",
+                "Give more text, or a smaller --sequence-length.",
+            )
 
     def batch(self, first: int, num_sequences: int, sequence_length: int, seed: int) -> np.ndarray:
         """Return sequences ``first`` and following of an infinite stream: int64 ``[num_sequences,
@@ -237,19 +213,16 @@ def open_tokens(folder: str | Path) -> Tokens:
     Raises:
         DataError: there are none, or the file is damaged.
     """
-    folder = Path(folder)
-    advice = "Make them from text: narrowgauge tokenize TEXT OUT, then --data OUT."
+    folder = Path(folder).resolve()
     try:
         ids = np.load(folder / "tokens.npy", mmap_mode="r")
-    except FileNotFoundError:
-        raise DataError(f"No tokens in {folder}: no tokens.npy is there.", advice) from None
+        if ids.ndim != 1 or ids.dtype.kind not in "ui" or not len(ids):
+            raise ValueError(f"it holds {ids.dtype} of shape {ids.shape}")
     except (OSError, ValueError, EOFError) as error:
-        raise DataError(f"Cannot use the tokens in {folder}: {error}.", advice) from error
-    if ids.ndim != 1 or ids.dtype.kind not in "ui" or not len(ids):
-        raise DataError(f"Cannot use the tokens in {folder}: {ids.dtype}, {ids.shape}.", advice)
+        raise DataError(f"Cannot use the tokens in {folder}: {error}.", _ADVICE) from error
     sample = np.ascontiguousarray(ids[:: max(1, len(ids) // _SAMPLE)])
-    state = hashlib.blake2b(f"{len(ids)} {ids.dtype}".encode(), digest_size=16)
-    state.update(sample.tobytes())
+    fingerprint = hashlib.blake2b(f"{len(ids)} {ids.dtype}".encode(), digest_size=16)
+    fingerprint.update(sample.tobytes())
     vocab_size = int(ids.max()) + 1
     if (folder / "tokenizer.json").is_file():
         require_package("tokenizers")
@@ -258,11 +231,4 @@ def open_tokens(folder: str | Path) -> Tokens:
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         vocab_size = max(vocab_size, tokenizer.get_vocab_size())
     cut = len(ids) - len(ids) // 20
-    return Tokens(ids[:cut], ids[cut:], vocab_size, folder.resolve(), state.hexdigest())
-
-
-def copy_tokenizer(folder: Path, out: Path) -> None:
-    """Copy the files of a tokenizer that are there."""
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        if (folder / name).is_file():
-            shutil.copyfile(folder / name, out / name)
+    return Tokens(ids[:cut], ids[cut:], vocab_size, folder, fingerprint.hexdigest())

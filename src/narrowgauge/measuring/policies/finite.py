@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -15,24 +14,16 @@ from narrowgauge.measuring.beside import (
     floats_in,
     is_finite,
     storage_key,
-    tensors_in,
 )
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.torch_support.torch_names import plain_name
 
 
-class Cause(NamedTuple):
-    """What made a value that is not finite, by its place in the step."""
-
-    order: int
-    words: str
-    is_deliberate: bool = False
-
-
 class Finite:
     """Follow values that are not finite to the operation that made them.
 
-    Infinities that the code asks for, as in a mask, are no cause until they reach a gradient.
+    A cause is whether the code asks for infinity, as in a mask; the operation's number; and words.
+    What is asked for is no cause until it reaches a gradient.
 
     Args:
         model: gives the names of the weights and buffers that hold such values.
@@ -47,58 +38,45 @@ class Finite:
 
     def first(self, tensors: Iterable[Tensor]) -> str:
         """Return the earliest cause that reached one of some tensors; empty if none is known."""
-        known = self._known(tensors)
-        if not known:
-            return ""
-        return min(known, key=lambda cause: (cause.is_deliberate, cause.order)).words
-
-    def _known(self, tensors: Iterable[Tensor]) -> list[Cause]:
-        causes = []
-        for x in tensors:
-            cause = self._causes.get(x)
-            if cause is not None:
-                causes.append(cause)
-        return causes
+        causes = filter(None, map(self._causes.get, tensors))
+        return str(min(causes, default=("", "", ""))[2])
 
     def before(self, op: Operation) -> None:
         bad = [x for x in floats_in(op.read) if not is_finite(x)]
-        op.notes[self] = bad, any(map(_has_nan, bad)), self._known(bad)
+        causes = filter(None, map(self._causes.get, bad))
+        op.notes[self] = bad, any(map(_has_nan, bad)), min(causes, default=None)
 
     def after(self, op: Operation) -> None:
         self._count += 1
-        bad, had_nan, causes = op.notes[self]
+        bad, had_nan, first = op.notes[self]
         if op.name in ALLOCATES or op.is_view:
             return
-        for x in floats_in(op.written or tensors_in(op.result)):
+        for x in floats_in(op.written or op.result):
             if is_finite(x):
                 self._causes.drop(x)
                 continue
-            made_nan = _has_nan(x)
-            first = min(causes, key=lambda cause: (cause.is_deliberate, cause.order), default=None)
-            is_inherited = bool(bad) and (had_nan or not made_nan)
-            if first is None and is_inherited:
-                first = self._given(op, bad[0])
-            elif first is None or (first.is_deliberate and not is_inherited):
-                first = self._made(op, x, made_nan)
-            self._causes.set(x, first)
+            is_new = not bad or (_has_nan(x) and not had_nan)
+            cause = first
+            if is_new and (first is None or first[0]):
+                cause = self._made(op, x)
+            elif first is None:
+                name = self._names.get(storage_key(bad[0]), "a tensor that the step was given")
+                words = f"{name} is not finite before any operation; {op} reads it"
+                cause = (False, self._count, words)
+            self._causes.set(x, cause)
 
-    def _given(self, op: Operation, x: Tensor) -> Cause:
-        name = self._names.get(storage_key(x), "a tensor that the step was given")
-        return Cause(self._count, f"{name} is not finite before any operation; {op} reads it")
-
-    def _made(self, op: Operation, x: Tensor, is_nan: bool) -> Cause:
+    def _made(self, op: Operation, x: Tensor) -> tuple[bool, int, str]:
         values = x.abs() if x.is_complex() else x.float()
-        bad = values.isnan() if is_nan else values.isinf()
+        is_nan = _has_nan(x)
+        number = int((values.isnan() if is_nan else values.isinf()).sum())
         kind = "NaN" if is_nan else "infinity"
-        number = int(bad.sum())
         words = f"{op} made {kind} in {number} of {x.numel()} values ({dtype_name(x.dtype)})"
-        operands = []
-        for y in floats_in(op.operands)[:3]:
-            operands.append(f"{dtype_name(y.dtype)} {list(y.shape)}")
+        operands = [f"{dtype_name(y.dtype)} {list(y.shape)}" for y in floats_in(op.operands)[:3]]
         if operands:
             words += f" from {', '.join(operands)}"
-        asks = any(isinstance(a, float) and math.isinf(a) for a in op.leaves)
-        return Cause(self._count, words, asks and not is_nan)
+        numbers = (*op.args, *op.kwargs.values())
+        asks = any(isinstance(a, float) and math.isinf(a) for a in numbers)
+        return asks and not is_nan, self._count, words
 
 
 def _has_nan(x: Tensor) -> bool:

@@ -5,8 +5,6 @@ Claim: none of its own. A row says how a peer is made over bfloat16 parameters, 
 where the rest of a weight lies, if it keeps any. Each uses its own defaults; what rounds the weight
 stochastically is a row of its own. Baseline: named by each benchmark. FlashOptim is no row: it
 refuses machines without CUDA.
-
-Run: ``python benchmarks/peers.py`` prints the table, with what each really holds.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from _timing import NOT_INSTALLED, Row, peer_version, plain_table
 from torch import Tensor, nn
 
 Make = Callable[..., torch.optim.Optimizer]
@@ -58,7 +55,6 @@ class Peer:
         make: makes it from parameters and the options of ``torch.optim.AdamW``.
         source: the publication and the option that makes it what it is, beside the package.
         stored: the float64 value that it keeps of a weight.
-        slow: takes seconds per step on a CPU at tens of millions of elements.
         spoils_gradients: computes in the gradients' own memory.
     """
 
@@ -68,13 +64,7 @@ class Peer:
     make: Make
     source: str
     stored: Stored = seen
-    slow: bool = False
     spoils_gradients: bool = False
-
-    @property
-    def is_installed(self) -> bool:
-        """Whether its package is there."""
-        return peer_version(self.package) != NOT_INSTALLED
 
 
 def _torch(parameters: Iterable[nn.Parameter], **options: Any) -> torch.optim.Optimizer:
@@ -128,7 +118,6 @@ PEERS: tuple[Peer, ...] = (
         4 + _STATES["AdamW8bit"],
         _bitsandbytes,
         "bitsandbytes; Dettmers et al. 2022 (2110.02861)",
-        slow=True,
     ),
     *(
         Peer(
@@ -137,7 +126,6 @@ PEERS: tuple[Peer, ...] = (
             4 + size,
             partial(_torchao, name, stochastic),
             f"torchao{', bf16_stochastic_round' if stochastic else ''}",
-            slow=True,
         )
         for name, size in _STATES.items()
         for stochastic in (False, True)
@@ -158,7 +146,6 @@ PEERS: tuple[Peer, ...] = (
         _heavyball,
         "heavyball, ecc and param_ecc bf16+8",
         with_ecc,
-        slow=True,
         spoils_gradients=True,
     ),
 )
@@ -168,17 +155,6 @@ PACKAGES = tuple(dict.fromkeys(peer.package for peer in PEERS if peer.package !=
 def reason(error: Exception) -> str:
     """Why a peer did not run, short enough for a table."""
     return f"did not run: {(str(error).strip() or type(error).__name__).splitlines()[0][:60]}"
-
-
-def counted_bytes(peer: Peer, side: int = 256) -> float:
-    """Bytes per parameter of weight, gradient and the states that one step leaves behind, counted
-    from its tensors.
-    """
-    weight = nn.Parameter(torch.zeros(side, side, dtype=torch.bfloat16))
-    weight.grad = torch.ones_like(weight)
-    optimizer = peer.make([weight], lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
-    optimizer.step()
-    return bytes_held(optimizer)
 
 
 def bytes_held(optimizer: torch.optim.Optimizer) -> float:
@@ -211,21 +187,3 @@ def _parts(state: dict[str, Any]) -> list[Tensor]:
         elif isinstance(value, Tensor) and name != "step" and not name.startswith("qmap"):
             tensors.append(value)
     return tensors
-
-
-def rows() -> list[Row]:
-    """The table, with bytes as stated and as counted."""
-    table: list[Row] = []
-    for peer in PEERS:
-        row: Row = {"": peer.name, "package": f"{peer.package} {peer_version(peer.package)}"}
-        row["bytes per parameter"] = peer.bytes_per_param
-        try:
-            row["counted"] = counted_bytes(peer) if peer.is_installed else NOT_INSTALLED
-        except (ImportError, RuntimeError) as error:
-            row["counted"] = reason(error)
-        table.append(row)
-    return table
-
-
-if __name__ == "__main__":
-    print(plain_table(rows()))

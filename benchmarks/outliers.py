@@ -1,0 +1,161 @@
+"""Measure what the outlier features of a pretrained model cost in narrow matmuls, and what they
+cost as those of a SwiGLU grow.
+
+Claim: with outlier columns in 16 bits (``int8-outlier-codes``, as LLM.int8() multiplies) the
+perplexity stays at bfloat16's, and ``int8-row`` is above it. As SwiGLU's outliers grow, a scale per
+tensor (``float8-tensor``) loses first, and a scale per row or per channel never.
+
+2409.12517 saw such outliers after 200 billion tokens, and cured them by a scale for each channel.
+Here they grow by construction: in every layer the channel with the largest activation gets a factor
+in ``up_proj``, and its column of ``down_proj`` the inverse. SwiGLU is linear in ``up_proj``, so the
+function stays; what changes is the casts alone. ``channels scaled`` gives each channel its largest
+magnitude as a scale, a power of two.
+
+Model and text: SmolLM2-135M and the standard library's source (``_starts.py``). All linear layers
+but the head change. Baseline: bfloat16 with the same factor. A difference is the mean over blocks
+of 256 tokens, paired, with half its 95 % interval: one of this model's loss on this text.
+
+Run: ``./dev bench outliers [--rows NAME …] [--factors 1 64] [--quick]``; a row takes a minute of a
+core.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import statistics
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from _starts import held_out_blocks, smollm2
+from _timing import Report, Row, exit_by, parser
+from torch import Tensor, nn
+
+import narrowgauge as ng
+from narrowgauge.matmul.gemm import EmulationNotice
+from narrowgauge.measuring.intervals import interval
+
+FACTORS = (1, 8, 64, 4096)
+Peaks = dict[str, Tensor]
+"""The largest magnitude of each input channel of each ``down_proj``, by the name of its MLP."""
+Change = Callable[[nn.Module, Peaks], object]
+
+
+@torch.no_grad()
+def peaks_of(model: nn.Module, blocks: Tensor) -> Peaks:
+    """Return the largest magnitudes of what enters each ``down_proj``."""
+    peaks: Peaks = {}
+
+    def record(name: str, layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        peaks[name] = inputs[0].float().abs().flatten(0, -2).amax(0)
+
+    hooks = []
+    for name, module in model.named_modules():
+        if name.endswith("mlp"):
+            hooks.append(module.down_proj.register_forward_pre_hook(partial(record, name)))
+    model(input_ids=blocks)
+    for hook in hooks:
+        hook.remove()
+    return peaks
+
+
+def grow(model: nn.Module, peaks: Peaks, factor: float) -> None:
+    """Multiply the largest channel of each SwiGLU by a factor, and keep the function."""
+    for name, channels in peaks.items():
+        mlp: Any = model.get_submodule(name)
+        channel = channels.argmax()
+        mlp.up_proj.weight.data[channel] *= factor
+        mlp.down_proj.weight.data[:, channel] /= factor
+        channels[channel] *= factor
+
+
+def scale_channels(model: nn.Module, peaks: Peaks) -> None:
+    """Bring the largest magnitude of each channel near 1, and keep the function."""
+    for name, channels in peaks.items():
+        mlp: Any = model.get_submodule(name)
+        scales = 2 ** torch.log2(channels.clamp(min=2**-20)).ceil()
+        mlp.up_proj.weight.data /= scales[:, None].bfloat16()
+        mlp.down_proj.weight.data *= scales.bfloat16()
+    ng.swap_linears(model, "float8-tensor")
+
+
+def bitsandbytes_layers(model: nn.Module, peaks: Peaks) -> None:
+    from bitsandbytes.nn import Linear8bitLt
+
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, nn.Linear) and name != "lm_head":
+            sizes = layer.in_features, layer.out_features, layer.bias is not None
+            narrow = Linear8bitLt(*sizes, has_fp16_weights=False, threshold=6.0)
+            narrow.load_state_dict(layer.state_dict())
+            model.set_submodule(name, narrow)
+    # Its own move to a device quantizes; a CPU's tensors are there already.
+    model.to("cpu")
+
+
+def serve(compute: str) -> Change:
+    return lambda model, peaks: ng.quantize_for_inference(model, compute)
+
+
+def swap(compute: str, *wide: str) -> Change:
+    return lambda model, peaks: ng.swap_linears(model, compute, keep=wide)
+
+
+ROWS: dict[str, Change] = {
+    "int8-row": serve("int8-row"),
+    "int8-outlier-codes": serve("int8-outlier-codes"),
+    "bitsandbytes Linear8bitLt": bitsandbytes_layers,
+    "float8-row": swap("float8-row"),
+    "float8-tensor": swap("float8-tensor"),
+    "float8-tensor, down_proj wide": swap("float8-tensor", "*down_proj"),
+    "float8-tensor, channels scaled": scale_channels,
+    "mxfp8": swap("mxfp8"),
+    "nvfp4": swap("nvfp4"),
+}
+
+
+@torch.no_grad()
+def losses(model: nn.Module, blocks: Tensor) -> list[float]:
+    """Return the loss of each block, in nats per token."""
+    model.eval()
+    return [model(input_ids=block[None], labels=block[None]).loss.item() for block in blocks]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark."""
+    flags = parser(__doc__, rounds=0)
+    flags.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
+    flags.add_argument("--factors", type=int, nargs="+", default=FACTORS, help="powers of two")
+    options = flags.parse_args(arguments)
+    warnings.simplefilter("ignore", EmulationNotice)
+    report = Report("outliers", options, peers=("transformers", "bitsandbytes"))
+    loaded, tokens = smollm2()
+    blocks = held_out_blocks(tokens)[: 2 if options.quick else None]
+    model = ng.cast_parameters(loaded, torch.bfloat16).eval()
+    peaks = peaks_of(model, blocks[:8])
+    rows: dict[str, Row] = {name: {"row": name} for name in ("bfloat16", *options.rows)}
+    for factor in options.factors:
+        grown = copy.deepcopy(model)
+        grown_peaks = copy.deepcopy(peaks)
+        grow(grown, grown_peaks, factor)
+        wide = losses(grown, blocks)
+        rows["bfloat16"][f"× {factor}"] = f"perplexity {math.exp(statistics.fmean(wide)):.2f}"
+        for name in options.rows:
+            changed = copy.deepcopy(grown)
+            try:
+                ROWS[name](changed, grown_peaks)
+            except ImportError as error:
+                rows[name][f"× {factor}"] = str(error)
+                continue
+            differences = [a - b for a, b in zip(losses(changed, blocks), wide, strict=True)]
+            mean, half = interval(differences)
+            rows[name][f"× {factor}"] = f"{mean:+.4f} ± {half:.4f}"
+            print(rows[name], flush=True)
+    report.add("loss less bfloat16's, by the factor of one channel a layer", [*rows.values()])
+    return report.end()
+
+
+if __name__ == "__main__":
+    exit_by(main)

@@ -1,0 +1,165 @@
+"""The exact sum of a flat gradient over ranks and micro-batches.
+
+A ring adds while it passes on, in an order of its own and in the gradient's format. Here each rank
+sends every other the piece that the other owns (*all-to-all*), the same bytes as a ring's
+reduce-scatter. The owner adds what it gets in :class:`~narrowgauge.numerics.exact_sums.ExactSums`,
+which depend neither on the order nor on which rank computed what. Replicas own a part of a shard
+each, and gather the rounded parts once a step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from narrowgauge.numerics.exact_sums import (
+    LARGEST,
+    ExactSums,
+    exceeds_two_words,
+    on_cpu,
+    sum_rows,
+)
+
+FIRST_MARGIN = 256.0
+"""A GPU's sums are wide if the first gradient is within this factor of what narrow sums hold."""
+
+
+class ExactSum:
+    """Sum one flat gradient exactly, and divide the sum once.
+
+    Sums become wide, for all of float32's range, when a value needs it. A CPU sees that before it
+    adds. A GPU would have to wait for the values, so it looks once, in the first sum, and then with
+    a margin. Later it keeps a flag, see :meth:`has_lost`.
+
+    Args:
+        groups: process groups over which the gradient is cut, one after the other.
+        num_whole: the number of groups, at the end, whose ranks all get the sum of their pieces.
+    Attributes:
+        spans: when each sum of this step began and ended: seconds, or events of a GPU.
+    Cost: each group sends a gradient once for each micro-batch. Several micro-batches in a step
+        take 16 bytes for each element that this rank owns, 40 in wide sums.
+    """
+
+    def __init__(self, groups: Sequence[Any], num_whole: int, divisor: int) -> None:
+        self.groups = groups
+        self.num_whole = num_whole
+        self.divisor = divisor
+        self.spans: list[tuple[Any, Any]] = []
+        self._sums: ExactSums | None = None
+        self._has_begun = False
+        self._is_wide = False
+        # On a GPU: whether a value since the last step did not fit narrow sums.
+        self._is_beyond: Tensor | None = None
+
+    def add(self, gradient: Tensor, output: Tensor, *, is_last: bool = True) -> None:
+        """Add a micro-batch's gradient ``[n]``. After the last one, write this rank's part of the
+        sum to ``output``; before, zeros.
+        """
+        began = _now(gradient.device)
+        rows = gradient.view(1, -1)
+        sizes = []
+        for group in self.groups:
+            sizes.append(rows.shape[1])
+            rows = _exchanged(rows, group)
+        self._look(rows)
+        total = self._sum(rows, is_last)
+        if total is None:
+            output.zero_()  # FSDP2 shows it as a gradient
+        else:
+            for group, size in list(zip(self.groups, sizes, strict=True))[
+                : -self.num_whole - 1 : -1
+            ]:
+                gathered = total.new_empty(group.size() * total.numel())
+                all_gather(gathered, total, group)
+                total = gathered[:size]
+            output.copy_(total)
+        self.spans.append((began, _now(gradient.device)))
+
+    def _sum(self, rows: Tensor, is_last: bool) -> Tensor | None:
+        """Add the rows. Return the total after the last micro-batch."""
+        total = rows.new_empty(rows.shape[1])
+        if is_last and not self._has_begun:
+            return sum_rows(rows, total, self.divisor, is_wide=self._is_wide)
+        if self._sums is None:
+            self._sums = ExactSums(rows.shape[1], rows.device)
+        if self._is_wide:
+            self._sums.widen_()
+        self._sums.add_(rows)
+        self._has_begun = not is_last
+        if not is_last:
+            return None
+        self._sums.total(total, self.divisor)
+        self._sums.clear_()
+        return total
+
+    def _look(self, rows: Tensor) -> None:
+        """Widen the sums if the first values ask for it. Later keep a flag of what does not fit."""
+        if self._is_wide or on_cpu(rows):
+            return
+        if self._is_beyond is None:
+            self._is_wide = bool(exceeds_two_words(rows, LARGEST / FIRST_MARGIN))
+            self._is_beyond = torch.zeros((), dtype=torch.bool, device=rows.device)
+        else:
+            self._is_beyond |= exceeds_two_words(rows)
+
+    def has_lost(self) -> bool:
+        """Return whether a sum since the last call lost a finite value, and make the next sums wide
+        if so.
+        """
+        if self._is_wide or self._is_beyond is None or not self._is_beyond:
+            return False
+        self._is_wide = True
+        return True
+
+    def discard(self) -> None:
+        """Forget the micro-batches since the last step."""
+        self._has_begun = False
+        if self._is_beyond is not None:
+            self._is_beyond.zero_()
+        if self._sums is not None:
+            self._sums.clear_()
+
+    def num_bytes(self) -> int:
+        return 0 if self._sums is None else self._sums.num_bytes
+
+    def seconds(self) -> float:
+        """Return how long this step's sums took: to send, to wait for other ranks, and to add."""
+        total = 0.0
+        for began, ended in self.spans:
+            if isinstance(ended, float):
+                total += ended - began
+            else:
+                ended.synchronize()
+                total += began.elapsed_time(ended) / 1000
+        return total
+
+
+def _exchanged(rows: Tensor, group: Any) -> Tensor:
+    """Return this rank's piece of the rows ``[rows, n]`` of every rank: ``[ranks * rows, n / ranks]``."""
+    size = group.size()
+    padded = F.pad(rows, (0, -rows.shape[1] % size))
+    sent = padded.view(len(rows), size, -1).transpose(0, 1).contiguous()
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    return received.flatten(0, 1)
+
+
+# PyTorch 2.13 renames it; 2.11 knows the old name only.
+def all_gather(output: Tensor, part: Tensor, group: Any = None) -> None:
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(output, part, group=group)
+
+
+def _now(device: torch.device) -> Any:
+    # A GPU's queue runs behind the host.
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event

@@ -1,0 +1,58 @@
+"""The arithmetic of each kind of processor that ran the tests is in ``tests/golden/arithmetic.toml``.
+
+``docs/distributed.md`` prints what differs. ``./dev test --update-golden`` adds this machine.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from narrowgauge.measuring.arithmetic import PROBES, measure_arithmetic
+from narrowgauge.spec.toml import load_toml
+from processors import machine_key
+from script_modules import script_module
+
+MACHINES = Path(__file__).parent / "golden" / "arithmetic.toml"
+HEAD = "# Hashes of what operations give on fixed numbers, with one thread, by kind of processor.\n"
+
+
+@pytest.fixture
+def results() -> dict[str, str]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return measure_arithmetic(torch.device("cpu"))["results"]
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_a_kind_of_processor_has_the_recorded_arithmetic(
+    results: dict[str, str], update_golden: bool
+) -> None:
+    key = re.sub(r", transformers .*", "", machine_key())
+    recorded = load_toml(MACHINES.read_text(encoding="utf-8"))
+    if update_golden:
+        recorded[key] = results
+        text = HEAD
+        for name, row in sorted(recorded.items()):
+            lines = [f"{json.dumps(probe)} = {json.dumps(bits)}" for probe, bits in row.items()]
+            text += "\n" + "\n".join([f"[{json.dumps(name)}]", *lines]) + "\n"
+        MACHINES.write_text(text, encoding="utf-8")
+    if key not in recorded:
+        warnings.warn(f"Nothing is recorded for {key}. Add {results}", stacklevel=1)
+    assert recorded.get(key, results) == results
+    assert len(recorded) >= 2 and all(list(row) == list(PROBES) for row in recorded.values())
+
+
+def test_the_page_says_what_differs() -> None:
+    lines = script_module("docs/tables.py").table("machines").splitlines()
+    rows = {line.split("|")[1].strip(): line for line in lines[2:]}
+    assert set(rows) == set(PROBES)
+    assert "**" not in rows["subnormals"]
+    assert "**" in rows["softmax"]
