@@ -44,24 +44,19 @@ def history(trainer: Any, name: str) -> list[Any]:
     return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
-@pytest.mark.parametrize(
-    ("storage", "compute", "parts"), [("word", "float8-tensor", 2), ("compact", "int8-row", 1)]
-)
-def test_losses_and_weights_are_those_of_a_loop_of_ones_own(
-    storage: str, compute: str | None, parts: int, tmp_path: Path
-) -> None:
+def test_losses_and_weights_are_those_of_a_loop_of_ones_own(tmp_path: Path) -> None:
     # The Trainer sorts parameters without names, so their random low bits would be others.
-    options = {"storage": storage, "max_grad_norm": 1.0, "low_bits": "zero"}
+    options = {"storage": "word", "max_grad_norm": 1.0, "low_bits": "zero"}
+    compute = "float8-tensor"
     trainer = trainer_of(
-        tmp_path, options, compute=compute, max_grad_norm=0, gradient_accumulation_steps=parts,
-        per_device_train_batch_size=4 // parts,
+        tmp_path, options, compute=compute, max_grad_norm=0, gradient_accumulation_steps=2,
+        per_device_train_batch_size=2,
     )  # fmt: skip
     trainer.train()
     model = llama(compute)
     optimizer = ng.AdamW(model.parameters(), lr=LR, weight_decay=0.0, **options)
-    losses = trained(
-        model, optimizer, sequences(4 * STEPS).split(4), history(trainer, "learning_rate"), parts
-    )
+    rates = history(trainer, "learning_rate")
+    losses = trained(model, optimizer, sequences(4 * STEPS).split(4), rates, parts=2)
     assert history(trainer, "loss") == losses and losses[-1] < losses[0]
     assert same_weights(trainer.model, model)
 
@@ -70,10 +65,9 @@ def test_the_callback_records_the_run_and_a_resume_has_the_same_bits(tmp_path: P
     every = {"save_strategy": "steps", "save_steps": 3, "eval_strategy": "steps", "eval_steps": 3}
 
     def new_trainer() -> Any:
+        options = {"storage": "word", "audit_every": 2}
         callbacks = [NarrowgaugeCallback(gauges_every=3)]
-        return trainer_of(
-            tmp_path, {"storage": "word", "audit_every": 2}, callbacks=callbacks, **every
-        )
+        return trainer_of(tmp_path, options, callbacks=callbacks, **every)
 
     trainer = new_trainer()
     trainer.train()
@@ -81,15 +75,13 @@ def test_the_callback_records_the_run_and_a_resume_has_the_same_bits(tmp_path: P
     logged = ng.read_run(tmp_path / "checkpoint-6")  # the Trainer's own log
     losses = history(trainer, "loss")
     assert [row["loss"] for row in run.steps] == [row["loss"] for row in logged.steps] == losses
-    assert len(losses) == STEPS and logged.summary is not None
-    assert ng.read_run(tmp_path / "checkpoint-3" / "trainer_state.json").summary is None
     assert [row["lr"] for row in run.steps] == history(trainer, "learning_rate")
-    assert len(history(trainer, "edq")) == 3 and history(trainer, "num_skipped") == [0] * STEPS
+    # Each audit stands in one entry, and in no other.
+    assert [entry["step"] for entry in trainer.state.log_history if "edq" in entry] == [2, 4, 6]
     assert [row["step"] for row in run.evals] == [row["step"] for row in run.gauges] == [3, 6]
     assert run.summary["steps"] == run.config["steps"] == STEPS and run.config["batch_size"] == 4
+    assert [row["tokens"] for row in run.steps] == [68 * step for step in range(1, STEPS + 1)]
     assert not [event for event in run.events if event["severity"] != "note"]
-    # What this record lacks is asked of the callback, which the user has, and of no recorder.
-    assert not any("ecorder" in words for words in ng.diagnose(run).unseen.values())
     again = new_trainer()
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert same_weights(trainer.model, again.model) and history(again, "loss") == losses
@@ -98,54 +90,45 @@ def test_the_callback_records_the_run_and_a_resume_has_the_same_bits(tmp_path: P
     assert resumed.summary["weights_fingerprint"] == run.summary["weights_fingerprint"]
 
 
-@pytest.mark.parametrize("hides", [False, True])
-def test_a_loss_that_is_not_finite_is_recorded_as_it_is(hides: bool, tmp_path: Path) -> None:
-    """The Trainer logs it as 0 unless its filter is off.
-
-    The norm of the gradient tells it either way.
-    """
-    trainer = trainer_of(
-        tmp_path, {"max_grad_norm": 1.0}, callbacks=[NarrowgaugeCallback()], max_steps=1,
-        logging_nan_inf_filter=hides,
-    )  # fmt: skip
+def test_a_loss_that_is_not_finite_is_recorded_as_it_is(tmp_path: Path) -> None:
+    callbacks = [NarrowgaugeCallback()]
+    options = {"max_steps": 1, "logging_nan_inf_filter": False}
+    trainer = trainer_of(tmp_path, {"max_grad_norm": 1.0}, callbacks=callbacks, **options)
     with torch.no_grad():
         trainer.model.lm_head.weight.fill_(math.nan)
     with pytest.warns(UserWarning, match="clipped twice"):
         trainer.train()
     row = ng.read_run(tmp_path / "narrowgauge").steps[0]
-    assert math.isnan(row["loss"]) is not hides and math.isnan(row["grad_norm"])
+    assert math.isnan(row["loss"]) and math.isnan(row["grad_norm"])
 
 
-def test_the_callback_leaves_the_logs_as_the_arguments_say(tmp_path: Path) -> None:
-    """Each step has a row with its rate; those with a log entry have the loss of that entry."""
-    trainer = trainer_of(
-        tmp_path, {}, callbacks=[NarrowgaugeCallback()], logging_steps=4, lr_scheduler_type="linear"
-    )
+def test_a_row_has_a_loss_where_the_log_has_an_entry(tmp_path: Path) -> None:
+    options = {"logging_steps": 4, "lr_scheduler_type": "linear"}
+    trainer = trainer_of(tmp_path, {}, callbacks=[NarrowgaugeCallback()], **options)
     trainer.train()
     steps = ng.read_run(tmp_path / "narrowgauge").steps
     assert [row["step"] for row in steps] == [*range(1, STEPS + 1)]
-    assert [row["loss"] for row in steps if "loss" in row] == history(trainer, "loss")
-    assert [row["step"] for row in steps if "loss" in row] == [*range(4, STEPS + 1, 4)]
-    assert [row["lr"] for row in steps] == pytest.approx(
-        [LR * (1 - step / STEPS) for step in range(STEPS)]
-    )
-    assert trainer.args.logging_nan_inf_filter
+    assert [row.get("loss") for row in steps] == [
+        None,
+        None,
+        None,
+        *history(trainer, "loss"),
+        None,
+        None,
+    ]
+    rates = [LR * (1 - step / STEPS) for step in range(STEPS)]
+    assert [row["lr"] for row in steps] == pytest.approx(rates)
 
 
-def test_adamw_of_takes_the_arguments(tmp_path: Path) -> None:
+def test_use_adamw_takes_the_arguments(tmp_path: Path) -> None:
     changes = {"adam_beta2": 0.95, "adam_epsilon": 1e-6, "weight_decay": 0.1, "learning_rate": 3e-4}
     trainer = trainer_of(tmp_path, {}, **changes)
     use_adamw(trainer, storage="compact")
     decayed, rest = trainer.create_optimizer().param_groups
     with pytest.raises(ng.errors.RecipeError, match="already has AdamW"):
         use_adamw(trainer)
-    for group in (decayed, rest):
-        assert (group["lr"], group["betas"], group["eps"], group["storage"]) == (
-            3e-4,
-            (0.9, 0.95),
-            1e-6,
-            "compact",
-        )
+    expected = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-6, "storage": "compact"}
+    assert expected.items() <= decayed.items() and expected.items() <= rest.items()
     assert (decayed["weight_decay"], rest["weight_decay"]) == (0.1, 0.0)
 
 
@@ -156,19 +139,18 @@ def test_a_float32_model_under_bf16_trains_and_resumes_from_torchs_checkpoint(
 
     Losses stay within 0.01 of torch's AdamW, which also wrote the checkpoint.
     """
-    every = {"save_strategy": "steps", "save_steps": 3, "bf16": True}
 
     def wide(name: str) -> Any:
+        every = {"save_strategy": "steps", "save_steps": 3, "bf16": True}
         trainer = trainer_of(tmp_path / name, {"storage": "word"}, **every)
         ng.cast_parameters(trainer.model, torch.float32)
         return trainer
 
-    ours = wide("ours")
     theirs = wide("theirs")
-    resumed = wide("resumed")
     theirs.optimizer_cls_and_kwargs = (torch.optim.AdamW, {"lr": LR})
-    ours.train(), theirs.train()
-    assert {p.dtype for p in ours.model.parameters()} == {torch.bfloat16}
-    resumed.train(resume_from_checkpoint=str(tmp_path / "theirs" / "checkpoint-3"))
-    for trainer in (ours, resumed):
+    theirs.train()
+    for name, checkpoint in (("ours", None), ("resumed", tmp_path / "theirs" / "checkpoint-3")):
+        trainer = wide(name)
+        trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
+        assert {p.dtype for p in trainer.model.parameters()} == {torch.bfloat16}
         assert history(trainer, "loss") == pytest.approx(history(theirs, "loss"), abs=0.01)

@@ -79,39 +79,25 @@ def test_only_adapters_train_and_only_they_have_states(compute: str | None) -> N
         assert model.get_memory_footprint() < 0.55 * before
 
 
-@pytest.mark.parametrize("compute", ["int8-outlier-codes", "float8-tensor", "nvfp4"])
-@pytest.mark.parametrize("shape", [(0, 64), (2, 0, 64)], ids=str)
-def test_no_tokens_give_no_rows_and_no_gradient(compute: str, shape: tuple[int, ...]) -> None:
-    layer = nn.Linear(64, 16).bfloat16().requires_grad_(False)
-    model = quantize_base(nn.Sequential(layer), compute)
-    x = torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True)
-    y = model(x)
-    y.sum().backward()
-    assert y.shape == (*shape[:-1], 16) and y.dtype == torch.bfloat16
-    assert x.grad is not None and x.grad.shape == shape
-
-
 def test_gradients_flow_through_the_quantized_base() -> None:
-    compute = "nvfp4"
-    dtype = torch.bfloat16
     torch.manual_seed(0)
     linear = nn.Linear(40, 24).requires_grad_(False)
-    x = torch.randn(2, 8, 40).to(dtype)
-    exact = nn.functional.linear(x, linear.weight.to(dtype), linear.bias.to(dtype))
-    quantize_base(nn.Sequential(linear), compute)
+    x = torch.randn(2, 8, 40).bfloat16()
+    exact = linear.bfloat16()(x)
+    quantize_base(nn.Sequential(linear), "nvfp4")
     layer: Any = linear  # the same object
     x.requires_grad_()
     y = layer(x)
-    grad = torch.randn(2, 8, 24).to(dtype)
-    assert y.dtype is dtype and y.shape == exact.shape
+    grad = torch.randn(2, 8, 24).bfloat16()
+    assert y.dtype is torch.bfloat16 and y.shape == exact.shape
     y += 0.0  # as adapters add to it, in place
     y.backward(grad)
-    expected = (grad.float() @ layer.dequantize()).to(dtype)
+    expected = (grad.float() @ layer.dequantize()).bfloat16()
     assert x.grad is not None and torch.allclose(x.grad, expected, rtol=2**-7, atol=2**-7)
-    error = (y.float() - exact.float()).norm() / exact.float().norm()
-    assert 0 < error < 0.15
-    with torch.no_grad():
-        assert torch.equal(layer(x), y)
+    assert 0 < (y - exact).float().norm() / exact.float().norm() < 0.15
+    empty = torch.zeros(2, 0, 40, dtype=torch.bfloat16, requires_grad=True)
+    layer(empty).sum().backward()
+    assert empty.grad is not None and empty.grad.shape == empty.shape
 
 
 def test_adapters_are_saved_and_loaded_bit_for_bit(tmp_path: Path) -> None:
@@ -156,5 +142,5 @@ def test_codes_of_another_format_are_not_loaded_as_numbers() -> None:
         return quantize_base(nn.Sequential(nn.Linear(64, 16)).requires_grad_(False), compute)
 
     quantized("nvfp4").load_state_dict(quantized("nvfp4").state_dict())
-    with pytest.raises(FormatError, match=r"'0\.weight_scales' was saved in torch\.float8_e8m0fnu"):
+    with pytest.raises(FormatError, match=r"'0\.block_scales' was saved in torch\.float8_e8m0fnu"):
         quantized("nvfp4").load_state_dict(quantized("mxfp4").state_dict())

@@ -11,7 +11,6 @@ from transformers import Trainer, TrainerCallback, TrainerState
 from narrowgauge.errors import RecipeError
 from narrowgauge.integrations.recording import RecordedCallback
 from narrowgauge.optim.audit import unwrapped
-from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.optim.optimizers import AdamW
 from narrowgauge.runs.schema import Row
 
@@ -66,21 +65,19 @@ class NarrowgaugeCallback(RecordedCallback, TrainerCallback):
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **named: Any) -> None:
         model: Any = named["model"]
-        optimizer = unwrapped(named["optimizer"])
-        limit = args.max_grad_norm or None
         parts = args.gradient_accumulation_steps
         settings = {
             "steps": state.max_steps,
             "batch_size": args.per_device_train_batch_size * parts * args.world_size,
             "gradient_accumulation_steps": parts,
-            "schedule": str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)),
+            "schedule": args.lr_scheduler_type.value,
             "max_grad_norm": args.max_grad_norm,
             "seed": args.seed,
         }
         self._audit: dict[str, float] = {}
         self._open(
-            args.output_dir, model, optimizer, state.global_step, settings=settings, max_grad_norm=limit,
-            on_row=self._keep_audit,
+            args.output_dir, model, unwrapped(named["optimizer"]), state.global_step, settings=settings,
+            max_grad_norm=args.max_grad_norm or None, on_row=self._keep_audit,
         )  # fmt: skip
 
         def count_tokens(model: Any, inputs: Any, named_inputs: dict[str, Any]) -> None:
@@ -100,16 +97,12 @@ class NarrowgaugeCallback(RecordedCallback, TrainerCallback):
             self._step(loss, **columns)
 
     def on_log(self, args: Any, state: TrainerState, control: Any, **named: Any) -> None:
-        logs = named.get("logs") or {}
-        if self.recorder is None or "loss" not in logs:
-            return
-        self._record_step(state, logs["loss"], grad_norm=logs.get("grad_norm"))
-        optimizer = unwrapped(named.get("optimizer"))
-        if isinstance(optimizer, Optimizer):
-            self._audit["num_skipped"] = optimizer.num_skipped
-        logs.update(self._audit)
-        state.log_history[-1].update(self._audit)
-        self._audit = {}
+        logs = named["logs"]
+        if "loss" in logs:
+            self._record_step(state, logs["loss"], grad_norm=logs.get("grad_norm"))
+            logs.update(self._audit)
+            state.log_history[-1].update(self._audit)
+            self._audit = {}
 
     def _keep_audit(self, kind: str, row: Row) -> None:
         """Keep what was audited since the last log entry: an entry without an audit has none."""
@@ -119,7 +112,7 @@ class NarrowgaugeCallback(RecordedCallback, TrainerCallback):
 
     def on_evaluate(self, args: Any, state: TrainerState, control: Any, **named: Any) -> None:
         self._record_step(state)
-        self._evaluate((named.get("metrics") or {}).get("eval_loss"))
+        self._evaluate(named["metrics"].get("eval_loss"))
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **named: Any) -> None:
         self._record_step(state)

@@ -7,42 +7,33 @@ in the module's ``__init__``.
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections.abc import Callable
-from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 from torch import Tensor, nn
 
-from narrowgauge.errors import RecipeError
 from narrowgauge.integrations.recording import RecordedCallback
 from narrowgauge.runs.schema import Row, numbers_of
 
-# Its two packages have separate classes. Use the package that the program has imported.
-_IS_OLD = "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
-Callback: Any = import_module("pytorch_lightning" if _IS_OLD else "lightning.pytorch").Callback
 _SETTINGS = (
     "max_steps", "max_epochs", "accumulate_grad_batches", "gradient_clip_val", "world_size",
 )  # fmt: skip
 
 
-class NarrowgaugeMonitor(RecordedCallback, Callback):
+class NarrowgaugeMonitor(RecordedCallback, pl.Callback):
     """Record a fit as ``narrowgauge train`` records its runs, and send the numbers to the Trainer's
     loggers.
 
     Losses and weights have the same bits with and without it. The folder is ``narrowgauge`` in the
-    Trainer's ``default_root_dir`` if none is given.
+    Trainer's ``default_root_dir`` if none is given. A row has the sum of the losses that
+    ``training_step`` returned since the last step.
 
     Args:
         folder, gauges_every: of every recorded callback.
-        loss, val_loss: the names of the losses that the module logs. A loss that ``training_step``
-            returns takes precedence.
-        tokens: counts a batch's tokens; ``None`` records none.
-    Raises:
-        RecipeError: no loss is returned or logged.
+        val_loss: the name of the validation loss that the module logs.
+        tokens: counts a batch's tokens; by default none are recorded.
     Example:
         >>> monitor = NarrowgaugeMonitor("runs/word", gauges_every=100)
         >>> str(monitor.folder)
@@ -54,62 +45,46 @@ class NarrowgaugeMonitor(RecordedCallback, Callback):
         folder: str | Path | None = None,
         *,
         gauges_every: int = 0,
-        loss: str = "loss",
         val_loss: str = "val_loss",
         tokens: Callable[[Any], int] = lambda batch: 0,
     ) -> None:
         super().__init__(folder, gauges_every=gauges_every)
-        self._loss_name = loss
         self._val_loss_name = val_loss
         self._count = tokens
         self._num_steps = 0
-        self._losses: list[Tensor] = []
+        self._loss: Tensor | None = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        count = len(trainer.optimizers)
-        if count > 1:
-            warnings.warn(
-                f"Of {count} optimizers, the record shows the rate and the audit of the first.",
-                stacklevel=2,
-            )
+        def log(kind: str, row: Row) -> None:
+            numbers = numbers_of(kind, row)
+            for logger in trainer.loggers if numbers else ():
+                logger.log_metrics(numbers, step=row["step"])
+
         self._num_steps = trainer.global_step
-        self._losses.clear()
-        values = {name: getattr(trainer, name, None) for name in _SETTINGS}
+        self._loss = None
         clips_norm = trainer.gradient_clip_algorithm in (None, "norm")
         self._open(
             trainer.default_root_dir,
             pl_module,
-            trainer.optimizers[0],
-            trainer.global_step // count,  # Lightning counts the steps of all
-            settings={name: value for name, value in values.items() if value is not None},
+            trainer.optimizers,
+            trainer.global_step // len(trainer.optimizers),  # Lightning counts the steps of all
+            settings={name: getattr(trainer, name) or 0 for name in _SETTINGS},
             called=_called_model(pl_module),
             max_grad_norm=trainer.gradient_clip_val if clips_norm else None,
-            on_row=partial(_log, trainer),
+            on_row=log,
         )
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        loss = outputs
-        if isinstance(outputs, dict):
-            loss = outputs.get("loss")
-        if isinstance(loss, Tensor):
-            self._losses.append(loss.detach())
+        loss = outputs["loss"] if isinstance(outputs, dict) else outputs
+        if loss is not None:
+            self._loss = loss.detach() + (0 if self._loss is None else self._loss)
         self.tokens += self._count(batch)
-        if trainer.global_step == self._num_steps:
-            return
-        self._num_steps = trainer.global_step
-        loss = trainer.callback_metrics.get(self._loss_name)
-        if self._losses:
-            loss = sum(self._losses)
-        if loss is None:
-            raise RecipeError(
-                "Cannot record a fit whose training_step returns no loss and logs no "
-                f"'{self._loss_name}'.",
-                "Return the loss, or log it: self.log('loss', loss).",
-            )
-        self._step(loss)
-        self._losses.clear()
+        if trainer.global_step > self._num_steps:
+            self._num_steps = trainer.global_step
+            self._step(self._loss)
+            self._loss = None
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         if not trainer.sanity_checking:
@@ -120,12 +95,6 @@ class NarrowgaugeMonitor(RecordedCallback, Callback):
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         self._close(finished=False)
-
-
-def _log(trainer: Any, kind: str, row: Row) -> None:
-    numbers = numbers_of(kind, row)
-    for logger in trainer.loggers if numbers else ():
-        logger.log_metrics(numbers, step=row["step"])
 
 
 def _called_model(module: nn.Module) -> nn.Module:

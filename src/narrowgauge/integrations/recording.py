@@ -40,12 +40,12 @@ class RecordedCallback:
         """
         self._close(finished=False)
         self.tokens = 0
-        limits = [options.get("max_grad_norm"), getattr(optimizer, "max_grad_norm", None)]
-        if all(limits):
-            text = (
-                "Gradients are clipped twice: to {:g} by the Trainer and to {:g} by the optimizer."
+        if options["max_grad_norm"] and getattr(optimizer, "max_grad_norm", None):
+            warnings.warn(
+                "Gradients are clipped twice: by the Trainer and by the optimizer. Leave the "
+                "Trainer's limit out.",
+                stacklevel=3,
             )
-            warnings.warn(f"{text.format(*limits)} Leave the Trainer's limit out.", stacklevel=3)
         goes_on = step > 0
         folder = folder_for(self.folder or Path(str(home), "narrowgauge"), goes_on=goes_on)
         names = {"program": Path(sys.argv[0]).name, "callback": type(self).__name__}

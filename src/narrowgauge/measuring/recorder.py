@@ -35,7 +35,6 @@ from narrowgauge.measuring.watch import SEEN_AT, Watch, show
 from narrowgauge.optim.audit import (
     MOST_AT_END,
     Alarm,
-    joined_over_ranks,
     unwrapped,
 )
 from narrowgauge.optim.optimizer import Optimizer
@@ -194,7 +193,7 @@ class RunRecorder:
         """Log the alarms of an optimizer's audit, in addition to its user's callback."""
         optimizer.name_parameters(self.model)
         if self._here.size > 1:
-            optimizer.auditor.join = joined_over_ranks(list(optimizer.parameter_names()))
+            optimizer.auditor.is_joined = True
         before = optimizer.on_alarm
 
         def alarmed(alarms: list[Alarm]) -> None:

@@ -1,40 +1,269 @@
 """The audit: measure during a run which fraction of the intended updates a storage stores.
 
-An audited step sums intended and stored changes over a sample of each tensor
-(:func:`narrowgauge.optim.definition.audit`). One step is noisy, and stalls come late. So an
-alarm reads a window of the last steps. It is raised when the upper end of a confidence interval of
-the tensor's EDQ is below the threshold.
+An audit reads a sample: 256 elements of each tensor in its first 1,000 steps, later 4,096 of a 16th
+of the tensors in turn. Each step reads the gradients of the sample, and steps moments of its own in
+float32 that no storage ever cuts. An audited step, one of ten, compares: D is the rule's change with
+these moments, E the change that the definition stores. So an audit sees what a storage rounds off
+the weight, and what it lost of the moments before.
+
+One step is noisy, and stalls come late. So an alarm reads a window of the last audits. It is raised
+when the upper end of a confidence interval of the tensor's EDQ is below the threshold.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics import metrics
-from narrowgauge.numerics.dtensor import add_up, by_group, local_of
+from narrowgauge.numerics.dtensor import add_up, by_group, local_of, place_along
+from narrowgauge.optim import codes
+from narrowgauge.optim.codes import Lane
+from narrowgauge.optim.kernel import Inputs, Numbers, advance, finite_or_zero, named
+from narrowgauge.optim.rules.elementwise import Rule
+from narrowgauge.optim.state import LocalState
+from narrowgauge.optim.walk import word_of
 from narrowgauge.spec.significance import MIN_EDQ, student_t
 from narrowgauge.spec.storages import Storage
 from narrowgauge.spec.tables import Column, Table
 from narrowgauge.torch_support.torch_names import HostCopy
 
+FIRST_STEPS = 1000
+"""Steps in which every tensor has a sample. Later ones are sampled in turn, each for as long: second
+moments of beta2 = 0.999 last 1,000 steps.
+"""
+FIRST_ELEMENTS = 256
+LATER_ELEMENTS = 4096
+TURNS = 16
+MOST_ELEMENTS = 1 << 15
+"""Elements of all samples of a rule and storage together. A sample of many tensors has less of each:
+the definition takes 0.3 µs for an element.
+"""
 WINDOW = 20
 """Audited steps in a window."""
 FEWEST = 5
 """Audited steps before an alarm may be raised."""
+FEWEST_EVENTS = 3
+"""Audits of equal weight that a window is worth: one in which all else was still is no interval."""
+FEWEST_MOVED = 32
+"""Elements that moved in a window of a stochastic storage, before a loss is told from chance."""
 CONFIDENCE = 1 - 2e-4
 """Two-sided: one false alarm in 10,000 windows whose true EDQ is exactly ``MIN_EDQ``."""
-NUM_SUMS = len(metrics.UPDATE_SUMS)
 MOST_AT_END = 0.01
 """Raise an alarm where more than this fraction of elements is at the end of a code's range."""
+
+
+# ── the sample ────────────────────────────────────────────────────────────────────────────────────
+
+
+def sample_of(numel: int, most: int) -> range:
+    """Return the places in memory of ``most`` elements of a tensor, evenly spaced.
+
+    The spacing is odd, so that the places are not all in one column of a matrix.
+    """
+    count = min(most, numel)
+    stride = max(1, numel // max(1, count))
+    if stride % 2 == 0:
+        stride -= 1
+    first = (numel - (count - 1) * stride) // 2
+    return range(first, first + count * stride, stride)
+
+
+def places_of(state: LocalState, most: int) -> range:
+    """Return the places of this rank's part of a sample in its memory.
+
+    However rows lie on ranks, the sample is that of the whole tensor. A rank that has some columns
+    has a sample of its own.
+    """
+    shape = state.parameter.shape
+    whole = state.owner.shape
+    if shape == whole or shape[1:] != whole[1:] or not state.parameter.numel():
+        return sample_of(state.parameter.numel(), most)
+    first = int(place_along(state.owner, 0)[0]) * math.prod(whole[1:])
+    places = sample_of(math.prod(whole), most)
+    inside = [x - first for x in places if first <= x < first + state.parameter.numel()]
+    if not inside:
+        return range(0)
+    return range(inside[0], inside[-1] + 1, places.step)
+
+
+class Sample:
+    """Hold the sample of states that step alike, joined.
+
+    Attributes:
+        places, rows: of each state's elements, in memory.
+        moments: those of the rule that were never cut, flat. A matrix rule has none.
+        count: the steps that the moments have taken.
+        version: of the states' tensors. Another one says that a script has written them.
+    """
+
+    def __init__(self, states: Sequence[LocalState], most: int) -> None:
+        self.most = most
+        self.owners = [state.owner for state in states]  # whose ids are keys, and must stay
+        self.places = [places_of(state, most) for state in states]
+        self.rows: list[Tensor] = []
+        for state, x in zip(states, self.places, strict=True):
+            elements = torch.arange(x.start, x.stop, x.step, device=state.parameter.device)
+            self.rows.append(elements // state.form[1])
+        self.moments: list[Tensor] = []
+        self.count = states[0].step
+        self.version = _version(states)
+        rule = states[0].kernel.rule
+        if isinstance(rule, Rule) and rule.states:
+            lane = self.lane(states, torch.zeros(()))
+            self.moments = [codes.read_state(states[0].storage, lane, x) for x in rule.states]
+
+    def read(self, states: Sequence[LocalState], tensors: Iterable[Tensor]) -> Tensor:
+        """Return the elements of tensors in the shapes of the parameters."""
+        parts = []
+        for state, places, tensor in zip(states, self.places, tensors, strict=True):
+            memory = tensor if state.is_dense(tensor) else state.in_rows(tensor)
+            first = memory.storage_offset() + places.start
+            parts.append(memory.as_strided((len(places),), (places.step,), first))
+        return torch.cat(parts)
+
+    def lane(self, states: Sequence[LocalState], gradient: Tensor) -> Lane:
+        """Return what is stored now, with the scales of its rows."""
+        kernel = states[0].kernel
+        weight = self.read(states, [state.parameter.detach() for state in states])
+        weight = weight.to(getattr(torch, kernel.storage.visible))
+        words = []
+        for plane in kernel.planes:
+            words.append(word_of(self.read(states, [x.planes[plane.name] for x in states])))
+        scales = self.scales(states)
+        return codes.lane_of(kernel.storage, word_of(weight), gradient, words, scales)
+
+    def scales(self, states: Sequence[LocalState]) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return the multipliers of each element's row."""
+        scales = {}
+        for name in states[0].kernel.scaled:
+            parts = []
+            for state, rows in zip(states, self.rows, strict=True):
+                parts.append(state.bounds[name].view(-1).index_select(0, rows))
+            scales[name] = codes.multipliers(torch.cat(parts))
+        return scales
+
+
+def _version(states: Sequence[LocalState]) -> int:
+    """Return a number that changes when anything but a kernel writes states."""
+    version = 0
+    for state in states:
+        for plane in state.planes.values():
+            version += plane._version
+    return version
+
+
+class Comparison(NamedTuple):
+    """Hold what an audited step read before it wrote.
+
+    ``exact`` is the change by exact moments; a matrix rule has its own ``change`` instead.
+    """
+
+    lane: Lane
+    exact: Tensor | None
+    change: Tensor | None
+
+
+class Followed(NamedTuple):
+    """Hold the sample of states in a step, and what is compared if it is audited."""
+
+    states: list[LocalState]
+    numbers: Numbers
+    sample: Sample
+    comparison: Comparison | None
+
+
+def _follow(
+    states: list[LocalState], numbers: Numbers, sample: Sample, is_audited: bool
+) -> Comparison | None:
+    """Step the exact moments of a sample. Return what an audited step compares."""
+    rule = numbers.kernel.rule
+    gradient = sample.read(states, [state.gradient for state in states]).float()
+    lane = sample.lane(states, gradient) if is_audited else None
+    if not isinstance(rule, Rule):
+        assert lane is not None
+        return Comparison(lane, None, sample.read(states, [state.change for state in states]))
+    scalars = named(rule, numbers.values)
+    scale = scalars["gradient_scale"]
+    weight = scale.new_zeros(())
+    if lane is not None:
+        weight = codes.read_weight(numbers.kernel.storage, lane)
+    elif rule.coupled:
+        weight = sample.read(states, [state.parameter.detach() for state in states])
+    weight = finite_or_zero(weight.to(scale.dtype))
+    gradient = gradient.to(scale.dtype) * scale
+    exact, *moments = rule.update(weight, gradient, *sample.moments, scalars)
+    if not scale.is_cpu:  # a CPU does not come here in a step that it skips
+        is_skipped = scalars["skip"] != 0
+        pairs = zip(sample.moments, moments, strict=True)
+        moments = [torch.where(is_skipped, *pair) for pair in pairs]
+    sample.moments = list(moments)
+    return None if lane is None else Comparison(lane, exact, None)
+
+
+def least_decay(storage: Storage) -> float:
+    """Return the smallest decay that is audited, 1/32 to 1/16 of a weight's ulp.
+
+    An ulp of less takes a million elements.
+    """
+    return 1 / (32 * storage.weight.spacings)
+
+
+def _decay(inputs: Inputs, stored: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the intended and the stored decay of a step, which is repeated without decay."""
+    rule, storage, lane, _, scalars, _ = inputs
+    factor = scalars[rule.decay]
+    audited = torch.where(factor != 0, factor.clamp(max=-least_decay(storage)), factor)
+    leading = isinstance(rule, Rule)
+    weight = codes.read(storage, lane, ()).weight if leading else codes.read_weight(storage, lane)
+    without = advance(inputs._replace(scalars={**scalars, rule.decay: factor - audited}))
+    return finite_or_zero(weight) * audited, stored - without.changes[1]
+
+
+def sums_of(followed: Followed) -> Tensor:
+    """Return the ``UPDATE_SUMS`` of each state, after the step has set its bounds."""
+    states, numbers, sample, comparison = followed
+    assert comparison is not None
+    lane, exact, change = comparison
+    rule = numbers.kernel.rule
+    storage = numbers.kernel.storage
+    scales = {}
+    for name, (into, _) in sample.scales(states).items():
+        scales[name] = into, lane.scales[name][1]
+    scalars = named(rule, numbers.values)
+    lane = replace(lane, scales=scales)
+    inputs = Inputs(rule, storage, lane, change, scalars, numbers.seed)
+    written = advance(inputs)
+    intended, stored, visible = [values.double() for values in written.changes]
+    if exact is not None:
+        intended = exact.double()
+    decay = arrived = torch.zeros_like(intended)
+    spacings = 0.0
+    factor = dict(zip(rule.scalars, numbers.scalars, strict=True)).get(rule.decay, 0.0)
+    if factor:
+        decay, arrived = [values.double() for values in _decay(inputs, written.changes[1])]
+        spacings = max(abs(factor), least_decay(storage)) * storage.weight.spacings
+    terms = [
+        *metrics.update_terms(intended, stored, visible),
+        codes.num_at_end(storage, written, lane).double(),
+        *metrics.decay_terms(decay, arrived),
+        torch.ones_like(intended),
+        torch.full_like(intended, spacings),
+    ]
+    parts = torch.stack(terms, 1).split([len(places) for places in sample.places])
+    return torch.stack([part.sum(0) for part in parts])
+
+
+# ── what is reported ──────────────────────────────────────────────────────────────────────────────
 
 
 class UpdateLossWarning(UserWarning):
@@ -45,8 +274,8 @@ class UpdateLossWarning(UserWarning):
 class AuditedUpdates:
     """Audit of one tensor over a window. D is the intended, E the stored and V the visible change.
 
-    D is the rule's change with the moments that are stored. What a storage rounds off the moments
-    is not seen here.
+    D is the rule's change with exact moments. A matrix rule's is its change with the moments that
+    are stored.
 
     Args:
         edq: effective descent quality, ⟨D,E⟩/‖D‖². It is 1 if nothing is lost on average, NaN if
@@ -54,10 +283,12 @@ class AuditedUpdates:
         edq_error: standard error of ``edq`` over the window's steps, NaN for fewer than two.
         noise: ‖E−D‖/‖D‖.
         at_end: fraction of elements with a moment at the end of its code's range. Their gradients
-            are too large for the storage, and D is not the rule's change.
+            are too large for the storage.
         lost_fraction: fraction of intended element changes that left the stored value unchanged.
         unseen_fraction: the same for the visible weight.
         num_audits: audited steps in the window.
+        num_moved: intended element changes that changed the stored value, over the window.
+        last_step: the last audited step.
         imprecision_share: the source's "imprecision percentage", 0 to 1. This is the fraction of
             *all* elements whose visible weight did not change.
         lost_decay: fraction of the intended weight decay that was not stored. NaN without decoupled
@@ -73,6 +304,8 @@ class AuditedUpdates:
     imprecision_share: float
     at_end: float
     lost_decay: float
+    num_moved: float
+    last_step: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +353,9 @@ def figures_of(sums: Tensor) -> dict[str, float | None]:
     return figures
 
 
-def read(rows: Iterable[Tensor]) -> AuditedUpdates:
-    """Return the metrics of a window of float64 ``UPDATE_SUMS``, one vector per audited step.
+def read(rows: Iterable[Tensor], last_step: int = 0) -> AuditedUpdates:
+    """Return the metrics of a window of float64 ``UPDATE_SUMS``, one vector per audited step up to
+    ``last_step``.
 
     Sum first, then divide.
 
@@ -131,10 +365,13 @@ def read(rows: Iterable[Tensor]) -> AuditedUpdates:
     total = table.sum(0)
     values = {name: float(value) for name, value in metrics.update_metrics(total).items()}
     values["at_end"] = float(metrics.share_at_end(total))
+    counts = dict(zip(metrics.UPDATE_SUMS, total.tolist(), strict=True))
+    values["num_moved"] = counts["nonzero"] - counts["lost"]
     error = math.nan
     if len(table) > 1:
         error = float(edq_and_error(table, len(table))[1])
-    return AuditedUpdates(**values, edq_error=error, num_audits=len(table))
+    audits = {"num_audits": len(table), "last_step": last_step}
+    return AuditedUpdates(**values, **audits, edq_error=error)
 
 
 def edq_and_error(windows: Tensor, counts: Tensor | int) -> tuple[Tensor, Tensor]:
@@ -155,92 +392,136 @@ def stalling(windows: Tensor, counts: Tensor) -> Tensor:
     edq, error = edq_and_error(windows, counts)
     widths = [student_t(max(1, n - 1), CONFIDENCE) for n in range(WINDOW + 1)]
     width = torch.tensor(widths, device="cpu")[counts]
+    intended = windows[..., 0]
+    num_events = intended.sum(-1).square() / intended.square().sum(-1)
+    is_lost = (edq + width * error < MIN_EDQ) & (num_events >= FEWEST_EVENTS)
     at_end = metrics.share_at_end(windows.sum(-2))
-    return ((edq + width * error < MIN_EDQ) | (at_end > MOST_AT_END)) & (counts >= FEWEST)
+    return (is_lost | (at_end > MOST_AT_END)) & (counts >= FEWEST)
 
 
-Sums = tuple[list[Tensor], Tensor | HostCopy]
-"""Tensors, and for each its ``UPDATE_SUMS`` of one step, float64 ``[tensors, 11]``.
-
-They may still be in flight on a device.
-"""
-
-
-@dataclass
 class Auditor:
-    """Collect the audits of one optimizer's tensors and decide on alarms.
+    """Audit one optimizer's tensors, and decide on alarms.
 
-    ``fresh`` holds the sums of the last step. ``join`` adds the sums of sharded tensors over ranks:
-    every rank calls it at every audited step.
+    Attributes:
+        fresh: the tensors that the last step audited, and their ``UPDATE_SUMS``, float64
+            ``[tensors, 11]``. They may still be in flight on a device.
+        is_joined: whether the sums of sharded tensors are added over ranks. Every rank calls
+            :meth:`join` at every audited step then.
+        seen: the step of each tensor's last audit.
     """
 
-    fresh: list[Sums] = field(default_factory=list)
-    join: Callable[[list[Sums]], list[Sums]] | None = None
-    _rows: dict[Tensor, int] = field(default_factory=dict)
-    _sums: Tensor = field(
-        default_factory=lambda: torch.zeros(0, WINDOW, NUM_SUMS, dtype=torch.float64, device="cpu")
-    )
-    _counts: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64, device="cpu"))
-    _alarmed: set[Tensor] = field(default_factory=set)
+    def __init__(self, is_joined: bool = False) -> None:
+        self.is_joined = is_joined
+        self.fresh: list[tuple[list[Tensor], Tensor | HostCopy]] = []
+        self.seen: dict[Tensor, int] = {}
+        self._samples: dict[tuple[int, ...], Sample] = {}
+        self._followed: list[Followed] = []
+        self._rows: dict[Tensor, int] = {}
+        self._sums = torch.zeros(0, WINDOW, len(metrics.UPDATE_SUMS), dtype=torch.float64)
+        self._counts = torch.zeros(0, dtype=torch.int64)
+        self._alarmed: set[Tensor] = set()
 
-    def _places(self, parameters: Sequence[Tensor]) -> Tensor:
-        """Return the rows of tensors in the table of windows, which grows for new ones."""
-        places = [self._rows.setdefault(parameter, len(self._rows)) for parameter in parameters]
-        missing = len(self._rows) - len(self._sums)
-        if missing:
-            self._sums = torch.cat([self._sums, self._sums.new_zeros(missing, WINDOW, NUM_SUMS)])
+    # ── in a step ─────────────────────────────────────────────────────────────────────────────────
+
+    def before(self, batch: Mapping[LocalState, Numbers], audit_every: int) -> None:
+        """Read what the next step reads of the samples, and step their exact moments.
+
+        The states have their gradients, or changes. Call :meth:`after` when they were written.
+        """
+        self._followed = []
+        alike: dict[Numbers, list[LocalState]] = defaultdict(list)
+        for state, numbers in batch.items():
+            if state.owner.numel():
+                alike[numbers].append(state)
+        for numbers, states in alike.items():
+            count = states[0].step + 1
+            most = FIRST_ELEMENTS
+            if count > FIRST_STEPS:
+                most = LATER_ELEMENTS
+                turns = min(TURNS, len(states))
+                states = states[count // FIRST_STEPS % turns :: turns]
+            most = min(most, max(64, MOST_ELEMENTS // len(states)))
+            is_audited = count % audit_every == 0
+            if is_audited or isinstance(numbers.kernel.rule, Rule):
+                sample = self._sample(states, most)
+                comparison = _follow(states, numbers, sample, is_audited)
+                self._followed.append(Followed(states, numbers, sample, comparison))
+
+    def _sample(self, states: list[LocalState], most: int) -> Sample:
+        """Return the sample of states: that of the last step, or one that begins with the moments
+        that are stored now.
+        """
+        key = tuple([id(state.owner) for state in states])
+        sample = self._samples.get(key)
+        now = most, states[0].step, _version(states)
+        if sample is not None and now == (sample.most, sample.count, sample.version):
+            return sample
+        for old in list(self._samples):  # of some of these states, joined with others
+            if not set(old).isdisjoint(key):
+                del self._samples[old]
+        self._samples[key] = Sample(states, most)
+        return self._samples[key]
+
+    def after(self) -> None:
+        """Compare what was stored with what was intended."""
+        for followed in self._followed:
+            states = followed.states
+            followed.sample.version = _version(states)
+            followed.sample.count = states[0].step + 1
+            if followed.comparison is not None:
+                for state in states:
+                    self.seen[state.owner] = state.step + 1
+                self.fresh.append(([state.owner for state in states], sums_of(followed)))
+        self._followed = []
+
+    # ── over the steps ────────────────────────────────────────────────────────────────────────────
+
+    def start_copy(self) -> None:
+        """Begin to copy the new sums to the host, which later waits for the copy alone."""
+        if self.fresh:
+            owners, tables = zip(*self.fresh, strict=True)
+            self.fresh = [(list(chain(*owners)), HostCopy(torch.cat(tables)))]
+
+    def join(self, parameters: Sequence[Tensor]) -> None:
+        """Add the new sums of the optimizer's parameters over ranks. Every rank passes all, in order."""
+        local: dict[Tensor, Tensor] = {}
+        for owners, sums in self.fresh:
+            local.update(zip(owners, sums.cpu(), strict=True))
+        self.fresh = []
+        nothing = self._sums.new_zeros(self._sums.shape[-1])
+        for groups, members in by_group(parameters):
+            if members:
+                table = torch.stack([local.get(parameter, nothing) for parameter in members])
+                table = add_up(table.to(local_of(members[0]).device), groups, "sum").cpu()
+                audited = (table[:, len(metrics.KERNEL_SUMS)] > 0).nonzero().flatten().tolist()
+                self.fresh.append(([members[place] for place in audited], table[audited]))
+
+    def collect(self) -> Tensor | None:
+        """Move the new sums into the windows and return their total; ``None`` without new ones."""
+        total = None
+        for owners, sums in self.fresh:
+            table = sums.cpu()
+            places = [self._rows.setdefault(owner, len(self._rows)) for owner in owners]
+            missing = len(self._rows) - len(self._sums)
+            self._sums = torch.cat(
+                [self._sums, self._sums.new_zeros(missing, *self._sums.shape[1:])]
+            )
             self._counts = torch.cat([self._counts, self._counts.new_zeros(missing)])
-        return torch.tensor(places, device="cpu")
-
-    def window(self, parameter: Tensor) -> Tensor:
-        """Return the last sums of a tensor, oldest first: float64 ``[audits, 11]``."""
-        place = self._rows[parameter]
-        count = int(self._counts[place])
-        return self._sums[place].roll(-count, 0)[max(0, WINDOW - count) :]
+            self._sums[places, self._counts[places] % WINDOW] = table
+            self._counts[places] += 1
+            if owners:
+                total = table.sum(0) if total is None else total + table.sum(0)
+        self.fresh = []
+        return total
 
     @property
     def windows(self) -> dict[Tensor, Tensor]:
-        """Return the window of each audited tensor."""
-        return {parameter: self.window(parameter) for parameter in self._rows}
-
-    def start_copy(self) -> None:
-        """Join the new sums and begin to copy them to the host, which later waits for the copy
-        alone.
-        """
-        if self.fresh:
-            members, tables = zip(*self.fresh, strict=True)
-            self.fresh = [(list(chain(*members)), HostCopy(torch.cat(tables)))]
-
-    def collect(self) -> Tensor:
-        """Move the new sums into the windows and return their total."""
-        if not self.fresh:
-            return self._sums.new_zeros(NUM_SUMS)
-        parameters: list[Tensor] = []
-        tables = []
-        for members, sums in self.fresh:
-            parameters += members
-            tables.append(sums.cpu())
-        table = torch.cat(tables)
-        places = self._places(parameters)
-        self._sums[places, self._counts[places] % WINDOW] = table
-        self._counts[places] += 1
-        self.fresh.clear()
-        return table.sum(0)
-
-    def restore(self, parameter: Tensor, rows: Tensor) -> None:
-        """Restore a saved window. A tensor that stalls in it raises no second alarm."""
-        place = self._places([parameter])
-        self._sums[place, : len(rows)] = rows
-        self._counts[place] = len(rows)
-        if stalling(self._sums[place], self._counts[place]):
-            self._alarmed.add(parameter)
-
-    def stalled(self) -> list[Tensor]:
-        """Return the tensors whose window stalls, all at once."""
-        low = stalling(self._sums, self._counts.clamp(max=WINDOW))
-        if not low.any():
-            return []
-        return [parameter for parameter, place in self._rows.items() if low[place]]
+        """Return the last sums of each audited tensor, oldest first: float64 ``[audits, 11]``."""
+        windows = {}
+        for parameter, place in self._rows.items():
+            count = int(self._counts[place])
+            windows[parameter] = self._sums[place].roll(-count, 0)[max(0, WINDOW - count) :]
+        return windows
 
     def alarms(
         self, names_of: Callable[[], Mapping[Tensor, str]], storage_of: Callable[[Tensor], Storage]
@@ -251,51 +532,24 @@ class Auditor:
         """
         before = self._alarmed
         self._alarmed = set()
+        stalls = stalling(self._sums, self._counts.clamp(max=WINDOW))
         result: list[Alarm] = []
-        stalled = self.stalled()
-        if not stalled:
+        if not stalls.any():
             return result
         names = names_of()
-        for parameter in stalled:
-            if parameter not in names:
-                continue  # replaced since
-            reading = read(self.window(parameter))
+        windows = self.windows
+        for parameter, place in self._rows.items():
+            if not stalls[place] or parameter not in names:
+                continue  # or it was replaced since
+            reading = read(windows[parameter], self.seen.get(parameter, 0))
             storage = storage_of(parameter)
-            is_rare = reading.lost_fraction == 1 and storage.weight.rounding == "stochastic"
-            if is_rare and reading.at_end <= MOST_AT_END:
-                continue  # it stores rare updates on average, and a window may contain none
+            is_random = storage.weight.rounding == "stochastic"
+            if is_random and reading.num_moved < FEWEST_MOVED and reading.at_end <= MOST_AT_END:
+                continue  # it stores rare updates on average, and a window may contain few
             self._alarmed.add(parameter)
             if parameter not in before:
                 result.append(Alarm(names[parameter], storage.name, storage.fallback, reading))
         return result
-
-
-def joined_over_ranks(parameters: Sequence[Tensor]) -> Callable[[list[Sums]], list[Sums]]:
-    """Return an ``Auditor.join`` for the optimizer's parameters.
-
-    Every rank passes them in the same order.
-    """
-
-    def join(sums: list[Sums]) -> list[Sums]:
-        local: dict[Tensor, Tensor] = {}
-        for owners, rows in sums:
-            local.update(zip(owners, rows.cpu(), strict=True))
-        joined: dict[Tensor, Tensor] = {}
-        zeros = torch.zeros(NUM_SUMS, dtype=torch.float64, device="cpu")
-        for groups, members in by_group(parameters):
-            if members:
-                table = torch.stack([local.get(parameter, zeros) for parameter in members])
-                table = add_up(table.to(local_of(members[0]).device), groups, "sum").cpu()
-                joined.update(zip(members, table, strict=True))
-        audited = []
-        for parameter in parameters:
-            if joined[parameter][len(metrics.KERNEL_SUMS)] > 0:
-                audited.append(parameter)
-        if not audited:
-            return []
-        return [(audited, torch.stack([joined[parameter] for parameter in audited]))]
-
-    return join
 
 
 def warn_of(alarms: Sequence[Alarm]) -> None:
@@ -326,12 +580,7 @@ class Audit(dict[str, AuditedUpdates]):
 
     LINES = 20
     """Largest number of tensors to print."""
-
-    def __init__(
-        self, readings: Mapping[str, AuditedUpdates], total: AuditedUpdates | None
-    ) -> None:
-        super().__init__(readings)
-        self.total = total
+    total: AuditedUpdates | None = None
 
     def __repr__(self) -> str:
         if self.total is None:
@@ -340,24 +589,7 @@ class Audit(dict[str, AuditedUpdates]):
         rows = rows[: self.LINES]
         if len(self) > 1:
             rows.append((f"all {len(self)} tensors", self.total))
-        table = []
-        for name, r in rows:
-            edq = _text(r.edq, ".3f")
-            if not math.isnan(r.edq_error):
-                edq += f" ± {r.edq_error:.3f}"
-            row = {
-                "tensor": name,
-                "EDQ": edq,
-                "updates lost": f"{r.lost_fraction:.1%}",
-                "decay lost": _text(r.lost_decay, ".1%"),
-                "noise": f"{r.noise:.3f}",
-                "steps": r.num_audits,
-            }
-            if any(reading.at_end for reading in self.values()):
-                row["at their end"] = f"{r.at_end:.1%}"
-            table.append(row)
-        columns = tuple(Column(title, title, right=title != "tensor") for title in table[0])
-        lines = Table(columns, table).plain().splitlines()
+        lines = Table(COLUMNS, rows).plain().splitlines()
         if len(self) > self.LINES:
             lines.insert(-1, f"… and {len(self) - self.LINES} with a higher EDQ")
         return "\n".join(lines)
@@ -365,15 +597,34 @@ class Audit(dict[str, AuditedUpdates]):
     __str__ = __repr__
 
 
-def _text(value: float, form: str) -> str:
-    return "-" if math.isnan(value) else format(value, form)
+def _cell(name: str, form: str) -> Callable[[tuple[str, AuditedUpdates]], str]:
+    """Return a function of a row of the table: the text of a figure, or a dash for NaN."""
+
+    def text(row: tuple[str, AuditedUpdates]) -> str:
+        value = getattr(row[1], name)
+        return "-" if math.isnan(value) else format(value, form)
+
+    return text
+
+
+COLUMNS = (
+    Column("tensor", lambda row: row[0]),
+    Column("EDQ", _cell("edq", ".3f"), right=True),
+    Column("±", _cell("edq_error", ".3f"), right=True),
+    Column("updates lost", _cell("lost_fraction", ".1%"), right=True),
+    Column("decay lost", _cell("lost_decay", ".1%"), right=True),
+    Column("noise", _cell("noise", ".3f"), right=True),
+    Column("at their end", _cell("at_end", ".1%"), right=True),
+    Column("audits", _cell("num_audits", "d"), right=True),
+    Column("last step", _cell("last_step", "d"), right=True),
+)
 
 
 def audit(optimizer: Any, model: nn.Module | None = None) -> Audit:
     """Measure for each tensor which fraction of its updates was stored in the last audited steps.
 
-    The intended change is computed *from the stored moments*, so errors of a stored second moment
-    do not show here.
+    The intended change is computed from exact moments of a sample of each tensor. So a storage that
+    loses moments shows, too.
 
     Args:
         optimizer: a Narrowgauge optimizer with ``audit_every`` above 0, or a framework's wrapper
@@ -393,8 +644,8 @@ def audit(optimizer: Any, model: nn.Module | None = None) -> Audit:
         ...     weight.grad = torch.ones_like(weight)
         ...     optimizer.step()
         >>> ng.audit(optimizer)
-        tensor             EDQ  updates lost  decay lost   noise  steps
-        param 0  0.000 ± 0.000        100.0%           -   1.000      3
+        tensor     EDQ      ±  updates lost  decay lost  noise  at their end  audits  last step
+        param 0  0.000  0.000        100.0%           -  1.000          0.0%       3          3
         >>> ng.audit(optimizer)["param 0"].lost_fraction
         1.0
     """
@@ -409,15 +660,16 @@ def audit(optimizer: Any, model: nn.Module | None = None) -> Audit:
     inner.settle()
     auditor: Auditor = inner.auditor
     names = inner.parameter_names()
-    readings: dict[str, AuditedUpdates] = {}
-    total = torch.zeros(WINDOW, NUM_SUMS, dtype=torch.float64, device="cpu")
+    readings = Audit()
+    total = torch.zeros(WINDOW, len(metrics.UPDATE_SUMS), dtype=torch.float64)
     longest = 0
     for parameter, window in auditor.windows.items():
         if parameter in names:  # it may have left since the last step
-            readings[names[parameter]] = read(window)
+            readings[names[parameter]] = read(window, auditor.seen.get(parameter, 0))
             # Count steps from the latest: a tensor that joined late has no oldest ones.
             total[WINDOW - len(window) :] += window
             longest = max(longest, len(window))
-    if not readings:
-        return Audit({}, None)
-    return Audit(readings, read(total[WINDOW - longest :]))
+    if readings:
+        last_step = max(reading.last_step for reading in readings.values())
+        readings.total = read(total[WINDOW - longest :], last_step)
+    return readings

@@ -20,7 +20,8 @@ from narrowgauge.optim.rules.matrix import AnyRule
 from narrowgauge.optim.state import LocalState
 from narrowgauge.optim.walk import integers_of, spans, widened
 from narrowgauge.spec.storages import Storage
-from narrowgauge.torch_support.compile import COMPILE_ELEMENTS, can_compile, compiled
+from narrowgauge.torch_support.compile import COMPILE_ELEMENTS, compiled
+from narrowgauge.torch_support.proof import can_compile
 
 AT_ONCE = 1 << 22
 """Elements of a call. More gain nothing, and each temporary has as many."""
@@ -57,7 +58,7 @@ def _place_of(state: LocalState) -> Literal["cpu", "gpu"]:
 
 def run(state: LocalState, numbers: Numbers) -> None:
     """Step in place as :func:`narrowgauge.optim.definition.run` does, by compiled code."""
-    scales = scales_of_step(state, numbers, writes=True)
+    scales = scales_of_step(state, numbers)
     step = compiled(step_words(state.kernel.rule, state.storage), _place_of(state))
     changes = [state.change] if state.kernel.is_matrix else []
     walk = spans(state, state.gradient, *changes, scales=scales, at_once=AT_ONCE, writes=True)

@@ -20,10 +20,6 @@ import torch
 from torch import Tensor
 
 from narrowgauge.numerics.expansions import NearestEven
-from narrowgauge.numerics.metrics import (
-    decay_terms,
-    update_terms,
-)
 from narrowgauge.numerics.rounding import quiet
 from narrowgauge.optim import codes
 from narrowgauge.optim.codes import Lane, Written
@@ -49,14 +45,12 @@ class Numbers:
         kernel: of the states.
         control: the scalars of ``CONTROL``, float32 ``[2]`` on the device.
         scalars, key: those of the rule, and the seed of the random bits, on the host.
-        turn: the number of its audit; ``None`` does not audit.
     """
 
     kernel: Kernel
     control: Tensor
     scalars: Sequence[float]
     key: int
-    turn: int | None
 
     @cached_property
     def values(self) -> Tensor:
@@ -71,16 +65,6 @@ class Numbers:
         return to_device(
             torch.tensor(self.key, dtype=torch.int32, device="cpu"), self.control.device
         )
-
-    @property
-    def spacings(self) -> float:
-        """Return the decay that an audit looks for, in ulps of an element; 0 without decay."""
-        rule = self.kernel.rule
-        decay = -float(dict(zip(rule.scalars, self.scalars, strict=True)).get(rule.decay, 0.0))
-        if decay <= 0:
-            return 0.0
-        storage = self.kernel.storage
-        return max(decay, least_decay(storage)) * storage.weight.spacings
 
 
 def named(rule: AnyRule, values: Tensor) -> dict[str, Tensor]:
@@ -162,44 +146,6 @@ def advance(inputs: Inputs) -> Written:
         change = change + weight * scalars[rule.decay]
     states = average(rule, storage, lane, scalars)[1]
     return codes.write(storage, lane, codes.read(storage, lane, ()), change, states, seed)
-
-
-def least_decay(storage: Storage) -> float:
-    """Return the smallest decay that is audited, 1/32 to 1/16 of a weight's ulp.
-
-    An ulp of less takes a million elements.
-    """
-    return 1 / (32 * storage.weight.spacings)
-
-
-def weight_decay(inputs: Inputs, written: Written) -> tuple[Tensor, Tensor]:
-    """Return the intended and the stored decay of a lane's step: repeat it without decay.
-
-    Compiled, that costs the difference.
-    """
-    rule, storage, lane, _, scalars, _ = inputs
-    factor = scalars[rule.decay]
-    audited = torch.where(factor != 0, factor.clamp(max=-least_decay(storage)), factor)
-    if isinstance(rule, Rule):
-        weight = codes.read(storage, lane, ()).weight
-    else:
-        weight = codes.read_weight(storage, lane)
-    weight = finite_or_zero(weight)
-    without = advance(inputs._replace(scalars={**scalars, rule.decay: factor - audited}))
-    return weight * audited, written.changes[1] - without.changes[1]
-
-
-def audited_terms(inputs: Inputs, written: Written) -> list[Tensor]:
-    """Return the terms of an audit, one of each element
-    (:data:`narrowgauge.numerics.metrics.KERNEL_SUMS`).
-
-    Terms of the decay are left out if the rule has none.
-    """
-    at_end = codes.num_at_end(inputs.storage, written, inputs.lane)
-    terms = [*update_terms(*written.changes), at_end]
-    if inputs.rule.decay:
-        terms += decay_terms(*weight_decay(inputs, written))
-    return terms
 
 
 # ── as it is compiled ─────────────────────────────────────────────────────────────────────────────

@@ -22,7 +22,7 @@ from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.dtensor import gradient_of, local_of, placed_like, sendable
 from narrowgauge.numerics.hashing import step_seed
 from narrowgauge.optim import validation
-from narrowgauge.optim.audit import Alarm, Auditor, joined_over_ranks, warn_of
+from narrowgauge.optim.audit import Alarm, Auditor, warn_of
 from narrowgauge.optim.clip import Decision, Finite, StepControl
 from narrowgauge.optim.codes import value_dtype
 from narrowgauge.optim.kernel import Kernel
@@ -228,8 +228,6 @@ class Optimizer(torch.optim.Optimizer):
             self._round(to_round)
         else:
             self._to_round |= to_round
-        if self.auditor.join is not None:
-            self.auditor.join = joined_over_ranks(list(self._parameters()))
 
     def _formats_of_rounding(self, group: Group) -> dict[Tensor, str]:
         """Return the visible format of each parameter of a group that is to be rounded to one."""
@@ -665,7 +663,7 @@ class Optimizer(torch.optim.Optimizer):
         self._pending = _Pending(skip, states, finite)
         # A CPU has nothing to wait for. An audit that all ranks join is joined now: later, one rank
         # may ask for it alone.
-        if control.is_cpu or (self.auditor.join is not None and self._is_audited(states)):
+        if control.is_cpu or (self.auditor.is_joined and self._is_audited(states)):
             self.settle()
         for state in states:
             state.end()
@@ -730,10 +728,10 @@ class Optimizer(torch.optim.Optimizer):
             self.auditor.fresh.clear()
             return
         # Ranks without audited elements take part too.
-        if self.auditor.join is not None and self._is_audited(states):
-            self.auditor.fresh = self.auditor.join(self.auditor.fresh)
-        if self.auditor.fresh:
-            self.last_audit = self.auditor.collect()
+        if self.auditor.is_joined and self._is_audited(states):
+            self.auditor.join(list(self._parameters()))
+        self.last_audit = self.auditor.collect()
+        if self.last_audit is not None:
             alarms = self.auditor.alarms(self.parameter_names, self.storage_of)
             if alarms:
                 self.on_alarm(alarms)
@@ -831,7 +829,7 @@ class Optimizer(torch.optim.Optimizer):
             self._begin()
         super().__setstate__(state)
         self._pending = None
-        self.auditor = Auditor(join=self.auditor.join)
+        self.auditor = Auditor(self.auditor.is_joined)
         self._tables.clear()
 
 

@@ -51,7 +51,9 @@ def scales_of_rows(
         # A non-finite gradient must not stay in a bound: inf - inf would be NaN forever.
         bound = codes.finite_bound(new[name])
         # One huge gradient costs its element, not its row.
-        bound = torch.where(before > 0, torch.minimum(bound, before * MOST_GROWTH), bound)
+        limited = torch.where(before > 0, torch.minimum(bound, before * MOST_GROWTH), bound)
+        # The bound of a row without gradients would fall, and the next gradient would be huge to it.
+        bound = torch.where(slopes == 0, torch.maximum(bound, before), limited)
         bound = torch.where(scalars["skip"] != 0, before, bound)
         into = codes.multipliers(bound)[0]
         back = codes.multipliers(before)[1]

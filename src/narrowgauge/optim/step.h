@@ -839,8 +839,10 @@ template <class V> INLINE float peak_of(const char* p, int64_t count, bool wide,
 }
 
 INLINE float finite(float bound) { return bound < INFINITE ? bound : 3e38f; }
-// A bound grows by 2^20 at most: one huge gradient costs its element, not its row.
-INLINE float limited(float bound, float old) {
+// A bound grows by 2^20 at most: one huge gradient costs its element, not its row. That of a row without
+// gradients stays, or the next gradient would be huge to it.
+INLINE float limited(float bound, float old, bool is_idle) {
+  if (is_idle) return old > finite(bound) ? old : finite(bound);
   const float most = old * 0x1p20f;
   return old > 0 && most < finite(bound) ? most : finite(bound);
 }
@@ -864,7 +866,8 @@ template <class R> INLINE Bounds new_bounds(float gradient, float weight, Bounds
   R::template begin<false>(w, -1.0f * g, m, v, minus, n.rule);
   const float first = larger_magnitude(plus.first, minus.first);
   const float second = larger_magnitude(plus.second, minus.second);
-  return {limited(first, old.of[0]), limited(second, old.of[1])};
+  const bool is_idle = g[0] == 0;
+  return {limited(first, old.of[0], is_idle), limited(second, old.of[1], is_idle)};
 }
 
 // ── programs: a part of a tensor, or a row that has scales ───────────────────────────────────────

@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from narrowgauge.numerics.hashing import step_seed
@@ -37,25 +36,6 @@ def why_by_definition(compile: bool | None, states: Iterable[LocalState]) -> str
     if compile is None and is_first and count < KERNEL_ELEMENTS:
         return f"a first step of {count:,} elements"
     return ""
-
-
-FEW = 32
-"""Tensors that every audit reads."""
-TURNS = 17
-"""Audits in which each of more tensors is read once: odd, so that each also meets all its samples."""
-
-
-def in_turn(batch: Batch) -> list[LocalState]:
-    """Return the states that are audited in this step: all of a few, else a share in turn.
-
-    The definition takes a millisecond for a tensor, however small.
-    """
-    turns = TURNS if len(batch) > FEW else 1
-    audited = []
-    for place, (state, numbers) in enumerate(batch.items()):
-        if numbers.turn is not None and (numbers.turn - place) % turns == 0:
-            audited.append(state)
-    return audited
 
 
 class Step:
@@ -102,9 +82,7 @@ class Step:
             if key not in alike:
                 scalars = state.kernel.rule.prepare(group, count)
                 seed = step_seed(group["seed"], count)
-                is_audited = self.audit_every > 0 and count % self.audit_every == 0
-                turn = count // self.audit_every if is_audited else None
-                alike[key] = Numbers(state.kernel, self.control, scalars, seed, turn)
+                alike[key] = Numbers(state.kernel, self.control, scalars, seed)
             batch[state] = alike[key]
         return batch
 
@@ -114,16 +92,15 @@ class Step:
             definition.average_gradient(state, batch[state])
 
     def write(self, batch: Batch) -> None:
-        """Step elementwise rules, or write the changes of matrices. Audit a sample first."""
-        audited = in_turn(batch)
-        if audited:
-            sums = torch.stack([definition.audit(state, batch[state]) for state in audited])
-            self.auditor.fresh.append(([state.owner for state in audited], sums))
+        """Step elementwise rules, or write the changes of matrices."""
+        if self.audit_every:
+            self.auditor.before(batch, self.audit_every)
         for state in self._launch(batch):
             if state.kernel.how_it_ran == TORCH:
                 compiled.run(state, batch[state])
             else:
                 definition.run(state, batch[state])
+        self.auditor.after()
 
     def _launch(self, batch: Batch) -> list[LocalState]:
         """Step by one launch for each kernel. Return the states that no launch steps."""

@@ -103,7 +103,6 @@ def spans(
     scales: Scales | None = None,
     at_once: int | None = None,
     writes: bool = False,
-    sample: slice | None = None,
 ) -> Iterator[Span]:
     """Walk over a state: rows of ``[rows, columns]``, or elements of ``[1, columns]``.
 
@@ -112,7 +111,6 @@ def spans(
         scales: replace the multipliers of the bounds.
         at_once: elements of a span, about.
         writes: whether the weight is written. A copy of one that is not dense is then written back.
-        sample: rows that are read, or elements of one row. ``None`` reads all.
     """
     visible = getattr(torch, state.storage.visible)
     weight = state.in_rows(state.parameter.detach().to(visible))
@@ -121,12 +119,6 @@ def spans(
     tensors = [weight, *planes_in_rows, *map(state.in_rows, arguments)]
     if scales is None:
         scales = {name: codes.multipliers(bound) for name, bound in state.bounds.items()}
-    sample = sample or slice(None)
-    if state.form[0] > 1:
-        tensors = [tensor[sample] for tensor in tensors]
-        scales = {name: (into[sample], back[sample]) for name, (into, back) in scales.items()}
-    else:
-        tensors = [tensor[:, sample] for tensor in tensors]
     rows, columns = tensors[0].shape
     most = at_once or chunk_size(weight.device)
     parts_of_tensors: list[tuple[slice, slice]] = []
