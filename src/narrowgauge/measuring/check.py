@@ -156,7 +156,6 @@ def _compare(
     gradients = _above_noise(first)
     told.readings += rank_readings(passes, first, told.unseen)
     _compare_with_plain(passes, first, told)
-    told.unseen |= passes.unrestored
     told.looked_at.append(f"gradients of {counted(len(first.gradients), 'tensor')}")
     shared: Told = all_ranks().gather(told)[0]  # every rank returns the same
     vars(told).update(vars(shared))
