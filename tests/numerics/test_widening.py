@@ -53,5 +53,3 @@ def test_a_linear_and_its_gradients_are_float32s_rounded_once(
     assert weight.grad is not None
     assert bits_equal(weight.grad, (grad.float().t() @ x.float()).to(dtype))
     assert bias.grad is not None and bits_equal(bias.grad, grad.sum(0))
-
-
