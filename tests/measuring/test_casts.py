@@ -24,7 +24,6 @@ from transformers import (
 )
 
 import narrowgauge as ng
-from narrowgauge.matmul.experts import grouped_layers_of
 from narrowgauge.measuring.casts import Gauges
 from narrowgauge.measuring.hooks import Hub
 from narrowgauge.runs.schema import Row
@@ -85,15 +84,7 @@ def test_readings_are_those_of_the_tensors() -> None:
         assert metric_of(row, "tensors", name, "overflow") == 0
 
 
-def test_what_enters_as_it_is_has_no_loss() -> None:
-    model, optimizer = prepared()
-    _, rows = attached(model, optimizer)
-    trained(model, optimizer)
-    assert "tensors" not in rows[0] and rows[0]["updates"]
-
-
-@pytest.mark.parametrize("case", ["a pass without gradients", "a copy", "evaluation"])
-def test_inputs_are_those_of_training(case: str) -> None:
+def test_inputs_are_those_of_training() -> None:
     model = nn.Sequential(nn.Linear(32, 8)).bfloat16()
     ng.swap_linears(model, "float8-row")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -102,19 +93,16 @@ def test_inputs_are_those_of_training(case: str) -> None:
     other = x.clone()
     other[0, 0] = 64
     loss = model(x).float().square().mean()
-    if case == "a copy":
-        copy.deepcopy(model)(other).sum().backward()
-    if case == "a pass without gradients":
-        with torch.no_grad():
-            model(other)
-    if case == "evaluation":
-        model.eval()(other)
+    copy.deepcopy(model)(other).sum().backward()
+    with torch.no_grad():
+        model(other)
+    model.eval()(other)
     loss.backward()
     optimizer.step()
     assert metric_of(rows[0], "tensors", "input:0", "outlier") == pytest.approx(1)
 
 
-def test_a_loop_that_goes_on_samples_at_the_same_steps() -> None:
+def test_a_loop_that_goes_on_samples_at_the_same_steps_until_the_end() -> None:
     model = small()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     gauges, rows = attached(model, optimizer, every=3)
@@ -122,49 +110,23 @@ def test_a_loop_that_goes_on_samples_at_the_same_steps() -> None:
     gauges.step = 4
     trained(model, optimizer, 5)
     assert [row["step"] for row in rows] == [6, 9]
-
-
-def test_a_model_has_no_hooks_at_the_end() -> None:
-    model, optimizer = prepared("float8-row/word")
-    gauges, rows = attached(model, optimizer)
+    assert all("tensors" not in row for row in rows), "no cast loses anything"
     gauges.end()
     assert not any(module._forward_hooks for module in model.modules())
-    trained(model, optimizer)
-    assert not rows
+    trained(model, optimizer, 3)
+    assert len(rows) == 2
 
 
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adafactor, torch.optim.NAdam])
-def test_any_module_and_any_optimizer(kind: Any) -> None:
-    model = small()
-    optimizer = kind(model.parameters(), lr=1e-3)
-    _, rows = attached(model, optimizer, every=2)
-    trained(model, optimizer, 4)
-    assert [row["step"] for row in rows] == [2, 4]
-
-
-def test_experts_are_read_by_the_names_of_their_weights_and_the_run_is_the_same() -> None:
+def test_experts_are_read_by_the_names_of_their_weights() -> None:
     experts = "model.layers.0.mlp.experts"
     shape = {**SHAPE, "num_local_experts": 4, "num_experts_per_tok": 2}
-    results = []
-    rows: list[Row] = []
-    for is_watched in (False, True):
-        torch.manual_seed(0)
-        model, optimizer = ng.prepare(
-            MixtralForCausalLM(MixtralConfig(**shape)).train(), "int8-row/word", lr=1e-2
-        )
-        if is_watched:
-            rows = attached(model, optimizer, every=2)[1]
-        tokens = torch.arange(48).reshape(2, 24) % 32
-        losses = []
-        for _ in range(2):
-            loss = model(input_ids=tokens, labels=tokens).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.detach())
-        results.append([*losses, *(p.detach() for p in model.parameters())])
-        assert {f"{experts}.gate_up_proj", f"{experts}.down_proj"} <= {*grouped_layers_of(model)}
-    assert all(map(torch.equal, *results))
+    torch.manual_seed(0)
+    model = MixtralForCausalLM(MixtralConfig(**shape)).train()
+    model, optimizer = ng.prepare(model, "int8-row/word", lr=1e-2)
+    _, rows = attached(model, optimizer)
+    tokens = torch.arange(48).reshape(2, 24) % 32
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
     for name in (f"{experts}.gate_up_proj", f"{experts}.down_proj"):
         for kind in ("input", "output_grad"):
             assert 25 < (metric_of(rows[0], "tensors", f"{kind}:{name}", "sqnr_db") or 0) < 55

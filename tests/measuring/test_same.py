@@ -142,7 +142,7 @@ def one_head(model: Any) -> None:
     attention.q_proj.weight.data[8:16] *= 1.5  # of four heads of 8 values
 
 
-ATTENTION = "model.layers.1.self_attn, before o_proj"
+ATTENTION = "model.layers.1.self_attn.o_proj, input"
 CASES: dict[str, tuple[Callable[[Any], Any], str, str]] = {
     "norm": (narrow_norm, "model.layers.1.input_layernorm", "other-outputs"),
     "rotary": (narrow_rotary, "model.rotary_emb", "other-outputs"),
@@ -275,7 +275,7 @@ class Clock(nn.Module):
 def test_a_place_with_unusual_rounding_sets_no_bound() -> None:
     sigma = torch.rand(32, 1, generator=torch.Generator().manual_seed(0))
     narrow = Clock(torch.bfloat16)
-    place = "the model, before layer"
+    place = "layer, input"
     result = ng.same(narrow, Clock(torch.float32), sigma)
     assert result[0].tensor == place and result[0].value > 0.3 > result[0].bound
     assert any(line.startswith(place) and "more than usual" in line for line in result.lines)
@@ -346,7 +346,7 @@ def test_a_merged_server_holds_the_adapters_once() -> None:
 
 
 @exhaustive("storage", ["word", "exact", "split", "compact", "states8", "kahan"])
-def test_an_export_has_the_bits_that_trained_and_says_what_is_beyond_them(storage: str) -> None:
+def test_an_export_has_the_bits_that_trained(storage: str) -> None:
     model = model_of(num_hidden_layers=1)
     optimizer = ng.AdamW(model.parameters(), lr=1e-3, storage=storage, compile=False)
     for _ in range(2):
@@ -362,9 +362,7 @@ def test_an_export_has_the_bits_that_trained_and_says_what_is_beyond_them(storag
         model.save_pretrained(folder, state_dict=dict(full))  # which it empties
         result = ng.same(model, Path(folder) / "model.safetensors")
     assert len(result) == 0
-    beyond = sum(row["rounded"] for row in result.rows)
-    words = f"bfloat16 → float32, {beyond:,} values beyond the narrower one"
-    assert beyond > 100 and any(words in line for line in result.lines), result
+    assert any("bfloat16 → float32" in line for line in result.lines), result
 
 
 def test_what_cannot_be_compared_is_refused() -> None:
@@ -448,7 +446,7 @@ def test_values_are_compared_in_the_narrower_format() -> None:
     after = {"a": before["a"].bfloat16()}
     for pair in ((before, after), (after, before)):
         (row,) = ng.same(*pair).rows
-        assert row["differ"] == 0 and row["rounded"] > 4000
+        assert row["differ"] == 0 and set(row["dtype"].split(" → ")) == {"float32", "bfloat16"}
     for dtype in (torch.float8_e4m3fn, torch.float16, torch.int8, torch.uint8, torch.bool):
         zeros = torch.zeros(4, 4).to(dtype)
         (row,) = ng.same({"a": torch.ones(4, 4).to(dtype)}, {"a": zeros}).rows

@@ -196,7 +196,7 @@ def show_step(storage: str, rule: str, language: str) -> None:
 @flags.json_object
 def show_arithmetic(cuda: bool, as_json: bool) -> None:
     """Measure this machine's arithmetic: the bits that sums and functions give on fixed numbers,
-    and what the number of threads and the libraries' variables change.
+    and what the number of threads changes.
 
     On two machines or versions, compare the outputs with diff; of two runs, narrowgauge diagnose
     RUN OTHER compares it.

@@ -368,9 +368,10 @@ class GradientReduction:
         """Refuse unequal numbers of micro-batches, before a rank waits for another in vain."""
         here = [self._place, -self._place, int(is_last), -int(is_last)]
         if self._largest(here) != here:
+            number = self._place + 1
             self.discard()
             raise RankError(
-                f"Cannot sum the gradients of micro-batch {self._place + 1} of rank "
+                f"Cannot sum the gradients of micro-batch {number} of rank "
                 f"{all_ranks().rank} because some ranks end their step with another micro-batch.",
                 "Give every rank as many: one without data repeats one with is_absent=True.",
             )

@@ -12,11 +12,7 @@ drawn and no setting changed.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-import re
-import subprocess
-import sys
 from collections.abc import Callable
 
 import numpy as np
@@ -25,32 +21,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from narrowgauge.runs.schema import UNAVAILABLE
-from narrowgauge.torch_support.machine import instruction_sets, processor_name
+from narrowgauge.torch_support.machine import processor_name
 
 _VARIABLES = (
     "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS",
     "CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE",
 )  # fmt: skip
-# Variables by which the libraries choose their kernels.
-_LIBRARIES = {"mkl": r"Math Kernel Library Version (\S+)", "onednn": r"MKL-DNN v(\S+)"}
-
-
+"""Variables by which the libraries choose their kernels."""
 _THREADS = (1, 2, 4)
-_LOWER_SETTINGS = {
-    "ATEN_CPU_CAPABILITY=default": "avx2",
-    "ATEN_CPU_CAPABILITY=avx2": "avx512f",
-    "ONEDNN_MAX_CPU_ISA=SSE41": "avx2",
-    "ONEDNN_MAX_CPU_ISA=AVX2": "avx512f",
-    "ONEDNN_MAX_CPU_ISA=AVX512_CORE": "avx512_bf16",
-    "MKL_CBWR=COMPATIBLE": "avx2",
-}
-# Variables that make a library use fewer instructions, each with an instruction set that it gives up.
-_MEASURE_AGAIN = """
-import json, torch
-from narrowgauge.measuring.arithmetic import measure_arithmetic
-torch.set_num_threads({threads})
-print(json.dumps(measure_arithmetic(torch.device("cpu"))["results"]))
-"""
 
 
 def fixed_numbers() -> Tensor:
@@ -121,16 +99,13 @@ def measure_arithmetic(device: torch.device) -> dict[str, dict[str, str]]:
 
 
 def measure_changes() -> dict[str, list[str]]:
-    """Measure which probes change on this CPU with the number of threads, and with variables that
-    choose other kernels.
+    """Measure which probes change on this CPU with the number of threads.
 
     What changes depends on the processor: two threads change the sum of a whole tensor on all that
     were tried, and float32 matmuls on those with AMX. So no table says it for every machine.
 
     Returns:
-        the names of the changed probes, by setting. Variables that are set already, or that take
-        nothing from this processor, are left out.
-    Cost: a process for each variable, about 2 s of processor time.
+        the names of the changed probes, by setting.
     """
     device = torch.device("cpu")
     present = measure_arithmetic(device)["results"]
@@ -141,27 +116,11 @@ def measure_changes() -> dict[str, list[str]]:
             torch.set_num_threads(threads)
             results = measure_arithmetic(device)["results"]
             if threads != threads_before:
-                changes[f"threads={threads}"] = _differing(present, results)
+                changed = [name for name in present if present[name] != results[name]]
+                changes[f"threads={threads}"] = changed
     finally:
         torch.set_num_threads(threads_before)
-    program = _MEASURE_AGAIN.format(threads=threads_before)
-    for setting, given_up in _LOWER_SETTINGS.items():
-        name, _, value = setting.partition("=")
-        if name in os.environ or given_up not in instruction_sets():
-            continue
-        process = subprocess.run(
-            [sys.executable, "-c", program],
-            env={**os.environ, name: value},
-            capture_output=True,
-            check=False,
-        )
-        if process.returncode == 0:
-            changes[setting] = _differing(present, json.loads(process.stdout))
     return changes
-
-
-def _differing(first: dict[str, str], second: dict[str, str]) -> list[str]:
-    return [name for name in first if first[name] != second[name]]
 
 
 def _bits(probe: Callable[[Tensor], Tensor], x: Tensor) -> str:
@@ -187,11 +146,6 @@ def settings_in_force(device: torch.device) -> dict[str, str]:
         "matmul precision": torch.get_float32_matmul_precision(),
         "deterministic": str(torch.are_deterministic_algorithms_enabled()).lower(),
     }
-    built_with = torch.__config__.show()
-    for name, pattern in _LIBRARIES.items():
-        match = re.search(pattern, built_with)
-        if match:
-            settings[name] = match[1]
     if device.type == "cuda":
         reduced = torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
         settings["device"] = torch.cuda.get_device_name(device)

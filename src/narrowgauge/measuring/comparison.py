@@ -36,10 +36,6 @@ ACCEPTABLE = 0.01
 """Fraction of the baseline's loss: a certain increase up to this is a price, a larger one a fault."""
 MAX_SKIPPED = 0.05
 """Fraction of steps: a loss scale settles within fewer."""
-MAX_LOSS_RISE = 0.2
-"""Fraction of the first loss: a run that ends higher has diverged."""
-LEAST_LOSS = 0.05
-"""Nats: losses that begin lower have no size of their own."""
 BASELINE = "the baseline"
 FIT = (BASELINE, "better", "within the noise")
 """Verdicts of recipes that are known to be as good as the baseline."""
@@ -195,19 +191,10 @@ def compare_runs(runs: Sequence[Run]) -> Comparison:
 
 
 def _has_diverged(run: Run) -> bool:
-    """Return whether the record names a divergence, or the loss is not finite, or rose."""
-    if any(event.get("what") == "divergence" for event in run.events):
-        return True
-    end = number((run.summary or {}).get("val_loss"))
-    if end is not None and not math.isfinite(end):
-        return True
-    losses = column(run, "steps", "loss").y
-    # A loss of GRPO begins at zero, and those of PPO, ELBOs and densities pass it: their shares say
-    # nothing.
-    if len(losses) < 10 or not losses.min() > 0:
-        return False
-    first = np.median(losses[:5])
-    return first >= LEAST_LOSS and bool(np.median(losses[-5:]) > (1 + MAX_LOSS_RISE) * first)
+    """Return whether the record names a divergence, or the validation loss is not finite."""
+    loss = number((run.summary or {}).get("val_loss"))
+    is_named = any(event.get("what") == "divergence" for event in run.events)
+    return is_named or (loss is not None and not math.isfinite(loss))
 
 
 def _counts(run: Run) -> bool:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from narrowgauge.measuring.columns import rows_of
 from narrowgauge.measuring.reading import Reading
@@ -52,12 +52,8 @@ _UNLIKE = ("seconds", "per_second", "bytes")
 """Ends of the names of numbers that differ between any two runs."""
 
 
-class Entry(NamedTuple):
-    """A recorded column or tensor: its bits, its value or norm, and its elements or tokens."""
-
-    bits: Any
-    value: float
-    numel: int
+Entry = tuple[Any, float, int]
+"""Of a recorded column or tensor: its bits, its value or norm, and its elements or tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +199,7 @@ def _entries(row: Row, step: int) -> dict[str, Entry]:
         if value is not None:
             bits = value if value == value else "NaN"
             real = number(value)
-            entries[column] = Entry(bits, math.nan if real is None else real, tokens)
+            entries[column] = bits, math.nan if real is None else real, tokens
     scale = number(row.get("loss_scale")) or 1.0
     for key, (bits, norm, numel) in tensors.items():
         kind = key.partition(":")[0]
@@ -212,7 +208,7 @@ def _entries(row: Row, step: int) -> dict[str, Entry]:
         if kind == "grad":
             norm /= scale
         if kind in STAGE_OF:
-            entries[key] = Entry(bits, norm, int(numel))
+            entries[key] = bits, norm, int(numel)
     return entries
 
 
@@ -221,13 +217,13 @@ def _differences(step: int, first_row: Row, second_row: Row) -> Iterator[Differe
     there = _entries(second_row, step)
     kinds = {key.partition(":")[0] for key in here} & {key.partition(":")[0] for key in there}
     for key in {**here, **there}:
-        first = here.get(key)
-        second = there.get(key)
-        if first is None or second is None:
-            if ":" in key and key.partition(":")[0] in kinds:
-                yield Difference(step, key, only_in=int(first is None))
-        elif first.bits != second.bits:
-            yield Difference(step, key, (first.value, second.value), first.numel)
+        if key in here and key in there:
+            bits, value, numel = here[key]
+            other_bits, other_value, _ = there[key]
+            if bits != other_bits:
+                yield Difference(step, key, (value, other_value), numel)
+        elif ":" in key and key.partition(":")[0] in kinds:
+            yield Difference(step, key, only_in=int(key in there))
 
 
 # ── other numbers of the step ─────────────────────────────────────────────────────────────────────

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from torch.utils.weak import WeakIdKeyDictionary
 
 from narrowgauge.measuring.adapters import name_without_adapters
-from narrowgauge.measuring.beside import floats_in, is_float
+from narrowgauge.measuring.beside import is_float
 from narrowgauge.measuring.policies.wide import Wide
 from narrowgauge.measuring.units import unit_of
 
@@ -28,8 +27,6 @@ Outputs = dict[str, list[list[Tensor]]]
 
 class Recording:
     """Record the inputs and outputs of all modules that are called.
-
-    An input that no module returned belongs to the code of the parent, before the call.
 
     Args:
         forced: of an earlier pass, by place. A module there takes and returns these tensors, after
@@ -48,23 +45,15 @@ class Recording:
         self.shadows = Outputs()
         self.unfollowed = set[str]()
         self._names = dict[nn.Module, str]()
-        self._stack = list[str]()
-        self._returned = WeakIdKeyDictionary()
 
     def before(self, module: nn.Module, args: Any) -> Any:
         if module not in self._names:
             for name, member in module.named_modules():
-                self._names.setdefault(member, name_without_adapters(name))
-        name = self._names[module]
-        if self._stack and not all(x in self._returned for x in floats_in(args)):
-            parent = self._stack[-1]
-            child = name.removeprefix(f"{parent}.")
-            args = self._keep(f"{parent or 'the model'}, before {child}", args)
-        self._stack.append(name)
-        return args
+                self._names.setdefault(member, name_without_adapters(name) or "the model")
+        return self._keep(f"{self._names[module]}, input", args)
 
     def after(self, module: nn.Module, args: Any, result: Any) -> Any:
-        return self._keep(self._stack.pop() or "the model", result)
+        return self._keep(self._names[module], result)
 
     def _keep(self, place: str, values: Any) -> Any:
         leaves, spec = tree_flatten(values)
@@ -84,8 +73,6 @@ class Recording:
             for k, x in zip(places, exact, strict=True):
                 leaves[k] = x.to(leaves[k].dtype, copy=True)
             values = tree_unflatten(leaves, spec)
-        for k in places:
-            self._returned[leaves[k]] = True
         return values
 
 

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map
 from narrowgauge.errors import RecipeError
 from narrowgauge.measuring.beside import Beside, is_float, storage_key, tensors_in
 from narrowgauge.measuring.policies.wide import Wide
+from narrowgauge.measuring.reading import Reading, measured
 from narrowgauge.measuring.resume import generators
 from narrowgauge.numerics.dtensor import is_sharded, named_gradients
 from narrowgauge.optim.optimizer import Optimizer
@@ -49,6 +50,19 @@ class Pass(NamedTuple):
     wide: Wide
     draws: bool
     changed: list[str]
+
+
+@dataclass
+class Told:
+    """What a check has found so far: readings, printed lines, and what was not looked at."""
+
+    readings: list[Reading] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    unseen: dict[str, str] = field(default_factory=dict)
+
+    def tell(self, what: str, tensors: Any, value: float, *limits: Any, stage: str = "") -> None:
+        """Add a reading, with its expected value, 0 if left out, and its bound."""
+        self.readings.append(measured(what, tensors, value, *(limits or (0,)), stage=stage))
 
 
 class NotFollowed(ArithmeticError):

@@ -145,8 +145,8 @@ def compare_weights(first: Weights, second: Weights) -> tuple[list[Row], list[Re
     """Compare two sets of weights; return a row for each tensor of both, the farthest first, the
     readings, and the lines to print.
 
-    Columns: ``name``, ``dtype``, ``values``; ``differ``, ``rounded`` (by the narrower format) and
-    ``nonfinite`` (numbers of values); ``change`` (‖second − first‖ / ‖first‖), ``factor`` (the
+    Columns: ``name``, ``dtype``, ``values``; ``differ`` and ``nonfinite`` (numbers of values);
+    ``change`` (‖second − first‖ / ‖first‖), ``factor`` (the
     multiple of the first that is nearest), ``is_one`` (a vector of ones), ``adapter_times`` (how many
     times more the second holds the adapters).
     """
@@ -193,13 +193,10 @@ def _row(name: str, before: Tensors, after: Tensors) -> list[Row]:
     result = fit(x.to(dtype), y.to(dtype))
     row: Row = {
         "name": name, "dtype": " → ".join(dict.fromkeys(map(dtype_name, dtypes))), "values": y.numel(),
-        "differ": result.differing, "rounded": 0, "nonfinite": result.nonfinite,
+        "differ": result.differing, "nonfinite": result.nonfinite,
         "change": result.relative, "factor": result.factor,
         "is_one": y.ndim == 1 and bool((y == 1).all()), "adapter_times": None,
     }  # fmt: skip
-    for side in (x, y):
-        if side.dtype != dtype:
-            row["rounded"] += int((side.to(dtype) != side).sum())
     products = {**before.products, **after.products}
     if name in products:
         row["adapter_times"] = fit(products[name], y.double() - x.double()).factor
@@ -223,22 +220,14 @@ def _readings(rows: list[Row]) -> Iterable[Reading]:
 
 
 def _lines(rows: list[Row]) -> list[str]:
-    formats = Counter[str]()
-    sums = Counter[str]()
-    for row in rows:
-        formats[row["dtype"]] += 1
-        sums[row["dtype"]] += row["rounded"]
-        sums.update({name: row[name] for name in ("values", "differ")})
     lines = []
-    for dtype, count in formats.items():
-        line = f"{counted(count, 'tensor')}: {dtype}"
-        if sums[dtype]:
-            line += f", {counted(sums[dtype], 'value')} beyond the narrower one"
-        lines.append(line)
+    for dtype, count in Counter(row["dtype"] for row in rows).items():
+        lines.append(f"{counted(count, 'tensor')}: {dtype}")
+    values = sum(row["values"] for row in rows)
     differing = [row for row in rows if row["differ"]]
-    share = sums["differ"] / max(1, sums["values"])
+    share = sum(row["differ"] for row in differing) / max(1, values)
     equal = f"{len(rows) - len(differing)} of {counted(len(rows), 'tensor')} are equal"
-    lines.append(f"weights: {share:.2%} of {counted(sums['values'], 'value')} differ; {equal}")
+    lines.append(f"weights: {share:.2%} of {counted(values, 'value')} differ; {equal}")
     ones = [row["name"] for row in rows if row["is_one"]]
     if ones:
         lines.append(f"vectors that are exactly 1: {len(ones)}, {told(ones)}")
