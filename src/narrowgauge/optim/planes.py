@@ -14,7 +14,6 @@ and how they are rounded, from :func:`layout_of`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -253,7 +252,8 @@ def shares(storage: Storage) -> dict[str, tuple[int, int]]:
 # ── rows ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-def row_dims(shape: Sequence[int]) -> int:
+@lru_cache
+def row_dims(shape: tuple[int, ...]) -> int:
     """Return how many trailing dimensions of a whole parameter are one row.
 
     The first dimension never joins.
@@ -266,7 +266,8 @@ def row_dims(shape: Sequence[int]) -> int:
     return count
 
 
-def as_rows(shape: Sequence[int], num_row_dims: int) -> tuple[int, int]:
+@lru_cache
+def as_rows(shape: tuple[int, ...], num_row_dims: int) -> tuple[int, int]:
     """Return rows and columns of a parameter in memory order. Without bounds it is one row."""
     if not num_row_dims and shape:
         return 1, math.prod(shape)

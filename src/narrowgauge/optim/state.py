@@ -152,7 +152,8 @@ class LocalState:
         self.bounds: dict[str, Tensor] = {}
         rows = _shape_of_bounds(self.parameter, self.row_dims) if kernel.scaled else ()
         for name in kernel.scaled:
-            self.bounds[name] = self._here(f"{name}_bound", torch.float32, rows).view(-1, 1)
+            bound = self._here(f"{name}_bound", torch.float32, rows)
+            self.bounds[name] = bound if bound.ndim == 2 else bound.view(-1, 1)
         self.extra_codes: dict[str, Code] = {}
         self.extras: dict[str, Tensor] = {}
         self.extra_bounds: dict[str, Tensor] = {}
@@ -168,6 +169,9 @@ class LocalState:
     def _here(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         """Return the local tensor of a state. Move it if the model has moved."""
         value: Any = self.entry.get(name)
+        if type(value) is Tensor and value.dtype is dtype and value.shape == shape:
+            if value.device == self.parameter.device:
+                return value  # this is asked of every tensor in every step
         local: Any = local_of(value)
         if not isinstance(local, Tensor) or local.dtype is not dtype or local.shape != shape:
             check_tensor(name, local, dtype, shape, self.kernel)
