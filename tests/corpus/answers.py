@@ -28,8 +28,8 @@ LOCATES: dict[str, set[str]] = {
         "no-graph", "cast-range",
     },
     "clip": {"clip-norm", "clipped-scaled", "gradient", "zero-gradients"},
-    "state": {"parameters-twice", "no-gradient", "never-moved", "weights-jump"},
-    "weights": {"nonfinite", "stored-share", "lost-updates", "truncated-setting", "never-moved", "weights-jump"},
+    "state": {"parameters-twice", "no-gradient", "weights-jump"},
+    "weights": {"nonfinite", "stored-share", "lost-updates", "truncated-setting", "weights-jump"},
     "resume": {"loss-scale-anew", "weights-jump"},
     "evaluation": {"drift"},
 }  # fmt: skip

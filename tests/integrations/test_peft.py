@@ -142,5 +142,5 @@ def test_codes_of_another_format_are_not_loaded_as_numbers() -> None:
         return quantize_base(nn.Sequential(nn.Linear(64, 16)).requires_grad_(False), compute)
 
     quantized("nvfp4").load_state_dict(quantized("nvfp4").state_dict())
-    with pytest.raises(FormatError, match=r"'0\.weight_scales' was saved in torch\.float8_e8m0fnu"):
+    with pytest.raises(FormatError, match=r"'0\.block_scales' was saved in torch\.float8_e8m0fnu"):
         quantized("nvfp4").load_state_dict(quantized("mxfp4").state_dict())

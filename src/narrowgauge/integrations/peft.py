@@ -22,6 +22,7 @@ from narrowgauge.errors import RecipeError
 from narrowgauge.matmul import inference
 from narrowgauge.matmul.gemm import warn_if_emulated
 from narrowgauge.matmul.linear import is_linear, refuse_replaced_forward
+from narrowgauge.matmul.operand import Operand
 from narrowgauge.matmul.roles import roles_of
 from narrowgauge.spec.computes import Compute
 from narrowgauge.spec.notation import get_compute
@@ -72,7 +73,7 @@ def quantize_base(
             "Give the model that get_peft_model returns, or freeze its base with "
             "requires_grad_(False).",
         )
-    shared: dict[Tensor, list[Tensor]] = {}
+    shared: dict[Tensor, Operand] = {}
     for layer in layers:
         inference.quantize_layer(layer, chosen, shared)
     if not is_packed:
@@ -91,7 +92,6 @@ def dequantize_base(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> nn
         bias = layer._parameters["bias"]
         layer._parameters.clear()
         layer._buffers.clear()
-        layer._load_state_dict_pre_hooks.clear()
         transposed = layer.is_transposed
         layer.__class__ = layer.plain_class  # type: ignore[assignment]
         weight = matrix.t().contiguous() if transposed else matrix

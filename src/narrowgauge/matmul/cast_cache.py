@@ -18,12 +18,13 @@ from narrowgauge.matmul.operand import Operand
 from narrowgauge.torch_support.torch_hooks import after_every_step
 from narrowgauge.torch_support.torch_names import is_traced
 
-_depth = 0
-_cached: dict[tuple[Any, ...], tuple[StorageWeakRef, Operand]] = {}
+_caches: list[dict[tuple[Any, ...], tuple[StorageWeakRef, Operand]]] = []
+"""The cache of the contexts that are open: one, or none."""
 
 
 def _clear(*_: Any) -> None:
-    _cached.clear()
+    for cache in _caches:
+        cache.clear()
 
 
 @contextmanager
@@ -43,28 +44,25 @@ def cached_weights() -> Iterator[None]:
         >>> with cached_weights():
         ...     pass  # forward and backward of every micro-batch
     """
-    global _depth
     after_every_step(_clear)
-    _depth += 1
+    _caches.append(_caches[0] if _caches else {})
     try:
         yield
     finally:
-        _depth -= 1
-        if not _depth:
-            _clear()
+        _caches.pop()
 
 
 def cast_weight(weight: Tensor, key: tuple[Any, ...], make: Callable[[], Operand]) -> Operand:
     """Return a cast of a weight or of a view of it, from the cache if it has one under ``key``."""
-    if not _depth or is_traced() or weight.is_inference():
+    if not _caches or is_traced() or weight.is_inference():
         return make()
+    cache = _caches[0]
     storage = weight.untyped_storage()
     # A tied weight may also be used transposed.
     layout = (weight.storage_offset(), weight.shape, weight.stride(), weight.dtype)
     place = (storage._cdata, weight._version, *layout, key)
-    entry = _cached.get(place)
-    if entry is None or entry[0].expired():
-        for dead in [place for place, (owner, _) in _cached.items() if owner.expired()]:
-            del _cached[dead]  # a layer may compute its weight in each call
-        entry = _cached[place] = StorageWeakRef(storage), make()
-    return entry[1]
+    if place not in cache or cache[place][0].expired():
+        for dead in [place for place, (owner, _) in cache.items() if owner.expired()]:
+            del cache[dead]  # a layer may compute its weight in each call
+        cache[place] = StorageWeakRef(storage), make()
+    return cache[place][1]

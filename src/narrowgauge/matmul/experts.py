@@ -62,28 +62,17 @@ class GroupedLinear(NarrowLayer):
             offsets: int32 ``[experts]``: the end of each expert's tokens. Tokens after the last
                 offset have no expert.
         """
-        x = self.cast_stream(x)
         outputs = []
         start = 0
-        matrices = weights.unbind()
-        for expert, end in enumerate(offsets.tolist()):
+        biases = [None] * len(weights) if bias is None else bias.unbind()
+        experts = zip(offsets.tolist(), weights.unbind(), biases, self.key, strict=True)
+        for end, weight, expert_bias, key in experts:
             if end > start:
-                expert_bias = None
-                if bias is not None:
-                    expert_bias = bias[expert]
-                y = self.multiply_rows(
-                    x[start:end], matrices[expert], expert_bias, self.key[expert]
-                )
-                outputs.append(y)
+                outputs.append(self.product(x[start:end], weight, expert_bias, key))
             start = end
-        outputs.append(x.new_zeros(len(x) - start, weights.shape[1]))
+        dtype = outputs[0].dtype if outputs else x.dtype
+        outputs.append(x.new_zeros(len(x) - start, weights.shape[1], dtype=dtype))
         return torch.cat(outputs)
-
-    def multiply_one(
-        self, x: Tensor, weight: Tensor, expert: int, bias: Tensor | None = None
-    ) -> Tensor:
-        """Multiply ``[…, in]`` by the weight ``[out, in]`` of one expert."""
-        return self.multiply_rows(self.cast_stream(x), weight, bias, self.key[expert])
 
     def extra_repr(self) -> str:
         return f"{self.num_experts}, compute={self.compute.name!r}"
@@ -114,14 +103,11 @@ class OwnCode:
         module: Any = self
         layers = module.get_submodule(NARROW)
         multiplied: set[str] = set()
-        weights = {}
-        for name in stacked(module):
-            weights[name] = module._parameters[name]
+        weights = {name: module._parameters[name] for name in stacked(module)}
         try:
             for name, weight in weights.items():
                 if type(weight) in (Tensor, nn.Parameter):  # no DTensor
-                    origin = _Origin(layers, multiplied, name)
-                    module._parameters[name] = _tracked(weight, origin)
+                    module._parameters[name] = _tracked(weight, _Origin(layers, multiplied, name))
             result = super().forward(*args, **kwargs)  # type: ignore[misc]
         finally:
             module._parameters.update(weights)
@@ -164,7 +150,7 @@ class _Stack(Tensor):
             if func in _PRODUCTS and len(args) > 1 and isinstance(args[1], cls):
                 return _multiply(func, args[1].origin, *args, **kwargs)
             result = func(*args, **kwargs)
-            if not (args and isinstance(args[0], cls)):
+            if not args or not isinstance(args[0], cls):
                 return result
             origin = args[0].origin
             if func.__name__ in _KEPT or func in _TURNED:
@@ -172,16 +158,10 @@ class _Stack(Tensor):
             if origin.expert is not None:
                 return result
             if func in (Tensor.unbind, torch.unbind, Tensor.__iter__):
-                parts = args[0].as_subclass(Tensor).unbind()
-                tracked = []
-                for index, part in enumerate(parts):
-                    tracked.append(_tracked(part, origin._replace(expert=index)))
-                if func is Tensor.__iter__:
-                    return iter(tracked)
-                return tuple(tracked)
+                parts = enumerate(result)
+                return iter([_tracked(part, origin._replace(expert=i)) for i, part in parts])
             if func is Tensor.__getitem__ and result.shape == args[0].shape[1:]:
-                expert = int(args[1]) % len(args[0])
-                return _tracked(result, origin._replace(expert=expert))
+                return _tracked(result, origin._replace(expert=int(args[1]) % len(args[0])))
         return result
 
 
@@ -195,20 +175,18 @@ def _multiply(
     func: Any, origin: _Origin, x: Tensor, stack: Tensor, *rest: Any, **options: Any
 ) -> Any:
     """Multiply by the swapped projection of a stack, or of the expert whose part it is."""
-    plain = stack.as_subclass(Tensor)
-    weight = plain
-    if func is not F.linear:
-        weight = plain.transpose(-2, -1)
+    weight = stack.as_subclass(Tensor)
     is_batch = func in _MATMUL and weight.ndim == 3
-    if is_batch and x.ndim != 3:
-        return func(x, plain, *rest, **options)
-    origin.multiplied.add(origin.name)
-    if origin.name not in origin.layers:
-        return func(x, plain, *rest, **options)
+    is_whole = not is_batch or x.ndim == 3
+    origin.multiplied.update([origin.name] * is_whole)
+    if origin.name not in origin.layers or not is_whole:
+        return func(x, weight, *rest, **options)
     layer = origin.layers[origin.name]
+    if func is not F.linear:
+        weight = weight.transpose(-2, -1)
     if weight.ndim == 2:
         bias = rest[0] if rest else options.get("bias")
-        return layer.multiply_one(x, weight, origin.expert, bias)
+        return layer.product(x, weight, bias, layer.key[origin.expert])
     if not is_batch:
         return layer(x, weight, rest[0] if rest else options["offs"])
     experts, tokens = len(weight), x.shape[1]
@@ -223,36 +201,30 @@ def _multiply(
 def grouped_layers(
     model: nn.Module, choose: Callable[[str], Compute | None], seed: int
 ) -> dict[str, GroupedLinear]:
-    """Swap the experts whose projections get a compute from ``choose``.
+    """Swap the experts whose projections get a compute from ``choose``: their modules' own forward
+    then multiplies by layers.
 
-    Return the projections by name.
+    Return the layers by the projections' names.
     """
     layers: dict[str, GroupedLinear] = {}
-    by_owner: dict[nn.Module, dict[str, GroupedLinear]] = {}
     for name, owner in projections(model).items():
         compute = choose(name)
-        if compute is not None:
-            own_name = name.rpartition(".")[2]
-            weight = owner.get_parameter(own_name)
-            layers[name] = GroupedLinear(len(weight), name, compute, weight.device, seed)
-            by_owner.setdefault(owner, {})[own_name] = layers[name]
-    for owner, swapped in by_owner.items():
-        take_over(owner, nn.ModuleDict(swapped))
+        if compute is None:
+            continue
+        if getattr(owner, "_is_expert_parallel", False):
+            raise RecipeError(
+                f"Cannot swap '{name}' because it is sharded by expert parallelism.",
+                "Load the model without it.",
+            )
+        own_name = name.rpartition(".")[2]
+        weight = owner.get_parameter(own_name)
+        layers[name] = GroupedLinear(len(weight), name, compute, weight.device, seed)
+        if not isinstance(owner, OwnCode):
+            kind: Any = type(owner)
+            owner.__class__ = extended_class(OwnCode, kind)
+            owner.add_module(NARROW, nn.ModuleDict())
+        owner.get_submodule(NARROW).add_module(own_name, layers[name])
     return layers
-
-
-def take_over(module: nn.Module, layers: nn.ModuleDict) -> None:
-    """Make a module's own forward multiply by swapped projections, by the names of its weights."""
-    if getattr(module, "_is_expert_parallel", False):
-        layer: Any = next(iter(layers.values()))
-        raise RecipeError(
-            f"Cannot swap '{layer.names[0]}' because it is sharded by expert parallelism.",
-            "Load the model without it.",
-        )
-    module.add_module(NARROW, layers)
-    if not isinstance(module, OwnCode):
-        kind: Any = type(module)
-        module.__class__ = extended_class(OwnCode, kind)
 
 
 def grouped_layers_of(model: nn.Module) -> dict[str, GroupedLinear]:
@@ -260,8 +232,7 @@ def grouped_layers_of(model: nn.Module) -> dict[str, GroupedLinear]:
     layers = {}
     for name, module in model.named_modules():
         if isinstance(module, GroupedLinear):
-            owner, _, projection = name.rpartition(f"{NARROW}.")
-            layers[owner + projection] = module
+            layers[name.replace(f"{NARROW}.", "")] = module
     return layers
 
 

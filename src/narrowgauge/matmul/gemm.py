@@ -45,24 +45,68 @@ def multiply(
         rhs = rhs._replace(outer=None)
     if bias is not None and bias.shape[0] < rhs.data.shape[0]:
         bias = F.pad(bias, (0, rhs.data.shape[0] - bias.shape[0]))
+    left, right = lhs.outer, rhs.outer
     kernel = None
     if lhs.data.dtype in CODES and rhs.data.dtype in CODES:
         kernel = native.kernel_here(product, lhs.data.device)
-    if kernel is None:
-        with torch.autocast(lhs.data.device.type, enabled=False):  # the operands are cast already
-            y = _emulate(lhs, rhs, dtype, bias)
+    if kernel is not None:
+        # Float32 sums, so that a bias is added before the result is rounded.
+        sum_dtype = dtype if bias is None else torch.float32
+        values, left, right = native.multiply_codes(kernel, lhs, rhs, product, sum_dtype)
     else:
-        y = native.multiply_codes(kernel, lhs, rhs, product, dtype, bias)
+        a, b = _emulated(lhs, rhs)
+        if bias is not None and left is right is None and _adds_bias(a, dtype):
+            values = torch.addmm(bias.to(dtype), a, b)
+            bias = None
+        else:
+            values = _multiply_values(a, b)
+    y = _scaled(values, left, right, bias, dtype)
     if (*y.shape,) == shape and not y._is_view():
         return y
     # A view could not be changed in place by the model.
     return y[: shape[0], : shape[1]].clone(memory_format=torch.contiguous_format)
 
 
-def _emulate(lhs: Operand, rhs: Operand, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
-    """Multiply the operands' values in a format that the device multiplies."""
-    a = _widened(lhs)
-    b = _widened(rhs)
+def _scaled(
+    values: Tensor, left: Tensor | None, right: Tensor | None, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:  # fmt: skip
+    """Return sums times the outer scales of the left and the right operand, plus a bias."""
+    if left is right is bias is None:
+        return values.to(dtype)
+    if left is not None:
+        left = left.reshape(-1, 1)
+    if right is not None:
+        right = right.reshape(1, -1)
+    result = torch.empty(values.shape, dtype=dtype, device=values.device)
+    fused(values.numel(), _scale, values, left, right, bias, result)
+    return result
+
+
+def _scale(
+    values: Tensor,
+    by_row: Tensor | None,
+    by_column: Tensor | None,
+    bias: Tensor | None,
+    out: Tensor,
+) -> None:
+    values = values.float()
+    if by_row is not None:
+        values = values * by_row
+    if by_column is not None:
+        values = values * by_column
+    if bias is not None:
+        values = values + bias.float()
+    out.copy_(values)
+
+
+# ── emulation ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def _emulated(lhs: Operand, rhs: Operand) -> tuple[Tensor, Tensor]:
+    """Return the operands' values ``[rows, contraction]`` and ``[contraction, columns]``, in a dtype
+    that other kernels multiply.
+    """
+    a, b = [_widened(operand) for operand in (lhs, rhs)]
     if a.shape[1] != b.shape[1]:  # one is padded to other blocks, with zeros
         size = min(a.shape[1], b.shape[1])
         a = a[:, :size].contiguous()
@@ -70,17 +114,74 @@ def _emulate(lhs: Operand, rhs: Operand, dtype: torch.dtype, bias: Tensor | None
     if a.dtype != b.dtype:
         a = a.float()
         b = b.float()
-    b = b.t()
-    has_scales = lhs.outer is not None or rhs.outer is not None
+    return a, b.t()
+
+
+def _adds_bias(a: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether PyTorch's product adds a bias before it rounds."""
+    return a.dtype == dtype and not is_widened(dtype, a.device.type)
+
+
+def _multiply_values(a: Tensor, b: Tensor) -> Tensor:
     if a.dtype == torch.int8:
-        values = _multiply_integers(a, b)
-    elif is_widened(a.dtype, a.device.type):
-        values = multiply_plain(a, b, None, torch.float32)
-    elif bias is not None and not has_scales and a.dtype == dtype:
-        return torch.addmm(bias.to(dtype), a, b)
-    else:
-        values = torch.mm(a, b)
-    return native.scaled(values, lhs.outer, rhs.outer, bias, dtype)
+        return _multiply_integers(a, b)
+    if is_widened(a.dtype, a.device.type):
+        product: Tensor = multiply_plain(a, b, None, torch.float32)
+        return product
+    return torch.mm(a, b)
+
+
+def _widened(operand: Operand) -> Tensor:
+    if operand.inner is not None:
+        return block_values(operand)
+    if operand.data.dtype not in CODES:
+        return operand.data
+    widened: Tensor = fused(operand.data.numel(), _to_bfloat16, operand.data)
+    return widened
+
+
+def _to_bfloat16(x: Tensor) -> Tensor:
+    return x.to(torch.bfloat16)
+
+
+def _multiply_integers(a: Tensor, b: Tensor) -> Tensor:
+    """Return the exact product of int8 codes ``[rows, contraction]`` and ``[contraction,
+    columns]``, rounded to float32.
+    """
+    rows, columns = a.shape[0], b.shape[1]
+    terms = INT32_TERMS
+    if a.is_cuda:
+        # Its kernel takes more than 16 rows.
+        a, b = native.filled(a, least_rows=17), native.filled(b)
+    elif is_widened(torch.int8, "cpu"):
+        terms = EXACT_TERMS
+        a, b = a.float(), b.float()
+    else:  # a long transposed left side is slow
+        a, b = _row_major(a.contiguous()), _row_major(b)
+    multiply_part: Any = torch.mm if a.dtype == torch.float32 else torch._int_mm
+    parts = []
+    for lhs, rhs in zip(a.split(terms, 1), b.split(terms, 0), strict=True):
+        parts.append(multiply_part(lhs.contiguous() if a.is_cuda else lhs, rhs))
+    total: Tensor = parts[0]
+    if len(parts) > 1:
+        total = torch.stack(parts).sum(0, dtype=torch.float64)
+    if a.is_cuda:
+        return total[:rows, :columns]  # widened where it is scaled
+    # The product of 0 and a negative float is -0: integers have none.
+    return total.float() + 0.0
+
+
+def _row_major(x: Tensor) -> Tensor:
+    """Return a contiguous, row-major matrix.
+
+    With both strides 1, the CPU's integer matmul returns uninitialized memory.
+    """
+    if x.is_contiguous():
+        return x.as_strided(x.shape, (max(x.shape[1], 1), 1))
+    return x
+
+
+# ── what is emulated ──────────────────────────────────────────────────────────────────────────────
 
 
 def is_native(product: Product, device: torch.device) -> bool:
@@ -108,91 +209,27 @@ def operand_dtype(cast: Cast, product: Product, device: torch.device) -> torch.d
     return getattr(torch, name)  # type: ignore[no-any-return]
 
 
-# ── reports of emulation ──────────────────────────────────────────────────────────────────────────
-
-
 class EmulationNotice(UserWarning):
     """Warned once per compute and device whose matmuls are emulated."""
 
 
 @cache
 def warn_if_emulated(compute: Compute, device: torch.device) -> None:
-    words = describe_matmuls(compute, device)
-    if not words.endswith("natively.") and device.type != "meta":
-        warnings.warn(words, EmulationNotice, stacklevel=4)
-
-
-def describe_matmuls(compute: Compute, device: torch.device) -> str:
-    """Describe in one line how a compute's matmuls run on a device."""
-    emulated: set[str] = set()
+    formats: set[str] = set()
     for product in compute.products.values():
         if not is_native(product, device):
-            emulated |= {product.left.format, product.right.format}
-    here = "this CPU"
-    if device.type == "cuda":
-        here = f"this {torch.cuda.get_device_name(device)}"
-    if not emulated:
-        return f"{compute.name} multiplies on {here} natively."
-    how = "(exact values, no speed-up)"
-    if {"bfloat16", "float16", "int8"}.issuperset(emulated):
+            formats |= {product.left.format, product.right.format}
+    if not formats or device.type == "meta":
+        return
+    how = "with the same values, and no faster than bfloat16"
+    if {"bfloat16", "float16", "int8"}.issuperset(formats):
         how = "by float32 products (same values, float32's speed)"
-    elif device.type == "cpu" and not is_widened(torch.bfloat16, "cpu"):
-        how = "(exact values, each sum rounded to bfloat16 once; no speed-up)"
-    names = " and ".join(sorted(emulated))
-    return f"{compute.name} multiplies {names}, which {here} cannot; it is emulated here {how}."
-
-
-# ── the products ──────────────────────────────────────────────────────────────────────────────────
-
-
-def _widened(operand: Operand) -> Tensor:
-    """Return the operand's data in a dtype that other kernels multiply."""
-    if operand.inner is not None:
-        return block_values(operand)
-    if operand.data.dtype not in CODES:
-        return operand.data
-    widened: Tensor = fused(operand.data.numel(), _to_bfloat16, operand.data)
-    return widened
-
-
-def _to_bfloat16(x: Tensor) -> Tensor:
-    return x.to(torch.bfloat16)
-
-
-def _multiply_integers(a: Tensor, b: Tensor) -> Tensor:
-    """Return the exact product of int8 codes ``[rows, contraction]`` and ``[contraction,
-    columns]``, rounded to float32.
-    """
-    shape = a.shape[0], b.shape[1]
-    terms = INT32_TERMS
-    multiply_part: Any = torch._int_mm
-    if a.is_cuda:
-        # Its kernel takes more than 16 rows.
-        a, b = native.filled(a, least_rows=17), native.filled(b)
-    elif is_widened(torch.int8, "cpu"):
-        terms = EXACT_TERMS
-        multiply_part = torch.mm
-        a, b = a.float(), b.float()
-    else:  # a long transposed left side is slow
-        a, b = _row_major(a.contiguous()), _row_major(b)
-    sums: list[Tensor] = []
-    for lhs, rhs in zip(a.split(terms, 1), b.split(terms, 0), strict=True):
-        sums.append(multiply_part(lhs.contiguous() if a.is_cuda else lhs, rhs))
-    total = sums[0]
-    if len(sums) > 1:
-        total = torch.stack(sums).sum(0, dtype=torch.float64)
-    if a.is_cuda:
-        return total[: shape[0], : shape[1]]  # widened where it is scaled
-    if terms == EXACT_TERMS:  # the product of 0 and a negative number is -0: integers have none
-        total = total + 0.0
-    return total.float()
-
-
-def _row_major(x: Tensor) -> Tensor:
-    """Return a contiguous, row-major matrix.
-
-    With both strides 1, the CPU's integer matmul returns uninitialized memory.
-    """
-    if x.is_contiguous():
-        return x.as_strided(x.shape, (max(x.shape[1], 1), 1))
-    return x
+    chip = "this CPU"
+    if device.type == "cuda":
+        chip = f"this {torch.cuda.get_device_name(device)}"
+    warnings.warn(
+        f"{compute.name} multiplies {' and '.join(sorted(formats))}, which {chip} cannot; it is "
+        f"emulated here {how}.",
+        EmulationNotice,
+        stacklevel=4,
+    )

@@ -9,7 +9,7 @@ of four-bit codes is widened to its input's format (QLoRA).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -28,41 +28,28 @@ from narrowgauge.matmul.linear import (
 )
 from narrowgauge.matmul.operand import PAIRS, Operand, block_values, cast_matrix
 from narrowgauge.matmul.roles import roles_of
-from narrowgauge.matmul.swapping import chooser, refuse_unmatched
+from narrowgauge.matmul.swapping import chooser
 from narrowgauge.numerics.widening import bias_gradient, linear, matmul
 from narrowgauge.spec.computes import COMPUTES, Cast, Compute, stores_codes
 from narrowgauge.spec.notation import get_compute
 from narrowgauge.torch_support.machine import require_float64
 
-NAMES = ("weight_codes", "weight_scales", "tensor_scale")
-"""The buffers of a stored weight ``[out, in]``: codes of one byte and scales of rows or of the tensor;
-or two codes a byte, padded to whole blocks, scales of blocks in their own format, and the tensor's."""
+NAMES = ("weight_codes", "weight_scales", "block_scales")
+"""The buffers of a stored weight ``[out, in]``, the parts of an operand: codes of one byte and scales
+of rows or of the tensor; or two codes a byte, padded to whole blocks, with scales of blocks too."""
 
 
-def codes_of(weight: Tensor, right: Cast) -> list[Tensor]:
-    """Return the buffers of a weight ``[out, in]`` in a cast."""
-    dtype = PAIRS
-    if not is_packed(right):
-        dtype = getattr(torch, right.format)
-    data, outer, inner = cast_matrix(weight, right, 1, dtype)
-    if outer is None:
-        outer = data.new_ones(1, 1, dtype=torch.float32)
-    if inner is None:
-        return [data, outer]
-    return [data, inner, outer]
+def codes_of(weight: Tensor, right: Cast) -> Operand:
+    """Return a weight ``[out, in]`` in a cast."""
+    dtype = PAIRS if is_packed(right) else getattr(torch, right.format)
+    operand = cast_matrix(weight, right, 1, dtype)
+    if operand.outer is None:
+        operand = operand._replace(outer=operand.data.new_ones(1, 1, dtype=torch.float32))
+    return operand
 
 
-def operand_of(stored: Sequence[Tensor]) -> Operand:
-    """Return the operand that buffers hold."""
-    data, scales, *rest = stored
-    if rest:
-        return Operand(data, rest[0], scales)
-    return Operand(data, scales)
-
-
-def values_of(stored: Sequence[Tensor], shape: tuple[int, int]) -> Tensor:
-    """Return the weight that buffers hold: float32 ``[out, in]``."""
-    operand = operand_of(stored)
+def values_of(operand: Operand, shape: tuple[int, int]) -> Tensor:
+    """Return the weight that an operand holds: float32 ``[out, in]``."""
     assert operand.outer is not None
     codes = operand.data
     if operand.inner is not None:
@@ -81,24 +68,23 @@ def is_packed(right: Cast) -> bool:
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, bias: Tensor | None, rows: int, name: str, *stored: Tensor
+        ctx: Any, x: Tensor, bias: Tensor | None, rows: int, name: str, *stored: Tensor | None
     ) -> Tensor:
         ctx.save_for_backward(*stored)
         ctx.shape = shape = rows, x.shape[1]
-        weight = operand_of(stored)
+        weight = Operand(*stored)
         if weight.inner is not None:
             # A copy: adapters add to the output in place, which a view from here forbids.
-            return linear(x, values_of(stored, shape).to(x.dtype), bias).clone()
+            return linear(x, values_of(weight, shape).to(x.dtype), bias).clone()
         return multiply_input(x, weight, bias, rows, Call(name))[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        weight = values_of(ctx.saved_tensors, ctx.shape)
+        weight = values_of(Operand(*ctx.saved_tensors), ctx.shape)
         by_bias = None
         if ctx.needs_input_grad[1]:
             by_bias = bias_gradient(grads[0])
-        by_x = matmul(grads[0], weight.to(grads[0].dtype))
-        return by_x, by_bias, None, None, *[None] * len(ctx.saved_tensors)
+        return matmul(grads[0], weight.to(grads[0].dtype)), by_bias, *[None] * 5
 
 
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
@@ -147,17 +133,16 @@ class QuantizedLinear(nn.Linear):
     dtype: torch.dtype
     is_transposed: bool
 
-    def stored(self) -> list[Tensor]:
-        """Return the buffers of :data:`NAMES` that it has."""
-        return [cast(Tensor, self._buffers[name]) for name in NAMES if name in self._buffers]
+    def stored(self) -> Operand:
+        """Return the codes and scales."""
+        data, *scales = [self._buffers.get(name) for name in NAMES]
+        return Operand(cast(Tensor, data), *scales)
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
         """Return a copy of the weight, for code that reads it."""
         matrix = self.dequantize().to(self.dtype)
-        if self.is_transposed:
-            matrix = matrix.t()
-        return matrix.as_subclass(_Copy)
+        return (matrix.t() if self.is_transposed else matrix).as_subclass(_Copy)
 
     def dequantize(self) -> Tensor:
         """Return the stored weight, float32 ``[out, in]``."""
@@ -165,11 +150,9 @@ class QuantizedLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Multiply ``[..., in]`` to ``[..., out]``, in the input's dtype, or autocast's."""
-        device = input.device.type
-        if torch.is_autocast_enabled(device):
-            x = input.to(torch.get_autocast_dtype(device))
-        else:
-            x = input
+        x = input
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
         if not x.numel():  # no tokens, as of an expert that gets none
             return x.new_zeros(*x.shape[:-1], self.out_features) + x.sum()
         rows = x.reshape(-1, self.in_features)
@@ -189,29 +172,24 @@ class QuantizedLinear(nn.Linear):
         require_float64(self._buffers.values())
         return self
 
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        """Refuse codes of another format: PyTorch would load them as numbers and round them."""
+        for name, buffer in self._buffers.items():
+            saved = state_dict.get(prefix + name)
+            if saved is not None and buffer is not None and saved.dtype != buffer.dtype:
+                raise FormatError(
+                    f"'{prefix}{name}' was saved in {saved.dtype}, and a layer quantized as "
+                    f"'{self.compute.name}' stores {buffer.dtype}.",
+                    "Quantize the model in the compute that was saved, then load.",
+                )
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, compute={self.compute.name!r}"
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.registered_name = register(self.compute)  # another process does not know it yet
-
-
-def _check_formats(
-    module: QuantizedLinear, state_dict: dict[str, Tensor], prefix: str, *_: Any
-) -> None:
-    """Refuse codes of another format: PyTorch would load them as numbers and round them to the
-    layer's format.
-    """
-    for name, buffer in module._buffers.items():
-        saved = state_dict.get(prefix + name)
-        if saved is not None and buffer is not None and saved.dtype != buffer.dtype:
-            raise FormatError(
-                f"'{prefix}{name}' was saved in {saved.dtype}, and a layer quantized as "
-                f"'{module.compute.name}' stores "
-                f"{buffer.dtype}.",
-                "Quantize the model in the compute that was saved, then load.",
-            )
 
 
 # ── quantizing ────────────────────────────────────────────────────────────────────────────────────
@@ -252,8 +230,7 @@ def quantize_for_inference(
     """
     require_float64(model.parameters())
     compute = with_codes(compute)
-    refuse_unmatched(model, keep)
-    choose = chooser(compute, keep, roles_of(model, warns=True))
+    choose = chooser(model, compute, keep, roles_of(model, warns=True))
     for name, module in projections(model).items():
         if choose(name) is not None:
             pattern = "*." + name.split(".")[-2]
@@ -279,7 +256,7 @@ def quantize_for_inference(
             "Remove its weight norm or parametrization first.",
         )
     keep_from_fused_kernels(model)
-    shared: dict[Tensor, list[Tensor]] = {}
+    shared: dict[Tensor, Operand] = {}
     for layer in layers:
         quantize_layer(layer, compute, shared)
     warn_if_emulated(compute, next(layers[0].buffers()).device)
@@ -305,7 +282,7 @@ def with_codes(compute: str | Compute) -> Compute:
     return compute
 
 
-def quantize_layer(module: Any, compute: Compute, shared: dict[Tensor, list[Tensor]]) -> None:
+def quantize_layer(module: Any, compute: Compute, shared: dict[Tensor, Operand]) -> None:
     """Make a linear layer a :class:`QuantizedLinear`.
 
     It stays the same object, so hooks and references stay valid. Tied layers share one entry of
@@ -320,13 +297,12 @@ def quantize_layer(module: Any, compute: Compute, shared: dict[Tensor, list[Tens
         entries.clear()
     module.is_transposed = is_transposed(module)
     # PEFT adds a transposed update to a Conv1D, even after its weight has come back.
-    is_conv1d = type(module).__name__ == "Conv1D"
-    module.plain_class = type(module) if is_conv1d else nn.Linear
+    module.plain_class = type(module) if type(module).__name__ == "Conv1D" else nn.Linear
     module.__class__ = QuantizedLinear
     module.dtype = weight.dtype
     module.out_features, module.in_features = matrix.shape
     module.compute, module.registered_name = compute, register(compute)
-    for name, tensor in zip(NAMES, shared[weight], strict=False):
-        module.register_buffer(name, tensor)
-    module.register_load_state_dict_pre_hook(_check_formats)
+    for name, tensor in zip(NAMES, shared[weight], strict=True):
+        if tensor is not None:
+            module.register_buffer(name, tensor)
     module.register_parameter("bias", bias)

@@ -22,7 +22,6 @@ a row fits int8. A thin 16-bit matmul adds them, times the widened codes. Source
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -34,7 +33,7 @@ from narrowgauge.matmul.gemm import multiply, operand_dtype
 from narrowgauge.matmul.operand import Operand, cast_matrix, content_key, mixed
 from narrowgauge.numerics.widening import add_product, bias_gradient
 from narrowgauge.spec.computes import COMPUTES, SLOTS, Compute
-from narrowgauge.torch_support.torch_names import is_traced, is_transformed
+from narrowgauge.torch_support.torch_names import is_traced
 
 REGISTERED: dict[str, Compute] = dict(COMPUTES)
 """Computes by the name that graphs hold: the table's, and those that :func:`register` adds."""
@@ -74,10 +73,9 @@ class Call(NamedTuple):
 
         If the right operand has a scale for each term of the sum, multiply it into ``x`` first.
         """
-        compute = self.compute
         row = SLOTS[slot]
-        cast = compute.casts[slot]
-        product = compute.products[row.matmul]
+        cast = self.compute.casts[slot]
+        product = getattr(self.compute, row.matmul)
         key = None
         if self.key is not None and cast.needs_bits:
             key = mixed(self.key, row.random_key)
@@ -196,38 +194,25 @@ def _(y: Tensor, *_: Any) -> Tensor:
 # ── autograd ──────────────────────────────────────────────────────────────────────────────────────
 
 
-class FirstOrder(torch.autograd.Function):
-    """A function without rules for ``torch.func``, forward mode and second derivatives."""
+class _Once(torch.autograd.Function):
+    """Call :func:`gradients`, and refuse to differentiate it: casts are detached, so a second
+    derivative would lack terms.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Any:
+        return gradients(*arguments)
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         raise RecipeError(
-            "Cannot use torch.func, forward mode or a second derivative on a narrow layer because "
-            "its casts have no rule for it.",
-            "Use backward() once, on the whole batch, or leave the layer plain: keep=.",
+            "Cannot take a second derivative of a narrow layer because its casts have no rule for "
+            "it.",
+            "Use backward() once, or leave the layer plain: keep=.",
         )
 
-    vmap = jvp = backward
 
-
-class _Once(FirstOrder):
-    @staticmethod
-    def forward(function: Callable[..., Any], *arguments: Any) -> Any:
-        return function(*arguments)
-
-    setup_context = staticmethod(lambda ctx, inputs, output: None)
-
-
-def once(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function that returns gradients, and refuse to differentiate it: casts are detached, so
-    a second derivative would lack terms.
-    """
-    if torch.is_grad_enabled():  # with create_graph=True
-        return _Once.apply(function, *arguments)  # type: ignore[no-untyped-call]
-    return function(*arguments)
-
-
-class _Product(FirstOrder):
+class _Product(torch.autograd.Function):
     """Compute :func:`output`, and :func:`gradients` in backward."""
 
     @staticmethod
@@ -244,8 +229,10 @@ class _Product(FirstOrder):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         *saved, weight, key = ctx.saved_tensors
         call = Call(ctx.compute_name, key)
-        needs = ctx.needs_input_grad[:3]
-        return *once(gradients, grads[0], Operand(*saved), weight, call, needs), None
+        run: Any = gradients
+        if torch.is_grad_enabled():  # with create_graph=True
+            run = _Once.apply
+        return *run(grads[0], Operand(*saved), weight, call, ctx.needs_input_grad[:3]), None
 
 
 # Dynamo puts the call into its graph unchanged. AOTAutograd traces the operations inside: no guards
@@ -253,7 +240,5 @@ class _Product(FirstOrder):
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
 def multiply_layer(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
     """Return the product of :func:`output`, with gradients."""
-    if is_transformed():
-        FirstOrder.backward(None)
     function: Any = _Product
     return cast(Tensor, function.apply(x, weight, bias, call))

@@ -67,39 +67,29 @@ class NarrowLayer(nn.Module):
     def _keys_on(self, device: torch.device | None) -> Tensor:
         return layer_keys(self.names, self.seed, device)[0].clone()
 
-    def cast_stream(self, x: Tensor) -> Tensor:
-        """Cast the input to autocast's dtype.
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None, key: Tensor) -> Tensor:
+        """Multiply ``[..., in]``, in its dtype or autocast's, by a weight ``[out, in]``.
 
         Raise if the dtype is not the compute's: float16 needs a loss scale.
         """
         if not torch.compiler.is_compiling():
             vars(self)["was_called"] = True
+        dtype = x.dtype
         is_cast = torch.is_autocast_enabled(x.device.type)
         if is_cast:
             dtype = torch.get_autocast_dtype(x.device.type)
-        else:
-            dtype = x.dtype
-        if (is_cast or dtype is torch.float16) and dtype != getattr(torch, self.compute.dtype):
+        is_own = dtype is getattr(torch, self.compute.dtype)
+        is_other = not is_own and (is_cast or dtype is torch.float16)
+        is_mixed = not is_cast and weight.dtype is torch.float32 and dtype is not torch.float32
+        if is_other or is_mixed:
             raise RecipeError(
                 f"Cannot call layer '{self.names[0]}' of compute '{self.compute.name}' in "
-                f"{dtype_name(dtype)}.",
+                f"{dtype_name(dtype)} with a weight in {dtype_name(weight.dtype)}.",
                 f"Use float32 weights with torch.autocast(…, torch.{self.compute.dtype}), or "
-                f"{self.compute.dtype} weights.",
+                f"{self.compute.dtype} weights and inputs.",
             )
-        if is_cast:
-            return x.to(dtype)
-        return x
-
-    def multiply_rows(self, x: Tensor, weight: Tensor, bias: Tensor | None, key: Tensor) -> Tensor:
-        """Multiply ``[..., in]`` by a weight ``[out, in]``."""
-        is_widened = weight.dtype is torch.float32 and x.dtype is not torch.float32
-        if is_widened and not torch.is_autocast_enabled(x.device.type):
-            raise RecipeError(
-                f"Cannot multiply an input in {dtype_name(x.dtype)} by the float32 weight of layer "
-                f"'{self.names[0]}', as nn.Linear cannot.",
-                f"Use torch.autocast(…, torch.{self.compute.dtype}), or convert the input.",
-            )
-        if not x.numel() or x.dtype is self.plain_dtype:
+        x = x.to(dtype)
+        if not x.numel() or dtype is self.plain_dtype:
             return linear(x, weight, bias)
         call = layer_matmuls.Call(self.registered_name, key if self.is_stochastic else None)
         y = layer_matmuls.multiply_layer(x.reshape(-1, x.shape[-1]), weight, bias, call)
@@ -146,7 +136,7 @@ class Linear(NarrowLayer, nn.Linear):
             from narrowgauge.matmul.tensor_parallel import multiply_parts
 
             return multiply_parts(self, x, weight, bias)
-        return self.multiply_rows(self.cast_stream(x), weight, bias, self.key)
+        return self.product(x, weight, bias, self.key)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, compute={self.compute.name!r}"

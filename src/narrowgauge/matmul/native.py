@@ -21,8 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from narrowgauge.matmul.operand import PAIRS, Operand, bound, cast_matrix
+from narrowgauge.matmul.operand import PAIRS, SCALE_DTYPES, Operand, block_values, bound
 from narrowgauge.numerics.quantization import (
+    four_bit_codes,
+    packed_pairs,
     scales_in_columns,
     square_scales_in_columns,
     tiled_scales,
@@ -58,148 +60,80 @@ def architecture_of(device: torch.device) -> str | None:
 
 
 def multiply_codes(
-    kernel: Kernel,
-    lhs: Operand,
-    rhs: Operand,
-    product: Product,
-    dtype: torch.dtype,
-    bias: Tensor | None = None,
-) -> Tensor:
-    """Return the product of two operands that the kernel takes, plus a bias, in ``dtype``.
+    kernel: Kernel, lhs: Operand, rhs: Operand, product: Product, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the product of two operands that the kernel takes, in ``dtype`` or float32, and the
+    outer scales by which it is still to be multiplied.
 
     The accumulation ``fast`` is in the tensor core's register alone, if the kernel can.
     """
-    # Float32 sums, so that a bias is added before the result is rounded.
-    sum_dtype = dtype
-    if bias is not None:
-        sum_dtype = torch.float32
-    a = filled(lhs.data).contiguous()
-    b = filled(rhs.data).contiguous()
     left = right = None
     if kernel.scales:
-        values = _by_blocks(product, lhs, rhs, a, b, sum_dtype)
-    else:
-        is_whole = all(x.outer is None or x.outer.numel() == 1 for x in (lhs, rhs))
+        if kernel.name == "mxfp4":
+            dtype = torch.bfloat16  # all that its kernel writes
+    elif dtype != torch.bfloat16 and _has_rows(lhs, rhs):
         # With scales of rows, older libraries' kernel writes only bfloat16.
-        if sum_dtype == torch.float32 or (sum_dtype != torch.bfloat16 and not is_whole):
-            left = lhs.outer
-            right = rhs.outer
-            lhs = lhs._replace(outer=None)
-            rhs = rhs._replace(outer=None)
-            is_whole = True
-            sum_dtype = torch.float32
-        first = _scale_of(lhs, a, is_whole)
-        second = _scale_of(rhs, b, is_whole)
+        left, right = lhs.outer, rhs.outer
+        lhs = lhs._replace(outer=None)
+        rhs = rhs._replace(outer=None)
+        dtype = torch.float32
+    a = filled(lhs.data).contiguous()
+    b = filled(rhs.data).contiguous()
+    names = product.left.granularity, product.right.granularity
+    if kernel.scales:
+        by_blocks = [_scales_of(x, name) for x, name in zip((lhs, rhs), names, strict=True)]
+        call: Any = _traced_product if is_traced() else _scaled_product
+        values = call(a, b, *by_blocks, *names, dtype)
+    else:
+        has_rows = _has_rows(lhs, rhs)
+        scales = _scale_of(lhs, a, has_rows), _scale_of(rhs, b, has_rows).t()
         is_fast = product.accumulation == "fast"
-        values = torch._scaled_mm(
-            a, b.t(), first, second.t(), out_dtype=sum_dtype, use_fast_accum=is_fast
-        )
+        values = torch._scaled_mm(a, b.t(), *scales, out_dtype=dtype, use_fast_accum=is_fast)
     rows, columns = lhs.data.shape[0], rhs.data.shape[0]
     if (*values.shape,) != (rows, columns):
         values = values[:rows, :columns]
-    return scaled(values, left, right, bias, dtype)
+    return values, left, right
 
 
-def scaled(
-    values: Tensor, first: Tensor | None, second: Tensor | None, bias: Tensor | None, dtype: torch.dtype
-) -> Tensor:  # fmt: skip
-    """Return sums times the outer scales of the left and the right operand, plus a bias."""
-    if first is second is bias is None:
-        return values.to(dtype)
-    if first is not None:
-        first = first.reshape(-1, 1)
-    if second is not None:
-        second = second.reshape(1, -1)
-    result = torch.empty(values.shape, dtype=dtype, device=values.device)
-    fused(values.numel(), _scale, values, first, second, bias, result)
-    return result
+def _has_rows(lhs: Operand, rhs: Operand) -> bool:
+    return any(x.outer is not None and x.outer.numel() > 1 for x in (lhs, rhs))
 
 
-def _scale(
-    values: Tensor,
-    by_row: Tensor | None,
-    by_column: Tensor | None,
-    bias: Tensor | None,
-    out: Tensor,
-) -> None:
-    values = values.float()
-    if by_row is not None:
-        values = values * by_row
-    if by_column is not None:
-        values = values * by_column
-    if bias is not None:
-        values = values + bias.float()
-    out.copy_(values)
-
-
-def _padded(x: Tensor, rows: int, columns: int) -> Tensor:
-    """Pad a matrix with zeros.
+def filled(x: Tensor, least_rows: int = 0, columns_by: int = _SIDE) -> Tensor:
+    """Pad a matrix with zeros to whole multiples of the kernels' sides.
 
     ``F.pad`` copies also if nothing is to pad, and does not take float8.
     """
-    extra = columns - x.shape[1], rows - x.shape[0]
+    rows = max(x.shape[0], least_rows)
+    extra = -x.shape[1] % columns_by, rows + -rows % _SIDE - x.shape[0]
     if not any(extra):
         return x
+    padding = (0, extra[0], 0, extra[1])
     if x.element_size() == 1:
-        return F.pad(x.view(torch.int8), (0, extra[0], 0, extra[1])).view(x.dtype)
-    return F.pad(x, (0, extra[0], 0, extra[1]))
-
-
-def filled(x: Tensor, least_rows: int = 0) -> Tensor:
-    """Return one-byte codes, padded to whole multiples of the kernels' sides."""
-    rows = max(x.shape[0], least_rows)
-    columns = x.shape[1]
-    return _padded(x, rows + -rows % _SIDE, columns + -columns % _SIDE)
+        return F.pad(x.view(torch.int8), padding).view(x.dtype)
+    return F.pad(x, padding)
 
 
 # ── scales as the kernels read them ───────────────────────────────────────────────────────────────
 
 
-def _scale_of(operand: Operand, codes: Tensor, is_whole: bool) -> Tensor:
+def _scale_of(operand: Operand, codes: Tensor, has_rows: bool) -> Tensor:
     """Return the scale of a tensor, or those of all rows of the padded codes."""
     scale = operand.outer
     if scale is None:
         scale = torch.ones((), dtype=torch.float32, device=codes.device)
-    if is_whole:
+    if not has_rows:
         return scale.reshape(())
     column = scale.reshape(-1, 1).expand(operand.data.shape[0], 1)
-    return _padded(column, codes.shape[0], 1).contiguous()
+    return filled(column, columns_by=1).contiguous()
 
 
-def _by_blocks(
-    product: Product, lhs: Operand, rhs: Operand, a: Tensor, b: Tensor, dtype: torch.dtype
-) -> Tensor:
-    """Multiply by ``scaled_mm``: float32 scales of 128 values in columns, those of 16 or 32 in tiles,
-    and the tensors' scales if they have any.
-    """
-    assert lhs.inner is not None and rhs.inner is not None
-    names = []
-    for cast in (product.left, product.right):
-        block = cast.granularity.replace("16x16", "1x16")
-        names.append(f"BlockWise{block}")
-    if names[0] in _SCALES:
-        inner = lhs.inner.view(torch.uint8), rhs.inner.view(torch.uint8)
-        # Scales of 16 × 16 values are repeated: the kernel reads one for each row. Nothing bound
-        # here depends on the number of tokens, so one compiled function lays out all of them.
-        times = [
-            x.data.shape[0] // scales.shape[0] for x, scales in ((lhs, inner[0]), (rhs, inner[1]))
-        ]
-        size = inner[0].numel() + inner[1].numel()
-        laid_out = fused(size, bound(_tile_both, *times), *inner)
-    else:
-        laid_out = _in_columns(lhs), _in_columns(rhs)
-    scales = []
-    for operand, codes in zip((lhs, rhs), laid_out, strict=True):
-        scales.append([codes])
-        if operand.outer is not None:
-            scales[-1].append(operand.outer.reshape(1))
-    if product.left.format == "float4_e2m1fn" and product.left.scale != "float8_e4m3fn":
-        dtype = torch.bfloat16  # all that mxfp4's kernel writes
-    call: Any = _scaled_product
-    if is_traced():
-        call = _traced_product
-    result: Tensor = call(a, b, scales[0], scales[1], names[0], names[1], dtype)
-    return result
+def _scales_of(operand: Operand, granularity: str) -> list[Tensor]:
+    """Return the scales of blocks as a kernel reads them, and the tensor's if it has one."""
+    scales = [_LAYOUTS[granularity][1](operand)]
+    if operand.outer is not None:
+        scales.append(operand.outer.reshape(1))
+    return scales
 
 
 def _in_columns(operand: Operand) -> Tensor:
@@ -207,30 +141,52 @@ def _in_columns(operand: Operand) -> Tensor:
     inner = operand.inner.float()
     if inner.shape[0] < operand.data.shape[0]:
         return square_scales_in_columns(inner)
-    rows = inner.shape[0] + -inner.shape[0] % _SIDE
-    return scales_in_columns(_padded(inner, rows, inner.shape[1]))
+    return scales_in_columns(filled(inner, columns_by=1))
+
+
+def _in_tiles(operand: Operand) -> Tensor:
+    assert operand.inner is not None
+    codes = operand.inner.view(torch.uint8)
+    # Scales of 16 × 16 values are repeated: the kernel reads one for each row. It does not depend on
+    # the number of tokens, so one compiled function lays out all of them.
+    times = operand.data.shape[0] // codes.shape[0]
+    tiles: Tensor = fused(codes.numel(), bound(_tile, times), codes)
+    return tiles.view(operand.inner.dtype)
+
+
+def _tile(times: int, scales: Tensor) -> Tensor:
+    if times > 1:
+        scales = scales.repeat_interleave(times, 0)
+    return tiled_scales(scales)
+
+
+_LAYOUTS = {
+    "1x16": ("BlockWise1x16", _in_tiles), "16x16": ("BlockWise1x16", _in_tiles),
+    "1x32": ("BlockWise1x32", _in_tiles),
+    "1x128": ("BlockWise1x128", _in_columns), "128x128": ("BlockWise128x128", _in_columns),
+}  # fmt: skip
+"""PyTorch's ``ScalingType`` of each granularity, and how its kernel reads the scales."""
 
 
 def _scaled_product(
-    a: Tensor, b: Tensor, first: list[Tensor], second: list[Tensor], first_block: str, second_block: str, dtype: torch.dtype
+    a: Tensor, b: Tensor, first: list[Tensor], second: list[Tensor], left: str, right: str, dtype: torch.dtype
 ) -> Tensor:  # fmt: skip
     """Multiply codes ``[side, contraction]`` by ``scaled_mm``.
 
     ``first`` and ``second`` are their scales: of blocks, and then of the tensor if there is one.
+    ``left`` and ``right`` are the granularities.
     """
     if a.dtype == PAIRS:
         a = a.view(torch.float4_e2m1fn_x2)
         b = b.view(torch.float4_e2m1fn_x2)
     sides: list[Any] = []
-    for name, scales in ((first_block, first), (second_block, second)):
-        blocks = scales[0].view(_SCALES.get(name, torch.float32))
-        recipe = [getattr(F.ScalingType, name), F.ScalingType.TensorWise][: len(scales)]
-        sides += [[blocks, *scales[1:]], recipe]
-    orders: list[Any] = []
-    if first_block in _SCALES:
-        orders = [[F.SwizzleType.SWIZZLE_32_4_4, F.SwizzleType.NO_SWIZZLE][: len(first)]] * 2
+    for granularity, scales in ((left, first), (right, second)):
+        types = [getattr(F.ScalingType, _LAYOUTS[granularity][0]), F.ScalingType.TensorWise]
+        sides += [scales, types[: len(scales)]]
+    if _LAYOUTS[left][1] is _in_tiles:
+        sides += [[F.SwizzleType.SWIZZLE_32_4_4, F.SwizzleType.NO_SWIZZLE][: len(first)]] * 2
     product: Any = F.scaled_mm
-    result: Tensor = product(a, b.t(), *sides, *orders, output_dtype=dtype)
+    result: Tensor = product(a, b.t(), *sides, output_dtype=dtype)
     return result
 
 
@@ -246,30 +202,7 @@ def _(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
     return a.new_empty(a.shape[0], b.shape[0], dtype=rest[-1])
 
 
-_SCALES = {"BlockWise1x32": torch.float8_e8m0fnu, "BlockWise1x16": torch.float8_e4m3fn}
-"""The dtype of scales that come as uint8."""
-
-
-def _tile_both(
-    times: int, other_times: int, scales: Tensor, other_scales: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Lay out the scales of both operands, uint8 ``[rows, blocks]`` each, every row repeated so
-    many times.
-    """
-    if times > 1:
-        scales = scales.repeat_interleave(times, 0)
-    if other_times > 1:
-        other_scales = other_scales.repeat_interleave(other_times, 0)
-    return tiled_scales(scales), tiled_scales(other_scales)
-
-
 # ── the trial of a kernel ─────────────────────────────────────────────────────────────────────────
-
-
-# Several tiles of scales in each direction, none of them full; padded columns of scales; odd rows.
-_TERMS = 640
-_ROWS = (137, 269)
-_SQUARE_ROWS = 256
 
 
 @lru_cache(None)
@@ -279,60 +212,55 @@ def _works(kernel: Kernel, lhs: Cast, rhs: Cast, device: torch.device) -> bool:
     It waits for the device once, so the first call must not happen during CUDA graph capture.
     """
     with torch_names.no_modes(), torch.device("cpu"), torch.no_grad():
+        first, second = _exact_operand(lhs, 137), _exact_operand(rhs, 269)
+        exactly = _values(first) @ _values(second).t()
         try:
-            return _is_exact(kernel, lhs, rhs, device)
+            for dtype in (torch.bfloat16, torch.float32):
+                there = [
+                    operand.mapped(lambda part: part.to(device)) for operand in (first, second)
+                ]
+                values, left, right = multiply_codes(kernel, *there, Product(lhs, rhs), dtype)
+                # Read here: a device error is raised when its result is read.
+                result = values.cpu().double()
+                if left is not None and right is not None:
+                    result *= (left * right.t()).cpu()
+                if not torch.equal(result, exactly.to(values.dtype).double()):
+                    return False
         except torch.OutOfMemoryError:
             raise  # not the kernel's fault
         except (RuntimeError, ValueError, AttributeError):  # an older PyTorch lacks the function
             return False
-
-
-def _is_exact(kernel: Kernel, lhs: Cast, rhs: Cast, device: torch.device) -> bool:
-    matrices = []
-    operands = []
-    casts = []
-    for side, cast in enumerate((lhs, rhs)):
-        # The same kernel, without what a kernel does not see.
-        casts.append(Cast(cast.format, cast.granularity, cast.scale))
-        x = exact_matrix(casts[side], _ROWS[side], _TERMS, side)
-        dtype = PAIRS
-        if cast.element.bits != 4:
-            dtype = getattr(torch, cast.format)
-        codes = cast_matrix(x, casts[side], 1, dtype)
-        matrices.append(x.double())
-        operands.append(codes.mapped(lambda part: part.to(device)))
-    exactly = matrices[0] @ matrices[1].t()
-    product = Product(casts[0], casts[1])
-    for dtype in (torch.bfloat16, torch.float32):
-        result = multiply_codes(kernel, operands[0], operands[1], product, dtype)
-        expected = exactly.to(torch.bfloat16 if kernel.name == "mxfp4" else dtype)
-        # Read here: a device error is raised when its result is read.
-        if not torch.equal(result.cpu(), expected.to(dtype)):
-            return False
     return True
 
 
-def exact_matrix(operand: Cast, rows: int, terms: int, side: int) -> Tensor:
-    """Return a float32 matrix ``[rows, terms]`` on the CPU that a cast represents exactly, for the
-    left (0) or right (1) side of a product.
+def _values(operand: Operand) -> Tensor:
+    codes = operand.data if operand.inner is None else block_values(operand)
+    return codes.double() * (1.0 if operand.outer is None else operand.outer)
 
-    Each group holds the format's largest number once, where the other side has zeros, and otherwise
-    numbers up to 2; scales of rows are 1/2, 1 and 2. So sums of products are exact in any order,
-    also in registers of fewer bits than float32 has.
+
+def _exact_operand(cast: Cast, rows: int) -> Operand:
+    """Return an operand of small whole numbers whose scales are powers of two: sums of its products
+    are exact in any order, also in registers of fewer bits than float32 has.
+
+    It has several tiles of scales in each direction, none of them full.
     """
-    if operand.block is not None and operand.block[0] > 1:
-        rows = _SQUARE_ROWS
-    codes = (_scattered(rows, terms) % 9 - 4).float() / 2
-    codes[:, 1 - side :: 16] = 0
-    codes[:, side::16] = operand.element.max
-    if operand.scale == "float8_e4m3fn":
-        codes *= 448
-    if operand.granularity == "tensor" or len(codes) == _SQUARE_ROWS:
-        return codes
-    return codes * torch.exp2((_scattered(rows, 1) % 3 - 1).float())
-
-
-def _scattered(rows: int, columns: int) -> Tensor:
-    """Return whole numbers below 251, ordered so that nearby rows and columns differ."""
-    row, column = (torch.arange(size, dtype=torch.int64, device="cpu") for size in (rows, columns))
-    return (row[:, None] * 37 + column * 101 + row[:, None] * column * 7) % 251
+    draw = torch.Generator().manual_seed(rows)
+    sides = cast.block or (1, 640)
+    if sides[0] > 1:
+        rows = 256
+    codes = torch.randint(-2, 3, (rows, 640), generator=draw).float()
+    if cast.element.bits == 4:
+        codes = packed_pairs(four_bit_codes(codes), 1)
+    else:
+        codes = codes.to(getattr(torch, cast.format))
+    scales = (
+        torch.randint(-1, 2, (rows // sides[0], 640 // sides[1]), generator=draw).float().exp2()
+    )
+    if cast.granularity == "tensor":
+        return Operand(codes, scales[:1])
+    if cast.block is None:
+        return Operand(codes, scales)
+    outer = None
+    if cast.scale == "float8_e4m3fn":
+        outer = scales[:1, :1]
+    return Operand(codes, outer, scales.to(SCALE_DTYPES[cast.scale]))

@@ -27,7 +27,7 @@ from narrowgauge.numerics.quantization import (
     spread,
     unpacked_pairs,
 )
-from narrowgauge.numerics.rounding import EXPONENT, bits_of, float_of, random_bits
+from narrowgauge.numerics.rounding import power_below, random_bits
 from narrowgauge.spec.computes import Cast
 from narrowgauge.torch_support.compile import fused
 
@@ -66,9 +66,7 @@ class Operand(NamedTuple):
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> Operand:
         """Return the operand with a function applied to each tensor that it has."""
-        data, outer, inner = (None if part is None else function(part) for part in self)
-        assert data is not None
-        return Operand(data, outer, inner)
+        return Operand(*[part if part is None else function(part) for part in self])
 
 
 def cast_matrix(
@@ -105,8 +103,7 @@ def cast_matrix(
         operand = Operand(*fused(size, bound(cast_whole, cast, dim, dtype), x, key, fold))
     else:
         blocks = blocked(x, sides_of(cast, dim))
-        results = fused(size, bound(cast_blocks, cast, dim, dtype), blocks, key)
-        data, scales, _, _, outer = (*results, None)[:5]
+        data, scales, _, _, outer = fused(size, bound(cast_blocks, cast, dim, dtype), blocks, key)
         if dtype in CODES:
             operand = Operand(data, outer, scales.view(SCALE_DTYPES[cast.scale]))
         else:
@@ -140,13 +137,6 @@ def bound(function: Callable[..., Any], *settings: Any) -> Callable[..., Any]:
     return update_wrapper(partial(function, *settings), function)
 
 
-def _along_contraction(codes: Tensor, dim: int) -> Tensor:
-    """Lay codes out as kernels read them. A compiler writes them so in the loop of the cast."""
-    if dim == 0:
-        return codes.t().contiguous().t()
-    return codes
-
-
 def _rotate(dim: int, x: Tensor) -> Tensor:
     return quantization.rotate(x, dim)
 
@@ -154,33 +144,25 @@ def _rotate(dim: int, x: Tensor) -> Tensor:
 def cast_whole(
     cast: Cast, dim: int, dtype: torch.dtype,
     x: Tensor, key: Tensor | None, fold: Tensor | None,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """Cast a matrix with a scale for all of it or for each row: codes in a dtype, and the scales if
-    there are any.
-    """
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Cast a matrix with a scale for all of it or for each row: codes in a dtype, and the scales."""
     words = None
     if key is not None:
         words = quantization.random_words(x.shape[0], x.shape[1], key)
-    unit = None
-    if fold is not None:  # near one, so that small scales make no subnormal numbers: a power of two
-        unit = power_of(fold.amax())
-        fold = fold / unit
-    codes, outer = quantization.quantize_whole(x, cast, dim, words, fold, None)
-    if unit is not None and outer is not None:
-        outer = outer * unit
+    if fold is None:
+        codes, outer = quantization.quantize_whole(x, cast, dim, words, None, None)
+    else:  # near one, so that small scales make no subnormal numbers: a power of two
+        largest = fold.amax()
+        unit = torch.where(largest < torch.inf, power_below(largest), torch.nan)
+        codes, outer = quantization.quantize_whole(x, cast, dim, words, fold / unit, None)
+        if outer is not None:
+            outer = outer * unit
     if dtype == torch.int8:
         codes = torch.where(codes == codes, codes, 0.0)  # processors convert NaN differently
     codes = codes.to(dtype)
-    if dtype in CODES:
-        codes = _along_contraction(codes, dim)
-    if outer is None:
-        return (codes,)
-    return (codes, outer)
-
-
-def power_of(x: Tensor) -> Tensor:
-    """Return the power of two at or below a positive number; NaN for NaN."""
-    return torch.where(x < torch.inf, float_of(bits_of(x) & EXPONENT), torch.nan)
+    if dtype in CODES and dim == 0:
+        codes = codes.t().contiguous().t()  # as kernels read them; compiled, in the cast's loop
+    return codes, outer
 
 
 def cast_blocks(
@@ -189,9 +171,9 @@ def cast_blocks(
     dtype: torch.dtype,
     x: Tensor,
     key: Tensor | None,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor | None, ...]:
     """Cast a matrix in blocks: codes or values in a dtype, scales in their own format and in
-    float32, their inverses, and the tensor's scale if there is one.
+    float32, their inverses, and the tensor's scale.
     """
     words = None
     if key is not None:
@@ -210,23 +192,16 @@ def cast_blocks(
             packed = packed_pairs(four_bit_codes(matrix), dim)
         else:
             packed = matrix.to(dtype)
-        data = _along_contraction(packed, dim)
-        scales = _scale_codes(inner.flatten(0, 1).flatten(1, 2), cast.scale)
+        data = packed
+        if dim == 0:
+            data = packed.t().contiguous().t()
+        scales = inner.flatten(0, 1).flatten(1, 2)
+        if cast.scale == "float8_e8m0fnu":  # its exponents as uint8: Triton does not know it
+            scales = (scales.view(torch.int32) >> 23 & 0xFF).to(torch.uint8)
+        else:
+            scales = scales.to(SCALE_DTYPES[cast.scale])
     # A compiler computes scales that are returned once, not at each value.
-    results = data, scales, inner, inverse
-    if outer is None:
-        return results
-    return (*results, outer)
-
-
-def _scale_codes(scales: Tensor, name: str) -> Tensor:
-    """Return block scales in their own format.
-
-    Those that are powers of two in eight bits are their exponents, as uint8.
-    """
-    if name == "float8_e8m0fnu":  # Triton does not know it
-        return (scales.view(torch.int32) >> 23 & 0xFF).to(torch.uint8)
-    return scales.to(SCALE_DTYPES[name])
+    return data, scales, inner, inverse, outer
 
 
 # ── random bits of stochastic casts ───────────────────────────────────────────────────────────────

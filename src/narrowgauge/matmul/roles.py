@@ -43,12 +43,10 @@ def roles_of(model: nn.Module, keep_last: float = 0.0, *, warns: bool = False) -
         {'out': 'outside the blocks'}
     """
     model_parts = parts(model)
+    blocks = model_parts.blocks
     roles: dict[nn.Module, str] = {}
-    if model_parts.blocks:
-        first = len(model_parts.blocks)
-        if keep_last:
-            first -= max(1, round(keep_last * len(model_parts.blocks)))
-        for block in model_parts.blocks[max(0, first) :]:
+    if blocks and keep_last:
+        for block in blocks[-max(1, round(keep_last * len(blocks))) :]:
             roles |= dict.fromkeys(block.modules(), "last block")
     roles |= dict.fromkeys(model_parts.adapters, "adapter")
     roles |= dict.fromkeys(model_parts.routers, "router")
@@ -60,10 +58,9 @@ def roles_of(model: nn.Module, keep_last: float = 0.0, *, warns: bool = False) -
             "its linear layers are narrow, the last one too. Name those to keep with keep=.",
             stacklevel=4,
         )
-    by_name: dict[str, str] = {}
+    by_name = {}
     for name, module in layers.items():
-        if module in roles:
-            by_name[name] = roles[module]
-        elif inside and module not in inside:
-            by_name[name] = "outside the blocks"
+        is_outside = bool(inside) and module not in inside
+        if module in roles or is_outside:
+            by_name[name] = roles.get(module, "outside the blocks")
     return by_name

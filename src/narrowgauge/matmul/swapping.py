@@ -40,7 +40,7 @@ between them.
 
 
 class NarrowLayers:
-    """The narrow layers of a model. ``str()`` says which matrices of the model they multiply.
+    """The narrow layers of a model. ``str()`` says which matrices are wide, and why.
 
     Attributes:
         model: the model.
@@ -52,84 +52,66 @@ class NarrowLayers:
     @property
     def layers(self) -> dict[str, Layer]:
         """Return the layers by the names that they have now."""
-        layers: dict[str, Layer] = {}
+        layers = dict[str, Layer](experts.grouped_layers_of(self.model))
         for name, module in self.model.named_modules():
             if isinstance(module, Linear):
                 layers[name] = module
-        return layers | experts.grouped_layers_of(self.model)
+        return layers
 
     @property
     def kept(self) -> dict[str, str]:
-        """Return the layers that were left wide, and why: their role (see :mod:`.roles`), or ``by
-        choice``.
+        """Return the matrices that no narrow layer multiplies, and why: their role (see
+        :mod:`.roles`), ``by choice``, ``never called`` where other layers were, or the class whose
+        code reads them.
         """
         layers = self.layers
-        keep_last = 0.0
-        for layer in layers.values():
-            keep_last = max(keep_last, layer.compute.keep_last)
+        keep_last = max([layer.compute.keep_last for layer in layers.values()], default=0.0)
         roles = roles_of(self.model, keep_last)
+        has_run = not TRACED and any(layer.was_called for layer in layers.values())
         kept = {}
         for name in multiplied(self.model):
             if name not in layers:
                 kept[name] = roles.get(name, "by choice")
-        return kept
-
-    def matrices(self) -> dict[str, str]:
-        """Return what multiplies each matrix of the model: ``narrow``, ``never called`` where other
-        layers were, why it is kept, or the class whose code reads it.
-
-        A matrix is a parameter of two or more dims, but no bias, embedding or magnitude.
-        """
-        layers = self.layers
-        kept = self.kept
-        has_run = not TRACED and any(layer.was_called for layer in layers.values())
-        readers: dict[str, str] = {}
-        for name, parameter in self.model.named_parameters(remove_duplicate=False):
-            owner_name = re.sub(r"(^|\.)(parametrizations\..*|[^.]+)$", "", name)
-            owner = self.model.get_submodule(owner_name)
-            is_vector = parameter.ndim < 2 or 1 in (parameter.shape[-1], *parameter.shape[1:-1])
-            if is_vector or "bias" in name.rpartition(".")[2]:
-                continue
-            if isinstance(owner, nn.Embedding | nn.LayerNorm):
-                continue
-            layer = layers.get(owner_name) or layers.get(name)
-            reason = kept.get(owner_name) or kept.get(name)
-            if layer is not None and not layer.compute.is_wide:
+            elif has_run and not layers[name].was_called:
                 # A model may read a layer's weight in its own code, as Mamba does dt_proj's.
-                readers[name] = "narrow"
-                if has_run and not layer.was_called:
-                    readers[name] = "never called"
-            elif reason is not None or layer is not None:
-                readers[name] = reason or "by choice"
-            else:
-                readers[name] = type(owner).__name__
-        return readers
+                kept[name] = "never called"
+        return kept | read_elsewhere(self.model)
 
     def __str__(self) -> str:
-        sizes = {True: 0, False: 0}
-        wide = []
-        for name, reader in self.matrices().items():
-            sizes[reader == "narrow"] += self.model.get_parameter(name).numel()
-            if reader != "narrow":
-                wide.append(f"{name} ({reader})")
-        narrow, total = sizes[True], max(1, sum(sizes.values()))
-        line = f"{narrow:,} of {total:,} matrix weights are narrow ({narrow / total:.0%})"
-        if wide:
-            line += f"; wide: {', '.join(wide[:_MOST_NAMES])}"
-        if len(wide) > _MOST_NAMES:
-            line += f" and {len(wide) - _MOST_NAMES} more"
+        kept = [f"{name} ({reason})" for name, reason in self.kept.items()]
+        line = f"{len(self.layers)} layers are narrow"
+        if kept:
+            line += f"; wide: {', '.join(kept[:_MOST_NAMES])}"
+        if len(kept) > _MOST_NAMES:
+            line += f" and {len(kept) - _MOST_NAMES} more"
         return line
 
     def set_compute(self, choose: Callable[[str], Compute]) -> None:
         """Continue in other computes. ``choose`` maps a layer's name to its compute."""
-        layers = self.layers
         chosen = {}
-        for name, layer in layers.items():
-            chosen[name] = choose(name)
+        for name, layer in self.layers.items():
+            chosen[layer] = choose(name)
             if not layer.compute.transform:
-                _refuse_transform(chosen[name])
-        for name, layer in layers.items():
-            layer.set_compute(chosen[name])
+                _refuse_transform(chosen[layer])
+        for layer, compute in chosen.items():
+            layer.set_compute(compute)
+
+
+def read_elsewhere(model: nn.Module) -> dict[str, str]:
+    """Return the matrices that are no layer's: the classes whose own code reads them, by name.
+
+    A matrix is a parameter of two or more dims, but no bias and no embedding.
+    """
+    known = multiplied(model)
+    readers = {}
+    for name, parameter in model.named_parameters():
+        owner_name = re.sub(r"(^|\.)(parametrizations\..*|[^.]+)$", "", name)
+        owner = model.get_submodule(owner_name)
+        is_matrix = parameter.ndim > 1 and "bias" not in name.rpartition(".")[2]
+        is_known = owner_name in known or name in known
+        if is_matrix and not is_known and not isinstance(owner, nn.Embedding | nn.LayerNorm):
+            readers[name] = type(owner).__name__
+    return readers
 
 
 def swap_linears(
@@ -173,14 +155,10 @@ def swap_linears(
         _refuse_transform(compute)
         if keep_roles and not compute.is_wide:
             roles = roles_of(model, compute.keep_last, warns=True)
-    refuse_unmatched(model, keep)
-    choose = chooser(compute, keep, roles)
+    choose = chooser(model, compute, keep, roles)
     layers: dict[str, Layer] = {}
     for name, module in list(model.named_modules()):
-        chosen = None
-        if is_linear(module):
-            chosen = choose(name)
-        if chosen is not None:
+        if is_linear(module) and (chosen := choose(name)) is not None:
             _warn_if_narrow(name, module, chosen)
             layers[name] = made_narrow(plain_name(name), module, chosen, seed)
     layers |= experts.grouped_layers(model, choose, seed)
@@ -190,15 +168,13 @@ def swap_linears(
             "Its layers must be nn.Linear or transformers' Conv1D, and not all be kept.",
         )
     keep_from_fused_kernels(model)
-    device = next(iter(layers.values())).key.device
     for layer in layers.values():
-        warn_if_emulated(layer.compute, device)
+        warn_if_emulated(layer.compute, layer.key.device)
     linears = NarrowLayers(model)
-    readers = set(linears.matrices().values())
-    if "narrow" in readers and not readers <= {"narrow", *linears.kept.values()}:
+    is_narrow = not all(layer.compute.is_wide for layer in layers.values())
+    if is_narrow and read_elsewhere(model):
         warnings.warn(
-            f"{linears}. linears.matrices() lists all. Only layers of nn.Linear's own forward are "
-            "swapped.",
+            f"{linears}. linears.kept lists all. Only layers of nn.Linear's own forward are swapped.",
             stacklevel=2,
         )
     return linears
@@ -254,41 +230,31 @@ def _matches(name: str, pattern: str) -> bool:
     return False
 
 
-def refuse_unmatched(model: nn.Module, keep: tuple[str, ...]) -> None:
-    """Refuse patterns of layers to leave alone that match none."""
+def chooser(
+    model: nn.Module, compute: Choice, keep: tuple[str, ...], roles: Mapping[str, str]
+) -> Callable[[str], Compute | None]:
+    """Return a function from a layer's name to its compute; ``None`` if ``keep`` or its role leaves
+    it alone.
+
+    Refuse patterns of layers to leave alone that match none.
+    """
     if isinstance(keep, str):
         raise RecipeError(
             f"Cannot use keep = {keep!r} because it is not a tuple.", f'Give keep=("{keep}",).'
         )
-    if not keep:
-        return
-    names = list(multiplied(model))
+    names = list(multiplied(model)) if keep else []
     for pattern in keep:
-        matches = [name for name in names if _matches(name, pattern)]
-        if not matches:
+        if not any(_matches(name, pattern) for name in names):
             raise RecipeError(
                 f"Cannot keep '{pattern}' because it matches no linear layer of "
                 f"{type(model).__name__}.",
                 f"Its names look like '{names[0]}' and '{names[-1]}'." if names else "",
             )
 
-
-def chooser(
-    compute: Choice, keep: tuple[str, ...], roles: Mapping[str, str]
-) -> Callable[[str], Compute | None]:
-    """Return a function from a layer's name to its compute; ``None`` if ``keep`` or its role leaves
-    it alone.
-    """
-
     def choose(name: str) -> Compute | None:
         if name in roles or any(_matches(name, pattern) for pattern in keep):
             return None
-        if callable(compute):
-            layer_compute = compute(name)
-        else:
-            layer_compute = compute
-        if layer_compute is None:
-            return None
-        return get_compute(layer_compute)
+        chosen = compute(name) if callable(compute) else compute
+        return None if chosen is None else get_compute(chosen)
 
     return choose

@@ -39,68 +39,45 @@ def multiply_parts(layer: Any, x: Tensor, weight: Any, bias: Tensor | None) -> T
     mesh = weight.device_mesh
     placement = weight.placements[0]
     splits_outputs = placement.is_shard(0)
-    if mesh.ndim != 1 or not (splits_outputs or placement.is_shard(1)):
+    # A plain input: as where FSDP2's weights are used outside the forward of their module.
+    is_split = mesh.ndim == 1 and (splits_outputs or placement.is_shard(1))
+    if not is_split or not isinstance(x, DTensor):
         raise RecipeError(
-            f"Cannot multiply layer '{name}': its weight is distributed as {weight.placements}.",
+            f"Cannot multiply layer '{name}': its weight is distributed as {weight.placements}, and "
+            f"its input is a {type(x).__name__}.",
             "Split it by outputs (ColwiseParallel) or by inputs (RowwiseParallel) over one "
-            "dimension of the mesh.",
-        )
-    if not isinstance(
-        x, DTensor
-    ):  # as where FSDP2's weights are used outside the forward of their module
-        raise RecipeError(
-            f"Cannot multiply layer '{name}': its weight is distributed, and its input is a plain "
-            "tensor.",
-            "Call the module that fully_shard or parallelize_module was given.",
+            "dimension of the mesh, or call the module that fully_shard was given.",
         )
     part = weight.to_local()
-    last = x.ndim - 1
-    dim = 1
-    input_placement: Any = Shard(last)
-    grad_placements: list[Any] = [input_placement]
-    if splits_outputs:
-        dim = 0
-        input_placement = Replicate()
-        # The input's gradient is a sum over ranks where each has some of the outputs.
-        grad_placements = [Partial()]
-    require_local_scales(layer.compute, name, part.shape, dim, mesh.size())
+    require_local_scales(layer.compute, name, part.shape[0 if splits_outputs else 1])
+    last = Shard(x.ndim - 1)
     # Equal parts of several ranks round independently.
     key = mixed(local_of(layer.key), mesh.get_local_rank())
-    local = x.redistribute(placements=[input_placement]).to_local(grad_placements=grad_placements)
-    # Added to what one rank has in full, a bias is rounded with the product, as in one process.
-    own_bias = None
-    output_placement: Any = Partial()
     if splits_outputs:
-        own_bias = bias
-        if isinstance(bias, DTensor):
-            own_bias = bias.to_local()
-        output_placement = Shard(last)
-    product = layer.multiply_rows(layer.cast_stream(local), part, own_bias, key)
-    result: Tensor = DTensor.from_local(product, mesh, [output_placement], run_check=False)
-    if splits_outputs or bias is None:
-        return result
-    return result + bias
+        # The input's gradient is a sum over ranks where each has some of the outputs.
+        rows = x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+        own_bias = bias.to_local() if isinstance(bias, DTensor) else bias
+        # Added to what one rank has in full, a bias is rounded with the product, as in one process.
+        product = layer.product(rows, part, own_bias, key)
+        return DTensor.from_local(product, mesh, [last], run_check=False)
+    columns = x.redistribute(placements=[last]).to_local(grad_placements=[last])
+    product = layer.product(columns, part, None, key)
+    result: Tensor = DTensor.from_local(product, mesh, [Partial()], run_check=False)
+    return result if bias is None else result + bias
 
 
-def require_local_scales(
-    compute: Compute, name: str, part: tuple[int, ...], dim: int, num_ranks: int
-) -> None:
-    """Refuse a compute that cannot be cast on several ranks."""
-    advice = (
-        "Take bfloat16, float8-row or mxfp8 for the layers that are split, or shard with FSDP2."
-    )
+def require_local_scales(compute: Compute, name: str, size: int) -> None:
+    """Refuse a compute whose blocks do not divide a rank's part of a layer."""
     for cast in compute.casts.values():
-        if cast.is_wide:
-            continue
-        if cast.block is None or cast.scale == "float8_e4m3fn":
-            _say_whose_scales(compute.name)
         side = max(cast.block or (1, 1))
-        if part[dim] % side:
+        if not cast.is_wide and (cast.block is None or cast.scale == "float8_e4m3fn"):
+            _say_whose_scales(compute.name)
+        if not cast.is_wide and size % side:
             raise RecipeError(
-                f"Cannot split layer '{name}' over {num_ranks} ranks because blocks of {side} do "
-                "not divide its part of "
-                f"{part[dim]}.",
-                advice,
+                f"Cannot split layer '{name}' over ranks because blocks of {side} do not divide its "
+                f"part of {size}.",
+                "Take bfloat16, float8-row or mxfp8 for the layers that are split, or shard with "
+                "FSDP2.",
             )
 
 

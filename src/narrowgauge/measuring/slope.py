@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from narrowgauge.measuring.beside import is_finite
-from narrowgauge.measuring.passes import Pass, Passes, concatenated
+from narrowgauge.measuring.passes import Pass, Passes, Told, concatenated
 from narrowgauge.measuring.policies.wide import Wide
-from narrowgauge.measuring.reading import Reading, measured, of_all
+from narrowgauge.measuring.reading import of_all
 from narrowgauge.torch_support.torch_hooks import OwnHook
 
 BOUND = 2.0**-9
@@ -122,29 +122,26 @@ def _has_hook(p: Any) -> bool:
     return not all(isinstance(hook, OwnHook) for hook in hooks)
 
 
-def slope_readings(passes: Passes, lines: list[str], unseen: dict[str, str]) -> list[Reading]:
-    """Return a reading where the loss does not change as its gradient says."""
+def compare_slope(passes: Passes, told: Told) -> None:
+    """Tell where the loss does not change as its gradient says."""
     batch = concatenated(passes.parts)
     if batch is None:
         batch = passes.parts[0]
     slope = Slope(passes, batch, True)
     if slope.disagrees:
         slope = Slope(passes, batch, False)
-    what = "the slope of the loss"
+    wrong = slope.last_wrong() if slope.disagrees else []
     if not slope.is_known:
         cuts = f"not followed through {', '.join(slope.cuts)}"
-        unseen[what] = cuts if slope.cuts else "it is not finite"
-        return []
-    if slope.hooked:
-        unseen[f"the slope along {of_all(slope.hooked)}"] = "a hook may change its gradient"
-    if not slope.disagrees:
-        lines.append(
+        told.unseen["the slope of the loss"] = cuts if slope.cuts else "it is not finite"
+    elif wrong:
+        told.tell("slope", wrong, slope.said, slope.found, BOUND * abs(slope.found))
+    elif slope.disagrees:
+        told.unseen["the slope of the loss"] = "no tensor alone has another one"
+    else:
+        told.lines.append(
             f"slope: the loss changes as the gradient of {len(slope.names)} tensors says, "
             f"within {slope.off:.1g}"
         )
-        return []
-    wrong = slope.last_wrong()
-    if not wrong:
-        unseen[what] = "no tensor alone has another one"
-        return []
-    return [measured("slope", wrong, slope.said, slope.found, BOUND * abs(slope.found))]
+    if slope.hooked:
+        told.unseen[f"the slope along {of_all(slope.hooked)}"] = "a hook may change its gradient"

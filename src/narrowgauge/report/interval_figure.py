@@ -10,7 +10,6 @@ import math
 from html import escape
 
 from narrowgauge.measuring.comparison import Comparison
-from narrowgauge.measuring.intervals import PairedDifference
 
 COLOURS = (
     "#3b82c4", "#d4732a", "#1f9d7c", "#b4559a", "#a58412", "#3ba3c4", "#7565d0", "#7d838e",
@@ -20,7 +19,22 @@ FAR = 15.0
 """The axis ends at this multiple of the threshold, or the recipes inside would overlap."""
 _WIDTH = 440
 _ROW = 44
-_TOP = 8
+_FRAME = """\
+<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 440 {height}" role="img" \
+font-family="system-ui, sans-serif" font-size="13" fill="currentColor">
+<title>Loss minus the loss of {baseline}</title>
+<rect x="{left}" y="8" width="{width}" height="{rows}" fill-opacity="0.1"/>
+<path d="M220 8V{bottom}" stroke="currentColor" stroke-opacity="0.5"/>
+{marks}
+<text x="220" y="{title_y}" text-anchor="middle">loss minus {baseline}, nats per token</text>
+</svg>"""
+_MARK = """\
+<text x="0" y="{text_y}">{recipe}</text>
+<g><title>{words} nats</title><circle cx="{mean}" cy="{y}" r="5.5" fill="{colour}"/>\
+<path d="M{low} {y}H{high}" stroke="{colour}" stroke-width="2.5"/></g>"""
+_TICK = """\
+<path d="M{x} {y}v5" stroke="currentColor" stroke-opacity="0.5"/>
+<text x="{x}" y="{text_y}" text-anchor="middle">{value:+.2g}</text>"""
 
 
 def colour_of(index: int) -> str:
@@ -30,55 +44,36 @@ def colour_of(index: int) -> str:
 def interval_figure(comparison: Comparison) -> str:
     """Return an SVG of the paired differences with their 95 % intervals; empty without any.
 
-    The band is the threshold: inside it a recipe is as good as the baseline.
+    The band is the threshold: inside it a recipe is as good as the baseline. A single seed has no
+    interval.
     """
     threshold = comparison.acceptable
     labels = [row["recipe"] for row in comparison.rows]
     drawn = [pair for pair in comparison.differences if math.isfinite(pair.mean)]
     if not drawn or not 0 < threshold < math.inf:
         return ""
-    reach = 1.5 * threshold
+    ends = [1.5 * threshold]
     for pair in drawn:
-        for side in (pair.low, pair.high, pair.mean):
-            if math.isfinite(side):
-                reach = max(reach, abs(side))
-    limit = 1.1 * min(reach, FAR * threshold)
-    height = _TOP + _ROW * len(drawn)
+        ends += [abs(value) for value in (pair.low, pair.high, pair.mean) if math.isfinite(value)]
+    limit = 1.1 * min(max(ends), FAR * threshold)
 
     def x_of(value: float) -> float:
         inside = max(-limit, min(limit, value))
-        return round(10 + (inside + limit) / (2 * limit) * (_WIDTH - 20), 1)
+        return round(_WIDTH / 2 + inside / limit * (_WIDTH / 2 - 10), 1)
 
-    middle = x_of(0)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height + 44}" '
-        'role="img" font-family="system-ui, sans-serif" font-size="13" fill="currentColor">',
-        f"<title>Loss minus the loss of {escape(str(comparison.baseline))}</title>",
-        f'<rect x="{x_of(-threshold)}" y="{_TOP}" width="{x_of(threshold) - x_of(-threshold):.1f}" '
-        f'height="{height - _TOP}" fill-opacity="0.1"/>',
-        _line(middle, _TOP, middle, height),
-    ]
-    for place, pair in enumerate(drawn):
-        y = _TOP + _ROW * place + 30
+    marks = []
+    y = 8
+    for pair in drawn:
+        low, high = (pair.mean, pair.mean) if pair.num_pairs == 1 else (pair.low, pair.high)
         colour = colour_of(labels.index(pair.recipe))
-        parts.append(f'<text x="0" y="{y - 12}">{escape(pair.recipe)}</text>')
-        parts.append(_mark(pair, x_of(pair.low), x_of(pair.mean), x_of(pair.high), y, colour))
+        texts = {"recipe": escape(pair.recipe), "words": escape(pair.text), "colour": colour}
+        places = {"low": x_of(low), "mean": x_of(pair.mean), "high": x_of(high)}
+        marks.append(_MARK.format(y=y + 30, text_y=y + 18, **texts, **places))
+        y += _ROW
     for value in (-threshold, 0.0, threshold):
-        x = x_of(value)
-        parts.append(_line(x, height, x, height + 5))
-        parts.append(f'<text x="{x}" y="{height + 20}" text-anchor="middle">{value:+.2g}</text>')
-    words = f"loss minus {escape(str(comparison.baseline))}, nats per token"
-    parts.append(f'<text x="{middle}" y="{height + 38}" text-anchor="middle">{words}</text>')
-    return "\n".join([*parts, "</svg>"])
-
-
-def _mark(pair: PairedDifference, low: float, mean: float, high: float, y: int, colour: str) -> str:
-    """Draw the interval and the mean; a single seed has no interval."""
-    mark = f'<circle cx="{mean}" cy="{y}" r="5.5" fill="{colour}"/>'
-    if pair.num_pairs > 1:
-        mark += f'<path d="M{low} {y}H{high}" stroke="{colour}" stroke-width="2.5"/>'
-    return f"<g><title>{escape(pair.text)} nats</title>{mark}</g>"
-
-
-def _line(x: float, y: float, to_x: float, to_y: float) -> str:
-    return f'<path d="M{x} {y}L{to_x} {to_y}" stroke="currentColor" stroke-opacity="0.5"/>'
+        marks.append(_TICK.format(x=x_of(value), y=y, text_y=y + 20, value=value))
+    left = x_of(-threshold)
+    return _FRAME.format(
+        baseline=escape(str(comparison.baseline)), left=left, width=round(x_of(threshold) - left, 1),
+        rows=y - 8, bottom=y, height=y + 44, title_y=y + 38, marks="\n".join(marks),
+    )  # fmt: skip

@@ -5,11 +5,11 @@ Its tables equal the terminal's. Text of a run is escaped, so the name of a tens
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from html import escape
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 from narrowgauge.errors import NarrowgaugeError, require_package
 from narrowgauge.measuring.comparison import Comparison
@@ -18,7 +18,7 @@ from narrowgauge.measuring.labels import run_labels, seed_of
 from narrowgauge.measuring.reading import Reading
 from narrowgauge.report.curves import PageRun, curves_of
 from narrowgauge.report.interval_figure import interval_figure
-from narrowgauge.runs.finding import counted, listed, sentences
+from narrowgauge.runs.finding import counted, sentences, told
 from narrowgauge.runs.places import PAGE_MARK
 from narrowgauge.runs.record import Run
 from narrowgauge.spec.tables import Table, cell_text
@@ -63,13 +63,8 @@ def page_runs(runs: Sequence[Run]) -> list[PageRun]:
 
 def title_of(runs: Sequence[PageRun]) -> str:
     """Return the models and recipes of a page."""
-    models: dict[str, None] = {}
-    labels: dict[str, None] = {}
-    for run in runs:
-        models[Path(str(run.run.config.get("model", "a model"))).name] = None
-        labels[run.label] = None
-    recipes = listed(labels) if len(labels) <= 4 else f"{len(labels)} recipes"
-    return f"{listed(models)} in {recipes}"
+    models = [Path(str(run.run.config.get("model", "a model"))).name for run in runs]
+    return f"{told(models)} in {told(run.label for run in runs)}"
 
 
 def _section(heading: str, *parts: str) -> str:
@@ -78,17 +73,15 @@ def _section(heading: str, *parts: str) -> str:
 
 def html_table(table: Table) -> str:
     """Return a table in a box that scrolls sideways."""
-    head = ""
-    for column in table.columns:
-        head += f"<th>{escape(column.title)}</th>"
-    lines = []
+    lines = ["".join(f"<th>{escape(title)}</th>" for title in table.heads)]
     for row in table.rows:
-        cells = []
+        line = ""
         for column in table.columns:
             style = ' class="number"' if column.right else ""
-            cells.append(f"<td{style}>{escape(column.cell(row))}</td>")
-        lines.append(f"<tr>{''.join(cells)}</tr>")
-    return f'<div class="scroll"><table><tr>{head}</tr>\n{chr(10).join(lines)}</table></div>'
+            line += f"<td{style}>{escape(column.cell(row))}</td>"
+        lines.append(line)
+    rows = "</tr>\n<tr>".join(lines)
+    return f'<div class="scroll"><table><tr>{rows}</tr></table></div>'
 
 
 # ── what the runs say ─────────────────────────────────────────────────────────────────────────────
@@ -111,25 +104,16 @@ def _verdict(comparison: Comparison, runs: Sequence[Run]) -> Iterator[str]:
 
 
 def learned(comparison: Comparison, runs: Sequence[Run]) -> Iterator[str]:
-    """Yield a sentence on whether each recipe learned more than the frequencies of its tokens.
-
-    The frequencies alone have a loss, which the trainer records for its validation text.
+    """Yield a sentence on whether the models learned more than the frequencies of their tokens,
+    whose loss on its validation text the trainer records.
     """
-    levels = []
-    for run in runs:
-        level = run.run.get("data", {}).get("unigram_loss")
-        if isinstance(level, (int, float)):
-            levels.append(level)
-    if not levels:
-        return
-    level = max(levels)
-    words = []
-    for row in comparison.rows:
-        if row["val_loss"] is not None:
-            side = "below" if row["val_loss"] < level else "above"
-            words.append(f"{row['recipe']} is {abs(row['val_loss'] - level):.4f} {side}")
-    ending = f": {listed(words)}" if words else ""
-    yield f"Token frequencies alone have a loss of {level:.4f}{ending}."
+    levels = [run.run.get("data", {}).get("unigram_loss", -math.inf) for run in runs]
+    losses = [row["val_loss"] for row in comparison.rows if row["val_loss"] is not None]
+    if losses and max(levels) > 0:
+        yield (
+            f"Token frequencies alone have a loss of {max(levels):.4f}; the recipes end at "
+            f"{min(losses):.4f} to {max(losses):.4f}."
+        )
 
 
 def _curves(comparison: Comparison, runs: Sequence[PageRun]) -> Iterator[str]:
@@ -170,25 +154,22 @@ def _diagnosis(runs: Sequence[PageRun]) -> Iterator[str]:
             lines.append(f"Nothing found in {name}.")
     items = ""
     for (label, what, _), members in groups.items():
-        items += f"<li>{_finding(label, what, members)}</li>"
+        items += _finding(label, what, members)
     rest = escape(" ".join(lines))
-    yield _section(
-        "Diagnosis", f'<ul class="findings">{items}</ul>', f'<p class="muted">{rest}</p>'
-    )
+    findings = f'<ul class="findings">{items}</ul>'
+    yield _section("Diagnosis", findings, f'<p class="muted">{rest}</p>')
 
 
 def _finding(label: str, what: str, members: list[tuple[int, Reading]]) -> str:
     """Return the sentence of the earliest reading of a kind, and then its numbers."""
     _, reading = min(members, key=lambda member: member[1].step)
     seeds = ", ".join(map(str, sorted({seed for seed, _ in members})))
-    numbers: dict[str, Any] = {
-        "step": reading.step, "value": reading.value, "expected": reading.expected,
-        "bound": reading.bound,
-    }  # fmt: skip
-    words = [f"{label}, seed {seeds}", what, reading.tensor]
-    for name, value in numbers.items():
+    words = [f"{label}, seed {seeds}", what, reading.tensor, f"step {reading.step}"]
+    for name in ("value", "expected", "bound"):
+        value = getattr(reading, name)
         if value is not None:
             words.append(f"{name} {cell_text(value)}")
-    place = " · ".join(filter(None, words))
-    sentence = sentences(reading.text or what)
-    return f'<p>{escape(sentence)}</p><p class="muted">{escape(place)}</p>'
+    sentence = escape(sentences(reading.text or what))
+    return (
+        f'<li><p>{sentence}</p><p class="muted">{escape(" · ".join(filter(None, words)))}</p></li>'
+    )

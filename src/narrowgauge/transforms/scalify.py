@@ -1,63 +1,235 @@
 """Scalify: every tensor of a model carries a power-of-two scale, so that the operands of its
 matmuls are near one.
 
-A tensor is ``data * scale``, and a rule for each operation gives its result a scale, forward and
-backward (docs/matmuls.md). Most sizes are guessed. Outputs of activations, gradients behind a
-norm, and weights are measured, since errors of guesses would accumulate there. A float8 matmul then
-needs no scale and no amax: it casts ``data`` directly.
+A :class:`Scaled` tensor stands for ``data * scale``: its attributes ``raw``, with a mean square near
+one, and ``scale``. Each operation guesses the size of its result from the scales of its operands, as for independent random
+numbers: a product gets the product of the scales, a sum of n numbers the root of n times their
+scale. A guess only decides where ``data`` is in its format's range. The value stays: a power of two
+rounds nothing until a number leaves the range. The rules apply below autograd, so gradients are
+scaled tensors too. An operation without a rule is an error.
 
-Only modules with parameters, and activations, compute by a rule. The rest is the model's own code,
-run on scaled tensors. Tensors are scaled from the embedding to the last norm. Logits and the
-parameters' gradients are plain tensors.
+Outputs of activations, gradients behind a norm, and weights are measured, since errors of guesses
+would accumulate there. A float8 matmul then needs no scale and no amax: it casts ``data`` directly.
+Linear layers, embeddings, norms, activations and attention compute by a rule, from the embedding to
+the last norm. Logits and the parameters' gradients are plain tensors.
 
 **Functions.** A function of real values ``y = f(x)`` runs on plain tensors. :func:`enter` divides
 each operand by its unit, the function returns ``raw``, and :func:`leave` returns the scaled tensor
-``raw * scale``. The chain rule fixes the backward pass. Let ``dy`` be the gradient of ``y``. Then
+``raw * scale``. Let ``dy`` be the gradient of ``y``. Then
 ``dx = (dy.scale * scale / unit) * vjp(dy.data)``, where ``vjp`` is PyTorch's own backward of the
 plain function. A gradient's data pass unchanged through the plain backward, with a size near one.
-Its scale bypasses it from ``leave`` to ``enter``, as the gradient of a *token* without other use.
-So values are right for all units, scales and sizes of a rule. These only decide where data are in
-the format's range. A *size* is the root mean square of ``raw`` or of a ``vjp``. Data are divided by
-it and the scale is multiplied by it. Guesses assume independent operands. Training makes them less
-independent. E4m3 tolerates a factor of about ten upwards. E5m2, the format of gradients, tolerates
-ten thousand.
+Its scale bypasses it from ``leave`` to ``enter``, as the gradient of a *token* without other use. A
+*size* is the root mean square of ``raw`` or of a ``vjp``. Data are divided by it and the scale is
+multiplied by it.
 
-Source: Balança et al., arXiv 2407.17353; graphcore-research/jax-scalify. Measuring the output of
-activations is an addition, since the source's model has no gated MLP. In a Llama the product of
-gate and up reaches a root mean square of 140 within 40 steps.
+Source: Balança et al., Scalify, arXiv 2407.17353; graphcore-research/jax-scalify, whose default
+rounds scales down too. Measuring the output of activations is an addition, since the source's model
+has no gated MLP.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from inspect import unwrap
-from typing import Any, Final, Literal, TypeVar, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import return_and_correct_aliasing
 
+from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.metrics import power_of_rms
 from narrowgauge.torch_support.extension import extended_class
 from narrowgauge.torch_support.torch_names import map_tensors
-from narrowgauge.transforms.scaled_tensor import (
-    FUNCTIONS,
-    Scaled,
-    rescaled,
-    root_below,
-    times,
-    unknown,
-)
 
+aten = torch.ops.aten
 # The unit of an operand: its own scale, 1 (the real value), 1 with float16 widened to float32, or
 # this number.
-Unit = Tensor | Literal["own", "real", "wide"]
+Unit = Tensor | str
+OWN, REAL, WIDE = "own", "real", "wide"
 # A guess of the root mean square of the result; None: measure it.
 Size = float | None
 
-OWN: Final = "own"
-REAL: Final = "real"
-WIDE: Final = "wide"
+
+class Scaled(Tensor):
+    """Hold a tensor as ``data * scale``.
+
+    Results of operations are rounded as in the format of ``data``.
+
+    Args:
+        data: a plain floating-point tensor.
+        scale: a power of two, as a number or as a 0-d float32 tensor on the device of ``data``. A
+            check would synchronize with the device, so there is none.
+    """
+
+    raw: Tensor
+    scale: Tensor
+
+    @staticmethod
+    def __new__(cls, data: Tensor, scale: Tensor | float) -> Scaled:
+        layout: Any = {"strides": data.stride(), "storage_offset": data.storage_offset()}
+        return Tensor._make_wrapper_subclass(
+            cls, data.size(), dtype=data.dtype, device=data.device, **layout
+        )
+
+    def __init__(self, data: Tensor, scale: Tensor | float) -> None:
+        self.raw = data
+        self.scale = torch.as_tensor(scale, dtype=torch.float32, device=data.device)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"Scaled({self.raw}, {self.scale})"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _ATTENTION:
+            return attention(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        rule = _RULES.get(func)
+        if rule is None:
+            raise unknown(f"{str(func).removesuffix('.default')} of a scaled tensor")
+        result = rule(func, *args, **kwargs)
+        if func in _VIEWS:
+            return return_and_correct_aliasing(func, args, kwargs, result)
+        return result
+
+
+def unknown(reason: str) -> RecipeError:
+    return RecipeError(
+        f"Cannot scalify {reason} because it has no rule.",
+        "Use a model of the kinds of Llama or GPT-2 of transformers, with sdpa attention and without "
+        "dropout.",
+    )
+
+
+def root_below(count: int) -> float:
+    """Return the largest power of two not above ``sqrt(count)``: the size of a sum of ``count``
+    numbers of size one.
+    """
+    return 2.0 ** ((count.bit_length() - 1) // 2)
+
+
+def times(x: Tensor, power: Tensor) -> Tensor:
+    """Return ``x * power`` for a 0-d float32 power of two, rounded once.
+
+    The power may be out of float16's range.
+    """
+    if x.dtype is torch.float16:
+        return (x.float() * power).to(x.dtype)
+    return x * power
+
+
+def rescaled(x: Tensor) -> Scaled:
+    """Return ``x``, plain or scaled, with a new scale from its measured root mean square: the
+    *dynamic rescale*.
+
+    Example:
+        >>> rescaled(Scaled(torch.tensor([0.25, -0.5]), 2.0))
+        Scaled(tensor([ 1., -2.]), 0.5)
+    """
+    data, scale = (x.raw, x.scale) if isinstance(x, Scaled) else (x, 1.0)
+    size = power_of_rms(data)
+    return Scaled(data / size, size * scale)
+
+
+# ── arithmetic ────────────────────────────────────────────────────────────────────────────────────
+
+
+def _as_one(func: Any, x: Scaled, *args: Any, **kwargs: Any) -> Any:
+    """Move, copy, cast or negate elements at the same scale."""
+    moved = func(x.raw, *args, **kwargs)
+    if isinstance(moved, Tensor):
+        return Scaled(moved, x.scale.to(moved.device))
+    parts = []
+    for part in moved:
+        parts.append(Scaled(part, x.scale))
+    return parts
+
+
+def _multiply(func: Any, a: Any, b: Any) -> Scaled:
+    """Multiply scales. A plain tensor or a number has scale 1."""
+    if not isinstance(a, Scaled):
+        a, b = b, a
+    if isinstance(b, Scaled):
+        return Scaled(a.raw * b.raw, a.scale * b.scale)
+    needs_grad = isinstance(b, Tensor) and b.requires_grad and torch.is_grad_enabled()
+    if needs_grad:  # its gradient would be a scaled tensor
+        raise unknown(f"{func} of a scaled tensor with a plain one that requires a gradient")
+    return Scaled(a.raw * b, a.scale)
+
+
+def _add(func: Any, a: Any, b: Any, **options: Any) -> Scaled:
+    """Add at the larger scale: the root of the sum of the squared scales, rounded down to a power
+    of two.
+    """
+    lhs, rhs, scale = _aligned([a, b])
+    return Scaled(func(lhs, rhs, **options), scale)
+
+
+def _concatenate(func: Any, tensors: Sequence[Any], dim: int = 0) -> Scaled:
+    *parts, scale = _aligned(tensors)
+    return Scaled(func(parts, dim), scale)
+
+
+def _aligned(operands: Sequence[Any]) -> list[Any]:
+    """Return the data of all operands at their largest scale, and that scale.
+
+    Plain operands are zeros that autograd fills in: they have no scale.
+    """
+    scale = torch.stack([x.scale for x in operands if isinstance(x, Scaled)]).amax()
+    data = []
+    for x in operands:
+        if isinstance(x, Scaled):
+            data.append(x.raw * (x.scale / scale))
+        else:
+            data.append(x / scale)
+    return [*data, scale]
+
+
+def _sum(
+    func: Any, x: Scaled, dims: Sequence[int] | None = None, keepdim: bool = False, **kwargs: Any
+) -> Scaled:
+    """Sum. The scale grows by the root of the number of terms, rounded down to a power of two."""
+    count = 1
+    for dim in dims or range(x.ndim):
+        count = count * x.shape[dim]
+    size = root_below(count)
+    return Scaled(aten.sum.dim_IntList(x.raw, dims, keepdim, **kwargs) / size, x.scale * size)
+
+
+# PyTorch must see views as aliases.
+_VIEW_NAMES = (
+    "alias.default", "detach.default", "expand.default", "permute.default", "select.int", "slice.Tensor",
+    "split.Tensor", "split_with_sizes.default", "squeeze.dim", "t.default", "transpose.int", "unsqueeze.default",
+    "view.default",
+)  # fmt: skip
+_OPERATIONS: dict[Callable[..., Any], tuple[str, ...]] = {
+    _as_one: (
+        *_VIEW_NAMES, "_to_copy.default", "_unsafe_view.default", "clone.default", "neg.default",
+        "select_backward.default", "slice_backward.default",
+    ),
+    _multiply: ("mul.Tensor", "mul.Scalar"),
+    _add: ("add.Tensor", "sub.Tensor"),
+    _concatenate: ("cat.default",),
+    _sum: ("sum.dim_IntList", "sum.default"),
+}  # fmt: skip
+_RULES: dict[Any, Callable[..., Any]] = {}
+_VIEWS: set[Any] = set()
+for _rule, _names in _OPERATIONS.items():
+    for _name in _names:
+        _packet, _, _overload = _name.partition(".")
+        _operation = getattr(getattr(aten, _packet), _overload)
+        _RULES[_operation] = _rule
+        if _name in _VIEW_NAMES:
+            _VIEWS.add(_operation)
+
 
 # ── strip and restore scales ──────────────────────────────────────────────────────────────────────
 
@@ -68,19 +240,22 @@ class _Enter(torch.autograd.Function):
         ctx: Any, units: tuple[Unit, ...], sizes: tuple[Size, ...], *operands: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*map(_divisor, operands, units))
+        entered = []
+        divisors = []
+        for x, unit in zip(operands, units, strict=True):
+            value, divisor = _in_unit(x, unit)
+            entered.append(value)
+            divisors.append(divisor)
+        ctx.save_for_backward(*divisors)
         ctx.sizes = sizes
         ctx.scaled = [isinstance(x, Scaled) and x.dtype for x in operands]
-        entered = tuple(map(_in_unit, operands, units))
-        constants = []
-        for x, needs_grad in zip(entered, ctx.needs_input_grad[2:], strict=True):
-            if not needs_grad:  # it then costs no matmul in the backward pass
-                constants.append(x)
-        ctx.mark_non_differentiable(*constants)
-        return _unit(operands[0]), *entered
+        needs = zip(entered, ctx.needs_input_grad[2:], strict=True)
+        # A constant costs no matmul in the backward pass.
+        ctx.mark_non_differentiable(*[x for x, needs_grad in needs if not needs_grad])
+        return _one(operands[0]), *entered
 
     @staticmethod
-    def backward(ctx: Any, token: Tensor, *vjps: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, token: Tensor | None, *vjps: Tensor | None) -> tuple[Tensor | None, ...]:
         gradients: list[Tensor | None] = []
         for vjp, divisor, size, dtype in zip(
             vjps, ctx.saved_tensors, ctx.sizes, ctx.scaled, strict=True
@@ -88,60 +263,40 @@ class _Enter(torch.autograd.Function):
             if vjp is None:
                 gradients.append(None)
                 continue
-            if divisor is None:
-                scale = token
+            scale = _one(vjp) if token is None else token
+            if divisor is not None:
+                scale = scale / divisor
+            if dtype:
+                power = power_of_rms(vjp) if size is None else size
+                gradients.append(Scaled((vjp / power).to(dtype), scale * power))
             else:
-                scale = token / divisor
-            if not dtype:
                 gradients.append(times(vjp, scale))
-                continue
-            power = _size_of(vjp, size)
-            gradients.append(Scaled((vjp / power).to(dtype), scale * power))
         return None, None, *gradients
 
 
-def _size_of(x: Tensor, size: Size) -> Any:
-    if size is None:
-        return power_of_rms(x)
-    return size
-
-
-def _unit(like: Tensor) -> Tensor:
+def _one(like: Tensor) -> Tensor:
     return torch.ones((), dtype=torch.float32, device=like.device)
 
 
-def _divisor(x: Tensor, unit: Unit) -> Tensor | None:
-    if isinstance(unit, Tensor):
-        return unit
-    return x._scale if unit == OWN and isinstance(x, Scaled) else None
-
-
-def _in_unit(x: Tensor, unit: Unit) -> Tensor:
-    """Return the operand's value in its unit, detached."""
+def _in_unit(x: Tensor, unit: Unit) -> tuple[Tensor, Tensor | None]:
+    """Return the operand's value in its unit, detached, and what a gradient is divided by."""
     if isinstance(x, Scaled):
-        if unit == OWN:
-            return x._data.detach()
-        if unit == WIDE:
-            x = _widened(x._data) * x._scale
-        else:
-            x = times(x._data, x._scale)
+        if unit is OWN:
+            return x.raw.detach(), x.scale
+        data = x.raw
+        if unit is WIDE and data.dtype is torch.float16:  # its gradient will be a plain tensor
+            data = data.float()
+        x = times(data, x.scale)
     if isinstance(unit, Tensor):
-        return x / unit
-    return x.detach()
-
-
-def _widened(x: Tensor) -> Tensor:
-    """Widen float16 that leaves scaled arithmetic, since its gradient will be a plain tensor."""
-    if x.dtype is torch.float16:
-        return x.float()
-    return x
+        return x / unit, unit
+    return x.detach(), None
 
 
 class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, raw: Tensor, token: Tensor, scale: Tensor, size: Size) -> Tensor:
         ctx.save_for_backward(scale)
-        power = _size_of(raw, size)
+        power = power_of_rms(raw) if size is None else size
         return Scaled(raw / power, scale * power)
 
     @staticmethod
@@ -149,105 +304,115 @@ class _Leave(torch.autograd.Function):
         (scale,) = ctx.saved_tensors
         if not isinstance(gradient, Scaled):
             gradient = rescaled(gradient)
-        return gradient._data, gradient._scale * scale, None, None
+        return gradient.raw, gradient.scale * scale, None, None
 
 
-class _Value(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        scaled = cast(Scaled, x)
-        ctx.dtype = scaled.dtype
-        return _widened(scaled._data) * scaled._scale
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        g = rescaled(gradient)
-        return Scaled(g._data.to(ctx.dtype), g._scale)
+enter: Any = _Enter.apply
+"""Return the token, and each operand as a plain tensor in its unit: of the units, the sizes of the
+operands' ``vjp``, and the operands. A plain operand has scale 1, and a plain gradient."""
+leave: Any = _Leave.apply
+"""Return ``raw * scale`` as a scaled tensor: of ``raw``, token, scale and size."""
 
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def _in_graph(function: _Function) -> _Function:
-    """Make a compiler keep the call in the graph and trace it only below autograd."""
-    return cast(_Function, torch.compiler.allow_in_graph(function))
-
-
-@_in_graph
-def enter(
-    units: tuple[Unit, ...], sizes: tuple[Size, ...], *operands: Tensor
-) -> tuple[Tensor, ...]:
-    """Return the token, and each operand as a plain tensor in its unit.
-
-    Args:
-        units: unit of each operand. A plain one has scale 1.
-        sizes: size of each operand's ``vjp``. Ignored for a plain operand, whose gradient is a
-            plain value.
-    """
-    return cast(tuple[Tensor, ...], _Enter.apply(units, sizes, *operands))  # type: ignore[no-untyped-call]
-
-
-@_in_graph
-def leave(raw: Tensor, token: Tensor, scale: Tensor, size: Size) -> Tensor:
-    """Return ``raw * scale`` as a scaled tensor of data ``raw / size``."""
-    return cast(Tensor, _Leave.apply(raw, token, scale, size))  # type: ignore[no-untyped-call]
-
-
-@_in_graph
 def value_of(x: Tensor) -> Tensor:
     """Return a scaled tensor's value as a plain one. Its gradient is measured."""
-    return cast(Tensor, _Value.apply(x))  # type: ignore[no-untyped-call]
-
-
-@_in_graph
-def scale_of(x: Tensor) -> Tensor:
-    """Return the scale of a tensor; 1 for a plain one."""
-    if isinstance(x, Scaled):
-        return x._scale
-    return _unit(x)
+    value: Tensor = enter((WIDE,), (None,), x)[1]
+    return value
 
 
 # ── rules ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-def linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    multiply: Callable[..., Tensor],
-    features: tuple[int, int],
-) -> Tensor:
-    """Apply a linear layer by the rule for dot products: the operands of its three matmuls are near
-    one.
+class _Ruled:
+    """Mix into the class of a module that computes by a rule.
 
-    The output sums over the inputs, ``grad_input`` over the outputs. Their sizes are the roots of
-    these numbers, rounded down. The weight's scale is measured, and its gradient is a plain value.
-    The bias is added at the scale of the product.
-
-    Args:
-        x: plain or scaled, ``[..., inputs]``.
-        weight, bias: plain. The weight has the layout of ``multiply``.
-        multiply: the linear function of plain tensors, low-precision or not.
-        features: numbers of inputs and outputs.
+    The class changes, not the object's forward. So the module can be copied and pickled.
     """
-    inputs, outputs = features
-    size = power_of_rms(weight)
-    scale = scale_of(x) * size
-    sizes = (root_below(outputs), None, None)
-    if bias is None:
-        token, data, unit_weight = enter((OWN, size), sizes[:2], x, weight)
-        raw = multiply(data, unit_weight, None)
-    else:
-        units: tuple[Unit, ...] = (OWN, size, scale)
-        token, data, unit_weight, unit_bias = enter(units, sizes, x, weight, bias)
-        raw = multiply(data, unit_weight, unit_bias)
-    return leave(raw, token, scale, root_below(inputs))
+
+    leaves_plain = False
+    # The dtype of the scaled tensors, if not the parameters' own. A rule casts its parameters
+    # itself. After a separate cast their gradients would leave scaled arithmetic in the smaller
+    # range of the two.
+    computes_in: torch.dtype | None = None
 
 
-def attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
-) -> Tensor:  # fmt: skip
+class _Linear(_Ruled):
+    """A linear layer: PyTorch's, transformers' Conv1D, or one with a ``multiply`` of its own.
+
+    The operands of its three matmuls are near one. The output sums over the inputs, ``grad_input``
+    over the outputs. Their sizes are the roots of these numbers, rounded down. The weight's scale is
+    measured, and its gradient is a plain value. The bias is added at the scale of the product.
+    """
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        inputs, outputs = self.weight.shape
+        multiply = _multiply_conv1d
+        if isinstance(self, nn.Linear):
+            inputs, outputs = self.in_features, self.out_features
+            multiply = getattr(self, "multiply", F.linear)
+        size = power_of_rms(self.weight)
+        scale = (x.scale if isinstance(x, Scaled) else _one(x)) * size
+        operands = [x, self.weight]
+        if self.bias is not None:
+            operands.append(self.bias)
+        sizes = (root_below(outputs), None, None)[: len(operands)]
+        token, *entered = enter((OWN, size, scale)[: len(operands)], sizes, *operands)
+        y: Tensor = leave(multiply(*entered), token, scale, root_below(inputs))
+        return value_of(y) if self.leaves_plain else y
+
+
+def _multiply_conv1d(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return x @ weight + bias
+
+
+class _Embedding(_Ruled):
+    """Look up rows of the weight at its measured scale. Its gradient is a plain value."""
+
+    def forward(self: Any, tokens: Tensor) -> Tensor:
+        size = power_of_rms(self.weight)
+        token, table = enter((REAL,), (None,), self.weight)
+        rows = F.embedding(tokens, table, self.padding_idx) / size
+        embedded: Tensor = leave(rows.to(self.computes_in or rows.dtype), token, size, 1.0)
+        return embedded
+
+
+class _Activation(_Ruled):
+    """Apply it to the real value.
+
+    Its output is measured. Its gradient has about the output gradient's size.
+    """
+
+    def forward(self: Any, x: Tensor) -> Any:
+        token, real = enter((REAL,), (1.0,), x)
+        return leave(super().forward(real), token, _one(token), None)  # type: ignore[misc]
+
+
+class _Norm(_Ruled):
+    """Apply a norm to the real value.
+
+    The result has scale 1, since its size is one. Its gradient is measured. float16 is computed in
+    float32, since the gradient of a small input is large.
+    """
+
+    def forward(self: Any, x: Tensor) -> Any:
+        parameters = self._parameters
+        named = {name: p for name, p in parameters.items() if p is not None}
+        count = 1 + len(named)
+        token, real, *vectors = enter((WIDE,) * count, (None,) * count, x, *named.values())
+        for name, vector in zip(named, vectors, strict=True):
+            is_narrow = vector.dtype.itemsize <= real.dtype.itemsize
+            named[name] = vector.to(real.dtype) if is_narrow else vector
+        try:
+            self._parameters = {**parameters, **named}
+            raw = super().forward(real)  # type: ignore[misc]
+        finally:
+            self._parameters = parameters
+        if x.dtype is torch.float16:
+            raw = raw.half()
+        return leave(raw, token, _one(token), 1.0)
+
+
+def attention(query: Tensor, key: Tensor, value: Any, *rest: Any, **options: Any) -> Tensor:
     """Apply scaled dot product attention: scores from real queries and keys, the mean from the data
     of the values.
 
@@ -255,19 +420,16 @@ def attention(
     Queries and keys enter as real values near one. Their gradients are small relative to the
     output's at first, and large later.
     """
-    if isinstance(attn_mask, Scaled):  # a learned bias, as of T5's positions
-        raise unknown("attention with a mask that is learned")
-    token, q, k, v = enter((REAL, REAL, OWN), (1.0,) * 3, query, key, value)
-    raw = F.scaled_dot_product_attention(
-        q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-    )
-    return leave(raw, token, scale_of(value), 1.0)
+    token, *entered = enter((REAL, REAL, OWN), (1.0,) * 3, query, key, value)
+    raw = F.scaled_dot_product_attention(*entered, *rest, **options)
+    attended: Tensor = leave(raw, token, value.scale, 1.0)
+    return attended
 
 
-FUNCTIONS[unwrap(F.scaled_dot_product_attention)] = attention  # attached gauges wrap it
+_ATTENTION = unwrap(F.scaled_dot_product_attention)  # attached gauges wrap it
 
 
-# ── modules that compute by a rule ────────────────────────────────────────────────────────────────
+# ── models ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def scalify(model: nn.Module, dtype: torch.dtype | None = None) -> None:
@@ -296,15 +458,19 @@ def scalify(model: nn.Module, dtype: torch.dtype | None = None) -> None:
     head = None
     if hasattr(model, "get_output_embeddings"):
         head = cast(Any, model).get_output_embeddings()
-    classes = {}
+    rules: dict[nn.Module, type[_Ruled]] = {}
     for name, module in model.named_modules():
+        rule = _rule_for(module)
         # A plain head has plain inputs and outputs. A rule would only measure it.
-        if module is not head or type(module) is not nn.Linear:
-            classes[module] = _class_for(name, module)
-    for module, ruled in classes.items():
-        module.__class__ = ruled
-        if isinstance(module, _Ruled):
-            cast(Any, module).computes_in = dtype
+        is_plain = isinstance(module, _Ruled) or (module is head and type(module) is nn.Linear)
+        if rule is not None and not is_plain:
+            rules[module] = rule
+        elif rule is None and next(module.parameters(recurse=False), None) is not None:
+            raise unknown(f"the module '{name}' of class {type(module).__name__}")
+    for module, rule in rules.items():
+        kind: Any = type(module)
+        module.__class__ = extended_class(rule, kind)
+        cast(Any, module).computes_in = dtype
     if isinstance(head, _Ruled):
         head.leaves_plain = True
     # The body of a Hugging Face model can also be called directly.
@@ -313,152 +479,26 @@ def scalify(model: nn.Module, dtype: torch.dtype | None = None) -> None:
             module.register_forward_hook(_leave_values)
 
 
+def _rule_for(module: nn.Module) -> type[_Ruled] | None:
+    """Return the rule of a module's class; ``None`` if there is none.
+
+    A subclass may compute anything, unless its ``multiply`` shows that only its product differs.
+    """
+    kind = type(module)
+    if isinstance(module, nn.Linear) and hasattr(kind, "multiply"):
+        return _Linear
+    if kind.__name__.endswith("RMSNorm"):
+        return _Norm
+    return _RULE_OF.get(kind.__name__)
+
+
+_RULE_OF: dict[str, type[_Ruled]] = {
+    "Linear": _Linear, "Conv1D": _Linear, "Embedding": _Embedding, "LayerNorm": _Norm,
+    **dict.fromkeys(("GELU", "ReLU", "SiLU"), _Activation),
+    **dict.fromkeys(("GELUActivation", "GELUTanh", "NewGELUActivation", "SiLUActivation"), _Activation),
+}  # fmt: skip
+"""By the class's name: a model of another library must not need transformers."""
+
+
 def _leave_values(_: nn.Module, __: Any, result: Any) -> Any:
-    return map_tensors(
-        lambda tensor: value_of(tensor) if isinstance(tensor, Scaled) else tensor, result
-    )
-
-
-class _Ruled:
-    """Mix into the class of a module that computes by a rule.
-
-    The class changes, not the object's forward. So the module can be copied and pickled, and a
-    compiler reuses one graph for all layers of the class.
-    """
-
-    leaves_plain = False
-    # The dtype of the scaled tensors, if not the parameters' own. A rule casts its parameters
-    # itself. After a separate cast their gradients would leave scaled arithmetic in the smaller
-    # range of the two.
-    computes_in: torch.dtype | None = None
-
-
-class _Linear(_Ruled):
-    """A linear layer: PyTorch's, transformers' Conv1D, or one with a ``multiply`` of its own."""
-
-    def forward(self: Any, x: Tensor) -> Tensor:
-        inputs = getattr(self, "nx", None) or self.in_features
-        outputs = getattr(self, "nf", None) or self.out_features
-        multiply = getattr(self, "multiply", None)
-        if multiply is None:
-            multiply = _multiply_conv1d if hasattr(self, "nf") else F.linear
-        y = linear(x, self.weight, self.bias, multiply, (inputs, outputs))
-        if self.leaves_plain:
-            return value_of(y)
-        return y
-
-
-def _multiply_conv1d(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return x @ weight + bias
-
-
-class _Embedding(_Ruled):
-    """Look up rows of the weight at its measured scale. Its gradient is a plain value."""
-
-    def forward(self: Any, tokens: Tensor) -> Tensor:
-        size = power_of_rms(self.weight)
-        token, table = enter((REAL,), (None,), self.weight)
-        rows = F.embedding(tokens, table, self.padding_idx) / size
-        return leave(rows.to(self.computes_in or rows.dtype), token, size, 1.0)
-
-
-class _Activation(_Ruled):
-    """Apply it to the real value.
-
-    Its output is measured. Its gradient has about the output gradient's size.
-    """
-
-    def forward(self: Any, x: Tensor) -> Tensor:
-        token, real = enter((REAL,), (1.0,), x)
-        return leave(super().forward(real), token, torch.ones_like(token), None)  # type: ignore[misc]
-
-
-class _Norm(_Ruled):
-    """Apply a norm to the real value.
-
-    The result has scale 1, since its size is one. Its gradient is measured. float16 is computed in
-    float32, since the gradient of a small input is large.
-    """
-
-    def forward(self: Any, x: Tensor) -> Tensor:
-        parameters = dict(self.named_parameters(recurse=False))
-        units: tuple[Unit, ...] = tuple(WIDE for _ in range(1 + len(parameters)))
-        token, real, *vectors = enter(units, (None,) * len(units), x, *parameters.values())
-        for name, vector in zip(parameters, vectors, strict=True):
-            parameters[name] = vector
-            if vector.dtype.itemsize <= real.dtype.itemsize:
-                parameters[name] = vector.to(real.dtype)
-        raw = self._normalized(real, **parameters)
-        if x.dtype is torch.float16:
-            raw = raw.half()
-        return leave(raw, token, torch.ones_like(token), 1.0)
-
-
-class _TorchNorm(_Norm):
-    def _normalized(self: Any, real: Tensor, **vectors: Tensor) -> Tensor:
-        norm: Any = F.layer_norm if isinstance(self, nn.LayerNorm) else F.rms_norm
-        return cast(Tensor, norm(real, self.normalized_shape, **vectors, eps=self.eps))
-
-
-class _RMSNorm(_Norm):
-    """A norm by the root mean square that a model defines itself, as Llama, Mistral, Qwen, SmolLM."""
-
-    def _normalized(self: Any, real: Tensor, weight: Tensor) -> Tensor:
-        return _rms_norm(self, real, weight)
-
-
-def _rms_norm(module: Any, x: Tensor, weight: Tensor) -> Tensor:
-    epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", 0.0))
-    wide = x.float()
-    unit = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
-    return weight * unit.to(x.dtype)
-
-
-@torch.no_grad()
-def _is_rms_norm(module: nn.Module) -> bool:
-    """Return whether a module computes :class:`_RMSNorm`, bit for bit, on drawn values."""
-    weight = module._parameters.get("weight")
-    if weight is None or weight.ndim != 1 or len(list(module.parameters())) != 1:
-        return False
-    generator = torch.Generator().manual_seed(0)
-    for dtype in (torch.float32, torch.bfloat16):
-        gain, *rows = torch.randn(5, len(weight), generator=generator).to(dtype)
-        x = torch.stack(rows)
-        try:
-            y = torch.func.functional_call(module, {"weight": gain}, (x,))
-        except (RuntimeError, TypeError):
-            return False
-        if not isinstance(y, Tensor) or not torch.equal(y, _rms_norm(module, x, gain)):
-            return False
-    return True
-
-
-# By full name: a model of another library must not need transformers.
-_ACTIVATIONS = ("GELUActivation", "GELUTanh", "NewGELUActivation", "SiLUActivation")
-_BY_CLASS: dict[str, type[_Ruled]] = {
-    "torch.nn.modules.linear.Linear": _Linear,
-    "transformers.pytorch_utils.Conv1D": _Linear,
-    "torch.nn.modules.sparse.Embedding": _Embedding,
-    "torch.nn.modules.normalization.LayerNorm": _TorchNorm,
-    "torch.nn.modules.normalization.RMSNorm": _TorchNorm,
-    **{f"torch.nn.modules.activation.{name}": _Activation for name in ("GELU", "ReLU", "SiLU")},
-    **{f"transformers.activations.{name}": _Activation for name in _ACTIVATIONS},
-}
-
-
-def _class_for(name: str, module: nn.Module) -> Any:
-    """Return a module's class with its rule, or as it is if it needs none."""
-    origin = cast(Any, type(module))
-    if isinstance(module, _Ruled):
-        return origin
-    for kind in origin.__mro__:
-        rule = _BY_CLASS.get(f"{kind.__module__}.{kind.__qualname__}")
-        # A subclass may compute anything, unless its `multiply` shows that only its product
-        # differs.
-        if rule is not None and (kind is origin or hasattr(origin, "multiply")):
-            return extended_class(cast(Any, rule), origin)
-    if next(module.parameters(recurse=False), None) is None:
-        return origin
-    if not _is_rms_norm(module):
-        raise unknown(f"the module '{name}' of class {type(module).__name__}")
-    return extended_class(cast(Any, _RMSNorm), origin)
+    return map_tensors(lambda x: value_of(x) if isinstance(x, Scaled) else x, result)
