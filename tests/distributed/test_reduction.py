@@ -190,34 +190,6 @@ def test_gradients_of_every_magnitude_have_one_sum_on_any_number_of_ranks(tmp_pa
                 assert_close(result, expected, 0.0)
 
 
-def test_a_device_that_must_not_wait_says_which_gradient_it_lost_and_widens(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """What runs on a GPU, on this CPU."""
-    monkeypatch.setattr("narrowgauge.numerics.exact_sums.on_cpu", lambda _: False)
-    monkeypatch.setattr("narrowgauge.distributed.exact_sum.on_cpu", lambda _: False)
-    for count in (1, 3):
-        model = Leaf()
-        reduction = ng.reduce_gradients_with(model, "reproducible")
-        step(reduction, model, list(range(count)))
-        assert_close(all_gradients(model), expected(range(count)), 1e-6)
-        model.zero_grad()
-        large = {name: value * 2.0**40 for name, value in gradients_of(0).items()}
-        with pytest.raises(RecipeError, match="values beyond"):
-            step_of(reduction, model, [large] * count)
-        step_of(reduction, model, [large] * count)
-        assert_close(
-            all_gradients(model), {name: count * value for name, value in large.items()}, 1e-6
-        )
-        # Large ones in the first step widen the sums at once.
-        model = Leaf()
-        reduction = ng.reduce_gradients_with(model, "reproducible")
-        step_of(reduction, model, [large] * count)
-        assert_close(
-            all_gradients(model), {name: count * value for name, value in large.items()}, 1e-6
-        )
-
-
 def step_of(
     reduction: GradientReduction, model: nn.Module, leaves: list[dict[str, Tensor]]
 ) -> None:

@@ -16,7 +16,6 @@ from integrations.own_trainer import OwnRun, reference
 from narrowgauge.measuring import record
 from narrowgauge.measuring.comparison import compare_runs
 from narrowgauge.measuring.hooks import RunNotice
-from narrowgauge.numerics.widening import float32_attention
 
 # Of the clock, or of the trainer or the recorder alone.
 NOT_OF_BOTH = {
@@ -38,7 +37,6 @@ class Loop:
         self.run = run
         self.model, self.optimizer = ng.prepare(run.model(), run.recipe, **run.prepare_settings)
 
-    @float32_attention()  # as the trainer has it
     def take(self, steps: range, recorder: ng.RunRecorder | None) -> None:
         for step in steps:
             for group in self.optimizer.param_groups:

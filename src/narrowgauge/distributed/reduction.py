@@ -318,14 +318,6 @@ class GradientReduction:
             self._add(exact_sum, bucket)
         if self.is_last:
             self._drop_unused()
-            # Only a GPU's sums can lose a value that is too large for narrow ones.
-            lost = [exact_sum.has_lost() for exact_sum in self._sums]
-            if any(lost):
-                raise RecipeError(
-                    "Cannot sum gradients exactly because values beyond 2^18 appeared after the "
-                    "first step.",
-                    "Repeat the step: from now on these sums take all of float32's range.",
-                )
         else:
             for parameter in (*self._sharded, *self._whole):
                 parameter.grad = None

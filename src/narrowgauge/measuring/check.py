@@ -150,7 +150,6 @@ def _compare(
         raise
     except Exception as error:  # whatever the loss raises of an unwrapped model
         findings.unseen["the gradient"] = words_of(error)
-    findings.unseen |= passes.unrestored
     return gradients
 
 

@@ -6,9 +6,6 @@
     naming only the node.
 ``Node._input_metadata``
     The formats of a model's computed outputs. Alternative: a record without them.
-``torch.library.get_kernel``, ``Library.impl(…, allow_override=True)``, ``Library._destroy``
-    Run fused attention of 16-bit operands as float32 within a context, on a CPU that does not
-    multiply them. Alternative: PyTorch's slow kernel.
 ``FSDPModule._get_fsdp_state``, ``FSDPParamGroup`` (``fsdp_params``, ``mesh_info``, ``mp_policy``, ``_reduce_scatter_comm``,
 ``reduce_grads``, ``all_reduce_grads``), ``FSDPParam._unsharded_param``
     Find which parameters travel together, their order, dtypes and ranks, and what is not sent now.
@@ -49,11 +46,9 @@ nowhere else.
 
 from __future__ import annotations
 
-import logging
 import sys
-import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -154,35 +149,6 @@ def no_modes() -> AbstractContextManager[Any]:
     from torch.utils._python_dispatch import _disable_current_modes
 
     return _disable_current_modes()
-
-
-@contextmanager
-def cpu_kernel_wrapped(name: str, wrapper: Callable[..., Any]) -> Iterator[None]:
-    """Replace an operator's CPU kernel within a context.
-
-    ``wrapper`` gets the old kernel, then the arguments.
-    """
-    kernel = torch.library.get_kernel(name, "CPU")
-    library = torch.library.Library("aten", "IMPL")
-
-    def wrapped(keys: Any, *args: Any, **options: Any) -> Any:
-        return wrapper(
-            lambda *args, **options: kernel.call_boxed(keys, *args, **options), *args, **options
-        )
-
-    logger = logging.getLogger("torch")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        library.impl(
-            name.removeprefix("aten::"), wrapped, "CPU", with_keyset=True, allow_override=True
-        )
-    logger.setLevel(level)
-    try:
-        yield
-    finally:
-        library._destroy()
 
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
