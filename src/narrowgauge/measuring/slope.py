@@ -26,6 +26,8 @@ STEP = 1e-5
 """Of the size of each weight: the third root of float64's unit roundoff, where a central difference
 is most exact.
 """
+PART = 64
+"""A tensor is named if it has this part of the difference: the last one may have little of it."""
 SEED = 7_919_003
 """Unlike a user's seed: weights drawn with the same numbers would be parallel to the direction."""
 
@@ -39,7 +41,8 @@ class Slope:
         off: their difference over their size.
     """
 
-    predicted = measured = off = 0.0
+    predicted = measured = off = limit = 0.0
+    seed = SEED
 
     def __init__(self, passes: Passes, batch: Any, has_constants: bool) -> None:
         self.passes = passes
@@ -75,7 +78,7 @@ class Slope:
     def _direction(self, name: str) -> Tensor:
         p = self.passes.leaves[name].detach()
         number = list(self.passes.leaves).index(name)
-        generator = torch.Generator().manual_seed(SEED + number)
+        generator = torch.Generator().manual_seed(self.seed + number)
         noise = torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.device)
         size = float(p.double().square().mean().sqrt()) if p.numel() else 0.0
         return noise * (size or 0.02)
@@ -102,22 +105,31 @@ class Slope:
             noise = 64 * abs(self.value) * 2.0**-53 / step / BOUND
             size = max(math.sqrt(squares), abs(self.measured), noise)
             self.off = abs(self.measured - self.predicted) / (size or 1.0)
-            if not self.off > BOUND:
+            if not abs(self.measured - self.predicted) > (self.limit or BOUND * size):
                 return False
         # A kink lies within the larger step where the two slopes differ.
         return abs(slopes[0] - slopes[1]) <= abs(slopes[1] - self.predicted) / 4
 
     def last_wrong(self) -> list[str]:
         """Return the last tensor in forward whose slope is another, by halving; empty if none is."""
+        self.limit = abs(self.measured - self.predicted) / PART
         names = self.names[::-1]
         while len(names) > 1:
             half = names[: (len(names) + 1) // 2]
             names = names[len(half) :]
-            if self.differs(half):
+            if self._is_wrong(half):
                 names = half
-        if self.differs(names):
+        if self._is_wrong(names):
             return names
         return []
+
+    def _is_wrong(self, names: Sequence[str]) -> bool:
+        """Return whether some tensors differ along one of two directions: along one they may cancel."""
+        for seed in (SEED, 2 * SEED):
+            self.seed = seed
+            if self.differs(names):
+                return True
+        return False
 
 
 def _has_hook(p: Any) -> bool:
