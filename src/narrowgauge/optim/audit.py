@@ -226,7 +226,7 @@ def _decay(inputs: Inputs, stored: Tensor) -> tuple[Tensor, Tensor]:
     leading = isinstance(rule, Rule)
     weight = codes.read(storage, lane, ()).weight if leading else codes.read_weight(storage, lane)
     without = advance(inputs._replace(scalars={**scalars, rule.decay: factor - audited}))
-    return finite_or_zero(weight) * audited, stored - without.changes[1]
+    return finite_or_zero(weight) * audited, stored - codes.changes(storage, lane, without)[1]
 
 
 def sums_of(followed: Followed) -> Tensor:
@@ -243,14 +243,15 @@ def sums_of(followed: Followed) -> Tensor:
     lane = replace(lane, scales=scales)
     inputs = Inputs(rule, storage, lane, change, scalars, numbers.seed)
     written = advance(inputs)
-    intended, stored, visible = [values.double() for values in written.changes]
+    changes = codes.changes(storage, lane, written)
+    intended, stored, visible = [values.double() for values in changes]
     if exact is not None:
         intended = exact.double()
     decay = arrived = torch.zeros_like(intended)
     spacings = 0.0
     factor = dict(zip(rule.scalars, numbers.scalars, strict=True)).get(rule.decay, 0.0)
     if factor:
-        decay, arrived = [values.double() for values in _decay(inputs, written.changes[1])]
+        decay, arrived = [values.double() for values in _decay(inputs, changes[1])]
         spacings = max(abs(factor), least_decay(storage)) * storage.weight.spacings
     terms = [
         *metrics.update_terms(intended, stored, visible),

@@ -46,7 +46,6 @@ nowhere else.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -281,19 +280,6 @@ def graph_nodes(outputs: Any) -> Iterator[Any]:
             yield node
 
 
-def graph_dtypes(outputs: Any) -> set[torch.dtype]:
-    """Return the floating-point dtypes of the operations that computed some tensors, but for custom
-    autograd functions.
-    """
-    nodes = (
-        n
-        for n in graph_nodes(outputs)
-        if not isinstance(n, torch.autograd.function.BackwardCFunction)
-    )
-    dtypes = {entry.dtype for node in nodes for entry in getattr(node, "_input_metadata", ())}
-    return {dtype for dtype in dtypes if dtype.is_floating_point}
-
-
 def is_compiled_model(model: Any) -> bool:
     """Return whether ``torch.compile`` runs a model, or a part of it."""
     return any(
@@ -311,25 +297,3 @@ def unwrapped_model(model: Any) -> Any:
         if not isinstance(inner, torch.nn.Module):
             return model
         model = inner
-
-
-def stepping_optimizers() -> list[Any]:
-    """Return the optimizers whose ``step`` runs in this thread, innermost first, one for each call:
-    twice if a subclass calls ``super().step()``.
-    """
-    optimizers = []
-    frame = sys._getframe()
-    while frame is not None:
-        code = frame.f_code
-        if (
-            code.co_name == "wrapper"
-            and code.co_filename == torch.optim.Optimizer.__init__.__code__.co_filename
-        ):
-            optimizers.append(frame.f_locals.get("self"))
-        frame = frame.f_back  # type: ignore[assignment]
-    return optimizers
-
-
-def calls_of_step(optimizer: Any) -> int:
-    """Return the number of nested ``step`` calls of an optimizer in this thread."""
-    return sum(running is optimizer for running in stepping_optimizers())
