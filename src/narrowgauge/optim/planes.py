@@ -82,8 +82,10 @@ def _title(storage: Storage, name: str, dtype: torch.dtype) -> str:
 
 def _dtype(storage: Storage, name: str, width: int) -> torch.dtype:
     """Return PyTorch's dtype with the bits of a lone field, if there is one."""
-    if width >= 32:
-        return torch.float32 if width == 32 else torch.float64
+    if width == 32:
+        return torch.float32
+    if width == 64:
+        return torch.float64
     # A tail and a master copy have no code.
     for state in ("weight", *dict(storage.states)):
         code = storage.code(state)
@@ -217,7 +219,7 @@ def fields_of(storage: Storage) -> dict[str, Field]:
             continue
         for number, part in enumerate((name, *low_parts(name, code))):
             finer = number * (code.mantissa_bits + 1)
-            share = None if number else random.get(name)
+            share = random.get(part)
             fields[part] = Field(
                 part, code.part(number), *places[part], dropped_bits(code), share, finer
             )

@@ -175,7 +175,7 @@ class Table:
         self.programs = Programs(device, num_addresses(rule, storage), len(rule.scalars) + 1)
         self.module = kernels_of(device)
         self._batch: Mapping[LocalState, Numbers] = {}
-        self._copies: list[tuple[LocalState, Tensor, Tensor]] = []
+        self._copies: list[tuple[Tensor, Tensor]] = []
         self._inputs: list[Tensor] = []
 
     def _elements_of_program(self, state: LocalState) -> int:
@@ -209,26 +209,27 @@ class Table:
 
     def _streams(self, states: Sequence[LocalState]) -> Iterator[list[int]]:
         """Yield the addresses of each stream of the states, in the order of the table."""
-        yield [self._dense(state, state.parameter, True) for state in states]
-        yield [self._dense(state, state.gradient, False) for state in states]
+        yield self._addresses([state.parameter for state in states])
+        yield self._addresses([state.gradient for state in states], is_written=False)
         for plane in states[0].planes:
-            yield [self._dense(state, state.planes[plane], True) for state in states]
+            yield self._addresses([state.planes[plane] for state in states])
         if isinstance(self.rule, MatrixRule):
-            yield [state.change.data_ptr() for state in states]
+            yield self._addresses([state.change for state in states], is_written=False)
         for name in self.storage.scaled:
-            yield [state.bounds[name].data_ptr() for state in states]
+            yield self._addresses([state.bounds[name] for state in states])
 
-    def _dense(self, state: LocalState, tensor: Tensor, is_written: bool) -> int:
-        """Return where a kernel reads a tensor: in a copy if it is not dense in the order of its
-        planes.
-        """
-        if state.is_dense(tensor):
-            return tensor.data_ptr()
-        memory = state.in_rows(tensor.detach())
-        self._inputs.append(memory)
-        if is_written:
-            self._copies.append((state, tensor.detach(), memory))
-        return memory.data_ptr()
+    def _addresses(self, tensors: Sequence[Tensor], *, is_written: bool = True) -> list[int]:
+        """Return where a kernel reads tensors: in a copy if one is not dense and in order."""
+        addresses = []
+        for tensor in tensors:
+            memory = tensor
+            if not tensor.is_contiguous():
+                memory = tensor.detach().contiguous()
+                self._inputs.append(memory)
+                if is_written:
+                    self._copies.append((tensor.detach(), memory))
+            addresses.append(memory.data_ptr())
+        return addresses
 
     def _find_joined(self, states: Sequence[LocalState]) -> None:
         """Say where the bounds of rows that ranks share begin."""
@@ -245,8 +246,8 @@ class Table:
         """
         numbers = self.programs.numbers_on_device()
         self._call("step", numbers, control, self._joined_bounds(control))
-        for state, tensor, memory in self._copies:
-            tensor.copy_(state.in_shape(memory))
+        for tensor, memory in self._copies:
+            tensor.copy_(memory)
         # Autograd notices a weight that was written between forward and backward pass.
         torch.autograd.graph.increment_version([state.parameter for state in self._batch])
 
