@@ -41,7 +41,7 @@ from narrowgauge.optim.rules.matrix import MUON
 from narrowgauge.spec.computes import COMPUTES, Cast
 from narrowgauge.spec.storages import STORAGES, Storage
 from narrowgauge.torch_support.compile import compiled
-from narrowgauge.torch_support.edge_values import edge_values
+from narrowgauge.torch_support.proof import draw
 from narrowgauge.torch_support.triton import LAUNCH
 
 SECTIONS = ("correctness", "steps", "layers")
@@ -114,7 +114,7 @@ def cast_row(cast: Cast, device: torch.device) -> Row:
     wrong = 0
     for dim in (0, 1):
         ordinary = torch.randn(300, 520, generator=torch.Generator().manual_seed(dim)).bfloat16()
-        for x in (ordinary, edge_values(torch.bfloat16, (300, 520), seed=dim, finite=True)):
+        for x in (ordinary, draw(torch.bfloat16, (300, 520), edges=True, seed=dim)):
             x = padded(x, cast, dim)
             if cast.rounding != "nearest":
                 words = random_words(*x.shape, torch.tensor(17))

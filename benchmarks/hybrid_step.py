@@ -38,13 +38,13 @@ from torch.profiler import profile, record_function
 
 import narrowgauge as ng
 from narrowgauge.distributed.sharding import shard
-from narrowgauge.planner.ask import Shares
 from narrowgauge.planner.estimate import Estimate
 from narrowgauge.planner.layouts import Layout
 from narrowgauge.planner.machine import cluster_of
+from narrowgauge.planner.memory import groups_of
 from narrowgauge.planner.model import read_model
 from narrowgauge.planner.program import read_program
-from narrowgauge.planner.step_time import TENSOR_SHOWN
+from narrowgauge.planner.step_time import BETWEEN_TENSOR, SHARDED, TENSOR_SHOWN
 from narrowgauge.planner.trace import read_trace
 from narrowgauge.spec.chips import get_chip
 from narrowgauge.spec.notation import parse
@@ -185,13 +185,15 @@ def planned(sharding: int, tensor: int, length: int, units: Parts) -> Parts:
         link_gb_per_second=1e-9 / units["link"],
     )
     program = read_program("narrowgauge")
-    shares = Shares(1.0, 1.0, 0.0, 1.0, (1.0, 1.0), 1.0, 1.0, 1.0, hidden=0.0)
+    shares = {"attention": (1.0, 1.0), "hidden": 0.0}
+    for name in ("linear", "bandwidth", "link", "network"):
+        shares[name] = 1.0
     layout = Layout(shard=sharding, tensor=tensor, micro_batch=4 // sharding)
     ask = MODEL, parse("float32/float32"), layout, cluster_of(chip, 4), length, program
     step = Estimate(*ask, shares=shares).step
-    parts = {part: step.groups.get(part, 0.0) for part in COMPUTING}
-    parts["FSDP2"] = step.of("weights and gradients between shards")
-    sent = step.of("activations between tensor ranks")
+    parts = {part: groups_of(step).get(part, 0.0) for part in COMPUTING}
+    parts["FSDP2"] = step.get(SHARDED, 0.0)
+    sent = step.get(BETWEEN_TENSOR, 0.0)
     parts["tensor parallel"] = sent / TENSOR_SHOWN
     parts["waiting"] = 0.0  # the plan has none
     return parts

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -36,15 +35,6 @@ FAULTS: dict[str, Any] = {
 }
 
 
-@pytest.fixture
-def told_anew() -> Iterator[None]:
-    """Warnings that were given before are given again."""
-    compile._warn_once.cache_clear()
-    yield
-    compile._warn_once.cache_clear()
-
-
-@pytest.mark.usefixtures("told_anew")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_code_that_does_something_else_is_not_used(fault: str) -> None:
     """The function runs, with the right bits, and one warning says so."""
@@ -97,7 +87,6 @@ def test_sides_that_belong_together_are_compared_whole() -> None:
     assert call.is_equal((torch.randn(4, 1000), torch.randn(4, 500)))
 
 
-@pytest.mark.usefixtures("told_anew")
 def test_a_compiler_that_fails_is_not_used_but_a_lack_of_memory_is_raised() -> None:
     def failing(*_: object) -> Tensor:
         raise error

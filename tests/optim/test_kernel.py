@@ -8,7 +8,7 @@ import pytest
 
 import narrowgauge as ng
 from narrowgauge.optim import step_cpp
-from narrowgauge.torch_support import compile, cpp, proof
+from narrowgauge.torch_support import cpp, proof
 from optim.pairs import everything, kernel_of, parameters
 from script_modules import benchmark_module
 from tensors import assert_same_bits, take_steps
@@ -34,10 +34,10 @@ def test_without_a_compiler_the_definition_runs_and_says_so(
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path))  # a library that is there is loaded
     monkeypatch.setattr("shutil.which", lambda name: None)
-    monkeypatch.setattr(cpp, "_libraries", {})
+    cpp.build.cache_clear()
     monkeypatch.setattr(proof, "_reasons", {})
     step_cpp.functions.cache_clear()
-    compile._warn_once.cache_clear()
+    proof._warn_once.cache_clear()
     optimizer = ng.AdamW(parameters("word", [(80, 80)]), storage="word", compile=True)
     with pytest.warns(UserWarning, match="no C\\+\\+ compiler"):
         take_steps(optimizer, range(2), scale=0.01)

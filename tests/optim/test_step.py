@@ -244,7 +244,7 @@ def test_how_a_library_is_built(
     if compiler_missing():
         pytest.skip(compiler_missing())
     monkeypatch.setattr(proofs, "_reasons", {})
-    monkeypatch.setattr(cpp, "_libraries", {})
+    cpp.build.cache_clear()
     step_cpp.functions.cache_clear()
     cache = tmp_path / "ccache"
     cache.write_text(f'#!/bin/sh\necho "$1" >> {tmp_path}/calls\nexec "$@"\n')

@@ -61,7 +61,9 @@ def test_parameters_and_the_largest_layer_are_those_of_the_class(family: str) ->
     layers = getattr(base, "layers", None) or base.h
     sizes = []
     for layer in layers:
-        sizes.append(sum(p.numel() for n, p in layer.named_parameters() if ".experts." not in n))
+        # Biases of experts count with the vectors of their layer.
+        kept = [p for n, p in layer.named_parameters() if ".experts." not in n or "bias" in n]
+        sizes.append(sum(p.numel() for p in kept))
     rel = 0.05 if len(set(sizes)) > 1 else 0.0  # vectors are a mean over layers
     assert shape.largest_layer == pytest.approx(max(sizes), rel=rel)
 
@@ -100,7 +102,7 @@ def test_a_preset_is_the_class_of_its_configuration(name: str) -> None:
     preset = read_model(name)
     read = of_config(CLASSES[name], name)
     fields = ("num_parameters", "parameters", "largest_layer", "num_heads", "num_kv_heads", "query_dim", "value_dim",
-              "is_gated", "intermediate_size", "latent", "mixture",
+              "is_gated", "intermediate_size", "is_latent", "mixture",
               "tie_embeddings", "positions")  # fmt: skip
     assert {f: getattr(preset, f) for f in fields} == {f: getattr(read, f) for f in fields}
     assert preset.flops_per_token(4096) == read.flops_per_token(4096)
@@ -185,10 +187,5 @@ def test_hybrids_are_rows_of_their_kinds_of_layers(family: str) -> None:
     assert sum(layers.count for layers in shape.layers if layers.has_attention) == 1
     assert shape.num_layers == 4 and shape.num_kv_heads == 2
     assert any(layers.mixer_width > 0 for layers in shape.layers)
-    for layers in shape.layers:
-        for matmul in layers.matmuls:
-            if matmul.name.startswith("shared."):  # a gate of one output is on each tensor rank
-                is_gate = 1 in (matmul.in_features, matmul.out_features)
-                assert (matmul.split == "none") == is_gate
     per_key = 3 * 2 * shape.num_heads * (shape.query_dim + shape.value_dim)
     assert shape.attention_flops(64) == per_key * 32

@@ -39,12 +39,10 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "chips": (1.5, 0, -8, math.nan, True),
     "sequence_length": (0, 512.5, math.nan),
     "tokens_per_step": (0, math.nan, math.inf, 100),
-    "interconnect_gbit_per_second": (0, -1.0, math.nan, "fast"),
     "base": ("nf5", "float8", "nf4"),
     "batch": (TOKENS,),
     "program": ("torchtitn", "los=whole", "loss=none"),
     "experts": ("nf5", "nf4"),
-    "train": (("head",), ("heads",)),
     "foo": (3,),
 }  # fmt: skip
 

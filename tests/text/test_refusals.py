@@ -55,7 +55,7 @@ COMMANDS = [
     ("plan run", "UsageError", "--model"),
     (f"{CHIP} --layout head", "RecipeError", "no name 'head'"),
     (f"{CHIP} --layout tensor=2,tensor=4", "RecipeError", "names 'tensor' beside another value"),
-    (f"{CHIP} --lora 99999999", "RecipeError", "rank 99,999,999"),
+    (f"{CHIP} --lora 99999999", "RecipeError", "lora = 99999999"),
     ("show storages --params 0", "RecipeError", "params = 0"),
     (f"{CHIP} --chips eight", "UsageError", "'eight'"),
     ("plan run --model llama-9b --chip H100-SXM", "RecipeError", "mean 'llama-8b'"),

@@ -77,8 +77,8 @@ def _option(
     help="A preset, a Hugging Face config.json, or org/name in the hub's cache.",
 )  # fmt: skip
 @click.option(
-    "--recipe", "recipes", metavar="A,B,…|all", type=flags.RECIPES_OR_ALL,
-    help="Recipes; all: every one that the chips multiply natively.  [default: master and our own]",
+    "--recipe", "recipes", metavar="A,B,…", type=flags.RECIPES,
+    help="Recipes.  [default: master and our own]",
 )  # fmt: skip
 @_option(
     "chip", "A,B,…", "Chips (narrowgauge show chips), or .toml files: like = 'H100-SXM'.", _names
@@ -102,7 +102,6 @@ def _option(
     "--base", type=click.Choice([*FROZEN_BITS]), help="Format of frozen weights in layers."
 )
 @click.option("--experts", type=click.Choice([*FROZEN_BITS]), help="Format of frozen experts.")
-@_option("train", "A,B,…", "Parts that train beside adapters: head, embeddings, norms.", _names)
 @click.option("--rule", "optimizer", type=click.Choice([*UPDATE_RULES]), help="[default: adamw]")
 @_option(
     "layout", "FIELD=N,…",
@@ -146,7 +145,7 @@ def next_command(run: Path, changes: tuple[str, ...], as_json: bool) -> None:
     told = measured.next(**read_changes(changes))
     if as_json:
         return tables.write_json(told.row())
-    return click.echo(f"{measured}\n{told}\n{told.asks_for}")
+    return click.echo(f"{measured}\n{told}")
 
 
 @plan_group.command("scaling", short_help="What keeps more chips from saving time.")

@@ -13,7 +13,6 @@ With several ranks each process makes the plain pass over the batches of all.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -26,6 +25,7 @@ from narrowgauge.measuring.beside import is_finite
 from narrowgauge.measuring.passes import (
     Alone,
     Backward,
+    Findings,
     Gradients,
     Loss,
     Pass,
@@ -33,19 +33,14 @@ from narrowgauge.measuring.passes import (
     micro_batches,
     trained_leaves,
 )
-from narrowgauge.measuring.places import (
-    Roundings,
-    nonfinite_readings,
-    not_followed,
-    rounding_readings,
-)
+from narrowgauge.measuring.places import Roundings, add_nonfinite, add_roundings
 from narrowgauge.measuring.policies.finite import Finite
 from narrowgauge.measuring.policies.wide import Wide
-from narrowgauge.measuring.reading import Reading, Readings, measured, words_of
+from narrowgauge.measuring.reading import Readings, words_of
 from narrowgauge.measuring.set_up import SetUp, set_up_of, set_up_readings, spread
-from narrowgauge.measuring.slope import slope_readings
+from narrowgauge.measuring.slope import compare_slope
 from narrowgauge.measuring.stored import stored_readings
-from narrowgauge.measuring.structure import Structure, rank_readings, unlike
+from narrowgauge.measuring.structure import compare_ranks, compare_structure, unlike
 from narrowgauge.measuring.units import UNITS
 from narrowgauge.numerics.dtensor import is_sharded
 from narrowgauge.numerics.hashing import fingerprint
@@ -90,7 +85,7 @@ def check(
         RecipeError: ``model`` is not a module, ``optimizer`` not an optimizer; ``batch`` without
             ``loss``.
 
-    Cost: reads each parameter once, and samples 4,096 elements. With ``batch``: seven passes of the
+    Cost: reads each parameter once, and samples 16,384 elements. With ``batch``: seven passes of the
         loss, about 12 more to find the line of an unusual rounding, and 8 bytes for each value of a
         pass.
 
@@ -107,63 +102,58 @@ def check(
             "Pass both.",
         )
     set_up = set_up_of(model, optimizer)
-    told = Told()
-    told.readings += set_up_readings(set_up)
+    findings = Findings(list(set_up_readings(set_up)))
     gradients: Gradients = {}
+    looked_at = f"settings of {counted(len(set_up.trained), 'tensor')}"
     if loss is not None:
-        gradients = _compare(set_up, batch, loss, backward, told)
-    told.readings += stored_readings(set_up, gradients, told.table, told.unseen)
-    told.looked_at.insert(0, f"settings of {counted(len(set_up.trained), 'tensor')}")
-    lines = [*told.table, *told.lines]
-    return Readings(told.readings, lines, "; ".join(told.looked_at), told.unseen)
-
-
-@dataclass
-class Told:
-    """What a check has found so far."""
-
-    readings: list[Reading] = field(default_factory=list)
-    table: list[str] = field(default_factory=list)
-    lines: list[str] = field(default_factory=list)
-    looked_at: list[str] = field(default_factory=list)
-    unseen: dict[str, str] = field(default_factory=dict)
+        gradients = _compare(set_up, batch, loss, backward, findings)
+        findings = all_ranks().gather(findings)[0]  # every rank returns the same
+    if gradients:
+        looked_at += f"; gradients of {counted(len(gradients), 'tensor')}"
+    table: list[str] = []
+    findings.readings += stored_readings(set_up, gradients, table, findings.unseen)
+    return Readings(findings.readings, [*table, *findings.lines], looked_at, findings.unseen)
 
 
 def _compare(
-    set_up: SetUp, batch: Any, loss: Loss, backward: Backward | None, told: Told
+    set_up: SetUp, batch: Any, loss: Loss, backward: Backward | None, findings: Findings
 ) -> Gradients:
     """Compare the gradients of one configured step, and return them."""
-    model = set_up.model
-    leaves = trained_leaves(model) | set_up.outside
-    reason = _not_compared(leaves, model)
+    leaves = trained_leaves(set_up.model) | set_up.outside
+    reason = _not_compared(leaves)
     if reason:
-        told.unseen["the gradient"] = reason
+        findings.unseen["the gradient"] = reason
         return {}
-    parts = micro_batches(model, batch, loss)
-    passes = Passes(model, leaves, parts, loss, set_up.optimizers, batch, backward)
-    finite = Finite(model)
+    parts = micro_batches(set_up.model, batch, loss)
+    passes = Passes(set_up.model, leaves, parts, loss, set_up.optimizers, batch, backward)
+    finite = Finite(set_up.model)
     first = passes.run(passes.step, Wide(), finite)
     if first.changed:
         is_meant = all(has_own_hooks(leaves[name]) for name in first.changed)
         what = "steps-in-backward" if is_meant else "step-order"
-        told.readings.append(measured(what, first.changed, len(first.changed), 0))
+        findings.add(what, first.changed, len(first.changed))
         return {}
-    told.readings += nonfinite_readings(first, finite, told.lines)
+    add_nonfinite(first, finite, findings)
+    ranks = all_ranks()
     roundings = Roundings(first, lambda sites: passes.run(passes.step, Wide(sites)))
-    number = int(all_ranks().size == 1)  # ranks would take turns of their own
-    told.readings += rounding_readings(roundings, told.lines, number)
-    told.unseen |= not_followed(first)
+    add_roundings(roundings, findings, int(ranks.size == 1))  # ranks would take turns of their own
     gradients = _above_noise(first)
-    told.readings += rank_readings(passes, first, told.unseen)
-    _compare_with_plain(passes, first, told)
-    told.unseen |= passes.unrestored
-    told.looked_at.append(f"gradients of {counted(len(first.gradients), 'tensor')}")
-    shared: Told = all_ranks().gather(told)[0]  # every rank returns the same
-    vars(told).update(vars(shared))
+    all_parts = [*chain.from_iterable(ranks.gather(parts))]
+    policies = [Alone()] if ranks.size > 1 else []
+    alone = Passes(unwrapped_model(set_up.model), leaves, all_parts, loss, policies=policies)
+    compare_ranks(passes, alone, first, findings)
+    try:
+        plain = compare_structure(passes, alone, first, findings)
+        _add_loss(plain, findings)
+        compare_slope(alone, findings)
+    except NarrowgaugeError:
+        raise
+    except Exception as error:  # whatever the loss raises of an unwrapped model
+        findings.unseen["the gradient"] = words_of(error)
     return gradients
 
 
-def _not_compared(leaves: dict[str, Any], model: nn.Module) -> str:
+def _not_compared(leaves: dict[str, Any]) -> str:
     """Return why gradients are not compared; empty if they are."""
     prints = {}
     for name, p in leaves.items():
@@ -174,25 +164,6 @@ def _not_compared(leaves: dict[str, Any], model: nn.Module) -> str:
         prints[name] = fingerprint(spread(p)) if all_ranks().size > 1 else 0
     apart = unlike(prints)
     return f"ranks hold unlike weights, such as {', '.join(apart[:2])}" if apart else ""
-
-
-def _compare_with_plain(passes: Passes, first: Pass, told: Told) -> None:
-    """Compare a step with the plain loss of all batches in one process, and that with its slope."""
-    parts = [*chain.from_iterable(all_ranks().gather(passes.parts))]
-    policies = [Alone()] if all_ranks().size > 1 else []
-    model = unwrapped_model(passes.model)
-    alone = Passes(model, passes.leaves, parts, passes.loss, policies=policies)
-    structure = Structure(passes, alone, first)
-    try:
-        told.readings += structure.readings()
-        told.readings += _loss_readings(structure.plain, told.lines)
-        told.lines += structure.lines
-        told.readings += slope_readings(alone, told.lines, told.unseen)
-    except NarrowgaugeError:
-        raise
-    except Exception as error:  # whatever the loss raises of an unwrapped model
-        told.unseen["the gradient"] = words_of(error)
-    told.unseen |= structure.unseen
 
 
 def _above_noise(first: Pass) -> Gradients:
@@ -209,14 +180,12 @@ def _above_noise(first: Pass) -> Gradients:
     return gradients
 
 
-def _loss_readings(plain: Pass | None, lines: list[str]) -> list[Reading]:
-    """Return a reading of a loss that a 16-bit format rounds, and its line: the forward number."""
-    loss = None if plain is None else plain.loss
-    if plain is None or not isinstance(loss, Tensor) or not is_finite(loss):
-        return []
-    value = float(loss.detach())
+def _add_loss(plain: Pass | None, findings: Findings) -> None:
+    """Tell a loss that a 16-bit format rounds, and print its distance: the forward number."""
+    if plain is None or not isinstance(plain.loss, Tensor) or not is_finite(plain.loss):
+        return
+    value = float(plain.loss.detach())
     off = abs(value - plain.value) / (abs(plain.value) or 1.0)
-    lines.append(f"loss {value:.6g}, {off:.2g} of it from float64's")
-    if loss.dtype in UNITS and off > LOSS:
-        return [measured("loss-rounding", "the loss", off, 0.0)]
-    return []
+    findings.lines.append(f"loss {value:.6g}, {off:.2g} of it from float64's")
+    if plain.loss.dtype in UNITS and off > LOSS:
+        findings.add("loss-rounding", "the loss", off)

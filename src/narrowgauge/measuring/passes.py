@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map
 from narrowgauge.errors import RecipeError
 from narrowgauge.measuring.beside import Beside, is_float, storage_key, tensors_in
 from narrowgauge.measuring.policies.wide import Wide
+from narrowgauge.measuring.reading import Reading, measured
 from narrowgauge.measuring.resume import generators
 from narrowgauge.numerics.dtensor import is_sharded, named_gradients
 from narrowgauge.optim.optimizer import Optimizer
@@ -49,6 +50,19 @@ class Pass(NamedTuple):
     wide: Wide
     draws: bool
     changed: list[str]
+
+
+@dataclass
+class Findings:
+    """What a check has found so far: readings, printed lines, and what was not looked at."""
+
+    readings: list[Reading] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    unseen: dict[str, str] = field(default_factory=dict)
+
+    def add(self, what: str, tensors: Any, value: float, *limits: Any, stage: str = "") -> None:
+        """Add a reading, with its expected value, 0 if left out, and its bound."""
+        self.readings.append(measured(what, tensors, value, *(limits or (0,)), stage=stage))
 
 
 class NotFollowed(ArithmeticError):
@@ -113,7 +127,6 @@ class Passes:
 
     Attributes:
         is_training: whether passes are in training mode.
-        unrestored: attributes of the model that cannot be put back, with the reason.
     """
 
     model: nn.Module
@@ -125,7 +138,6 @@ class Passes:
     backward: Backward | None = None
     policies: Sequence[Any] = ()
     is_training: bool = True
-    unrestored: dict[str, str] = field(default_factory=dict)
 
     def step(self) -> Any:
         """Compute the gradients of a step as the loop does."""
@@ -160,8 +172,7 @@ class Passes:
             has_constants: what is detached is a constant for the shadow.
         """
         with ExitStack() as undo:
-            restored = put_back(self.model, self.leaves.values(), self.optimizers)
-            self.unrestored |= undo.enter_context(restored)
+            undo.enter_context(put_back(self.model, self.leaves.values(), self.optimizers))
             undo.enter_context(_scalers_put_back())
             changed = undo.enter_context(_weights_put_back(self.leaves))
             undo.enter_context(torch.compiler.set_stance("force_eager"))

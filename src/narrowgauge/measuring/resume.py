@@ -294,7 +294,7 @@ def generators() -> States:
     states = {
         "torch": torch.get_rng_state(),
         "numpy": [*numpy_state[1].tolist(), numpy_state[2]],
-        "python": random.getstate(),
+        "python": [*random.getstate()[1]],
     }
     if torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state_all()

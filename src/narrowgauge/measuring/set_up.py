@@ -21,7 +21,7 @@ from narrowgauge.torch_support.machine import require_float64
 NARROW = (torch.bfloat16, torch.float16)
 TRAINED = (*NARROW, torch.float32, torch.float64)
 """Formats of weights that optimizers step."""
-SAMPLE = 1 << 12
+SAMPLE = 1 << 14
 """Elements of a tensor that stand for it."""
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from narrowgauge.errors import FormatError
 from narrowgauge.numerics.chunks import chunk_size, flat_chunks
-from narrowgauge.torch_support.edge_values import INTEGERS
+from narrowgauge.torch_support.proof import INTEGERS
 
 _MODULUS = 1 << 64
 GOLDEN = 0x9E3779B97F4A7C15

@@ -20,7 +20,8 @@ from narrowgauge.optim.rules.matrix import AnyRule
 from narrowgauge.optim.state import LocalState
 from narrowgauge.optim.walk import integers_of, spans, widened
 from narrowgauge.spec.storages import Storage
-from narrowgauge.torch_support.compile import COMPILE_ELEMENTS, can_compile, compiled
+from narrowgauge.torch_support.compile import COMPILE_ELEMENTS, compiled
+from narrowgauge.torch_support.proof import can_compile
 
 AT_ONCE = 1 << 22
 """Elements of a call. More gain nothing, and each temporary has as many."""

@@ -17,8 +17,7 @@ from narrowgauge.numerics.dtensor import local_of
 from narrowgauge.numerics.exact_sums import Squares, exact_squares, largest_magnitude
 from narrowgauge.optim.step_cpp import norm_functions
 from narrowgauge.optim.table import FORMATS, PLACE, Programs, kernels_of
-from narrowgauge.torch_support.edge_values import draw
-from narrowgauge.torch_support.proof import why_not
+from narrowgauge.torch_support.proof import draw, why_not
 
 SPAN = 8192
 """Elements that a program reads."""

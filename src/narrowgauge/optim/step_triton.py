@@ -35,6 +35,12 @@ def int_of(x):
 
 
 @triton.jit
+def times_power(x, EXPONENT: tl.constexpr):
+    """Return x times a power of two. A product with 1 could change the bits of a NaN."""
+    return x * 2.0**EXPONENT if EXPONENT != 0 else x
+
+
+@triton.jit
 def quiet(x):
     return tl.where(x == x, int_of(x), 0x7FC00000)
 
@@ -95,12 +101,12 @@ def word_of(bits, seen: tl.constexpr):
 
 @triton.jit
 def scaled(x, seen: tl.constexpr):
-    return quiet(x * 2.0**seen.exponent)
+    return quiet(times_power(x, seen.exponent))
 
 
 @triton.jit
 def value_of(bits, seen: tl.constexpr):
-    return float_of(bits) * 2.0**-seen.exponent
+    return times_power(float_of(bits), -seen.exponent)
 
 
 @triton.jit
@@ -129,14 +135,14 @@ def decode(words, field: tl.constexpr, back):
     bits = (word << field.drop) & field.last
     if field.code.signed:
         bits |= (word << (31 - field.code.magnitude_bits)) & SIGN
-    x = float_of(bits) * 2.0**field.exponent
+    x = times_power(float_of(bits), field.exponent)
     return x * (back * 2.0**-field.finer) if field.code.scaled else x
 
 
 @triton.jit
 def encode(x, random, field: tl.constexpr, into, TO_ZERO: tl.constexpr = False):
     inside = x * (into * 2.0**field.finer) if field.code.scaled else x
-    bits = quiet(inside * 2.0**-field.exponent)
+    bits = quiet(times_power(inside, -field.exponent))
     magnitude = tl.minimum(bits & MAGNITUDE, field.last)
     if not TO_ZERO:
         magnitude = cut(magnitude, random, field)
@@ -154,7 +160,7 @@ def encode(x, random, field: tl.constexpr, into, TO_ZERO: tl.constexpr = False):
 @triton.jit
 def belongs(bits, low, seen: tl.constexpr):
     """Return whether a low part and the visible weight together round to it."""
-    total = int_of((value_of(bits, seen) + low) * 2.0**seen.exponent)
+    total = int_of(times_power(value_of(bits, seen) + low, seen.exponent))
     return rounded(total, seen.below) == bits
 
 
@@ -466,7 +472,7 @@ def walk(
         v_low = decode(words, L.fields[3], scales[3])
         mantissa = int_of(gradient) >> 16 & 0x7F
         if seen.below != 16:
-            mantissa = int_of(gradient * 2.0**seen.exponent) & 0x7FFFFF
+            mantissa = int_of(times_power(gradient, seen.exponent)) & 0x7FFFFF
         random = random_bits(int_of(x) ^ mantissa, seed)
         g = gradient * tl.load(control)
         if row.is_expansion:

@@ -5,77 +5,32 @@ Memory, time and every number of an answer are functions of an ask.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 from narrowgauge.planner.layouts import Layout
 from narrowgauge.planner.machine import Cluster
-from narrowgauge.planner.program import DEFAULT, Program, Tuning
-from narrowgauge.planner.shapes import Architecture, Weight
+from narrowgauge.planner.program import DEFAULT, EVERYTHING, Program, Tuning
+from narrowgauge.planner.shapes import Architecture
 from narrowgauge.spec.chips import Chip
 from narrowgauge.spec.formats import bytes_per_number
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.spec.storages import VISIBLE, Storage, for_vectors
+from narrowgauge.spec.storages import VISIBLE, Storage
 from narrowgauge.spec.toml import load_data
 from narrowgauge.spec.update_rules import UPDATE_RULES
 
 FITTED: dict[str, Any] = load_data("fitted", "planner")
-"""The numbers that no data sheet has, each with its source in the file."""
+"""The numbers that no data sheet has, each with its meaning and its source in the file."""
 
 
-@dataclass(frozen=True, eq=False)
-class Shares:
-    """Hold the fractions of a chip's printed rates that training reaches.
-
-    Args:
-        linear: of the dense 16-bit peak, by linear layers in a compiled loop, with all gaps.
-        float8: speed of linear layers in 8 bits or fewer over 16 bits, casts included.
-        experts: inner size of an expert whose matmuls reach half of the linear share.
-        adapters: operations of frozen layers with adapters over their formula.
-        attention: of the peak, by attention to 32,768 tokens of a sequence on a rank, and from
-            131,072 on.
-        bandwidth, link, network: of the memory's, a link's and a network's printed rate.
-        hidden: part of the exchange of shards that computing hides.
-    """
-
-    linear: float
-    float8: float
-    experts: float
-    adapters: float
-    attention: tuple[float, float]
-    bandwidth: float
-    link: float
-    network: float
-    hidden: float
-
-
-def shares_of(chip: Chip) -> Shares:
-    """Return the shares of a chip: its architecture's linear share, and the rest in common."""
-    linear = FITTED["linear"][""]
-    for start, share in FITTED["linear"].items():
-        if start and chip.architecture.startswith(start):
-            linear = share
-    return Shares(linear=linear, **FITTED["shares"])
-
-
-class State(NamedTuple):
-    """Hold the state of a part of a model before it is divided: bytes of frozen weights, of
-    weights that train, of their gradients and of their optimizer states.
-
-    ``whole`` is optimizer state that is never sharded.
-    """
-
-    frozen: float = 0.0
-    weights: float = 0.0
-    gradients: float = 0.0
-    states: float = 0.0
-    whole: float = 0.0
-
-    def plus(self, other: State, factor: float = 1.0) -> State:
-        """Return the sum with ``factor`` times another."""
-        return State(*(a + factor * b for a, b in zip(self, other, strict=True)))
+def shares_of(chip: Chip) -> dict[str, Any]:
+    """Return the fractions of a chip's printed rates that training reaches."""
+    starts = FITTED["linear"]
+    architecture = next(start for start in starts if chip.architecture.startswith(start))
+    return {"linear": starts[architecture], **FITTED["shares"]}
 
 
 @dataclass(frozen=True)
@@ -96,9 +51,9 @@ class Ask:
     cluster: Cluster
     sequence_length: int
     program: Program = DEFAULT
-    tuning: Tuning = field(default_factory=Tuning)
+    tuning: Tuning = EVERYTHING
     optimizer: str = "adamw"
-    shares: Shares | None = None
+    shares: Mapping[str, Any] | None = None
 
     @property
     def chip(self) -> Chip:
@@ -126,7 +81,7 @@ class Ask:
     @property
     def tokens(self) -> float:
         """Count the tokens of a micro-batch on one rank."""
-        return self.layout.tokens_on_rank(self.sequence_length)
+        return self.layout.micro_batch * self.sequence_length / self.layout.context
 
     @property
     def stream_ranks(self) -> int:
@@ -136,108 +91,91 @@ class Ask:
         return 1 if self.program.attention == "eager" else self.layout.tensor
 
     @cached_property
-    def gathered(self) -> str:
-        """Return the dtype in which FSDP's mixed precision gathers float32 shards; empty for
-        autocast and 16-bit weights.
+    def weight_dtype(self) -> str:
+        """Return the dtype of an unsharded weight. FSDP's mixed precision gathers float32 shards in
+        the program's; autocast keeps float32.
         """
+        visible = self.recipe.storage.visible
         is_sharded = self.layout.zero >= 2 and self.layout.num_sharing > 1
-        if is_sharded and self.recipe.storage.visible == "float32":
-            return self.program.gathered
-        return ""
+        if is_sharded and visible == "float32":
+            return self.program.gathered or visible
+        return visible
 
-    @cached_property
+    @property
     def stream_width(self) -> float:
         """Return the bytes of a number of the residual stream; float32 under autocast."""
-        return bytes_per_number(self.gathered or self.recipe.storage.visible)
+        return bytes_per_number(self.weight_dtype)
 
-    @cached_property
+    @property
     def matmul_width(self) -> float:
         """Return the bytes of a number that matmuls and attention read and write."""
-        if self.gathered or self.recipe.storage.visible != "float32":
-            return self.stream_width
-        return bytes_per_number(self.recipe.compute.dtype)
+        is_autocast = self.weight_dtype == "float32"
+        return bytes_per_number(self.recipe.dtype if is_autocast else self.weight_dtype)
 
     @cached_property
-    def state(self) -> dict[str, State]:
-        """Return the state of the model by place, before it is divided among ranks."""
+    def state(self) -> Counter[tuple[str, str]]:
+        """Return the state of the model by place and kind, before it is divided among ranks."""
         return state_of(self.architecture, self.recipe.storage, self.optimizer, self.tuning)
 
-    @cached_property
+    @property
     def trained_parameters(self) -> int:
         """Count the parameters that train, adapters included."""
-        return trained_of(self.architecture, self.tuning)
+        return sum(count for (_, kind), count in self.state.items() if kind == "trained")
+
+    @property
+    def trained_share(self) -> float:
+        return min(1.0, self.trained_parameters / self.architecture.num_parameters)
 
     @cached_property
     def weight_bytes(self) -> float:
         """Return the mean bytes of an unsharded weight in the layers, as its matmul reads it."""
-        visible = bytes_per_number(self.gathered or self.recipe.storage.visible)
         if not self.tuning.lora:
-            return visible
-        total = 0.0
-        elements = 0
-        for matmul in self.architecture.layer_matmuls:
-            total += matmul.num_elements * (self.tuning.frozen_bytes(matmul) or visible)
-            elements += matmul.num_elements
-        return total / elements
+            return self.stream_width
+        frozen = self.state["layers", "frozen"] + self.state["experts", "frozen"]
+        return frozen / sum(matmul.num_parameters for matmul in self.architecture.layer_matmuls)
 
-
-@lru_cache(maxsize=64)
-def trained_of(a: Architecture, tuning: Tuning) -> int:
-    """Count the parameters of a model that train."""
-    trained = sum(weight.num_elements for weight in tuning.adapters(a))
-    for weight in chain.from_iterable(a.weights.values()):
-        if not tuning.frozen_bytes(weight):
-            trained += weight.num_parameters
-    if a.tie_embeddings and "head" in tuning.train and "embeddings" not in tuning.train:
-        trained += a.head.num_elements
-    return trained
+    def on_rank(self, kind: str, level: int = 4) -> float:
+        """Return a kind of state on a rank, sharded from a ZeRO ``level`` on."""
+        layout = self.layout
+        first = self.state["first", kind]
+        last = self.state["last", kind]
+        rest = max(first, last) if layout.pipeline > 1 else first + last
+        rest = (rest + self.state["layers", kind] / layout.pipeline) / layout.tensor
+        experts = self.state["experts", kind] / layout.pipeline
+        experts /= layout.expert * layout.expert_tensor_ranks
+        if layout.zero < level:
+            return rest + experts
+        return rest / layout.num_sharing + experts / layout.num_sharing_experts
 
 
 @lru_cache(maxsize=256)
-def state_of(a: Architecture, storage: Storage, optimizer: str, tuning: Tuning) -> dict[str, State]:
-    """Return the state of a model by place (:attr:`Architecture.weights`)."""
-    places = dict.fromkeys(a.weights, State())
-    for place, weights in a.weights.items():
-        for weight in weights:
-            frozen = tuning.frozen_bytes(weight)
-            state = State(frozen=frozen * weight.num_parameters)
-            if not frozen:
-                state = _trained(storage, optimizer, weight)
-            places[place] = places[place].plus(state)
-    for weight in tuning.adapters(a):
-        places["layers"] = places["layers"].plus(_trained(storage, optimizer, weight))
-    return places
-
-
-def _trained(storage: Storage, optimizer: str, weight: Weight) -> State:
-    """Return the state of weights that train.
+def state_of(
+    a: Architecture, storage: Storage, optimizer: str, tuning: Tuning
+) -> Counter[tuple[str, str]]:
+    """Return the state of a model by place (:attr:`Architecture.weights`) and kind: the number of
+    trained parameters, the bytes of frozen ones and of optimizer states, and of states that every
+    rank holds whole.
 
     A rule for matrices leaves vectors, embedding and head to AdamW.
     """
-    if UPDATE_RULES[optimizer].is_matrix and weight.part in ("norms", "embeddings", "head"):
-        optimizer = "adamw"
-    if weight.part == "norms":
-        storage = for_vectors(storage)
-    row = storage.keeping(UPDATE_RULES[optimizer].moments)
-    count = weight.num_parameters
-    visible = VISIBLE[row.visible][0] / 8 * count
-    states = row.bytes_per_param * count - 2 * visible
-    states += row.bytes_per_row * weight.count * weight.out_features
-    whole = weight.count * _subspace_bytes(storage, optimizer, weight)
-    return State(0.0, visible, visible, states, whole)
-
-
-def _subspace_bytes(storage: Storage, optimizer: str, weight: Weight) -> float:
-    """Return the bytes of a matrix's basis and of the moments of its coordinates under a low-rank
-    rule. Every rank holds all of them.
-
-    Source: :mod:`narrowgauge.optim.rules.matrix`, ``rank · (shorter + 2 · longer side)`` values.
-    """
-    rank = UPDATE_RULES[optimizer].options.get("rank")
-    if rank is None:
-        return 0.0
-    shorter, longer = sorted((weight.in_features, weight.out_features))
-    rank = min(int(rank), shorter)
-    first = storage.exp_avg.bits / 8
-    second = storage.exp_avg_sq.bits / 8
-    return rank * (shorter * first + longer * (first + second))
+    state: Counter[tuple[str, str]] = Counter()
+    for place, weights in {**a.weights, "adapters": tuning.adapters(a)}.items():
+        where = "layers" if place == "adapters" else place
+        for weight in weights:
+            frozen = tuning.frozen_bytes(weight) if place != "adapters" else 0.0
+            if frozen:
+                state[where, "frozen"] += frozen * weight.num_parameters
+                continue
+            rule = UPDATE_RULES[optimizer]
+            if rule.is_matrix and weight.part in ("norms", "embeddings", "head"):
+                rule = UPDATE_RULES["adamw"]
+            stored = storage.keeping(rule.moments)
+            width = stored.bytes_per_param - VISIBLE[stored.visible][0] / 4
+            state[where, "trained"] += weight.num_parameters
+            state[where, "states"] += width * weight.num_parameters
+            if "rank" in rule.options:  # a basis and the moments of coordinates
+                shorter, longer = sorted((weight.in_features, weight.out_features))
+                numbers = min(rule.options["rank"], shorter) * weight.count
+                state[where, "whole"] += numbers * (shorter + longer) * storage.exp_avg.bits / 8
+                state[where, "whole"] += numbers * longer * storage.exp_avg_sq.bits / 8
+    return state

@@ -5,16 +5,21 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from narrowgauge.planner.ask import Ask
-from narrowgauge.planner.errors import Ends, error_of
-from narrowgauge.planner.memory import COMMUNICATION, CONTEXT, host_bytes, memory_terms
+from narrowgauge.planner.memory import Terms, groups_of, host_bytes, memory_terms, outside_bytes
 from narrowgauge.planner.step_time import step_terms
-from narrowgauge.planner.terms import Terms
 from narrowgauge.spec.tables import Row
 from narrowgauge.spec.toml import load_data
 
+ERRORS: dict[str, Any] = load_data("errors", "planner")
+"""Ends of the 80 % intervals of measured over planned values, of published runs that were asked by
+name; and ``next``, the half widths by what differs between two runs.
+"""
 _LOSSES: dict[str, list[float]] = load_data("losses", "planner")
+Ends = tuple[float, float]
+"""The ends of an 80 % interval."""
 SECONDS_PER_DAY = 86_400
 RESTARTS = 0.10
 MOST_RESTARTS = 0.25
@@ -34,13 +39,17 @@ class Estimate(Ask):
 
     @cached_property
     def memory(self) -> Terms:
-        """Return the bytes of the worst rank at its worst moment."""
+        """Return the bytes of the worst rank at its worst moment, by term."""
         return memory_terms(self)
 
     @cached_property
     def step(self) -> Terms:
-        """Return the seconds of an optimizer step."""
+        """Return the seconds of an optimizer step, by term."""
         return step_terms(self)
+
+    @cached_property
+    def step_seconds(self) -> float:
+        return sum(self.step.values())
 
     @cached_property
     def host_bytes(self) -> float:
@@ -49,7 +58,7 @@ class Estimate(Ask):
 
     @cached_property
     def peak_bytes(self) -> float:
-        return self.memory.total
+        return sum(self.memory.values())
 
     @property
     def headroom_bytes(self) -> float:
@@ -61,25 +70,20 @@ class Estimate(Ask):
         return self.headroom_bytes >= 0 and self.host_bytes <= self.cluster.host_memory_bytes
 
     @property
-    def outside_bytes(self) -> float:
-        """Return what no framework's allocator reserves: driver, libraries, collectives."""
-        return CONTEXT + COMMUNICATION * (self.layout.num_ranks > 1)
-
-    @property
     def reserved_bytes(self) -> float:
         """Return what the framework's allocator reserves."""
-        return self.peak_bytes - self.outside_bytes
+        return self.peak_bytes - outside_bytes(self)
 
     @property
     def allocated_bytes(self) -> float:
         """Return the bytes of the tensors: what ``torch.cuda.max_memory_allocated`` prints."""
-        return self.peak_bytes - self.memory.of("overhead")
+        return self.peak_bytes - groups_of(self.memory)["overhead"]
 
     @property
     def memory_interval(self) -> Ends:
         """Return the 80 % interval of the memory."""
-        low, high = error_of("memory", self.kind)
-        outside = self.outside_bytes
+        outside = outside_bytes(self)
+        low, high = ERRORS["memory"][self.kind]["ends"]
         return self.reserved_bytes * low + outside, self.reserved_bytes * high + outside
 
     @property
@@ -88,14 +92,21 @@ class Estimate(Ask):
         return self.fits and self.memory_interval[1] <= self.chip.memory_bytes
 
     @property
+    def fits_text(self) -> str:
+        """Return ``"yes"``, ``"barely"`` (the end of the interval does not fit) or ``"no"``."""
+        if not self.fits:
+            return "no"
+        return "yes" if self.has_room else "barely"
+
+    @property
     def tokens_per_second(self) -> float:
         """Return the tokens per second of the whole job."""
-        return self.tokens_per_step / self.step.total
+        return self.tokens_per_step / self.step_seconds
 
     @property
     def rate_interval(self) -> Ends:
         """Return the 80 % interval of the tokens per second."""
-        low, high = error_of("speed", self.kind)
+        low, high = ERRORS["speed"][self.kind]["ends"]
         return self.tokens_per_second * low, self.tokens_per_second * high
 
     @property
@@ -114,9 +125,9 @@ class Estimate(Ask):
     @property
     def limited_by(self) -> str:
         """Name the largest group: of memory if it does not fit, else of the step."""
-        if self.fits:
-            return self.step.largest_group
-        return f"memory: {self.memory.largest_group}"
+        groups = groups_of(self.step if self.fits else self.memory)
+        largest = max(groups, key=groups.__getitem__)
+        return largest if self.fits else f"memory: {largest}"
 
     @property
     def measured_loss(self) -> list[float] | None:
@@ -144,13 +155,11 @@ class Estimate(Ask):
         days.
         """
         row = {name: getattr(self, name) for name in _ROW}
-        row["recipe"] = self.recipe.name
-        row["bytes_per_param"] = self.storage.bytes_per_param
-        row["cluster"] = self.cluster.name
-        row["program"] = self.program.name
+        for name in ("recipe", "cluster", "program"):
+            row[name] = getattr(self, name).name
         row["layout"] = dataclasses.asdict(self.layout)
-        for name, terms in (("memory_bytes", self.memory), ("step_seconds", self.step)):
-            row[name] = {**terms.groups, "total": terms.total}
+        row["memory_bytes"] = groups_of(self.memory) | {"total": self.peak_bytes}
+        row["step_seconds"] = groups_of(self.step) | {"total": self.step_seconds}
         if num_tokens is not None:
             row["days"] = self.days(num_tokens)
             row["days_interval"] = self.days_interval(num_tokens)

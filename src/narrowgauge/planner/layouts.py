@@ -12,25 +12,20 @@ matrices.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.planner.shapes import Architecture
-from narrowgauge.runs.finding import counted
 from narrowgauge.spec.sums import ACCUMULATION_DTYPES
 from narrowgauge.spec.values import require_choice, require_number
 
-Zero = Literal[0, 1, 2, 3]
-Recompute = Literal["none", "selective", "full"]
-AXES = ("data", "shard", "tensor", "pipeline", "context")
-_COUNTS = (*AXES, "interleave", "expert", "micro_batch", "micro_batches")
+AXES = ("data", "shard", "tensor", "pipeline", "context", "expert")
 _CHOICES: dict[str, tuple[Any, ...]] = {
-    "zero": get_args(Zero),
-    "recompute": get_args(Recompute),
+    "zero": (0, 1, 2, 3),
+    "recompute": ("none", "selective", "full"),
     "accumulation_dtype": ACCUMULATION_DTYPES,
 }
-_FIELDS = (*_COUNTS, *_CHOICES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +50,7 @@ class Layout:
 
     data: int = 1
     shard: int = 1
-    zero: Zero = 3
+    zero: int = 3
     tensor: int = 1
     pipeline: int = 1
     interleave: int = 1
@@ -63,18 +58,15 @@ class Layout:
     expert: int = 1
     micro_batch: int = 1
     micro_batches: int = 1
-    recompute: Recompute = "none"
+    recompute: Literal["none", "selective", "full"] = "none"
     accumulation_dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        for name in _COUNTS:
-            require_number(name, getattr(self, name), 1, is_whole=True)
-        for name, choices in _CHOICES.items():
-            require_choice(name, getattr(self, name), choices)
-        if self.interleave > 1 and self.pipeline == 1:
-            raise RecipeError(
-                f"a layout has interleave = {self.interleave} on one stage.", "Use pipeline stages."
-            )
+        for name in self.__slots__:
+            if name in _CHOICES:
+                require_choice(name, getattr(self, name), _CHOICES[name])
+            else:
+                require_number(name, getattr(self, name), 1, is_whole=True)
 
     @property
     def num_ranks(self) -> int:
@@ -89,10 +81,6 @@ class Layout:
         """
         return self.shard * self.context
 
-    def sharing(self, level: int) -> int:
-        """Count the ranks that share what a ZeRO stage of at least ``level`` shards; 1 below it."""
-        return self.num_sharing if self.zero >= level else 1
-
     @property
     def expert_tensor_ranks(self) -> int:
         """Count the ranks that shard each expert's matrices: all tensor ranks, or one if expert
@@ -106,11 +94,10 @@ class Layout:
         """
         return self.tensor if self.num_replicas * self.context % self.expert == 0 else 1
 
-    def sharing_experts(self, ranks: int) -> int:
-        """Count the ranks that shard the state of one rank's experts, among ``ranks`` data ranks
-        and their tensor ranks.
-        """
-        return max(1, ranks * (self.tensor // self.expert_tensor_ranks) // self.expert)
+    @property
+    def num_sharing_experts(self) -> int:
+        """Count the ranks that shard the state of one rank's experts."""
+        return max(1, self.num_sharing * self.tensor // self.expert_tensor_ranks // self.expert)
 
     @property
     def num_replicas(self) -> int:
@@ -122,10 +109,6 @@ class Layout:
         """Count the sequences of an optimizer step, over all ranks."""
         return self.num_replicas * self.micro_batch * self.micro_batches
 
-    def tokens_on_rank(self, sequence_length: int) -> float:
-        """Count the tokens of a micro-batch on one rank."""
-        return self.micro_batch * sequence_length / self.context
-
     @property
     def is_fsdp(self) -> bool:
         """Tell whether it is plain FSDP2, HSDP or data parallelism, which this project's trainer
@@ -134,31 +117,51 @@ class Layout:
         is_whole = self.tensor == self.pipeline == self.context == self.expert == 1
         return is_whole and (self.zero in (0, 3) or self.shard == 1)
 
+    def __str__(self) -> str:
+        """Write a layout and its batch in a few words.
 
-def unsuited(architecture: Architecture, layout: Layout, sequence_length: int) -> str:
+        Example:
+            >>> print(Layout(shard=4, zero=1, tensor=2, micro_batch=2, recompute="full"))
+            shard 4 (ZeRO-1), tensor 2, micro-batch 2 × 1, recompute full
+        """
+        parts = []
+        for name in AXES:
+            size = getattr(self, name)
+            if size > 1:
+                is_partial = name == "shard" and self.zero != 3
+                parts.append(f"{name} {size}" + f" (ZeRO-{self.zero})" * is_partial)
+        if self.interleave > 1:
+            parts.append(f"interleaved {self.interleave}")
+        parts = parts or ["one chip"]
+        parts.append(f"micro-batch {self.micro_batch} × {self.micro_batches}")
+        if self.recompute != "none":
+            parts.append(f"recompute {self.recompute}")
+        if self.accumulation_dtype != "float32":
+            parts.append(f"gradients summed in {self.accumulation_dtype}")
+        return ", ".join(parts)
+
+
+def unsuited(a: Architecture, layout: Layout, sequence_length: int) -> str:
     """Say why a layout does not suit a model; empty if it does."""
+    tensor = layout.tensor
+    expert = layout.expert
     stages = layout.pipeline * layout.interleave
     # Embedding and head may count as a layer each: Llama 3 405B has 126 layers for 16 stages of 8
     # groups.
-    layers = architecture.num_layers
-    if (stages > 1 and stages > layers + 2) or layout.pipeline > layers:
-        return f"{stages} groups of layers and {layers} layers"
-    if architecture.num_heads % layout.tensor:
-        return f"{layout.tensor} tensor ranks do not divide {architecture.num_heads} heads"
-    if architecture.num_kv_heads % layout.tensor and layout.tensor % architecture.num_kv_heads:
-        return f"{layout.tensor} tensor ranks do not suit {architecture.num_kv_heads} key and value heads"
+    if layout.pipeline > a.num_layers or (stages > 1 and stages > a.num_layers + 2):
+        return f"{stages} groups of layers and {a.num_layers} layers"
+    if layout.pipeline == 1 < layout.interleave:
+        return f"interleave = {layout.interleave} on one stage"
+    if a.num_heads % tensor or (a.num_kv_heads % tensor and tensor % a.num_kv_heads):
+        return f"{tensor} tensor ranks do not divide {a.num_heads} heads of {a.num_kv_heads} keys"
     if sequence_length % layout.context:
         return f"{layout.context} context ranks do not divide {sequence_length} tokens"
-    num_experts = architecture.num_experts
-    if num_experts % layout.expert:
-        return f"{layout.expert} expert ranks do not divide {counted(num_experts, 'expert')}"
-    ranks = layout.num_replicas * layout.context
-    if ranks * layout.tensor % (layout.expert * layout.expert_tensor_ranks):
-        return f"{layout.expert} expert ranks do not divide {ranks} data ranks and {layout.tensor} tensor ranks"
+    num_experts = a.mixture.num_experts if a.mixture else 1
+    ranks = layout.num_replicas * layout.context * tensor // layout.expert_tensor_ranks
+    if num_experts % expert or ranks % expert:
+        return f"{expert} expert ranks do not divide {num_experts} experts and {ranks} ranks"
     return ""
 
-
-# ── layouts as they are asked for: names, and fields with values ──────────────────────────────────
 
 _WHOLE = {"tensor": 1, "pipeline": 1, "context": 1, "expert": 1}
 NAMED_LAYOUTS: dict[str, dict[str, Any]] = {
@@ -166,7 +169,6 @@ NAMED_LAYOUTS: dict[str, dict[str, Any]] = {
     "ddp": {"shard": 1, **_WHOLE},
 }
 """Layouts of ``narrowgauge train``, and pure data parallelism."""
-_ADVICE = "For instance tensor=2,pipeline=4,zero=1,recompute=full, or fsdp2."
 
 
 def read_layout(layout: str | Mapping[str, Any]) -> dict[str, Any]:
@@ -174,17 +176,17 @@ def read_layout(layout: str | Mapping[str, Any]) -> dict[str, Any]:
 
     Fields override names.
     """
-    text = str(layout)
     if not isinstance(layout, str):
-        text = ",".join(f"{name}={value}" for name, value in layout.items())
-    named, fields = read_fields(text, "layout", NAMED_LAYOUTS, _FIELDS, _ADVICE)
-    fields = {**NAMED_LAYOUTS.get(named, {}), **fields}
-    Layout(**{name: value for name, value in fields.items() if name != "interleave"})
-    return fields
+        layout = ",".join(f"{name}={value}" for name, value in layout.items())
+    allowed = [row.name for row in fields(Layout)]
+    named, values = read_fields(layout, "layout", NAMED_LAYOUTS, allowed)
+    values = {**NAMED_LAYOUTS.get(named, {}), **values}
+    Layout(**values)
+    return values
 
 
 def read_fields(
-    text: str, noun: str, names: Iterable[str], fields: Iterable[str], advice: str
+    text: str, noun: str, names: Iterable[str], allowed: Iterable[str]
 ) -> tuple[str, dict[str, Any]]:
     """Read a name of ``names`` and ``FIELD=VALUE`` between commas; ``noun`` they describe.
 
@@ -194,15 +196,17 @@ def read_fields(
     values = dict[str, Any]()
     for part in filter(None, map(str.strip, text.split(","))):
         name, equals, value = map(str.strip, part.partition("="))
-        choices = list(fields if equals else names)
+        choices = list(allowed if equals else names)
         if name not in choices:
             kind = "field" if equals else "name"
-            problem = f"a {noun} has no {kind} '{name}'."
-            raise RecipeError(problem, suggestion(name, choices) or advice)
+            advice = suggestion(name, choices) or f"It is one of {', '.join(choices)}."
+            raise RecipeError(f"a {noun} has no {kind} '{name}'.", advice)
         if name in values or (named and not equals):
             raise RecipeError(f"a {noun} names '{name}' beside another value.", "Name it once.")
-        if equals:
-            values[name] = int(value) if value.isdecimal() else value
-        else:
+        if not equals:
             named = name
+        elif value in ("true", "false"):
+            values[name] = value == "true"
+        else:
+            values[name] = int(value) if value.isdecimal() else value
     return named, values

@@ -1,7 +1,7 @@
 """Clusters: chips in equal nodes, and the links between them.
 
-Rates are in one direction and per chip, as in the table of chips. A TOML file has the fields of
-:class:`Cluster`::
+Rates are in one direction and per chip, as in the table of chips. A TOML file has the arguments of
+:func:`cluster_of`::
 
     chip = "H100-SXM"
     chips = 32
@@ -13,9 +13,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from narrowgauge.errors import ChipError, DataError
+from narrowgauge.errors import DataError
 from narrowgauge.spec.chips import Chip, get_chip
 from narrowgauge.spec.toml import read_file, refuse_unknown
 from narrowgauge.spec.values import require_number
@@ -24,13 +23,12 @@ HOST_GB_PER_CHIP = 256
 """Memory of a host for each of its chips: 2 TB for the eight of a DGX A100, H100 or B200 (NVIDIA's
 data sheets).
 """
-_COUNTS = ("chips", "chips_per_node")
 _RATES = ("interconnect_gbit_per_second", "host_memory_gb")
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Describe the equal nodes that run a job.
+    """Describe the equal nodes that run a job; the last may lack chips.
 
     Args:
         chips: number of all chips.
@@ -48,21 +46,9 @@ class Cluster:
     name: str = ""
 
     def __post_init__(self) -> None:
-        for name in _COUNTS:
-            require_number(name, getattr(self, name), 1, is_whole=True)
         for name in _RATES:
-            value = getattr(self, name)
-            if value is not None:
-                require_number(name, value, 1e-3)
-        size = self.chips_per_node
-        nodes = math.ceil(self.chips / size)
-        if nodes * size - self.chips >= nodes:
-            near = self.chips - self.chips % size
-            raise ChipError(
-                f"Cannot place {self.chips} chips in nodes of {size} because they fill "
-                f"{self.chips / size:.2f} nodes.",
-                f"Use {near} or {near + size} chips, or name the chips of a node.",
-            )
+            if getattr(self, name) is not None:
+                require_number(name, getattr(self, name), 1e-3)
 
     def link_bytes_per_second(self, ranks: int, stride: int = 1) -> float:
         """Return a chip's send rate to a group of ``ranks`` at a distance of ``stride`` in its node.
@@ -75,7 +61,7 @@ class Cluster:
             [64.0, 448.0]
         """
         chip = self.chip
-        if not chip.link_gb_per_second or (chip.peers and ranks * stride > chip.peers):
+        if not chip.link_gb_per_second or ranks * stride > (chip.peers or math.inf):
             return 1e9 * chip.host_gb_per_second
         of_peers = (chip.peer_gb_per_second or math.inf) * max(1, ranks - 1)
         return 1e9 * min(chip.link_gb_per_second, of_peers)
@@ -99,7 +85,12 @@ class Cluster:
 
 
 def cluster_of(
-    chip: str | Chip, chips: int, chips_per_node: int | None = None, *, name: str = "", **rates: Any
+    chip: str | Chip,
+    chips: int,
+    chips_per_node: int | None = None,
+    *,
+    name: str = "",
+    **rates: float,
 ) -> Cluster:
     """Return a cluster. Fewer chips than a full node make one smaller node.
 
@@ -108,16 +99,16 @@ def cluster_of(
         name: empty for the number and the chip.
         rates: further fields of :class:`Cluster`.
     Raises:
-        ChipError: unknown chip, or the chips do not fill nodes of ``chips_per_node``.
+        NarrowgaugeError: an unknown chip, or a number that is none of at least 1.
     """
     kind = get_chip(chip) if isinstance(chip, str) else chip
     require_number("chips", chips, 1, is_whole=True)
-    usual_size = kind.chips_per_node if chips_per_node is None else chips_per_node
-    size = min(chips, usual_size)
     if chips_per_node is None:
         # Nodes fill evenly: 128 chips in racks of 72 become twice 64, 12 in nodes of 8 twice 6, 73
         # become 37 and 36.
-        size = math.ceil(chips / max(1, math.ceil(chips / usual_size)))
+        chips_per_node = math.ceil(chips / math.ceil(chips / kind.chips_per_node))
+    require_number("chips_per_node", chips_per_node, 1, is_whole=True)
+    size = min(chips, chips_per_node)
     return Cluster(kind, chips, size, name=name or f"{chips} × {kind.name}", **rates)
 
 
@@ -132,8 +123,7 @@ def read_cluster(path: str | Path) -> Cluster:
     """
     advice = "Write chip = 'H100-SXM' and chips = 8."
     table = read_file(path, "cluster", advice)
-    refuse_unknown(table, ("chip", *_COUNTS, *_RATES), str(path))
-    for name in ("chip", "chips"):
-        if name not in table:
-            raise DataError(f"{path} does not say its {name}.", advice)
+    refuse_unknown(table, ("chip", "chips", "chips_per_node", *_RATES), str(path))
+    if not {"chip", "chips"} <= {*table}:
+        raise DataError(f"{path} does not say its chip or its chips.", advice)
     return cluster_of(str(table.pop("chip")), **table, name=Path(path).stem)

@@ -27,10 +27,9 @@ _FLASH = "_scaled_dot_product_flash_attention"
 
 
 class LiveBytes(TorchDispatchMode):
-    """Count the live bytes of storages that operations make.
+    """Count the live bytes of storages that operations make, gradients of parameters included.
 
-    Attributes:
-        peak: of all of them at once, gradients of parameters included.
+    ``peak`` is the most of all at once.
     """
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
@@ -61,9 +60,7 @@ class ModulePlan:
         num_parameters, trained_parameters: of the module.
         state_bytes: of weights and optimizer states on a chip.
         step_bytes: of activations and gradients at their peak.
-        peak_bytes: of all memory of a chip.
         operations: of a step on a chip.
-        seconds: of a step, at the chip's usual share.
     """
 
     chip: Chip
@@ -72,13 +69,22 @@ class ModulePlan:
     trained_parameters: int
     state_bytes: float
     step_bytes: float
-    peak_bytes: float
     operations: float
-    seconds: float
+
+    @property
+    def peak_bytes(self) -> float:
+        """Return the bytes of all memory of a chip."""
+        outside = CONTEXT + COMMUNICATION * (self.chips > 1)
+        return self.state_bytes + (1 + FRAGMENTATION) * self.step_bytes + outside
 
     @property
     def fits(self) -> bool:
         return self.peak_bytes <= self.chip.memory_bytes
+
+    @property
+    def seconds(self) -> float:
+        """Return the time of a step, at the chip's usual share of its peak."""
+        return float(self.operations / self.chip.peak_flops / shares_of(self.chip)["linear"])
 
     def __str__(self) -> str:
         return (
@@ -93,7 +99,7 @@ def plan_module(
     module: nn.Module,
     *,
     batch: Any,
-    chip: str | Chip,
+    chip: str,
     chips: int = 1,
     loss: Callable[[nn.Module, Any], Tensor] | None = None,
     storage: str = "float32",
@@ -115,6 +121,25 @@ def plan_module(
         )
     if storage not in STORAGES:
         raise DataError(f"no storage is named {storage!r}.", "See narrowgauge show storages.")
+    step_bytes, operations = _counted(module, batch, loss or _output)
+    total = weights = trained = states = 0.0
+    for parameter in module.parameters():
+        width = parameter.element_size()
+        total += parameter.numel()
+        weights += parameter.numel() * width
+        if parameter.requires_grad:
+            trained += parameter.numel()
+            states += parameter.numel() * max(0.0, STORAGES[storage].bytes_per_param - 2 * width)
+    state = (weights + states) / chips
+    return ModulePlan(
+        read_chip(chip), chips, int(total), int(trained), state, step_bytes, operations
+    )
+
+
+def _counted(
+    module: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor]
+) -> tuple[int, int]:
+    """Return the bytes and the operations of a step on fake tensors."""
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         with FakeCopyMode(mode):
             fake_module = copy.deepcopy(module)
@@ -123,45 +148,23 @@ def plan_module(
         flops = FlopCounterMode(display=False)
         for end in ("", "_backward"):  # the counter does not know fused attention on CPUs
             cpu = getattr(torch.ops.aten, f"{_FLASH}_for_cpu{end}")
-            gpu = getattr(torch.ops.aten, f"{_FLASH}{end}")
-            flops.flop_registry[cpu] = flops.flop_registry[gpu]
+            flops.flop_registry[cpu] = flops.flop_registry[getattr(torch.ops.aten, _FLASH + end)]
         try:
             with live, flops:
-                # A loop holds the output until backward has run.
-                output = (loss or _output)(fake_module, inputs)
-                _objective(output).backward()
+                output = loss(fake_module, inputs)  # a loop holds it until backward has run
+                result = getattr(output, "loss", None)
+                result = tree_leaves(output)[0] if result is None else result
+                result.float().sum().backward()
         except Exception as error:  # modules raise all kinds of errors on tensors without values
             raise DataError(
                 f"Cannot count a step of {type(module).__name__} on fake tensors: "
                 f"{str(error).splitlines()[0]}.",
                 "Plan its config.json, or count its state: narrowgauge show storages --params.",
             ) from error
-    kind = chip if isinstance(chip, Chip) else read_chip(chip)
-    trained = [p for p in module.parameters() if p.requires_grad]
-    weights = sum(p.numel() * p.element_size() for p in module.parameters())
-    count = sum(p.numel() for p in trained)
-    row = STORAGES[storage]
-    visible = sum(p.numel() * p.element_size() for p in trained)
-    states = max(0.0, row.bytes_per_param * count - 2 * visible)
-    state = (weights + states) / chips
-    overhead = CONTEXT + COMMUNICATION * (chips > 1) + FRAGMENTATION * live.peak
-    operations = float(flops.get_total_flops())
-    return ModulePlan(
-        kind, chips, sum(p.numel() for p in module.parameters()), count, state, live.peak,
-        state + live.peak + overhead, operations, operations / kind.peak_flops / shares_of(kind).linear,
-    )  # fmt: skip
+    return live.peak, flops.get_total_flops()
 
 
 def _output(module: nn.Module, batch: Any) -> Any:
     if isinstance(batch, dict):
         return module(**batch)
     return module(*batch) if isinstance(batch, tuple) else module(batch)
-
-
-def _objective(output: Any) -> Tensor:
-    """Return a tensor whose backward pass is a step's: the loss, or the first output's sum."""
-    result = getattr(output, "loss", None)
-    if result is None:
-        result = tree_leaves(output)[0]
-    total: Tensor = result.float().sum()
-    return total

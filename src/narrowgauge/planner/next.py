@@ -15,17 +15,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from narrowgauge.errors import DataError, NarrowgaugeError
-from narrowgauge.planner.errors import ERRORS, Ends
-from narrowgauge.planner.estimate import Estimate
+from narrowgauge.planner.estimate import ERRORS, Ends, Estimate
 from narrowgauge.planner.layouts import read_layout
+from narrowgauge.planner.memory import outside_bytes
 from narrowgauge.planner.plan import plan
-from narrowgauge.planner.units import layout_text
 from narrowgauge.runs.record import read_run
 from narrowgauge.spec.chips import CHIPS
 from narrowgauge.spec.tables import Row
@@ -34,27 +32,31 @@ from narrowgauge.spec.values import require_number
 
 TRUST = 0.8
 HALF = 0.5
-_KEPT = ("tensor", "pipeline", "interleave", "context", "expert", "zero", "accumulation_dtype")
+_SHAPE = ("tensor", "pipeline", "interleave", "context", "expert", "zero", "accumulation_dtype")
 _OF_STEP = ("micro_batch", "recompute")
 BEYOND = "length beyond 4 times"
 
 
 def difference_of(run: Estimate, job: Estimate) -> str:
     """Name what differs most between two jobs: a row of ``next`` in ``data/errors.toml``."""
-    longer = job.sequence_length / run.sequence_length
-    longer = max(longer, 1 / longer)
-    chips = job.num_chips / run.num_chips
+    longer = math.log2(job.sequence_length / run.sequence_length)
+    chips = math.log2(job.num_chips / run.num_chips)
     if job.kind == "mixture":
         return "mixture"
-    if longer > 4:
-        return BEYOND
-    if longer > 1:
-        return "length to 4 times"
+    if longer:
+        return BEYOND if abs(longer) > 2 else "length to 4 times"
     if job.architecture.num_parameters != run.architecture.num_parameters:
         return "another size"
-    if max(chips, 1 / chips) > 16:
+    if abs(chips) > 4:
         return "chips beyond 16 times"
     return "layout, batch, precision, chips to 16 times"
+
+
+def _described(job: Estimate) -> str:
+    return (
+        f"{job.architecture.name}, {job.cluster.name}, {job.sequence_length:,} tokens, "
+        f"{job.recipe.name}, {job.program.text}"
+    )
 
 
 @dataclass(frozen=True)
@@ -88,16 +90,9 @@ class Next:
         return self.peak_gb / wider, self.peak_gb * wider
 
     @property
-    def asks_for(self) -> str:
-        """Return the line that asks for a second measured run."""
-        if self.difference in ("mixture", BEYOND, "length to 4 times"):
-            return "A second measured run of this length and kind makes the interval smaller: others = […]."
-        return "A second measured run makes the interval smaller: others = [{ chips = …, tokens_per_second = … }]."
-
-    @property
     def fits(self) -> str:
         """Return ``"yes"``, ``"barely"`` (the end of the interval does not fit) or ``"no"``."""
-        room = (self.job.chip.memory_bytes - self.job.outside_bytes) / 1e9
+        room = (self.job.chip.memory_bytes - outside_bytes(self.job)) / 1e9
         if self.peak_gb > room:
             return "no"
         return "yes" if self.peak_interval[1] <= room else "barely"
@@ -105,20 +100,28 @@ class Next:
     def row(self) -> Row:
         """Return plain values, for JSON."""
         row = self.job.row()
-        row |= {"tokens_per_second": self.tokens_per_second, "rate_interval": self.rate_interval}
-        row |= {"peak_gb": self.peak_gb, "peak_interval": self.peak_interval, "fits": self.fits}
-        return {**row, "difference": self.difference, "is_same_layout": self.is_same_layout}
+        for name in (
+            "difference",
+            "tokens_per_second",
+            "rate_interval",
+            "peak_gb",
+            "peak_interval",
+            "fits",
+            "is_same_layout",
+        ):
+            row[name] = getattr(self, name)
+        return row
 
     def __str__(self) -> str:
         slow, fast = self.rate_interval
         low, high = self.peak_interval
-        layout = layout_text(self.job.layout)
         where = "the run's layout" if self.is_same_layout else "the fastest layout that fits"
         return (
-            f"next  {described(self.job)}\n"
+            f"next  {_described(self.job)}\n"
             f"      {self.tokens_per_second:,.0f} tokens/s, 80 % {slow:,.0f}–{fast:,.0f} ({self.difference})\n"
             f"      {self.peak_gb:.1f} GB a chip, 80 % {low:.1f}–{high:.1f}; fits: {self.fits}\n"
-            f"      {layout} ({where})"
+            f"      {self.job.layout} ({where})\n"
+            "A second measured run (others = […]) makes the interval smaller."
         )
 
 
@@ -149,27 +152,20 @@ class MeasuredRun:
         require_number("tokens_per_second", tokens_per_second, is_open=True)
         if peak_gb is not None:
             require_number("peak_gb", peak_gb, is_open=True)
-        self.asked = {"model": model, "chips": 1, **asked}
+        self.asked = {"model": model, **asked}
         self.tokens_per_second = tokens_per_second
         self.peak_gb = peak_gb
         self.others = others
-        if self.job.mfu * self.factor ** (1 / TRUST) > 1:
+        self.job: Estimate = plan(**self.asked, advise=False).best
+        ratio = tokens_per_second / self.job.tokens_per_second
+        if self.job.mfu * ratio > 1:
             raise DataError(
                 f"Cannot plan from a run of {tokens_per_second:,.0f} tokens/s because that is more "
                 f"than the peak of {self.job.cluster.name}.",
                 "Name the tokens per second of all chips.",
             )
-
-    @cached_property
-    def job(self) -> Estimate:
-        """Return the plan of the measured run."""
-        job: Estimate = plan(**self.asked, advise=False).best
-        return job
-
-    @cached_property
-    def factor(self) -> float:
-        """Return the factor on the planned rate of the next run."""
-        return math.pow(self.tokens_per_second / self.job.tokens_per_second, TRUST)
+        self.factor = math.pow(ratio, TRUST)
+        """The factor on the planned rate of the next run."""
 
     @property
     def extra_gb(self) -> float:
@@ -185,33 +181,35 @@ class MeasuredRun:
         asked = {**self.asked, **changes}
         is_counted = "micro_batches" in read_layout(changes.get("layout", ""))
         if "tokens_per_step" not in changes and not is_counted:
-            more = asked["chips"] / self.asked["chips"]
-            length = asked.get("sequence_length") or self.job.sequence_length
-            least = length * max(1, round(self.job.layout.num_replicas * more))
-            asked["tokens_per_step"] = max(self.job.tokens_per_step * more, least)
-        job = None
-        is_same = False
-        for layout, is_kept in self._layouts(changes):
+            asked["tokens_per_step"] = self._tokens_per_step(asked)
+        for layout, is_same in self._layouts(changes):
             try:
-                job = plan(**{**asked, "layout": layout}, advise=False).best
+                job: Estimate = plan(**{**asked, "layout": layout}, advise=False).best
             except NarrowgaugeError:
-                if not layout or "layout" in changes:
+                if not is_same:
                     raise
                 continue  # it does not divide the model or the chips
-            is_same = is_kept
-            told = job.allocated_bytes + 1e9 * self.extra_gb + job.outside_bytes
-            if told <= job.chip.memory_bytes:
+            if (
+                job.allocated_bytes + 1e9 * self.extra_gb + outside_bytes(job)
+                <= job.chip.memory_bytes
+            ):
                 break
-        assert job is not None
-        nearest = min((self, *self.others), key=lambda run: run.distance(job))
-        difference = difference_of(nearest.job, job)
-        rate = job.tokens_per_second * (1.0 if difference == BEYOND else nearest.factor)
-        peak = job.allocated_bytes / 1e9 + nearest.extra_gb
+        by_width = {}
+        for run in (self, *self.others):
+            difference = difference_of(run.job, job)
+            by_width.setdefault(ERRORS["next"][difference], (run, difference))
+        run, difference = by_width[min(by_width)]
+        rate = job.tokens_per_second * (1.0 if difference == BEYOND else run.factor)
+        peak = job.allocated_bytes / 1e9 + run.extra_gb
         return Next(job, difference, rate, peak, is_same)
 
-    def distance(self, job: Estimate) -> float:
-        """Return how much a job differs from this run: the width of the interval."""
-        return float(ERRORS["next"][difference_of(self.job, job)])
+    def _tokens_per_step(self, asked: dict[str, Any]) -> float:
+        """Return the tokens of a step of another run: as many a chip, and a sequence a replica."""
+        chips = asked["cluster"].chips if "cluster" in asked else asked.get("chips", 1)
+        more = chips / self.job.num_chips
+        length = asked.get("sequence_length") or self.job.sequence_length
+        least = length * max(1, round(self.job.layout.num_replicas * more))
+        return max(self.job.tokens_per_step * more, least)
 
     def _layouts(self, changes: dict[str, Any]) -> Iterator[tuple[Any, bool]]:
         """Yield the layouts to try: this run's with its batch, without it, and any."""
@@ -219,29 +217,19 @@ class MeasuredRun:
             yield changes["layout"], False
             return
         if self.asked.get("layout"):
-            kept = {name: getattr(self.job.layout, name) for name in _KEPT}
-            step = {name: getattr(self.job.layout, name) for name in _OF_STEP}
-            yield {**kept, **step}, True
-            yield kept, True
+            yield {name: getattr(self.job.layout, name) for name in _SHAPE + _OF_STEP}, True
+            yield {name: getattr(self.job.layout, name) for name in _SHAPE}, True
         yield {}, False
 
     def __str__(self) -> str:
         text = (
-            f"run   {described(self.job)}\n      {self.tokens_per_second:,.0f} tokens/s measured, "
+            f"run   {_described(self.job)}\n      {self.tokens_per_second:,.0f} tokens/s measured, "
             f"{self.job.tokens_per_second:,.0f} planned"
         )
         if self.peak_gb is not None:
             counted = self.job.allocated_bytes / 1e9
             text += f"; {self.peak_gb:.1f} GB measured, {counted:.1f} counted"
         return text
-
-
-def described(job: Estimate) -> str:
-    """Return the model, the chips, the length, the recipe and the program of a job."""
-    return (
-        f"{job.architecture.name}, {job.cluster.name}, {job.sequence_length:,} tokens, "
-        f"{job.recipe.name}, {job.program.text}"
-    )
 
 
 def read_changes(words: Iterable[str]) -> dict[str, Any]:
@@ -256,8 +244,7 @@ def read_changes(words: Iterable[str]) -> dict[str, Any]:
         name, equals, value = word.partition("=")
         if not equals:
             raise DataError(f"Cannot read {word!r} as a change.", "Write NAME=VALUE: chips=128.")
-        key = name.strip().replace("-", "_")
-        changes[{"recipe": "recipes"}.get(key, key)] = int(value) if value.isdecimal() else value
+        changes[name.strip().replace("-", "_")] = int(value) if value.isdecimal() else value
     return changes
 
 
@@ -302,17 +289,15 @@ def _of_log(path: Path) -> dict[str, Any]:
     for name, chip in CHIPS.items():
         if chip.device and chip.device == machine.get("device"):
             asked["chip"] = name
-    asked["chips"] = machine.get("ranks", 1)
-    config = run.config
-    for name, setting in (("model", "model"), ("sequence_length", "sequence_length")):
-        if setting in config:
-            asked[name] = config[setting]
-    if "recipe" in config:
-        asked["recipes"] = config["recipe"]
-    batches = config.get("gradient_accumulation_steps", 1)
-    if "batch_size" in config:
-        size = config["batch_size"] // batches
-        count = batches // asked["chips"]
-        layout = f"fsdp2,micro_batch={max(1, size)},micro_batches={max(1, count)},recompute=none"
-        asked |= {"layout": layout, "program": "narrowgauge"}
+    ranks = asked["chips"] = machine.get("ranks", 1)
+    names = {"model": "model", "sequence_length": "sequence_length", "recipe": "recipes"}
+    for setting, value in run.config.items():
+        if setting in names:
+            asked[names[setting]] = value
+    if "batch_size" in run.config:
+        batches = run.config.get("gradient_accumulation_steps", 1)
+        size = max(1, run.config["batch_size"] // batches)
+        count = max(1, batches // ranks)
+        asked["layout"] = f"fsdp2,micro_batch={size},micro_batches={count},recompute=none"
+        asked["program"] = "narrowgauge"
     return asked

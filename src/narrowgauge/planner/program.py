@@ -11,10 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from narrowgauge.errors import RecipeError, suggestion_or_all
+from narrowgauge.errors import RecipeError
 from narrowgauge.planner.layouts import read_fields
 from narrowgauge.planner.shapes import Architecture, Weight
-from narrowgauge.spec.chips import Chip
 from narrowgauge.spec.sums import ACCUMULATION_DTYPES
 from narrowgauge.spec.toml import load_data
 from narrowgauge.spec.values import require_choice, require_number
@@ -40,10 +39,8 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "sums": ("weight", *ACCUMULATION_DTYPES),
     "release": (False, True),
     "offload": (False, True),
-    "saved": ("", "host"),
 }
 """Fields of a program that ``--program`` takes, and their values."""
-_RATES = ("factor", "experts", "mixture_seconds", "expert_overlap", "interleaved_overlap")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +61,6 @@ class Program:
         release: each layer's gradient is freed after its update, within backward.
         offload: gradients, optimizer states and their update are on the host, and with adapters
             the frozen weights too.
-        saved: place of the inputs that recomputed layers keep: the chip, or ``"host"``.
         layout: fields of the layouts that it runs, where the question names none.
         ours: whether it takes this project's optimizers; else ``master`` is planned by default.
         text, source: its name in sentences, and where the fields are from.
@@ -83,7 +79,6 @@ class Program:
     sums: str = "float32"
     release: bool = False
     offload: bool = False
-    saved: str = ""
     layout: str = ""
     ours: bool = True
     text: str = field(default="", compare=False)
@@ -92,16 +87,10 @@ class Program:
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
             require_choice(name, getattr(self, name), choices)
-        for name in _RATES:
-            require_number(name, getattr(self, name))
 
     def __str__(self) -> str:
         """Write the program with its fields, as ``--program`` takes them."""
-        words = []
-        for name in _CHOICES:
-            value = getattr(self, name)
-            if value:
-                words.append(f"{name}={value}")
+        words = [f"{name}={getattr(self, name)}" for name in _CHOICES if getattr(self, name)]
         return f"{self.text}: {', '.join(words)}"
 
 
@@ -114,50 +103,39 @@ class Tuning:
         base: format of the frozen weights in the layers.
         experts: format of frozen experts. transformers holds them in one tensor, which bitsandbytes
             does not quantize.
-        train: parts that train beside the adapters: ``"head"``, ``"embeddings"``, ``"norms"``.
     """
 
     lora: int = 0
     base: str = "bfloat16"
     experts: str = "bfloat16"
-    train: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         require_number("lora", self.lora, is_whole=True)
-        for value in (self.base, self.experts):
-            if value not in FROZEN_BITS:
-                advice = suggestion_or_all(str(value), FROZEN_BITS)
-                raise RecipeError(f"Cannot store frozen weights in {value!r}.", advice)
-            if value != "bfloat16" and not self.lora:
-                raise RecipeError(
-                    f"Cannot store the weights in {value} because they train.",
-                    f"Train adapters over them (--lora 16 --base {value}).",
-                )
-        for part in self.train:
-            require_choice("train", part, ("head", "embeddings", "norms"))
-        if self.train and not self.lora:
-            raise RecipeError("Cannot train parts alone.", "Name --lora: the rest is frozen then.")
+        require_choice("base", self.base, FROZEN_BITS)
+        require_choice("experts", self.experts, FROZEN_BITS)
+        if not self.lora and (self.base, self.experts) != ("bfloat16", "bfloat16"):
+            raise RecipeError(
+                "Cannot store weights in fewer bits because they train.",
+                "Train adapters over them: --lora 16.",
+            )
 
     def frozen_bytes(self, weight: Weight) -> float:
         """Return the bytes of each element of a frozen weight; 0 if it trains."""
-        if not self.lora or weight.part in self.train:
+        if not self.lora:
             return 0.0
-        dtype = "bfloat16"
         if weight.is_expert:
-            dtype = self.experts
-        elif weight.part in ("attention", "mlp"):
-            dtype = self.base
-        return FROZEN_BITS[dtype] / 8
+            return FROZEN_BITS[self.experts] / 8
+        return FROZEN_BITS[self.base] / 8 if weight.part in ("attention", "mlp") else 2.0
 
     def adapters(self, a: Architecture) -> Iterator[Weight]:
         """Yield both matrices of each adapter, ``[rank, in]`` and ``[out, rank]``."""
         for m in a.layer_matmuls:
             if self.lora and m.part in ("attention", "mlp"):
-                first = replace(m, name=f"{m.name}.lora_A", split="none", has_bias=False)
-                yield replace(first, out_features=self.lora)
-                yield replace(first, name=f"{m.name}.lora_B", in_features=self.lora)
+                yield replace(m, out_features=self.lora)
+                yield replace(m, in_features=self.lora)
 
 
+EVERYTHING = Tuning()
 PROGRAMS: dict[str, Program] = {
     name: Program(name, **row) for name, row in load_data("programs", "planner").items()
 }
@@ -165,19 +143,9 @@ PROGRAMS: dict[str, Program] = {
 DEFAULT = PROGRAMS["compiled"]
 
 
-def program_on(chip: Chip, *, has_adapters: bool) -> str:
-    """Return the name of the program that is planned where none is named."""
-    if chip.vendor == "Google":
-        return "maxtext"
-    return "hf-trainer" if has_adapters else "compiled"
-
-
 def read_program(text: str | Program) -> Program:
     """Read a program: a name of ``PROGRAMS``, fields with values, or both, between commas."""
     if isinstance(text, Program):
         return text
-    advice = f"There are {', '.join(PROGRAMS)}."
-    name, fields = read_fields(text, "program", PROGRAMS, _CHOICES, advice)
-    for key, value in fields.items():
-        fields[key] = {"true": True, "false": False}.get(value, value)
+    name, fields = read_fields(text, "program", PROGRAMS, _CHOICES)
     return replace(PROGRAMS.get(name, DEFAULT), **fields)

@@ -6,13 +6,11 @@ A hybrid is a list of several kinds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
 Part = Literal["attention", "mlp", "experts", "head", "embeddings", "norms"]
-Split = Literal["column", "row", "none"]
 
 
 class Mixture(NamedTuple):
@@ -27,42 +25,19 @@ class Mixture(NamedTuple):
     shared_size: int = 0
 
 
-class LatentAttention(NamedTuple):
-    """Describe attention with keys and values expanded from a latent vector (MLA).
-
-    Args:
-        query_rank: of the latent query; None for direct projection.
-        plain_dim, rotary_dim: dimensions of a head's query and key without and with positions.
-
-    Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.
-    """
-
-    query_rank: int | None
-    key_value_rank: int
-    plain_dim: int
-    rotary_dim: int
-    value_dim: int
-
-
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """Describe equal weights, ``[out_features, in_features]`` each. Vectors are one row.
+    """Describe ``count`` equal weights, ``[out_features, in_features]`` each. Vectors are one row.
 
-    Args:
-        count: number of weights in the model.
-        split: dimension that tensor parallelism shards: output rows (``"column"``), the sum
-            (``"row"``) or none.
-        tokens_share: fraction of tokens per weight, 1 outside mixtures.
+    ``tokens_share`` is the fraction of tokens that each of them sees, 1 outside mixtures.
     """
 
     name: str
     in_features: int
     out_features: int
-    count: int
     part: Part
-    split: Split = "none"
+    count: int = 1
     tokens_share: float = 1.0
-    has_bias: bool = False
 
     @property
     def is_expert(self) -> bool:
@@ -70,17 +45,13 @@ class Weight:
         return self.name.startswith("experts.")
 
     @property
-    def num_elements(self) -> int:
-        return self.count * self.out_features * self.in_features
-
-    @property
     def num_parameters(self) -> int:
-        return self.count * self.out_features * (self.in_features + self.has_bias)
+        return self.count * self.out_features * self.in_features
 
     @property
     def flops_per_token(self) -> float:
         """Count forward's operations per token: two per weight that the token meets."""
-        return 2 * self.num_elements * self.tokens_share
+        return 2 * self.num_parameters * self.tokens_share
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,37 +59,30 @@ class Layers:
     """Describe equal layers.
 
     Args:
+        matmuls: every multiplied weight of one layer.
+        vectors: parameters of norms, biases and other vectors in one layer.
         count: number of layers.
-        matmuls: every multiplied weight of all of them.
-        vectors: parameters of norms and other vectors in all of them, without biases of matmuls.
         has_attention: else the matmuls of its part "attention" are those of another mixer.
         window: attended tokens; None for all.
         inner_size: intermediate size of a dense MLP; 0 without one.
     """
 
-    count: int
     matmuls: tuple[Weight, ...]
     vectors: int
+    count: int = 1
     has_attention: bool = True
     window: int | None = None
     inner_size: int = 0
     mixture: Mixture | None = None
 
-    def times(self, count: int) -> Layers:
-        """Return ``count`` times these layers."""
-        matmuls = [replace(matmul, count=count * matmul.count) for matmul in self.matmuls]
-        return replace(
-            self, count=count * self.count, matmuls=tuple(matmuls), vectors=count * self.vectors
-        )
-
     @property
-    def mixer_width(self) -> float:
-        """Count the inputs and outputs of the matmuls of another mixer than attention, in a layer."""
+    def mixer_width(self) -> int:
+        """Count the inputs and outputs of the matmuls of another mixer than attention."""
         total = 0
         for matmul in self.matmuls:
             if matmul.part == "attention" and not self.has_attention:
                 total += matmul.count * (matmul.in_features + matmul.out_features)
-        return total / self.count
+        return total
 
     def mean_keys(self, sequence_length: int, *, is_causal: bool = True) -> float:
         """Return the attended keys per token of a layer with attention.
@@ -126,11 +90,9 @@ class Layers:
         This is half the sequence with the mask, all of it in Megatron's convention. A window ``w``
         shortens the causal mean to ``w - w² / 2s``.
         """
-        if self.window is None or self.window >= sequence_length:
-            return sequence_length / 2 if is_causal else float(sequence_length)
-        near = float(self.window)
+        near = min(self.window or sequence_length, sequence_length)
         if is_causal:
-            near -= self.window**2 / (2 * sequence_length)
+            return near - near**2 / (2 * sequence_length)
         return near
 
 
@@ -140,10 +102,11 @@ class Architecture:
 
     Args:
         layers: its kinds of layers.
-        outer_vectors: other parameters outside the layers, without embedding, positions and head.
-            They include norms, biases, and parts that no text decoder has, such as a vision tower.
         num_heads, num_kv_heads, query_dim, value_dim: of attention.
+        outer_vectors: other parameters outside the layers, without embedding, positions and head.
+            They include norms, and parts that no text decoder has, such as a vision tower.
         is_gated: the MLP multiplies two projections (SwiGLU, GeGLU) instead of one.
+        is_latent: keys and values are expanded from a latent vector (MLA, arXiv 2405.04434).
         positions: number of learned positions; 0 for rotary or other fixed positions.
     """
 
@@ -157,24 +120,26 @@ class Architecture:
     value_dim: int
     outer_vectors: int = 0
     is_gated: bool = True
+    is_latent: bool = False
     tie_embeddings: bool = False
     positions: int = 0
-    latent: LatentAttention | None = None
 
     def __hash__(self) -> int:
         return hash((self.name, self.num_parameters))
 
-    # weights
-
     @cached_property
     def layer_matmuls(self) -> tuple[Weight, ...]:
-        """Return the matmuls of the layers: all but the head."""
-        return tuple(matmul for layers in self.layers for matmul in layers.matmuls)
+        """Return the matmuls of all layers: all but the head."""
+        matmuls = []
+        for layers in self.layers:
+            for matmul in layers.matmuls:
+                matmuls.append(replace(matmul, count=layers.count * matmul.count))
+        return tuple(matmuls)
 
     @cached_property
     def head(self) -> Weight:
         """Return the head's weight; a tied one is the embedding."""
-        return Weight("lm_head", self.hidden_size, self.vocab_size, 1, "head", "column")
+        return Weight("lm_head", self.hidden_size, self.vocab_size, "head")
 
     @cached_property
     def matmuls(self) -> tuple[Weight, ...]:
@@ -186,16 +151,15 @@ class Architecture:
         """Return all parameters by place: the layers and their experts, the first and the last
         stage of a pipeline.
         """
-        vectors = sum(layers.vectors for layers in self.layers)
-        places: dict[str, list[Weight]] = {
-            "layers": [Weight("norms", vectors, 1, 1, "norms")],
+        vectors = sum(layers.count * layers.vectors for layers in self.layers)
+        embedding = Weight("embed_tokens", self.hidden_size, self.vocab_size, "embeddings")
+        positions = Weight("positions", self.hidden_size, self.positions, "embeddings")
+        places = {
+            "layers": [Weight("norms", vectors, 1, "norms")],
             "experts": [],
-            "first": [replace(self.head, name="embed_tokens", part="embeddings")],
-            "last": [Weight("norm", self.outer_vectors, 1, 1, "norms")],
+            "first": [embedding, positions],
+            "last": [Weight("norm", self.outer_vectors, 1, "norms")],
         }
-        if self.positions:
-            learned = Weight("positions", self.hidden_size, self.positions, 1, "embeddings")
-            places["first"].append(learned)
         for matmul in self.layer_matmuls:
             places["experts" if matmul.is_expert else "layers"].append(matmul)
         if not self.tie_embeddings:
@@ -205,10 +169,10 @@ class Architecture:
     @cached_property
     def parameters(self) -> dict[str, int]:
         """Count the parameters of each place of ``weights``."""
-        return {
-            place: sum(weight.num_parameters for weight in weights)
-            for place, weights in self.weights.items()
-        }
+        counts = dict.fromkeys(self.weights, 0)
+        for place, weights in self.weights.items():
+            counts[place] = sum(weight.num_parameters for weight in weights)
+        return counts
 
     @cached_property
     def num_parameters(self) -> int:
@@ -218,47 +182,31 @@ class Architecture:
     @cached_property
     def largest_layer(self) -> int:
         """Count the parameters of the largest layer without its experts."""
-        sizes = []
+        largest = 0
         for layers in self.layers:
             size = layers.vectors
             for matmul in layers.matmuls:
                 size += 0 if matmul.is_expert else matmul.num_parameters
-            sizes.append(size / layers.count)
-        return round(max(sizes))
-
-    # layers
+            largest = max(largest, size)
+        return largest
 
     @cached_property
     def num_layers(self) -> int:
         return sum(layers.count for layers in self.layers)
 
-    @property
-    def mixtures(self) -> Iterator[tuple[int, Mixture]]:
-        """Yield the numbers of layers with experts, and their experts."""
-        for layers in self.layers:
-            if layers.mixture:
-                yield layers.count, layers.mixture
-
     @cached_property
     def num_mixture_layers(self) -> int:
-        return sum(count for count, _ in self.mixtures)
+        return sum(layers.count for layers in self.layers if layers.mixture)
 
     @cached_property
     def mixture(self) -> Mixture | None:
         """Return the experts of a layer; None without any."""
-        return next((mixture for _, mixture in self.mixtures), None)
-
-    @property
-    def num_experts(self) -> int:
-        """Count the experts of a mixture's layer; 1 without one."""
-        return self.mixture.num_experts if self.mixture else 1
+        return next((layers.mixture for layers in self.layers if layers.mixture), None)
 
     @property
     def intermediate_size(self) -> int:
         """Return the intermediate size of a dense MLP."""
         return max(layers.inner_size for layers in self.layers)
-
-    # operations
 
     def attention_flops(self, sequence_length: int, *, is_causal: bool = True) -> float:
         """Count operations of scores and values per token, forward and backward, in all layers.

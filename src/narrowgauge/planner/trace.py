@@ -7,26 +7,24 @@ those that it calls. Names decide (``data/trace_names.toml``). Kernels that run 
 from __future__ import annotations
 
 import gzip
+import json
 import re
-import zlib
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from narrowgauge.errors import RecordError
-from narrowgauge.planner.units import duration_text
-from narrowgauge.runs.atomic_io import disk_errors, load_json
-from narrowgauge.spec.tables import Column, Table, number_columns
+from narrowgauge.planner.words import duration_text
+from narrowgauge.runs.atomic_io import disk_errors
+from narrowgauge.spec.tables import Table, table_of
 from narrowgauge.spec.toml import load_data
 
 UNKNOWN = "unrecognized"
 _PATTERNS = load_data("trace_names", "planner")
-_ORDER = ("matmuls", "attention", "loss", "optimizer", "casts", "elementwise", "copies")
 _KERNELS = {"kernel", "gpu_memcpy", "gpu_memset"}
 _WITH_CALLEES = {"optimizer", "loader", "communication", "loss", "attention", "casts"}
 """Groups of operations whose callees belong to them, whatever they are."""
-_BROKEN = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 
 class Span(NamedTuple):
@@ -56,47 +54,39 @@ def read_trace(path: Path, plan: Path | None = None) -> Table:
         RecordError: a file cannot be read, or is none of these.
     """
     spans = list(_spans(_load(path)))
-    kernels = [span for span in spans if span.kind in _KERNELS]
     marks = [span for span in spans if span.name.startswith("ProfilerStep#")]
-    host = [span for span in spans if span.kind not in _KERNELS and "Profiler" not in span.name]
-    if marks and not kernels:
+    work = [span for span in spans if span.kind in _KERNELS]
+    kind = "kernels"
+    if not work:
+        kind = "operations"
         # The step waits for the threads of gloo and of a loader: their time would count twice.
-        host = [span for span in host if span.place == marks[0].place]
-    times = _kernel_times(kernels) if kernels else _operation_times(host)
-    if not times:
+        place = marks[0].place if marks else ""
+        work = [span for span in spans if place in ("", span.place) and span not in marks]
+    if not work:
         raise RecordError(
             f"No time in {path}: it has no operation and no kernel in a list 'traceEvents'.",
             "Name a file of profiler.export_chrome_trace, a run folder, or a log.",
         )
-    # Kernels run after their step, so the host's work decides which marks count.
-    steps = set()
-    for mark in marks:
-        if any(mark.start <= span.start < mark.end for span in host or kernels):
-            steps.add(mark.name)
-    devices = max(1, len({span.place for span in kernels}))
-    scale = 1e-6 / max(1, len(steps)) / devices
+    steps = {
+        mark.name for mark in marks if any(mark.start <= span.start < mark.end for span in work)
+    }
+    scale = 1e-6 / max(1, len(steps))
+    if kind == "kernels":
+        scale /= len({span.place for span in work})
     seconds: dict[str, float] = defaultdict(float)
-    for (group, name), microseconds in times.items():
+    for (group, name), microseconds in _times(work, kind).items():
         seconds[group] += scale * microseconds
         if group == UNKNOWN:
             seconds[f"{UNKNOWN}: {name[:80]}"] += scale * microseconds
-    columns = [Column("group", "group"), *number_columns(trace="trace")]
-    planned = {}
-    if plan:
-        planned = _planned(plan)
-        columns += number_columns(plan="plan")
+    total = sum(value for group, value in seconds.items() if ":" not in group)
+    planned = _planned(plan) if plan else {}
     rows = []
-    total = scale * sum(times.values())
-    for group in dict.fromkeys((*_ORDER, *seconds, *planned)):
-        if group not in seconds and group not in planned:
-            continue
-        value = seconds[group]
-        row = {"group": group, "seconds": value, "plan": duration_text(planned.get(group, 0.0))}
-        rows.append({**row, "trace": f"{duration_text(value)} {value / total:6.1%}"})
-    title = (
-        f"{path.name}: {len(steps) or 1} × {duration_text(total)}, {'GPU' if kernels else 'CPU'}"
-    )
-    return Table(tuple(columns), rows, title)
+    for group in dict.fromkeys((*seconds, *planned)):
+        text = f"{duration_text(seconds[group])} {seconds[group] / total:6.1%}"
+        row = {"group": group, "seconds": seconds[group], "trace": text}
+        rows.append({**row, "plan": duration_text(planned.get(group, 0.0)) if plan else ""})
+    title = f"{path.name}: {len(steps) or 1} × {duration_text(total)}, {kind}"
+    return table_of(rows, title, hidden="seconds")
 
 
 def _load(path: Path) -> Any:
@@ -105,8 +95,8 @@ def _load(path: Path) -> Any:
     try:
         if content.startswith(b"\x1f\x8b"):
             content = gzip.decompress(content)
-        return load_json(content)
-    except (ValueError, EOFError, OSError, zlib.error) as error:
+        return json.loads(content)
+    except Exception as error:  # bytes that were cut or changed raise all kinds of errors
         raise RecordError(
             f"Cannot read {path}: it is no JSON ({error}).", "Write the file again."
         ) from error
@@ -115,10 +105,9 @@ def _load(path: Path) -> Any:
 def _planned(path: Path) -> dict[str, float]:
     """Return the seconds of a step by group, of the best option of a plan."""
     try:
-        seconds = {**_load(path)["options"][0]["step_seconds"]}
-        del seconds["total"]
-        return {name: float(value) for name, value in seconds.items()}
-    except _BROKEN as error:
+        seconds = _load(path)["options"][0]["step_seconds"]
+        return {name: float(seconds[name]) for name in seconds if name != "total"}
+    except (LookupError, TypeError, ValueError) as error:
         raise RecordError(
             f"No plan in {path}: it has no 'step_seconds'.",
             "Write one with narrowgauge plan run … --json.",
@@ -126,18 +115,20 @@ def _planned(path: Path) -> dict[str, float]:
 
 
 def _spans(trace: Any) -> Iterator[Span]:
-    """Yield the operations, kernels and marks that have a start and a duration."""
+    """Yield the operations, kernels and marks that have a start and a duration, the first first."""
     kinds = {"cpu_op", "user_annotation", *_KERNELS}
+    spans = []
     rows = trace.get("traceEvents") if isinstance(trace, dict) else None
     for row in rows if isinstance(rows, list) else ():
         try:
-            start = float(row["ts"])
-            end = start + float(row["dur"])
-            if row["ph"] == "X" and row["cat"] in kinds and 0 <= start <= end < 1e18:
+            if row["ph"] == "X" and row["cat"] in kinds:
                 place = row.get("args", {}).get("device", row["tid"])
-                yield Span(start, end, str(row["name"]), row["cat"], str(place))
-        except _BROKEN:
+                start = float(row["ts"])
+                end = start + float(row["dur"])
+                spans.append(Span(start, end, str(row["name"]), row["cat"], str(place)))
+        except (AttributeError, LookupError, TypeError, ValueError):
             continue
+    yield from sorted(spans, key=lambda span: (span.start, -span.end))
 
 
 def _group(table: str, name: str) -> str:
@@ -147,27 +138,18 @@ def _group(table: str, name: str) -> str:
     return UNKNOWN
 
 
-def _kernel_times(kernels: list[Span]) -> dict[tuple[str, str], float]:
-    """Return the microseconds of kernels by group and name, and of the gaps between them."""
+def _times(spans: list[Span], kind: str) -> dict[tuple[str, str], float]:
+    """Return the microseconds by group and name: of kernels with the gaps between them, of
+    operations without those that they call.
+    """
     times: dict[tuple[str, str], float] = defaultdict(float)
     busy: dict[str, float] = {}
-    for span in sorted(kernels):
-        times[_group("kernels", span.name), span.name] += span.end - span.start
-        before = busy.get(span.place, span.start)
-        times["gaps", ""] += max(0.0, span.start - before)
-        busy[span.place] = max(before, span.end)
-    return times
-
-
-def _operation_times(events: list[Span]) -> dict[tuple[str, str], float]:
-    """Return the microseconds of operations without those that they call, by group and name."""
-    times: dict[tuple[str, str], float] = defaultdict(float)
     running: dict[str, list[tuple[Span, str]]] = defaultdict(list)
-    for span in sorted(events, key=lambda span: (span.start, -span.end)):
+    for span in spans:
+        group = _group(kind, span.name)
         outer = running[span.place]
-        while outer and outer[-1][0].end <= span.start:
+        while outer and (outer[-1][0].end <= span.start or kind == "kernels"):
             outer.pop()
-        group = _group("operations", span.name)
         if outer:
             caller, of_caller = outer[-1]
             if of_caller in _WITH_CALLEES or group == UNKNOWN:
@@ -175,4 +157,8 @@ def _operation_times(events: list[Span]) -> dict[tuple[str, str], float]:
             times[of_caller, caller.name] -= span.end - span.start
         times[group, span.name] += span.end - span.start
         outer.append((span, group))
+        if kind == "kernels":
+            before = busy.get(span.place, span.start)
+            times["gaps", ""] += max(0.0, span.start - before)
+            busy[span.place] = max(before, span.end)
     return times

@@ -15,7 +15,8 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
-from narrowgauge.spec.computes import Product
+from narrowgauge.spec.chips import Chip
+from narrowgauge.spec.computes import Compute, Product
 
 Pairs = tuple[tuple[str, str], ...]
 _LAST = 999
@@ -105,3 +106,15 @@ def needs_kernel(product: Product) -> bool:
     if is_whole_int8:
         return product.left.block is not None or product.right.block is not None
     return not product.is_wide
+
+
+def multiplies(compute: Compute, chip: Chip) -> bool:
+    """Return whether a chip multiplies all operands' codes, with a kernel of this version."""
+    for product in compute.products.values():
+        has_kernel = product.is_wide or chip.vendor == "NVIDIA"
+        if needs_kernel(product):
+            has_kernel = kernel_for(product, chip.target) is not None
+        formats = {chip.rate_format(cast.format) for cast in (product.left, product.right)}
+        if not has_kernel or not formats <= chip.peak_tflops.keys():
+            return False
+    return True

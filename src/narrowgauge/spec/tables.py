@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -75,6 +76,22 @@ class Table:
         for line in zip(*aligned, strict=True):
             text += "  ".join(line).rstrip() + "\n"
         return text
+
+
+def table_of(rows: Sequence[Row], title: str = "", hidden: Sequence[str] = ()) -> Table:
+    """Return a table of all keys of dicts but the ``hidden`` ones and those without a text.
+
+    Numbers, and texts that begin with one, are aligned right.
+    """
+    columns = []
+    for key in rows[0]:
+        cells = [cell_text(row[key]) for row in rows]
+        if key in hidden or not any(cells):
+            continue
+        is_number = all(re.match(r"[-+]?\d|$", cell) for cell in cells)
+        title_text = key.replace("_", " ")
+        columns.append(Column(title_text, key, code=key in ("name", "recipe"), right=is_number))
+    return Table(tuple(columns), list(rows), title)
 
 
 def write(parts: Table | Sequence[Table]) -> None:

@@ -7,7 +7,6 @@ nothing.
 ``put_back``            runs a model and puts back what the run changed
 ``machine``             what this processor and its compilers can do; needs no PyTorch
 ``compile``             compiles a function of tensors, and proves its bits before the first use
-``edge_values``         values by which compiled code is compared with its definition
 ``cpp``                 builds and loads libraries of C++, for CPUs
 ``triton``              loads kernels of Triton, for GPUs
 ``proof``               where kernels run, and which have the bits of their definitions

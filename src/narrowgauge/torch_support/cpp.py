@@ -2,7 +2,7 @@
 
 No function is taken from PyTorch's headers: a file is built in a second. A library is named by a
 hash of its text, flags and processor, whatever compiler built it: what it computes is proved in
-each process. One process builds it, and others wait for its lock.
+each process. It is built beside its place and renamed, so that no process loads half of one.
 """
 
 from __future__ import annotations
@@ -11,13 +11,10 @@ import contextlib
 import ctypes
 import hashlib
 import os
-import secrets
 import shlex
 import subprocess
 import sys
 import tempfile
-import threading
-from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
@@ -29,11 +26,6 @@ from narrowgauge.torch_support.machine import (
     instruction_sets,
     processor_name,
 )
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
 
 
 class CompilerError(RuntimeError):
@@ -64,9 +56,6 @@ _BY_CAPABILITY = {"DEFAULT": ["-mno-avx2", "-mno-avx512f"], "AVX2": ["-mno-avx51
 """Flags by PyTorch's name of the instructions that it uses here, which ``ATEN_CPU_CAPABILITY`` may
 limit.
 """
-_locks_lock = threading.Lock()
-_locks: dict[str, threading.Lock] = {}
-_libraries: dict[str, ctypes.CDLL] = {}
 
 
 @lru_cache
@@ -76,17 +65,10 @@ def _command(compiler: str) -> tuple[str, ...]:
     command += _BY_CAPABILITY.get(torch.backends.cpu.get_cpu_capability(), [])
     threads = ["-Xclang", "-fopenmp"] if sys.platform == "darwin" else ["-fopenmp"]
     for optional in (threads, _TUNING):
-        if _accepts([*command, *optional]):
+        tried = [*command, *optional, "-fsyntax-only", "-x", "c++", os.devnull]
+        if subprocess.run(tried, capture_output=True, check=False).returncode == 0:
             command += optional
     return tuple(command)
-
-
-def _accepts(command: list[str]) -> bool:
-    try:
-        tried = [*command, "-fsyntax-only", "-x", "c++", os.devnull]
-        return subprocess.run(tried, capture_output=True, check=False).returncode == 0
-    except OSError:
-        return False
 
 
 def cache_folder() -> Path:
@@ -126,6 +108,7 @@ def _own_folder() -> Path:
     return Path(tempfile.mkdtemp(prefix="narrowgauge-"))
 
 
+@lru_cache(None)
 def build(text: str) -> ctypes.CDLL:
     """Return the library of a text. Build it, unless this machine has done so before.
 
@@ -143,88 +126,24 @@ def build(text: str) -> ctypes.CDLL:
     flags = [word for word in shlex.split(compiler_name()) if word.startswith("-")]
     flags += [*_FLAGS, torch.backends.cpu.get_cpu_capability()]
     name = hashlib.sha256("\0".join([*flags, *machine, text]).encode()).hexdigest()[:32]
-    with _locks_lock:
-        lock = _locks.setdefault(name, threading.Lock())
-    with lock:
-        if name not in _libraries:
-            _libraries[name] = _load(folder / f"{name}.so", text)
-        return _libraries[name]
+    library = folder / f"{name}.so"
+    with contextlib.suppress(OSError):  # it is not there, or damaged
+        return ctypes.CDLL(str(library))
+    _compile(library, text)
+    return ctypes.CDLL(str(library))
 
 
-def _token() -> str:
-    """Return a name that no other process takes.
-
-    Machines and containers that share a folder have equal process ids.
-    """
-    return secrets.token_hex(8)
-
-
-def _write(file: Path, text: str) -> None:
-    """Write a file beside, and rename it."""
-    part = file.with_suffix(f".{_token()}.part")
-    part.write_text(text)
-    os.replace(part, file)
-
-
-@contextlib.contextmanager
-def _alone(file: Path) -> Iterator[None]:
-    """Wait until no other process builds a library. A process that ends gives its lock back."""
-    with file.with_suffix(".lock").open("w") as lock:
-        if fcntl is not None:
-            with contextlib.suppress(OSError):  # a file system without locks: both build
-                fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-def _load(file: Path, text: str) -> ctypes.CDLL:
-    """Load a library, or build it: one that is damaged, or half written by a process that was
-    killed, is built again.
-    """
-    library = _loaded(file)
-    if library is None:
-        with _alone(file):
-            library = _loaded(file)
-            if library is None:
-                _remove_leftovers(file)
-                _compile(file, text)
-                library = ctypes.CDLL(str(file))
-    return library
-
-
-def _loaded(file: Path) -> ctypes.CDLL | None:
-    """Return a library that an earlier process has built, if it is whole."""
-    with contextlib.suppress(OSError):
-        checksum = file.with_suffix(".sha256").read_text()
-        if hashlib.sha256(file.read_bytes()).hexdigest() == checksum:
-            return ctypes.CDLL(str(file))
-    return None
-
-
-def _remove_leftovers(file: Path) -> None:
-    """Remove what builds of this library have left that were killed."""
-    for leftover in file.parent.glob(f"{file.stem}.*.*"):
-        leftover.unlink(missing_ok=True)
-
-
-def _compile(file: Path, text: str) -> None:
+def _compile(library: Path, text: str) -> None:
     missing = compiler_missing(by_pytorch=False)
     if missing:
         raise CompilerError(missing)
-    part = file.with_suffix(f".{_token()}.cpp")
-    library = part.with_suffix(".so")
-    try:
-        part.write_text(text)
-        tried = [*_command(compiler_name()), "-o", str(library), str(part)]
-        result = subprocess.run(tried, capture_output=True, check=False, text=True)
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        source = Path(folder) / "step.cpp"
+        source.write_text(text)
+        part = source.with_suffix(".so")
+        command = [*_command(compiler_name()), "-o", str(part), str(source)]
+        result = subprocess.run(command, capture_output=True, check=False, text=True)
         if result.returncode:
-            line = next(
-                (x for x in result.stderr.splitlines() if "error" in x), result.stderr[:200]
-            )
-            raise CompilerError(f"{shlex.join(tried[:1])} fails: {line}")
-        digest = hashlib.sha256(library.read_bytes()).hexdigest()
-        os.replace(library, file)
-        _write(file.with_suffix(".sha256"), digest)
-        os.replace(part, file.with_suffix(".cpp"))
-    finally:
-        for leftover in (part, library):
-            leftover.unlink(missing_ok=True)
+            lines = [line for line in result.stderr.splitlines() if "error" in line]
+            raise CompilerError(f"{command[0]} fails: {(*lines, result.stderr[:200])[0]}")
+        os.replace(part, library)
