@@ -65,11 +65,6 @@ def reference() -> str:
     )
 
 
-def watched() -> str:
-    """Return the kinds of tensor that gauges watch."""
-    return _pairs(("kind", "what it is"), schema.TENSOR_KINDS)
-
-
 def metrics() -> str:
     """Return every metric in a row of ``gauges.jsonl``."""
     rows = [
@@ -115,13 +110,9 @@ def machines() -> str:
 
 
 def checks() -> str:
-    """Return every kind of reading, as ``narrowgauge show checks`` prints it."""
-    return kind_table().markdown()
-
-
-def _pairs(heads: tuple[str, str], entries: dict[str, str]) -> str:
-    rows = [{"name": name, "says": says} for name, says in entries.items()]
-    return _markdown(rows, Column(heads[0], "name", code=True), **{heads[1]: "says"})
+    """Return every kind of reading as ``narrowgauge show checks`` prints it, with its bound's source."""
+    table = kind_table()
+    return Table((*table.columns, Column("source of the bound", "source")), table.rows).markdown()
 
 
 def _markdown(rows: list[Row], *heads: Column, **others: str) -> str:
@@ -129,7 +120,6 @@ def _markdown(rows: list[Row], *heads: Column, **others: str) -> str:
 
 
 OWN: dict[str, Callable[[], str]] = {
-    "watched": watched,
     "metrics": metrics,
     **{f"record_{kind}": partial(record, kind) for kind in schema.TABLES},
     "checks": checks,

@@ -48,7 +48,6 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
 ELSEWHERE = {
     "new_folder": "makes a folder (tests/runs)",
     "whole_folder": "makes a folder (tests/runs)",
-    "cpu_kernel_wrapped": "within float32_attention",
     "_alone": "locks a file (tests/machine)",
     "_corruption_recorded": "writes an event, and raises again (tests/trainer)",
     "Sites": "the base of others",

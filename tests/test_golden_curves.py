@@ -21,7 +21,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import narrowgauge as ng
 from narrowgauge.assembly.preparation import matrices_decay
-from narrowgauge.numerics.widening import float32_attention
 from processors import machine_key
 
 CURVES = Path(__file__).parent / "golden" / "curves.json"
@@ -88,7 +87,7 @@ def numbers(text: str) -> list[float]:
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_curve_is_as_recorded(recipe: str, update_golden: bool) -> None:
-    with warnings.catch_warnings(), float32_attention():  # as narrowgauge train has it
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about emulation
         losses = trained(recipe)
     assert len(losses) == STEPS and all(map(math.isfinite, losses)) and losses[-1] < losses[0]

@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader
 
 import narrowgauge as ng
 from distributed.models import mesh_of
-from narrowgauge.distributed import reduction as reductions
 from narrowgauge.errors import RankError, RecipeError
 from ranks import run_ranks
 
@@ -180,7 +179,6 @@ def test_gradients_that_are_not_sent_one_by_one_are_refused(tmp_path: Path) -> N
 
 def uneven(rank: int) -> str:
     """Each rank has two micro-batches in the first step. In the second rank 1 has three."""
-    reductions.BUCKET_BYTES = 64  # several buckets
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     reduction = ng.reduce_gradients_with(model, "reproducible")
     try:

@@ -10,8 +10,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import narrowgauge as ng
@@ -31,6 +33,7 @@ from equivalence.ways import (
     tokens,
     update,
 )
+from narrowgauge.spec.notation import parse
 
 NUM_RANKS = 4
 WAYS = {"fsdp2": 2, "ddp": 2, "replicated": 2, "hsdp": 4, "resumed_on_three": 3}
@@ -43,6 +46,7 @@ RECIPES_OF = {
     "resumed_on_three": RECIPES,
 }
 """The recipes of each way: all are sharded and resumed, and replicated in one way."""
+BY_CALLER = ("bfloat16/word", "float8-row/word")
 
 
 def reproducible(recipe: str, mesh: Any = None, **options: Any) -> Training:
@@ -105,6 +109,21 @@ def ddp(recipe: str, mesh: Any) -> dict[str, str]:
     return fingerprint(Training(model, optimizer))
 
 
+def by_caller(recipe: str, mesh: Any = None) -> dict[str, str]:
+    """Swap, shard and sum in a loop of the caller's own, with one parameter whole."""
+    row = parse(recipe)
+    model: Any = ng.cast_parameters(llama(), torch.bfloat16)
+    ng.swap_linears(model, row.compute)
+    if mesh is not None:
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh, ignored_params={model.model.norm.weight})
+    reduction = ng.reduce_gradients_with(model, average=False)
+    options = {"storage": row.storage.name, "lr": 1e-2, "max_grad_norm": 1.0, "seed": 7}
+    training = Training(model, ng.AdamW(model.named_parameters(), **options))
+    return fingerprint(train_in_micro_batches(training, mesh=mesh, reduction=reduction))
+
+
 def hsdp(recipe: str, mesh: Any) -> dict[str, str]:
     """Shard the model over two ranks, and replicate the shards."""
     return fingerprint(train_in_micro_batches(reproducible(recipe, mesh), mesh=mesh))
@@ -127,6 +146,8 @@ def on_a_rank(rank: int, folder: Path) -> dict[tuple[str, str], dict[str, str]]:
     for recipe in RECIPES:
         if rank < 2:
             fingerprints["fsdp2", recipe] = fsdp2(recipe, half, folder)
+            if recipe in BY_CALLER:
+                fingerprints["by_caller", recipe] = by_caller(recipe, half)
         elif recipe in RECIPES_OF["ddp"]:
             fingerprints["ddp", recipe] = ddp(recipe, half)
         else:

@@ -64,6 +64,14 @@ def test_ranks(way: str, recipe: str, results: list[dict[tuple[str, str], dict[s
     assert on_each_rank == [on_one_rank(recipe)] * ranks.WAYS[way]
 
 
+@pytest.mark.parametrize("recipe", ranks.BY_CALLER)
+def test_shards_of_the_caller(
+    recipe: str, results: list[dict[tuple[str, str], dict[str, str]]]
+) -> None:
+    for result in results[:2]:
+        assert result["by_caller", recipe] == ranks.by_caller(recipe)
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.usefixtures("results")
 def test_resumed_on_one_rank(recipe: str, folder: Path) -> None:

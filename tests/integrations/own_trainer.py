@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from narrowgauge.assembly.preparation import matrices_decay, prepare
-from narrowgauge.measuring.step_row import StepReader, batch_checksum
+from narrowgauge.measuring.recorder import RunRecorder
+from narrowgauge.runs.record import read_run
 from narrowgauge.spec.notation import parse
 from narrowgauge.trainer import language_model
 from narrowgauge.trainer.session import Session, train_step
@@ -100,14 +101,13 @@ def reference() -> OwnRun:
             config, Tokens(tokens[:7168], tokens[7168:], VOCABULARY), model, optimizer
         )
         batches = []
-        rows = []
-        reader = StepReader(session.model, session.optimizer)
-        for step in range(STEPS):
-            batches.append(torch.cat(session.batch()))
-            reader.begin()
-            columns = {**train_step(session), "tokens": (step + 1) * config.tokens_per_step}
-            columns["batch_crc"] = batch_checksum(columns.pop("batch").numpy())
-            rows.append(reader.row(step + 1, columns))
+        options: dict[str, Any] = {"fingerprints_every": 0, "tables": {"recorder": None}}
+        run = Path(folder) / "run"
+        with RunRecorder(run, session.model, session.optimizer, **options) as recorder:
+            for _ in range(STEPS):
+                batches.append(torch.cat(session.batch()))
+                recorder.step(tokens=config.tokens_per_step, **train_step(session))
+        rows = read_run(run).steps
     rates, losses = ([row[name] for row in rows] for name in ("lr", "loss"))
     return OwnRun(session.settings, initial, batches, rates, losses, rows, _copied(session.model))
 

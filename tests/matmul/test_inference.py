@@ -87,27 +87,6 @@ def test_the_gradient_is_that_of_a_frozen_weight(compiled: bool) -> None:
     assert torch.equal(model["fc"].bias.grad, grad.sum(0))
 
 
-def test_compiled_without_a_break_whatever_the_number_of_outliers() -> None:
-    model = quantize_for_inference(
-        nn.Sequential(holder()["fc"], nn.Linear(OUT, 8, dtype=torch.bfloat16))
-    )
-    torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    with torch.no_grad():
-        compiled(inputs(6))
-        for outliers in (0, 1, 6):
-            x = inputs(6, outliers=outliers)
-            with torch._dynamo.config.patch(error_on_recompile=True):
-                assert torch.equal(compiled(x), model(x))
-
-
-def test_the_bytes_are_codes_and_scales() -> None:
-    scales = {"int8-row": 4 * OUT, "float8-tensor": 4}
-    for row, expected in scales.items():
-        model = quantize_for_inference(holder(bias=False), row)
-        assert sum(buffer.nbytes for buffer in model.buffers()) == OUT * IN + expected, row
-
-
 def test_codes_alone_are_not_the_paper_s_form() -> None:
     for quantize in (quantize_base, quantize_for_inference):
         frozen = holder().requires_grad_(False)

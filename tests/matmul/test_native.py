@@ -20,7 +20,6 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_compiler
 
-from matmul.launches import Launches, product_of_zeros
 from matmul.scenarios import CPU, cast_operands, gaussian, make_layer, passed, same
 from narrowgauge.matmul import native
 from narrowgauge.matmul.gemm import is_native, multiply, operand_dtype
@@ -70,46 +69,6 @@ def untried() -> Iterator[None]:
 def sm90(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take the CPU for Hopper. PyTorch's ``_scaled_mm`` has a kernel for CPUs, too."""
     monkeypatch.setattr(native, "architecture_of", lambda device: "sm90")
-
-
-@pytest.mark.parametrize(
-    ("compute", "chip", "most"),
-    [("float8-row", "sm90", 9), ("mxfp8", "sm100", 14), ("nvfp4", "sm100", 20)],
-)
-def test_a_layer_launches_little(
-    compute: str, chip: str, most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A linear layer forward and backward, without a compiler around it."""
-    layer, _ = make_layer(compute, 256, 384, bias=False)
-    x = gaussian(256, 256).bfloat16().requires_grad_()
-    monkeypatch.setattr(native, "architecture_of", lambda device: chip)
-    monkeypatch.setattr(native, "_works", lambda *_, **__: True)
-    monkeypatch.setattr(F, "scaled_mm", product_of_zeros)
-    monkeypatch.setattr(torch, "_scaled_mm", product_of_zeros)
-    with Launches(monkeypatch) as launches:
-        y = layer(x)
-        y.backward(torch.ones_like(y))
-    assert launches.names.count("zero_") == 3, "each product is a kernel's"
-    assert len(launches.names) <= most, launches.names
-
-
-@every_way
-def test_another_number_of_tokens_compiles_nothing_new(
-    row: Compute, chip: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A compiled function serves all sizes: what is bound to it must not depend on the number of
-    rows.
-    """
-    layer, _ = make_layer(row, 256, 384, bias=False)
-    monkeypatch.setattr(native, "_works", lambda *_, **__: True)
-    functions = []
-    with device(chip), Launches(monkeypatch) as launches:
-        for rows in (128, 192, 256):
-            launches.functions = set()
-            x = gaussian(rows, 256).bfloat16().requires_grad_()
-            layer(x).float().sum().backward()
-            functions.append(launches.functions)
-    assert functions[0] and functions[0] == functions[1] == functions[2]
 
 
 def values_of(operand: Operand) -> Tensor:

@@ -10,7 +10,6 @@ import torch
 from narrowgauge.measuring import provenance
 from narrowgauge.measuring.arithmetic import measure_arithmetic, measure_changes
 from narrowgauge.measuring.provenance import describe_process
-from narrowgauge.measuring.provenance import differences as changes_since
 from narrowgauge.measuring.settings import settings_diff
 from narrowgauge.runs.record import read_run
 from narrowgauge.runs.writer import RunWriter
@@ -43,23 +42,11 @@ def test_flushed_subnormals_are_seen() -> None:
     assert "subnormals" in [difference.name for difference in changes]
 
 
-def test_a_run_records_it_and_a_resume_elsewhere_says_what_differs(tmp_path: Path) -> None:
+def test_a_run_records_it(tmp_path: Path) -> None:
     present = describe_process(CPU)
     RunWriter.create(tmp_path / "run", {"config": {}, **present}).close()
     table = read_run(tmp_path / "run").run["arithmetic"]
     assert table == present["arithmetic"] and table["settings"]["torch"] == torch.__version__
-    started, resumed = (
-        {**present, "arithmetic": {**table, "results": {**table["results"], "softmax": text}}}
-        for text in ("fused", "pairwise")
-    )
-    assert (
-        changes_since(present, present)
-        == changes_since({**present, "arithmetic": "none"}, present)
-        == []
-    )
-    assert changes_since(started, resumed) == [
-        "this machine's arithmetic is not that of the run's start, in: softmax"
-    ]
 
 
 def test_the_recorded_chip_is_that_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -55,19 +56,15 @@ OVERFLOW = {"loss_scale": math.inf, "grad_norm": math.inf, "skipped": True}
 SLOW = {"tokens_per_second": 500.0, "seconds": 2.0}
 CASES: dict[str, tuple[list[Step], str, int]] = {
     "lost-updates": (stepped(after(400, stored={"a": 0.5, "b": 1.0})), "a", 404),
-    "never-moved": (stepped(after(400, still=["a"], arrived=1.0)), "a", 449),
     "drift": (stepped(after(400, drift=["a"])), "a", 402),
-    "lost-decay": (sampled(update={"edq": 0.97, "lost_decay": 0.8}), f"{LAYER}.weight", 440),
     "underflow": (sampled(output_grad={"underflow": 0.3, "sqnr_db": 4.0}), f"output_grad:{LAYER}", 420),
     "overflow": (sampled(input={"overflow": 0.02, "sqnr_db": 2.0}), f"input:{LAYER}", 400),
-    "growing-outliers": (sampled(input={"outlier": 65.0}), f"input:{LAYER}", 440),
     "attention-logits": (sampled(attention={"max_logit": 2e4}), ATTENTION, 400),
     "nonfinite": (stepped(lambda s: {"loss": math.nan} if 400 <= s < 424 else {}), "", 400),
     "divergence": (stepped(lambda s: OVERFLOW | {"loss": math.nan} if s >= 400 else SCALED), "", 424),
     "skipped-steps": (stepped(lambda s: {"skipped": s >= 400}), "", 400),
     "scale-halvings": (stepped(lambda s: {"loss_scale": 2.0 ** (16 - sum(s >= k for k in (400, 420, 440)))}), "", 440),
     "loss-scale-anew": (stepped(lambda s: {"loss_scale": 2.0**16 if s >= 400 else 2.0**13}), "", 400),
-    "scale-floor": (stepped(lambda s: {"loss_scale": 1.0 if s >= 400 else 2.0}), "", 400),
     "zero-gradients": (stepped(lambda s: {"arrived": 0.0}, 40), "", 1),
     "gradients-kept": (stepped(lambda s: {"kept": True}, 40), "", 1),
     "clip-norm": (stepped(after(400, arrived=1.02, limit=1.0)), "", 400),
@@ -80,20 +77,16 @@ CASES: dict[str, tuple[list[Step], str, int]] = {
     "gradient-spike": (stepped(lambda s: {"grad_norm": 6.0} if s == 400 else {}), "", 400),
     "slower-steps": (stepped(lambda s: SLOW if s >= 400 else {"tokens_per_second": 1000.0, "seconds": 1.0}), "", 400),
     "idle-device": (stepped(lambda s: {"utilization": 40.0}), "", 1),
-    "low-mfu": (stepped(lambda s: {"mfu": 0.12}), "", 1),
 }  # fmt: skip
 """By kind: the steps, and the tensor and the step of the first reading."""
 
 
 def test_every_kind_of_a_law_has_a_case_and_a_sentence() -> None:
-    elsewhere = {"zero-share", "kept-share", "range-end", "not-as-asked", "not-restored"}
-    by_events = {kind.name for kind in KINDS.values() if kind.severity and "law" in kind.by}
+    elsewhere = {"zero-share", "kept-share", "range-end", "not-restored"}
     calls = ("ng.check", "ng.same", "ng.teaches")
     elsewhere |= {kind.name for kind in KINDS.values() if kind.by.startswith(calls)}
-    rest = set(KINDS) - set(CASES) - elsewhere - by_events
-    assert rest == {
-        "resume-differs", "changed-software", "changed-settings", "corruption", "damaged-checkpoint",
-    }  # fmt: skip
+    rest = set(KINDS) - set(CASES) - elsewhere
+    assert rest == {"resume-differs"}
     for kind in KINDS.values():
         assert kind.stage in STAGES
         text = Reading(1, kind.stage, "", kind.name, 0.5, 1.0, 0.25).text
@@ -106,7 +99,7 @@ def test_a_failure_is_told_of_its_tensor_at_its_step(name: str) -> None:
     readings = [reading for reading in told(steps) if reading.what == name]
     first = readings[0]
     assert (first.tensor, first.step) == (tensor, step)
-    assert first.excess >= 1 or name in ("scale-floor", "clipped-scaled")
+    assert first.excess >= 1 or name == "clipped-scaled"
     others = {"lost-updates", "divergence", "nonfinite", "skipped-steps", "loss-scale-anew"}
     assert {r.what for r in told(steps)} - {name} <= (
         others if name == "divergence" else {"loss-rise"}
@@ -158,12 +151,6 @@ def test_a_count_over_the_run_speaks_at_every_share(
     assert reading.tensor == ("" if kind else "expert")
 
 
-def test_one_reading_names_the_worst_tensor_and_counts_the_others() -> None:
-    row = {"step": 20, "attention": {"a": [120.0], "b": [500.0], "c": [130.0]}}
-    (reading,) = told([Step.of_gauges(row)])
-    assert reading.tensor == "b and 2 others" and reading.value == 500.0
-
-
 def test_a_healthy_run_is_silent() -> None:
     noise = random.Random(0)
 
@@ -194,9 +181,8 @@ def test_a_healthy_run_is_silent() -> None:
     [
         # What a healthy cast to four bits drops, or cuts off by its power-of-two scale.
         {"input": {"underflow": 0.74, "overflow": 0.1, "sqnr_db": 12.2}},
-        # Outliers hurt no operand that enters as it is.
-        {"input": {"outlier": 500.0, "sqnr_db": None}},
-        {"input": {"outlier": 50.0}},
+        # No cast: the operand enters as it is.
+        {"input": {"underflow": 0.5, "sqnr_db": None}},
         # Weights that no gradient moves far enough to be seen are not dead.
         {"update": {"unseen_fraction": 1.0}},
     ],
@@ -225,12 +211,6 @@ def test_the_first_place_that_is_not_finite_is_told_at_its_step() -> None:
     assert (reading.step, reading.stage, reading.tensor) == (1, "gradient", "b and 1 other")
     (reading,) = told(steps[1:])
     assert (reading.step, reading.stage, reading.tensor) == (2, "between steps", "a")
-
-
-def test_a_warm_up_is_no_jump() -> None:
-    """The low bits that are filled move whole while the rate is smaller than they are."""
-    steps = [Step(s, largest=4e-5, rate=1e-8 * 1.2**s) for s in range(1, 60)]
-    assert told(steps) == []
 
 
 def test_slow_steps_are_told_as_they_last() -> None:
@@ -290,12 +270,6 @@ def test_spikes_become_the_level_if_they_last_without_a_break() -> None:
         assert not spikes(broken, Step(91, loss=value, grad_norm=value))
 
 
-def test_a_slow_growth_is_measured_from_the_lowest_median() -> None:
-    rows = [gauges(20 * k, input={"outlier": 20 * 1.05**k}) for k in range(1, 101)]
-    reading = told(map(Step.of_gauges, rows))[0]
-    assert reading.bound == pytest.approx(4 * 20 * 1.05**5.5, rel=0.01)
-
-
 @pytest.mark.parametrize("count", [2, 4, 8])
 def test_rows_of_micro_batches_are_no_skipped_steps(count: int) -> None:
     rows = stepped(lambda s: {"skipped": s % count != 0}, 80)
@@ -326,7 +300,5 @@ def test_rows_with_holes_are_normal(row: Row) -> None:
 
 
 def test_a_row_is_the_step_that_it_was() -> None:
-    step = Step(
-        3, loss=2.5, skipped=False, zero=["a"], stored={"a": 0.5}, kept=False, bad_output="0"
-    )
-    assert Step.of(step.row()) == step and Step.of(Step(4).row()) == Step(4)
+    step = Step(3, loss=2.5, skipped=False, zero=["a"], stored={"a": 0.5}, bad_output="0")
+    assert Step.of(asdict(step)) == step

@@ -28,9 +28,8 @@ def tokens_at(step: int) -> Tensor:
     return torch.randint(0, 29, (4, 8), generator=torch.Generator().manual_seed(step))
 
 
-def loss_of(model: nn.Module, tokens: Tensor, *, cast: bool = False) -> Tensor:
-    with torch.autocast("cpu", torch.bfloat16, enabled=cast):
-        logits = model(tokens)
+def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    logits = model(tokens)
     return functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), tokens[:, 1:].flatten())
 
 
@@ -42,7 +41,6 @@ def recorded(
     folder: Path,
     *,
     after_step: Callable[[nn.Module, int], object] = lambda model, step: None,
-    cast: bool = False,
     every: int = 1,
 ) -> Run:
     """Train, and return the record."""
@@ -51,7 +49,7 @@ def recorded(
     with ng.RunRecorder(folder, model, optimizer, fingerprints_every=every) as recorder:
         for step in range(1, STEPS + 1):
             tokens = tokens_at(step)
-            loss = loss_of(model, tokens, cast=cast)
+            loss = loss_of(model, tokens)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -111,16 +109,6 @@ def test_masters_of_a_loops_own_and_states_of_any_optimizer_are_recorded(tmp_pat
     for row in rows:
         assert "weight:master of 1.weight" in row["tensors"]
     assert "state:momentum_buffer:master of 1.weight" in rows[1]["tensors"]
-
-
-def test_one_run_under_autocast_is_another_format(tmp_path: Path) -> None:
-    plain = recorded(tmp_path / "plain")
-    cast = recorded(tmp_path / "cast", cast=True)
-    assert [run.run["model"]["formats"] for run in (plain, cast)] == [
-        "float32",
-        "bfloat16, float32",
-    ]
-    assert "differ: formats float32 and bfloat16, float32." in str(TwoRuns(plain, cast))
 
 
 def test_a_module_with_parameters_may_return_its_loss(tmp_path: Path) -> None:

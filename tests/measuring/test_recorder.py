@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 import narrowgauge as ng
 from integrations.own_trainer import OwnRun, reference
-from narrowgauge.measuring import record
-from narrowgauge.measuring.comparison import compare_runs
+from narrowgauge.measuring import recorder as recorder_module
 from narrowgauge.measuring.hooks import RunNotice
-from narrowgauge.numerics.widening import float32_attention
+from narrowgauge.runs.schema import METRICS
 
 # Of the clock, or of the trainer or the recorder alone.
 NOT_OF_BOTH = {
@@ -26,9 +25,9 @@ NOT_OF_BOTH = {
     "step_memory_bytes",
     "audit_sums",
     "kept",
-    "resumed",
-    "still",
 }
+
+AUDIT = list(METRICS["updates"])
 
 
 class Loop:
@@ -38,7 +37,6 @@ class Loop:
         self.run = run
         self.model, self.optimizer = ng.prepare(run.model(), run.recipe, **run.prepare_settings)
 
-    @float32_attention()  # as the trainer has it
     def take(self, steps: range, recorder: ng.RunRecorder | None) -> None:
         for step in steps:
             for group in self.optimizer.param_groups:
@@ -111,8 +109,7 @@ def test_a_killed_loop_goes_on_from_its_checkpoint_with_the_same_record(tmp_path
     loop.take(range(3), recorder)
     checkpoint = loop.state()
     loop.take(range(3, 5), recorder)
-    recorder._is_open = False
-    recorder._record.writer.close()  # type: ignore[union-attr]  # the lock ends with the process
+    recorder._writer.close()  # type: ignore[union-attr]  # the lock ends with the process
     again = Loop(run)
     again.load(checkpoint)
     with ng.RunRecorder(
@@ -125,17 +122,10 @@ def test_a_killed_loop_goes_on_from_its_checkpoint_with_the_same_record(tmp_path
         recorder.evaluate(run.losses[-1])
     reference_run, resumed_run = (ng.read_run(tmp_path / name) for name in ("whole", "cut"))
     for row, expected in zip(lasting(resumed_run.steps), lasting(reference_run.steps), strict=True):
-        assert row == expected
+        # The audit's own moments begin anew.
+        assert {**row, **{name: expected.get(name) for name in AUDIT if name in row}} == expected
     assert reference_run.summary is not None and resumed_run.summary is not None
-    for name in (
-        "edq",
-        "noise",
-        "lost_fraction",
-        "tokens",
-        "weights_fingerprint",
-        "val_loss",
-        "steps",
-    ):
+    for name in ("tokens", "weights_fingerprint", "val_loss", "steps"):
         assert reference_run.summary[name] == resumed_run.summary[name], name
     assert all(
         torch.equal(again.model.state_dict()[n], t)
@@ -143,28 +133,6 @@ def test_a_killed_loop_goes_on_from_its_checkpoint_with_the_same_record(tmp_path
     )
     kinds = [event["what"] for event in resumed_run.events if event["what"] != "unseen"]
     assert kinds == ["start", "resume", "finish"]
-
-
-def test_a_record_that_lost_its_steps_wants_to_know_from_where_the_loop_goes_on(
-    tmp_path: Path,
-) -> None:
-    """Else it would record the weights of later steps as those of the start."""
-    run = reference()
-    loop = Loop(run)
-    with ng.RunRecorder(tmp_path / "run", loop.model, loop.optimizer) as recorder:
-        loop.take(range(2), recorder)
-        recorder.close(finished=False)
-    (tmp_path / "run" / "steps.jsonl").unlink()
-    before = ng.read_run(tmp_path / "run").fingerprints
-    with ng.RunRecorder(tmp_path / "run", loop.model, loop.optimizer, resume=True) as recorder:
-        with pytest.raises(ng.errors.RecordError, match="go_back"):
-            recorder.step(1.0)
-        recorder.go_back(2, tokens=640)
-        loop.take(range(2, 3), recorder)
-        recorder.close(finished=False)
-    again = ng.read_run(tmp_path / "run")
-    assert [row["step"] for row in again.fingerprints] == [*[row["step"] for row in before], 2]
-    assert again.steps[0]["tokens"] == 640 + run.batches[2][:, 1:].numel()
 
 
 def small(storage: str = "word") -> tuple[nn.Module, ng.Optimizer]:
@@ -185,23 +153,6 @@ def train(
         recorder.step(loss)
 
 
-def test_an_optimizer_of_torch_is_recorded_beside_ours(tmp_path: Path) -> None:
-    model = nn.Linear(8, 8)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    settings = {"model": {"n_layer": 12}}
-    with ng.RunRecorder(
-        tmp_path / "run", model, optimizer, recipe="float32/float32", settings=settings
-    ) as recorder:
-        train(model, optimizer, recorder, 3)
-    record = ng.read_run(tmp_path / "run")
-    assert record.summary is not None and 16 <= record.summary["bytes_per_param"] < 17
-    assert record.steps[0]["skipped"] is False and record.steps[0]["lr"] == 1e-2
-    assert record.run["optimizer"]["class"] == "AdamW"
-    # It is finished; what it lacks is an evaluation.
-    compared = compare_runs([record])
-    assert "float32/float32, seed 0 (3 steps, no validation loss)" in compared.text()
-
-
 def test_the_recipe_is_known_without_being_named_and_a_wrong_one_is_refused(tmp_path: Path) -> None:
     model, optimizer = small("split")
     ng.RunRecorder(tmp_path / "run", model, optimizer).close(finished=False)
@@ -210,7 +161,7 @@ def test_the_recipe_is_known_without_being_named_and_a_wrong_one_is_refused(tmp_
         ng.RunRecorder(tmp_path / "other", model, optimizer, recipe="bfloat16/word")
     assert not (tmp_path / "other").exists()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(record, "Gauges", lambda *_, **__: 1 / 0)
+        patch.setattr(recorder_module, "Gauges", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             ng.RunRecorder(tmp_path / "other", model, optimizer, gauges_every=1)
     ng.RunRecorder(tmp_path / "other", model, optimizer).close(
@@ -224,28 +175,16 @@ def test_a_skipped_step_and_a_spike_are_events_and_warnings(tmp_path: Path) -> N
     model, optimizer = small()
     with ng.RunRecorder(tmp_path / "run", model, optimizer, settings={"steps": 6}) as recorder:
         train(model, optimizer, recorder, 25)
-        with pytest.warns(RunNotice, match="not finite"):
-            train(model, optimizer, recorder, 1, scale=float("inf"))
-        with pytest.warns(RunNotice, match="step 27: loss-spike: The loss jumped to 1e"):
+        train(model, optimizer, recorder, 1, scale=float("inf"))
+        with pytest.warns(RunNotice, match="step 27: The loss jumped to 1e"):
             optimizer.step()
             recorder.step(1e6)
         recorder.step(1.0)  # a step that torch.amp.GradScaler left out
     record = ng.read_run(tmp_path / "run")
     assert [row["skipped"] for row in record.steps] == [False] * 25 + [True, False, True]
-    kinds = {event["what"]: event for event in record.events}
-    assert "no weight changed" in kinds["skip"]["text"] and kinds["skip"]["step"] == 26
+    assert record.steps[25]["bad"] == ["bias", "weight"]
+    assert [event["step"] for event in record.events if event["what"] == "loss-spike"] == [27]
     assert record.summary is not None and record.summary["num_skipped"] == 2
-
-
-def test_a_step_of_another_optimizer_is_no_skipped_step(tmp_path: Path) -> None:
-    model = nn.Linear(8, 8)
-    watched, unwatched = (torch.optim.SGD(model.parameters(), lr=1e-2) for _ in range(2))
-    with ng.RunRecorder(tmp_path / "run", model, watched) as recorder:
-        train(model, watched, recorder, 1)
-        recorder.step(1.0)  # the loop left the step out
-        train(model, unwatched, recorder, 1)
-    rows = ng.read_run(tmp_path / "run").steps
-    assert [row.get("skipped") for row in rows] == [False, True, None]
 
 
 def test_rows_of_gauges_have_the_steps_of_the_record(tmp_path: Path) -> None:
@@ -287,24 +226,11 @@ def test_two_optimizers_have_one_record(tmp_path: Path) -> None:
     assert run.summary is not None and run.summary["weights_fingerprint"]
 
 
-def test_a_damaged_summary_is_said_and_no_lock_is_left(tmp_path: Path) -> None:
-    model, optimizer = small()
-    with ng.RunRecorder(tmp_path / "run", model, optimizer) as recorder:
-        train(model, optimizer, recorder, 4)
-        recorder.go_back(2)
-    (tmp_path / "run" / "summary.json").write_text("{")
-    with ng.RunRecorder(
-        tmp_path / "run", model, optimizer, resume=True
-    ) as recorder:  # no lock was left
-        recorder.go_back(2)
-    assert len(ng.read_run(tmp_path / "run").steps) == 2
-
-
 def test_a_watch_with_a_folder_writes_a_row_for_each_step(tmp_path: Path) -> None:
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    watch = ng.watch(model, optimizer, record=tmp_path / "run", recipe="bfloat16/naive")
+    watch = ng.watch(model, optimizer, record=tmp_path / "run")
     for step in range(4):
         loss = model(torch.ones(2, 4)).square().mean()
         loss.backward()
@@ -318,5 +244,3 @@ def test_a_watch_with_a_folder_writes_a_row_for_each_step(tmp_path: Path) -> Non
     run = ng.read_run(tmp_path / "run")
     assert [row["lr"] for row in run.steps] == [0.5, 0.25, 0.125, 0.0625]
     assert ["loss" in row for row in run.steps] == [False, False, True, False]
-    (asked,) = [event for event in run.events if event["what"] == "not-as-asked"]
-    assert asked["value"] == 2 and asked["tensor"] == "weight and 1 other"

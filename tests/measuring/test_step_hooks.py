@@ -1,67 +1,17 @@
-"""Who watches an optimizer's step: one pair of hooks, and ``ng.RunRecorder``."""
+"""Watched and recorded loops: sharded, with a loss scaler, and a model that minds being called."""
 
 from __future__ import annotations
 
-import copy
 import math
-import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import narrowgauge as ng
 from measuring.plain_loop import Loop
-from narrowgauge.torch_support.torch_hooks import Follower
-
-
-class Derived(torch.optim.AdamW):
-    """Calls its parent's step, which PyTorch hooks, too, once a plain one was made."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        return super().step(closure)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def a_plain_optimizer_was_made() -> None:
-    # PyTorch hooks the step of a class when one is made.
-    torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
-
-
-# ── the hooks ─────────────────────────────────────────────────────────────────────────────────────
-
-
-def followed(kind: type[torch.optim.Optimizer]) -> tuple[torch.optim.Optimizer, list[str]]:
-    weight = nn.Parameter(torch.ones(4))
-    calls = list[str]()
-    weight.grad = torch.ones(4)
-    optimizer = kind([weight], lr=0.1)  # type: ignore[call-arg]
-    Follower(optimizer, lambda _: calls.append("before"), lambda _: calls.append("after"))
-    return optimizer, calls
-
-
-@pytest.mark.parametrize("closure", [None, lambda: None])
-def test_a_step_that_calls_its_parents_step_is_one_step(closure: Any) -> None:
-    optimizer, calls = followed(Derived)
-    for _ in range(2):
-        optimizer.step(closure)
-    assert calls == ["before", "after"] * 2
-
-
-def test_a_copy_or_a_pickle_of_an_optimizer_has_no_followers() -> None:
-    optimizer, calls = followed(torch.optim.SGD)
-    for duplicate in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
-        duplicate.step()
-        Follower(duplicate, lambda _: None, lambda _: None)
-        duplicate.step()
-    assert not calls
-
-
-# ── ng.watch and ng.RunRecorder ───────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("limit", [None, 0.25])
@@ -85,32 +35,8 @@ def test_a_sharded_loop_is_silent_and_says_what_is_not_watched(
         loop = Sharded().run(4)
     finally:
         dist.destroy_process_group()
-    assert not loop.readings and loop.watcher.meter.last.skipped is False
+    assert not loop.readings and loop.watcher.meter.last["skipped"] is False
     assert "gradients that were not cleared" in loop.watcher.meter.unseen
-
-
-def test_a_watched_model_is_neither_switched_nor_called() -> None:
-    class Merging(nn.Linear):
-        """Merges its adapter in ``train(False)``, as loralib's layers do."""
-
-        def train(self, mode: bool = True) -> Merging:
-            self.weight.data += 1.0
-            return super().train(mode)
-
-    model = nn.Sequential(nn.Linear(4, 8), Merging(8, 8))
-    optimizer = torch.optim.AdamW(model.parameters())
-    passes = list[int]()
-    model.register_forward_hook(lambda *_: passes.append(1))
-    watcher = ng.watch(model, optimizer)
-    for _ in range(2):
-        model(torch.ones(2, 4)).sum().backward()
-        optimizer.step()
-    watcher.remove()
-    assert passes == [1, 1]
-    weights = [p.clone() for p in model.parameters()]
-    ng.check(model, optimizer, batch=torch.ones(2, 4), loss=lambda model, batch: model(batch).sum())
-    assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
-    assert all(module.training for module in model.modules())
 
 
 @pytest.mark.parametrize("overflows", [(1,), (0, 2)])

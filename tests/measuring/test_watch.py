@@ -19,7 +19,6 @@ import narrowgauge as ng
 from measuring.plain_loop import Loop
 from narrowgauge.measuring import laws, meter, numbers
 from narrowgauge.measuring.hooks import RunNotice
-from narrowgauge.measuring.samples import SIZE
 from ranks import run_ranks
 
 pytestmark = [
@@ -79,8 +78,8 @@ def test_a_watched_loop_computes_the_same_bits(name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop])
-def test_the_effective_rate_is_that_of_a_twin_in_float32(kind: Any) -> None:
-    """The share of the step that bfloat16 stores, over the tensors that were sampled."""
+def test_the_stored_share_is_that_of_a_twin_in_float32(kind: Any) -> None:
+    """The share of the step that bfloat16 stores, of each tensor that was sampled."""
 
     class Narrow(Loop):
         dtype = torch.bfloat16
@@ -90,7 +89,7 @@ def test_the_effective_rate_is_that_of_a_twin_in_float32(kind: Any) -> None:
     loop = Narrow().run(6)
     before = {name: p.detach().clone() for name, p in loop.model.named_parameters()}
     optimizer = copy.deepcopy(loop.optimizer)
-    wide = [nn.Parameter(p.detach().float()) for p in before.values()]
+    wide = [nn.Parameter(p.float()) for p in before.values()]
     loop.backward(loop.loss())
     for x, p in zip(wide, loop.model.parameters(), strict=True):
         x.grad = p.grad.float()  # type: ignore[union-attr]
@@ -99,24 +98,21 @@ def test_the_effective_rate_is_that_of_a_twin_in_float32(kind: Any) -> None:
     for state in twin.state.values():
         for name, value in state.items():
             state[name] = value.float() if isinstance(value, Tensor) else value
-    start = [x.detach().clone() for x in wide]
     loop.update()
     twin.step()
     loop.watcher.step()
-    numbers = loop.watcher.numbers()
-    dots = [0.0, 0.0]
     sampler = loop.watcher.meter._sampler
-    for (name, old), x, first in zip(before.items(), wide, start, strict=True):
-        if name in loop.watcher.meter.last.stored:
-            meant = sampler.take(x.detach() - first).double()
-            stored = sampler.take(
-                loop.model.get_parameter(name).detach().float() - old.float()
-            ).double()
-            dots[0] += float((meant * stored).sum())
-            dots[1] += float(meant.square().sum())
-    share = numbers["effective_lr/group0"] / numbers["lr/group0"]
-    assert share == pytest.approx(dots[0] / dots[1], rel=0.02, abs=2e-3)
-    assert share < 0.9 or kind is torch.optim.SGD
+    shares = loop.watcher.meter.last["stored"]
+    assert len(shares) >= 8
+    for (name, old), x in zip(before.items(), wide, strict=True):
+        if name in shares:
+            meant = sampler.take(x.detach() - old.float()).double()
+            now = loop.model.get_parameter(name).detach()
+            stored = sampler.take(now.float() - old.float()).double()
+            share = float((meant * stored).sum() / meant.square().sum())
+            assert shares[name] == pytest.approx(share, rel=0.02, abs=2e-3)
+    numbers = loop.watcher.numbers()
+    assert numbers["effective_lr/group0"] / numbers["lr/group0"] < 0.9 or kind is torch.optim.SGD
 
 
 def test_our_optimizers_have_the_rate_of_their_audit() -> None:
@@ -155,42 +151,9 @@ def test_a_step_reads_the_device_as_often_for_many_tensors_as_for_few(
 # ── faults ────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Standing(Loop):
-    dtype = torch.bfloat16
-    lr = 1e-7
-    expected = ("lost-updates", "", "storage")
-
-
-class NeverCleared(Loop):
-    expected = ("gradients-kept", "", "gradient")
-
-    def after_update(self) -> None: ...
-
-
-class ZeroGradients(Loop):
-    expected = ("zero-gradients", "", "gradient")
-
-    def after_backward(self) -> None:
-        for p in self.model.parameters():
-            p.grad.zero_()  # type: ignore[union-attr]
-
-
 class NeverClipped(Loop):
     told_clip = 0.01
     expected = ("clip-norm", "", "clip")
-
-
-class ClippedScaled(Loop):
-    clip = 0.5
-    expected = ("clipped-scaled", "", "clip")
-
-    def backward(self, loss: Tensor) -> None:
-        (loss * 65536).backward()
-
-    def update(self) -> None:
-        for p in self.model.parameters():
-            p.grad.div_(65536)  # type: ignore[union-attr]
-        super().update()
 
 
 class BadGradient(Loop):
@@ -252,8 +215,7 @@ class MergedIn(Loop):
 
 
 FAULTS: list[type[Loop]] = [
-    Standing, NeverCleared, ZeroGradients, NeverClipped, ClippedScaled, BadGradient, BadWeight, BadOutput,
-    OldMasters, MergedIn,
+    NeverClipped, BadGradient, BadWeight, BadOutput, OldMasters, MergedIn,
 ]  # fmt: skip
 
 
@@ -301,29 +263,6 @@ def test_an_unknown_kind_is_refused_and_a_known_one_is_silent() -> None:
 # ── healthy loops ─────────────────────────────────────────────────────────────────────────────────
 
 
-class Accumulated(Loop):
-    def backward(self, loss: Tensor) -> None:
-        (loss / 2).backward()
-        (self.loss() / 2).backward()
-
-
-class ClearedToZero(Loop):
-    def after_update(self) -> None:
-        self.optimizer.zero_grad(set_to_none=False)
-
-
-class ClearedBeforeBackward(Loop):
-    def backward(self, loss: Tensor) -> None:
-        self.optimizer.zero_grad()
-        loss.backward()
-
-    def after_update(self) -> None: ...
-
-
-class Clipped(Loop):
-    clip = 0.1
-
-
 class WarmedUp(Loop):
     """A warm-up from a rate that is smaller than the low bits."""
 
@@ -339,17 +278,6 @@ class WarmedUp(Loop):
         self.optimizer.param_groups[0]["lr"] = min(1e-3, 1e-8 * 2.0**self.number)
 
 
-class Averaged(Loop):
-    def prepare(self) -> None:
-        self.average = copy.deepcopy(self.model)
-
-    def after_update(self) -> None:
-        super().after_update()
-        with torch.no_grad():
-            for mine, its in zip(self.average.parameters(), self.model.parameters(), strict=True):
-                mine.lerp_(its, 0.1)
-
-
 class Frozen(Loop):
     def prepare(self) -> None:
         self.model.embedding.weight.requires_grad_(False)
@@ -358,15 +286,6 @@ class Frozen(Loop):
 class Masters(Loop):
     dtype = torch.bfloat16
     optimizer_class = ByHand
-
-
-class Evaluated(Loop):
-    def after_update(self) -> None:
-        super().after_update()
-        self.model.eval()
-        with torch.no_grad():
-            self.loss()
-        self.model.train()
 
 
 class ScaledLoss(Loop):
@@ -383,9 +302,7 @@ class ScaledLoss(Loop):
         self.scaler.update()
 
 
-HEALTHY: list[type[Loop]] = [
-    Loop, Accumulated, ClearedToZero, ClearedBeforeBackward, Clipped, WarmedUp, Averaged, Frozen, Masters, Evaluated, ScaledLoss,
-]  # fmt: skip
+HEALTHY: list[type[Loop]] = [Loop, WarmedUp, Frozen, Masters, ScaledLoss]
 
 
 @pytest.mark.parametrize("make", HEALTHY)
@@ -399,19 +316,10 @@ def test_a_step_of_another_optimizer_is_no_skipped_step() -> None:
     watched = loop.optimizer
     loop.optimizer = torch.optim.SGD(loop.model.parameters(), lr=1e-3)
     loop.run(30)
-    assert loop.readings == [] and loop.watcher.meter.last.skipped is None
+    assert loop.readings == [] and "skipped" not in loop.watcher.meter.last
     loop.optimizer = watched
     loop.run(1)
-    assert loop.watcher.meter.last.skipped is False
-
-
-def test_copies_of_a_watched_model_are_not_watched() -> None:
-    loop = Loop().run(2)
-    copied = copy.deepcopy(loop.model)
-    before = loop.watcher.meter.number
-    copied(torch.zeros(1, 4, dtype=torch.int64)).sum().backward()
-    loop.watcher.remove()
-    assert loop.watcher.meter.number == before
+    assert loop.watcher.meter.last["skipped"] is False
 
 
 # ── errors of ours, and ranks ─────────────────────────────────────────────────────────────────────
@@ -437,15 +345,6 @@ def test_an_error_of_ours_ends_the_watch_and_not_the_loop(
     assert messages[0] == "no ink"
     for mine, its in zip(plain.model.parameters(), loop.model.parameters(), strict=True):
         assert torch.equal(mine, its)
-
-
-def test_a_sample_has_elements_of_all_parts_of_a_tensor() -> None:
-    loop = Loop()
-    sampler = loop.watcher.meter._sampler
-    for size in (1, 63, 64, 4096, 1 << 20, 12_345_678):
-        places = sampler.take(torch.arange(size))
-        assert len(places) == SIZE and len(places.unique()) >= min(size, SIZE) // 2
-        assert places.max() - places.min() >= 0.8 * (size - 1)
 
 
 def apart(rank: int, fault: str) -> list[tuple[int, str, str]]:
@@ -485,8 +384,8 @@ def test_an_error_in_a_law_ends_the_laws_and_not_the_loop(monkeypatch: pytest.Mo
     messages: list[str] = []
     monkeypatch.setattr(laws, "failure_of", lambda title, error: f"{title} ended: {error}")
 
-    def broken() -> Any:
-        yield []
+    def broken(tell: Any) -> Any:
+        yield
         raise ValueError("no ink")
 
     monkeypatch.setattr(laws, "LAWS", (broken,))

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from narrowgauge.errors import FormatError
-from narrowgauge.numerics import exact_sums
 from narrowgauge.numerics.exact_sums import LARGEST, MOST_ADDENDS, ExactSums, sum_rows
 from oracles.exact_sums import sum_on_grid
 
@@ -50,18 +49,12 @@ def check(addends: Sequence[float], dtype: torch.dtype = torch.float32) -> None:
     assert summed(rounded_addends, dtype) == [expected] * 3, rounded_addends
 
 
-@pytest.mark.parametrize("looks_at_values", [True, False])
 @pytest.mark.parametrize("dtype", FORMATS)
-def test_pairs_of_every_edge(
-    dtype: torch.dtype, looks_at_values: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also as on a GPU, where no branch looks at a value."""
-    if not looks_at_values:
-        monkeypatch.setattr(exact_sums, "on_cpu", lambda _: False)
+def test_pairs_of_every_edge(dtype: torch.dtype) -> None:
     largest = torch.finfo(dtype).max
     edges = [max(-largest, min(largest, edge)) for edge in EDGES]
     pairs = torch.tensor(list(itertools.product(edges, repeat=2)), dtype=dtype).T.contiguous()
-    sums = sum_rows(pairs, torch.empty(pairs.shape[1]), is_wide=not looks_at_values)
+    sums = sum_rows(pairs, torch.empty(pairs.shape[1]))
     assert sums.tolist() == [sum_on_grid(pair) for pair in pairs.T.tolist()]
 
 
@@ -95,23 +88,6 @@ def test_every_magnitude_of_float32_beside_every_other() -> None:
         one_by_one.add_(row)
     assert one_by_one.total().tolist() == expected
     assert sum(math.isinf(total) for total in expected) < 50  # most sums are within float32
-
-
-@pytest.mark.parametrize("large", [LARGEST * 2, 2.0**70, 2.0**127])
-def test_a_sum_that_becomes_wide_late_is_the_sum_of_one_that_was_wide(large: float) -> None:
-    rows = leaves(20, 64)
-    rows[13, 5] = large
-    rows[17, 5] = -large
-    rows[13, 9] = large
-    late = ExactSums(64)
-    early = ExactSums(64, is_wide=True)
-    for row in rows:
-        late.add_(row)
-    early.add_(rows.flip(0))
-    assert late.num_bytes == early.num_bytes == 64 * 40
-    assert torch.equal(late.total(), early.total())
-    assert late.total().tolist() == [sum_on_grid(column) for column in rows.T.tolist()]
-    assert ExactSums(64).num_bytes == 64 * 16
 
 
 def test_what_lies_between_two_floats_is_rounded_by_its_very_last_bit() -> None:
@@ -188,24 +164,6 @@ def test_no_order_no_grouping_and_no_chunk_changes_a_bit(monkeypatch: pytest.Mon
             sums.add_(rows[order[start : start + 5]])
         assert torch.equal(sums.total(), expected)
         assert torch.equal(sum_rows(rows[order], torch.empty(301)), expected)
-
-
-def test_where_values_cannot_be_looked_at_the_bits_are_the_same(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """What runs on a GPU, on this CPU: no branch on a value."""
-    rows = leaves(9, 5000)
-    rows[3, 7] = math.inf
-    rows[4, 8] = LARGEST * 2
-    expected = sum_rows(rows, torch.empty(5000))
-    monkeypatch.setattr(exact_sums, "on_cpu", lambda _: False)
-    monkeypatch.setattr(exact_sums, "chunk_size", lambda device: 1000)
-    assert expected.isnan().sum() == 1
-    wide = sum_rows(rows, torch.empty(5000), is_wide=True)
-    assert torch.equal(wide.nan_to_num(), expected.nan_to_num())
-    narrow = sum_rows(rows, torch.empty(5000))  # which says so: see exceeds_two_words
-    assert bool(exact_sums.exceeds_two_words(rows)) and narrow.isnan().sum() == 2
-    assert torch.equal(narrow[9:], expected[9:]) and math.isnan(narrow[8])
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

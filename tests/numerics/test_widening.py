@@ -6,10 +6,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from narrowgauge.numerics.widening import float32_attention, is_widened, linear
+from narrowgauge.numerics.widening import is_widened, linear
 from processors import pretending
 from tensors import gaussian
 
@@ -54,22 +53,3 @@ def test_a_linear_and_its_gradients_are_float32s_rounded_once(
     assert weight.grad is not None
     assert bits_equal(weight.grad, (grad.float().t() @ x.float()).to(dtype))
     assert bias.grad is not None and bits_equal(bias.grad, grad.sum(0))
-
-
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float32])
-def test_attention_and_its_gradients_are_float32s_rounded_once(dtype: torch.dtype) -> None:
-    """Gradients follow from the rounded output, which is saved."""
-    shape = (2, 2, 33, 16)
-    narrow = [gaussian(*shape, dtype=dtype, seed=seed).requires_grad_() for seed in range(3)]
-    wide = [x.detach().float().requires_grad_() for x in narrow]
-    grad = gaussian(*shape, dtype=dtype, seed=3)
-    with float32_attention():
-        y = F.scaled_dot_product_attention(*narrow, is_causal=True)
-        y.backward(grad)
-    expected = F.scaled_dot_product_attention(*wide, is_causal=True)
-    expected.backward(grad.float())
-    assert bits_equal(y, expected.to(dtype))
-    for x, exact in zip(narrow, wide, strict=True):
-        assert x.grad is not None and exact.grad is not None
-        error = (x.grad.float() - exact.grad).norm() / exact.grad.norm()
-        assert x.grad.dtype is dtype and error < {torch.bfloat16: 2**-7}.get(dtype, 2**-10)

@@ -121,7 +121,7 @@ def test_a_step_is_the_papers_and_only_what_is_kept_is_cut(storage: Storage) -> 
     gradient = before.gradient.to(weight.dtype).numpy() * SCALARS["gradient_scale"]
     states = [read_state(storage, before, name).numpy() for name in STATE_NAMES]
     change, *moments = adamw(weight.numpy(), gradient, *states)
-    assert np.array_equal(change, done.changes[0].numpy())
+    assert np.array_equal(change, done.intended.numpy())
     unrounded = {"exp_avg": moments[0], "exp_avg_sq": moments[1]}
     if storage.weight.parts == 1:
         unrounded["weight"] = weight.numpy() + change

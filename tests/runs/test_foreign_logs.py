@@ -70,8 +70,8 @@ def test_a_table_of_lightning_counts_steps_from_one(tmp_path: Path) -> None:
     assert compare_runs([run]).rows[0]["bytes_per_param"] is None
 
 
-def test_a_row_of_a_table_that_is_being_written_is_left_out(tmp_path: Path) -> None:
-    (tmp_path / "metrics.csv").write_text("step,train_loss\n0,2.5\n1")
+def test_a_row_that_is_damaged_or_being_written_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "metrics.csv").write_text("step,train_loss\n0,2.5\n1,low\n2,3.0,1\n3")
     assert ng.read_run(tmp_path).steps == [{"step": 1, "loss": 2.5}]
 
 
@@ -99,24 +99,18 @@ def state(**changes: Any) -> str:
     [
         ("trainer_state.json", state()[:-9], "is damaged"),
         ("trainer_state.json", state(log_history=[{"loss": 1.0}]), "is damaged"),
-        (
-            "trainer_state.json",
-            state(log_history=[{"loss": "low", "step": 1}]),
-            "which is not a number",
-        ),
         ("metrics.csv", "loss\n1.0\n", "no column of steps"),
         ("metrics.csv", "", "has no rows"),
         ("metrics.csv", "step,loss\n", "has no rows"),
-        ("metrics.csv", "step,loss\n0,1.0\n1\n", "line 3 has not as many values"),
         ("metrics.csv", "step,loss\n,1.0\n", "holds no loss"),
-        ("metrics.csv", "step,loss\n\x000,1.0\n", "is damaged"),
+        ("metrics.csv", "step,loss\n\x000,1.0\n", "holds no loss"),
         (
             "a.csv",
             "Step,one - loss,two - loss\n1,3.0,2.0\n",
             "holds no loss. It has Step, one - loss, two - loss",
         ),
-        ("a.csv", "step,loss\n0.5,1.0\n", "not a whole number"),
-        ("a.csv", "step;loss\n1;2,5\n", "not as many values"),
+        ("a.csv", "step,loss\n0.5,1.0\n", "holds no loss"),
+        ("a.csv", "step;loss\n1;2,5\n", "holds no loss"),
         ("a.jsonl", "{", "No run in"),
     ],
 )
@@ -162,5 +156,7 @@ def test_logs_in_one_folder_are_told_apart_and_compared(tmp_path: Path) -> None:
     )
     assert first.gauges == first.fingerprints == []
     difference = ng.diagnose(first, second)
-    assert difference.names == ("one.csv", "other.csv") and difference.readings[0].stage == "loss"
+    assert [*difference.names] == ["one.csv", "other.csv"] and difference.readings[
+        0
+    ].stage == "loss"
     assert "--" not in str(difference)

@@ -17,9 +17,9 @@ from narrowgauge.trainer.tokens import load_tokenizer, write_tokens
 from trainer.tiny_runs import bytes_of, call
 
 
-def run_at(folder: Path, **tables: object) -> Path:
-    """A run of one step; of a loop with RunRecorder where ``recorder`` is a table."""
-    with RunWriter.create(folder, {"config": {"recipe": "bfloat16/word"}, **tables}) as writer:
+def run_at(folder: Path) -> Path:
+    """A run of one step."""
+    with RunWriter.create(folder, {"config": {"recipe": "bfloat16/word"}}) as writer:
         writer.append("steps", {"step": 1, "loss": 2.5})
     return folder
 
@@ -57,7 +57,7 @@ def log_at(folder: Path) -> Path:
 
 
 HOLD: dict[str, Callable[[Path], Path]] = {
-    "a file": file_at, "a run": run_at, "a run of a loop": lambda path: run_at(path, recorder={"program": "a.py"}),
+    "a file": file_at, "a run": run_at,
     "tokens": tokens_at, "pages of another program": pages_at, "runs and a file": runs_at, "a log": log_at,
 }  # fmt: skip
 """What a user may name by mistake."""
@@ -130,17 +130,6 @@ def test_our_record_wins_over_a_log_beside_it(tmp_path: Path) -> None:
         (out / name).unlink(missing_ok=True)
     with pytest.raises(RecordError, match="holds 3"):
         ng.read_run(run_at(tmp_path / "first").parent)
-
-
-def test_a_record_says_what_continues_it(tmp_path: Path) -> None:
-    for tables, advice in (
-        ({}, "narrowgauge train --out"),
-        ({"recorder": {"program": "a"}}, "resume=True"),
-    ):
-        folder = run_at(tmp_path / advice[:5], **tables)
-        with pytest.raises(RecordError, match="a run is there already") as refusal:
-            RunWriter.create(folder, {})
-        assert advice in refusal.value.advice
 
 
 def test_a_stray_file_ends_no_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

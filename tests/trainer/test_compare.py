@@ -19,17 +19,16 @@ import narrowgauge as ng
 from measuring.made_runs import SIZES
 from narrowgauge.errors import NarrowgaugeError, RecipeError, RecordError, Terminated
 from narrowgauge.measuring.comparison import compare_runs
-from narrowgauge.measuring.record import Record
 from narrowgauge.report.publishing import read_runs
 from narrowgauge.runs.record import read_run
 from narrowgauge.trainer import loop
-from narrowgauge.trainer.compare import compare, compare_recipes
+from narrowgauge.trainer.compare import Log, compare, compare_recipes
 from narrowgauge.trainer.entry import Entry
 from narrowgauge.trainer.settings import OF_A_RUN
 from trainer.tiny_runs import bytes_of, lasting, settings
 
 
-def trained(recipe: str, seed: int, log: Record) -> dict[str, float]:
+def trained(recipe: str, seed: int, log: Log) -> dict[str, float]:
     for step in range(1, 11):
         log.step({"loss": 5.0 - step / 10, "tokens": 100 * step})
         if step % 5 == 0:
@@ -40,7 +39,7 @@ def trained(recipe: str, seed: int, log: Record) -> dict[str, float]:
 def test_your_own_training_loop_is_compared_in_order_and_kept(tmp_path: Path) -> None:
     calls: list[tuple[str, int]] = []
 
-    def train(recipe: str, seed: int, log: Record) -> dict[str, float]:
+    def train(recipe: str, seed: int, log: Log) -> dict[str, float]:
         calls.append((recipe, seed))
         return trained(recipe, seed, log)
 
@@ -69,7 +68,7 @@ def test_your_own_training_loop_is_compared_in_order_and_kept(tmp_path: Path) ->
     [(3.5, 3.5), (None, 2.5), ({"bytes_per_param": 8.0}, 2.5), ({"val_loss": math.nan}, None)],
 )
 def test_what_a_loop_may_return(returned: Any, loss: float | None) -> None:
-    def train(recipe: str, seed: int, log: Record) -> Any:
+    def train(recipe: str, seed: int, log: Log) -> Any:
         log.eval({"val_loss": 2.5})
         return returned
 
@@ -98,7 +97,7 @@ def test_what_cannot_be_compared_is_refused_in_one_line(words: str) -> None:
         compare(lambda recipe, seed, log: act(log), **{"recipes": ["mine"], **options})
 
 
-def watched(recipe: str, seed: int, log: Record) -> float:
+def watched(recipe: str, seed: int, log: Log) -> float:
     torch.manual_seed(seed)
     model, optimizer = ng.prepare(torch.nn.Linear(16, 16), recipe, lr=1e-4, audit_every=2)
     log.watch(model, optimizer, every=3)

@@ -18,24 +18,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from narrowgauge.numerics.exact_sums import (
-    LARGEST,
-    ExactSums,
-    exceeds_two_words,
-    on_cpu,
-    sum_rows,
-)
-
-FIRST_MARGIN = 256.0
-"""A GPU's sums are wide if the first gradient is within this factor of what narrow sums hold."""
+from narrowgauge.numerics.exact_sums import ExactSums, sum_rows
 
 
 class ExactSum:
     """Sum one flat gradient exactly, and divide the sum once.
-
-    Sums become wide, for all of float32's range, when a value needs it. A CPU sees that before it
-    adds. A GPU would have to wait for the values, so it looks once, in the first sum, and then with
-    a margin. Later it keeps a flag, see :meth:`has_lost`.
 
     Args:
         groups: process groups over which the gradient is cut, one after the other.
@@ -43,7 +30,7 @@ class ExactSum:
     Attributes:
         spans: when each sum of this step began and ended: seconds, or events of a GPU.
     Cost: each group sends a gradient once for each micro-batch. Several micro-batches in a step
-        take 16 bytes for each element that this rank owns, 40 in wide sums.
+        take 40 bytes for each element that this rank owns.
     """
 
     def __init__(self, groups: Sequence[Any], num_whole: int, divisor: int) -> None:
@@ -53,9 +40,6 @@ class ExactSum:
         self.spans: list[tuple[Any, Any]] = []
         self._sums: ExactSums | None = None
         self._has_begun = False
-        self._is_wide = False
-        # On a GPU: whether a value since the last step did not fit narrow sums.
-        self._is_beyond: Tensor | None = None
 
     def add(self, gradient: Tensor, output: Tensor, *, is_last: bool = True) -> None:
         """Add a micro-batch's gradient ``[n]``. After the last one, write this rank's part of the
@@ -67,7 +51,6 @@ class ExactSum:
         for group in self.groups:
             sizes.append(rows.shape[1])
             rows = _exchanged(rows, group)
-        self._look(rows)
         total = self._sum(rows, is_last)
         if total is None:
             output.zero_()  # FSDP2 shows it as a gradient
@@ -85,11 +68,9 @@ class ExactSum:
         """Add the rows. Return the total after the last micro-batch."""
         total = rows.new_empty(rows.shape[1])
         if is_last and not self._has_begun:
-            return sum_rows(rows, total, self.divisor, is_wide=self._is_wide)
+            return sum_rows(rows, total, self.divisor)
         if self._sums is None:
             self._sums = ExactSums(rows.shape[1], rows.device)
-        if self._is_wide:
-            self._sums.widen_()
         self._sums.add_(rows)
         self._has_begun = not is_last
         if not is_last:
@@ -98,30 +79,9 @@ class ExactSum:
         self._sums.clear_()
         return total
 
-    def _look(self, rows: Tensor) -> None:
-        """Widen the sums if the first values ask for it. Later keep a flag of what does not fit."""
-        if self._is_wide or on_cpu(rows):
-            return
-        if self._is_beyond is None:
-            self._is_wide = bool(exceeds_two_words(rows, LARGEST / FIRST_MARGIN))
-            self._is_beyond = torch.zeros((), dtype=torch.bool, device=rows.device)
-        else:
-            self._is_beyond |= exceeds_two_words(rows)
-
-    def has_lost(self) -> bool:
-        """Return whether a sum since the last call lost a finite value, and make the next sums wide
-        if so.
-        """
-        if self._is_wide or self._is_beyond is None or not self._is_beyond:
-            return False
-        self._is_wide = True
-        return True
-
     def discard(self) -> None:
         """Forget the micro-batches since the last step."""
         self._has_begun = False
-        if self._is_beyond is not None:
-            self._is_beyond.zero_()
         if self._sums is not None:
             self._sums.clear_()
 

@@ -32,8 +32,6 @@ from narrowgauge.spec.sums import REDUCTIONS, Reduction
 from narrowgauge.torch_support import torch_names
 from narrowgauge.torch_support.torch_hooks import OwnHook
 
-BUCKET_BYTES = 32 << 20
-"""Bytes of whole gradients that are copied and summed at a time: enough to hide latency."""
 _TWO_PASSES = RecipeError(
     "two backward passes were met in one micro-batch, whose gradients are one addend of an exact "
     "sum.",
@@ -161,70 +159,56 @@ class GradientReduction:
         self._place = 0  # of the next micro-batch in its step
         self._arrived: set[Tensor] = set()  # whole parameters with a gradient of this micro-batch
         self._used: set[Tensor] = set()  # those with one of this step
-        self._undo: list[Callable[[], object]] = []
         self._is_open = False
-        self._is_closed = False
         self.count = 0
         self.is_last = True
         self.is_absent = False
         self._sums: list[ExactSum] = []
-        self._sharded: list[Tensor] = []
-        self._whole: list[Tensor] = []
-        self._buckets: list[tuple[ExactSum, list[Tensor]]] = []
-        try:
-            self._take_over_shards()
-            self._take_over_whole()
-        except RecipeError:
-            self.close()
-            raise
-        guard = _Guard(self)
-        for module in dict.fromkeys([self._model, *[module for module, _ in self._fsdp]]):
-            hook = module.register_forward_pre_hook(guard, prepend=True)
-            self._undo.append(hook.remove)
-        if self._ddp is not None:
-            self._undo.append(lambda: setattr(model, "require_backward_grad_sync", True))
-
-    def _take_over_shards(self) -> None:
-        """Let our sums reduce FSDP2's parameter groups."""
-        alone = None
+        self._buckets: dict[ExactSum, list[Tensor]] = {}
+        in_groups = [p for _, group in self._fsdp for p in torch_names.fsdp_parameters(group)]
         for module, group in self._fsdp:
             _require_own_dtypes(module, group)
-            mesh, shard_dim, replicate_dim = torch_names.fsdp_mesh(group)
-            if replicate_dim is not None and alone is None:
+        _require_gathered(self._model, in_groups)
+        sharded_ids = set(map(id, in_groups)) if self._sums_shards() else set()
+        self._params = [p for p in self._model.parameters() if p.requires_grad]
+        self._whole = [p for p in self._params if id(p) not in sharded_ids]
+        self._sharded = [p for p in self._params if id(p) in sharded_ids]
+        self._undo: list[Callable[[], object]] = []
+        self._install()
+
+    def _sums_shards(self) -> bool:
+        """Return whether FSDP2 sums over shards: over one shard it sums nothing."""
+        meshes = [torch_names.fsdp_mesh(group) for _, group in self._fsdp]
+        return any(mesh.size(shard_dim) > 1 for mesh, shard_dim, _ in meshes)
+
+    def _install(self) -> None:
+        """Let our sums reduce FSDP2's parameter groups, and watch whole gradients arrive."""
+        num_whole = len(self._groups)
+        alone = None
+        for module, group in self._fsdp:
+            if torch_names.fsdp_mesh(group)[2] is not None and alone is None:
                 # For FSDP2's own sum over replicas, when ours is done.
                 alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-            num_replicated = len(self._groups)
-            if mesh.size(shard_dim) > 1:  # over one shard FSDP2 sums nothing
-                num_replicated -= 1
-                params = torch_names.fsdp_parameters(group)
-                self._sharded += [parameter for parameter in params if parameter.requires_grad]
-            comm = _GroupSum(self, ExactSum(self._groups, num_replicated, self._divisor))
-            self._sums.append(comm.exact_sum)
+            comm = _GroupSum(self, self._new_sum(num_whole - self._sums_shards()))
             self._undo.append(torch_names.take_over_sums(module, group, comm, alone))
-
-    def _take_over_whole(self) -> None:
-        """Cut the gradients of whole parameters into buckets, and watch them arrive."""
-        in_groups = [p for _, group in self._fsdp for p in torch_names.fsdp_parameters(group)]
-        gathered_ids = set(map(id, in_groups))
-        sharded_ids = set(map(id, self._sharded))
-        for name, parameter in self._model.named_parameters():
-            if not parameter.requires_grad or id(parameter) in sharded_ids:
-                continue
-            if is_sharded(parameter) and id(parameter) not in gathered_ids:
-                raise RecipeError(
-                    f"parameter '{name}' is a DTensor, and FSDP2 does not gather it.",
-                    "Shard it with fully_shard, or keep it whole on every rank.",
-                )
-            self._whole.append(parameter)
-        for bucket in _buckets(self._whole):
-            exact_sum = ExactSum(self._groups, len(self._groups), self._divisor)
-            self._sums.append(exact_sum)
-            self._buckets.append((exact_sum, bucket))
+        by_kind: dict[Any, list[Tensor]] = {}
+        for parameter in self._whole:
+            by_kind.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+        for bucket in by_kind.values():
+            self._buckets[self._new_sum(num_whole)] = bucket
         # A strong reference in a parameter's hook would keep model and reduction forever.
         arrive: Any = weakref.WeakMethod(self._arrive)
         for parameter in self._whole:
             hook = OwnHook(lambda p: arrive()(p))
             self._undo.append(parameter.register_post_accumulate_grad_hook(hook).remove)
+        guard = _Guard(self)
+        for module in dict.fromkeys([self._model, *[module for module, _ in self._fsdp]]):
+            hook_handle = module.register_forward_pre_hook(guard, prepend=True)
+            self._undo.append(hook_handle.remove)
+
+    def _new_sum(self, num_whole: int) -> ExactSum:
+        self._sums.append(ExactSum(self._groups, num_whole, self._divisor))
+        return self._sums[-1]
 
     # ── a step ────────────────────────────────────────────────────────────────────────────────────
 
@@ -247,8 +231,8 @@ class GradientReduction:
                 numbers or does not use all parameters of an FSDP2 group, or FSDP2 is set to keep
                 gradients on a rank.
         """
-        if self._is_open or self._is_closed:
-            place = "of a reduction that is closed" if self._is_closed else "within another"
+        if self._is_open or not self._undo:
+            place = "within another" if self._is_open else "of a reduction that is closed"
             raise RuntimeError(f"micro_batch was entered {place}")
         self._begin(is_last)
         self._is_open = True
@@ -285,7 +269,7 @@ class GradientReduction:
             self._ddp.require_forward_param_sync = True
         if self._place:
             return
-        if any(p.grad is not None for p in (*self._sharded, *self._whole)):
+        if any(p.grad is not None for p in self._params):
             raise RecipeError(
                 "a step was begun, and gradients of an earlier one are still there.",
                 "Call zero_grad(set_to_none=True) after each step.",
@@ -314,20 +298,12 @@ class GradientReduction:
                 "micro-batches.",
                 "Step after backward.",
             )
-        for exact_sum, bucket in self._buckets:
+        for exact_sum, bucket in self._buckets.items():
             self._add(exact_sum, bucket)
         if self.is_last:
             self._drop_unused()
-            # Only a GPU's sums can lose a value that is too large for narrow ones.
-            lost = [exact_sum.has_lost() for exact_sum in self._sums]
-            if any(lost):
-                raise RecipeError(
-                    "Cannot sum gradients exactly because values beyond 2^18 appeared after the "
-                    "first step.",
-                    "Repeat the step: from now on these sums take all of float32's range.",
-                )
         else:
-            for parameter in (*self._sharded, *self._whole):
+            for parameter in self._params:
                 parameter.grad = None
 
     def _add(self, exact_sum: ExactSum, bucket: Sequence[Tensor]) -> None:
@@ -385,20 +361,17 @@ class GradientReduction:
             )
 
     def _require_known(self) -> None:
-        """Refuse trainable parameters that were frozen or missing at the start: their replicas
+        """Refuse a model that was sharded, or of which more is trained, since the start: replicas
         would drift.
         """
-        known_params = [*self._sharded, *self._whole]
-        for _, group in self._fsdp:
-            known_params += torch_names.fsdp_gathered(group)
-        known_ids = set(map(id, known_params))
-        for name, parameter in self._model.named_parameters():
-            if parameter.requires_grad and id(parameter) not in known_ids:
-                raise RecipeError(
-                    f"parameter '{name}' was frozen or not in the model when the reduction was "
-                    "installed, and is trained now.",
-                    "Call close() of the reduction, and install it anew.",
-                )
+        trained = [p for p in self._model.parameters() if p.requires_grad]
+        num_groups = len(torch_names.fsdp_groups(self._model))
+        if len(trained) != len(self._params) or num_groups != len(self._fsdp):
+            raise RecipeError(
+                "Cannot sum gradients because the model was sharded, or parameters were added, "
+                "frozen or trained, after the reduction was installed.",
+                "Call close() of the reduction, and install it anew.",
+            )
 
     def _generators(self) -> list[bytes]:
         """Return the states of the default generators, which a micro-batch must not use, where they
@@ -433,7 +406,7 @@ class GradientReduction:
 
     def discard(self) -> None:
         """Forget the micro-batches since the last step, and all gradients."""
-        for parameter in (*self._sharded, *self._whole):
+        for parameter in self._params:
             parameter.grad = None
         for exact_sum in self._sums:
             exact_sum.discard()
@@ -443,7 +416,7 @@ class GradientReduction:
     def bytes_per_param(self) -> float:
         """Return the bytes per parameter kept between micro-batches, counted from live tensors."""
         total = sum(exact_sum.num_bytes() for exact_sum in self._sums)
-        numel = sum(local_of(p).numel() for p in (*self._sharded, *self._whole))
+        numel = sum(local_of(p).numel() for p in self._params)
         return total / max(1, numel)
 
     def seconds(self) -> float:
@@ -455,7 +428,8 @@ class GradientReduction:
         for undo in self._undo:
             undo()
         self._undo.clear()
-        self._is_closed = True
+        if self._ddp is not None:
+            self._ddp.require_backward_grad_sync = True
 
 
 def inner_of(model: nn.Module) -> nn.Module:
@@ -467,26 +441,33 @@ def inner_of(model: nn.Module) -> nn.Module:
 
 def _groups_of(model: nn.Module, fsdp: Sequence[tuple[Any, Any]], mesh: Any) -> list[Any]:
     """Return the process groups over which a model's gradients are summed, shards first."""
-    meshes = {torch_names.fsdp_mesh(group) for _, group in fsdp}
-    if len(meshes) > 1:
-        raise RecipeError(
-            f"a model is sharded over {len(meshes)} meshes of other ranks.", "Shard it over one."
-        )
     groups: list[Any] = []
+    meshes = {torch_names.fsdp_mesh(group) for _, group in fsdp}
     if meshes:
         fsdp_mesh, *dims = meshes.pop()
         groups = [fsdp_mesh.get_group(dim) for dim in dims if dim is not None]
-        if len(groups) != fsdp_mesh.ndim:
+        if meshes or len(groups) != fsdp_mesh.ndim:
             raise RecipeError(
-                f"FSDP2 shards {type(model).__name__} over a mesh of {fsdp_mesh.ndim} dims; not "
-                "all sum gradients.",
-                "Shard over a mesh of one dim, or of two: replicas and shards.",
+                f"Cannot sum the gradients of this {type(model).__name__} because FSDP2 shards it "
+                "over several meshes, or over dims that do not all sum gradients.",
+                "Shard it over one mesh of one dim, or of two: replicas and shards.",
             )
     elif mesh is not None:
         groups = mesh.get_all_groups()
     elif has_group():
         groups = [getattr(model, "process_group", None) or dist.group.WORLD]
     return [group for group in groups if group.size() > 1]
+
+
+def _require_gathered(model: nn.Module, in_groups: Sequence[Tensor]) -> None:
+    """Refuse parts of parameters that FSDP2 does not gather: other ranks have other elements."""
+    gathered_ids = set(map(id, in_groups))
+    for name, parameter in model.named_parameters():
+        if is_sharded(parameter) and id(parameter) not in gathered_ids:
+            raise RecipeError(
+                f"parameter '{name}' is a DTensor, and FSDP2 does not gather it.",
+                "Shard it with fully_shard, or keep it whole on every rank.",
+            )
 
 
 def _require_own_dtypes(module: nn.Module, group: Any) -> None:
@@ -503,19 +484,3 @@ def _require_own_dtypes(module: nn.Module, group: Any) -> None:
                 f"Take reduce_dtype = {stored} in its MixedPrecisionPolicy; the exact sum needs "
                 "no wider one.",
             )
-
-
-def _buckets(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Return parameters in buckets of one dtype and device."""
-    buckets: list[list[Tensor]] = []
-    kind: Any = None
-    size = 0
-    for parameter in sorted(parameters, key=lambda p: f"{p.dtype} {p.device}"):
-        num_bytes = local_of(parameter).numel() * parameter.element_size()
-        if kind != (parameter.dtype, parameter.device) or size + num_bytes > BUCKET_BYTES:
-            kind = (parameter.dtype, parameter.device)
-            size = 0
-            buckets.append([])
-        size += num_bytes
-        buckets[-1].append(parameter)
-    return buckets

@@ -15,7 +15,7 @@ products are emulated.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -37,29 +37,6 @@ from narrowgauge.torch_support.torch_names import is_traced
 
 _SIDE = 16
 """Rows, columns and bytes of the contraction come in multiples of this, as PyTorch's checks ask."""
-
-
-class _Blocks(NamedTuple):
-    """How a kernel reads the scales of one granularity.
-
-    Attributes:
-        recipe: the name of PyTorch's ``ScalingType``.
-        dtype: of the scales.
-        is_tiled: in tiles of 128 × 4, else in columns.
-    """
-
-    recipe: str
-    dtype: torch.dtype
-    is_tiled: bool
-
-
-_LAYOUTS = {
-    "1x16": _Blocks("BlockWise1x16", torch.float8_e4m3fn, True),
-    "16x16": _Blocks("BlockWise1x16", torch.float8_e4m3fn, True),
-    "1x32": _Blocks("BlockWise1x32", torch.float8_e8m0fnu, True),
-    "1x128": _Blocks("BlockWise1x128", torch.float32, False),
-    "128x128": _Blocks("BlockWise128x128", torch.float32, False),
-}
 
 
 def kernel_here(product: Product, device: torch.device) -> Kernel | None:
@@ -90,28 +67,36 @@ def multiply_codes(
 
     The accumulation ``fast`` is in the tensor core's register alone, if the kernel can.
     """
-    a = filled(lhs.data).contiguous()
-    b = filled(rhs.data).contiguous()
     left = right = None
     if kernel.scales:
-        if product.left.format == "float4_e2m1fn" and product.left.scale != "float8_e4m3fn":
-            dtype = torch.bfloat16  # all that mxfp4's kernel writes
-        values = _by_blocks(product, lhs, rhs, a, b, dtype)
-    else:
-        is_whole = all(x.outer is None or x.outer.numel() == 1 for x in (lhs, rhs))
+        if kernel.name == "mxfp4":
+            dtype = torch.bfloat16  # all that its kernel writes
+    elif dtype != torch.bfloat16 and _has_rows(lhs, rhs):
         # With scales of rows, older libraries' kernel writes only bfloat16.
-        if not is_whole and dtype != torch.bfloat16:
-            left, right = lhs.outer, rhs.outer
-            lhs, rhs = lhs._replace(outer=None), rhs._replace(outer=None)
-            is_whole = True
-            dtype = torch.float32
-        scales = _scale_of(lhs, a, is_whole), _scale_of(rhs, b, is_whole).t()
+        left, right = lhs.outer, rhs.outer
+        lhs = lhs._replace(outer=None)
+        rhs = rhs._replace(outer=None)
+        dtype = torch.float32
+    a = filled(lhs.data).contiguous()
+    b = filled(rhs.data).contiguous()
+    names = product.left.granularity, product.right.granularity
+    if kernel.scales:
+        by_blocks = [_scales_of(x, name) for x, name in zip((lhs, rhs), names, strict=True)]
+        call: Any = _traced_product if is_traced() else _scaled_product
+        values = call(a, b, *by_blocks, *names, dtype)
+    else:
+        has_rows = _has_rows(lhs, rhs)
+        scales = _scale_of(lhs, a, has_rows), _scale_of(rhs, b, has_rows).t()
         is_fast = product.accumulation == "fast"
         values = torch._scaled_mm(a, b.t(), *scales, out_dtype=dtype, use_fast_accum=is_fast)
     rows, columns = lhs.data.shape[0], rhs.data.shape[0]
     if (*values.shape,) != (rows, columns):
         values = values[:rows, :columns]
     return values, left, right
+
+
+def _has_rows(lhs: Operand, rhs: Operand) -> bool:
+    return any(x.outer is not None and x.outer.numel() > 1 for x in (lhs, rhs))
 
 
 def filled(x: Tensor, least_rows: int = 0, columns_by: int = _SIDE) -> Tensor:
@@ -132,46 +117,23 @@ def filled(x: Tensor, least_rows: int = 0, columns_by: int = _SIDE) -> Tensor:
 # ── scales as the kernels read them ───────────────────────────────────────────────────────────────
 
 
-def _scale_of(operand: Operand, codes: Tensor, is_whole: bool) -> Tensor:
+def _scale_of(operand: Operand, codes: Tensor, has_rows: bool) -> Tensor:
     """Return the scale of a tensor, or those of all rows of the padded codes."""
     scale = operand.outer
     if scale is None:
         scale = torch.ones((), dtype=torch.float32, device=codes.device)
-    if is_whole:
+    if not has_rows:
         return scale.reshape(())
     column = scale.reshape(-1, 1).expand(operand.data.shape[0], 1)
     return filled(column, columns_by=1).contiguous()
 
 
-def _by_blocks(
-    product: Product, lhs: Operand, rhs: Operand, a: Tensor, b: Tensor, dtype: torch.dtype
-) -> Tensor:  # fmt: skip
-    """Multiply by ``scaled_mm``: float32 scales of 128 values in columns, those of 16 or 32 in tiles,
-    and the tensors' scales if they have any.
-    """
-    assert lhs.inner is not None and rhs.inner is not None
-    names = product.left.granularity, product.right.granularity
-    if _LAYOUTS[names[0]].is_tiled:
-        inner = lhs.inner.view(torch.uint8), rhs.inner.view(torch.uint8)
-        # Scales of 16 × 16 values are repeated: the kernel reads one for each row. Nothing bound
-        # here depends on the number of tokens, so one compiled function lays out all of them.
-        times = [
-            x.data.shape[0] // scales.shape[0] for x, scales in ((lhs, inner[0]), (rhs, inner[1]))
-        ]
-        size = inner[0].numel() + inner[1].numel()
-        laid_out = fused(size, bound(_tile_both, *times), *inner)
-    else:
-        laid_out = _in_columns(lhs), _in_columns(rhs)
-    scales = []
-    for operand, codes in zip((lhs, rhs), laid_out, strict=True):
-        scales.append([codes])
-        if operand.outer is not None:
-            scales[-1].append(operand.outer.reshape(1))
-    call: Any = _scaled_product
-    if is_traced():
-        call = _traced_product
-    result: Tensor = call(a, b, *scales, *names, dtype)
-    return result
+def _scales_of(operand: Operand, granularity: str) -> list[Tensor]:
+    """Return the scales of blocks as a kernel reads them, and the tensor's if it has one."""
+    scales = [_LAYOUTS[granularity][1](operand)]
+    if operand.outer is not None:
+        scales.append(operand.outer.reshape(1))
+    return scales
 
 
 def _in_columns(operand: Operand) -> Tensor:
@@ -180,6 +142,30 @@ def _in_columns(operand: Operand) -> Tensor:
     if inner.shape[0] < operand.data.shape[0]:
         return square_scales_in_columns(inner)
     return scales_in_columns(filled(inner, columns_by=1))
+
+
+def _in_tiles(operand: Operand) -> Tensor:
+    assert operand.inner is not None
+    codes = operand.inner.view(torch.uint8)
+    # Scales of 16 × 16 values are repeated: the kernel reads one for each row. It does not depend on
+    # the number of tokens, so one compiled function lays out all of them.
+    times = operand.data.shape[0] // codes.shape[0]
+    tiles: Tensor = fused(codes.numel(), bound(_tile, times), codes)
+    return tiles.view(operand.inner.dtype)
+
+
+def _tile(times: int, scales: Tensor) -> Tensor:
+    if times > 1:
+        scales = scales.repeat_interleave(times, 0)
+    return tiled_scales(scales)
+
+
+_LAYOUTS = {
+    "1x16": ("BlockWise1x16", _in_tiles), "16x16": ("BlockWise1x16", _in_tiles),
+    "1x32": ("BlockWise1x32", _in_tiles),
+    "1x128": ("BlockWise1x128", _in_columns), "128x128": ("BlockWise128x128", _in_columns),
+}  # fmt: skip
+"""PyTorch's ``ScalingType`` of each granularity, and how its kernel reads the scales."""
 
 
 def _scaled_product(
@@ -194,11 +180,10 @@ def _scaled_product(
         a = a.view(torch.float4_e2m1fn_x2)
         b = b.view(torch.float4_e2m1fn_x2)
     sides: list[Any] = []
-    for granularity, (blocks, *whole) in ((left, first), (right, second)):
-        layout = _LAYOUTS[granularity]
-        types = [getattr(F.ScalingType, layout.recipe), F.ScalingType.TensorWise]
-        sides += [[blocks.view(layout.dtype), *whole], types[: 1 + len(whole)]]
-    if _LAYOUTS[left].is_tiled:
+    for granularity, scales in ((left, first), (right, second)):
+        types = [getattr(F.ScalingType, _LAYOUTS[granularity][0]), F.ScalingType.TensorWise]
+        sides += [scales, types[: len(scales)]]
+    if _LAYOUTS[left][1] is _in_tiles:
         sides += [[F.SwizzleType.SWIZZLE_32_4_4, F.SwizzleType.NO_SWIZZLE][: len(first)]] * 2
     product: Any = F.scaled_mm
     result: Tensor = product(a, b.t(), *sides, output_dtype=dtype)
@@ -215,19 +200,6 @@ _traced_product: Any = torch.library.custom_op(
 @_traced_product.register_fake  # type: ignore[untyped-decorator]
 def _(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
     return a.new_empty(a.shape[0], b.shape[0], dtype=rest[-1])
-
-
-def _tile_both(
-    times: int, other_times: int, scales: Tensor, other_scales: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Lay out the scales of both operands, uint8 ``[rows, blocks]`` each, every row repeated so
-    many times.
-    """
-    if times > 1:
-        scales = scales.repeat_interleave(times, 0)
-    if other_times > 1:
-        other_scales = other_scales.repeat_interleave(other_times, 0)
-    return tiled_scales(scales), tiled_scales(other_scales)
 
 
 # ── the trial of a kernel ─────────────────────────────────────────────────────────────────────────

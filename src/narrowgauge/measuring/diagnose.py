@@ -11,8 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, overload
 
-from narrowgauge.errors import RecordError
-from narrowgauge.measuring.columns import column, rows_of
+from narrowgauge.measuring.columns import rows_of
 from narrowgauge.measuring.kinds import KINDS
 from narrowgauge.measuring.laws import Laws
 from narrowgauge.measuring.reading import STAGES, Reading, Readings, measured
@@ -20,7 +19,7 @@ from narrowgauge.measuring.step import Step
 from narrowgauge.measuring.two_runs import TwoRuns
 from narrowgauge.runs.finding import counted, sentences
 from narrowgauge.runs.record import Run, read_run
-from narrowgauge.runs.schema import Row, number, step_of
+from narrowgauge.runs.schema import number, step_of
 
 AREAS = {
     "losses": "steps.loss", "gradient norms": "steps.grad_norm", "skipped steps": "steps.skipped",
@@ -55,45 +54,40 @@ class Diagnosis(Readings):
     """
 
     def __init__(self, run: Run) -> None:
-        self.areas = []
-        unseen = {}
-        for name, place in AREAS.items():
-            if _is_shown(run, place):
-                self.areas.append(name)
-            else:
-                unseen[name] = ""
-        super().__init__(readings_of(run), unseen=unseen | _told_unseen(run) | OUTSIDE)
+        self.areas = [name for name, place in AREAS.items() if _is_shown(run, place)]
+        unseen = {name: "" for name in AREAS if name not in self.areas}
+        for row in run.events:
+            if row["what"] == "unseen":
+                unseen[str(row.get("tensor"))] = str(row.get("text") or "").rstrip(".")
+        super().__init__(readings_of(run), unseen=unseen | OUTSIDE)
         self.name = run.path.name or run.path.resolve().name
-        self.notes = list(_notes(run))
+        self.notes = list(run.notes)
         self.num_rows = len(run.steps)
         self.is_finished = is_finished(run)
-        self.num_applied: int | None = None
-        flags = column(run, "steps", "skipped")
-        if len(flags):
-            self.num_applied = self.num_rows - int((flags.y > 0).sum())
-        self._rows = counted(self.num_rows, "step")
-        if run.is_foreign:
-            self._rows = counted(self.num_rows, "row")
-        self.lines = [f"{self.name}: {self.verdict}", *_told_events(run)]
+        flags = [row["skipped"] for row in run.steps if row.get("skipped") is not None]
+        self.num_applied = self.num_rows - sum(map(bool, flags)) if flags else None
+        self._rows = counted(self.num_rows, "row" if run.is_foreign else "step")
+        self.lines = [f"{self.name}: {self.verdict}"]
+        for row in run.events:
+            if row.get("severity", "note") != "note" and row["what"] not in KINDS:
+                words = sentences(str(row.get("text") or ""))
+                self.lines.append(f"step {step_of(row)}: {row['what']}: {words}")
 
     @property
     def verdict(self) -> str:
         """Return the verdict in one sentence."""
         end = "" if self.is_finished else " The run is not finished."
-        if not self.readings and not self.areas:
+        number = len(self.readings)
+        if number == 1:
+            return f"1 reading is beyond its bound, at step {self.readings[0].step}.{end}"
+        if number:
+            since = self.readings[0].step
+            return f"{number} readings are beyond their bound, from step {since} on.{end}"
+        if not self.areas:
             return f"Nothing was looked at: {self._rows} without a value that is read.{end}"
-        if not self.readings:
-            applied = ""
-            if self.num_applied is not None:
-                applied = f", {self.num_applied:,} applied"
-            areas = ", ".join(self.areas)
-            return f"Nothing found: {self._rows} watched{applied}; looked at {areas}.{end}"
-        since = self.readings[0].step
-        sentence = f"1 reading is beyond its bound, at step {since}."
-        if len(self.readings) > 1:
-            number = len(self.readings)
-            sentence = f"{number} readings are beyond their bound, from step {since} on."
-        return sentence + end
+        applied = "" if self.num_applied is None else f", {self.num_applied:,} applied"
+        areas = ", ".join(self.areas)
+        return f"Nothing found: {self._rows} watched{applied}; looked at {areas}.{end}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the diagnosis as values for JSON."""
@@ -149,20 +143,15 @@ def diagnose(run: str | Path | Run, other: str | Path | Run | None = None) -> Di
         >>> from narrowgauge.runs import RunWriter
         >>> with RunWriter.create(folder, {"recipe": "bfloat16/word"}) as writer:
         ...     for step in range(1, 81):
-        ...         writer.append("steps", {"step": step, "loss": 9.0 if step == 60 else 3.0 + 1.0 / step, "grad_norm": 1.0})
+        ...         _ = writer.append("steps", {"step": step, "loss": 9.0 if step == 60 else 3.0 + 1.0 / step})
         >>> [(reading.step, reading.stage, reading.what) for reading in ng.diagnose(folder).readings]
         [(60, 'loss', 'loss-spike')]
     """
-    first = _read(run)
-    if other is None:
-        return Diagnosis(first)
-    return TwoRuns(first, _read(other))
-
-
-def _read(run: str | Path | Run) -> Run:
-    if isinstance(run, Run):
-        return run
-    return read_run(run)
+    runs = []
+    for one in (run, other):
+        if one is not None:
+            runs.append(one if isinstance(one, Run) else read_run(one))
+    return Diagnosis(*runs) if other is None else TwoRuns(*runs)
 
 
 def is_finished(run: Run) -> bool:
@@ -185,55 +174,44 @@ def steps_of(run: Run) -> list[Step]:
 def readings_of(run: Run) -> list[Reading]:
     """Return the readings of a run: of each kind the first, or the newest of a count over the run."""
     laws = Laws(ignored(run))
-    readings: dict[str, list[Reading]] = {}
+    first: dict[str, Reading] = {}
     last: list[Reading] = []
     for step in steps_of(run):
         last = laws.read(step)
         for reading in last:
             if KINDS[reading.what].over != "run":
-                readings.setdefault(reading.what, [reading])
-    for reading in last:
-        if KINDS[reading.what].over == "run":
-            readings.setdefault(reading.what, []).append(reading)
-    by_laws = set(readings)
-    for reading in logged(run):
-        if reading.what not in by_laws:
-            readings.setdefault(reading.what, []).append(reading)
-    readings["resume-differs"] = [*_resumes(run)]
-    result: list[Reading] = []
-    for of_kind in readings.values():
-        result += of_kind
-    return result
+                first.setdefault(reading.what, reading)
+    readings = [*first.values(), *_resumes(run)]
+    readings += [reading for reading in last if KINDS[reading.what].over == "run"]
+    by_laws = {reading.what for reading in readings}
+    readings += [reading for reading in _logged(run) if reading.what not in by_laws]
+    return readings
 
 
 def ignored(run: Run) -> tuple[str, ...]:
     """Return the kinds that the recorded loop intends."""
     table = run.run.get("watch")
-    if not isinstance(table, dict):
-        return ()
-    return tuple(map(str, table.get("ignore", ())))
+    return tuple(map(str, table.get("ignore", ()))) if isinstance(table, dict) else ()
 
 
-def logged(run: Run) -> Iterator[Reading]:
+def _logged(run: Run) -> Iterator[Reading]:
     """Yield the readings in the events of a record that need more than its rows."""
     told = set()
     for row in run.events:
-        what = str(row.get("what"))
+        what = str(row["what"])
         tensor = str(row.get("tensor") or "")
         if what not in KINDS or what in _OF_ROWS or (what, tensor) in told:
             continue
         told.add((what, tensor))
-        stage = row.get("stage")
-        if stage not in STAGES:
-            stage = KINDS[what].stage
-        numbers = [*map(number, map(row.get, ("value", "expected", "bound")))]
-        yield Reading(step_of(row), str(stage), tensor, what, *numbers)
+        stage = row["stage"] if row.get("stage") in STAGES else KINDS[what].stage
+        numbers = [number(row.get(name)) for name in ("value", "expected", "bound")]
+        yield Reading(step_of(row), stage, tensor, what, *numbers)
 
 
 _OF_ROWS = {
     name for name, kind in KINDS.items() if kind.by.startswith(("ng.watch", "recorder.step"))
 }
-_OF_ROWS -= {"lost-updates", "not-as-asked"}
+_OF_ROWS.discard("lost-updates")
 """Kinds that the laws read again."""
 
 
@@ -242,62 +220,18 @@ def _resumes(run: Run) -> Iterator[Reading]:
     bit for bit.
     """
     for before, row in pairwise(rows_of(run, "fingerprints")):
-        step = step_of(row)
-        if step != step_of(before):
+        if step_of(row) != step_of(before):
             continue
-        saved = before.get("tensors") or {}
         loaded = row.get("tensors") or {}
-        for key, entry in saved.items():
+        for key, entry in (before.get("tensors") or {}).items():
             if key in loaded and loaded[key][0] != entry[0]:
                 sizes = number(loaded[key][1]), number(entry[1])
-                yield measured("resume-differs", key, *sizes, step=step + 1)
+                yield measured("resume-differs", key, *sizes, step=step_of(row) + 1)
                 return
 
 
-# ── what was looked at ────────────────────────────────────────────────────────────────────────────
-
-
 def _is_shown(run: Run, place: str) -> bool:
+    """Return whether a record has a column. Hashes of the start alone show nothing."""
     table, _, name = place.partition(".")
-    for row in rows_of(run, table):
-        if table == "fingerprints" and step_of(row) <= 1:
-            continue  # hashes of the start alone
-        if row.get(name) is not None:
-            return True
-    return False
-
-
-def _told_unseen(run: Run) -> Row:
-    """Return what the recorder did not see, each with its reason."""
-    unseen = {}
-    for row in run.events:
-        if row.get("what") == "unseen":
-            unseen[str(row.get("tensor"))] = str(row.get("text") or "").rstrip(".")
-    return unseen
-
-
-def _told_events(run: Run) -> Iterator[str]:
-    """Yield the events of a record that are no readings, and worse than a note."""
-    for row in run.events:
-        if row.get("severity", "note") != "note" and row.get("what") not in KINDS:
-            words = sentences(str(row.get("text") or ""))
-            yield f"step {step_of(row)}: {row.get('what')}: {words}"
-
-
-def _notes(run: Run) -> Iterator[str]:
-    for name in ("gauges", "fingerprints"):
-        try:
-            getattr(run, name)
-        except RecordError as error:
-            yield f"the {name}: {error.message.rstrip('.')}"
-    steps = list(map(step_of, run.steps))
-    if any(later <= before for before, later in pairwise(steps)):
-        yield "the order of steps, some of which stand twice or after a later one"
-    if steps and not run.is_foreign:
-        done = int((run.summary or {}).get("steps") or 0)
-        lost = done - len({*steps})
-        if lost > 0:
-            yield f"{lost} of the {counted(done, 'step')} of its summary"
-    missing = len(steps) - len(column(run, "steps", "loss"))
-    if missing:
-        yield f"the loss of {missing} of the {counted(len(steps), 'step')}"
+    least = 1 if table == "fingerprints" else -1
+    return any(row.get(name) is not None and step_of(row) > least for row in rows_of(run, table))

@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
+from collections.abc import Callable
 from statistics import median
 
 from narrowgauge.measuring.kinds import KINDS
-from narrowgauge.measuring.reading import Reading, measured
-from narrowgauge.measuring.step import Law, Step
-
-# ── gradients ─────────────────────────────────────────────────────────────────────────────────────
+from narrowgauge.measuring.step import Law, Step, Tell
 
 
-def nonfinite(least: int = 3) -> Law:
+def nonfinite(tell: Tell, least: int = 3) -> Law:
     """Read the first place of the run that is not finite, once: it makes all later ones so.
 
     A loss scaler skips what overflows. A log that does not tell of skipped steps must hold several such
     norms in a row.
     """
-    is_told = False
     bad_steps: list[int] = []
-    readings: list[Reading] = []
+    is_told = False
     while True:
-        step = yield readings
-        readings = []
+        step = yield
         stage, names = _first_bad(step)
         if is_told or not stage:
             bad_steps.clear()
@@ -32,11 +28,10 @@ def nonfinite(least: int = 3) -> Law:
         if step.skipped and math.isfinite(step.loss or 0.0):
             continue
         bad_steps.append(step.step)
-        is_unknown = stage == "gradient" and step.skipped is None and not step.bad
-        if is_unknown and len(bad_steps) < least:
-            continue
-        readings = [measured("nonfinite", names, len(names), step=bad_steps[0], stage=stage)]
-        is_told = True
+        is_known = stage != "gradient" or step.skipped is not None or step.bad
+        if is_known or len(bad_steps) >= least:
+            tell("nonfinite", names, len(names), step=bad_steps[0], stage=stage)
+            is_told = True
 
 
 def _first_bad(step: Step) -> tuple[str, list[str]]:
@@ -47,127 +42,104 @@ def _first_bad(step: Step) -> tuple[str, list[str]]:
         return "forward", [step.bad_output]
     if not math.isfinite(step.loss or 0.0):
         return "loss", [""]
-    if step.bad:
-        return "gradient", step.bad
-    if not math.isfinite(step.grad_norm or 0.0):
-        return "gradient", [""]
+    if step.bad or not math.isfinite(step.grad_norm or 0.0):
+        return "gradient", step.bad or [""]
     return "", []
 
 
-class _Share:
+def zero_gradients(tell: Tell) -> Law:
+    """Count the steps without a gradient."""
+
+    def is_zero(step: Step) -> bool | None:
+        return None if step.arrived is None else step.arrived == 0
+
+    return _share(tell, "zero-gradients", "zero-share", is_zero)
+
+
+def gradients_kept(tell: Tell) -> Law:
+    """Count the steps that begin with the gradient of the step before."""
+    return _share(tell, "gradients-kept", "kept-share", lambda step: step.kept)
+
+
+def _share(tell: Tell, kind: str, note: str, is_so: Callable[[Step], float | None]) -> Law:
     """Count the steps of a run in which something is so.
 
     Where it is so in all of them, the reading is an error. Else it is a note with the share: policies,
     games and rare experts have such steps, and mean them.
     """
-
-    def __init__(self, kind: str, note: str) -> None:
-        self.kind = kind
-        self.note = note
-        self.count = 0
-        self.total = 0
-        self.since = 0
-
-    def add(self, is_so: bool, step: int) -> None:
-        self.total += 1
-        self.count += is_so
-        if is_so:
-            self.since = self.since or step
-
-    def reading(self, tensors: str | list[str] = "") -> list[Reading]:
-        if self.count == self.total and self.count >= KINDS[self.kind].bound:
-            return [measured(self.kind, tensors, self.count, step=self.since)]
-        if 0 < self.count < self.total and self.total >= 20:
-            part = self.count / self.total
-            return [measured(self.note, tensors, part, 0.0, step=self.since)]
-        return []
+    count = 0
+    total = 0
+    since = 0
+    while True:
+        step = yield
+        value = is_so(step)
+        if value is not None:
+            total += 1
+            count += bool(value)
+            since = since or step.step * bool(value)
+        if count == total and count >= KINDS[kind].bound:
+            tell(kind, "", count, step=since)
+        elif 0 < count < total and total >= 20:
+            tell(note, "", count / total, 0.0, step=since)
 
 
-def zero_gradients() -> Law:
-    """Read steps without a gradient, of all tensors and of one that had a gradient."""
-    whole = _Share("zero-gradients", "zero-share")
+def zero_gradient(tell: Tell) -> Law:
+    """Read how often a tensor that had a gradient has none, while others have one."""
     counts: Counter[str] = Counter()
     since: dict[str, int] = {}
-    readings: list[Reading] = []
+    total = 0
     while True:
-        step = yield readings
-        if step.arrived is None:
-            continue
-        whole.add(step.arrived == 0, step.step)
+        step = yield
+        total += step.arrived is not None
         if step.arrived:
             counts.update(step.zero)
-        for name in step.zero:
-            since.setdefault(name, step.step)
-        readings = whole.reading()
-        if counts and whole.total >= 20:
+            for name in step.zero:
+                since.setdefault(name, step.step)
+        if counts and total >= 20:
             names = [name for name, _ in counts.most_common()]
-            part = counts[names[0]] / whole.total
-            readings.append(measured("zero-share", names, part, 0.0, step=since[names[0]]))
+            tell("zero-share", names, counts[names[0]] / total, 0.0, step=since[names[0]])
 
 
-def gradients_kept() -> Law:
-    """Read steps that begin with the gradient of the step before."""
-    whole = _Share("gradients-kept", "kept-share")
-    readings: list[Reading] = []
-    while True:
-        step = yield readings
-        if step.kept is not None:
-            whole.add(step.kept, step.step)
-            readings = whole.reading()
-
-
-def clip_norm() -> Law:
+def clip_norm(tell: Tell) -> Law:
     """Read gradients that reach the step with another norm than the limit of the clip allows."""
     slack = KINDS["clip-norm"].bound
-    readings: list[Reading] = []
     while True:
-        step = yield readings
-        readings = []
+        step = yield
         norm = step.arrived
         limit = step.limit
         if not limit or not norm or not math.isfinite(norm) or step.skipped:
             continue
         power = round(math.log2(limit / norm))
-        is_scaled = power >= 3 and abs(norm * 2.0**power / limit - 1) < 1e-5
-        if is_scaled or norm > limit * (1 + slack):
-            kind = "clipped-scaled" if is_scaled else "clip-norm"
-            readings = [measured(kind, "", norm, limit, slack * limit, step=step.step)]
+        if power >= 3 and abs(norm * 2.0**power / limit - 1) < 1e-5:
+            tell("clipped-scaled", "", norm, limit, slack * limit)
+        elif norm > limit * (1 + slack):
+            tell("clip-norm", "", norm, limit, slack * limit)
 
 
-# ── the optimizer and the ranks ───────────────────────────────────────────────────────────────────
-
-
-def ranks() -> Law:
+def ranks(tell: Tell) -> Law:
     """Read gradients that were not summed over ranks; where they were, weights that differ."""
-    readings: list[Reading] = []
     while True:
-        step = yield readings
-        readings = []
-        kind = "ranks-unsummed" if step.unsummed else "ranks-apart"
-        names = step.unsummed or step.apart
-        if names:
-            readings = [measured(kind, names, len(names), 0, step=step.step)]
+        step = yield
+        if step.unsummed:
+            tell("ranks-unsummed", step.unsummed, len(step.unsummed), 0)
+        elif step.apart:
+            tell("ranks-apart", step.apart, len(step.apart), 0)
 
 
-def jump() -> Law:
+def jump(tell: Tell) -> Law:
     """Read a weight that moved far in one step, beside the largest rate and the usual step of 20.
 
     In a warm-up the rate of one step is no unit.
     """
-    recent: deque[tuple[float, float, Step]] = deque(maxlen=20)
-    factor = KINDS["weights-jump"].bound
-    readings: list[Reading] = []
+    recent: deque[Step] = deque(maxlen=20)
     while True:
-        step = yield readings
-        readings = []
+        step = yield
         if step.largest is None or step.skipped:
             continue
-        recent.append((step.largest, step.rate or 0.0, step))
-        if len(recent) < 5:
-            continue
-        sizes, rates, steps = zip(*recent, strict=True)
-        bound = factor * max(median(sizes), *rates)
-        if max(sizes) > bound:
-            worst = steps[sizes.index(max(sizes))]
-            name = worst.largest_in
-            readings = [measured("weights-jump", name, max(sizes), None, bound, step=worst.step)]
+        recent.append(step)
+        sizes = [x.largest or 0.0 for x in recent]
+        usual = max(median(sizes), *(x.rate or 0.0 for x in recent))
+        bound = KINDS["weights-jump"].bound * usual
+        if len(recent) >= 5 and max(sizes) > bound:
+            worst = recent[sizes.index(max(sizes))]
+            tell("weights-jump", worst.largest_in, max(sizes), None, bound, step=worst.step)

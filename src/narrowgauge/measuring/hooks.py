@@ -1,8 +1,8 @@
 """The one set of hooks on a loop's model and optimizers, and the listeners that read them.
 
 The meter of a watch, the fingerprints and the gauges are listeners. The hub hooks the module that the
-loop calls, and the step of each optimizer. Outputs and gradients of single tensors are hooked while a
-listener wants them. A compiler and the transforms of ``torch.func`` skip all hooks.
+loop calls, and the step of each optimizer. Outputs of single modules are hooked while a listener
+wants them. A compiler and the transforms of ``torch.func`` skip all hooks.
 
 An error in a listener ends this listener, and neither the others nor the loop. The ranks of a listener
 that compares them wait for each other, so there an error ends the loop.
@@ -11,6 +11,7 @@ that compares them wait for each other, so there an error ends the loop.
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from functools import partial
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 from narrowgauge.distributed.ranks import Ranks, all_ranks
 from narrowgauge.measuring.reading import failure_of
-from narrowgauge.torch_support.torch_hooks import Follower, OwnHook
+from narrowgauge.torch_support.torch_hooks import OwnHook
 from narrowgauge.torch_support.torch_names import is_transformed, plain_name
 
 
@@ -62,6 +63,10 @@ class Listener:
 class Hub:
     """Hook a loop once, for all its listeners.
 
+    PyTorch hooks the step of each class, so a subclass that calls ``super().step()`` runs the hooks
+    twice for one step. Only the outer pair counts. A step that raised has no end: the next forward
+    pass forgets it.
+
     Args:
         model: without wrappers.
         optimizers: without wrappers; the last one steps at the end.
@@ -86,15 +91,18 @@ class Hub:
         self.listeners: list[Listener] = []
         self.say: Callable[[str], object] = _warn
         self.undo = ExitStack()
+        self._depth: Counter[torch.optim.Optimizer] = Counter()
         if called is not None:
             before = OwnHook(self._before_pass)
             after = OwnHook(self._after_pass)
             self.undo.callback(called.register_forward_pre_hook(before, with_kwargs=True).remove)
             self.undo.callback(called.register_forward_hook(after).remove)
+        # A compiler that traces the step skips the hooks.
+        enter = torch.compiler.disable(self._enter)
+        leave = torch.compiler.disable(self._leave)
         for optimizer in optimizers:
-            before_step = partial(self._tell, "before_step")
-            after_step = partial(self._tell, "after_step")
-            self.undo.callback(Follower(optimizer, before_step, after_step).remove)
+            self.undo.callback(optimizer.register_step_pre_hook(OwnHook(enter)).remove)
+            self.undo.callback(optimizer.register_step_post_hook(OwnHook(leave)).remove)
 
     def guard(self, listener: Listener, call: Callable[..., object], *args: Any) -> None:
         """Call a method of a listener. An error ends the listener instead of the loop."""
@@ -115,14 +123,45 @@ class Hub:
                 self.guard(listener, getattr(listener, event), *args)
 
     def _before_pass(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not _is_eager():
-            return
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and _is_eager():
+            self._depth.clear()
             self._tell("before_pass", module, (*args, *kwargs.values()))
 
     def _after_pass(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.is_grad_enabled() and _is_eager():
             self._tell("after_pass", output)
+
+    def _enter(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        """Begin a step: at once, or after the first call of the closure that computes its gradients."""
+        self._depth[optimizer] += 1
+        if self._depth[optimizer] > 1:
+            return None
+        if not any(map(callable, [*args, *kwargs.values()])):
+            return self._tell("before_step", optimizer)
+        waiting = [optimizer]
+        wrapped = partial(self._wrapped, waiting)
+        return tuple(map(wrapped, args)), {name: wrapped(x) for name, x in kwargs.items()}
+
+    def _wrapped(self, waiting: list[torch.optim.Optimizer], closure: Any) -> Any:
+        """Return a closure that begins the step of the optimizer that waits for it."""
+        if not callable(closure):
+            return closure
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            depth = Counter(self._depth)
+            loss = closure(*args, **kwargs)
+            self._depth = depth
+            while waiting:
+                self._tell("before_step", waiting.pop())
+            return loss
+
+        return call
+
+    def _leave(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._depth[optimizer] -= 1
+        if self._depth[optimizer] <= 0:
+            self._depth[optimizer] = 0
+            self._tell("after_step", optimizer)
 
     def follow_outputs(
         self,
@@ -157,27 +196,6 @@ class Hub:
             output = output[0]
         if type(output) is Tensor and output.is_floating_point() and _is_eager():
             self.guard(listener, see, name, output.detach())
-
-    def follow_gradients(
-        self,
-        listener: Listener,
-        see: Callable[[Tensor], object],
-        stack: ExitStack,
-        *tensors: Tensor,
-    ) -> None:
-        """Call a function with each gradient of these parameters that a backward pass computes,
-        until the stack closes.
-
-        The loop's own hooks run first. FSDP2 sums gradients of other tensors, out of reach.
-        """
-
-        def hook(gradient: Tensor) -> None:
-            if not torch.compiler.is_compiling():
-                self.guard(listener, see, gradient.detach())
-
-        for parameter in tensors:
-            if parameter.requires_grad:
-                stack.callback(parameter.register_hook(OwnHook(hook)).remove)
 
 
 def _is_eager() -> bool:

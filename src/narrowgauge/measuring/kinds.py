@@ -53,7 +53,7 @@ KINDS: dict[str, Kind] = {
 def kind_table() -> Table:
     """Return the table that ``narrowgauge show checks`` prints."""
     columns = (
-        *name_columns(reading="name"), *text_columns(measured_by="by", value="value"), *number_columns(bound="bound"),
-        *text_columns(source_of_the_bound="source"),
+        *name_columns(reading="name"), *text_columns(measured_by="by"), *number_columns(bound="bound"),
+        *text_columns(value="value"),
     )  # fmt: skip
     return Table(columns, [asdict(kind) for kind in KINDS.values()])

@@ -1,12 +1,13 @@
-"""Laws of a run: generators that take a step and give its readings.
+"""Laws of a run: generators that take its steps, and tell what is beyond a bound.
 
 Each remembers what it must in its own variables. The same laws read a running loop and the rows of a
-record. A count over the run gives its share in every step, and the newest reading counts.
+record. A count over the run tells its share in every step, and the newest reading counts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from narrowgauge.measuring.gradient_laws import (
     clip_norm,
@@ -14,32 +15,28 @@ from narrowgauge.measuring.gradient_laws import (
     jump,
     nonfinite,
     ranks,
+    zero_gradient,
     zero_gradients,
 )
 from narrowgauge.measuring.loss_laws import (
     failed,
     gradient_spikes,
+    idle_device,
     loss_rise,
     loss_scale,
     loss_spikes,
     skipped,
     throughput,
 )
-from narrowgauge.measuring.reading import Reading, failure_of
-from narrowgauge.measuring.step import Law, Step
-from narrowgauge.measuring.update_laws import (
-    drift,
-    lost_updates,
-    never_moved,
-    outliers,
-    sampled,
-)
+from narrowgauge.measuring.reading import Reading, failure_of, measured
+from narrowgauge.measuring.step import Law, Step, Tell
+from narrowgauge.measuring.update_laws import drift, lost_updates, sampled
 
 TWICE = 2.0
 """A fault is told again when it is so many times as far beyond its bound."""
-LAWS: tuple[Callable[[], Law], ...] = (
-    nonfinite, lost_updates, never_moved, drift, skipped, failed, loss_scale, zero_gradients,
-    gradients_kept, clip_norm, ranks, jump, loss_rise, loss_spikes, gradient_spikes, throughput, sampled, outliers,
+LAWS: tuple[Callable[[Tell], Law], ...] = (
+    nonfinite, lost_updates, drift, skipped, failed, loss_scale, zero_gradients, zero_gradient, gradients_kept, clip_norm,
+    ranks, jump, loss_rise, loss_spikes, gradient_spikes, throughput, idle_device, sampled,
 )  # fmt: skip
 """Every law of a run."""
 
@@ -70,25 +67,34 @@ class Laws:
     ) -> None:
         self.ignore = frozenset(ignore)
         self._say = say
-        self._laws = [law() for law in LAWS]
+        self._step = 0
+        self._readings: list[Reading] = []
+        self._laws = [law(self._tell) for law in LAWS]
         self._told: dict[str, float] = {}
         for law in self._laws:
             next(law)
         for step in steps:
             self.fresh(self.read(step))
 
+    def _tell(self, what: str, *numbers: Any, step: int = 0, stage: str = "") -> None:
+        """Take a reading of a law, of the current step if no other is named."""
+        if what not in self.ignore:
+            reading = measured(what, *numbers, step=step or self._step, stage=stage)
+            self._readings.append(reading)
+
     def read(self, step: Step) -> list[Reading]:
         """Return all readings of a step, which follows those before."""
-        readings: list[Reading] = []
+        self._step = step.step
+        self._readings = []
         try:
             for law in self._laws:
-                readings += law.send(step)
+                law.send(step)
         except Exception as error:
             if self._say is None:
                 raise
             self._laws = []
             self._say(failure_of("the laws", error))
-        return [reading for reading in readings if reading.what not in self.ignore]
+        return self._readings
 
     def fresh(self, readings: Iterable[Reading]) -> list[Reading]:
         """Return what is new: the first reading of a kind, and one that is twice as far beyond its

@@ -22,14 +22,16 @@ from narrowgauge.measuring.numbers import Numbers, norms_of, shortened
 from narrowgauge.measuring.rank_sums import RankSums
 from narrowgauge.measuring.reading import failure_of
 from narrowgauge.measuring.samples import Sampler, StepSample, in_turn, samples_of
-from narrowgauge.measuring.step import Step
+from narrowgauge.measuring.set_up import SetUp
 from narrowgauge.numerics.dtensor import gradient_of, is_sharded, local_of
 from narrowgauge.optim.optimizer import Optimizer
-from narrowgauge.torch_support.torch_hooks import members_of
+from narrowgauge.runs.schema import Row
+from narrowgauge.torch_support.torch_hooks import OwnHook, members_of
 from narrowgauge.torch_support.torch_names import plain_name
 
 _ULPS = 4
 """Largest change of a frozen element that rounding explains."""
+_NOTHING: tuple[Any, ...] = (None, "", [], {})
 
 
 class Meter(Listener):
@@ -40,90 +42,77 @@ class Meter(Listener):
 
     Args:
         hub: the hooks.
-        listen: called with each step; its errors are the user's, as of a full disk.
+        listen: called with the row of each step; its errors are the user's, as of a full disk.
         limit: norm to which the loop clips gradients.
 
     Attributes:
         number: steps that are done.
+        names: of all parameters.
         unseen: what is not measured, with the reason.
         shares: of each group of the optimizers, the share of its update that was stored in its last
             sample.
-        last: the newest step.
+        last: the newest row.
     """
 
     title = "the watch"
 
-    def __init__(self, hub: Hub, listen: Callable[[Step], Any], *, limit: float | None) -> None:
+    def __init__(self, hub: Hub, listen: Callable[[Row], Any], *, limit: float | None) -> None:
         self.hub = hub
         self.limit = limit
         self._listen = listen
         self.number = 0
-        self.resumed = False
         self.unseen: dict[str, str] = {}
-        self.shares: dict[str, float] = {}
-        self.last: Step | None = None
+        self.shares: dict[int, float] = {}
+        self.last: Row = {}
         self._undo = ExitStack()
-        self._sampler = Sampler()
-        self._reached: set[str] = set()
-        self._moved: set[str] = set()
-        self._still: set[str] = set()
-        self._frozen: dict[Tensor, Tensor] = {}
-        self._seen: Tensor | None = None  # the gradient of the probe in the last step
+        self._control: Tensor | None = None  # of our optimizer's last step
         self.is_broken = False
         self._name_all()
-        self._begin()
-        names = {name for name, _ in hub.model.named_modules() if _is_block(name)}
-        hub.follow_outputs(self, self._add_output, self._undo, names)
+        self.go_on_after(0)
+        blocks = {name for name, _ in hub.model.named_modules() if _is_block(name)}
+        hub.follow_outputs(self, self._add_output, self._undo, blocks)
         self._follow_probe()
-        self._undo.callback(register_optimizer_step_post_hook(_heard_by(weakref.ref(self))).remove)
+        hear = weakref.WeakMethod(self._hear)
+        self._undo.callback(register_optimizer_step_post_hook(_called_by(hear)).remove)
         self._is_whole = not any(map(is_sharded, self.names))
         self._ranks: RankSums | None = None
+        if not self._is_whole:
+            self.unseen["norms and weights over ranks"] = "parameters are sharded"
         if hub.here.size > 1:
             self._ranks = RankSums(hub.here, self.names, self._sampler)
-            self.unseen |= self._ranks.unseen
+            if self._is_whole and not self._ranks.whole:
+                self.unseen["weights of ranks"] = "ranks hold other tensors"
         hub.listeners.append(self)
 
     def _name_all(self) -> None:
-        """Name the parameters of the model and of the optimizers."""
-        self.names: dict[Tensor, str] = {}
-        for name, p in self.hub.model.named_parameters():
-            self.names[p] = plain_name(name)
-        self._groups: dict[str, str] = {}
-        number = 0
-        for optimizer in self.hub.optimizers:
-            for group in optimizer.param_groups:
-                for place, p in enumerate(group["params"]):
-                    name = self.names.setdefault(p, f"group {number}, parameter {place}")
-                    self._groups[name] = str(number)
-                number += 1
-        self._members = len(members_of(*self.hub.optimizers))
+        """Name the parameters of the model, and of the optimizers: masters as what they stand for."""
+        set_up = SetUp(self.hub.model, self.hub.optimizers)
+        self.names = {p: name for name, p in set_up.parameters.items()}
+        self.names |= {p.parameter: p.name for p in set_up.stepped}
+
+    def go_on_after(self, step: int) -> None:
+        """Take the step that comes for the first after a checkpoint was loaded."""
+        self.number = step
+        self._sampler = Sampler()
+        self._reached: set[str] = set()
+        self._frozen: dict[Tensor, Tensor] = {}
+        self._seen: Tensor | None = None  # the gradient of the probe in the last step
+        self._begin()
 
     def _begin(self) -> None:
-        self._began = time.perf_counter()
+        self.restart_clock()
         self._numbers = Numbers()
         self._samples: dict[torch.optim.Optimizer, list[StepSample]] = {}
         self._stepped: set[torch.optim.Optimizer] = set()
         self._missing: set[str] = set()
         self._outputs: dict[str, Tensor] = {}
-        self._bad_weight = ""
+        self._row: Row = {}
         self._kept: Tensor | None = None
-        self._rate: float | None = None
-        self._is_sent = False
         self._others_stepped = False
 
     def restart_clock(self) -> None:
         """Do not count the time since the step began."""
         self._began = time.perf_counter()
-
-    def go_on_after(self, step: int) -> None:
-        """Take the step that comes for the first after a checkpoint was loaded."""
-        self.number = step
-        self.resumed = True
-        self._reached = set()
-        self._frozen = {}
-        self._seen = None
-        self._sampler.homes.clear()
-        self._begin()
 
     def end(self) -> None:
         """Remove the hooks of the meter."""
@@ -134,45 +123,51 @@ class Meter(Listener):
     def _add_output(self, name: str, x: Tensor) -> None:
         """Add the sum of a block's output: not finite, if any element is not."""
         if torch.is_grad_enabled() and x.element_size() > 1:
-            total = local_of(x).sum(dtype=torch.float32)
-            before = self._outputs.get(name)
-            self._outputs[name] = total if before is None else before + total
+            self._outputs[name] = x.sum(dtype=torch.float32) + self._outputs.get(name, 0.0)
 
     def _follow_probe(self) -> None:
         """Hook the gradient of the smallest parameter, to see whether the last one was cleared before it.
 
         The gradient of an embedding is zero in most elements.
         """
-        self._probe: Tensor | None = None
         probes = []
         for p in members_of(*self.hub.optimizers):
             if p.requires_grad and p.is_leaf and not is_sharded(p) and p.numel():
                 probes.append(p)
-        if probes:
-            self._probe = min(probes, key=lambda p: p.numel())
-            self.hub.follow_gradients(self, self._see_probe, self._undo, self._probe)
-        else:
+        self._probe = min(probes, key=lambda p: p.numel(), default=None)
+        if self._probe is None:
             self.unseen["gradients that were not cleared"] = "parameters are sharded"
-
-    def _see_probe(self, gradient: Tensor) -> None:
-        """Compare what is there before a gradient is added with the gradient of the last step."""
-        if self._kept is not None or self._seen is None or self._probe is None:
             return
-        before = gradient_of(self._probe)
-        self._kept = torch.zeros((), dtype=torch.bool, device=gradient.device)
-        if before is not None and not before.is_sparse:
-            values = self._sampler.take(before)
-            self._kept = (values == self._seen).all() & values.any()
+
+        def hook(gradient: Tensor) -> None:
+            if not torch.compiler.is_compiling():
+                self._guard(self._see_probe)
+
+        self._undo.callback(self._probe.register_hook(OwnHook(hook)).remove)
+
+    def _see_probe(self) -> None:
+        """Compare what is there before a gradient is added with the gradient of the last step."""
+        if self._kept is None and self._seen is not None:
+            before = self._gradient_of_probe()
+            self._kept = torch.zeros((), device=self._seen.device)
+            if before is not None:
+                self._kept = (before == self._seen).all() & before.any()
+
+    def _gradient_of_probe(self) -> Tensor | None:
+        gradient = None if self._probe is None else gradient_of(self._probe)
+        if gradient is None or gradient.is_sparse:
+            return None
+        return self._sampler.take(gradient)
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Take the numbers of a step that has its gradients."""
         if self.has_stepped and optimizer in self._stepped:
-            self.end_step()
+            self.end_step({})
         self._guard(self._before, optimizer)
 
     def _before(self, optimizer: torch.optim.Optimizer) -> None:
-        if len(members_of(*self.hub.optimizers)) != self._members:
-            self._name_all()  # parameters were added
+        if not self.names.keys() >= {*members_of(optimizer)}:
+            self._name_all()
         gradients = self._take_gradients(optimizer)
         self._take_outputs()
         self._samples[optimizer] = samples_of(self._sampler, optimizer, gradients, self.number)
@@ -222,14 +217,17 @@ class Meter(Listener):
         if sums.device.type == "cpu" and not bool(sums.isfinite().all()):
             for p, name in self.names.items():
                 if not bool(local_of(p).isfinite().all()):
-                    self._bad_weight = name
+                    self._row["bad_weight"] = name
                     break
 
     def _take_frozen(self) -> None:
         """Look for frozen tensors that change by a few roundings."""
-        frozen = [p for p in self.names if not p.requires_grad and p.is_floating_point()]
-        for p in in_turn([p for p in frozen if local_of(p).numel()], self.number):
-            now = self._sampler.take(p.detach())
+        frozen = []
+        for p in self.names:
+            if not p.requires_grad and p.is_floating_point() and local_of(p).numel():
+                frozen.append(p)
+        for p in in_turn(frozen, self.number):
+            now = self._sampler.take(p)
             before = self._frozen.get(p)
             self._frozen[p] = now
             if before is not None:
@@ -240,50 +238,46 @@ class Meter(Listener):
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Take the numbers of a step that is done."""
+        had_stepped = self.has_stepped
         self._guard(self._after, optimizer)
         self._stepped.add(optimizer)
         if self.has_stepped:
-            if self._ranks is not None:
+            if self._ranks is not None and self._ranks.whole:
                 self._guard(self._ranks.take_weights)
                 for what, flags in self._ranks.compare(self.is_broken, self.number).items():
                     self._numbers.set(what, [*self._ranks.whole], flags)
-            if not self._is_sent:
+            if not had_stepped:
                 self._numbers.send()
-                self._is_sent = True
 
     def _after(self, optimizer: torch.optim.Optimizer) -> None:
         self._take_control(optimizer)
         for sample in self._samples.pop(optimizer, ()):
             sample.finish()
             names = [*map(self.names.__getitem__, sample.members)]
-            self._numbers.set("move", names, sample.moves)
             self._numbers.set("size", names, sample.sizes)
             if sample.meant is not None:
                 self._numbers.set("meant", names, sample.meant)
-                self._numbers.set("share", names, sample.kept / sample.meant)
-        if optimizer is not self.hub.optimizers[-1]:
-            return
-        rate = optimizer.param_groups[0].get("lr")
-        if rate is not None:
-            self._rate = float(rate)  # a schedule may step before the step is told
-        self._seen = None
-        gradient = None if self._probe is None else gradient_of(self._probe)
-        if gradient is not None and not gradient.is_sparse:
-            self._seen = self._sampler.take(gradient)
-        if self._kept is not None:
-            self._numbers.set("kept", [""], self._kept)
+                self._numbers.set("stored", names, sample.kept)
+        if optimizer is self.hub.optimizers[-1]:
+            rate = optimizer.param_groups[0].get("lr")
+            if rate is not None:
+                self._row["lr"] = float(rate)  # a schedule may step before the step is told
+            self._seen = self._gradient_of_probe()
+            if self._kept is not None:
+                self._numbers.set("kept", [""], self._kept)
 
     def _take_control(self, optimizer: torch.optim.Optimizer) -> None:
         """Take the factor of our optimizer's clip, and whether a step was skipped."""
         control = getattr(optimizer, "last_control", None)
-        if isinstance(optimizer, Optimizer) and control is not None:
-            self._numbers.set("control", ["clip", "skipped"], control[:2])
-            return
         found = getattr(optimizer, "found_inf", None)
-        if isinstance(found, Tensor):
+        if isinstance(optimizer, Optimizer):
+            if control is not None and control is not self._control:
+                self._numbers.set("control", ["clip", "skipped"], control[:2])
+            self._control = control
+        elif isinstance(found, Tensor):
             self._numbers.set("control", ["skipped"], found)
 
-    def hear(self, optimizer: torch.optim.Optimizer) -> None:
+    def _hear(self, optimizer: torch.optim.Optimizer) -> None:
         """Hear of a step of any optimizer: one that is not watched may step the same weights."""
         if optimizer not in self.hub.optimizers:
             self._others_stepped |= not self.names.keys().isdisjoint(members_of(optimizer))
@@ -295,117 +289,86 @@ class Meter(Listener):
         """Return whether a step was taken that is not told yet."""
         return self.hub.optimizers[-1] in self._stepped
 
-    def end_step(self, **told: Any) -> None:
-        """End a step, and give it to the listener.
-
-        Args:
-            told: fields of :class:`Step` that the loop tells.
-        """
-        values = self._values() | told
+    def end_step(self, told: Row) -> None:
+        """End a step, and give its row to the listener. What the loop tells comes first."""
         self.number += 1
-        step = Step(self.number, **values)
+        row: Row = {"step": self.number, "seconds": time.perf_counter() - self._began, **self._row}
+        row["limit"] = self.limit
         if self.has_stepped:
-            self.resumed = False
-        self.last = step
+            self._guard(lambda: row.update(self._measured(self._numbers.read())))
+        elif not self._others_stepped:  # else another optimizer may have taken the step
+            row["skipped"] = True
+        row |= told
+        self.last = {name: x for name, x in row.items() if x not in _NOTHING}
         self._begin()
-        self._listen(step)
+        self._listen(self.last)
 
-    def _values(self) -> dict[str, Any]:
-        """Return the measured fields of the step."""
-        values: dict[str, Any] = {
-            "seconds": time.perf_counter() - self._began, "limit": self.limit, "resumed": self.resumed,
-        }  # fmt: skip
-        if not self._is_sent:
-            # Another optimizer may have taken the step.
-            values["skipped"] = None if self._others_stepped else True
-        else:
-            self._guard(lambda: values.update(self._measured(self._numbers.read())))
-        return values
-
-    def _measured(self, read: dict[str, dict[str, float]]) -> dict[str, Any]:
+    def _measured(self, read: dict[str, dict[str, float]]) -> Row:
         empty: dict[str, float] = {}
         norms = read.get("norm", empty)
         control = read.get("control", empty)
-        sizes = _finite(read.get("size", empty))
-        shares = _finite(read.get("share", empty))
+        sizes = {name: shortened(x) for name, x in read.get("size", empty).items() if x == x}
+        shares = self._shares(read.get("meant", empty), read.get("stored", empty))
         with_gradient = {*_true(norms)}
-        zero = (self._missing | {*norms}) - with_gradient
-        zero &= self._reached
+        zero = ((self._missing | {*norms}) - with_gradient) & self._reached
         self._reached |= with_gradient
-        self._moved |= {*_true(read.get("move", empty))}
-        self._still = (self._still | {*sizes}) - self._moved - {*shares}
-        self._share_groups(shares, read.get("meant", empty))
-        largest_in = max(sizes, key=sizes.__getitem__, default="")
-        values: dict[str, Any] = {
-            "lr": self._rate,
-            "rate": self._largest_rate(),
+        outputs = read.get("output", empty)
+        row: Row = {
+            "rate": max(float(group.get("lr") or 0.0) for group in self.groups()),
             "skipped": bool(control.get("skipped", 0.0)),
             "zero": sorted(zero),
             "bad": [name for name in norms if not math.isfinite(norms[name])],
-            "bad_output": _first(read.get("output", empty)),
-            "bad_weight": self._bad_weight,
+            "bad_output": next((name for name in outputs if not math.isfinite(outputs[name])), ""),
             "stored": shares,
-            "still": sorted(self._still & with_gradient),
-            "largest_in": largest_in,
         }
         if self._is_whole:
-            values["arrived"] = shortened(math.hypot(*norms.values()) * control.get("clip", 1.0))
+            row["arrived"] = shortened(math.hypot(*norms.values()) * control.get("clip", 1.0))
         if sizes:
-            values["largest"] = shortened(sizes[largest_in])
+            row["largest_in"] = max(sizes, key=sizes.__getitem__)
+            row["largest"] = sizes[row["largest_in"]]
         if "kept" in read:
-            values["kept"] = bool(read["kept"][""])
+            row["kept"] = bool(read["kept"][""])
         for what in ("drift", "apart", "unsummed"):
-            values[what] = _true(read.get(what, empty))
-        return values
+            row[what] = _true(read.get(what, empty))
+        return row
 
-    def _largest_rate(self) -> float:
-        largest = 0.0
+    def groups(self) -> list[dict[str, Any]]:
+        """Return the groups of all optimizers, in their order."""
+        groups: list[dict[str, Any]] = []
         for optimizer in self.hub.optimizers:
-            for group in optimizer.param_groups:
-                largest = max(largest, float(group.get("lr") or 0.0))
-        return largest
+            groups += optimizer.param_groups
+        return groups
 
-    def _share_groups(self, shares: dict[str, float], meant: dict[str, float]) -> None:
-        """Keep the share of each group, weighted by the updates that were meant."""
-        totals: dict[str, list[float]] = {}
-        for name, x in shares.items():
-            total = totals.setdefault(self._groups.get(name, "0"), [0.0, 0.0])
-            total[0] += x * meant[name]
-            total[1] += meant[name]
-        for group, (stored, size) in totals.items():
-            self.shares[group] = stored / size if size else math.nan
+    def _shares(self, meant: dict[str, float], stored: dict[str, float]) -> dict[str, float]:
+        """Return the share of each tensor's update that was stored, and keep that of each group."""
+        shares = {}
+        for name, x in meant.items():
+            if 0 < x < math.inf:
+                shares[name] = shortened(stored[name] / x)
+        for number, group in enumerate(self.groups()):
+            names = [self.names[p] for p in group["params"] if self.names[p] in shares]
+            if names:
+                total = sum(map(stored.__getitem__, names))
+                self.shares[number] = total / sum(map(meant.__getitem__, names))
+        return shares
 
 
-def _heard_by(meter: weakref.ref[Meter]) -> Callable[..., None]:
+def _called_by(method: weakref.WeakMethod[Any]) -> Callable[..., None]:
     """Return a hook on every optimizer that keeps nothing alive."""
 
-    def hear(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        alive = meter()
-        if alive is not None:
-            alive.hear(optimizer)
+    def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        call = method()
+        if call is not None:
+            call(optimizer)
 
-    return hear
+    return hook
 
 
 def _is_block(name: str) -> bool:
     """Return whether a module is a block, a part of one, or outside of all blocks."""
-    if not name:
-        return False
     parts = plain_name(name).split(".")
     numbers = [place for place, part in enumerate(parts) if part.isdigit()]
-    return not numbers or (len(numbers) == 1 and len(parts) - numbers[0] <= 2)
-
-
-def _finite(values: dict[str, float]) -> dict[str, float]:
-    return {name: shortened(x) for name, x in values.items() if math.isfinite(x)}
-
-
-def _first(outputs: dict[str, float]) -> str:
-    """Return the first name whose value is not finite."""
-    for name, x in outputs.items():
-        if not math.isfinite(x):
-            return name
-    return ""
+    return bool(name) and (not numbers or (len(numbers) == 1 and len(parts) - numbers[0] <= 2))
 
 
 def _true(flags: dict[str, float]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,31 +15,27 @@ class Numbers:
     """Hold the numbers of a step by name, on their device, and bring them to the host in one vector."""
 
     def __init__(self) -> None:
-        self._vectors: dict[str, tuple[list[str], Tensor]] = {}
-        self._copies: dict[torch.device, tuple[list[tuple[str, str]], HostCopy]] = {}
+        self._parts: dict[torch.device, list[Any]] = {}
+        self._copies: list[tuple[list[Any], HostCopy]] = []
 
     def set(self, what: str, names: Sequence[str], values: Tensor) -> None:
         """Add one number a name; a later one replaces it."""
-        key = f"{what} {len(self._vectors)}"
-        self._vectors[key] = [*names], values.detach().reshape(-1).float()
+        values = values.detach().reshape(-1).float()
+        self._parts.setdefault(values.device, []).append((what, [*names], values))
 
     def send(self) -> None:
         """Start the copies to the host."""
-        by_device: dict[torch.device, list[tuple[str, list[str], Tensor]]] = {}
-        for key, (names, values) in self._vectors.items():
-            what = key.partition(" ")[0]
-            by_device.setdefault(values.device, []).append((what, names, values))
-        for device, parts in by_device.items():
-            keys = [(what, name) for what, names, _ in parts for name in names]
-            vector = torch.cat([values for _, _, values in parts])
-            self._copies[device] = keys, HostCopy(vector)
+        for parts in self._parts.values():
+            self._copies.append((parts, HostCopy(torch.cat([values for *_, values in parts]))))
 
     def read(self) -> dict[str, dict[str, float]]:
         """Return the numbers by what they are and their name. Wait for the copies alone."""
         read: dict[str, dict[str, float]] = {}
-        for keys, copied in self._copies.values():
-            for (what, name), value in zip(keys, copied.cpu().tolist(), strict=True):
-                read.setdefault(what, {})[name] = value
+        for parts, copied in self._copies:
+            values = iter(copied.cpu().tolist())
+            for what, names, _ in parts:
+                # Names first: zip stops there, and takes no value too many.
+                read.setdefault(what, {}).update(zip(names, values, strict=False))
         return read
 
 
@@ -51,8 +48,7 @@ def norms_of(gradients: Sequence[Tensor]) -> Tensor:
         parts.append(part)
         wide = torch.promote_types(wide, part.dtype)
     first = parts[0].device
-    norms = torch._foreach_norm(parts, 2, wide)
-    return torch.stack([norm.to(first) for norm in norms])
+    return torch.stack([norm.to(first) for norm in torch._foreach_norm(parts, 2, wide)])
 
 
 def shortened(x: float) -> float:

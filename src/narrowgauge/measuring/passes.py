@@ -53,14 +53,14 @@ class Pass(NamedTuple):
 
 
 @dataclass
-class Told:
+class Findings:
     """What a check has found so far: readings, printed lines, and what was not looked at."""
 
     readings: list[Reading] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
     unseen: dict[str, str] = field(default_factory=dict)
 
-    def tell(self, what: str, tensors: Any, value: float, *limits: Any, stage: str = "") -> None:
+    def add(self, what: str, tensors: Any, value: float, *limits: Any, stage: str = "") -> None:
         """Add a reading, with its expected value, 0 if left out, and its bound."""
         self.readings.append(measured(what, tensors, value, *(limits or (0,)), stage=stage))
 
@@ -127,7 +127,6 @@ class Passes:
 
     Attributes:
         is_training: whether passes are in training mode.
-        unrestored: attributes of the model that cannot be put back, with the reason.
     """
 
     model: nn.Module
@@ -139,7 +138,6 @@ class Passes:
     backward: Backward | None = None
     policies: Sequence[Any] = ()
     is_training: bool = True
-    unrestored: dict[str, str] = field(default_factory=dict)
 
     def step(self) -> Any:
         """Compute the gradients of a step as the loop does."""
@@ -174,8 +172,7 @@ class Passes:
             has_constants: what is detached is a constant for the shadow.
         """
         with ExitStack() as undo:
-            restored = put_back(self.model, self.leaves.values(), self.optimizers)
-            self.unrestored |= undo.enter_context(restored)
+            undo.enter_context(put_back(self.model, self.leaves.values(), self.optimizers))
             undo.enter_context(_scalers_put_back())
             changed = undo.enter_context(_weights_put_back(self.leaves))
             undo.enter_context(torch.compiler.set_stance("force_eager"))

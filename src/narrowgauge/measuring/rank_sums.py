@@ -22,22 +22,17 @@ class RankSums:
 
     Attributes:
         whole: the compared parameters, by name.
-        unseen: what is not compared, with the reason.
     """
 
     def __init__(self, here: Ranks, names: Mapping[Tensor, str], sampler: Sampler) -> None:
         self._here = here
         self._sampler = sampler
-        self.unseen: dict[str, str] = {}
         self.whole: dict[str, Tensor] = {}
         for p, name in names.items():
             if p.requires_grad and p.numel() and not is_sharded(p):
                 self.whole[name] = p
-        if len(self.whole) < sum(p.requires_grad for p in names):
-            self.unseen["weights of ranks"] = "parameters are sharded"
         shapes = {name: tuple(p.shape) for name, p in self.whole.items()}
         if any(map(shapes.__ne__, here.gather(shapes))):
-            self.unseen["weights of ranks"] = "ranks hold other tensors"
             self.whole = {}
         self._sums = torch.zeros(2, len(self.whole), dtype=torch.float64)
         self.take_weights()
@@ -66,8 +61,6 @@ class RankSums:
             is_broken: this rank has nothing to compare, after an error.
             number: steps that are done.
         """
-        if not self.whole:
-            return {}
         flags = torch.full((2, 1), float(is_broken), dtype=torch.float64)
         unlike = self._unlike(torch.cat([self._sums, flags], 1))
         self._sums.zero_()

@@ -60,11 +60,15 @@ class Reading:
         kind = KINDS.get(self.what)
         if kind is None:
             return ""
-        numbers = {}
-        for name in ("value", "expected", "bound"):
-            number = getattr(self, name)
-            numbers[name] = math.nan if number is None else number
-        return kind.text.format(**numbers)
+        numbers = {name: x for name, x in asdict(self).items() if x is not None}
+        nothing = dict.fromkeys(("value", "expected", "bound"), math.nan)
+        return kind.text.format(**{**nothing, **numbers})
+
+    @property
+    def words(self) -> str:
+        """Return the sentence behind its tensor, for a line of a loop's own output."""
+        tensor = f"{self.tensor}: " if self.tensor else ""
+        return tensor + self.text.rstrip(".")
 
     @property
     def severity(self) -> str:

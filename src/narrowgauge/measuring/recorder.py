@@ -1,15 +1,15 @@
 """A run folder for any training loop, as ``narrowgauge train`` writes for its own runs.
 
-:class:`RunRecorder` opens the folder, describes the run, measures and writes its steps, and goes back
-in it. A resumed loop needs only the rows. Nothing of the recorder belongs in a checkpoint.
+A recorder is a watch that writes each step, and lets the laws read what it wrote. A resumed loop needs
+only the rows. Nothing of the recorder belongs in a checkpoint.
 """
 
 from __future__ import annotations
 
 import shutil
-import sys
+import time
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -21,35 +21,29 @@ from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.sharding import fingerprint_whole, fsdp_modules
 from narrowgauge.errors import RecipeError, RecordError
 from narrowgauge.matmul.linear import Linear
+from narrowgauge.measuring.casts import Gauges
+from narrowgauge.measuring.diagnose import ignored, steps_of
 from narrowgauge.measuring.fingerprints import Fingerprints
-from narrowgauge.measuring.hooks import Listener, RunNotice
+from narrowgauge.measuring.hooks import RunNotice
 from narrowgauge.measuring.laws import Laws
-from narrowgauge.measuring.loss_value import coarse_loss
-from narrowgauge.measuring.meter import Meter
-from narrowgauge.measuring.provenance import describe_run, differences, formats_of
-from narrowgauge.measuring.reading import measured
-from narrowgauge.measuring.record import OnRow, Record
+from narrowgauge.measuring.provenance import describe_run
+from narrowgauge.measuring.reading import Reading, measured
 from narrowgauge.measuring.resume import Certificate
-from narrowgauge.measuring.set_up import set_up_of
 from narrowgauge.measuring.step import Step
-from narrowgauge.measuring.step_row import batch_checksum
-from narrowgauge.measuring.watch import (
-    SEEN_AT,
-    Watch,
-    groups_of,
-    hub_of,
-    numbers_of,
-    require_kinds,
-    seen,
+from narrowgauge.measuring.step_row import batch_checksum, bytes_per_param, columns_of, summary_of
+from narrowgauge.measuring.watch import SEEN_AT, Watch, show
+from narrowgauge.optim.audit import (
+    MOST_AT_END,
+    Alarm,
+    unwrapped,
 )
-from narrowgauge.optim.audit import unwrapped
 from narrowgauge.optim.optimizer import Optimizer
+from narrowgauge.runs.finding import counted
 from narrowgauge.runs.places import is_run
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.runs.schema import Row
 from narrowgauge.runs.writer import RunWriter
 from narrowgauge.spec.computes import COMPUTES
-from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.storages import STORAGES
@@ -97,6 +91,9 @@ class RunRecorder:
         tables: further tables of ``run.toml``, such as ``{"data": {"folder": "text"}}``; ``None``
             in place of a table leaves it out.
 
+    Attributes:
+        num_steps: steps recorded so far.
+
     Raises:
         RecordError: the folder is in use.
         RecipeError: the optimizer's storage is not the recipe's, or ``ignore`` has an unknown kind
@@ -136,92 +133,96 @@ class RunRecorder:
         max_grad_norm: float | None = None,
         ignore: Collection[str] = (),
         called: nn.Module | None = None,
-        on_row: OnRow | None = None,
+        on_row: Callable[[str, Row], object] | None = None,
         resume: bool = False,
         tables: Mapping[str, Mapping[str, Any] | None] | None = None,
     ) -> None:
         require_number("gauges_every", gauges_every, 0, _MOST, is_whole=True)
         require_number("fingerprints_every", fingerprints_every, 0, _MOST, is_whole=True)
-        require_kinds(ignore)
-        set_up = set_up_of(model, _unwrapped_all(optimizer))
-        self.model = set_up.model
-        self.optimizers = set_up.optimizers
-        self.optimizer = self.optimizers[-1]
-        self.recipe = _recipe_in_use(model, self.optimizer) if recipe is None else parse(recipe)
-        _require_fit(self.recipe, self.optimizer)
-        content = describe_run(self.model, self.optimizer, self.recipe, settings or {})
-        content |= {"watch": {"ignore": list(ignore)}, **dict(tables or {})}
-        here = all_ranks()
-        goes_on = here.of_first(lambda: resume and is_run(Path(folder)))
-        earlier = here.of_first(lambda: read_run(folder)) if goes_on else None
-        self._record = Record(
-            lambda: RunWriter.open(folder) if goes_on else RunWriter.create(folder, content),
-            warn,
-            on_row,
-        )
-        self.folder = self._record.folder
+        self._here = all_ranks()
+        self._on_row = on_row
+        self._writer: RunWriter | None = None
+        self._undo = ExitStack()
         with ExitStack() as undo:
-            if not goes_on and here.is_first:
+            undo.callback(self._undo.close)
+            optimizer = (
+                [*map(unwrapped, optimizer)] if _is_list(optimizer) else unwrapped(optimizer)
+            )
+            self._watch = Watch(
+                model, optimizer, called=called, max_grad_norm=max_grad_norm, ignore=ignore,
+                listen=self._write,
+            )  # fmt: skip
+            hub = self._watch.hub
+            self._undo.callback(hub.undo.close)
+            self._undo.callback(self._watch.meter.end)
+            self.model = hub.model
+            self.optimizer = hub.optimizers[-1]
+            self.recipe = _recipe_in_use(model, self.optimizer) if recipe is None else parse(recipe)
+            _require_fit(self.recipe, self.optimizer)
+            content = describe_run(self.model, self.optimizer, self.recipe, settings or {})
+            content |= {"watch": {"ignore": list(ignore)}, **dict(tables or {})}
+            earlier = self._here.of_first(lambda: self._open(Path(folder), content, resume))
+            self.folder = Path(folder)
+            if earlier is None and self._here.is_first:
                 undo.callback(shutil.rmtree, self.folder, ignore_errors=True)
-            undo.callback(self._record.close)
-            self._hook(model, called, max_grad_norm, gauges_every, fingerprints_every)
-            self._record.laws = Laws(ignore, say=self._record.note)
-            self._begin(content, earlier, settings or {}, is_asked=recipe is not None)
+            hub.say = self._note
+            self._watch.laws = Laws(ignore, say=self._note)
+            self._prints = Fingerprints(hub, fingerprints_every)
+            self._undo.callback(self._prints.end)
+            self._gauges: Gauges | None = None
+            if gauges_every:
+                self._gauges = Gauges(hub, self.optimizer, gauges_every, self._write_gauges)
+                self._undo.callback(self._gauges.end)
+            if isinstance(self.optimizer, Optimizer):
+                self._hear(self.optimizer)
+            self._certificate = Certificate(model, self.optimizer)
+            self._begin(content, earlier, settings or {})
             undo.pop_all()
 
-    def _hook(
-        self,
-        model: nn.Module,
-        called: nn.Module | None,
-        limit: float | None,
-        gauges_every: int,
-        fingerprints_every: int,
-    ) -> None:
-        """Hook the loop: the meter first, which ends a step before the next one has fingerprints."""
-        self.hub = hub_of(model, self.optimizers, called)
-        self._record.undo.callback(self.hub.undo.close)
-        self.hub.say = self._record.note
-        self.meter = Meter(self.hub, self._write, limit=limit)
-        self._record.undo.callback(self.meter.end)
-        self._prints = Fingerprints(self.hub, fingerprints_every)
-        self._record.undo.callback(self._prints.end)
-        self.hub.listeners.append(_Formats(self))
-        self._record.watch(model, self.optimizer, every=gauges_every, hub=self.hub)
-        self._certificate = Certificate(model, self.optimizer)
+    def _open(self, folder: Path, content: Row, resume: bool) -> Run | None:
+        """Open the folder on rank 0, and return the run that it holds, if this one goes on with it."""
+        if resume and is_run(folder):
+            self._writer = RunWriter.open(folder)
+            self._undo.callback(self._writer.close)
+            return read_run(folder)
+        self._writer = RunWriter.create(folder, content)
+        self._undo.callback(self._writer.close)
+        return None
 
-    def _begin(
-        self, content: Row, earlier: Run | None, settings: Mapping[str, Any], *, is_asked: bool
-    ) -> None:
+    def _hear(self, optimizer: Optimizer) -> None:
+        """Log the alarms of an optimizer's audit, in addition to its user's callback."""
+        optimizer.name_parameters(self.model)
+        if self._here.size > 1:
+            optimizer.auditor.is_joined = True
+        before = optimizer.on_alarm
+
+        def alarmed(alarms: list[Alarm]) -> None:
+            before(alarms)
+            for alarm in alarms:
+                self._log(_reading_of(alarm, self.num_steps + 1))
+
+        optimizer.on_alarm = alarmed
+        self._undo.callback(setattr, optimizer, "on_alarm", before)
+
+    def _begin(self, content: Row, earlier: Run | None, settings: Mapping[str, Any]) -> None:
         """Write what is known before the first step."""
-        self._told: Row = {}
+        self._started = time.perf_counter()
         self._is_open = True
+        self.num_steps = 0
+        self._tokens = 0
+        self._seconds = 0.0
         self._must_go_back = False
-        self._changes: list[str] = []
-        self._run = content
         if earlier is None:
-            where = str(content["config"]["model"])
-            if content["recorder"]:
-                where += " in a loop of its own"
-            self.event("start", where)
-            if is_asked:
-                self._compare_formats()
-            self._begin_at(0)
-            return
-        # Its steps may be lost, and other rows tell of them.
-        rows = [*earlier.steps, *earlier.evals, *earlier.events]
-        self._must_go_back = any(row["step"] for row in rows)
-        self._run = {**content, **earlier.run, "config": {**earlier.config, **settings}}
-        if self._record.writer is not None:
-            self._record.writer.amend(self._run)
-        self._changes = differences(earlier.run, content)
+            self.event("start", str(content["config"]["model"]))
+        else:
+            # Its steps may be lost, and other rows tell of them.
+            rows = [*earlier.steps, *earlier.evals, *earlier.events]
+            self._must_go_back = any(row["step"] for row in rows)
+            if self._writer is not None:
+                config = {**earlier.config, **settings}
+                self._writer.amend({**content, **earlier.run, "config": config})
         if not self._must_go_back:
             self._begin_at(0)
-            self._tell_changes()
-
-    @property
-    def num_steps(self) -> int:
-        """Steps recorded so far."""
-        return self._record.num_steps
 
     # ── the loop calls these ──────────────────────────────────────────────────────────────────────
 
@@ -249,23 +250,18 @@ class RunRecorder:
         Raises:
             RecordError: the run is resumed, and :meth:`go_back` was not called.
         """
-        self._require_step()
-        told: Row = {"loss": loss}
+        if "step" in columns:
+            raise RecordError(
+                "step was given a column 'step', which the record counts itself.", "Leave it out."
+            )
         if tokens is not None:
             require_number("tokens", tokens, 0, _MOST, is_whole=True)
-            told["tokens"] = self._record.tokens + tokens
+            columns["tokens"] = self._tokens + tokens
         if batch is not None:
-            values = batch.detach().cpu()
-            if values.is_floating_point():
-                values = values.float().view(torch.int32)  # the bits
-            checksums = self._record.here.gather(int(batch_checksum(values.numpy()), 16))
-            told["batch_crc"] = f"{sum(checksums) % 2**64:016x}"
-        told |= columns
-        self._told = {name: value for name, value in told.items() if value is not None}
-        self.meter.end_step()
-        if self.num_steps == 1:
-            for line in coarse_loss(loss):
-                self.event("note", line)
+            columns["batch_crc"] = batch_checksum(batch)
+        self._require_step()
+        told = {name: x for name, x in columns.items() if x is not None}
+        self._watch.step(loss, **told)
 
     def _require_step(self) -> None:
         """Refuse a step of a resumed run that was not told where it goes on."""
@@ -277,53 +273,51 @@ class RunRecorder:
                 "0.",
             )
 
-    def _write(self, step: Step) -> None:
-        """Write the row of a step that has ended."""
+    def _write(self, row: Row) -> None:
+        """Write the row of a step that has ended, and let the laws read it."""
         self._require_step()
-        told = self._told
-        self._told = {}
-        measured_row = step.row()
-        measured_row.pop("step", None)
-        if step.lr is not None:
-            told.setdefault("lr", step.lr)  # a schedule may have stepped since
-        for index, group in groups_of(self.meter):
-            if index in self.meter.shares:  # the rows of ours have the audit's figures
-                rate = float(group["lr"]) * self.meter.shares[index]
-                measured_row[f"effective_lr/group{index}"] = rate
-        self._record.step(told, measured_row)
+        row = columns_of(self.model, self.optimizer) | row
+        tokens = row.get("tokens", 0) - self._tokens
+        if tokens > 0 and row["seconds"]:
+            row.setdefault("tokens_per_second", tokens / row["seconds"])
+        self.num_steps = row["step"]
+        self._tokens += max(tokens, 0)
+        self._seconds += row["seconds"]
+        self._append("steps", row)
+        self._read(Step.of(row))
+        if self._gauges is not None and self._gauges.step != self.num_steps:
+            self._gauges.step = self.num_steps  # the loop did not call the optimizer
         if self.num_steps == SEEN_AT:
-            self._print_seen()
-        self._record.fingerprint(self._prints)
-
-    def _print_seen(self) -> None:
-        """Log what is not measured. The trainer prints lines of its own."""
-        line = seen(self.meter)
-        if self._run.get("recorder") and self._record.here.is_first:
-            print(line, file=sys.stderr)
-        for area, reason in self.meter.unseen.items():
-            self.event("unseen", reason, tensor=area)
+            for area, reason in self._watch.unseen().items():
+                self.event("unseen", reason, tensor=area)
+        self._write_fingerprint()
 
     def evaluate(self, loss: float | Tensor, **columns: Any) -> None:
-        """Record an evaluation at the current step.
+        """Record an evaluation at the current step. Its time does not count as a step's.
 
         Args:
             loss: validation loss in nats per token.
             columns: further columns of the row.
         """
-        self._record.eval({"val_loss": loss, **columns})
-        self.meter.restart_clock()
+        row: Row = {"step": self.num_steps, "seconds": self._seconds, "val_loss": loss}
+        if self._tokens:
+            row["tokens"] = self._tokens
+        self._append("evals", row | columns)
+        self._watch.meter.restart_clock()
 
-    def event(self, what: str, words: str, *, at: int | None = None, **fields: Any) -> None:
+    def event(self, what: str, words: str, **fields: Any) -> None:
         """Log something that happened in the loop at the current step.
 
         Args:
             what: its kind, such as ``"note"``.
             words: what happened and what to do, in sentences.
-            at: another step.
             fields: further columns of ``events.jsonl``, such as ``tensor`` and ``value``. The
                 ``severity`` is ``"note"`` if not given.
         """
-        self._record.event(what, words, step=at, **fields)
+        stage = "between steps" if self.num_steps else "start"
+        row = {"step": self.num_steps, "stage": stage, "what": what, "severity": "note"}
+        row |= {name: x for name, x in fields.items() if x not in (None, "")}
+        self._append("events", row | {"text": words})
 
     def saved(self, path: str | Path, **objects: Any) -> None:
         """Certify a checkpoint that the loop has saved: write hashes of every state beside it.
@@ -351,51 +345,51 @@ class RunRecorder:
             step: steps that the loaded checkpoint has done.
             tokens: trained on in these steps; ``None``: as the last row says.
             objects: the loaded ones, by the names that :meth:`saved` was given.
-        Missing rows up to that step are a note: a record is a log, and not what a run goes on from.
         """
         require_number("step", step, 0, _MOST, is_whole=True)
-        began = self.num_steps
-        goes_on = self._must_go_back or step > 0
-        # The first row may be of a later step, if the loop continued another run's checkpoint.
-        run = self._record.here.of_first(lambda: read_run(self.folder))
-        path = ""
-        for event in run.events:
-            if event["what"] == "checkpoint" and event["step"] == step:
-                path = event.get("place", "")
-        first = step + 1
-        if run.steps:
-            first = run.steps[0]["step"]
-        self._record.go_back(step, first=first)
+        goes_on = self._must_go_back or self.num_steps > 0 or step > 0
+        run = self._here.of_first(lambda: self._rewound(step))
+        self._watch.laws = Laws(ignored(run), steps_of(run), self._note)
+        self._tokens = run.steps[-1].get("tokens") or 0 if run.steps else 0
         if tokens is not None:
-            self._record.tokens = tokens
-        self.meter.go_on_after(step)
+            self._tokens = tokens
+        self._seconds = sum(row.get("seconds") or 0.0 for row in run.steps)
+        self._started = time.perf_counter() - self._seconds
+        self.num_steps = step
+        self._watch.meter.go_on_after(step)
+        if self._gauges is not None:
+            self._gauges.step = step
         self._must_go_back = False
-        if path:
-            for kind, text in self._certificate.differences(path, objects).items():
-                words = f"{kind}: {text}.".removeprefix(": ")
-                self._record.event(
-                    "not-restored", words, step=step, shown=True, tensor=kind, severity="error"
-                )
+        for event in run.events:
+            if event["what"] == "checkpoint" and event["step"] == step and "place" in event:
+                self._compare_states(event["place"], objects)
+                break
         self._begin_at(step)
-        self._tell_changes()
-        if goes_on or began:
-            words = f"from step {step}"
-            if began:
-                words += f", after {began} were done"
-            self.event("resume", words)
+        if goes_on:
+            self.event("resume", f"from step {step}")
 
-    def _tell_changes(self) -> None:
-        """Record what has changed on the machine since the run began, once."""
-        for change in self._changes:
-            self.event("changed-software", change, severity="warning")
-        self._changes = []
+    def _rewound(self, step: int) -> Run:
+        """Delete the rows after a step, on rank 0, and return the run that is left."""
+        assert self._writer is not None
+        self._writer.rewind(step)
+        for note in self._writer.notes:
+            self._note(note)
+        self._writer.notes.clear()
+        return read_run(self.folder)
+
+    def _compare_states(self, path: str, objects: Mapping[str, Any]) -> None:
+        """Tell each kind of state that is not as it was saved."""
+        for kind, text in self._certificate.differences(path, objects).items():
+            words = f"{kind}: {text}.".removeprefix(": ")
+            self.event("not-restored", words, tensor=kind, severity="error")
+            self._warn(f"not restored: {words}")
 
     def numbers(self) -> dict[str, float]:
         """Return the newest numbers by name, as :meth:`narrowgauge.measuring.watch.Watch.numbers`."""
-        return numbers_of(self.meter)
+        return self._watch.numbers()
 
     def close(self, finished: bool = True, **columns: Any) -> None:
-        """End the record. A second call does nothing.
+        """End the record, and remove every hook. A second call does nothing.
 
         Args:
             finished: the loop has done its last step, so write ``summary.json``. Otherwise the run
@@ -406,18 +400,17 @@ class RunRecorder:
             return
         self._is_open = False
         try:
-            if self.meter.has_stepped and not self._must_go_back:
-                self.meter.end_step()
-            if finished and not self._must_go_back:
-                self._record.finish(self._summary() | columns)
-            elif not self._must_go_back:
-                self._record.stop()
+            if self._must_go_back:
+                return
+            self._watch.remove()
+            if finished:
+                self._finish(columns)
+            else:
+                self.event("stop", "the loop ended before its last step")
         finally:
-            self._record.close()
+            self._undo.close()
 
-    def remove(self) -> None:
-        """End the record, and remove every hook."""
-        self.close()
+    remove = close
 
     def __enter__(self) -> RunRecorder:
         return self
@@ -427,83 +420,88 @@ class RunRecorder:
 
     # ── writing ───────────────────────────────────────────────────────────────────────────────────
 
-    def _compare_formats(self) -> None:
-        """Compare the format of the trained weights with that of the recipe that was asked for."""
-        assert self.recipe is not None
-        total = 0
-        elements = 0
-        others = []
-        for p in dict.fromkeys(members_of(*self.optimizers)):
-            total += p.numel()
-            if dtype_name(p.dtype) != self.recipe.storage.visible:
-                elements += p.numel()
-                others.append(self.meter.names[p])
-        if 2 * elements > total:
-            self._record.log(measured("not-as-asked", others, len(others), 0), shown=True)
+    def _append(self, kind: str, row: Row) -> None:
+        if self._writer is not None:
+            written = self._writer.append(kind, row)
+            if self._on_row is not None:
+                self._on_row(kind, written)
+
+    def _read(self, step: Step) -> None:
+        """Let the laws read a step, and log and show what is new."""
+        for reading in self._watch.laws.fresh(self._watch.laws.read(step)):
+            self._log(reading)
+            if self._here.is_first:
+                show([reading])
+
+    def _log(self, reading: Reading) -> None:
+        row = {name: x for name, x in reading.to_dict().items() if x not in (None, "")}
+        self._append("events", row)
+
+    def _note(self, text: str) -> None:
+        """Log a note, and show it."""
+        self.event("note", text)
+        self._warn(text)
+
+    def _warn(self, text: str) -> None:
+        if self._here.is_first:
+            warnings.warn(text, RunNotice, stacklevel=5)
+
+    def _write_gauges(self, row: Row) -> None:
+        """Write a row of ``gauges.jsonl``, and let the laws read it."""
+        self._append("gauges", row)
+        self._read(Step.of_gauges(row))
 
     def _begin_at(self, step: int) -> None:
         """Record the loop's state after ``step`` steps, and begin the next step."""
-        self.hub.guard(self._prints, self._prints.start, step)
-        self._record.fingerprint(self._prints)
+        self._watch.hub.guard(self._prints, self._prints.start, step)
+        self._write_fingerprint()
 
-    def see_formats(self, output: Any) -> bool:
-        """Record the formats of the first forward pass. After a resume, note changed formats."""
-        formats = formats_of(output)
-        if not formats:
-            return False
-        model = self._run["model"]
-        before = model.get("formats")
-        now = formats["formats"]
-        if before is None:
-            if self._record.writer is not None:
-                self._record.writer.amend({**self._run, "model": {**model, **formats}})
-        elif before != now:
-            began = f"the model computed in {before} when the run began"
-            message = f"{began}, and now computes in {now}"
-            self.event("changed-settings", message, severity="warning")
-        return True
+    def _write_fingerprint(self) -> None:
+        """Write the newest row of ``fingerprints.jsonl``, if the step has one."""
+        row = self._prints.take(self.num_steps)
+        if row is not None and self._writer is not None:
+            self._writer.append("fingerprints", row)
 
-    def _summary(self) -> Row:
+    def _finish(self, columns: Row) -> None:
+        """Write the last event and ``summary.json``, which makes the run finished."""
+        run = self._here.of_first(lambda: read_run(self.folder))
+        summary: Row = {
+            "recipe": run.config.get("recipe"), "model": str(run.config.get("model")),
+            "weights_fingerprint": self._fingerprint_of_weights(), "steps": self.num_steps,
+            "tokens": self._tokens or None, "bytes_per_param": bytes_per_param(self.optimizer),
+            "wall_seconds": time.perf_counter() - self._started, **summary_of(run), **columns,
+        }  # fmt: skip
+        text = f"after {counted(self.num_steps, 'step')}"
+        if summary.get("val_loss") is not None:
+            text = f"validation loss {summary['val_loss']:.4f}"
+        self.event("finish", text)
+        if self._writer is not None:
+            self._writer.summary(summary)
+
+    def _fingerprint_of_weights(self) -> str | None:
+        """Return the fingerprint of all weights; ``None`` if an optimizer steps others."""
         for module in fsdp_modules(self.model):  # an evaluation leaves the weights gathered
             module.reshard()
         holders: dict[Any, torch.optim.Optimizer] = {}
-        for optimizer in self.optimizers:
+        for optimizer in self._watch.hub.optimizers:
             holders |= dict.fromkeys(members_of(optimizer), optimizer)
         stored = {}
-        count = 0
         for name, p in self.model.named_parameters():
-            holder = holders.get(p)
+            holder = holders.pop(p, None)
             stored[name] = holder.stored(p) if isinstance(holder, Optimizer) else p
-            count += holder is not None
-        fingerprint = None  # of all weights, or of none
-        if count == len(holders):
-            fingerprint = fingerprint_whole(stored)
-        config = self._record.here.of_first(lambda: read_run(self.folder)).config
-        return self._record.summary(
-            recipe=config.get("recipe"),
-            model=str(config.get("model", self._run["model"]["class"])),
-            weights_fingerprint=fingerprint,
-        )
+        return None if holders else fingerprint_whole(stored)
 
 
-class _Formats(Listener):
-    """Tell a recorder the formats of the first forward pass."""
-
-    title = "the record of formats"
-
-    def __init__(self, recorder: RunRecorder) -> None:
-        self._recorder = recorder
-        self._is_done = False
-
-    def after_pass(self, output: Any) -> None:
-        self._is_done = self._is_done or self._recorder.see_formats(output)
+def _reading_of(alarm: Alarm, step: int) -> Reading:
+    """Return an alarm of an audit as a reading."""
+    updates = alarm.reading
+    if updates.at_end > MOST_AT_END:
+        return measured("range-end", alarm.tensor, updates.at_end, step=step)
+    return measured("lost-updates", alarm.tensor, updates.edq, 1.0, step=step)
 
 
-def _unwrapped_all(optimizer: Any) -> list[Any]:
-    """Return optimizers without the wrappers of frameworks."""
-    if isinstance(optimizer, (list, tuple)):
-        return [*map(unwrapped, optimizer)]
-    return [unwrapped(optimizer)]
+def _is_list(optimizer: Any) -> bool:
+    return isinstance(optimizer, (list, tuple))
 
 
 def _recipe_in_use(model: nn.Module, optimizer: torch.optim.Optimizer) -> Recipe | None:
@@ -511,15 +509,10 @@ def _recipe_in_use(model: nn.Module, optimizer: torch.optim.Optimizer) -> Recipe
     if not isinstance(optimizer, Optimizer):
         return None
     storage = STORAGES.get(optimizer.param_groups[0]["storage"])
-    if storage is None:
-        return None
-    compute = COMPUTES["bfloat16"]
-    for module in model.modules():
-        if isinstance(module, Linear):
-            compute = module.compute
-            break
+    linears = [module for module in model.modules() if isinstance(module, Linear)]
+    compute = linears[0].compute if linears else COMPUTES["bfloat16"]
     try:
-        return Recipe(compute, storage)
+        return None if storage is None else Recipe(compute, storage)
     except RecipeError:
         return None
 
@@ -536,11 +529,6 @@ def _require_fit(recipe: Recipe | None, optimizer: Any) -> None:
             f"'{names[0]}'.",
             "Name the recipe that was given to prepare, or leave it out.",
         )
-
-
-def warn(kind: str, sentence: str) -> None:
-    """Show an event of a recorded loop. The loop has its own display."""
-    warnings.warn(f"{kind}: {sentence}.", RunNotice, stacklevel=5)
 
 
 def folder_for(folder: Path, *, goes_on: bool) -> Path:
@@ -560,9 +548,7 @@ def folder_for(folder: Path, *, goes_on: bool) -> Path:
             number += 1
             used = free
             free = folder.with_name(f"{folder.name}-{number}")
-        if goes_on:
-            return used
-        return free
+        return used if goes_on else free
 
     return all_ranks().of_first(first_free)
 

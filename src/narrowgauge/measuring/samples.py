@@ -37,11 +37,10 @@ class Sampler:
     def __init__(self) -> None:
         self._places: dict[tuple[int, torch.device], Tensor] = {}
         self.homes: dict[Tensor, str] = {}
-        self.has_stepped: set[torch.optim.Optimizer] = set()
 
     def take(self, x: Tensor) -> Tensor:
         """Return elements of this rank's part of a tensor, spread over it."""
-        local = local_of(x)
+        local = local_of(x.detach())
         key = local.numel(), local.device
         if key not in self._places:
             parts = torch.arange(SIZE, dtype=torch.float64) * _GOLDEN % 1.0
@@ -54,7 +53,7 @@ class Sampler:
 
     def bits(self, x: Tensor) -> Tensor:
         """Return the sum of the bits of a tensor's elements: exact in any order."""
-        values = self.take(x.detach())
+        values = self.take(x)
         formats = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
         return values.view(formats[values.element_size()]).double().sum()
 
@@ -64,15 +63,13 @@ class StepSample:
 
     Attributes:
         members: the parameters.
-        moves: after the step, the largest change of each tensor. ``sizes`` is the largest beyond one
-            rounding, NaN at a rate of 0.
+        sizes: after the step, the largest change of each tensor beyond one rounding, NaN at a rate of 0.
         meant: sum of squares of the change that was meant, 0 where a copy does not repeat the step;
             ``None`` where none was tried. ``kept`` is its product with the stored change.
     """
 
     meant: Tensor | None = None
     kept: Tensor
-    moves: Tensor
     sizes: Tensor
 
     def __init__(
@@ -91,41 +88,31 @@ class StepSample:
         self.gradients = sampler.join(map(gradients.__getitem__, members))
         self.states: dict[str, Any] = {}
         self.home = ""
-        self.is_followed = self._can_follow()
-        if self.is_followed:
-            self._take_states()
 
-    def _can_follow(self) -> bool:
-        """Return whether a step of samples can be the step of these elements.
+    def follow(self) -> None:
+        """Take the states, if a step of samples can be the step of these elements.
 
-        Masters may be made in a first step. What is no number may be shared with the optimizer.
+        What an optimizer holds that is no number may be shared with it.
         """
-        state = self.optimizer.state.get(self.members[0]) or {}
-        if isinstance(self.optimizer, Optimizer):
-            return False
-        if not state and self.optimizer not in self.sampler.has_stepped:
-            return False
+        first = self.members[0]
+        state = self.optimizer.state.get(first) or {}
+        for x in state.values():
+            if _is_by_element(x) and (x.shape != first.shape or x.element_size() == 1):
+                return
         for name, x in vars(self.optimizer).items():
             is_own = not name.startswith("_") and name not in _OF_EVERY_OPTIMIZER
             if is_own and isinstance(x, (list, dict, Tensor, nn.Module)):
-                return False
-        shape = self.members[0].shape
-        for x in state.values():
-            is_by_element = isinstance(x, Tensor) and x.ndim > 0
-            if is_by_element and (x.shape != shape or x.element_size() == 1):
-                return False
-        return True
-
-    def _take_states(self) -> None:
-        for name, x in self.optimizer.state[self.members[0]].items():
-            if isinstance(x, Tensor) and x.ndim:
+                return
+        for name, x in state.items():
+            if _is_by_element(x):
                 self.states[name] = self.sampler.join(self._states_named(name))
             else:
                 self.states[name] = copy.deepcopy(x)
-        first = self.members[0]
         if first not in self.sampler.homes:
             self.sampler.homes[first] = self._find_home()
         self.home = self.sampler.homes[first]
+        # Until the step is repeated.
+        self.meant = torch.zeros(len(self.members), device=self.weights.device)
 
     def _states_named(self, name: str) -> list[Tensor]:
         return [self.optimizer.state[p][name] for p in self.members]
@@ -133,30 +120,25 @@ class StepSample:
     def _find_home(self) -> str:
         """Return the state that holds the weight in a wider format; empty without one."""
         for name, x in self.states.items():
-            is_flat = isinstance(x, Tensor) and x.shape == self.weights.shape
-            is_wider = is_flat and x.element_size() > self.weights.element_size()
+            is_wider = _is_by_element(x) and x.element_size() > self.weights.element_size()
             if is_wider and torch.equal(x.to(self.weights.dtype), self.weights):
                 return name
         return ""
 
     def finish(self) -> None:
         """Compare with the weights after the step."""
-        self.sampler.has_stepped.add(self.optimizer)
         stored = self._by_tensor(self.sampler.join(self.members).double() - self.weights.double())
         rounding = self.weights.abs().double() * torch.finfo(self.weights.dtype).eps
-        beyond = (stored.abs() - self._by_tensor(rounding)).clamp_min(0.0)
-        self.moves = stored.abs().amax(1)
-        self.sizes = beyond.amax(1)
+        self.sizes = (stored.abs() - self._by_tensor(rounding)).clamp_min(0.0).amax(1)
         if not self.group.get("lr"):
             self.sizes.fill_(math.nan)
-        if not self.is_followed:
+        if self.meant is None:
             return
         if self.home:
             masters = self.sampler.join(self._states_named(self.home))
             stored = self._by_tensor(masters.double() - self.states[self.home].double())
-        wide = torch.promote_types(torch.float32, self.weights.dtype)
-        if wide == self.weights.dtype:
-            wide = torch.float64
+        self.kept = self.meant
+        wide = torch.float64 if self.weights.element_size() > 2 else torch.float32
         with suppress(Exception):  # a class that cannot be stepped so is not followed
             again = self._again(None)
             meant = self._again(wide)
@@ -193,28 +175,37 @@ class StepSample:
         return copy.deepcopy(x)
 
 
+def _is_by_element(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.ndim > 0
+
+
 def samples_of(
     sampler: Sampler,
     optimizer: torch.optim.Optimizer,
     gradients: Mapping[Tensor, Tensor],
     number: int,
 ) -> list[StepSample]:
-    """Return samples of some of what an optimizer is about to step: each of its tensors in turn."""
+    """Return samples of some of what an optimizer is about to step: each of its tensors in turn.
+
+    Masters may be made in a first step, so it is not repeated.
+    """
     members = []
     for group in optimizer.param_groups:
         for p in group["params"]:
             is_dense = p in gradients and not gradients[p].is_sparse
             if is_dense and p.is_floating_point() and local_of(p).numel():
                 members.append((group, p))
-    kinds: dict[Any, list[Any]] = defaultdict(list)
-    groups: dict[Any, dict[str, Any]] = {}
+    kinds: dict[Any, tuple[dict[str, Any], list[Any]]] = {}
     for group, p in in_turn(members, number):
         key = id(group), p.dtype, gradients[p].dtype, p.device, *optimizer.state.get(p, {})
-        kinds[key].append(p)
-        groups[key] = group
+        kinds.setdefault(key, (group, []))[1].append(p)
     samples = []
-    for key, of_kind in kinds.items():
-        samples.append(StepSample(sampler, optimizer, groups[key], of_kind, gradients))
+    for group, of_kind in kinds.values():
+        sample = StepSample(sampler, optimizer, group, of_kind, gradients)
+        samples.append(sample)
+        is_begun = number > 0 or bool(optimizer.state.get(of_kind[0]))
+        if is_begun and not isinstance(optimizer, Optimizer):
+            sample.follow()
     return samples
 
 
@@ -226,10 +217,8 @@ def in_turn(items: Sequence[Any], number: int) -> list[Any]:
         (['b', 'c', 'a'], 100, 160)
     """
     total = len(items)
-    if not total:
-        return []
     size = TENSORS
     if number < 10:
         size = max(size, -(-total // 10))
-    start = size * number % total
+    start = size * number % max(total, 1)
     return [*items[start:], *items[:start]][:size]

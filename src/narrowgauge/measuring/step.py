@@ -4,12 +4,11 @@ the laws read.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from narrowgauge.measuring.reading import Reading
-from narrowgauge.runs.schema import Row, finite_number, gauge_metrics, number, step_of
+from narrowgauge.runs.schema import Row, gauge_metrics, number, step_of
 
 Metrics = dict[str, dict[str, float | None]]
 """Metrics of each tensor, by name."""
@@ -33,12 +32,10 @@ class Step:
         bad_weight: a weight of the model that was not finite before the step.
         kept: backward began with the gradient of the step before.
         stored: of the tensors whose turn it is, the share of the update that their formats stored.
-        still: tensors with a gradient and a rate of which no sampled element has moved so far.
         largest: largest change of a sampled weight beyond one rounding; ``largest_in`` is its tensor.
         drift: frozen tensors that changed by a few roundings since their last sample.
         apart, unsummed: tensors whose weights, and whose gradients, differ between ranks.
-        resumed: the first step after a checkpoint was loaded.
-        edq, lost_decay: the audit of our optimizers.
+        utilization: share of the device's time, in logs of other programs.
         gauges: a sample of the gauges: metrics by table and tensor.
     """
 
@@ -47,29 +44,24 @@ class Step:
     lr: float | None = None
     rate: float | None = None
     grad_norm: float | None = None
-    skipped: bool | None = None
+    skipped: float | None = None
     loss_scale: float | None = None
     tokens_per_second: float | None = None
     seconds: float | None = None
     utilization: float | None = None
-    mfu: float | None = None
     limit: float | None = None
     arrived: float | None = None
     zero: list[str] = field(default_factory=list)
     bad: list[str] = field(default_factory=list)
     bad_output: str = ""
     bad_weight: str = ""
-    kept: bool | None = None
+    kept: float | None = None
     stored: dict[str, float] = field(default_factory=dict)
-    still: list[str] = field(default_factory=list)
     largest: float | None = None
     largest_in: str = ""
     drift: list[str] = field(default_factory=list)
     apart: list[str] = field(default_factory=list)
     unsummed: list[str] = field(default_factory=list)
-    resumed: bool = False
-    edq: float | None = None
-    lost_decay: float | None = None
     gauges: dict[str, Metrics] = field(default_factory=dict)
 
     def row(self) -> Row:
@@ -82,14 +74,10 @@ class Step:
         values: dict[str, Any] = {}
         for name, nothing in _NOTHING.items():
             value = row.get(name)
-            if name in _NUMBERS:
-                value = number(value)
-            elif not isinstance(value, type(nothing)) and nothing is not None:
-                value = None
-            if value is not None:
+            if nothing is None:
+                values[name] = number(value)
+            elif isinstance(value, type(nothing)):
                 values[name] = value
-        if "skipped" in values:
-            values["skipped"] = bool(values["skipped"])
         return cls(step_of(row), **values)
 
     @classmethod
@@ -101,19 +89,9 @@ class Step:
         return cls(step_of(row), gauges=tables)
 
 
-Law = Generator[list[Reading], Step, None]
-"""Takes steps, in their order, and gives the readings of each."""
+Tell = Callable[..., None]
+"""Takes a reading: its kind, tensors, value, expected and bound, and its step if it is not the current."""
+Law = Generator[None, Step, None]
+"""Takes steps, in their order, and tells the readings of each."""
 _NOTHING = asdict(Step(0))
 del _NOTHING["step"]
-_NUMBERS = {name for name, nothing in _NOTHING.items() if nothing is None} - {"skipped", "kept"}
-
-
-def share(value: Any) -> float | None:
-    """Return a share that a log may hold in percent.
-
-    Example:
-        >>> share(45), share(0.45), share("busy")
-        (0.45, 0.45, None)
-    """
-    real = finite_number(value)
-    return real / 100 if real is not None and real > 1.5 else real

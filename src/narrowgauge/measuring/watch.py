@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,38 +20,19 @@ from narrowgauge.measuring.set_up import set_up_of
 from narrowgauge.measuring.step import Step
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.finding import counted
+from narrowgauge.runs.schema import Row
+from narrowgauge.runs.writer import plain
 from narrowgauge.torch_support.torch_names import is_compiled_model, unwrapped_model
 
 SEEN_AT = 3
 """The step after which a watch prints what it measures, and what it does not."""
 
 
-def hub_of(model: nn.Module, optimizer: Any, called: nn.Module | None = None) -> Hub:
-    """Return the hooks on a loop.
+class Watch:
+    """Watch a loop; created by :func:`narrowgauge.watch`, and a part of each recorder.
 
     Args:
-        called: the module whose forward pass the loop calls, if not the model itself.
-    """
-    optimizers = set_up_of(model, optimizer).optimizers
-    inner = unwrapped_model(model)
-    if called is None:
-        # A compiler skips hooks inside the model that it compiles.
-        called = model if is_compiled_model(model) else inner
-    return Hub(inner, optimizers, called)
-
-
-def require_kinds(names: Iterable[str]) -> None:
-    """Refuse to ignore a kind of reading that there is not."""
-    for name in names:
-        if name not in KINDS:
-            raise RecipeError(
-                f"Cannot ignore '{name}' because no kind of reading has this name.",
-                suggestion(name, KINDS) or "Try narrowgauge show checks, which lists them.",
-            )
-
-
-class Watch:
-    """Hold the numbers of a watched loop; created by :func:`narrowgauge.watch`.
+        listen: called with the row of each step, in place of the laws.
 
     Attributes:
         hub: the hooks on the loop.
@@ -67,11 +48,21 @@ class Watch:
         called: nn.Module | None = None,
         max_grad_norm: float | None = None,
         ignore: Collection[str] = (),
+        listen: Callable[[Row], object] | None = None,
     ) -> None:
-        require_kinds(ignore)
-        self.hub = hub_of(model, optimizer, called)
+        for name in ignore:
+            if name not in KINDS:
+                raise RecipeError(
+                    f"Cannot ignore '{name}' because no kind of reading has this name.",
+                    suggestion(name, KINDS) or "Try narrowgauge show checks, which lists them.",
+                )
+        inner = unwrapped_model(model)
+        if called is None:
+            # A compiler skips hooks inside the model that it compiles.
+            called = model if is_compiled_model(model) else inner
+        self.hub = Hub(inner, set_up_of(model, optimizer).optimizers, called)
         self.laws = Laws(ignore, say=self.hub.say)
-        self.meter = Meter(self.hub, self._read, limit=max_grad_norm)
+        self.meter = Meter(self.hub, listen or self._read, limit=max_grad_norm)
 
     def step(self, loss: float | Tensor | None = None, **numbers: Any) -> None:
         """Tell of the step that is done, after the optimizer's step.
@@ -82,11 +73,7 @@ class Watch:
             loss: of this rank, in nats per token. Reading a tensor waits for its device.
             numbers: ``grad_norm`` before a clip, ``loss_scale``, ``tokens_per_second``.
         """
-        told = {"loss": loss, **numbers}
-        for name, x in told.items():
-            if isinstance(x, Tensor):
-                told[name] = x.item()
-        self.meter.end_step(**told)
+        self.meter.end_step(plain({"loss": loss, **numbers}))
 
     def numbers(self) -> dict[str, float]:
         """Return the newest numbers by name, for Weights & Biases, TensorBoard or MLflow.
@@ -95,99 +82,62 @@ class Watch:
         the update that was stored in its last sample. ``grad_norm`` is of the gradients that reached
         the last step.
         """
-        return numbers_of(self.meter)
+        numbers: dict[str, float] = {}
+        windows: dict[Tensor, Tensor] = {}
+        for optimizer in self.hub.optimizers:
+            if isinstance(optimizer, Optimizer):
+                windows |= optimizer.auditor.windows
+        for number, group in enumerate(self.meter.groups()):
+            audited = [windows[p].sum(0) for p in group["params"] if p in windows]
+            share = self.meter.shares.get(number)
+            if audited:
+                meant, stored = sum(audited).tolist()[:2]
+                share = stored / meant if meant else None
+            if isinstance(group.get("lr"), (int, float)):
+                numbers[f"lr/group{number}"] = float(group["lr"])
+                if share is not None:
+                    numbers[f"effective_lr/group{number}"] = float(group["lr"]) * share
+        if "arrived" in self.meter.last:
+            numbers["grad_norm"] = self.meter.last["arrived"]
+        return numbers
+
+    def unseen(self) -> dict[str, str]:
+        """Return what is not measured, each with its reason."""
+        last = self.hub.optimizers[-1]
+        reason = f"{type(last).__name__} is not repeated"
+        if isinstance(last, Optimizer):
+            reason = "the optimizer's audit has it"
+        share = {} if self.meter.shares else {"stored share of the step": reason}
+        return self.meter.unseen | share
 
     def remove(self) -> None:
         """Tell of the last step, and remove every hook."""
         if self.meter.has_stepped:
-            self.meter.end_step()
+            self.meter.end_step({})
         self.meter.end()
         self.hub.undo.close()
 
-    def _read(self, step: Step) -> None:
+    def _read(self, row: Row) -> None:
         """Show what the laws read anew."""
-        readings = self.laws.fresh(self.laws.read(step))
+        readings = self.laws.fresh(self.laws.read(Step.of(row)))
         if all_ranks().is_first:
             show(readings)
-        if step.step == SEEN_AT and all_ranks().is_first:
-            print(seen(self.meter), file=sys.stderr)
-
-
-def numbers_of(meter: Meter) -> dict[str, float]:
-    """Return the newest numbers of a loop by name."""
-    numbers: dict[str, float] = {}
-    shares = {**meter.shares, **_audited_shares(meter)}
-    for index, group in groups_of(meter):
-        if isinstance(group.get("lr"), (int, float)):
-            rate = float(group["lr"])
-            numbers[f"lr/group{index}"] = rate
-            if index in shares:
-                numbers[f"effective_lr/group{index}"] = rate * shares[index]
-    if meter.last is not None and meter.last.arrived is not None:
-        numbers["grad_norm"] = meter.last.arrived
-    return numbers
-
-
-def groups_of(meter: Meter) -> list[tuple[str, dict[str, Any]]]:
-    """Return the number of each group, over all optimizers, with the group."""
-    groups: list[tuple[str, dict[str, Any]]] = []
-    for optimizer in meter.hub.optimizers:
-        for group in optimizer.param_groups:
-            groups.append((str(len(groups)), group))
-    return groups
-
-
-def _audited_shares(meter: Meter) -> dict[str, float]:
-    """Return the share of each group of our optimizers in its window of audits."""
-    shares = {}
-    windows: dict[Tensor, Tensor] = {}
-    for optimizer in meter.hub.optimizers:
-        if isinstance(optimizer, Optimizer):
-            windows |= optimizer.auditor.windows
-    for index, group in groups_of(meter):
-        meant = 0.0
-        stored = 0.0
-        for p in group["params"]:
-            if p in windows:
-                meant += float(windows[p][:, 0].sum())
-                stored += float(windows[p][:, 1].sum())
-        if meant > 0:
-            shares[index] = stored / meant
-    return shares
-
-
-def seen(meter: Meter) -> str:
-    """Return what is measured, and what is not, in one line."""
-    line = f"watch: {counted(len(meter.names), 'tensor')}, rate, gradients"
-    share = "stored share of the step"
-    if meter.shares:
-        line += f", {share}"
-    elif isinstance(meter.hub.optimizers[-1], Optimizer):
-        meter.unseen[share] = "the optimizer's audit has it"
-    else:
-        meter.unseen[share] = f"{type(meter.hub.optimizers[-1]).__name__} is not repeated"
-    missing = []
-    for area, reason in meter.unseen.items():
-        missing.append(f"{area} ({reason})")
-    if missing:
-        line += f"; not: {', '.join(missing)}"
-    return line
+            if self.meter.number == SEEN_AT:
+                missing = [f"{area} ({reason})" for area, reason in self.unseen().items()]
+                words = f"watch: {counted(len(self.meter.names), 'tensor')}"
+                print(f"{words}; not: {', '.join(missing) or 'nothing'}", file=sys.stderr)
 
 
 def show(readings: Iterable[Reading]) -> None:
-    """Show the readings of one step in a sentence, notes left out. No line of the loop is at fault, so
+    """Show readings of one step in a sentence, notes left out. No line of the loop is at fault, so
     none is shown.
     """
     parts = []
     step = 0
     for reading in readings:
-        if reading.severity == "note":
-            continue
-        step = max(step, reading.step)
-        words = reading.text.rstrip(".")
-        if reading.tensor:
-            words = f"{reading.tensor}: {words}"
-        parts.append(words)
+        if reading.severity != "note":
+            step = max(step, reading.step)
+            parts.append(reading.words)
     if parts:
         words = f"step {step}: {'; '.join(parts)}"
         warnings.warn_explicit(words, RunNotice, "narrowgauge.watch", step)

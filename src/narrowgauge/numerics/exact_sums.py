@@ -11,21 +11,14 @@ n.bit_length()`` (36 for a hundred million). The error of a square is at most ``
 largest square.
 
 **The elementwise sum** uses float64 as an integer: a sum of multiples of 2^-74 below 2^53 of them
-is exact. 53 bits are too few for gradients, so a value is split into two float64 words:
+is exact. 53 bits are too few for float32's range, so a value is split into five float64 words,
+multiples of 2^100, 2^59, 2^18, 2^-23 and 2^-74. Near 1.5 · 2^29 float64 has an ulp of 2^-23. So
+(x + 1.5 · 2^29) - 1.5 · 2^29 rounds x to a multiple of 2^-23, ties to even. The remainder is exact,
+and the next word takes it.
 
-    x  =  upper + lower        upper a multiple of 2^-23,    |x| <= 2^18
-                               lower a multiple of 2^-74,    |lower| <= 2^-24
-
-Near 1.5 · 2^29 float64 has an ulp of 2^-23. So (x + 1.5 · 2^29) - 1.5 · 2^29 rounds x to ``upper``,
-ties to even. The remainder is exact, and 1.5 · 2^-22 rounds it to ``lower``. 4,096 addends have
-|upper| <= 4,096 · 2^18 = 2^53 · 2^-23. So each partial sum of the upper word is exact. The lower
-word holds 2^53 · 2^-74 = 8 · 2^-24, more than six addends and a remainder. After each six its
-multiple of 2^-23 is *carried* to the upper word. That multiple may depend on the order. Both words
-together do not.
-
-Larger values take three words more, multiples of 2^100, 2^59 and 2^18, which hold all of float32's
-range. They exist only if such a value does. The grids are absolute, so the total does not depend on
-which rank widened its sums, or when.
+4,096 addends of at most half the coarser step fit 53 bits of each word but the last. That holds
+more than six addends and a remainder: after each six its multiple of 2^-23 is *carried* to the word
+before. That multiple may depend on the order. The words together do not.
 
 Values below 2^-50 in magnitude have bits below the grid. Rounding to the grid changes them by at
 most 2^-75. The total is rounded once to float32, ties to even. The float64 nearest to a sum of
@@ -162,24 +155,16 @@ def exact_squares(tensors: Sequence[Tensor], table: Squares | None = None) -> Te
 
 # ── elementwise ───────────────────────────────────────────────────────────────────────────────────
 
-LARGEST = 2.0**18
-"""The largest magnitude that two words hold."""
 MOST_ADDENDS = 4096
 """Largest number of addends of a sum."""
 _GRIDS = (2.0**100, 2.0**59, 2.0**18, 2.0**-23, 2.0**-74)
-"""The steps of the words, coarse to fine. Two words are the last two."""
+"""The steps of the words, coarse to fine."""
 _ROUNDERS = tuple(1.5 * 2.0**52 * step for step in _GRIDS)
 """Numbers whose ulp is a word's step: added and subtracted, they round to it."""
-_NARROW = 2
-_WIDE = len(_GRIDS)
+LARGEST = 2.0**18
+"""The largest magnitude that needs no coarser word."""
 _BETWEEN_CARRIES = 6
 _SUMMABLE = (torch.bfloat16, torch.float16, torch.float32)
-
-
-def exceeds_two_words(rows: Tensor, limit: float = LARGEST) -> Tensor:
-    """Return whether a finite magnitude is beyond ``limit``: bool 0-d."""
-    magnitude = rows.abs()
-    return ((magnitude > limit) & (magnitude < torch.inf)).any()
 
 
 class ExactSums:
@@ -190,17 +175,13 @@ class ExactSums:
     Args:
         numel: number of elements of each tensor.
         device: of the sums and of the tensors.
-        is_wide: take values of all float32's range. On a CPU the sums become wide themselves when a
-            value is beyond 2^18. On a GPU that would have to wait for the values: there such a
-            value is NaN in narrow sums, see :func:`exceeds_two_words`.
 
     Invariant: :meth:`total` depends only on each element's multiset of values. Each value is
     rounded to a multiple of 2^-74. The total is the float32 nearest to their exact sum. Both round
     ties to even. It is NaN if a value was NaN or infinite, and infinite if the sum is beyond
     float32. A sum of zero is +0.
 
-    Cost: 16 bytes per element, 40 if wide. On one CPU thread adding takes 2.5 ns an element,
-    rounding the total 4 ns once.
+    Cost: 40 bytes per element.
     Example:
         >>> sums = ExactSums(1)
         >>> for value in (2.0**18, 2.0**-60, -(2.0**18)):
@@ -209,28 +190,13 @@ class ExactSums:
         tensor([True])
     """
 
-    def __init__(
-        self, numel: int, device: torch.device | str = "cpu", *, is_wide: bool = False
-    ) -> None:
-        # The first addends fill it.
-        num_words = _WIDE if is_wide else _NARROW
-        self._words = torch.empty(num_words, numel, dtype=torch.float64, device=device)
+    def __init__(self, numel: int, device: torch.device | str = "cpu") -> None:
+        self._words = torch.zeros(len(_GRIDS), numel, dtype=torch.float64, device=device)
         self._num_addends = 0
 
     @property
-    def numel(self) -> int:
-        return self._words.shape[1]
-
-    @property
     def num_bytes(self) -> int:
-        return self._words.numel() * 8
-
-    def widen_(self) -> None:
-        """Take values of all float32's range from now on."""
-        narrow = self._words
-        if len(narrow) < _WIDE:
-            self._words = narrow.new_zeros(_WIDE, self.numel)
-            self._words[-_NARROW:] = narrow
+        return self._words.nbytes
 
     @torch.no_grad()
     def add_(self, values: Tensor) -> None:
@@ -241,14 +207,10 @@ class ExactSums:
             FormatError: another dtype or shape, or too many addends.
         """
         rows = values if values.ndim == 2 else values.unsqueeze(0)
-        _check(rows, self.numel, self._num_addends + rows.shape[0])
-        if _needs_width(rows):
-            self.widen_()
-        scratch = _scratch(rows, 4)
+        _check(rows, self._words.shape[1], self._num_addends + rows.shape[0])
         size = chunk_size(rows.device)
         for part, words in zip(rows.split(size, 1), self._words.split(size, 1), strict=True):
-            _add(part, words, scratch, is_first=self._num_addends == 0)
-            _carry(words, scratch)
+            _add(part, words)
         self._num_addends += rows.shape[0]
 
     @torch.no_grad()
@@ -259,22 +221,20 @@ class ExactSums:
         Without ``output``, return a new float32 tensor.
         """
         if output is None:
-            output = self._words.new_empty(self.numel, dtype=torch.float32)
-        scratch = _scratch(self._words, 4)
-        if self._num_addends == 0:
-            self._words.zero_()
+            output = self._words.new_empty(self._words.shape[1], dtype=torch.float32)
         size = chunk_size(output.device)
         for words, into in zip(self._words.split(size, 1), output.split(size), strict=True):
-            _round(words, scratch, into, divisor)
+            into.copy_(_rounded(words, divisor))
         return output
 
     def clear_(self) -> None:
         """Start again without addends."""
+        self._words.zero_()
         self._num_addends = 0
 
 
 @torch.no_grad()
-def sum_rows(rows: Tensor, output: Tensor, divisor: int = 1, *, is_wide: bool = False) -> Tensor:
+def sum_rows(rows: Tensor, output: Tensor, divisor: int = 1) -> Tensor:
     """Write :class:`ExactSums` of the rows of one tensor, divided, to ``output``.
 
     The words exist for one chunk only.
@@ -283,15 +243,12 @@ def sum_rows(rows: Tensor, output: Tensor, divisor: int = 1, *, is_wide: bool = 
     dtype, and may be the only row.
     """
     _check(rows, rows.shape[1], rows.shape[0])
-    num_words = _NARROW
-    if is_wide or _needs_width(rows):
-        num_words = _WIDE
-    scratch = _scratch(rows, num_words + 4)
     size = chunk_size(rows.device)
+    memory = rows.new_empty(len(_GRIDS), min(size, rows.shape[1]), dtype=torch.float64)
     for part, into in zip(rows.split(size, 1), output.split(size), strict=True):
-        words = scratch[:num_words, : len(into)]
-        _add(part, words, scratch[num_words:], is_first=True)
-        _round(words, scratch[num_words:], into, divisor)
+        words = memory[:, : len(into)].zero_()
+        _add(part, words)
+        into.copy_(_rounded(words, divisor))
     return output
 
 
@@ -309,98 +266,54 @@ def _check(rows: Tensor, numel: int, num_addends: int) -> None:
         )
 
 
-def _needs_width(rows: Tensor) -> bool:
-    """Return whether two words are too few for values that can be read without waiting."""
-    if not on_cpu(rows) or rows.numel() == 0:
-        return False
-    # One pass without a temporary, as in largest_magnitude.
-    least, largest = torch.aminmax(rows)
-    if -least.item() <= LARGEST and largest.item() <= LARGEST:
-        return False
-    return bool(exceeds_two_words(rows))
-
-
-def on_cpu(tensor: Tensor) -> bool:
-    """Return whether a value can be read without waiting for a device."""
-    return tensor.is_cpu
-
-
-def _scratch(rows: Tensor, count: int) -> Tensor:
-    # Allocate once for all chunks. Page faults of fresh memory would cost more than the sum.
-    size = min(chunk_size(rows.device), rows.shape[1])
-    return torch.empty(count, size, dtype=torch.float64, device=rows.device)
-
-
-def _add(rows: Tensor, words: Tensor, scratch: Tensor, *, is_first: bool) -> None:
-    """Add rows to ``words [words, numel]``, or overwrite them if ``is_first``.
-
-    The last word is at most 2^-24 before, and seven times that afterwards. ``scratch`` has two rows
-    or more.
-    """
-    rest, rounded = scratch[:2, : words.shape[1]]
-    for place, row in enumerate(rows):
+def _add(rows: Tensor, words: Tensor) -> None:
+    """Add rows to ``words [5, numel]``. The last word is at most 2^-24 before and after."""
+    rounders = _ROUNDERS
+    # A CPU may look at the values. A sum of so many up to 2^18 fits the last two words.
+    if rows.is_cpu and bool(largest_magnitude(rows) <= LARGEST):
+        words = words[-2:]
+        rounders = rounders[-2:]
+    # Allocate once for all rows. Page faults of fresh memory would cost more than the sum.
+    rest, rounded = torch.empty_like(words[:2])
+    for place, row in enumerate(rows, start=1):
         rest.copy_(row)
-        if len(words) == _NARROW and not on_cpu(row):
-            rest.masked_fill_(rest.abs() > LARGEST, torch.nan)
-        starts = is_first and place == 0
-        if place > 0 and place % _BETWEEN_CARRIES == 0:
-            _carry(words, scratch[1:])
-        for word, rounder in zip(words, _ROUNDERS[-len(words) :], strict=True):
-            target = word if starts else rounded
-            torch.add(rest, rounder, out=target)
-            rest -= target.sub_(rounder)
-            if not starts:
-                word += rounded
+        for word, rounder in zip(words, rounders, strict=True):
+            torch.add(rest, rounder, out=rounded)
+            rest -= rounded.sub_(rounder)
+            word += rounded
+        if place % _BETWEEN_CARRIES == 0 or place == len(rows):
+            _carry(words[-2], words[-1], _ROUNDERS[-2], rounded)
 
 
-def _carry(words: Tensor, scratch: Tensor) -> None:
-    """Move the last word's multiple of 2^-23 to the word before."""
-    _carry_into(words[-2], words[-1], _ROUNDERS[-2], scratch)
-
-
-def _carry_into(coarse: Tensor, fine: Tensor, rounder: float, scratch: Tensor) -> None:
-    carried = scratch[0, : fine.numel()]
+def _carry(coarse: Tensor, fine: Tensor, rounder: float, carried: Tensor) -> None:
+    """Move the multiple of a coarse word's step from the word after it."""
     torch.add(fine, rounder, out=carried)
     coarse += carried.sub_(rounder)
     fine -= carried
 
 
-def _round(words: Tensor, scratch: Tensor, output: Tensor, divisor: int) -> None:
-    """Write the sum of the words as the nearest float32, divided and in the format of ``output``."""
-    total, part, error, result = scratch[:, : words.shape[1]]
-    if len(words) == _WIDE:
-        # Each word then is at most half a step of the next coarser one, so the odd bit of a finer
-        # sum survives.
-        for place in range(_WIDE - 1, 0, -1):
-            _carry_into(words[place - 1], words[place], _ROUNDERS[place - 1], scratch)
-    finer = words[-1]
+def _rounded(words: Tensor, divisor: int) -> Tensor:
+    """Return the sum of the words as the nearest float32, divided."""
+    if words.is_cpu and not bool(words[:-2].any()):
+        words = words[-2:]
+    words = words.clone()
+    scratch = torch.empty_like(words[0])
+    # Each word then is at most half a step of the next coarser one, so the odd bit of a finer sum
+    # survives.
+    for place in range(len(words) - 1, 0, -1):
+        rounder = _ROUNDERS[place - 1 - len(words)]
+        _carry(words[place - 1], words[place], rounder, scratch)
+    total = words[-1]
     for word in reversed(words[:-1]):
-        finer = _add_to_odd(word, finer, total, part, error)
-    single = result.view(torch.float32)[: words.shape[1]]
-    single.copy_(finer)
-    if divisor != 1:
-        single.div_(divisor)
-    output.copy_(single)
+        total = _add_to_odd(word, total)
+    return total.float() / divisor
 
 
-def _add_to_odd(coarse: Tensor, fine: Tensor, total: Tensor, part: Tensor, error: Tensor) -> Tensor:
-    """Return ``coarse + fine``, rounded to odd. The last three are scratch."""
+def _add_to_odd(coarse: Tensor, fine: Tensor) -> Tensor:
+    """Return ``coarse + fine``, rounded to odd."""
     # The exact rounding error of the addition (Knuth).
-    sums = coarse + fine if fine is total else torch.add(coarse, fine, out=total)
-    torch.sub(sums, coarse, out=part)
-    torch.sub(sums, part, out=error)
-    torch.sub(coarse, error, out=error)
-    torch.sub(fine, part, out=part)
-    error += part
-    if not on_cpu(coarse):
-        return _odd(sums, error)
-    if any(value.item() != 0 for value in torch.aminmax(error)):
-        places = error.nonzero().squeeze(1)
-        sums[places] = _odd(sums[places], error[places])
-    return sums
-
-
-def _odd(total: Tensor, error: Tensor) -> Tensor:
-    """Round ``total + error`` to odd. ``total`` is the nearest float64."""
+    total = coarse + fine
+    part = total - coarse
+    error = (coarse - (total - part)) + (fine - part)
     bits = total.view(torch.int64) - (error * total < 0).long()  # toward zero
     return (bits | (error != 0).long()).view(torch.float64)

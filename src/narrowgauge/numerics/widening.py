@@ -1,5 +1,4 @@
-"""Widening: compute matmuls and attention of 8- and 16-bit operands in float32, for processors
-without their format.
+"""Widening: compute matmuls of 8- and 16-bit operands in float32, for processors without their format.
 
 The product of two bfloat16 or int8 numbers is exact in float32. Operands are widened, multiplied
 and added in float32, and the result is rounded once. It equals a matmul in their format, except for
@@ -9,15 +8,10 @@ bits.
 :func:`linear`, :func:`matmul` and :func:`add_product` are PyTorch's own functions if the processor
 multiplies the operands' format. Otherwise one operator does all three matmuls. It saves the
 original operands for backward.
-
-Models call PyTorch's fused attention themselves. :func:`float32_attention` widens it within a
-context.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -27,14 +21,12 @@ from torch import Tensor
 from narrowgauge.numerics.chunks import row_pieces
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.torch_support.machine import multiplies
-from narrowgauge.torch_support.torch_names import cpu_kernel_wrapped, is_traced, is_transformed
+from narrowgauge.torch_support.torch_names import is_traced, is_transformed
 
 EXACT_TERMS = 1 << 10
 """Number of products of 128 × 128 whose sum fits float32's 24 bits."""
 INT32_TERMS = 1 << 17
 """Number of products of 127 × 127 whose sum fits int32: codes end at ±127."""
-_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
-_NARROW = (torch.bfloat16, torch.float16)
 
 
 def is_widened(dtype: torch.dtype, device_type: str) -> bool:
@@ -42,47 +34,6 @@ def is_widened(dtype: torch.dtype, device_type: str) -> bool:
     type.
     """
     return device_type == "cpu" and not multiplies(dtype_name(dtype))
-
-
-@contextmanager
-def float32_attention() -> Iterator[None]:
-    """Compute fused attention of 16-bit operands in float32, within a context, on a CPU that does
-    not multiply bfloat16.
-
-    Enter it around forward and backward. There the kernel's backward pass is 5 to 20 times slower
-    in bfloat16 than in float32. Tensors saved for backward stay bfloat16. Float32 operands, and
-    other processors, give the same bits as before.
-    """
-    with ExitStack() as stack:
-        if not multiplies("bfloat16"):
-            for name in (_ATTENTION, f"{_ATTENTION}_backward"):
-                stack.enter_context(cpu_kernel_wrapped(f"aten::{name}", _in_float32))
-        yield
-
-
-def _in_float32(kernel: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Run a kernel on widened operands and round its results to their format.
-
-    Log-sums and the like stay float32.
-    """
-    dtype = next(value.dtype for value in args if isinstance(value, Tensor))
-    if dtype not in _NARROW:
-        return kernel(*args, **options)
-    for name, value in options.items():
-        options[name] = _as_float32(value)
-    first, *later = kernel(*map(_as_float32, args), **options)
-    if len(later) == 1:  # output and log-sums; backward gives three gradients
-        return first.to(dtype), *later
-    return first.to(dtype), *(gradient.to(dtype) for gradient in later)
-
-
-def _as_float32(value: Any) -> Any:
-    if isinstance(value, Tensor) and value.dtype in _NARROW:
-        return value.float()
-    return value
-
-
-# ── products of 16- and 32-bit operands ───────────────────────────────────────────────────────────
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -11,7 +11,7 @@ packing is an ``or``. Decoding is a shift and a mask.
 A weight has two parts. The model computes with the *visible* weight: the stored one, rounded to
 nearest. The rest is a *tail*, a low part, or a master of the whole. It belongs to the visible
 weight if both together round to it. What does not belong is dropped, since other code has written
-the weight. :func:`decode_weight` and :func:`own_low` decide.
+the weight. :func:`read` decides.
 
 A code rounds ties to even. Where a tail or a master says more, a tie between two visible weights
 goes up: weights and tails together hold each value once, and to even an even weight would need one
@@ -60,7 +60,7 @@ def value_dtype(storage: Storage) -> torch.dtype:
     return torch.float64 if storage.arithmetic == "float64" else torch.float32
 
 
-# ── one code ──────────────────────────────────────────────────────────────────────────────────────
+# ── one code: the upper bits of a float32 are a window of all its exponents ───────────────────────
 
 
 def encode(
@@ -75,14 +75,17 @@ def encode(
     """
     if code.bits == 64:
         return torch.where(x.isnan(), QUIET_NAN64, x.double().view(torch.int64))
-    if code.is_window:
-        return _encode_window(code, x, addend, shift, scale)
-    # The code is the upper bits of the float32, already in place if shift == dropped. Otherwise a
-    # mask clears the sign copies of a right shift, or the sign that an unsigned code leaves out.
-    moved = _moved(cut(x, dropped_bits(code), addend), shift - dropped_bits(code))
-    if code.signed and shift == dropped_bits(code):
-        return moved
-    return moved & (((1 << code.bits) - 1) << shift)
+    dropped = dropped_bits(code)
+    bits = canonical_bits(_times_power(x if scale is None else x * scale, -_offset(code)))
+    steps = (bits & MAGNITUDE).clamp(max=_last_step(code) << dropped)
+    if dropped:
+        steps = (steps + addend_of(steps, dropped, addend)) >> dropped
+    if code.hold:
+        # Test the unscaled x: scaling flushes the smallest float32 subnormals to zero.
+        steps = steps.maximum(bits_of(x).clamp(max=1))
+    if code.signed:
+        steps = steps | (((bits >> 31) & 1) << code.magnitude_bits)
+    return steps << shift
 
 
 def decode(code: Code, word: Tensor, shift: int, scale: Tensor | None = None) -> Tensor:
@@ -92,75 +95,28 @@ def decode(code: Code, word: Tensor, shift: int, scale: Tensor | None = None) ->
     """
     if code.bits == 64:
         return word.view(torch.float64)
-    if code.is_window:
-        return _decode_window(code, word, shift, scale)
-    aligned = _moved(word, dropped_bits(code) - shift)
-    if code.bits < 32:
-        aligned = aligned & (-(1 << dropped_bits(code)) & (-1 if code.signed else MAGNITUDE))
-    return float_of(aligned)
-
-
-def _encode_window(
-    code: Code, x: Tensor, addend: Addend, shift: int, scale: Tensor | None
-) -> Tensor:
-    """Encode a small float with subnormals.
-
-    Scale by a power of two, so that its exponent field begins at zero.
-    """
-    within = x if scale is None else x * scale
-    bits = bits_of(within * 2.0 ** -_scale(code))
-    dropped = dropped_bits(code)
-    magnitude = (
-        bits & MAGNITUDE
-    )  # also for unsigned codes: -0 and a negative NaN would fill the word
-    magnitude = magnitude.clamp(max=_last_step(code) << dropped)
-    step = (magnitude + addend_of(magnitude, dropped, addend)) >> dropped
-    if code.hold:
-        # Test the unscaled x: scaling flushes the smallest float32 subnormals to zero.
-        step = step.maximum(bits_of(x).clamp(max=1))
-    step = _moved(step, shift)
-    if not code.signed:
-        return step
-    # A NaN has no sign: to a negative one an added mantissa carries into the sign.
-    sign = bits & (bits + MANTISSA) & SIGN
-    place = shift + code.bits - 1
-    if place < 31:
-        sign = (sign >> (31 - place)) & (1 << place)
-    return step | sign
-
-
-def _decode_window(code: Code, word: Tensor, shift: int, scale: Tensor | None) -> Tensor:
-    steps = _last_step(code) << dropped_bits(code)
-    moved = _moved(word, dropped_bits(code) - shift)
-    place = shift + code.bits - 1
-    if not code.signed:
-        bits = moved & steps
-    elif place == 31:
-        bits = moved & (steps | SIGN)  # a right shift of an int32 keeps its sign in place
-    else:
-        bits = (moved & steps) | ((word << (31 - place)) & SIGN)
-    value = float_of(bits) * 2.0 ** _scale(code)
+    bits = ((word >> shift) & _last_step(code)) << dropped_bits(code)
+    if code.signed:
+        bits = bits | ((word << (31 - code.magnitude_bits - shift)) & SIGN)
+    value = _times_power(float_of(bits), _offset(code))
     return value if scale is None else value * scale
 
 
 def _last_step(code: Code) -> int:
-    """Return the largest magnitude of a window code in steps from zero.
+    """Return the largest magnitude of a code in steps from zero.
 
-    Larger values saturate to it.
+    Larger values of a window saturate to it.
     """
-    return (1 << (code.exponent_bits + code.mantissa_bits)) - 1
+    return (1 << code.magnitude_bits) - 1
 
 
-def _scale(code: Code) -> int:
-    """Return the offset between the window's exponents and float32's."""
+def _offset(code: Code) -> int:
+    """Return the offset between a code's exponents and float32's."""
     return code.lowest + 126
 
 
-def _moved(x: Tensor, places: int) -> Tensor:
-    """Shift left, or right (copying the sign) by a negative number."""
-    if places > 0:
-        return x << places
-    return x >> -places if places else x
+def _times_power(x: Tensor, exponent: int) -> Tensor:
+    return x * 2.0**exponent if exponent else x
 
 
 def finite_bound(bound: Tensor) -> Tensor:
@@ -191,62 +147,18 @@ def visible_value(visible: str, bits: Tensor) -> Tensor:
     Float16's are those of the value times 2^-112 as float32. Its infinities and NaNs become 65536
     and more.
     """
-    exponent = VISIBLE[visible][2]
-    value = float_of(bits)
-    return value * 2.0**-exponent if exponent else value
-
-
-def gradient_value(visible: str, bits: Tensor) -> Tensor:
-    """Return :func:`visible_value` of a gradient, but keep infinities and NaNs."""
-    value = visible_value(visible, bits)
-    if VISIBLE[visible][2]:
-        value = torch.where(value.abs() >= 65536.0, float_of(bits | EXPONENT), value)
-    return value
+    return _times_power(float_of(bits), -VISIBLE[visible][2])
 
 
 def visible_bits(visible: str, x: Tensor) -> Tensor:
     """Return the bits of a visible weight: the inverse of :func:`visible_value`."""
-    exponent = VISIBLE[visible][2]
-    return bits_of(x * 2.0**exponent) if exponent else bits_of(x)
+    return bits_of(_times_power(x, VISIBLE[visible][2]))
 
 
 def encode_visible(storage: Storage, x: Tensor, addend: Addend) -> Tensor:
-    """Round ``x`` to the visible format's bits.
-
-    Pass ``addend=0`` for a value of the format, or one beyond its end.
-    """
+    """Round ``x`` to the visible format's bits."""
     _, below, exponent = VISIBLE[storage.visible]
-    if exponent:
-        x = x * 2.0**exponent
-    return _in_range(storage, cut(x, below, addend))
-
-
-def encode_weight(
-    storage: Storage, x: Tensor, addend: Addend
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Split a weight of one part into the visible weight and its tail or master.
-
-    Return the visible bits, the signed tail or the master's bits (or ``None``), and the value of
-    both.
-    """
-    _, below, exponent = VISIBLE[storage.visible]
-    if storage.master:
-        bits = encode(storage.weight, x, 0, 0)
-        visible = encode_visible(storage, x.float(), half(below))
-        return visible, bits, decode(storage.weight, bits, 0)
-    if storage.visible == "float32":
-        bits = cut(x, 0, 0)
-        return bits, None, float_of(bits)
-    scaled = x * 2.0**exponent if exponent else x
-    if not storage.tail_bits:
-        visible = _in_range(storage, cut(scaled, below, addend))
-        return visible, None, visible_value(storage.visible, visible)
-    rounded = cut(scaled, dropped_bits(storage.weight), addend)
-    # Find the nearest visible value and the signed rest. Adding half of the tail's range carries
-    # exactly if the rest is negative. Only NaNs are large enough to wrap, and `cut` leaves none
-    # that does.
-    visible = _in_range(storage, (rounded + half(below)) & -(1 << below))
-    return visible, rounded - visible, visible_value(storage.visible, rounded)
+    return _in_range(storage, cut(_times_power(x, exponent), below, addend))
 
 
 def _in_range(storage: Storage, visible: Tensor) -> Tensor:
@@ -257,52 +169,33 @@ def _in_range(storage: Storage, visible: Tensor) -> Tensor:
     return (visible & MAGNITUDE).clamp(max=infinity) | (visible & SIGN)
 
 
-def decode_weight(storage: Storage, visible: Tensor, field: Tensor | None) -> Tensor:
-    """Return the stored weight of visible bits and their field: the inverse of
-    :func:`encode_weight`.
-
-    If the visible weight is not the rounded master, other code wrote it, and it replaces the
-    master. A tail moves a weight that other code wrote by at most half an ulp. It does not move a
-    written zero: a negative tail would make a NaN of its sign.
-    """
-    if field is None:
-        return visible_value(storage.visible, visible)
+def split_weight(storage: Storage, x: Tensor, addend: Addend) -> tuple[Tensor, Tensor | None]:
+    """Return the visible bits of a weight of one part, and the master's bits or the signed tail."""
+    _, below, exponent = VISIBLE[storage.visible]
     if storage.master:
-        seen = visible_value(storage.visible, visible)
-        stored = decode(storage.weight, field, 0)
-        is_outdated = encode_weight(storage, stored, 0)[0] != _in_range(storage, visible)
-        return torch.where(is_outdated, seen, stored)
-    total = visible + field
-    # The exclusive or is negative where the sign changes, and turns the sum back into the visible
-    # weight.
-    return visible_value(storage.visible, total ^ (total ^ visible).clamp(max=0))
+        visible = encode_visible(storage, x.float(), half(below))
+        return visible, encode(storage.weight, x, None, 0)
+    if not storage.tail_bits:
+        return encode_visible(storage, x, addend), None
+    bits = cut(_times_power(x, exponent), dropped_bits(storage.weight), addend)
+    # Find the nearest visible value and the signed rest. Adding half of the tail's range carries
+    # exactly if the rest is negative. Only NaNs are large enough to wrap, and `cut` leaves none
+    # that does.
+    visible = _in_range(storage, (bits + half(below)) & -(1 << below))
+    return visible, bits - visible
 
 
-def own_low(storage: Storage, lane: Lane, visible: Tensor, low: Tensor) -> Tensor:
-    """Return a low part, or 0 where both together do not round to the visible weight: other code
-    wrote that.
-    """
-    return torch.where(_is_own(storage, lane.visible, visible, low), low, 0.0)
+def _is_own(storage: Storage, bits: Tensor, low: Tensor) -> Tensor:
+    """Return whether a low part and the visible weight together round to it."""
+    total = visible_bits(storage.visible, visible_value(storage.visible, bits) + low)
+    return cut_to_even(total, VISIBLE[storage.visible][1]) == bits
 
 
-def _is_own(storage: Storage, bits: Tensor, visible: Tensor, low: Tensor) -> Tensor:
-    """Return whether a low part is at most half an ulp of the visible weight, and less where half
-    an ulp rounds to its even neighbour.
-    """
-    # In bits an ulp is the same number above and below a power of two.
-    away = visible_bits(storage.visible, visible + low) - bits
-    below = VISIBLE[storage.visible][1]
-    most = half(below) - ((bits >> below) & 1)
-    return (away >= -most) & (away <= most)
-
-
-def encode_low(storage: Storage, bits: Tensor, rest: Tensor, addend: Addend, shift: int) -> Tensor:
+def encode_low(storage: Storage, bits: Tensor, rest: Tensor, shift: int) -> Tensor:
     """Encode the low part of a visible weight: toward zero where the nearest one is not its own."""
-    code = storage.weight.part(1)
-    nearest = encode(code, rest, addend, shift)
-    visible = visible_value(storage.visible, bits)
-    is_own = _is_own(storage, bits, visible, decode(code, nearest, shift))
-    return torch.where(is_own, nearest, encode(code, rest, 0, shift))
+    nearest = encode(storage.weight, rest, None, shift)
+    is_own = _is_own(storage, bits, decode(storage.weight, nearest, shift))
+    return torch.where(is_own, nearest, encode(storage.weight, rest, 0, shift))
 
 
 def into_cell(storage: Storage, value: Tensor) -> Tensor:
@@ -369,22 +262,20 @@ def random_low_bits(storage: Storage, lane: Lane, random: Tensor) -> dict[str, T
         return {name: encode(storage.weight, value, 0, 0)}
     # Toward zero, since a low part of half an ulp would be a tie.
     rest = value - visible_value(storage.visible, lane.visible)
-    return {name: encode(storage.weight.part(1), rest, 0, shift)}
+    return {name: encode(storage.weight, rest, 0, shift)}
 
 
 def place_tail(storage: Storage, tail: Tensor, shift: int) -> Tensor:
     """Return a signed tail's bits at their position in a word, zeros elsewhere."""
-    dropped = dropped_bits(storage.weight)
-    return _moved(tail, shift - dropped) & (((1 << storage.tail_bits) - 1) << shift)
+    steps = tail >> dropped_bits(storage.weight)
+    return (steps & ((1 << storage.tail_bits) - 1)) << shift
 
 
 def take_tail(storage: Storage, word: Tensor, shift: int) -> Tensor:
     """Return the signed tail at ``shift`` in a word: the inverse of :func:`place_tail`."""
-    # Shift up to the sign, then down: the tail is signed, and its lowest bit belongs at the end of
-    # the cut. Clear the bits below it in the word; below bit 0 there are none.
-    dropped = dropped_bits(storage.weight)
-    tail = _moved(word, 32 - storage.tail_bits - shift) >> (32 - storage.tail_bits - dropped)
-    return tail & -(1 << dropped) if dropped and shift else tail
+    # Shift up to the sign, then down: the tail is signed.
+    up = 32 - storage.tail_bits
+    return (word << (up - shift)) >> up << dropped_bits(storage.weight)
 
 
 # ── a weight and its states ───────────────────────────────────────────────────────────────────────
@@ -413,7 +304,6 @@ class Values:
     compensation (Kahan's).
     """
 
-    visible: Tensor
     weight: Tensor
     low: Tensor | None
     states: tuple[Tensor, ...]
@@ -421,15 +311,13 @@ class Values:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """Hold the outputs of a step, int32 bits of the visible weight and of every field in place, and
-    the inputs of the audit.
-
-    ``changes`` are three, float32: intended, of the stored weight, of the visible weight.
+    """Hold the outputs of a step: int32 bits of the visible weight and of every field in place, and
+    the change that was intended.
     """
 
     visible: Tensor
     fields: dict[str, Tensor]
-    changes: tuple[Tensor, Tensor, Tensor]
+    intended: Tensor
 
 
 def lane_of(
@@ -503,11 +391,55 @@ def addends(storage: Storage, weight: Tensor, gradient: Tensor, seed: Tensor) ->
     return result
 
 
-def read(storage: Storage, lane: Lane, states: Sequence[str]) -> Values:
-    """Decode a lane's weight and the named states."""
-    visible = visible_value(storage.visible, lane.visible)
-    weight, low = _weight(storage, lane, visible)
-    return Values(visible, weight, low, tuple(read_state(storage, lane, name) for name in states))
+def read(storage: Storage, lane: Lane, states: Sequence[str] = ()) -> Values:
+    """Decode a lane's weight and the named states.
+
+    If the visible weight is not the rounded master, other code wrote it, and it replaces the
+    master. A low part that does not belong to it is 0. A tail moves a weight that other code wrote
+    by at most half an ulp. It does not move a written zero: a negative tail would make a NaN of its
+    sign.
+    """
+    weight = visible_value(storage.visible, lane.visible)
+    low = None
+    if storage.beside:
+        word, shift = lane.fields[storage.beside[0]]
+        if storage.master:
+            stored = decode(storage.weight, word, 0)
+            is_current = split_weight(storage, stored, None)[0] == _in_range(storage, lane.visible)
+            weight = torch.where(is_current, stored, weight)
+        elif storage.tail_bits:
+            total = lane.visible + take_tail(storage, word, shift)
+            # The exclusive or is negative where the sign changes, and turns the sum back into the
+            # visible weight.
+            back = (total ^ lane.visible).clamp(max=0)
+            weight = visible_value(storage.visible, total ^ back)
+        else:
+            low = decode(storage.weight, word, shift)
+            low = torch.where(_is_own(storage, lane.visible, low), low, 0.0)
+    return Values(weight, low, tuple(read_state(storage, lane, name) for name in states))
+
+
+def read_parts(storage: Storage, lane: Lane, name: str) -> tuple[Tensor, ...]:
+    """Decode the parts of a state, or of the weight."""
+    if name == "weight":
+        values = read(storage, lane)
+        return (values.weight,) if values.low is None else (values.weight, values.low)
+    code = storage.code(name)
+    parts = []
+    for place, part in enumerate((name, *low_parts(name, code))):
+        parts.append(decode(code, *lane.fields[part], _scale(code, lane, name, place, 1)))
+    return tuple(parts)
+
+
+def read_state(storage: Storage, lane: Lane, name: str) -> Tensor:
+    """Return a state's float32 value: the sum of its parts."""
+    parts = read_parts(storage, lane, name)
+    return sum(parts[1:], parts[0])
+
+
+def read_weight(storage: Storage, lane: Lane) -> Tensor:
+    """Return the stored weight with all its parts."""
+    return read_state(storage, lane, "weight")
 
 
 def write(
@@ -524,88 +456,56 @@ def write(
     ``states`` are the new states by name.
     """
     addend = addends(storage, old.weight, lane.gradient, seed)
-    fields: dict[str, Tensor] = {}
-    if old.low is not None:
+    if old.low is None:
+        visible, fields = write_weight(storage, lane, old.weight + change, addend["weight"])
+    else:
         # Kahan's order: add the compensation to the change first, so that the weight absorbs
         # neither.
         total = old.low + change
-        visible = encode_visible(storage, old.visible + total, addend["weight"])
-        moved = visible_value(storage.visible, visible) - old.visible
-        shift = lane.fields["weight_low"][1]
-        fields["weight_low"] = encode_low(storage, visible, total - moved, addend["weight"], shift)
-        taken = moved + (decode(storage.weight, fields["weight_low"], shift) - old.low)
-    else:
-        weight = old.weight + change
-        visible, fields, stored = _split_weight(storage, lane, weight, addend["weight"])
-        taken = stored - old.weight
+        visible = encode_visible(storage, old.weight + total, None)
+        rest = total - (visible_value(storage.visible, visible) - old.weight)
+        fields = _low_field(storage, lane, visible, rest)
     for name, value in states.items():
         fields |= write_state(storage, lane, name, value, addend[name])
-    seen = visible_value(storage.visible, visible) - old.visible
-    return Written(visible, fields, (change, taken, seen))
+    return Written(visible, fields, change)
 
 
-def _weight(storage: Storage, lane: Lane, visible: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return the float32 that the rule reads, and Kahan's compensation if there is one."""
-    if not storage.beside:
-        return visible, None
-    word, shift = lane.fields[storage.beside[0]]
-    if storage.weight.parts > 1 and not storage.master:
-        return visible, own_low(storage, lane, visible, decode(storage.weight, word, shift))
-    if not storage.master:
-        word = take_tail(storage, word, shift)
-    return decode_weight(storage, lane.visible, word), None
-
-
-def read_parts(storage: Storage, lane: Lane, name: str) -> tuple[Tensor, ...]:
-    """Decode the parts of a state, or of a weight that is an expansion."""
-    code = storage.code(name)
-    parts = []
-    for place, part in enumerate((name, *low_parts(name, code))):
-        if part == "weight":
-            parts.append(visible_value(storage.visible, lane.visible))
-        else:
-            parts.append(decode(code, *lane.fields[part], _back(code, lane.scales, name, place)))
-    if name == "weight":
-        parts[1] = own_low(storage, lane, parts[0], parts[1])
-    return tuple(parts)
-
-
-def read_state(storage: Storage, lane: Lane, name: str) -> Tensor:
-    """Return a state's float32 value: the sum of its parts."""
-    parts = read_parts(storage, lane, name)
-    return sum(parts[1:], parts[0])
-
-
-def read_weight(storage: Storage, lane: Lane) -> Tensor:
-    """Return the stored weight with all its parts."""
-    if storage.weight.parts > 1:
-        return read_state(storage, lane, "weight")
-    return _weight(storage, lane, visible_value(storage.visible, lane.visible))[0]
+def write_parts(
+    storage: Storage, lane: Lane, change: Tensor, parts: Mapping[str, Sequence[Tensor]]
+) -> Written:
+    """Round a weight and states given in parts, each part to the nearest: the inverse of
+    :func:`read_parts`.
+    """
+    weight, low = parts["weight"]
+    visible = encode_visible(storage, weight, None)
+    fields = _low_field(storage, lane, visible, low)
+    for name in dict(storage.states):
+        names = (name, *low_parts(name, storage.code(name)))
+        for place, (part, value) in enumerate(zip(names, parts[name], strict=True)):
+            fields[part] = _encode_part(storage, lane, name, place, value, None)
+    return Written(visible, fields, change)
 
 
 def write_weight(
     storage: Storage, lane: Lane, value: Tensor, addend: Addend
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the visible bits of a float32 weight, and its fields in place."""
-    if storage.weight.parts > 1:
-        seen = _first_part(storage, value, addend)
-        visible = encode_visible(storage, seen, 0)
-        shift = lane.fields["weight_low"][1]
-        return visible, {"weight_low": encode_low(storage, visible, value - seen, addend, shift)}
-    return _split_weight(storage, lane, value, addend)[:2]
-
-
-def _split_weight(
-    storage: Storage, lane: Lane, value: Tensor, addend: Addend
-) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-    """Return the visible bits of a weight of one part, its field in place, and the float32 of both."""
-    visible, field, stored = encode_weight(storage, value, addend)
+    if storage.weight.parts > 1 and not storage.master:
+        visible = encode_visible(storage, value, None)
+        rest = value - visible_value(storage.visible, visible)
+        return visible, _low_field(storage, lane, visible, rest)
+    visible, field = split_weight(storage, value, addend)
     if field is None:
-        return visible, {}, stored
-    name = storage.beside[0]
-    if not storage.master:
+        return visible, {}
+    (name,) = storage.beside
+    if storage.tail_bits:
         field = place_tail(storage, field, lane.fields[name][1])
-    return visible, {name: field}, stored
+    return visible, {name: field}
+
+
+def _low_field(storage: Storage, lane: Lane, visible: Tensor, rest: Tensor) -> dict[str, Tensor]:
+    (name,) = storage.beside
+    return {name: encode_low(storage, visible, rest, lane.fields[name][1])}
 
 
 def write_state(
@@ -615,15 +515,45 @@ def write_state(
     code = storage.code(name)
     fields = {}
     rest = value
-    names = (name, *low_parts(name, code))
-    for place, part in enumerate(names):
-        shift = lane.fields[part][1]
-        into = _into(code, lane.scales, name, place)
-        fields[part] = encode(code.part(place), rest, addend, shift, into)
-        if part != names[-1]:
-            scale = None if into is None else reciprocal(into)
-            rest = rest - decode(code, fields[part], shift, scale)
+    for place, part in enumerate((name, *low_parts(name, code))):
+        fields[part] = _encode_part(storage, lane, name, place, rest, addend)
+        if place + 1 < code.parts:
+            into = _scale(code, lane, name, place, 0)
+            back = None if into is None else reciprocal(into)
+            rest = rest - decode(code, fields[part], lane.fields[part][1], back)
     return fields
+
+
+def _encode_part(
+    storage: Storage, lane: Lane, name: str, place: int, value: Tensor, addend: Addend
+) -> Tensor:
+    code = storage.code(name)
+    shift = lane.fields[(name, *low_parts(name, code))[place]][1]
+    return encode(code.part(place), value, addend, shift, _scale(code, lane, name, place, 0))
+
+
+def _scale(code: Code, lane: Lane, name: str, place: int, way: int) -> Tensor | None:
+    """Return the multiplier into the window of a scaled code's part (0), or out of it (1).
+
+    Each part is finer by the bits of the one before.
+    """
+    if not code.scaled:
+        return None
+    finer = place * (code.mantissa_bits + 1)
+    return lane.scales[name][way] * 2.0 ** (-finer if way else finer)
+
+
+def changes(storage: Storage, lane: Lane, written: Written) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the changes of a step for an audit, float32: intended, of the stored weight, of the
+    visible weight.
+    """
+    fields = dict(lane.fields)
+    for name, bits in written.fields.items():
+        fields[name] = bits, lane.fields[name][1]
+    after = Lane(written.visible, lane.gradient, fields, lane.scales)
+    stored = read_weight(storage, after) - read_weight(storage, lane)
+    old, new = [visible_value(storage.visible, bits) for bits in (lane.visible, written.visible)]
+    return written.intended, stored, new - old
 
 
 def num_at_end(storage: Storage, written: Written, lane: Lane) -> Tensor:
@@ -636,69 +566,11 @@ def num_at_end(storage: Storage, written: Written, lane: Lane) -> Tensor:
         code = storage.code(name)
         if code.is_window and not code.scaled:
             shift = lane.fields[name][1]
-            steps = _moved(written.fields[name], -shift) & _last_step(code)
-            at_ends.append((steps == _last_step(code)).to(written.changes[0].dtype))
+            steps = (written.fields[name] >> shift) & _last_step(code)
+            at_ends.append((steps == _last_step(code)).to(written.intended.dtype))
     if not at_ends:
-        return torch.zeros_like(written.changes[0])
+        return torch.zeros_like(written.intended)
     return reduce(torch.maximum, at_ends)
-
-
-def write_parts(
-    storage: Storage,
-    lane: Lane,
-    old: Sequence[Tensor],
-    change: Tensor,
-    parts: Mapping[str, Sequence[Tensor]],
-) -> Written:
-    """Round a weight and states given in parts, each part to the nearest: the inverse of
-    :func:`read_parts`.
-
-    ``old`` are the parts of the weight before the step, ``change`` is its intended change, and
-    ``parts`` are the new weight's and each state's, by name; float32.
-    """
-    weight, low = parts["weight"]
-    seen = _first_part(storage, weight, None)
-    visible = encode_visible(storage, seen, 0)
-    shift = lane.fields["weight_low"][1]
-    fields = {"weight_low": encode_low(storage, visible, low, None, shift)}
-    moved = seen - old[0]
-    taken = moved + (decode(storage.weight.part(1), fields["weight_low"], shift) - old[1])
-    for name in dict(storage.states):
-        code = storage.code(name)
-        for place, part in enumerate((name, *low_parts(name, code))):
-            shift = lane.fields[part][1]
-            into = _into(code, lane.scales, name, place)
-            fields[part] = encode(code.part(place), parts[name][place], None, shift, into)
-    return Written(visible, fields, (change, taken, moved))
-
-
-def _first_part(storage: Storage, value: Tensor, addend: Addend) -> Tensor:
-    """Return the visible weight of an expansion. Its format holds a NaN, also where its code has
-    none.
-    """
-    code = storage.weight
-    seen = decode(code, encode(code, value, addend, 0), 0)
-    return torch.where(value.isnan(), value, seen) if code.is_window else seen
-
-
-def _back(
-    code: Code, scales: Mapping[str, tuple[Tensor, Tensor]], name: str, place: int
-) -> Tensor | None:
-    """Return the multiplier out of the window of a scaled code's part.
-
-    Each part is finer by the bits of the one before.
-    """
-    if not code.scaled:
-        return None
-    return scales[name][1] * 2.0 ** -(place * (code.mantissa_bits + 1))
-
-
-def _into(
-    code: Code, scales: Mapping[str, tuple[Tensor, Tensor]], name: str, place: int
-) -> Tensor | None:
-    if not code.scaled:
-        return None
-    return scales[name][0] * 2.0 ** (place * (code.mantissa_bits + 1))
 
 
 # ── a tensor of its own ───────────────────────────────────────────────────────────────────────────

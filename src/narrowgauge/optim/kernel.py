@@ -110,7 +110,6 @@ def in_expansions(inputs: Inputs) -> Written:
     # NaNs of weights and gradients may have any payload. Rounding to few bits would carry it into
     # the sign.
     high, low = map(quiet, codes.read_parts(storage, lane, "weight"))
-    weight = high, low
     exp_avg = codes.read_parts(storage, lane, rule.states[0])
     exp_avg_sq = codes.read_parts(storage, lane, rule.states[1])
     gradient = quiet(lane.gradient * scalars["gradient_scale"])
@@ -119,7 +118,7 @@ def in_expansions(inputs: Inputs) -> Written:
     is_finite = high.abs() < math.inf
     new[0] = torch.where(is_finite, new[0][0], high), torch.where(is_finite, new[0][1], low)
     parts = dict(zip(("weight", *rule.states), new, strict=True))
-    return codes.write_parts(storage, lane, weight, change, parts)
+    return codes.write_parts(storage, lane, change, parts)
 
 
 def average(

@@ -30,11 +30,11 @@ def disk_error(path: Path, error: Exception) -> RecordError:
 
     On a full disk it gives the free bytes.
     """
-    error = system_error(error) or OSError(str(error))
-    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-        status = 1 if error.errno in (errno.EIO, errno.EFBIG) else 2
+    number = system_error(error) or 0
+    if number not in (errno.ENOSPC, errno.EDQUOT):
+        status = 1 if number in (errno.EIO, errno.EFBIG) else 2
         advice = "Check the path and who may write there."
-        return RecordError(f"Cannot use {path}: {error.strerror or error}.", advice, status=status)
+        return RecordError(f"Cannot use {path}: {os.strerror(number)}.", advice, status=status)
     place = path.absolute()
     while not place.exists():
         place = place.parent
@@ -48,17 +48,14 @@ def damaged(file: Path, reason: object) -> RecordError:
     return RecordError(f"{file} is damaged: {reason}.", "Restore the file from a copy.")
 
 
-def system_error(error: BaseException) -> OSError | None:
-    """Return an error of the operating system, also one that another error's message quotes, as
-    safetensors does.
+def system_error(error: BaseException) -> int | None:
+    """Return the number of an error of the operating system, also of one that another error's message
+    quotes, as safetensors does.
     """
     if isinstance(error, OSError):
-        return error
+        return error.errno
     quoted = re.search(r"os error (\d+)", str(error))
-    if quoted is None:
-        return None
-    number = int(quoted[1])
-    return OSError(number, os.strerror(number))
+    return None if quoted is None else int(quoted[1])
 
 
 @contextlib.contextmanager

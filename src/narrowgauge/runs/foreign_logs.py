@@ -15,7 +15,7 @@ from typing import Any
 
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.atomic_io import damaged, disk_errors, load_json
-from narrowgauge.runs.schema import EVAL, STEP, Row, short
+from narrowgauge.runs.schema import EVAL, STEP, Row
 from narrowgauge.spec.toml import load_data
 
 NAMES: dict[str, list[str]] = load_data("log_names", "runs")
@@ -50,18 +50,11 @@ def _rows_of(file: Path) -> tuple[list[Row], Row]:
     """Return the rows of a log, and the state that holds them: of a Trainer's, else none."""
     if file.name == _STATE:
         state: Row = load_json(file.read_bytes())
-        rows = state["log_history"]
-        if not isinstance(rows, list) or {type(row) for row in rows} - {dict}:
-            raise ValueError("it holds no list of objects")
-        return rows, state
+        return state["log_history"], state
     text = file.read_text(encoding="utf-8-sig", errors="replace")
-    rows = list(csv.DictReader(io.StringIO(text), strict=True))
-    if rows and None in rows[-1].values() and not text.endswith("\n"):
-        rows.pop()  # one that is being written
-    for number, row in enumerate(rows, 2):
-        if None in row or None in row.values():
-            raise ValueError(f"line {number} has not as many values as the first line has names")
-    return rows, {}
+    rows: list[Row] = list(csv.DictReader(io.StringIO(text), strict=True))
+    # A row with other values than names is damaged, or being written.
+    return [row for row in rows if None not in row and None not in row.values()], {}
 
 
 def _by_step(rows: list[Row], shift: int) -> dict[int, Row]:
@@ -78,29 +71,23 @@ def _by_step(rows: list[Row], shift: int) -> dict[int, Row]:
         raise ValueError(f"it has no column of steps ({', '.join(NAMES['step'][2:])})")
     by_step: dict[int, Row] = {}
     for row in rows:
-        step = _number(step_name, row)
-        if step is None:
+        step = _number(row.get(step_name))
+        if step is None or not step.is_integer():
             continue
-        if not step.is_integer():
-            raise ValueError(f"column '{step_name}' holds {step}, which is not a whole number")
         columns = by_step.setdefault(int(step) + shift, {})
-        for column, name in known.items():
-            value = _number(name, row)
-            if value is not None:
-                columns[column] = value
+        values = {column: _number(row.get(name)) for column, name in known.items()}
+        columns |= {column: value for column, value in values.items() if value is not None}
     with_loss = [step for step, row in by_step.items() if "loss" in row]
     first = int(min(with_loss, default=1) == 0)
     return {step + first: by_step[step] for step in sorted(by_step)}
 
 
-def _number(name: str | None, row: Row) -> float | None:
-    if name is None or row.get(name) in (None, ""):
-        return None
-    value = row[name]
+def _number(value: Any) -> float | None:
+    """Return a value of a log as a number; ``None`` if it is none."""
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError):
-        raise ValueError(f"column '{name}' holds {short(value)}, which is not a number") from None
+        return None
 
 
 def log_file(path: Path) -> Path | None:
@@ -119,6 +106,7 @@ def log_file(path: Path) -> Path | None:
 
 
 def is_log(path: Path) -> bool:
+    """Return whether a path is a log that can be read, or a folder with one."""
     with disk_errors(path):
         return log_file(path) is not None
 
@@ -137,7 +125,7 @@ def read_log(path: Path) -> dict[str, Any] | None:
         try:
             rows, state = _rows_of(file)
             by_step = _by_step(rows, shift=int(file.name == _METRICS))
-        except (ValueError, LookupError, TypeError, csv.Error, RecursionError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, csv.Error) as error:
             raise damaged(file, error) from error
     steps = []
     evals = []
@@ -157,18 +145,13 @@ def read_log(path: Path) -> dict[str, Any] | None:
     summary: Row = {"steps": max(by_step)}
     if evals:
         summary["val_loss"] = evals[-1]["val_loss"]
-    config = {}
-    is_finished = True
-    planned = state.get("max_steps")
-    done = state.get("global_step")
-    if isinstance(planned, int) and isinstance(done, int) and planned > 0:
-        config["steps"] = planned
-        is_finished = done >= planned
+    planned = state.get("max_steps") or 0
+    is_finished = state.get("global_step", planned) >= planned
     if path.is_file() and file.name in (_STATE, _METRICS):
         path = path.parent
     return {
         "path": path,
-        "run": {"config": config, SOURCE: {"file": str(file)}},
+        "run": {"config": {"steps": planned} if planned else {}, SOURCE: {"file": str(file)}},
         "steps": steps,
         "evals": evals,
         "summary": summary if is_finished else None,

@@ -1,7 +1,7 @@
 """What a path holds: one answer for every command that reads or writes a folder.
 
-``train``, ``resume``, ``compare``, ``report``, ``tokenize`` and ``export`` ask here before they
-write. What is not ours is refused, and so is what another process is writing.
+``train``, ``compare``, ``report``, ``tokenize`` and ``export`` ask here before they write. What is not
+ours is refused, and so is what another process is writing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from narrowgauge.errors import RecordError
-from narrowgauge.runs.atomic_io import TEMPORARY, disk_errors, read_bytes, sync
+from narrowgauge.runs.atomic_io import TEMPORARY, disk_errors, sync
 from narrowgauge.runs.finding import told
 from narrowgauge.runs.foreign_logs import LOGS, is_log
 
@@ -28,6 +28,7 @@ PAGE_MARK = b'<meta name="generator" content="Narrowgauge">'
 
 
 def is_run(path: Path) -> bool:
+    """Return whether a folder holds a run of ours."""
     with disk_errors(path):
         return (path / "run.toml").is_file()
 
@@ -47,13 +48,13 @@ def is_page(file: Path) -> bool:
 def require_free(path: str | Path) -> None:
     """Refuse to begin a run in a run, in a file, or over files that a run would overwrite."""
     path = Path(path)
-    with disk_errors(path):
-        if is_run(path):
-            raise RecordError(
-                f"Cannot create a run in {path}: a run is there already.",
-                f"Choose another folder, or go on with {_continuation(path)}.",
-            )
-        require_no_file(path, [f"{name}.jsonl" for name in ROW_FILES])
+    if is_run(path):
+        raise RecordError(
+            f"Cannot create a run in {path}: a run is there already.",
+            f"Choose another folder, or go on with narrowgauge train --out {path}, or with "
+            "RunRecorder(…, resume=True) in its program.",
+        )
+    require_no_file(path, [f"{name}.jsonl" for name in ROW_FILES])
 
 
 def require_no_file(path: Path, names: Iterable[str], task: str = "create a run in") -> None:
@@ -75,39 +76,25 @@ def require_comparison(folder: Path, runs: Iterable[str]) -> None:
     Args:
         runs: the names of the runs' folders. A run may be there already.
     """
-    require_no_file(folder, ["run.toml"], "compare in")
+    names = ["run.toml"]
     page = folder / "report.html"
-    has_run = False
     for name in runs:
-        if is_run(folder / name):
-            has_run = True
-        else:
+        if not is_run(folder / name):
             require_free(folder / name)
     if page.exists() and not is_page(page):
-        require_no_file(folder, ["report.html"], "compare in")
-    if not has_run and not page.exists():
-        require_no_file(folder, ["compare.json"], "compare in")
+        names.append("report.html")
+    if not page.exists() and not any(is_run(folder / name) for name in runs):
+        names.append("compare.json")
+    require_no_file(folder, names, "compare in")
 
 
 def require_empty(path: Path) -> None:
     """Refuse to write a folder where something is."""
-    problem = ""
     with disk_errors(path):
+        names = []
         if path.is_dir():
             names = [name for name in os.listdir(path) if not name.startswith(TEMPORARY)]
-            if names:
-                problem = f"the folder is not empty (it holds {min(names)})"
-        elif path.exists():
-            problem = "it is a file"
-    if problem:
-        raise RecordError(f"Cannot write {path}: {problem}.", "Choose another folder.")
-
-
-def _continuation(path: Path) -> str:
-    """Return what continues the run in a folder: its record says which program wrote it."""
-    if b"\n[recorder]" in (read_bytes(path / "run.toml") or b""):
-        return "RunRecorder(…, resume=True) in its program"
-    return f"narrowgauge train --out {path}"
+    require_no_file(path, names, "write")
 
 
 @contextlib.contextmanager
@@ -120,9 +107,8 @@ def new_folder(path: Path) -> Iterator[Path]:
     temporary = path.with_name(f"{TEMPORARY}{path.name}-{os.getpid()}")
     with disk_errors(path):
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir()
+            temporary.mkdir(parents=True)
             yield temporary
             for file in (*temporary.iterdir(), temporary):
                 sync(file)

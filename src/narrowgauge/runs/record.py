@@ -3,36 +3,30 @@ damage.
 
 ::
 
-    run.toml            all settings, with versions; a resume or the first forward pass may replace it
+    run.toml            all settings, with versions; a resume may replace it
     steps.jsonl         a row per optimizer step
     evals.jsonl         a row per evaluation
     events.jsonl        a row per event
     gauges.jsonl        a row per step that the gauges sampled
-    fingerprints.jsonl  a row per hashed step, with --fingerprints-every
+    fingerprints.jsonl  a row per hashed step
     summary.json        the metrics of the finished run
-    checkpoints/        see checkpoints/saving.py
 
-The columns are in data/columns.toml. Rows are a log: a damaged row costs that row, and readers drop
-it with a note. The last field of a row, ``crc``, is the CRC-32 of its text, so no damage passes for
-a value. At any moment the last line may be torn, which is dropped without a note. What a run needs
-to go on is in run.toml and its checkpoint.
+The columns are in data/columns.toml. Rows are a log: readers drop a row that does not parse, with a
+note. At any moment the last line may be torn, which is dropped without a note.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
-from datetime import date, time
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.atomic_io import damaged, load_json, read_bytes
 from narrowgauge.runs.finding import counted
 from narrowgauge.runs.foreign_logs import SOURCE, read_log
 from narrowgauge.runs.places import is_run, only_run
-from narrowgauge.runs.schema import REQUIRED, VERSION, Row, is_whole, short
+from narrowgauge.runs.schema import VERSION, Row, is_whole, short
 from narrowgauge.spec.toml import load_toml
 
 
@@ -58,10 +52,7 @@ class Run:
 
     @cached_property
     def gauges(self) -> list[Row]:
-        """Return the rows of ``gauges.jsonl``.
-
-        Read them on first use: they are by far the largest.
-        """
+        """Return the rows of ``gauges.jsonl``, read on first use: they are by far the largest."""
         return self.read("gauges")
 
     @cached_property
@@ -70,8 +61,11 @@ class Run:
         return self.read("fingerprints")
 
     def read(self, kind: str) -> list[Row]:
-        """Read the rows of a kind from the folder. Add notes about damaged and lost ones."""
-        return read_rows(self.path / f"{kind}.jsonl", self.notes)
+        """Read the rows of a kind. Drop those that do not parse, with a note."""
+        if self.is_foreign:
+            return []
+        rows = rows_in(self.path / f"{kind}.jsonl", self.notes)
+        return [row for _, row in rows if row is not None]
 
     @property
     def is_foreign(self) -> bool:
@@ -113,20 +107,16 @@ def read_run(path: str | Path) -> Run:
         >>> folder = Path(tempfile.mkdtemp(), "first")
         >>> from narrowgauge.runs import RunWriter
         >>> with RunWriter.create(folder, {"recipe": "bfloat16/word"}) as writer:
-        ...     writer.append("steps", {"step": 1, "loss": float("nan")})
+        ...     _ = writer.append("steps", {"step": 1, "loss": float("nan")})
         >>> read_run(folder).steps
         [{'step': 1, 'loss': nan}]
     """
     path = only_run(path)
     log = None if is_run(path) else read_log(path)
     if log is not None:
-        run = Run(**log)
-        # A log has none of them, and its path may be a file.
-        vars(run).update(gauges=[], fingerprints=[])
-        return run
-    settings = read_settings(path)
+        return Run(**log)
     notes: list[str] = []
-    run = Run(path, settings, summary=read_summary(path / "summary.json", notes), notes=notes)
+    run = Run(path, read_settings(path), summary=_read_summary(path, notes), notes=notes)
     for kind in ("steps", "evals", "events"):
         getattr(run, kind).extend(run.read(kind))
     return run
@@ -145,11 +135,16 @@ def read_settings(path: Path) -> Row:
         )
     try:
         run: Row = load_toml(data.decode())
-        if wrong := wrong_setting(run):
-            raise ValueError(wrong)
     except ValueError as error:
         raise damaged(file, error) from error
-    _require_known(run, path)
+    version = run.get("schema_version")
+    if wrong := wrong_setting(run):
+        raise damaged(file, wrong)
+    if version != VERSION:
+        raise RecordError(
+            f"The run {path} has record schema {version}; this version reads {VERSION}.",
+            "Read it with the version that wrote it.",
+        )
     return run
 
 
@@ -158,68 +153,48 @@ def wrong_setting(run: Row) -> str:
     for name in ("config", "data"):
         if not isinstance(run.get(name, {}), dict):
             return f"its '{name}' is not a table"
-    config = config_of(run)
-    counts = {"schema_version": run.get("schema_version"), "seed": 0, "steps": 0, **config}
+    counts = {"schema_version": run.get("schema_version"), "seed": 0, "steps": 0, **config_of(run)}
     for name in ("schema_version", "seed", "steps"):
-        value = counts[name]
-        if not is_whole(value):
-            return f"its {name} = {short(value)} is not a whole number"
+        if not is_whole(counts[name]):
+            return f"its {name} = {short(counts[name])} is not a whole number"
     return ""
 
 
-def _require_known(table: Row, path: Path) -> None:
-    version = table.get("schema_version", VERSION)
-    if version != VERSION:
-        raise RecordError(
-            f"The run {path} has record schema {version}; this version reads {VERSION}.",
-            "Read it with the version that wrote it.",
-        )
-
-
-def read_summary(file: Path, notes: list[str]) -> Row | None:
-    """Return the metrics of a finished run.
-
-    Without them, or if they are damaged, the run is not finished.
-    """
-    data = read_bytes(file)
-    if data is None:
-        return None
+def _read_summary(path: Path, notes: list[str]) -> Row | None:
+    """Return the metrics of a finished run; without them, or if they are damaged, it is not finished."""
+    data = read_bytes(path / "summary.json")
     try:
-        summary = dict(load_json(data))
+        return None if data is None else dict(load_json(data))
     except (ValueError, TypeError) as error:
-        notes.append(f"{file.name} is damaged ({error}) and was left out")
+        notes.append(f"summary.json is damaged ({error}) and was left out")
         return None
-    _require_known(summary, file.parent)
-    return summary
 
 
-# ── the lines of a file: one write appends a row and its newline ──────────────────────────────────
-
-
-def read_rows(file: Path, notes: list[str]) -> list[Row]:
-    """Return the rows of a file. Drop those that do not parse, and add a note about them."""
-    _, rows = read_lines(file)
-    notes.extend(note_of(file, rows))
-    return [row for row in rows if row is not None]
-
-
-def read_lines(file: Path) -> tuple[list[bytes], list[Row | None]]:
-    """Return the whole lines of a file, and the row of each: ``None`` of one that does not parse.
+def rows_in(file: Path, notes: list[str]) -> list[tuple[bytes, Row | None]]:
+    """Return the whole lines of a file with their rows: ``None`` of one that does not parse, with a
+    note.
 
     A last line without a newline is torn, and is no line.
     """
-    *texts, _ = (read_bytes(file) or b"").split(b"\n")
-    rows: list[Row | None] = []
-    last = -math.inf
-    for text in texts:
-        row = _parsed(file.stem, text)
+    *lines, _ = (read_bytes(file) or b"").split(b"\n")
+    rows: list[tuple[bytes, Row | None]] = []
+    first = 0
+    last = -1
+    for number, line in enumerate(lines, 1):
+        row = _parsed(file.stem, line)
         if row is not None and file.stem == "steps":
             if row["step"] <= last:  # a damaged step
                 row = None
             else:
                 last = row["step"]
-        rows.append(row)
-    return texts, rows
+        if row is None:
+            first = first or number
+        rows.append((line, row))
+    if first:
+        number = sum(row is None for _, row in rows)
+        count = counted(number, "damaged row")
+        notes.append(f"{file.name} has {count} of {len(rows)}, the first in line {first}; left out")
+    return rows
 
 
 def _parsed(kind: str, line: bytes) -> Row | None:
@@ -229,29 +204,6 @@ def _parsed(kind: str, line: bytes) -> Row | None:
         return None
     if not isinstance(row, dict) or not is_whole(row.get("step")):
         return None
-    for name in REQUIRED[kind]:
-        if row.get(name) is None:
-            return None
+    if kind == "events" and row.get("what") is None:
+        return None
     return row
-
-
-def note_of(file: Path, rows: list[Row | None]) -> list[str]:
-    """Return a sentence about the lines of a file that do not parse, if there are any."""
-    if None not in rows:
-        return []
-    number = counted(rows.count(None), "damaged row")
-    first = rows.index(None) + 1
-    return [f"{file.name} has {number} of {len(rows)}, the first in line {first}; left out"]
-
-
-def toml_value(value: Any) -> Any:
-    """Return a value that TOML has: without ``None``, numbers of NumPy and PyTorch as Python's, all
-    else as text.
-    """
-    if hasattr(value, "tolist"):
-        value = value.tolist()
-    if isinstance(value, dict):
-        return {str(key): toml_value(item) for key, item in value.items() if item is not None}
-    if isinstance(value, (list, tuple)):
-        return [toml_value(item) for item in value]
-    return value if isinstance(value, (bool, int, float, str, date, time)) else str(value)

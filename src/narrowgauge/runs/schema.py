@@ -1,24 +1,23 @@
 """The schema of a run's record: every column of every file in a run folder, defined once in
 ``data/columns.toml``.
 
-The writer and the reader check rows against these tables. The console and the documentation print
-them. Rows may hold further columns, which are not checked.
+The writer checks rows against these tables. The console and the documentation print them. Rows may
+hold further columns, which are not checked.
 
 A row of ``gauges.jsonl`` names each tensor once, as ``KIND:NAME``, and lists its metrics in the
 order of :data:`METRICS`::
 
     {"step": 20, "tensors": {"input:model.layers.0.mlp.down_proj": [4.2, 0.9, 0, ...]}, "updates": {...}, ...}
 
-A metric that does not apply is null. An empty table is left out. Histograms count the binary
-exponents of all tensors of a kind.
+A metric that does not apply is null. An empty table is left out.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from narrowgauge.spec.toml import load_data
 
@@ -33,68 +32,55 @@ UNAVAILABLE = "unavailable"
 results are not compared.
 """
 
-Type = Literal["step", "count", "number", "flag", "text", "recipe", "object", "lists"]
+STEPWISE = ("steps", "evals", "gauges", "fingerprints")
+"""The kinds of rows that have a step each. A resume rewrites them from its checkpoint on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column of a record: a row of ``data/columns.toml``, which explains the fields.
-
-    ``metrics`` are the entries of each list of a ``lists`` column, in order.
-    """
+    """One column of a record: a row of ``data/columns.toml``, which explains the fields."""
 
     name: str
-    type: Type
+    type: str
     help: str
     unit: str = ""
     label: str = ""
     format: str = "{}"
-    metrics: tuple[Column, ...] = ()
-
-    def show(self, value: Any) -> str:
-        """Format a value for the console."""
-        if self.format == "MiB":
-            return f"{value / 2**20:,.1f}"
-        return self.format.format(value)
 
     def text(self, row: Row) -> str:
         """Return the label and the row's value as the console prints them."""
-        return self.label.format(self.show(row[self.name]))
+        return self.label.format(self.cell(row))
 
     def cell(self, row: Row) -> str:
         """Return the row's value in a table; a dash where it has none."""
         value = row.get(self.name)
-        return "–" if value is None else self.show(value)
+        if value is None:
+            return "–"
+        if self.format == "MiB":
+            return f"{value / 2**20:,.1f}"
+        return self.format.format(value)
+
+
+def _columns(table: Row) -> dict[str, Column]:
+    return {name: Column(name, **row) for name, row in table.items()}
 
 
 _DATA = load_data("columns", "runs")
-TENSOR_KINDS: dict[str, str] = _DATA.pop("tensor_kinds")
-"""Every kind of tensor that gauges watch, and its meaning."""
-
-
-def _columns(table: Row, metrics: Mapping[str, dict[str, Column]]) -> dict[str, Column]:
-    columns = {}
-    for name, row in table.items():
-        columns[name] = Column(name, **row, metrics=tuple(metrics.get(name, {}).values()))
-    return columns
-
-
-_METRICS: dict[str, dict[str, dict[str, Column]]] = {}
-for _kind, _lists in _DATA.pop("metrics").items():
-    _METRICS[_kind] = {name: _columns(table, {}) for name, table in _lists.items()}
-TABLES = {kind: _columns(table, _METRICS.get(kind, {})) for kind, table in _DATA.items()}
+METRICS = {name: _columns(table) for name, table in _DATA.pop("metrics").items()}
+"""The entries of the lists of each table of a ``gauges.jsonl`` row, in order."""
+TABLES = {kind: _columns(table) for kind, table in _DATA.items()}
 """The columns of each file, by the file's stem."""
 STEP = TABLES["steps"]
 EVAL = TABLES["evals"]
-EVENT = TABLES["events"]
 SUMMARY = TABLES["summary"]
-METRICS = _METRICS["gauges"]
-"""The entries of the lists of each table of a ``gauges.jsonl`` row, in order."""
 
 
 def number(value: Any) -> float | None:
     """Return a number as a float, NaN and infinities too; ``None`` for anything else."""
-    return float(value) if isinstance(value, (int, float)) else None
+    try:
+        return float(value) if isinstance(value, (int, float)) else None
+    except OverflowError:  # a whole number beyond every float
+        return None
 
 
 def finite_number(value: Any) -> float | None:
@@ -104,28 +90,13 @@ def finite_number(value: Any) -> float | None:
         >>> finite_number(True), finite_number(float("nan")), finite_number("fast")
         (1.0, None, None)
     """
-    try:
-        real = number(value)
-    except OverflowError:  # a whole number beyond every float
-        return None
+    real = number(value)
     return real if real is not None and math.isfinite(real) else None
 
 
 def step_of(row: Row) -> int:
-    step = row.get("step")
-    return int(step) if isinstance(step, (int, float)) else 0
-
-
-# ── the check of a row ────────────────────────────────────────────────────────────────────────────
-
-STEPWISE = ("steps", "evals", "gauges", "fingerprints")
-"""The kinds of rows that have a step each. A resume rewrites them from its checkpoint on."""
-REQUIRED = {**dict.fromkeys(STEPWISE, ("step",)), "events": ("what", "step")}
-"""Columns that each row of a kind has."""
-_TOTALS = ("tokens", "seconds", "peak_memory_bytes")
-"""Numbers of a step that no curve needs."""
-_NUMBER: frozenset[type] = frozenset({int, float, bool, type(None)})
-_NUMERIC = ("count", "number", "flag")
+    """Return the step of a row; 0 if it has none."""
+    return int(finite_number(row.get("step")) or 0)
 
 
 def wrong_value(kind: str, row: Row) -> str:
@@ -139,37 +110,15 @@ def wrong_value(kind: str, row: Row) -> str:
     """
     columns = TABLES[kind]
     for name, value in row.items():
-        column = columns.get(name)
-        if column is None or (type(value) in _NUMBER and column.type in _NUMERIC):
-            continue  # most values, three times as fast
-        reason = _why_wrong(column, value)
-        if reason:
-            return reason
-    for name in REQUIRED.get(kind, ()):
-        if row.get(name) is None:
-            return f"no {name}"
-    step = row.get("step", 0)
-    if not is_whole(step):
-        return f"step = {short(step)}, which is not a whole number"
-    return ""
-
-
-def _why_wrong(column: Column, value: Any) -> str:
-    if column.type in _NUMERIC and type(value) not in _NUMBER:
-        return f"{column.name} = {short(value)}, which is not a number"
-    if column.type == "text" and not isinstance(value, str | None):
-        return f"{column.name} = {short(value)}, which is not text"
-    if column.type != "lists":
-        return ""
-    if not isinstance(value, dict):
-        return f"{column.name} = {short(value)}, which is not a table"
-    for name, numbers in value.items():
-        if numbers is None:
-            continue
-        if not isinstance(numbers, list):
-            return f"{name} = {short(numbers)} in {column.name}, which is not a list"
-        if not _NUMBER.issuperset(map(type, numbers)):
-            return f"{name} = {short(numbers)} in {column.name}, which are not numbers"
+        wanted = columns[name].type if name in columns else ""
+        if wanted in ("number", "count", "flag") and not isinstance(
+            value, (int, float, type(None))
+        ):
+            return f"{name} = {short(value)}, which is not a number"
+        if wanted == "text" and not isinstance(value, (str, type(None))):
+            return f"{name} = {short(value)}, which is not text"
+    if kind != "summary" and not is_whole(row.get("step")):
+        return f"step = {short(row.get('step'))}, which is not a whole number"
     return ""
 
 
@@ -179,6 +128,7 @@ def is_whole(value: Any) -> bool:
 
 
 def short(value: Any) -> str:
+    """Return the text of a value, of which at most 40 characters are shown."""
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
 
@@ -206,18 +156,16 @@ def numbers_of(kind: str, row: Row) -> dict[str, float]:
         >>> numbers_of("evals", {"step": 3, "val_loss": 2.5}), numbers_of("gauges", {"step": 1, "updates": {"w": [1.0]}})
         ({'validation/loss': 2.5}, {'edq/w': 1.0})
     """
-    numbers: dict[str, float | None] = {}
+    numbers: dict[str, Any] = {}
     if kind == "events":
-        value = row.get("value")
-        numbers[f"events/{row['what']}"] = 1.0 if value is None else value
+        numbers[f"events/{row['what']}"] = row.get("value") or 1
     elif kind == "evals":
         numbers["validation/loss"] = row.get("val_loss")
     elif kind == "gauges":
-        for table, tensor, metrics in gauge_metrics(row):
-            if table == "updates":
-                numbers[f"edq/{tensor}"] = metrics.get("edq")
+        for tensor, values in row.get("updates", {}).items():
+            numbers[f"edq/{tensor}"] = values[0]
     else:
         for name, value in row.items():
-            if name in STEP and STEP[name].type == "number" and name not in _TOTALS:
+            if name in STEP and STEP[name].type == "number":
                 numbers[f"train/{name}"] = value
     return {tag: float(value) for tag, value in numbers.items() if value is not None}

@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Mapping
 from contextlib import suppress
+from datetime import date, time
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,7 @@ import tomli_w
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.atomic_io import disk_errors, read_bytes, write_whole
 from narrowgauge.runs.places import ROW_FILES, FolderLock, require_free
-from narrowgauge.runs.record import (
-    note_of,
-    read_lines,
-    read_settings,
-    toml_value,
-    wrong_setting,
-)
+from narrowgauge.runs.record import read_settings, rows_in, wrong_setting
 from narrowgauge.runs.schema import STEPWISE, VERSION, Row, wrong_value
 
 
@@ -39,13 +34,12 @@ class RunWriter:
     Args:
         path: the run folder.
     Attributes:
-        notes: sentences about damaged and missing rows.
+        notes: sentences about damaged rows.
     Example:
         >>> import tempfile, narrowgauge as ng
         >>> folder = Path(tempfile.mkdtemp(), "own")
         >>> with RunWriter.create(folder, {"config": {"recipe": "bfloat16/word", "seed": 0}}) as writer:
-        ...     writer.append("steps", {"step": 1, "loss": 2.5})
-        ...     writer.append("events", {"step": 1, "what": "note", "text": "half of the data are seen"})
+        ...     _ = writer.append("steps", {"step": 1, "loss": 2.5})
         >>> ng.read_run(folder).steps
         [{'step': 1, 'loss': 2.5}]
     """
@@ -74,11 +68,7 @@ class RunWriter:
         try:
             writer._lock = FolderLock(writer.path)
             require_free(writer.path)  # another writer may have finished since
-            try:
-                writer.amend(run)
-            except BaseException:  # also an interrupt, once the file is there
-                (writer.path / "run.toml").unlink(missing_ok=True)
-                raise
+            writer.amend(run)
         except BaseException:
             if is_new:
                 with suppress(OSError):  # another writer may use it by now
@@ -96,30 +86,16 @@ class RunWriter:
         writer = cls(path)
         read_settings(writer.path)
         writer._lock = FolderLock(writer.path)
-        try:
-            for name in ROW_FILES:
-                writer.notes += writer._keep(name)
-        except BaseException:
-            writer.close()
-            raise
+        for name in ROW_FILES:
+            writer._keep(name)
         return writer
 
-    def rewind(self, step: int, *, first: int = 1) -> None:
+    def rewind(self, step: int) -> None:
         """Delete the rows after a step, and the summary, because a resume from its checkpoint
         writes them again. Keep the events.
-
-        Args:
-            step: the last optimizer step to keep.
-            first: the step of the first row.
         """
         for name in STEPWISE:
             self._keep(name, step)
-        num_expected = step + 1 - first
-        missing = num_expected - len(read_lines(self._file("steps"))[0])
-        if missing > 0:
-            self.notes.append(
-                f"steps.jsonl lacks {missing:,} of the {num_expected:,} steps before the checkpoint"
-            )
         (self.path / "summary.json").unlink(missing_ok=True)
 
     def amend(self, run: Row) -> None:
@@ -133,8 +109,8 @@ class RunWriter:
             raise RecordError(f"Cannot write the run {self.path}: {wrong}.", "Give a whole number.")
         write_whole(self.path / "run.toml", tomli_w.dumps(content).encode())
 
-    def append(self, kind: str, row: Row) -> None:
-        """Append a row to ``KIND.jsonl``: ``"steps"``, ``"evals"``, ``"gauges"`` or ``"fingerprints"``. Cost: about 40 µs."""
+    def append(self, kind: str, row: Row) -> Row:
+        """Append a row to ``KIND.jsonl``, and return it as written. Cost: about 40 µs."""
         if self._lock is None:
             raise RecordError(
                 f"Cannot write to {self.path} because its record is closed.",
@@ -147,23 +123,22 @@ class RunWriter:
             raise RecordError(
                 f"Cannot write this row of {kind}: {error}.", "Give numbers and text."
             ) from error
-        unwritten = f"{line}\n".encode()
-        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0)
-        with disk_errors(self._file(kind)):
-            descriptor = os.open(self._file(kind), flags, 0o644)
-            length = os.fstat(descriptor).st_size
+        file = self.path / f"{kind}.jsonl"
+        with disk_errors(file), file.open("ab", buffering=0) as stream:
+            length = stream.seek(0, os.SEEK_END)
+            unwritten = f"{line}\n".encode()
             try:
                 while unwritten:
-                    unwritten = unwritten[os.write(descriptor, unwritten) :]
+                    unwritten = unwritten[stream.write(unwritten) :]
             except OSError:
-                os.ftruncate(descriptor, length)
+                stream.truncate(length)
                 raise
-            finally:
-                os.close(descriptor)
+        return content
 
     def summary(self, row: Row) -> None:
         """Write ``summary.json``, replacing an earlier one."""
-        content = {"schema_version": VERSION, **self._checked("summary", row)}
+        values = {name: x for name, x in self._checked("summary", row).items() if x is not None}
+        content = {"schema_version": VERSION, **values}
         write_whole(self.path / "summary.json", json.dumps(content, indent=1).encode())
 
     def close(self) -> None:
@@ -178,24 +153,16 @@ class RunWriter:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _file(self, name: str) -> Path:
-        return self.path / f"{name}.jsonl"
-
-    def _keep(self, name: str, last_step: int | None = None) -> list[str]:
-        """Remove damaged lines, a torn last one, and rows after a step.
-
-        Return a note on the damaged ones.
-        """
-        file = self._file(name)
-        texts, rows = read_lines(file)
+    def _keep(self, name: str, last_step: float = float("inf")) -> None:
+        """Remove damaged lines, a torn last one, and rows after a step."""
+        file = self.path / f"{name}.jsonl"
         kept_lines = []
-        for text, row in zip(texts, rows, strict=True):
-            if row is not None and (last_step is None or row["step"] <= last_step):
-                kept_lines.append(text + b"\n")
+        for line, row in rows_in(file, self.notes):
+            if row is not None and row["step"] <= last_step:
+                kept_lines.append(line + b"\n")
         content = b"".join(kept_lines)
         if content != (read_bytes(file) or b""):
             write_whole(file, content)
-        return note_of(file, rows)
 
     def _checked(self, kind: str, row: Row) -> Row:
         """Convert the row to JSON values. Refuse a row that no reader would accept."""
@@ -217,5 +184,23 @@ def plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return list(map(plain, value))
     if hasattr(value, "item"):
-        return value.item()
+        try:
+            return value.item()
+        except (ValueError, RuntimeError) as error:
+            raise RecordError(
+                f"Cannot write a value that is not one number: {error}.", "Give numbers."
+            ) from error
     return str(value) if isinstance(value, Path) else value
+
+
+def toml_value(value: Any) -> Any:
+    """Return a value that TOML has: without ``None``, numbers of NumPy and PyTorch as Python's, all
+    else as text.
+    """
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, dict):
+        return {str(key): toml_value(item) for key, item in value.items() if item is not None}
+    if isinstance(value, (list, tuple)):
+        return [toml_value(item) for item in value]
+    return value if isinstance(value, (bool, int, float, str, date, time)) else str(value)

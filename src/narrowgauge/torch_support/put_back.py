@@ -9,54 +9,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-_BUILT_IN = vars(nn.Module()).keys()
-"""Attributes of every module: hooks, parameters, buffers and submodules."""
-_PLAIN = (type, FunctionType, MethodType, ModuleType, str, bytes, int, float, complex, type(None))
-
-
-def objects_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield each object that a model holds, with its name: also what lies in plain attributes, such
-    as modules in a list.
-
-    Example:
-        >>> model = nn.Linear(2, 1)
-        >>> model.more = [nn.Linear(1, 1)]
-        >>> [name for name, value in objects_of(model) if isinstance(value, nn.Parameter)]
-        ['weight', 'bias', 'more.0.weight', 'more.0.bias']
-    """
-    objects = [("", model)]
-    seen = set[int]()
-    while objects:
-        place, value = objects.pop()
-        package = type(value).__module__.partition(".")[0]
-        is_module = isinstance(value, nn.Module)
-        if (
-            isinstance(value, _PLAIN)
-            or id(value) in seen
-            or (package == "transformers" and not is_module)
-        ):
-            continue
-        seen.add(id(value))
-        yield place, value
-        items: dict[Any, Any] = {}
-        if is_module:
-            items = {**value._parameters, **value._buffers, **value._modules}
-            for name, item in vars(value).items():
-                if name not in _BUILT_IN:
-                    items[name] = item
-        elif isinstance(value, dict):
-            items = value
-        elif isinstance(value, (list, tuple, set, deque)):
-            items = dict(enumerate(value))
-        elif package != "torch":
-            items = getattr(value, "__dict__", {})
-        objects += reversed([(f"{place}.{name}".lstrip("."), item) for name, item in items.items()])
 
 
 @contextmanager
@@ -82,24 +38,25 @@ def put_back(
     model: nn.Module,
     parameters: Iterable[Tensor] = (),
     optimizers: Iterable[torch.optim.Optimizer] = (),
-) -> Iterator[dict[str, str]]:
+) -> Iterator[None]:
     """Start without gradients.
 
-    Restore gradients, buffers, modes, attributes and random generators at the end, bit for bit.
+    At the end restore gradients, buffers, attributes of modules (with their modes) and random
+    generators, bit for bit.
 
     Args:
         parameters: others whose gradients are restored.
         optimizers: their states and settings are restored, should they step.
-    Returns:
-        The attributes that cannot be restored, with the reason.
     """
-    restore = list[Callable[[], object]]()
-    unrestored = dict[str, str]()
+    restore: list[Callable[[], object]] = []
+    for module in model.modules():
+        attributes = vars(module)
+        for value in (attributes, *attributes.values(), *module.buffers(recurse=False)):
+            restore += _restores(value)
+    for p in (*model.parameters(), *parameters):
+        restore.append(partial(setattr, p, "grad", p.grad))
+        p.grad = None
     stepped = set[torch.optim.Optimizer]()
-    for name, value in [*objects_of(model), *(("", p) for p in parameters)]:
-        if hasattr(type(value), "__next__"):
-            unrestored[f"{name} of the model"] = "an iterator cannot be put back"
-        restore += _restores(value)
 
     def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if optimizer not in stepped:
@@ -115,7 +72,7 @@ def put_back(
     handles = [optimizer.register_step_pre_hook(before_step) for optimizer in optimizers]
     try:
         with generators_put_back():
-            yield unrestored
+            yield
     finally:
         for handle in handles:
             handle.remove()
@@ -135,27 +92,12 @@ def _write_back(tensor: Tensor, values: Tensor) -> None:
         tensor.copy_(values)
 
 
-def _restores(value: Any) -> Iterator[Callable[[], object]]:
-    """Yield calls that restore an object, but not the objects that it holds.
-
-    Clear a tensor's gradient.
-    """
-    kind = type(value)
-    if isinstance(value, nn.Module):
-        yield partial(_refill, vars(value), dict(vars(value)))
-        yield partial(_refill, value._buffers, dict(value._buffers))
-    elif isinstance(value, Tensor) and value.is_leaf and value.requires_grad:
-        yield partial(setattr, value, "grad", value.grad)
-        value.grad = None
-    elif isinstance(value, Tensor) and value.is_leaf and not isinstance(value, nn.Parameter):
-        yield partial(_write_back, value, value.detach().clone())
-    elif isinstance(value, torch.Generator):
-        yield partial(value.set_state, value.get_state())
-    elif hasattr(kind, "getstate"):  # of Python
-        yield partial(value.setstate, value.getstate())
-    elif hasattr(kind, "bit_generator"):  # of NumPy
-        yield partial(setattr, value.bit_generator, "state", value.bit_generator.state)
-    elif isinstance(value, (dict, list, set, deque)):
-        yield partial(_refill, value, copy.copy(value))
-    elif hasattr(value, "__dict__") and not kind.__module__.startswith("torch"):
-        yield partial(_refill, vars(value), dict(vars(value)))
+def _restores(value: Any) -> list[Callable[[], object]]:
+    """Return the calls that restore a container, a generator or a buffer, but not what it holds."""
+    if isinstance(value, (dict, list, set, deque)):
+        return [partial(_refill, value, copy.copy(value))]
+    if isinstance(value, torch.Generator):
+        return [partial(value.set_state, value.get_state())]
+    if isinstance(value, Tensor) and value.is_leaf and not isinstance(value, nn.Parameter):
+        return [partial(_write_back, value, value.detach().clone())]
+    return []

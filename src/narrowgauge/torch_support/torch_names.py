@@ -6,9 +6,6 @@
     naming only the node.
 ``Node._input_metadata``
     The formats of a model's computed outputs. Alternative: a record without them.
-``torch.library.get_kernel``, ``Library.impl(…, allow_override=True)``, ``Library._destroy``
-    Run fused attention of 16-bit operands as float32 within a context, on a CPU that does not
-    multiply them. Alternative: PyTorch's slow kernel.
 ``FSDPModule._get_fsdp_state``, ``FSDPParamGroup`` (``fsdp_params``, ``mesh_info``, ``mp_policy``, ``_reduce_scatter_comm``,
 ``reduce_grads``, ``all_reduce_grads``), ``FSDPParam._unsharded_param``
     Find which parameters travel together, their order, dtypes and ranks, and what is not sent now.
@@ -49,11 +46,8 @@ nowhere else.
 
 from __future__ import annotations
 
-import logging
-import sys
-import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -154,35 +148,6 @@ def no_modes() -> AbstractContextManager[Any]:
     from torch.utils._python_dispatch import _disable_current_modes
 
     return _disable_current_modes()
-
-
-@contextmanager
-def cpu_kernel_wrapped(name: str, wrapper: Callable[..., Any]) -> Iterator[None]:
-    """Replace an operator's CPU kernel within a context.
-
-    ``wrapper`` gets the old kernel, then the arguments.
-    """
-    kernel = torch.library.get_kernel(name, "CPU")
-    library = torch.library.Library("aten", "IMPL")
-
-    def wrapped(keys: Any, *args: Any, **options: Any) -> Any:
-        return wrapper(
-            lambda *args, **options: kernel.call_boxed(keys, *args, **options), *args, **options
-        )
-
-    logger = logging.getLogger("torch")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        library.impl(
-            name.removeprefix("aten::"), wrapped, "CPU", with_keyset=True, allow_override=True
-        )
-    logger.setLevel(level)
-    try:
-        yield
-    finally:
-        library._destroy()
 
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
@@ -315,19 +280,6 @@ def graph_nodes(outputs: Any) -> Iterator[Any]:
             yield node
 
 
-def graph_dtypes(outputs: Any) -> set[torch.dtype]:
-    """Return the floating-point dtypes of the operations that computed some tensors, but for custom
-    autograd functions.
-    """
-    nodes = (
-        n
-        for n in graph_nodes(outputs)
-        if not isinstance(n, torch.autograd.function.BackwardCFunction)
-    )
-    dtypes = {entry.dtype for node in nodes for entry in getattr(node, "_input_metadata", ())}
-    return {dtype for dtype in dtypes if dtype.is_floating_point}
-
-
 def is_compiled_model(model: Any) -> bool:
     """Return whether ``torch.compile`` runs a model, or a part of it."""
     return any(
@@ -345,25 +297,3 @@ def unwrapped_model(model: Any) -> Any:
         if not isinstance(inner, torch.nn.Module):
             return model
         model = inner
-
-
-def stepping_optimizers() -> list[Any]:
-    """Return the optimizers whose ``step`` runs in this thread, innermost first, one for each call:
-    twice if a subclass calls ``super().step()``.
-    """
-    optimizers = []
-    frame = sys._getframe()
-    while frame is not None:
-        code = frame.f_code
-        if (
-            code.co_name == "wrapper"
-            and code.co_filename == torch.optim.Optimizer.__init__.__code__.co_filename
-        ):
-            optimizers.append(frame.f_locals.get("self"))
-        frame = frame.f_back  # type: ignore[assignment]
-    return optimizers
-
-
-def calls_of_step(optimizer: Any) -> int:
-    """Return the number of nested ``step`` calls of an optimizer in this thread."""
-    return sum(running is optimizer for running in stepping_optimizers())

@@ -23,13 +23,13 @@ from narrowgauge.report.publishing import publish, read_runs
 from narrowgauge.runs.finding import counted, duration, told
 from narrowgauge.runs.places import require_comparison, require_free
 from narrowgauge.runs.record import Run, read_run
-from narrowgauge.runs.writer import RunWriter
+from narrowgauge.runs.writer import RunWriter, plain
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.trainer.entry import enter
 from narrowgauge.trainer.settings import Settings
 
 if TYPE_CHECKING:
-    from narrowgauge.measuring.record import Record
+    from narrowgauge.measuring.recorder import RunRecorder
 
 
 def planned(recipes: Sequence[Any], seeds: int | Sequence[int]) -> dict[str, tuple[Any, int]]:
@@ -55,7 +55,7 @@ def planned(recipes: Sequence[Any], seeds: int | Sequence[int]) -> dict[str, tup
 
 
 def compare(
-    train_function: Callable[[str, int, Record], Any],
+    train_function: Callable[[str, int, Log], Any],
     recipes: Sequence[str],
     *,
     seeds: int | Sequence[int] = 1,
@@ -118,28 +118,116 @@ def compare(
     return comparison
 
 
+class Log:
+    """The record of one run of :func:`compare`: plain rows, or those of a watched loop."""
+
+    def __init__(self, folder: Path, config: dict[str, Any]) -> None:
+        self.folder = folder
+        self.val_loss: Any = None
+        self._config = config
+        self._recorder: RunRecorder | None = None
+        self._rows: list[tuple[str, dict[str, Any]]] = []
+        self._steps = 0
+        self._tokens = 0
+        self._began = time.perf_counter()
+
+    def watch(self, model: Any, optimizer: Any, *, every: int = 20) -> None:
+        """Record the loop as :class:`narrowgauge.RunRecorder` does, with its audit and gauges.
+
+        Args:
+            every: steps between samples of the gauges; 0 for none.
+        """
+        from narrowgauge.measuring.recorder import RunRecorder
+
+        self._recorder = RunRecorder(
+            self.folder, model, optimizer, settings=self._config, gauges_every=every
+        )
+
+    def step(self, columns: Mapping[str, Any]) -> None:
+        """Log an optimizer step: ``loss``, ``tokens`` so far, and any other number."""
+        named = _named(columns, "step")
+        tokens = named.pop("tokens", None)
+        if tokens is not None:
+            tokens -= self._tokens
+            self._tokens += tokens
+        if self._recorder is not None:
+            return self._recorder.step(tokens=tokens, **named)
+        self._steps += 1
+        seconds = time.perf_counter() - self._began
+        self._began += seconds
+        row = {"step": self._steps, "seconds": seconds, **named}
+        if tokens is not None:
+            row |= {"tokens": self._tokens, "tokens_per_second": tokens / seconds}
+        return self._rows.append(("steps", row))
+
+    def eval(self, columns: Mapping[str, Any]) -> None:
+        """Log a validation: ``val_loss``, and any other number."""
+        named = _named(columns, "eval")
+        self.val_loss = named.pop("val_loss", None)
+        if self._recorder is not None:
+            return self._recorder.evaluate(self.val_loss, **named)
+        now = time.perf_counter()
+        row = {
+            "step": self._steps,
+            "seconds": now - self._began,
+            "val_loss": self.val_loss,
+            **named,
+        }
+        self._began = now
+        return self._rows.append(("evals", row))
+
+    def close(self, finished: bool, metrics: Mapping[str, Any]) -> None:
+        """Write the rows, and the summary of a finished run."""
+        from narrowgauge.distributed.ranks import all_ranks
+
+        if self._recorder is not None:
+            return self._recorder.close(finished, **metrics)
+        return all_ranks().of_first(lambda: self._write(finished, metrics))
+
+    def _write(self, finished: bool, metrics: Mapping[str, Any]) -> None:
+        from narrowgauge.measuring.step_row import summary_of
+
+        with RunWriter.create(self.folder, {"config": self._config}) as writer:
+            for kind, row in self._rows:
+                writer.append(kind, row)
+            if finished:
+                summary = {"recipe": self._config["recipe"], "steps": self._steps}
+                writer.summary({**summary, **summary_of(read_run(self.folder)), **metrics})
+
+
+def _named(columns: Any, caller: str) -> dict[str, Any]:
+    """Return a row of plain values; refuse what is none."""
+    if not isinstance(columns, Mapping):
+        raise NarrowgaugeError(
+            f"{caller} was given {columns!r:.60}.", 'It takes a dict, for instance {"loss": 2.5}.'
+        )
+    named: dict[str, Any] = plain(columns)
+    return named
+
+
 def _record(
-    train_function: Callable[[str, int, Record], Any], recipe: str, seed: int, folder: Path
+    train_function: Callable[[str, int, Log], Any], recipe: str, seed: int, folder: Path
 ) -> Run:
-    from narrowgauge.measuring.record import Record, numbers
-    from narrowgauge.measuring.recorder import warn
+    from narrowgauge.distributed.ranks import all_ranks
 
     label = recipe_name(recipe)
-    tables = {"config": {"recipe": label, "seed": seed}}
-    with Record(lambda: RunWriter.create(folder, tables), warn) as record:
-        metrics = train_function(recipe, seed, record)
+    log = Log(folder, {"recipe": label, "seed": seed})
+    try:
+        metrics = train_function(recipe, seed, log)
         if not isinstance(metrics, Mapping):
             metrics = {} if metrics is None else {"val_loss": metrics}
-        summary = record.summary(recipe=label)
-        summary |= numbers(metrics, f"the training function of {label}")
-        loss = summary.get("val_loss")
+        metrics = {"val_loss": log.val_loss, **_named(metrics, "compare")}
+        loss = metrics["val_loss"]
         if not isinstance(loss, int | float):
             raise NarrowgaugeError(
                 f"the training function gave no validation loss for {label}, val_loss is {loss!r}.",
                 'Return it, return a dict with "val_loss", or call log.eval({"val_loss": …}).',
             )
-        record.finish(summary)
-    return record.here.of_first(lambda: read_run(record.folder))
+    except BaseException:
+        log.close(False, {})
+        raise
+    log.close(True, metrics)
+    return all_ranks().of_first(lambda: read_run(folder))
 
 
 # ── with the built-in trainer ─────────────────────────────────────────────────────────────────────

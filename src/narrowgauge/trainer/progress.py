@@ -12,7 +12,7 @@ from narrowgauge.errors import MissingPackageError
 from narrowgauge.runs.schema import EVAL, STEP, Row, numbers_of
 from narrowgauge.trainer.settings import Settings
 
-_ROUTINE = {"start", "resume", "stop", "checkpoint", "finish", "skip", "unseen"}
+_ROUTINE = {"start", "resume", "stop", "checkpoint", "finish", "unseen"}
 _COLUMNS = ("loss", "tokens_per_second", "lr", "edq")
 
 

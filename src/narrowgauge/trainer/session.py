@@ -23,7 +23,6 @@ from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.sharding import fsdp_modules
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.dtensor import gradient_of, is_sharded
-from narrowgauge.numerics.widening import float32_attention
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.spec.models import usual_rate
 from narrowgauge.spec.notation import parse
@@ -139,27 +138,26 @@ def train_step(session: Session) -> Row:
     present = []
     sums: dict[Tensor, Tensor] = {}
     numbers = session.rounds(count)
-    with float32_attention():
-        for number, tokens in zip(numbers, session.batch(), strict=True):
-            is_absent = number >= count
-            if not is_absent:
-                present.append(tokens)
-            exchange: AbstractContextManager[Any] = nullcontext()
-            if session.reduction is not None:
-                exchange = session.reduction.micro_batch(number == numbers[-1], is_absent)
-            with exchange:
-                with generators_put_back():
-                    # A function of these three, so that a repeated step draws the same numbers.
-                    torch.manual_seed(_seed(settings.seed, session.step, number))
-                    total = session.loss_sum(tokens)
-                loss = total / settings.tokens_per_step
-                scaled = session.scaler.scale(loss)
-                if is_absent and session.reduction is None:
-                    scaled = 0 * scaled
-                scaled.backward()
-            if session.reduction is None and session.here.size > 1:
-                add_shards(session.model, sums, number == numbers[-1])
-            shares.append(loss.detach())
+    for number, tokens in zip(numbers, session.batch(), strict=True):
+        is_absent = number >= count
+        if not is_absent:
+            present.append(tokens)
+        exchange: AbstractContextManager[Any] = nullcontext()
+        if session.reduction is not None:
+            exchange = session.reduction.micro_batch(number == numbers[-1], is_absent)
+        with exchange:
+            with generators_put_back():
+                # A function of these three, so that a repeated step draws the same numbers.
+                torch.manual_seed(_seed(settings.seed, session.step, number))
+                total = session.loss_sum(tokens)
+            loss = total / settings.tokens_per_step
+            scaled = session.scaler.scale(loss)
+            if is_absent and session.reduction is None:
+                scaled = 0 * scaled
+            scaled.backward()
+        if session.reduction is None and session.here.size > 1:
+            add_shards(session.model, sums, number == numbers[-1])
+        shares.append(loss.detach())
     session.scaler.step(optimizer)
     session.scaler.update()
     optimizer.zero_grad()
