@@ -1,7 +1,7 @@
-"""What check, the record and the diagnosis read of each row of the corpus, asked once.
+"""What check and run read of a row of the corpus: the columns of its confusion matrix.
 
 ``ng.check`` compares the loop's own gradients with the loop's own loss, the mean over all tokens. Then the loop trains for six
-steps beside ``ng.RunRecorder``, and ``ng.diagnose`` reads the record.
+steps beside ``ng.RunRecorder``, whose laws are the watch's, and ``ng.diagnose`` reads the record.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 import narrowgauge as ng
-from corpus.loop import Loop
 from corpus.rows import Row
 
 STEPS = 6
@@ -41,15 +40,35 @@ DELIBERATE = {"sharpness-aware", "gradient noise"}
 """Healthy loops that change their gradients on purpose after the passes: the check is given the passes alone."""
 
 
-def answers(row: Row, folder: Path) -> list[Any]:
-    """Return every reading, the notes left out."""
+def answer(row: Row, folder: Path) -> str:
+    """Return whether a fault is located, and the kinds of readings of each column; notes are left out.
+    Nothing for a healthy loop without a reading.
+    """
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore")
-        readings = [*checked(row), *_recorded(row, folder)]
-    return [reading for reading in readings if reading.severity != "note"]
+        columns = {"check": checked(row), "run": recorded(row, folder)}
+    parts = []
+    told = []
+    for column, readings in columns.items():
+        serious = [reading for reading in readings if reading.severity != "note"]
+        told += serious
+        if serious:
+            parts.append(f"{column} {' '.join(sorted({reading.what for reading in serious}))}")
+    place = "accused"
+    if row.stage:
+        place = "elsewhere" if told else "silent"
+        names = [name for name, _ in row.loop(1, is_edited=False).model.named_parameters()]
+        named = [name for name in names if row.where and re.search(row.where, name)]
+        for reading in told:
+            is_there = not named or not reading.tensor or any(x in reading.tensor for x in named)
+            if reading.what in LOCATES[row.stage] and is_there:
+                place = "located"
+    elif not told:
+        return ""
+    return f"{place}: {', '.join(parts)}"
 
 
-def checked(row: Row) -> list[Any]:
+def checked(row: Row) -> Any:
     """Return the readings of the check with the loop's batch."""
     loop = row.loop(STEPS)
     settings = loop.settings
@@ -75,52 +94,28 @@ def checked(row: Row) -> list[Any]:
     loop.step = 1
     optimizers = [loop.optimizer, *loop.others]
     try:
-        check = ng.check(loop.model, optimizers, batch=parts, loss=loss, backward=backward)
+        return ng.check(loop.model, optimizers, batch=parts, loss=loss, backward=backward)
     except ng.errors.NarrowgaugeError:
         return []
-    return list(check)
 
 
-def _recorded(row: Row, folder: Path) -> list[Any]:
+def recorded(row: Row, folder: Path) -> Any:
+    """Return the readings of the record of a run."""
     loop = row.loop(STEPS)
+    optimizers = [*loop.others, loop.optimizer]
     limit = loop.settings.clip or None
-    with ng.RunRecorder(
-        folder,
-        loop.model,
-        [*loop.others, loop.optimizer],
-        max_grad_norm=limit,
-        fingerprints_every=0,
-    ) as recorder:
-        one_step = loop.one_step
+    recorder = ng.RunRecorder(
+        folder, loop.model, optimizers, max_grad_norm=limit, fingerprints_every=0
+    )
+    one_step = loop.one_step
 
-        def recorded() -> Any:
-            value = one_step()
-            recorder.step(
-                value,
-                **({"loss_scale": loop.scaler.get_scale()} if loop.scaler is not None else {}),
-            )
-            return value
+    def step() -> Any:
+        value = one_step()
+        scale = {} if loop.scaler is None else {"loss_scale": loop.scaler.get_scale()}
+        recorder.step(value, **scale)
+        return value
 
-        loop.one_step = recorded  # type: ignore[method-assign]
+    loop.one_step = step  # type: ignore[method-assign]
+    with recorder:
         loop.run()
-    return list(ng.diagnose(folder).readings)
-
-
-def verdict(row: Row, readings: list[Any], locates: dict[str, set[str]] = LOCATES) -> str:
-    """Return ``located``, ``elsewhere`` or ``silent``. ``locates`` has the kinds that point at each stage."""
-    named = [
-        name
-        for name, _ in Loop(row.settings).model.named_parameters()
-        if re.search(row.where, name)
-    ]
-
-    def points(reading: Any) -> bool:
-        is_there = (
-            not row.where
-            or not named
-            or not reading.tensor
-            or any(name in reading.tensor for name in named)
-        )
-        return reading.what in locates[row.stage] and is_there
-
-    return "silent" if not readings else "located" if any(map(points, readings)) else "elsewhere"
+    return ng.diagnose(folder).readings

@@ -1,4 +1,4 @@
-"""A tiny training loop in plain PyTorch, with update rules written by hand. A row of the corpus changes a line or a stage of it.
+"""A tiny training loop in plain PyTorch, with an update rule by hand. A row of the corpus changes a line or a stage of it.
 
 A two-layer transformer with rotary attention learns a synthetic sequence. Rows add lines where a comment stands alone.
 """
@@ -18,18 +18,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-VOCABULARY, WIDTH, LENGTH, BATCH, EPOCH, IGNORED, PADDING = 64, 32, 16, 8, 2, -100, 0  # an epoch has 2 steps
+VOCABULARY, WIDTH, LENGTH, BATCH, IGNORED, PADDING = 64, 32, 16, 8, -100, 0
 
 Group = dict[str, Any]
 Groups = list[Group]
 BETAS = (0.9, 0.95)
 
 
-class ByTensor:
-    """Step each tensor that has a gradient."""
-
-    param_groups: Groups
-    update: Callable[[Tensor, Group], None]
+class AdamW(torch.optim.AdamW):
+    """AdamW. States are float32; bfloat16 and float16 weights have float32 masters."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -37,10 +34,6 @@ class ByTensor:
             for p in group["params"]:
                 if p.grad is not None:
                     self.update(p, group)
-
-
-class AdamW(ByTensor, torch.optim.AdamW):
-    """AdamW. States are float32; bfloat16 and float16 weights have float32 masters."""
 
     def update(self, p: Tensor, group: Group) -> None:
         state, (beta1, beta2) = self.state[p], group["betas"]
@@ -56,63 +49,15 @@ class AdamW(ByTensor, torch.optim.AdamW):
         state["exp_avg"].lerp_(gradient, 1 - beta1)
         state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         first, second = state["exp_avg"] / (1 - beta1**number), state["exp_avg_sq"] / (1 - beta2**number)
-        weight.sub_(group["lr"] * self.direction(first, second, gradient, group["eps"]))
+        weight.sub_(group["lr"] * first / (second.sqrt() + group["eps"]))
         if weight is not p:
             p.copy_(weight)
-
-    def direction(self, first: Tensor, second: Tensor, gradient: Tensor, eps: float) -> Tensor:
-        return first / (second.sqrt() + eps)
-
-
-class SGD(ByTensor, torch.optim.SGD):
-    """SGD with momentum."""
-
-    def update(self, p: Tensor, group: Group) -> None:
-        gradient, state = p.grad.add(p, alpha=group["weight_decay"]), self.state[p]
-        if "momentum_buffer" in state:
-            state["momentum_buffer"].mul_(group["momentum"]).add_(gradient)
-        else:
-            state["momentum_buffer"] = gradient.clone()
-        velocity = state["momentum_buffer"]
-        ahead = gradient.add(velocity, alpha=group["momentum"])
-        p.sub_(ahead if group["nesterov"] else velocity, alpha=group["lr"])
-
-
-class Lion(ByTensor, torch.optim.Optimizer):
-    """Lion (https://arxiv.org/abs/2302.06675, Algorithm 2), at a tenth of the rate, as the paper advises."""
-
-    def __init__(self, groups: Groups) -> None:
-        super().__init__(groups, {"betas": (0.9, 0.99)})
-
-    def update(self, p: Tensor, group: Group) -> None:
-        gradient, momentum = p.grad, self.state[p].setdefault("exp_avg", torch.zeros_like(p))
-        beta1, beta2 = group["betas"]
-        p.mul_(1 - 0.1 * group["lr"] * group["weight_decay"])
-        p.sub_(momentum.lerp(gradient, 1 - beta1).sign(), alpha=0.1 * group["lr"])
-        momentum.lerp_(gradient, 1 - beta2)
-
-
-class Muon(ByTensor, torch.optim.Optimizer):
-    """Muon (https://kellerjordan.github.io/posts/muon/). Vectors take plain momentum."""
-
-    def __init__(self, groups: Groups) -> None:
-        super().__init__(groups, {"momentum": 0.95})
-
-    def update(self, p: Tensor, group: Group) -> None:
-        buffer = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
-        buffer.lerp_(p.grad, 1 - group["momentum"])
-        p.mul_(1 - group["lr"] * group["weight_decay"])
-        update = p.grad.lerp(buffer, group["momentum"])
-        if update.ndim == 2:
-            u, _, v = torch.linalg.svd(update, full_matrices=False)
-            update = math.sqrt(max(1.0, p.shape[0] / p.shape[1])) * (u @ v)
-        p.sub_(update, alpha=group["lr"])
 
 
 torch_adamw: Callable[[Groups], torch.optim.Optimizer] = partial(torch.optim.AdamW, betas=BETAS)
 adamw: Callable[[Groups], torch.optim.Optimizer] = partial(AdamW, betas=BETAS)
-sgd: Callable[[Groups], torch.optim.Optimizer] = partial(SGD, momentum=0.9)
-nesterov: Callable[[Groups], torch.optim.Optimizer] = partial(SGD, momentum=0.9, nesterov=True)
+sgd: Callable[[Groups], torch.optim.Optimizer] = partial(torch.optim.SGD, momentum=0.9)
+nesterov: Callable[[Groups], torch.optim.Optimizer] = partial(torch.optim.SGD, momentum=0.9, nesterov=True)
 # more classes
 
 
@@ -205,10 +150,8 @@ class Settings:
     """What the healthy loop does. A fault is compared with the healthy loop of the same settings."""
 
     optimizer: Callable[[Groups], torch.optim.Optimizer] = torch_adamw
-    group_options: tuple[tuple[str, Any], ...] = ()
     lr: float = 3e-3
     rate_factor: Callable[[int], float] = lambda step: min(1.0, step / 8)
-    embedding_rate: float = 1.0
     micro_batches: int = 4
     clip: float = 0.25
     seed: int = 0
@@ -225,7 +168,6 @@ class Settings:
     is_padded: bool = False
     has_prompts: bool = False
     is_packed: bool = False
-    has_epochs: bool = False
     has_average: bool = False
     evaluates: bool = False
     resumes: bool = False
@@ -250,8 +192,6 @@ class Loop:
         for name in settings.frozen:
             self.model.get_submodule(name).requires_grad_(False)
         self.optimizer: Any = settings.optimizer(self.groups())
-        for group in self.optimizer.param_groups:
-            group.update(settings.group_options)
         self.others: list[torch.optim.Optimizer] = []
         self.average = copy.deepcopy(self.model) if settings.has_average else None
         self.scaler = self.new_scaler(settings.loss_scale) if settings.loss_scale else None
@@ -261,28 +201,19 @@ class Loop:
         return torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=self.settings.growth_interval)
 
     def groups(self) -> Groups:
-        """Decay matrices, not vectors. The embedding can have its own rate."""
-        trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        embedding = [trained.pop("embedding.weight")] if self.settings.embedding_rate != 1.0 else []
-        matrices, vectors = ([p for p in trained.values() if (p.ndim > 1) == is_matrix] for is_matrix in (True, False))
-        groups = [(matrices, 0.1, 1.0), (vectors, 0.0, 1.0), (embedding, 0.1, self.settings.embedding_rate)]
-        return [
-            {"params": params, "weight_decay": decay, "lr": self.settings.lr, "rate": rate}
-            for params, decay, rate in groups
-            if params
-        ]
+        """Decay matrices, not vectors."""
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        matrices, vectors = ([p for p in trained if (p.ndim > 1) == is_matrix] for is_matrix in (True, False))
+        groups = [(matrices, 0.1), (vectors, 0.0)]
+        return [{"params": params, "weight_decay": decay, "lr": self.settings.lr} for params, decay in groups if params]
 
     def trained(self) -> list[Any]:
         return [p for p in self.model.parameters() if p.grad is not None]
 
     def schedule(self, step: int) -> None:
         for group in self.optimizer.param_groups:
-            group["lr"] = self.settings.lr * group.get("rate", 1.0) * self.settings.rate_factor(step)
+            group["lr"] = self.settings.lr * self.settings.rate_factor(step)
         # at schedule
-
-    def place(self, step: int) -> int:
-        """Return the index of the batch that a step reads."""
-        return (step - 1) % EPOCH if self.settings.has_epochs else step - 1
 
     def read(self, place: int) -> Tensor:
         generator = torch.Generator().manual_seed(place)
@@ -406,7 +337,7 @@ class Loop:
 
     def one_step(self) -> Tensor:
         self.schedule(self.step)
-        parts = self.split(self.read(self.place(self.step)))
+        parts = self.split(self.read(self.step))
         labels = [self.labels(part) for part in parts]
         total = sum(self.count(part) for part in labels)
         losses = []

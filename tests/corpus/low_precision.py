@@ -264,11 +264,6 @@ class Recomputed(Block):
         return super().forward(x, mask)
 
 
-class Dropped(Block):
-    def forward(self, x: Tensor, mask: Any = None) -> Tensor:
-        return F.dropout(super().forward(x, mask), 0.1, self.training)
-
-
 class Net(nn.Module):
     """A causal language model of one block, with a float32 residual stream or one in bfloat16."""
 
@@ -280,40 +275,14 @@ class Net(nn.Module):
         if ties:
             self.head.weight = self.embedding.weight
 
-    def hidden(self, ids: Tensor, mask: Any = None, places: Any = None) -> Tensor:
-        places = torch.arange(ids.shape[1]) if places is None else places
-        x = self.embedding(ids) + self.places(places)
+    def hidden(self, ids: Tensor, mask: Any = None) -> Tensor:
+        x = self.embedding(ids) + self.places(torch.arange(ids.shape[1]))
         for block in self.blocks:
             x = block(x, mask)
         return F.layer_norm(x, (WIDTH,))
 
-    def forward(self, ids: Tensor, mask: Any = None, places: Any = None) -> Tensor:
-        return self.head(self.hidden(ids, mask, places))
-
-
-class Valued(Net):
-    """A language model with a value for each token."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.value = nn.Linear(WIDTH, 1)
-
-
-class Headless(Valued):
-    """A trunk with a value, whose head does not train."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head.requires_grad_(False)
-
-
-class Speculative(Net):
-    """A frozen trunk and heads that guess two and three tokens ahead."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.requires_grad_(False)
-        self.heads = nn.ModuleList(nn.Linear(WIDTH, WORDS) for _ in range(2))
+    def forward(self, ids: Tensor, mask: Any = None) -> Tensor:
+        return self.head(self.hidden(ids, mask))
 
 
 # ── objectives ────────────────────────────────────────────────────────────────────────────────────
@@ -336,56 +305,17 @@ def logprobs(model: nn.Module, ids: Tensor) -> Tensor:
     return logits.gather(-1, ids[:, 1:, None])[..., 0]
 
 
-def frozen(model: nn.Module) -> nn.Module:
-    """Return a copy in bfloat16 that does not train and is a little off."""
-    other = copy.deepcopy(model)
-    with torch.no_grad():
-        for p in other.parameters():
-            p.add_(0.02 * torch.randn_like(p))
-    return ng.cast_parameters(other.requires_grad_(False), B16)
+def preferred(model: nn.Module) -> Loss:
+    """Return DPO's loss beside a reference that does not train."""
+    reference = ng.cast_parameters(copy.deepcopy(model).requires_grad_(False), B16)
 
+    def loss(model: nn.Module, ids: Tensor) -> Tensor:
+        with torch.no_grad():
+            base = logprobs(reference, ids)
+        good, bad = (logprobs(model, ids) - base).sum(-1).chunk(2)
+        return -F.logsigmoid(0.1 * (good - bad)).mean()
 
-def distilled(temperature: float) -> Callable[[nn.Module], Loss]:
-    def make(model: nn.Module) -> Loss:
-        teacher = frozen(model)
-
-        def loss(model: nn.Module, ids: Tensor) -> Tensor:
-            with torch.no_grad():
-                goal = (teacher(ids[:, :-1]).float() / temperature).log_softmax(-1)
-            own = (model(ids[:, :-1]).float() / temperature).log_softmax(-1)
-            return F.kl_div(
-                own.flatten(0, 1), goal.flatten(0, 1), log_target=True, reduction="batchmean"
-            )
-
-        return loss
-
-    return make
-
-
-def preference(kind: str) -> Callable[[nn.Module], Loss]:
-    def make(model: nn.Module) -> Loss:
-        reference = frozen(model)
-
-        def loss(model: nn.Module, ids: Tensor) -> Tensor:
-            own = logprobs(model, ids)
-            with torch.no_grad():
-                base = logprobs(reference, ids)
-            ratio = (own - base).sum(-1)
-            good, bad = ratio.chunk(2)
-            if kind == "dpo":
-                return -F.logsigmoid(0.1 * (good - bad)).mean()
-            if kind == "kto":
-                level = ratio.mean().clamp_min(0).detach()
-                return 1 - torch.sigmoid(0.1 * torch.cat([good - level, level - bad])).mean()
-            good, bad = own.mean(-1).chunk(2)
-            if kind == "simpo":
-                return -F.logsigmoid(2 * (good - bad) - 0.5).mean()
-            odds = good - torch.log1p(-good.exp()) - bad + torch.log1p(-bad.exp())
-            return -good.mean() - 0.1 * F.logsigmoid(odds).mean()
-
-        return loss
-
-    return make
+    return loss
 
 
 def rollout(model: nn.Module) -> Any:
@@ -401,93 +331,11 @@ def clipped(model: nn.Module, batch: Any) -> Tensor:
     return -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).mean()
 
 
-def with_values(model: Any, batch: Any) -> Tensor:
-    values = model.value(model.hidden(batch[0][:, :-1]))[..., 0].float()
-    return clipped(model, batch) + 0.1 * (values - batch[2]).square().mean()
-
-
-def reinforce(model: nn.Module, batch: Any) -> Tensor:
-    logits = model(batch[0][:, :-1]).float().log_softmax(-1)
-    chosen = logits.gather(-1, batch[0][:, 1:, None])[..., 0]
-    entropy = -(logits.exp() * logits).sum(-1).mean()
-    return -(chosen * batch[2]).mean() - 0.01 * entropy
-
-
-def reward(model: Any, ids: Tensor) -> Tensor:
-    good, bad = model.value(model.hidden(ids)[:, -1])[:, 0].float().chunk(2)
-    return -F.logsigmoid(good - bad).mean()
-
-
-def answers(seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Return inputs, and labels without the first tokens, which are a prompt."""
-    ids = tokens(seed)
-    labels = ids[:, 1:].clone()
-    for row in range(ROWS):
-        labels[row, : 2 + (row + seed) % 4] = -100
-    return ids[:, :-1], labels
-
-
-def masked(model: nn.Module, batch: Any) -> Tensor:
-    return F.cross_entropy(model(batch[0]).float().flatten(0, 1), batch[1].flatten())
-
-
-def token_weighted(model: nn.Module, parts: Any) -> None:
-    total = sum(int((labels >= 0).sum()) for _, labels in parts)
-    for ids, labels in parts:
-        logits = model(ids).float().flatten(0, 1)
-        (F.cross_entropy(logits, labels.flatten(), reduction="sum") / total).backward()
-
-
-def packed_batch(model: nn.Module) -> Any:
-    ids = tokens(1)
-    places = torch.arange(LENGTH).remainder(7).expand(ROWS, -1)
-    document = (torch.arange(LENGTH) // 7).expand(ROWS, -1)
-    mask = document[:, :, None] == document[:, None]
-    mask &= torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
-    labels = ids[:, 1:].masked_fill(places == 6, -100)
-    return ids[:, :-1], mask[:, None], places, labels
-
-
-def packed(model: Any, batch: Any) -> Tensor:
-    ids, mask, places, labels = batch
-    return F.cross_entropy(model(ids, mask, places).float().flatten(0, 1), labels.flatten())
-
-
-def padded_batch(model: nn.Module) -> Any:
-    ids, labels = answers(2)
-    ends = torch.arange(ROWS) % 4 + LENGTH - 4
-    is_padding = torch.arange(LENGTH) >= ends[:, None]
-    mask = ~is_padding[:, None, None] & torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
-    mask = mask | torch.eye(LENGTH, dtype=torch.bool)
-    return ids.masked_fill(is_padding, 0), mask, None, labels.masked_fill(is_padding, -100)
-
-
-def with_z_loss(model: nn.Module, ids: Tensor) -> Tensor:
-    logits = model(ids[:, :-1]).float().flatten(0, 1)
-    return (
-        F.cross_entropy(logits, ids[:, 1:].flatten()) + 1e-4 * logits.logsumexp(-1).square().mean()
-    )
-
-
-def smoothed(model: nn.Module, ids: Tensor) -> Tensor:
-    logits = model(ids[:, :-1]).float().flatten(0, 1)
-    return F.cross_entropy(logits, ids[:, 1:].flatten(), label_smoothing=0.1)
-
-
 def balanced(model: Any, ids: Tensor) -> Tensor:
     value = next_token(model, ids)
     for block in model.blocks:
         value = value + block.balance
     return value
-
-
-def further_tokens(model: Any, ids: Tensor) -> Tensor:
-    x = model.hidden(ids[:, :-3])
-    total = torch.zeros(())
-    for ahead, head in enumerate(model.heads, 2):
-        labels = ids[:, ahead : ahead + x.shape[1]]
-        total = total + F.cross_entropy(head(x).float().flatten(0, 1), labels.flatten())
-    return total / 2
 
 
 def chunked(model: Any, ids: Tensor) -> Tensor:
@@ -619,51 +467,29 @@ LOOPS: dict[str, Row] = {
     "bfloat16 weights, tied": Row(net(ties=True), casts=B16),
     "bfloat16 autocast": Row(objective=autocast(next_token)),
     "bfloat16 autocast, recomputed": Row(net(block=Recomputed), autocast(next_token)),
-    "bfloat16, dropout": Row(net(block=Dropped), casts=B16),
     "float16 autocast and a loss scale": Row(objective=autocast(next_token, torch.float16), backward=by_scaler),
     "float16 weights, scaled by hand": Row(casts=torch.float16, backward=scaled_by_hand),
     "bfloat16 in four micro-batches": Row(casts=B16, backward=in_parts(next_token)),
     "bfloat16 gradients summed in float32": Row(casts=B16, backward=summed_in_float32),
     "float8 a tensor, straight through": Row(net(casting(float8_tensor, float8_tensor))),
-    "float8 a tensor, bfloat16": Row(net(casting(float8_tensor, float8_tensor)), casts=B16),
     "float8 a tensor, four micro-batches": Row(net(casting(float8_tensor, float8_tensor)), backward=in_parts(next_token)),
     "float8 a row": Row(net(E4), casts=B16),
-    "float8 a row, autocast": Row(net(E4), autocast(next_token)),
     "float8, recomputed": Row(net(E4, Recomputed)),
     "float8 blocks with power-of-two scales": Row(net(casting(mx_blocks, mx_blocks)), casts=B16),
     "float8 forward, E5M2 gradients": Row(net(HybridLinear), casts=B16),
     "float8 with delayed scales": Row(net(Delayed)),
     "float8 bits in bytes": Row(net(casting(as_is, packed_bits)), casts=B16),
     "int8 a row": Row(net(casting(int8_row, int8_row))),
-    "int8 a row, four micro-batches": Row(net(casting(int8_row, int8_row)), backward=in_parts(next_token)),
     "int8 codes of weights": Row(net(casting(as_is, int8_codes)), casts=B16),
     "int4 groups of weights (QAT)": Row(net(casting(int8_row, int4_groups))),
     "ternary weights": Row(net(casting(int8_row, ternary))),
     "learned step size": Row(net(Learned)),
     "4-bit base and adapters": Row(net(FourBit), objective=autocast(next_token)),
     "float32 adapters over bfloat16, autocast": Row(net(Adapted), autocast(next_token)),
-    "distillation": Row(of=distilled(1.0), casts=B16),
-    "distillation, temperature, float8": Row(net(E4), of=distilled(2.0)),
-    "DPO": Row(of=preference("dpo"), casts=B16),
-    "KTO": Row(of=preference("kto"), casts=B16),
-    "SimPO": Row(of=preference("simpo"), casts=B16),
-    "ORPO": Row(of=preference("orpo"), casts=B16),
+    "DPO": Row(of=preferred, casts=B16),
     "GRPO": Row(objective=clipped, batch=rollout, casts=B16),
-    "PPO with values": Row(Valued, with_values, batch=rollout, casts=B16),
-    "policy gradient with entropy": Row(objective=reinforce, batch=rollout, casts=B16),
-    "reward model": Row(Headless, reward, casts=B16),
-    "masked prompts, weighted by tokens": Row(
-        objective=masked, batch=lambda model: [answers(0), answers(1)], casts=B16, backward=token_weighted
-    ),
-    "packed documents": Row(objective=packed, batch=packed_batch, casts=B16),
-    "packed documents, float8": Row(net(E4), packed, batch=packed_batch, casts=B16),
-    "padded sequences": Row(objective=packed, batch=padded_batch, casts=B16),
-    "z-loss": Row(objective=with_z_loss, casts=B16),
-    "label smoothing": Row(objective=smoothed, casts=B16),
     "experts with a balance loss": Row(net(block=Routed), balanced, casts=B16),
     "experts with an attached balance loss": Row(net(block=AttachedRouted), casts=B16),
-    "experts in float8, attached": Row(net(E4, AttachedRouted), casts=B16),
-    "speculative heads on a frozen trunk": Row(Speculative, further_tokens, casts=B16),
     "loss in chunks": Row(objective=chunked, casts=B16),
     "fused head and loss": Row(objective=fused, casts=B16),
     "masked diffusion": Row(objective=denoised, casts=B16),

@@ -6,18 +6,17 @@ One process runs the loop: a fault of ranks is done to micro-batches.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import narrowgauge as ng
-from corpus import loop
-from corpus.loop import Loop, Settings
+from corpus.loop import Loop
 from narrowgauge.spec.toml import load_toml
 
 FOLDER = Path(__file__).parent
+TEXT = (FOLDER / "loop.py").read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True)
@@ -25,29 +24,22 @@ class Row:
     """A fault, and where a tool should locate it; or a healthy loop, without a stage."""
 
     name: str
-    options: str = ""
+    settings: str = ""
     edits: tuple[tuple[str, str], ...] = ()
     stage: str = ""
     where: str = ""
     fault: str = ""
 
-    @property
-    def settings(self) -> Settings:
-        """Return the settings of a loop without edits."""
-        return self._settings(loop)
-
-    def loop(self, steps: int) -> Loop:
-        """Return the edited loop, of a module of its own."""
-        text = (FOLDER / "loop.py").read_text(encoding="utf-8")
-        for old, new in self.edits:
+    def loop(self, steps: int, *, is_edited: bool = True) -> Loop:
+        """Return the loop, of a module of its own; without its edits it is the healthy twin."""
+        text = TEXT
+        for old, new in self.edits if is_edited else ():
             text = edited(text, old, new)
         sys.modules[f"corpus.{self.name}"] = module = ModuleType(f"corpus.{self.name}")
         exec(compile(text, f"loop.py, {self.name}", "exec"), vars(module))
-        own_loop: Loop = module.Loop(self._settings(module), steps)
+        settings = eval(f"Settings({self.settings})", {**vars(module), "ng": ng})
+        own_loop: Loop = module.Loop(settings, steps)
         return own_loop
-
-    def _settings(self, module: ModuleType) -> Any:
-        return eval(f"Settings({self.options})", {**vars(module), "ng": ng})
 
 
 def edited(text: str, old: str, new: str) -> str:
@@ -58,21 +50,18 @@ def edited(text: str, old: str, new: str) -> str:
     return text.replace(old, new.replace("\n", f"\n{indent}"))
 
 
-def rows(stage: str, tables: dict[str, Any]) -> Iterator[Row]:
-    """Yield the rows of a stage. A table without edits may be its settings alone."""
+def rows(stage: str, tables: dict[str, Any]) -> list[Row]:
+    """Return the rows of a stage. A table without edits may be its settings alone."""
+    result = []
     for name, table in tables.items():
-        row = {"settings": table} if isinstance(table, str) else table
-        settings = row.get("settings", "")
-        edits = tuple((old, new) for old, new in row.get("edits", ()))
-        for number, options in enumerate([settings] if isinstance(settings, str) else settings):
-            numbered = f"{name} {number + 1}" if number else name
-            where, fault = row.get("where", ""), row.get("fault", "")
-            yield Row(numbered, options, edits, stage, where, fault)
+        fields = {"settings": table} if isinstance(table, str) else table
+        result.append(Row(name, stage=stage, **fields))
+    return result
 
 
 def load(name: str) -> dict[str, Any]:
     return load_toml((FOLDER / name).read_text(encoding="utf-8"))
 
 
+HEALTHY = rows("", load("healthy.toml"))
 FAULTS = [row for stage, tables in load("faults.toml").items() for row in rows(stage, tables)]
-HEALTHY = [*rows("", load("healthy.toml"))]

@@ -27,6 +27,7 @@ from narrowgauge.numerics.dtensor import own_part
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.optim.optimizers import AdamW
 from narrowgauge.optim.parameter_formats import cast_statistics, round_in_place, rounded
+from narrowgauge.optim.validation import check_real
 from narrowgauge.spec.computes import COMPUTES, Compute
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
@@ -126,6 +127,7 @@ def prepare(
 
     stand_ins = {}
     for name, parameter in _trained(model).items():
+        check_real(parameter)
         value = torch.zeros((), dtype=getattr(torch, visible), device=parameter.device)
         stand_ins[name] = nn.Parameter(value.expand(parameter.shape))
     build(stand_ins)  # what it refuses is refused before the model is rounded

@@ -82,9 +82,9 @@ def _user_line() -> tuple[str, bool]:
             line = f"{name} ({os.path.basename(code.co_filename)}:{frame.f_lineno})"
             is_backward = code.co_name == "backward" and "ctx" in code.co_varnames[:2]
             return layer + line, is_backward
-        owner = frame.f_locals.get("self") if code.co_name == "forward" else None
-        if not layer and isinstance(owner, nn.Module):
-            layer = f"{type(owner).__name__} in "
+        if not layer and code.co_name == "forward":
+            owner = frame.f_locals.get("self")
+            layer = f"{type(owner).__name__} in " if isinstance(owner, nn.Module) else ""
         frame = frame.f_back
     return UNKNOWN, False
 
@@ -98,7 +98,7 @@ class Operation:
             ``read`` those whose values it reads.
         layer: the call of one of our narrow layers, whose products are one operation. Their
             arguments are as before their casts.
-        draws: whether it draws random numbers.
+        draws: whether its result is random numbers; a dropout's mask is one of its results.
         notes: what a policy keeps between ``before`` and ``after``.
     """
 
@@ -119,7 +119,8 @@ class Operation:
             return
         schema = func._schema
         self.name = schema.name.split("::")[1]
-        self.draws = torch.Tag.nondeterministic_seeded in func.tags
+        is_random = torch.Tag.nondeterministic_seeded in func.tags
+        self.draws = is_random and self.name != "native_dropout"
         self.is_collective = "c10d" in func.namespace
         values = dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
         for argument in schema.arguments:

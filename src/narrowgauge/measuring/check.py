@@ -25,15 +25,15 @@ from narrowgauge.measuring.beside import is_finite
 from narrowgauge.measuring.passes import (
     Alone,
     Backward,
+    Findings,
     Gradients,
     Loss,
     Pass,
     Passes,
-    Told,
     micro_batches,
     trained_leaves,
 )
-from narrowgauge.measuring.places import Roundings, tell_nonfinite, tell_roundings
+from narrowgauge.measuring.places import Roundings, add_nonfinite, add_roundings
 from narrowgauge.measuring.policies.finite import Finite
 from narrowgauge.measuring.policies.wide import Wide
 from narrowgauge.measuring.reading import Readings, words_of
@@ -102,27 +102,27 @@ def check(
             "Pass both.",
         )
     set_up = set_up_of(model, optimizer)
-    told = Told(list(set_up_readings(set_up)))
+    findings = Findings(list(set_up_readings(set_up)))
     gradients: Gradients = {}
     looked_at = f"settings of {counted(len(set_up.trained), 'tensor')}"
     if loss is not None:
-        gradients = _compare(set_up, batch, loss, backward, told)
-        told = all_ranks().gather(told)[0]  # every rank returns the same
+        gradients = _compare(set_up, batch, loss, backward, findings)
+        findings = all_ranks().gather(findings)[0]  # every rank returns the same
     if gradients:
         looked_at += f"; gradients of {counted(len(gradients), 'tensor')}"
     table: list[str] = []
-    told.readings += stored_readings(set_up, gradients, table, told.unseen)
-    return Readings(told.readings, [*table, *told.lines], looked_at, told.unseen)
+    findings.readings += stored_readings(set_up, gradients, table, findings.unseen)
+    return Readings(findings.readings, [*table, *findings.lines], looked_at, findings.unseen)
 
 
 def _compare(
-    set_up: SetUp, batch: Any, loss: Loss, backward: Backward | None, told: Told
+    set_up: SetUp, batch: Any, loss: Loss, backward: Backward | None, findings: Findings
 ) -> Gradients:
     """Compare the gradients of one configured step, and return them."""
     leaves = trained_leaves(set_up.model) | set_up.outside
     reason = _not_compared(leaves)
     if reason:
-        told.unseen["the gradient"] = reason
+        findings.unseen["the gradient"] = reason
         return {}
     parts = micro_batches(set_up.model, batch, loss)
     passes = Passes(set_up.model, leaves, parts, loss, set_up.optimizers, batch, backward)
@@ -131,25 +131,25 @@ def _compare(
     if first.changed:
         is_meant = all(has_own_hooks(leaves[name]) for name in first.changed)
         what = "steps-in-backward" if is_meant else "step-order"
-        told.tell(what, first.changed, len(first.changed))
+        findings.add(what, first.changed, len(first.changed))
         return {}
-    tell_nonfinite(first, finite, told)
+    add_nonfinite(first, finite, findings)
     ranks = all_ranks()
     roundings = Roundings(first, lambda sites: passes.run(passes.step, Wide(sites)))
-    tell_roundings(roundings, told, int(ranks.size == 1))  # ranks would take turns of their own
+    add_roundings(roundings, findings, int(ranks.size == 1))  # ranks would take turns of their own
     gradients = _above_noise(first)
     all_parts = [*chain.from_iterable(ranks.gather(parts))]
     policies = [Alone()] if ranks.size > 1 else []
     alone = Passes(unwrapped_model(set_up.model), leaves, all_parts, loss, policies=policies)
-    compare_ranks(passes, alone, first, told)
+    compare_ranks(passes, alone, first, findings)
     try:
-        plain = compare_structure(passes, alone, first, told)
-        _tell_loss(plain, told)
-        compare_slope(alone, told)
+        plain = compare_structure(passes, alone, first, findings)
+        _add_loss(plain, findings)
+        compare_slope(alone, findings)
     except NarrowgaugeError:
         raise
     except Exception as error:  # whatever the loss raises of an unwrapped model
-        told.unseen["the gradient"] = words_of(error)
+        findings.unseen["the gradient"] = words_of(error)
     return gradients
 
 
@@ -180,12 +180,12 @@ def _above_noise(first: Pass) -> Gradients:
     return gradients
 
 
-def _tell_loss(plain: Pass | None, told: Told) -> None:
+def _add_loss(plain: Pass | None, findings: Findings) -> None:
     """Tell a loss that a 16-bit format rounds, and print its distance: the forward number."""
     if plain is None or not isinstance(plain.loss, Tensor) or not is_finite(plain.loss):
         return
     value = float(plain.loss.detach())
     off = abs(value - plain.value) / (abs(plain.value) or 1.0)
-    told.lines.append(f"loss {value:.6g}, {off:.2g} of it from float64's")
+    findings.lines.append(f"loss {value:.6g}, {off:.2g} of it from float64's")
     if plain.loss.dtype in UNITS and off > LOSS:
-        told.tell("loss-rounding", "the loss", off)
+        findings.add("loss-rounding", "the loss", off)

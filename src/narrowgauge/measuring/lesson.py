@@ -220,7 +220,8 @@ def _facts(softmaxes: list[_Softmax], loss_scale: float, padding: Any) -> dict[s
     shifts = set()
     for members in passes.values():
         ids = members[0].ids
-        facts["sequences"] += 0 if ids is None else len(ids)
+        if ids is not None:
+            facts["sequences"] += len(ids)
         shifts.add(_shift(torch.cat([softmax.learned for softmax in members]), ids))
     if len(shifts) == 1 and None not in shifts:
         (facts["shift"],) = shifts

@@ -53,14 +53,14 @@ class Pass(NamedTuple):
 
 
 @dataclass
-class Told:
+class Findings:
     """What a check has found so far: readings, printed lines, and what was not looked at."""
 
     readings: list[Reading] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
     unseen: dict[str, str] = field(default_factory=dict)
 
-    def tell(self, what: str, tensors: Any, value: float, *limits: Any, stage: str = "") -> None:
+    def add(self, what: str, tensors: Any, value: float, *limits: Any, stage: str = "") -> None:
         """Add a reading, with its expected value, 0 if left out, and its bound."""
         self.readings.append(measured(what, tensors, value, *(limits or (0,)), stage=stage))
 

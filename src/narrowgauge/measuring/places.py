@@ -15,7 +15,7 @@ from torch import nn
 
 from narrowgauge.measuring.beside import SUM, Site, is_finite, tensors_in
 from narrowgauge.measuring.kinds import KINDS
-from narrowgauge.measuring.passes import Gradients, Pass, Passes, Told, trained_leaves
+from narrowgauge.measuring.passes import Findings, Gradients, Pass, Passes, trained_leaves
 from narrowgauge.measuring.policies.finite import Finite
 from narrowgauge.measuring.policies.wide import Wide
 from narrowgauge.measuring.reading import Readings
@@ -88,8 +88,10 @@ class Roundings:
         return max(self.names, key=lambda name: self.of([name]))
 
     def line(self) -> str:
+        if not self.first.gradients:
+            return "gradients: none is seen"
         if not self.names:
-            return f"gradients: none is {'followed' if self.first.gradients else 'seen'}"
+            return "gradients: none is followed"
         return (
             f"gradients of {len(self.names)} tensors: {self.number * self.unit:.2g} of their length "
             f"from float64's, {self.number:.3g} roundings of {format_of(self.unit)}; "
@@ -104,7 +106,7 @@ class Roundings:
         wide = self.first.wide
         rest = list(wide.rounds)
         sites = rest
-        if self.number <= (OF_FLOAT32 if self.unit == FINEST else RANKED):
+        if self.number <= RANKED or (self.unit == FINEST and self.number <= OF_FLOAT32):
             sites = [site for site in rest if site.line == SUM and self.number > OF_SUMS]
         left = self.error
         lines: list[str] = []
@@ -127,7 +129,9 @@ class Roundings:
             half = sites[: len(sites) // 2]
             part = self._alone(half)
             other = math.sqrt(max(0.0, error**2 - part**2))
-            sites = half if part >= other else sites[len(half) :]
+            sites = sites[len(half) :]
+            if part >= other:
+                sites = half
             error = max(part, other)
         return sites[0]
 
@@ -137,33 +141,35 @@ class Roundings:
         return math.inf if math.isnan(reached) else reached
 
 
-def tell_roundings(roundings: Roundings, told: Told, number: int) -> None:
+def add_roundings(roundings: Roundings, findings: Findings, number: int) -> None:
     """Tell what is unusual in the roundings, with lines of at most ``number`` places that do most."""
-    told.lines.append(roundings.line())
+    findings.lines.append(roundings.line())
     flips = roundings.first.wide.flips
-    bound = KINDS["rounding"].bound * (FLIPPED if flips else 1.0)
+    bound = KINDS["rounding"].bound
+    if flips:
+        bound *= FLIPPED
     if roundings.unit == FINEST:
         bound = OF_FLOAT32
-    told.lines += roundings.places(number)
+    findings.lines += roundings.places(number)
     alone = []
     for name in roundings.names:
         gradient = roundings.first.gradients[name]
         if gradient.ndim > 1 and roundings.of([name]) > MOST * float(gradient.double().norm()) > 0:
             alone.append(name)
-    is_many = roundings.number > bound
-    if is_many or (roundings.is_most and not flips):
-        limit = bound if is_many else OF_SUMS
-        told.tell("rounding", roundings.worst, roundings.number, 0.0, limit)
+    if roundings.number <= bound and roundings.is_most and not flips:
+        bound = OF_SUMS
+    if roundings.number > bound:
+        findings.add("rounding", roundings.worst, roundings.number, 0.0, bound)
     elif alone:
-        told.tell("rounding-alone", alone, len(alone))
-    _tell_casts(roundings.first.wide, told)
+        findings.add("rounding-alone", alone, len(alone))
+    _add_casts(roundings.first.wide, findings)
     number_lost = len(roundings.first.gradients) - len(roundings.first.shadows)
     if number_lost:
         through = ", ".join(roundings.first.wide.cuts) or "shards"
-        told.unseen[f"roundings of {number_lost} gradients"] = f"not followed through {through}"
+        findings.unseen[f"roundings of {number_lost} gradients"] = f"not followed through {through}"
 
 
-def _tell_casts(wide: Wide, told: Told) -> None:
+def _add_casts(wide: Wide, findings: Findings) -> None:
     """Tell casts whose values lie outside the range of their format."""
     for what, place, limit, right in (
         ("saturation", 0, SATURATED, 0),
@@ -172,33 +178,33 @@ def _tell_casts(wide: Wide, told: Told) -> None:
         losses = {site: loss[place] for site, loss in wide.casts.items() if loss[place] > limit}
         sites = sorted(losses, key=lambda site: -losses[site])
         if sites:
-            told.tell(what, map(str, sites), losses[sites[0]], right)
-        told.lines += [f"  {site}: {_words(wide.casts[site])}" for site in sites]
+            findings.add(what, map(str, sites), losses[sites[0]], right)
+        findings.lines += [f"  {site}: {_words(wide.casts[site])}" for site in sites]
     for site, words in wide.misread.items():
-        told.tell("misread-bytes", str(site), 1)
-        told.lines.append(f"  {words} in {site}")
+        findings.add("misread-bytes", str(site), 1)
+        findings.lines.append(f"  {words} in {site}")
 
 
 def _words(losses: Sequence[float]) -> str:
     return f"{losses[0]:.1%} of its values are beyond the format's end, {losses[1]:.1%} became 0"
 
 
-def tell_nonfinite(first: Pass, finite: Finite, told: Told) -> None:
+def add_nonfinite(first: Pass, finite: Finite, findings: Findings) -> None:
     """Tell gradients or a loss that are not finite, with the operation that began it."""
     bad = [name for name in reversed(first.gradients) if not is_finite(first.gradients[name])]
     loss = [x for x in tensors_in(first.loss) if not is_finite(x)]
     cause = finite.first([*loss, *(first.gradients[name] for name in bad)])
     if cause:
-        told.lines.append(f"not finite first: {cause}")
+        findings.lines.append(f"not finite first: {cause}")
     if bad:
         shadow = first.shadows.get(bad[0])
         if shadow is not None and is_finite(shadow):
-            told.lines.append(
+            findings.lines.append(
                 f"without roundings that of {bad[0]} is finite: a format's range ends"
             )
-        told.tell("nonfinite", bad, len(bad))
+        findings.add("nonfinite", bad, len(bad))
     elif loss:
-        told.tell("nonfinite", "the loss", 1, stage="loss")
+        findings.add("nonfinite", "the loss", 1, stage="loss")
 
 
 def ranked_places(model: nn.Module, step: Callable[[], Any]) -> Readings:
@@ -248,9 +254,9 @@ def ranked_places(model: nn.Module, step: Callable[[], Any]) -> Readings:
 
     finite = Finite(model)
     first = passes.run(call, Wide(), finite)
-    told = Told()
-    tell_nonfinite(first, finite, told)
-    if not told.readings:
+    findings = Findings()
+    add_nonfinite(first, finite, findings)
+    if not findings.readings:
         roundings = Roundings(first, lambda places: passes.run(call, Wide(places)))
-        tell_roundings(roundings, told, 3)
-    return Readings(told.readings, told.lines, "roundings of the gradient", told.unseen)
+        add_roundings(roundings, findings, 3)
+    return Readings(findings.readings, findings.lines, "roundings of the gradient", findings.unseen)

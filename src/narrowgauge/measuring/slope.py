@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.measuring.beside import is_finite
-from narrowgauge.measuring.passes import Pass, Passes, Told, concatenated
+from narrowgauge.measuring.passes import Findings, Pass, Passes, concatenated
 from narrowgauge.measuring.policies.wide import Wide
 from narrowgauge.measuring.reading import of_all
 from narrowgauge.torch_support.torch_hooks import OwnHook
@@ -26,6 +26,8 @@ STEP = 1e-5
 """Of the size of each weight: the third root of float64's unit roundoff, where a central difference
 is most exact.
 """
+PART = 64
+"""A tensor is named if it has this part of the difference: the last one may have little of it."""
 SEED = 7_919_003
 """Unlike a user's seed: weights drawn with the same numbers would be parallel to the direction."""
 
@@ -35,11 +37,12 @@ class Slope:
 
     Attributes:
         names: the tensors that are moved. ``hooked`` are those whose gradient a hook may change.
-        said: the slope by the gradient. ``found`` is that of the loss.
+        predicted: the slope by the gradient. ``measured`` is that of the loss.
         off: their difference over their size.
     """
 
-    said = found = off = 0.0
+    predicted = measured = off = limit = 0.0
+    seed = SEED
 
     def __init__(self, passes: Passes, batch: Any, has_constants: bool) -> None:
         self.passes = passes
@@ -75,7 +78,7 @@ class Slope:
     def _direction(self, name: str) -> Tensor:
         p = self.passes.leaves[name].detach()
         number = list(self.passes.leaves).index(name)
-        generator = torch.Generator().manual_seed(SEED + number)
+        generator = torch.Generator().manual_seed(self.seed + number)
         noise = torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.device)
         size = float(p.double().square().mean().sqrt()) if p.numel() else 0.0
         return noise * (size or 0.02)
@@ -87,33 +90,46 @@ class Slope:
 
     def differs(self, names: Sequence[str]) -> bool:
         """Return whether the loss changes otherwise than the gradient says, at two steps alike."""
-        self.said = 0.0
+        self.predicted = 0.0
         squares = 0.0
         for name in names:
             if name in self.exact:
                 direction = self._direction(name)
-                self.said += float((self.exact[name] * direction).sum())
+                self.predicted += float((self.exact[name] * direction).sum())
                 squares += float(self.exact[name].square().sum() * direction.square().mean())
         slopes = []
         for step in (STEP, STEP / 10):
             change = self._loss_at(names, step) - self._loss_at(names, -step)
-            self.found = change / (2 * step)
-            slopes.append(self.found)
+            self.measured = change / (2 * step)
+            slopes.append(self.measured)
             noise = 64 * abs(self.value) * 2.0**-53 / step / BOUND
-            size = max(math.sqrt(squares), abs(self.found), noise)
-            self.off = abs(self.found - self.said) / (size or 1.0)
-            if not self.off > BOUND:
+            size = max(math.sqrt(squares), abs(self.measured), noise)
+            self.off = abs(self.measured - self.predicted) / (size or 1.0)
+            if not abs(self.measured - self.predicted) > (self.limit or BOUND * size):
                 return False
         # A kink lies within the larger step where the two slopes differ.
-        return abs(slopes[0] - slopes[1]) <= abs(slopes[1] - self.said) / 4
+        return abs(slopes[0] - slopes[1]) <= abs(slopes[1] - self.predicted) / 4
 
     def last_wrong(self) -> list[str]:
         """Return the last tensor in forward whose slope is another, by halving; empty if none is."""
+        self.limit = abs(self.measured - self.predicted) / PART
         names = self.names[::-1]
         while len(names) > 1:
             half = names[: (len(names) + 1) // 2]
-            names = half if self.differs(half) else names[len(half) :]
-        return names if self.differs(names) else []
+            names = names[len(half) :]
+            if self._is_wrong(half):
+                names = half
+        if self._is_wrong(names):
+            return names
+        return []
+
+    def _is_wrong(self, names: Sequence[str]) -> bool:
+        """Return whether some tensors differ along one of two directions: along one they may cancel."""
+        for seed in (SEED, 2 * SEED):
+            self.seed = seed
+            if self.differs(names):
+                return True
+        return False
 
 
 def _has_hook(p: Any) -> bool:
@@ -122,7 +138,7 @@ def _has_hook(p: Any) -> bool:
     return not all(isinstance(hook, OwnHook) for hook in hooks)
 
 
-def compare_slope(passes: Passes, told: Told) -> None:
+def compare_slope(passes: Passes, findings: Findings) -> None:
     """Tell where the loss does not change as its gradient says."""
     batch = concatenated(passes.parts)
     if batch is None:
@@ -132,16 +148,20 @@ def compare_slope(passes: Passes, told: Told) -> None:
         slope = Slope(passes, batch, False)
     wrong = slope.last_wrong() if slope.disagrees else []
     if not slope.is_known:
-        cuts = f"not followed through {', '.join(slope.cuts)}"
-        told.unseen["the slope of the loss"] = cuts if slope.cuts else "it is not finite"
+        reason = "it is not finite"
+        if slope.cuts:
+            reason = f"not followed through {', '.join(slope.cuts)}"
+        findings.unseen["the slope of the loss"] = reason
     elif wrong:
-        told.tell("slope", wrong, slope.said, slope.found, BOUND * abs(slope.found))
+        findings.add("slope", wrong, slope.predicted, slope.measured, BOUND * abs(slope.measured))
     elif slope.disagrees:
-        told.unseen["the slope of the loss"] = "no tensor alone has another one"
+        findings.unseen["the slope of the loss"] = "no tensor alone has another one"
     else:
-        told.lines.append(
+        findings.lines.append(
             f"slope: the loss changes as the gradient of {len(slope.names)} tensors says, "
             f"within {slope.off:.1g}"
         )
     if slope.hooked:
-        told.unseen[f"the slope along {of_all(slope.hooked)}"] = "a hook may change its gradient"
+        findings.unseen[f"the slope along {of_all(slope.hooked)}"] = (
+            "a hook may change its gradient"
+        )

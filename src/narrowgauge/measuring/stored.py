@@ -183,17 +183,22 @@ def next_change(stepped: Stepped, size: Any, rate: float, gradient: Any) -> Tens
     _, p, group, _ = stepped
     weight = spread(p).float()
     if size == "weight":
-        is_relative = group.get("scale_parameter", True)
-        size = max(1e-3, float(weight.square().mean().sqrt())) if is_relative else 1.0
+        size = 1.0
+        if group.get("scale_parameter", True):
+            size = max(1e-3, float(weight.square().mean().sqrt()))
     if size == "matrix":
         rows, columns = matrix_shape(p.shape)[-2:]
         size = math.sqrt(max(1.0, rows / columns) / max(rows, columns))
         if group.get("adjust_lr_fn") == "match_rms_adamw":
             size = 0.2
+    if size is None and gradient is None:
+        return None
     if size is None:
-        return None if gradient is None else -rate * spread(gradient).float()
+        return -rate * spread(gradient).float()
     noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(SEED))
-    return -rate * (noise.sign() if size == 1 else (size * noise).clamp(-1, 1))
+    if size == 1:
+        return -rate * noise.sign()
+    return -rate * (size * noise).clamp(-1, 1)
 
 
 def _stored_share(p: Tensor, change: Tensor) -> float:

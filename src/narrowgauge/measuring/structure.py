@@ -16,7 +16,7 @@ from torch import Tensor
 
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.measuring.beside import is_finite
-from narrowgauge.measuring.passes import Gradients, Pass, Passes, Told, concatenated
+from narrowgauge.measuring.passes import Findings, Gradients, Pass, Passes, concatenated
 from narrowgauge.measuring.policies.wide import Wide
 from narrowgauge.measuring.reading import of_all
 from narrowgauge.numerics.hashing import fingerprint
@@ -29,7 +29,7 @@ MOST_PARTS = 16
 """Micro-batches of all ranks whose weights are fitted."""
 
 
-def compare_ranks(passes: Passes, alone: Passes, first: Pass, told: Told) -> None:
+def compare_ranks(passes: Passes, alone: Passes, first: Pass, findings: Findings) -> None:
     """Tell gradients that differ between ranks, where the loop's sums were made, and compare them no
     further.
     """
@@ -37,9 +37,9 @@ def compare_ranks(passes: Passes, alone: Passes, first: Pass, told: Told) -> Non
     for name in differing:
         first.shadows.pop(name, None)
     if differing and (passes.model is not alone.model or passes.backward is not None):
-        told.tell("ranks-unsummed", differing, len(differing))
+        findings.add("ranks-unsummed", differing, len(differing))
     elif differing:
-        told.unseen["sums over ranks"] = "the loop makes them; pass backward="
+        findings.unseen["sums over ranks"] = "the loop makes them; pass backward="
 
 
 def unlike(prints: Mapping[str, int]) -> list[str]:
@@ -52,7 +52,9 @@ def unlike(prints: Mapping[str, int]) -> list[str]:
     return names
 
 
-def compare_structure(passes: Passes, alone: Passes, first: Pass, told: Told) -> Pass | None:
+def compare_structure(
+    passes: Passes, alone: Passes, first: Pass, findings: Findings
+) -> Pass | None:
     """Compare a step with the plain loss, and return the pass of that, if it was made.
 
     Args:
@@ -63,59 +65,72 @@ def compare_structure(passes: Passes, alone: Passes, first: Pass, told: Told) ->
     batch = concatenated(alone.parts)
     step = first
     if passes.backward is None and len(alone.parts) == 1:
-        _tell_missing(passes, step, step.shadows, told)
+        _add_missing(passes, step, step.shadows, findings)
         return step
     if batch is None:
-        told.unseen["the structure of the gradient"] = "micro-batches have unlike shapes"
+        findings.unseen["the structure of the gradient"] = "micro-batches have unlike shapes"
         return None
     if all_ranks().largest(int(step.draws)):
         passes.is_training = alone.is_training = False
         step = passes.run(passes.step, Wide())
     plain = alone.run(alone.plain(batch), Wide())
     if plain.draws:
-        told.unseen["the structure of the gradient"] = "evaluation mode draws random numbers too"
+        findings.unseen["the structure of the gradient"] = (
+            "evaluation mode draws random numbers too"
+        )
         return None
-    parts = alone.parts if 1 < len(alone.parts) <= MOST_PARTS else []
-    terms = [alone.run(alone.plain(part), Wide()) for part in parts]
+    terms = []
+    if 1 < len(alone.parts) <= MOST_PARTS:
+        terms = [alone.run(alone.plain(part), Wide()) for part in alone.parts]
     exact = plain.shadows
     size = all_ranks().size
     mean = sum(term.value for term in terms) / (len(terms) or 1)
     if size > 1 and abs(plain.value - size * mean) < 0.1 * abs(plain.value):
         # A loss that counts the labels of all ranks; DistributedDataParallel divides by their number.
         exact = {name: x / size for name, x in exact.items()}
-        told.lines.append(f"  the loss is {size} times a mean over the batches of all ranks")
-    _compare(step.shadows, exact, [term.shadows for term in terms], told)
-    _tell_missing(passes, step, exact, told)
+        findings.lines.append(f"  the loss is {size} times a mean over the batches of all ranks")
+    _compare(step.shadows, exact, [term.shadows for term in terms], findings)
+    _add_missing(passes, step, exact, findings)
     passes.is_training = alone.is_training = True
     return plain
 
 
-def _compare(step: Gradients, exact: Gradients, terms: Sequence[Gradients], told: Told) -> None:
+def _compare(
+    step: Gradients, exact: Gradients, terms: Sequence[Gradients], findings: Findings
+) -> None:
     """Tell each answer: tensors that have one are one reading."""
     differing: dict[str, float] = {}
     count = 0
     for name, right in exact.items():
-        own = step.get(name)
-        if own is not None and right.any() and own.any() and is_finite(own):
+        gradient = step.get(name)
+        if gradient is not None and right.any() and gradient.any() and is_finite(gradient):
             count += 1
-            off = float((own - right).norm() / right.norm())
+            off = float((gradient - right).norm() / right.norm())
             if off > SAME:
                 differing[name] = off
     equal = count - len(differing)
-    told.lines.append(f"  without roundings {equal} of {count} gradients equal the plain loss's")
+    findings.lines.append(
+        f"  without roundings {equal} of {count} gradients equal the plain loss's"
+    )
     answers: dict[str, tuple[float, float, list[str]]] = {}
     for name in sorted(differing, key=lambda name: -differing[name]):
         columns = []
         if all(name in term for term in terms):
             columns = [term[name].flatten() for term in terms]
         words, factor = _answer(step[name].flatten(), exact[name].flatten(), columns)
-        numbers = (differing[name], 0.0) if factor is None else (factor, 1.0)
+        numbers = (differing[name], 0.0)
+        if factor is not None:
+            numbers = (factor, 1.0)
         if words:
             answers.setdefault(words, (*numbers, []))[2].append(name)
     for words, (value, expected, members) in answers.items():
-        told.lines.append(f"  {of_all(members)}: {words}")
-        what = "own-scale" if value >= 256 and math.log2(value) % 1 == 0 else "gradient"
-        told.tell(what, [] if len(members) == count > 1 else members, value, expected)
+        findings.lines.append(f"  {of_all(members)}: {words}")
+        what = "gradient"
+        if value >= 256 and math.log2(value) % 1 == 0:
+            what = "own-scale"
+        if len(members) == count > 1:
+            members.clear()
+        findings.add(what, members, value, expected)
 
 
 def _answer(a: Tensor, b: Tensor, columns: Sequence[Tensor]) -> tuple[str, float | None]:
@@ -145,14 +160,14 @@ def _weights(columns: Tensor, target: Tensor) -> list[float]:
     return solution.tolist() if rest <= 1e-3 * float(target.norm()) else []
 
 
-def _tell_missing(passes: Passes, step: Pass, exact: Gradients, told: Told) -> None:
+def _add_missing(passes: Passes, step: Pass, exact: Gradients, findings: Findings) -> None:
     """Tell gradients that the step lacks, and that the plain loss lacks too."""
-    own = {name: bool(x.any()) for name, x in step.gradients.items()}
-    lacking = [name for name, x in exact.items() if x.any() and not own.get(name)]
-    gone = [name for name in passes.leaves if name not in own and name not in exact]
-    if own and not lacking and not any(own.values()):
-        told.tell("zero-gradients", "", 1)
+    has_values = {name: bool(x.any()) for name, x in step.gradients.items()}
+    lacking = [name for name, x in exact.items() if x.any() and not has_values.get(name)]
+    gone = [name for name in passes.leaves if name not in has_values and name not in exact]
+    if has_values and not lacking and not any(has_values.values()):
+        findings.add("zero-gradients", "", 1)
     if lacking:
-        told.tell("no-gradient", lacking[::-1], len(lacking))
+        findings.add("no-gradient", lacking[::-1], len(lacking))
     if gone and len(gone) < len(passes.leaves):
-        told.tell("no-graph", gone[::-1], len(gone))
+        findings.add("no-graph", gone[::-1], len(gone))

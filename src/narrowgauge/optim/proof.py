@@ -63,7 +63,7 @@ def _has_the_bits(rule: AnyRule, storage: Storage, device: torch.device) -> bool
 
 def _tensors_of(state: LocalState) -> list[Tensor]:
     """Return what a step stores. A stored NaN has one pattern of bits."""
-    return [state.parameter, *state.tensors().values()]
+    return [state.parameter, *state.tensors.values()]
 
 
 def _drawn(
@@ -79,7 +79,7 @@ def _drawn(
     weight = weight.to(device)
     state = LocalState(weight, new_state(weight, kernel.storage, {}), kernel, {})
     begin(state)
-    for name, tensor in state.tensors().items():
+    for name, tensor in state.tensors.items():
         is_bound = name.endswith("_bound")
         of_state = (shape[0], 1) if is_bound else shape
         value = _values(tensor.dtype, of_state, edges, 3, finite=is_bound)

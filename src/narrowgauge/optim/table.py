@@ -175,7 +175,7 @@ class Table:
         self.programs = Programs(device, num_addresses(rule, storage), len(rule.scalars) + 1)
         self.module = kernels_of(device)
         self._batch: Mapping[LocalState, Numbers] = {}
-        self._copies: list[tuple[LocalState, Tensor, Tensor]] = []
+        self._copies: list[tuple[Tensor, Tensor]] = []
         self._inputs: list[Tensor] = []
 
     def _elements_of_program(self, state: LocalState) -> int:
@@ -196,7 +196,7 @@ class Table:
         num_joined = 0
         for state, numbers in batch.items():
             gradient = state.gradient
-            if not state.is_dense(gradient):
+            if not gradient.is_contiguous():
                 gradient = state.in_rows(gradient)
                 self._inputs.append(gradient)
             memory = [self._written(state, state.parameter), gradient]
@@ -216,10 +216,10 @@ class Table:
 
     def _written(self, state: LocalState, tensor: Tensor) -> Tensor:
         """Return the memory that a step writes for a tensor, itself where it is dense."""
-        if state.is_dense(tensor):
+        if tensor.is_contiguous():
             return tensor
         memory = state.in_rows(tensor.detach())
-        self._copies.append((state, tensor.detach(), memory))
+        self._copies.append((tensor.detach(), memory))
         return memory
 
     def launch(self, control: Tensor) -> None:
@@ -230,8 +230,8 @@ class Table:
         numbers = self.programs.numbers_on_device()
         joined = self._joined_bounds()
         self._call("step", numbers, control, control if joined is None else joined)
-        for state, tensor, memory in self._copies:
-            tensor.copy_(state.in_shape(memory))
+        for tensor, memory in self._copies:
+            tensor.copy_(memory.view(tensor.shape))
         # Autograd notices a weight that was written between forward and backward pass.
         torch.autograd.graph.increment_version([state.parameter for state in self._batch])
 

@@ -141,4 +141,4 @@ def spans(
         copies.append(weight)
     for tensor, memory in zip(live, copies, strict=True):
         if memory.data_ptr() != tensor.data_ptr():  # a copy of what is not dense
-            tensor.copy_(state.in_shape(memory))
+            tensor.copy_(memory.view(tensor.shape))

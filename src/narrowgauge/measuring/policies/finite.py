@@ -66,10 +66,12 @@ class Finite:
             self._causes.set(x, cause)
 
     def _made(self, op: Operation, x: Tensor) -> tuple[bool, int, str]:
-        values = x.abs() if x.is_complex() else x.float()
         is_nan = _has_nan(x)
-        number = int((values.isnan() if is_nan else values.isinf()).sum())
-        kind = "NaN" if is_nan else "infinity"
+        number = int(_real(x).isinf().sum())
+        kind = "infinity"
+        if is_nan:
+            number = int(_real(x).isnan().sum())
+            kind = "NaN"
         words = f"{op} made {kind} in {number} of {x.numel()} values ({dtype_name(x.dtype)})"
         operands = [f"{dtype_name(y.dtype)} {list(y.shape)}" for y in floats_in(op.operands)[:3]]
         if operands:
@@ -80,5 +82,9 @@ class Finite:
 
 
 def _has_nan(x: Tensor) -> bool:
-    values = x.abs() if x.is_complex() else x.float()
-    return bool(values.isnan().any())
+    return bool(_real(x).isnan().any())
+
+
+def _real(x: Tensor) -> Tensor:
+    """Return real numbers that are as finite."""
+    return x.abs() if x.is_complex() else x.float()

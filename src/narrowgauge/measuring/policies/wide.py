@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from narrowgauge.measuring.beside import (
     ALLOCATES,
@@ -42,6 +42,7 @@ _BY_VALUE = (
 _TO_INTEGERS = ("round", "floor", "ceil", "trunc", "sign")
 _PACKED = ("mkldnn_rnn_layer", "_cudnn_rnn")
 """Kernels whose packed weights are no float64, and crash."""
+_ENDS = {torch.finfo(dtype).max for dtype in UNITS}
 _EIGHT_BITS = {dtype for dtype in UNITS if dtype.itemsize == 1}
 _KINKS = ("relu", "relu_", "leaky_relu", "clamp_min", "hardtanh", "threshold_backward")
 _FEWEST = 64
@@ -97,17 +98,20 @@ class Wide:
         if not isinstance(x, Tensor) or x.layout is not torch.strided:
             return x
         dtype, flat = self._shadows.get(x) or (None, None)
-        if flat is None or dtype is not _real(x.dtype):
+        if flat is None or dtype is not x.dtype.to_real():
             return x.to(_widened(x.dtype))
         if x.is_complex():
             flat = torch.view_as_complex(flat.view(-1, 2))
         shadow = flat.as_strided(x.size(), x.stride(), x.storage_offset())
-        shadow = shadow.conj() if x.is_conj() else shadow  # lazy, as in the step
-        return torch._neg_view(shadow) if x.is_neg() else shadow
+        if x.is_conj():  # lazy, as in the step
+            shadow = shadow.conj()
+        if x.is_neg():
+            shadow = torch._neg_view(shadow)
+        return shadow
 
     def _own(self, x: Tensor) -> None:
         """Give the memory of a tensor a shadow that can be written."""
-        dtype = _real(x.dtype)
+        dtype = x.dtype.to_real()
         if (self._shadows.get(x) or (None,))[0] is not dtype:
             values = torch.empty(0, dtype=dtype, device=x.device).set_(x.untyped_storage())
             self._shadows.set(x, (dtype, values.to(_widened(dtype), copy=True)))
@@ -129,7 +133,7 @@ class Wide:
 
     def _lose(self, tensors: Iterable[Tensor]) -> None:
         for x in tensors:
-            self._shadows.set(x, (_real(x.dtype), None))
+            self._shadows.set(x, (x.dtype.to_real(), None))
 
     def _cut(self, name: str, targets: list[Tensor]) -> None:
         if name not in self.cuts:
@@ -141,7 +145,7 @@ class Wide:
     def before(self, op: Operation) -> None:
         """Take the shadows of the operands, before what is written in place is written."""
         has_shadows = any(_has_shadow(x) or self._shadows.get(x) for x in op.operands)
-        if op.layer or op.name in ALLOCATES or not has_shadows or _draws(op):
+        if op.layer or op.name in ALLOCATES or not has_shadows or op.draws:
             return
         op.notes[self] = None
         self._note_misread(op)
@@ -155,7 +159,9 @@ class Wide:
         def wide(x: Any) -> Any:
             if isinstance(x, torch.dtype):
                 return _widened(x)
-            return x if takes_values and not is_float(x) else self.of(x)
+            if takes_values and not is_float(x):
+                return x
+            return self.of(x)
 
         op.notes[self] = tree_map(wide, (op.args, op.kwargs))
 
@@ -163,7 +169,7 @@ class Wide:
         """Run the operation on shadows, and keep its results."""
         if op.layer is not None:
             self._follow_layer(op)
-        elif _draws(op):
+        elif op.draws:
             self._drawn(op)
         if self not in op.notes or op.is_view:
             return
@@ -202,30 +208,31 @@ class Wide:
         name = op.name
         if name in _PACKED:
             raise NotImplementedError
-        if name == "native_dropout":
-            x, probability, trains = args
-            self.draws |= bool(trains)
-            return x * op.result[1] / (1 - probability) if trains else x
+        if name == "native_dropout" and args[2]:
+            self.draws = True
+            return args[0] * op.result[1] / (1 - args[1])
         if name in _TO_INTEGERS and not op.written:
-            return args[0] if self.is_smooth and name != "sign" else op.result
-        if name in ("clamp", "hardtanh") and not op.written and _is_part_of_cast(args):
-            return args[0]
+            if self.is_smooth and name != "sign":
+                return args[0]
+            return op.result
+        if name in ("clamp", "hardtanh") and not op.written:
+            # A clamp that ends where a narrow format does belongs to the cast that follows.
+            ends = {abs(a) for a in args[1:] if isinstance(a, (int, float))}
+            if len(ends) == 1 and ends <= _ENDS:
+                return args[0]
         if name == "_amp_foreach_non_finite_check_and_unscale_":
             return [x.mul_(args[2]) for x in args[0]]
         if name == "_scaled_mm":
             a, b, scale_a, scale_b, bias = [*args, None][:5]
-            product = (a * scale_a) @ (b * scale_b)
-            return product if bias is None else product + bias
+            return torch.nn.functional.linear(a * scale_a, (b * scale_b).t(), bias)
         if name == "multiply_plain":  # ours computes in float32
-            product = args[0] @ args[1]
-            return product if args[2] is None else product + args[2]
+            return torch.nn.functional.linear(args[0], args[1].t(), args[2])
         if name in _BY_INDEX and isinstance(op.result, (tuple, list)):
             return _chosen(name, op.result[1], args, kwargs)
         result = op.func(*args, **kwargs)
-        if op.is_collective:
-            for work in result if isinstance(result, (tuple, list)) else [result]:
-                if hasattr(work, "wait"):
-                    work.wait()
+        for work in tree_leaves(result):
+            if op.is_collective and hasattr(work, "wait"):
+                work.wait()
         return result
 
     # ── what is rounded ───────────────────────────────────────────────────────────────────────────
@@ -243,8 +250,7 @@ class Wide:
             for x in narrow:
                 self.of(x).copy_(self.of(x).to(x.dtype))
         if op.name in _CASTS and first.numel() >= _FEWEST:
-            source = op.operands[-1] if op.written else op.operands[0]
-            losses = _losses(first, self.of(first), source.to(WIDE))
+            losses = _losses(first, self.of(first), op.operands[-1].to(WIDE))
             known = self.casts.get(op.site, losses)
             self.casts[op.site] = tuple(map(max, known, losses))
 
@@ -272,16 +278,19 @@ class Wide:
         self.working = max(self.working, unit)
         self.rounds.setdefault(op.site, set()).add(op.name)
         first, second, third = op.args[:3]
-        is_forward = isinstance(second, Tensor)
-        results = op.result[:1] if is_forward else op.result
-        x = self.of(first) if is_forward else self._inputs.get(second.data)
-        if x is None or not all(map(self.follows, op.operands)):
+        results = op.result
+        if isinstance(second, Tensor):  # x, weight, bias
+            results = results[:1]
+            x = self.of(first)
+            self._inputs.set(op.result[1], x.clone())
+        else:  # gradient, saved operand, weight
+            x = self._inputs.get(second.data)
+        if not all(map(self.follows, op.operands)):
             self._lose(tensors_in(results))
             return
-        if is_forward:  # x, weight, bias
-            self._inputs.set(op.result[1], x.clone())
+        if isinstance(second, Tensor):
             shadows = [torch.nn.functional.linear(x, self.of(second), self.of(third))]
-        else:  # gradient, saved operand, weight
+        else:
             grad = self.of(first)
             shadows = [grad @ self.of(third), grad.t() @ x, grad.sum(0)]
         if op.site in self.chosen:
@@ -313,17 +322,8 @@ def _losses(values: Tensor, exact: Tensor, source: Tensor) -> tuple[float, float
     return at_end, zeros, error
 
 
-def _draws(op: Operation) -> bool:
-    return op.draws and op.name != "native_dropout"  # whose mask is a result
-
-
 def _has_shadow(x: Any) -> bool:
     return is_float(x) or (isinstance(x, Tensor) and x.dtype is torch.bool)
-
-
-def _real(dtype: torch.dtype) -> torch.dtype:
-    """Return the format of a number's parts."""
-    return dtype.to_real() if dtype.is_complex else dtype
 
 
 def _widened(dtype: torch.dtype) -> torch.dtype:
@@ -332,19 +332,12 @@ def _widened(dtype: torch.dtype) -> torch.dtype:
     return WIDE if dtype.is_floating_point else dtype
 
 
-def _is_part_of_cast(args: Any) -> bool:
-    """Return whether a clamp ends where a narrow format does: it belongs to the cast that follows."""
-    ends = [abs(a) for a in args[1:] if isinstance(a, (int, float))]
-    largest = {torch.finfo(dtype).max for dtype in UNITS}
-    return len(ends) == 2 and ends[0] == ends[1] and ends[0] in largest
-
-
 def _chosen(name: str, indices: Tensor, args: Any, kwargs: Any) -> Tensor:
     """Return the shadow's values at the indices that the step chose."""
     numbers = [a for a in args[1:] if isinstance(a, int) and not isinstance(a, bool)]
     if name in ("topk", "kthvalue"):
         numbers = numbers[1:]
-    dim = numbers[0] if numbers else kwargs.get("dim", -1)
+    (dim,) = numbers[:1] or [kwargs.get("dim", -1)]
     x: Tensor = args[0]
     if indices.ndim == x.ndim:
         return x.gather(dim, indices)
