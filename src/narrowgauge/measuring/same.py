@@ -262,7 +262,9 @@ def _compare_log_probs(ours: Any, theirs: Any, noise: Tensor, lines: list[str]) 
     bound = MARGIN / 2 * mean_noise
     if mean <= bound:
         mean, bound = largest, MARGIN * largest_noise
-    return [measured("other-log-probabilities", "", mean, 0.0, bound)] if mean > bound else []
+    if mean <= bound:
+        return []
+    return [measured("other-log-probabilities", "", mean, 0.0, bound)]
 
 
 def _verdict(readings: list[Reading], *, is_equal: bool) -> str:
