@@ -80,7 +80,7 @@ class Slope:
         number = list(self.passes.leaves).index(name)
         generator = torch.Generator().manual_seed(self.seed + number)
         noise = torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.device)
-        size = float(p.double().square().mean().sqrt()) if p.numel() else 0.0
+        size = float(p.double().square().mean().sqrt())
         return noise * (size or 0.02)
 
     def _loss_at(self, names: Sequence[str], step: float) -> float:
@@ -146,7 +146,9 @@ def compare_slope(passes: Passes, findings: Findings) -> None:
     slope = Slope(passes, batch, True)
     if slope.disagrees:
         slope = Slope(passes, batch, False)
-    wrong = slope.last_wrong() if slope.disagrees else []
+    wrong = []
+    if slope.disagrees:
+        wrong = slope.last_wrong()
     if not slope.is_known:
         reason = "it is not finite"
         if slope.cuts:

@@ -157,7 +157,9 @@ def _weights(columns: Tensor, target: Tensor) -> list[float]:
     """Return the weights of columns whose sum is a target; empty if none is."""
     solution = torch.linalg.lstsq(columns, target[:, None], driver="gelsd").solution[:, 0]
     rest = float((target - columns @ solution).norm())
-    return solution.tolist() if rest <= 1e-3 * float(target.norm()) else []
+    if rest > 1e-3 * float(target.norm()):
+        return []
+    return solution.tolist()
 
 
 def _add_missing(passes: Passes, step: Pass, exact: Gradients, findings: Findings) -> None:
