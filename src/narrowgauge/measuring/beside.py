@@ -112,7 +112,7 @@ class Operation:
         self.notes: dict[Any, Any] = {}
         self.operands = self.read = tensors_in((args, kwargs))
         self.written: list[Tensor] = []
-        self.layer = None
+        self.layer: Any = None
         self.draws = self.is_collective = False
         if not isinstance(func, torch._ops.OpOverload):
             self.layer = args[3]

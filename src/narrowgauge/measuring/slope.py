@@ -54,11 +54,13 @@ class Slope:
         self.cuts = first.wide.cuts
         finite = math.isfinite(self.value) and all(map(is_finite, self.exact.values()))
         self.is_known = finite and bool(self.exact)
-        self.hooked = [name for name, p in passes.leaves.items() if _has_hook(p)]
+        self.hooked = []
         self.names = []
         for name, p in passes.leaves.items():
-            is_compared = name in self.exact or name not in first.gradients
-            if is_compared and name not in self.hooked and is_finite(p):
+            hooks = (p._backward_hooks or {}).values()
+            if not all(isinstance(hook, OwnHook) for hook in hooks):
+                self.hooked.append(name)
+            elif is_finite(p) and (name in self.exact or name not in first.gradients):
                 self.names.append(name)
         self.disagrees = self.is_known and self.differs(self.names)
         if self.disagrees:
@@ -130,12 +132,6 @@ class Slope:
             if self.differs(names):
                 return True
         return False
-
-
-def _has_hook(p: Any) -> bool:
-    """Return whether a hook of the loop's own sees the gradient of a tensor, and may change it."""
-    hooks = (p._backward_hooks or {}).values()
-    return not all(isinstance(hook, OwnHook) for hook in hooks)
 
 
 def compare_slope(passes: Passes, findings: Findings) -> None:

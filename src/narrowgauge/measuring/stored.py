@@ -130,9 +130,14 @@ def predict(stepped: Stepped, gradient: Tensor | None = None) -> Prediction:
     step = 1.0
     if change is not None:
         step = _stored_share(p, change)
-    alone = (None, None, False)
+    alone: tuple[float | None, float | None, bool] = (None, None, False)
     if library in ROUNDS_ALONE and not (group.get("fused") or group.get("triton")):
         alone = _rounded_alone(stepped, rule, rate, keeps_step, keeps_decay)
+    if isinstance(optimizer, Optimizer):
+        row = optimizer.storage_of(p)
+        code = row.exp_avg_sq
+        if "exp_avg_sq" in dict(row.states) and code.parts == 1 and code.rounding == "nearest":
+            alone = None, _second_moment(group, 2.0 ** -(code.mantissa_bits + 1)), False
     return Prediction(storage, rate, step, *alone)
 
 
@@ -145,16 +150,25 @@ def _rounded_alone(
     group = stepped.group
     dtype = stepped.parameter.dtype
     half_gap = torch.finfo(dtype).eps / 2
-    decay = second_moment = None
+    decay = None
     shrink = rate * float(group.get("weight_decay") or 0.0)
     is_decoupled = group.get("decoupled_weight_decay") or rule[1]
     if shrink and is_decoupled and not (keeps_decay or group.get("decouple_lr")):
         decay = float(shrink >= half_gap / 2)
-    betas = group.get("betas") or ()
-    if len(betas) > 1:
-        second_moment = float(not 0 < 1 - float(betas[1]) < half_gap)
-    eps = torch.tensor(group.get("eps") or 1.0, dtype=dtype, device="cpu")
-    return decay, second_moment, not bool(eps) and not keeps_step
+    second_moment = _second_moment(group, half_gap)
+    eps = group.get("eps")
+    is_eps_zero = isinstance(eps, float) and eps > 0 and not keeps_step
+    if is_eps_zero:
+        is_eps_zero = not bool(torch.tensor(eps, dtype=dtype, device="cpu"))
+    return decay, second_moment, is_eps_zero
+
+
+def _second_moment(group: Mapping[str, Any], half_gap: float) -> float | None:
+    """Return 0 for a second moment whose decay is less than half the gap between two values."""
+    betas: Any = group.get("betas") or ()
+    if len(betas) < 2:
+        return None
+    return float(not 0 < 1 - float(betas[1]) < half_gap)
 
 
 def _keeper(stepped: Stepped) -> tuple[str, bool, bool]:
@@ -199,12 +213,13 @@ def next_change(stepped: Stepped, size: Any, rate: float, gradient: Any) -> Tens
             size = 0.2
     if size is None and gradient is None:
         return None
-    if size is None:
-        return -rate * spread(gradient).float()
     noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(SEED))
+    step = (size or 1.0) * noise
+    if size is None:
+        step = spread(gradient).float()
     if size == 1:
-        return -rate * noise.sign()
-    return -rate * (size * noise).clamp(-1, 1)
+        step = noise.sign()
+    return -rate * step
 
 
 def _stored_share(p: Tensor, change: Tensor) -> float:
