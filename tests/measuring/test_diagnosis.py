@@ -122,12 +122,8 @@ def scaled_search(run: Run) -> None:
 
 HEALTHY: dict[str, Fault] = {
     "plain": joint(),
-    "stochastic": steps(noise=2.0, edq=0.97),
     "a search for a loss scale": scaled_search,
     "first steps that compile": steps(1, 25, seconds=30.0),
-    "every fourth step evaluates or saves": steps(1, seconds=lambda row: 9.0 if row["step"] % 4 == 0 else 0.1),
-    "a slow file system for a few steps": steps(AT, AT + 8, seconds=20.0),
-    "short steps that other programs slow down": steps(1, seconds=lambda row: 0.01 * (1 + (row["step"] > AT))),
     "a busy device": steps(1, utilization=98.0),
     "a resume with the same state": hashed({"step": 3, "tensors": W}, {"step": 3, "tensors": W}),
     "a last step that was skipped": steps(NUM_STEPS, grad_norm=math.inf, skipped=True, loss_scale=2.0),
@@ -193,15 +189,6 @@ def test_a_run_is_finished_when_somebody_said_so_or_its_last_planned_step_is_wri
     assert not ng.diagnose(run).is_finished
     run.__dict__["summary"] = {"steps": NUM_STEPS - 1}
     assert ng.diagnose(run).is_finished
-
-
-def test_what_follows_a_loss_that_is_not_finite_is_not_named_for_it() -> None:
-    late = steps(AT + 8, bad=["innocent"])
-    (reading,) = ng.diagnose(struck(joint(steps(loss=math.nan, until=AT + 9), late))).readings
-    assert (reading.stage, reading.tensor, reading.step) == ("loss", "", AT)
-    norms = joint(steps(grad_norm=math.nan), steps(AT, AT, bad=["guilty"]))
-    readings = ng.diagnose(struck(norms)).readings
-    assert [(r.stage, r.tensor) for r in readings] == [("gradient", "guilty"), ("loss", "")]
 
 
 def test_what_a_record_does_not_show_is_said() -> None:
@@ -292,16 +279,3 @@ def test_a_damaged_record_is_refused_in_a_line_or_says_what_is_missing(
     assert result.exit_code == status and words in result.output, result.output
     assert result.exception is None or isinstance(result.exception, SystemExit)
     assert status == 0 or result.output.count("\n") <= 2
-
-
-def test_the_only_run_of_a_folder_is_read_and_of_several_one_must_be_named(
-    spiked_run: Path, tmp_path: Path
-) -> None:
-    shutil.copytree(spiked_run, tmp_path / "one")
-    assert "one: 1 reading" in call(tmp_path).output
-    shutil.copytree(spiked_run, tmp_path / "two")
-    result = call(tmp_path)
-    assert result.exit_code == 2 and "holds 2: one, two. Name one, such as " in result.output
-    (tmp_path / "losses.dat").write_text("step,loss\n1,2.0\n")
-    result = call(tmp_path / "losses.dat")
-    assert result.exit_code == 2 and "no log that can be read" in result.output

@@ -151,12 +151,6 @@ def test_a_count_over_the_run_speaks_at_every_share(
     assert reading.tensor == ("" if kind else "expert")
 
 
-def test_one_reading_names_the_worst_tensor_and_counts_the_others() -> None:
-    row = {"step": 20, "attention": {"a": [120.0], "b": [500.0], "c": [130.0]}}
-    (reading,) = told([Step.of_gauges(row)])
-    assert reading.tensor == "b and 2 others" and reading.value == 500.0
-
-
 def test_a_healthy_run_is_silent() -> None:
     noise = random.Random(0)
 
@@ -217,12 +211,6 @@ def test_the_first_place_that_is_not_finite_is_told_at_its_step() -> None:
     assert (reading.step, reading.stage, reading.tensor) == (1, "gradient", "b and 1 other")
     (reading,) = told(steps[1:])
     assert (reading.step, reading.stage, reading.tensor) == (2, "between steps", "a")
-
-
-def test_a_warm_up_is_no_jump() -> None:
-    """The low bits that are filled move whole while the rate is smaller than they are."""
-    steps = [Step(s, largest=4e-5, rate=1e-8 * 1.2**s) for s in range(1, 60)]
-    assert told(steps) == []
 
 
 def test_slow_steps_are_told_as_they_last() -> None:

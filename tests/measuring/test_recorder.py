@@ -135,28 +135,6 @@ def test_a_killed_loop_goes_on_from_its_checkpoint_with_the_same_record(tmp_path
     assert kinds == ["start", "resume", "finish"]
 
 
-def test_a_record_that_lost_its_steps_wants_to_know_from_where_the_loop_goes_on(
-    tmp_path: Path,
-) -> None:
-    """Else it would record the weights of later steps as those of the start."""
-    run = reference()
-    loop = Loop(run)
-    with ng.RunRecorder(tmp_path / "run", loop.model, loop.optimizer) as recorder:
-        loop.take(range(2), recorder)
-        recorder.close(finished=False)
-    (tmp_path / "run" / "steps.jsonl").unlink()
-    before = ng.read_run(tmp_path / "run").fingerprints
-    with ng.RunRecorder(tmp_path / "run", loop.model, loop.optimizer, resume=True) as recorder:
-        with pytest.raises(ng.errors.RecordError, match="go_back"):
-            recorder.step(1.0)
-        recorder.go_back(2, tokens=640)
-        loop.take(range(2, 3), recorder)
-        recorder.close(finished=False)
-    again = ng.read_run(tmp_path / "run")
-    assert [row["step"] for row in again.fingerprints] == [*[row["step"] for row in before], 2]
-    assert again.steps[0]["tokens"] == 640 + run.batches[2][:, 1:].numel()
-
-
 def small(storage: str = "word") -> tuple[nn.Module, ng.Optimizer]:
     return ng.prepare(nn.Linear(8, 8), f"bfloat16/{storage}", lr=1e-2, max_grad_norm=1.0)
 
@@ -173,20 +151,6 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
         recorder.step(loss)
-
-
-def test_an_optimizer_of_torch_is_recorded_beside_ours(tmp_path: Path) -> None:
-    model = nn.Linear(8, 8)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    settings = {"model": {"n_layer": 12}}
-    with ng.RunRecorder(
-        tmp_path / "run", model, optimizer, recipe="float32/float32", settings=settings
-    ) as recorder:
-        train(model, optimizer, recorder, 3)
-    record = ng.read_run(tmp_path / "run")
-    assert record.summary is not None and 16 <= record.summary["bytes_per_param"] < 17
-    assert record.steps[0]["skipped"] is False and record.steps[0]["lr"] == 1e-2
-    assert record.run["optimizer"]["class"] == "AdamW"
 
 
 def test_the_recipe_is_known_without_being_named_and_a_wrong_one_is_refused(tmp_path: Path) -> None:
@@ -221,17 +185,6 @@ def test_a_skipped_step_and_a_spike_are_events_and_warnings(tmp_path: Path) -> N
     assert record.steps[25]["bad"] == ["bias", "weight"]
     assert [event["step"] for event in record.events if event["what"] == "loss-spike"] == [27]
     assert record.summary is not None and record.summary["num_skipped"] == 2
-
-
-def test_a_step_of_another_optimizer_is_no_skipped_step(tmp_path: Path) -> None:
-    model = nn.Linear(8, 8)
-    watched, unwatched = (torch.optim.SGD(model.parameters(), lr=1e-2) for _ in range(2))
-    with ng.RunRecorder(tmp_path / "run", model, watched) as recorder:
-        train(model, watched, recorder, 1)
-        recorder.step(1.0)  # the loop left the step out
-        train(model, unwatched, recorder, 1)
-    rows = ng.read_run(tmp_path / "run").steps
-    assert [row.get("skipped") for row in rows] == [False, True, None]
 
 
 def test_rows_of_gauges_have_the_steps_of_the_record(tmp_path: Path) -> None:
@@ -271,19 +224,6 @@ def test_two_optimizers_have_one_record(tmp_path: Path) -> None:
     assert [row["lr"] for row in run.steps] == [0.05] * 5
     assert {event.get("severity") for event in run.events} == {"note"}
     assert run.summary is not None and run.summary["weights_fingerprint"]
-
-
-def test_a_damaged_summary_is_said_and_no_lock_is_left(tmp_path: Path) -> None:
-    model, optimizer = small()
-    with ng.RunRecorder(tmp_path / "run", model, optimizer) as recorder:
-        train(model, optimizer, recorder, 4)
-        recorder.go_back(2)
-    (tmp_path / "run" / "summary.json").write_text("{")
-    with ng.RunRecorder(
-        tmp_path / "run", model, optimizer, resume=True
-    ) as recorder:  # no lock was left
-        recorder.go_back(2)
-    assert len(ng.read_run(tmp_path / "run").steps) == 2
 
 
 def test_a_watch_with_a_folder_writes_a_row_for_each_step(tmp_path: Path) -> None:

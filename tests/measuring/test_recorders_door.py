@@ -59,11 +59,6 @@ def test_a_closed_record_refuses_and_stays(call: str, tmp_path: Path) -> None:
     assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
 
 
-def test_a_column_that_no_record_holds_is_refused_in_one_line(tmp_path: Path) -> None:
-    with pytest.raises(NarrowgaugeError, match="Cannot write this row of steps"):
-        recorder_in(tmp_path / "run").step(2.5, thing=object())
-
-
 def loops(rank: int, place: Path) -> list[str]:
     """Train a sharded model, with and without an evaluation at the end."""
     fingerprints = []
@@ -95,15 +90,3 @@ def loops(rank: int, place: Path) -> list[str]:
 def test_an_evaluation_changes_no_fingerprint_of_sharded_weights(tmp_path: Path) -> None:
     first, second = run_ranks(loops, 2, tmp_path / "ranks", tmp_path)[0]
     assert first == second
-
-
-def test_a_row_has_the_rate_of_its_step(tmp_path: Path) -> None:
-    """Also where the schedule steps before the row is written, as in frameworks."""
-    model = nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    with ng.RunRecorder(tmp_path / "run", model, optimizer) as recorder:
-        model(torch.ones(2, 4)).sum().backward()
-        optimizer.step()
-        optimizer.param_groups[0]["lr"] = 0.25
-        recorder.step(2.5)
-    assert read_run(tmp_path / "run").steps[0]["lr"] == 0.5

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import narrowgauge as ng
 from measuring.plain_loop import Loop
@@ -38,30 +37,6 @@ def test_a_sharded_loop_is_silent_and_says_what_is_not_watched(
         dist.destroy_process_group()
     assert not loop.readings and loop.watcher.meter.last["skipped"] is False
     assert "gradients that were not cleared" in loop.watcher.meter.unseen
-
-
-def test_a_watched_model_is_neither_switched_nor_called() -> None:
-    class Merging(nn.Linear):
-        """Merges its adapter in ``train(False)``, as loralib's layers do."""
-
-        def train(self, mode: bool = True) -> Merging:
-            self.weight.data += 1.0
-            return super().train(mode)
-
-    model = nn.Sequential(nn.Linear(4, 8), Merging(8, 8))
-    optimizer = torch.optim.AdamW(model.parameters())
-    passes = list[int]()
-    model.register_forward_hook(lambda *_: passes.append(1))
-    watcher = ng.watch(model, optimizer)
-    for _ in range(2):
-        model(torch.ones(2, 4)).sum().backward()
-        optimizer.step()
-    watcher.remove()
-    assert passes == [1, 1]
-    weights = [p.clone() for p in model.parameters()]
-    ng.check(model, optimizer, batch=torch.ones(2, 4), loss=lambda model, batch: model(batch).sum())
-    assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
-    assert all(module.training for module in model.modules())
 
 
 @pytest.mark.parametrize("overflows", [(1,), (0, 2)])

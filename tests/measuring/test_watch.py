@@ -19,7 +19,6 @@ import narrowgauge as ng
 from measuring.plain_loop import Loop
 from narrowgauge.measuring import laws, meter, numbers
 from narrowgauge.measuring.hooks import RunNotice
-from narrowgauge.measuring.samples import SIZE
 from ranks import run_ranks
 
 pytestmark = [
@@ -323,15 +322,6 @@ def test_a_step_of_another_optimizer_is_no_skipped_step() -> None:
     assert loop.watcher.meter.last["skipped"] is False
 
 
-def test_copies_of_a_watched_model_are_not_watched() -> None:
-    loop = Loop().run(2)
-    copied = copy.deepcopy(loop.model)
-    before = loop.watcher.meter.number
-    copied(torch.zeros(1, 4, dtype=torch.int64)).sum().backward()
-    loop.watcher.remove()
-    assert loop.watcher.meter.number == before
-
-
 # ── errors of ours, and ranks ─────────────────────────────────────────────────────────────────────
 
 
@@ -355,15 +345,6 @@ def test_an_error_of_ours_ends_the_watch_and_not_the_loop(
     assert messages[0] == "no ink"
     for mine, its in zip(plain.model.parameters(), loop.model.parameters(), strict=True):
         assert torch.equal(mine, its)
-
-
-def test_a_sample_has_elements_of_all_parts_of_a_tensor() -> None:
-    loop = Loop()
-    sampler = loop.watcher.meter._sampler
-    for size in (1, 63, 64, 4096, 1 << 20, 12_345_678):
-        places = sampler.take(torch.arange(size))
-        assert len(places) == SIZE and len(places.unique()) >= min(size, SIZE) // 2
-        assert places.max() - places.min() >= 0.8 * (size - 1)
 
 
 def apart(rank: int, fault: str) -> list[tuple[int, str, str]]:

@@ -209,9 +209,8 @@ def size_of(optimizer: ng.Optimizer, rows: int, cols: int) -> float:
 @EVERY
 def test_the_bytes_counted_are_those_of_the_tables(rule: str, storage: str) -> None:
     optimizer = build(rule, parameters(storage, [(16, 32)]), storage)
-    before = optimizer.bytes_per_param()
     take_steps(optimizer, range(1))
-    assert before == optimizer.bytes_per_param() == size_of(optimizer, 16, 32)
+    assert optimizer.bytes_per_param() == size_of(optimizer, 16, 32)
 
 
 @pytest.mark.parametrize("rule", ["muon", "galore", "gradnorm_lorp"])

@@ -7,7 +7,6 @@ from __future__ import annotations
 import errno
 import io
 import math
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-import narrowgauge.runs.atomic_io
-import narrowgauge.runs.writer as writer_module
 from narrowgauge.errors import RecordError
 from narrowgauge.report.publishing import read_runs
-from narrowgauge.runs.atomic_io import write_whole
 from narrowgauge.runs.record import read_run
 from narrowgauge.runs.schema import VERSION
 from narrowgauge.runs.writer import RunWriter
@@ -131,13 +127,6 @@ def test_a_damaged_line_costs_that_line(damage: str, folder: Path) -> None:
     assert [row["step"] for row in run.steps] == [*undamaged_steps, 5] and not run.notes
 
 
-def test_a_damaged_summary_is_no_summary(folder: Path) -> None:
-    for text in ("{", "3"):
-        (folder / "summary.json").write_text(text)
-        run = read_run(folder)
-        assert run.summary is None and "summary.json is damaged" in run.notes[0]
-
-
 def test_rewind_forgets_steps_evals_and_the_summary_and_keeps_events(folder: Path) -> None:
     before = bytes_of(folder)
     with RunWriter.open(folder) as writer:
@@ -188,15 +177,6 @@ def test_a_second_writer_is_refused_while_the_first_lives(folder: Path) -> None:
     RunWriter.open(folder).close()
 
 
-def test_a_forked_process_does_not_keep_the_lock(folder: Path) -> None:
-    writer = RunWriter.open(folder)
-    copy = os.dup(writer._lock.descriptor)  # as a forked process has it
-    writer.close()
-    with RunWriter.open(folder) as again:
-        assert again.path == folder
-    os.close(copy)
-
-
 def test_settings_of_any_type_are_written_and_a_wrong_number_of_steps_is_refused_at_once(
     tmp_path: Path,
 ) -> None:
@@ -241,20 +221,6 @@ def test_a_full_disk_leaves_whole_rows_and_a_clear_word(
     assert (folder / "steps.jsonl").read_bytes() == before
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_a_whole_file_survives_a_failed_replacement(
-    number: int, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(number, os.strerror(number))
-
-    before = bytes_of(folder)
-    monkeypatch.setattr(narrowgauge.runs.atomic_io.os, "fsync", refuse)
-    with pytest.raises(RecordError, match="the disk is full"):
-        write_whole(folder / "summary.json", b"half")
-    assert bytes_of(folder) == before
-
-
 def test_a_damaged_run_does_not_hide_its_neighbours(folder: Path) -> None:
     damaged = shutil.copytree(folder, folder.with_name("damaged"))
     (damaged / "run.toml").write_text("recipe = ")
@@ -263,43 +229,3 @@ def test_a_damaged_run_does_not_hide_its_neighbours(folder: Path) -> None:
     assert len(messages) == 1 and "damaged/run.toml is damaged" in messages[0]
     with pytest.raises(RecordError, match="is damaged"):
         read_runs([folder, damaged], messages.append)
-
-
-def test_of_two_that_make_a_run_at_once_one_makes_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The second one comes while the first writes ``run.toml``."""
-    true_write = writer_module.write_whole
-    refusals = []
-
-    def write(path: Path, data: bytes) -> None:
-        with pytest.raises(RecordError) as caught:
-            RunWriter.create(tmp_path / "run", {"config": {"seed": 2}})
-        refusals.append(caught.value.message)
-        true_write(path, data)
-
-    monkeypatch.setattr(writer_module, "write_whole", write)
-    with (
-        RunWriter.create(tmp_path / "run", {"config": {"seed": 1}}),
-        pytest.raises(RecordError, match="there already"),
-    ):
-        RunWriter.create(tmp_path / "run", {"config": {"seed": 2}})
-    whose = "another process, or a recorder of this one that was not closed,"
-    assert refusals == [f"Cannot write the run {tmp_path / 'run'}: {whose} is writing it."]
-    assert read_run(tmp_path / "run").config == {"seed": 1}
-
-
-def test_a_run_that_could_not_be_made_leaves_no_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> None:
-        raise RecordError("the disk is full.")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(writer_module, "write_whole", refuse)
-        with pytest.raises(RecordError, match="the disk is full"):
-            RunWriter.create(tmp_path, {"config": {}})
-    assert list(tmp_path.iterdir()) == []
-    (tmp_path / ".tmp-run.toml-77").touch()
-    RunWriter.create(tmp_path, {"config": {}}).close()
-    assert read_run(tmp_path).steps == []

@@ -27,6 +27,7 @@ from narrowgauge.numerics.dtensor import own_part
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.optim.optimizers import AdamW
 from narrowgauge.optim.parameter_formats import cast_statistics, round_in_place, rounded
+from narrowgauge.optim.validation import check_real
 from narrowgauge.spec.computes import COMPUTES, Compute
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
@@ -43,7 +44,10 @@ def matrices_decay(named: Iterable[tuple[str, Tensor]], **options: Any) -> AdamW
     matrices: list[tuple[str, Tensor]] = []
     vectors: list[tuple[str, Tensor]] = []
     for name, parameter in named:
-        (matrices if parameter.ndim >= 2 else vectors).append((name, parameter))
+        members = vectors
+        if parameter.ndim >= 2:
+            members = matrices
+        members.append((name, parameter))
     groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
     return AdamW([group for group in groups if group["params"]], **options)
 
@@ -123,6 +127,7 @@ def prepare(
 
     stand_ins = {}
     for name, parameter in _trained(model).items():
+        check_real(parameter)
         value = torch.zeros((), dtype=getattr(torch, visible), device=parameter.device)
         stand_ins[name] = nn.Parameter(value.expand(parameter.shape))
     build(stand_ins)  # what it refuses is refused before the model is rounded
@@ -169,9 +174,10 @@ def _propagate_scales(model: nn.Module, recipe: Recipe) -> None:
     if recipe.compute.transform == "scalify":
         from narrowgauge.transforms import scalify
 
-        scalify.scalify(
-            model, getattr(torch, recipe.dtype) if recipe.storage.visible != "float32" else None
-        )
+        dtype = None
+        if recipe.storage.visible != "float32":
+            dtype = getattr(torch, recipe.dtype)
+        scalify.scalify(model, dtype)
 
 
 def narrow_linears(model: nn.Module, recipe: Recipe, seed: int) -> NarrowLayers | None:

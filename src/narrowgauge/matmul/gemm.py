@@ -51,7 +51,9 @@ def multiply(
         kernel = native.kernel_here(product, lhs.data.device)
     if kernel is not None:
         # Float32 sums, so that a bias is added before the result is rounded.
-        sum_dtype = dtype if bias is None else torch.float32
+        sum_dtype = dtype
+        if bias is not None:
+            sum_dtype = torch.float32
         values, left, right = native.multiply_codes(kernel, lhs, rhs, product, sum_dtype)
     else:
         a, b = _emulated(lhs, rhs)

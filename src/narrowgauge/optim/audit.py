@@ -122,11 +122,11 @@ class Sample:
             lane = self.lane(states, torch.zeros(()))
             self.moments = [codes.read_state(states[0].storage, lane, x) for x in rule.states]
 
-    def read(self, states: Sequence[LocalState], tensors: Iterable[Tensor]) -> Tensor:
+    def read(self, tensors: Iterable[Tensor]) -> Tensor:
         """Return the elements of tensors in the shapes of the parameters."""
         parts = []
-        for state, places, tensor in zip(states, self.places, tensors, strict=True):
-            memory = tensor if state.is_dense(tensor) else state.in_rows(tensor)
+        for places, tensor in zip(self.places, tensors, strict=True):
+            memory = tensor.contiguous()
             first = memory.storage_offset() + places.start
             parts.append(memory.as_strided((len(places),), (places.step,), first))
         return torch.cat(parts)
@@ -134,11 +134,11 @@ class Sample:
     def lane(self, states: Sequence[LocalState], gradient: Tensor) -> Lane:
         """Return what is stored now, with the scales of its rows."""
         kernel = states[0].kernel
-        weight = self.read(states, [state.parameter.detach() for state in states])
+        weight = self.read([state.parameter.detach() for state in states])
         weight = weight.to(getattr(torch, kernel.storage.visible))
         words = []
         for plane in kernel.planes:
-            words.append(word_of(self.read(states, [x.planes[plane.name] for x in states])))
+            words.append(word_of(self.read([x.planes[plane.name] for x in states])))
         scales = self.scales(states)
         return codes.lane_of(kernel.storage, word_of(weight), gradient, words, scales)
 
@@ -187,18 +187,18 @@ def _follow(
 ) -> Comparison | None:
     """Step the exact moments of a sample. Return what an audited step compares."""
     rule = numbers.kernel.rule
-    gradient = sample.read(states, [state.gradient for state in states]).float()
+    gradient = sample.read([state.gradient for state in states]).float()
     lane = sample.lane(states, gradient) if is_audited else None
     if not isinstance(rule, Rule):
         assert lane is not None
-        return Comparison(lane, None, sample.read(states, [state.change for state in states]))
+        return Comparison(lane, None, sample.read([state.change for state in states]))
     scalars = named(rule, numbers.values)
     scale = scalars["gradient_scale"]
     weight = scale.new_zeros(())
     if lane is not None:
         weight = codes.read_weight(numbers.kernel.storage, lane)
     elif rule.coupled:
-        weight = sample.read(states, [state.parameter.detach() for state in states])
+        weight = sample.read([state.parameter.detach() for state in states])
     weight = finite_or_zero(weight.to(scale.dtype))
     gradient = gradient.to(scale.dtype) * scale
     exact, *moments = rule.update(weight, gradient, *sample.moments, scalars)

@@ -283,7 +283,7 @@ def kept_tensors(optimizer: Optimizer) -> Iterator[tuple[str, Tensor, Tensor]]:
             field = plane.fields[0][0]
             if len(plane.fields) == 1 and field in state.storage.beside:
                 late.append(plane.name)
-        tensors = state.tensors()
+        tensors = state.tensors
         for key, tensor in tensors.items():
             if key not in late:
                 yield f"{key} of {name}", tensor, parameter

@@ -65,7 +65,7 @@ def _measures(state: LocalState, options: Options) -> list[Tensor] | None:
     measure = rule.measure and rule.measure(options)
     if measure is None:
         return None
-    part = state.in_shape(read(state, partial(codes.read_weight, state.storage)))
+    part = read(state, partial(codes.read_weight, state.storage)).view(state.parameter.shape)
     weight = gathered(state.owner, part).reshape(matrix_shape(state.owner.shape))
     return list(map(measure, _matrices(weight)))
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -24,9 +23,8 @@ from narrowgauge.numerics.hashing import step_seed
 from narrowgauge.optim import validation
 from narrowgauge.optim.audit import Alarm, Auditor, warn_of
 from narrowgauge.optim.clip import Decision, Finite, StepControl
-from narrowgauge.optim.codes import value_dtype
 from narrowgauge.optim.kernel import Kernel
-from narrowgauge.optim.loading import load_torch_state, loaded_state, saved_states, unnamed
+from narrowgauge.optim.loading import load_torch_state, saved_states, unnamed
 from narrowgauge.optim.low_bits import fill_states, has_low_bits, num_off_grid
 from narrowgauge.optim.parameter_formats import (
     float32_row,
@@ -363,21 +361,19 @@ class Optimizer(torch.optim.Optimizer):
         """Return the name of each parameter: the passed name, else the model's, else ``"param 0"``,
         ``"param 1"`` …
         """
-        model = self._model()
+        return self._names_by(self._model())
+
+    def _names_by(self, model: nn.Module | None) -> dict[Tensor, str]:
+        """Return the passed names, else those of a model, else the places of the parameters."""
         of_model: dict[Any, str] = {}
         if model is not None:
             for name, parameter in model.named_parameters():
-                of_model[parameter] = name
-        return self._names_of_parameters(of_model)
-
-    def _names_of_parameters(self, of_model: Mapping[Any, str]) -> dict[Tensor, str]:
-        """Return the passed names, else those of a model, else the places of the parameters."""
+                of_model[parameter] = plain_name(name)
         names: dict[Tensor, str] = {}
         for group in self.param_groups:
-            listed = dict(zip(group["params"], group.get("param_names", ()), strict=False))
-            for parameter in group["params"]:
-                name = listed.get(parameter) or plain_name(of_model.get(parameter, ""))
-                names[parameter] = name or unnamed(len(names))
+            passed = group.get("param_names") or [""] * len(group["params"])
+            for parameter, name in zip(group["params"], passed, strict=False):
+                names[parameter] = name or of_model.get(parameter) or unnamed(len(names))
         return names
 
     def name_parameters(self, model: nn.Module) -> None:
@@ -475,7 +471,7 @@ class Optimizer(torch.optim.Optimizer):
     def _fill(self, group: Group, parameters: Sequence[Tensor]) -> None:
         """Fill the low bits of weights whose low bits are unknown, if the group asks for it."""
         if group["low_bits"] == "random" and parameters:
-            names = self._names_of_parameters({})
+            names = self._names_by(None)
             unfilled = {}
             for p in parameters:
                 unfilled[self.local_part(group, p, self.state[p])] = names[p]
@@ -537,21 +533,15 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             KeyError: the parameter or the name is unknown.
         """
-        state = self.local_state(parameter)
-        if state is not None and name in ("weight", *state.names):
-            values = stored(state, name)
-            return values if name in state.extras else placed_like(parameter, values)
         group = self.group_of(parameter)
-        rule = self.rule_in(group, parameter)
-        shapes = shapes_of_states(rule, parameter.shape, group)
-        if name != "weight" and name not in shapes:
-            raise KeyError(f"rule '{rule.name}' has {('weight', *shapes)}, not '{name}'")
-        dtype = value_dtype(self._storage_in(group, parameter))
-        if name == "weight":
-            return parameter.detach().to(dtype, copy=True)
-        if name in extras_of(rule, parameter.shape, group):
-            return torch.zeros(shapes[name], dtype=dtype, device=parameter.device)
-        return torch.zeros_like(parameter, dtype=dtype)
+        entry = self.state[parameter] if self.has_state(parameter) else None
+        state = self.local_part(group, parameter, entry or self.new_state(group, parameter))
+        if name not in ("weight", *state.names):
+            raise KeyError(
+                f"rule '{state.kernel.rule.name}' has {('weight', *state.names)}, not '{name}'"
+            )
+        values = stored(state, name)
+        return values if name in state.extras else placed_like(parameter, values)
 
     def num_steps(self, parameter: Tensor) -> int:
         """Return the number of steps that a parameter has taken. Wait for the last step."""
@@ -561,26 +551,18 @@ class Optimizer(torch.optim.Optimizer):
         return int(self.state[parameter]["step"])
 
     def bytes_per_param(self) -> float:
-        """Return bytes per parameter of weights, gradients (in ``grad_dtype``) and states.
-
-        Before the first step, count the states that it will make.
+        """Return bytes per parameter of weights, gradients (in ``grad_dtype``) and the states that
+        there are.
         """
         total = count = 0
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                local = local_of(parameter)
-                count += local.numel()
-                gradient_dtype = parameter.grad_dtype or parameter.dtype
-                total += local.nbytes + local.numel() * gradient_dtype.itemsize
-                state = self.local_state(parameter)
-                if not self.state and parameter.requires_grad:
-                    kernel = self.kernel_of(group, parameter)
-                    extras = extras_of(kernel.rule, parameter.shape, group)
-                    empty = local.to("meta")
-                    made = new_state(empty, kernel.storage, extras)
-                    state = LocalState(empty, made, kernel, extras)
-                for tensor in () if state is None else state.tensors().values():
-                    total += tensor.nbytes
+        for parameter in self._parameters():
+            local = local_of(parameter)
+            count += local.numel()
+            gradient_dtype = parameter.grad_dtype or parameter.dtype
+            total += local.nbytes + local.numel() * gradient_dtype.itemsize
+            state = self.local_state(parameter)
+            if state is not None:
+                total += sum(tensor.nbytes for tensor in state.tensors.values())
         return total / max(1, count)
 
     # ── the step ──────────────────────────────────────────────────────────────────────────────────
@@ -793,21 +775,6 @@ class Optimizer(torch.optim.Optimizer):
         finally:
             for handle in handles:
                 handle.remove()
-
-    def load_states(self, entries: Mapping[Tensor, Mapping[str, Any]]) -> None:
-        """Replace all states by saved ones, each parameter's part of :meth:`state_dict`.
-
-        A refused state changes nothing.
-        """
-        state: dict[Any, Any] = defaultdict(dict)
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if entries.get(parameter):
-                    state[parameter] = loaded_state(self, group, parameter, entries[parameter])
-        for key, value in self.state.items():
-            if not isinstance(key, Tensor):  # a note of hooks and users
-                state[key] = value
-        self.__setstate__({"state": state})
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy or a pickle has. Hooks, audits and compiled steps are left out."""

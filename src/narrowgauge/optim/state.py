@@ -103,12 +103,12 @@ class LocalState:
         owner: the parameter of the model.
         parameter: the local tensor: the owner, or this rank's shard of a DTensor.
         entry: ``optimizer.state`` of the owner.
-        planes: the tensors of the state in the parameter's shape, by name.
+        tensors: the local tensors of the state by name, without counts and notes.
+        planes: those in the parameter's shape.
         bounds: for each code scaled by row, a bound on the exact values of each row: float32
             ``[rows, 1]``. A rounded value may exceed its bound: the window ends at 1.7 times the
             power of two above.
-        order: the parameter's dimensions from the slowest in memory to the fastest.
-        form: rows and columns in memory order. Without bounds it is one row.
+        form: rows and columns. Without bounds it is one row.
         row_dims: how many trailing dimensions one bound covers.
         extras: a matrix rule's states that are separate from the weight.
         extra_bounds: the largest magnitude of each of their rows, if their code is scaled: float32
@@ -137,22 +137,19 @@ class LocalState:
                 "Remove it, and call optimizer.adopt(weights, states).",
             )
         shape = self.parameter.shape
-        self.row_dims = 0
-        if kernel.scaled:
-            self.row_dims = row_dims(owner.shape)
+        self.row_dims = row_dims(owner.shape) if kernel.scaled else 0
+        self.form = as_rows(shape, self.row_dims)
+        self.tensors: dict[str, Tensor] = {}
         self.planes: dict[str, Tensor] = {}
         for plane in kernel.planes:
             self.planes[plane.name] = self._here(plane.name, plane.dtype, shape)
-        self.order = self._memory_order()
-        self._is_in_order = self.order == tuple(range(len(shape)))
-        if self._is_in_order:
-            self.form = as_rows(shape, self.row_dims)
-        else:
-            self.form = as_rows(self.parameter.permute(self.order).shape, self.row_dims)
         self.bounds: dict[str, Tensor] = {}
-        rows = _shape_of_bounds(self.parameter, self.row_dims) if kernel.scaled else ()
         for name in kernel.scaled:
-            self.bounds[name] = self._here(f"{name}_bound", torch.float32, rows).view(-1, 1)
+            shape_of_bounds = _shape_of_bounds(self.parameter, self.row_dims)
+            bound = self._here(f"{name}_bound", torch.float32, shape_of_bounds)
+            if bound.ndim != 2:
+                bound = bound.view(-1, 1)
+            self.bounds[name] = bound
         self.extra_codes: dict[str, Code] = {}
         self.extras: dict[str, Tensor] = {}
         self.extra_bounds: dict[str, Tensor] = {}
@@ -168,57 +165,28 @@ class LocalState:
     def _here(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         """Return the local tensor of a state. Move it if the model has moved."""
         value: Any = self.entry.get(name)
-        local: Any = local_of(value)
+        local = value
+        if type(value) is not Tensor:  # each step asks for each tensor
+            local = local_of(value)
         if not isinstance(local, Tensor) or local.dtype is not dtype or local.shape != shape:
             check_tensor(name, local, dtype, shape, self.kernel)
         if local.device != self.parameter.device:
             self.entry[name] = value.to(self.parameter.device)
             local = local_of(self.entry[name])
-        held: Tensor = local
-        return held
-
-    def _memory_order(self) -> tuple[int, ...]:
-        """Return the dimensions of the state in memory order, or in order if it is not dense.
-
-        A matrix rule reads whole matrices in order. Rows must stay rows.
-        """
-        like = next(iter(self.planes.values()), self.parameter)
-        in_order = tuple(range(like.ndim))
-        if like.is_contiguous() or self.kernel.is_matrix:
-            return in_order
-        order = tuple(sorted(in_order, key=like.stride, reverse=True))
-        first = like.ndim - self.row_dims
-        if self.row_dims and order[:first] != in_order[:first]:
-            return in_order
-        return order if like.permute(order).is_contiguous() else in_order
+        self.tensors[name] = local
+        return self.tensors[name]
 
     def in_rows(self, values: Tensor) -> Tensor:
-        """Return a tensor in the parameter's shape as rows and columns in memory order,
-        contiguous: its own memory if it has that order.
+        """Return a tensor in the parameter's shape as rows and columns: its own memory if that is
+        dense and in order.
         """
-        return values.permute(self.order).contiguous().view(self.form)
-
-    def in_shape(self, values: Tensor) -> Tensor:
-        """Return rows and columns in the parameter's shape: the inverse of :meth:`in_rows`."""
-        if self._is_in_order:
-            return values.view(self.parameter.shape)
-        shape = self.parameter.permute(self.order).shape
-        back = sorted(range(len(shape)), key=self.order.__getitem__)
-        return values.view(shape).permute(back)
-
-    def is_dense(self, values: Tensor) -> bool:
-        """Return whether a tensor in the parameter's shape lies in memory in this order."""
-        if self._is_in_order:
-            return values.is_contiguous()
-        return values.permute(self.order).is_contiguous()
+        return values.contiguous().view(self.form)
 
     def end(self) -> None:
         """Drop the tensors after a step, so that what a script removes is freed at once."""
         self.gradient = NO_GRADIENT
-        self.planes = {}
-        self.bounds = {}
-        self.extras = {}
-        self.extra_bounds = {}
+        for tensors in (self.tensors, self.planes, self.bounds, self.extras, self.extra_bounds):
+            tensors.clear()
 
     @property
     def names(self) -> list[str]:
@@ -231,14 +199,3 @@ class LocalState:
         if not self.row_dims or not is_sharded(self.owner):
             return []
         return split_groups(self.owner, columns=self.row_dims)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the local tensors of the state by name, without counts and notes."""
-        tensors = dict(self.planes)
-        for name, bound in self.bounds.items():
-            tensors[f"{name}_bound"] = bound
-        for name, tensor in self.extras.items():
-            tensors[codes.saved_as(name, self.extra_codes[name])] = tensor
-        for name, bound in self.extra_bounds.items():
-            tensors[f"{name}_bound"] = bound
-        return tensors

@@ -53,8 +53,8 @@ def stored(state: LocalState, name: str, count: int | None = None) -> Tensor:
         return weight
 
     if count is None:
-        return state.in_shape(read(state, value)).contiguous()
-    if state.row_dims or list(state.order) != sorted(state.order):  # unpacked whole
+        return read(state, value).view(state.parameter.shape)
+    if state.row_dims:  # unpacked whole
         return stored(state, name).reshape(-1)[:count]
     return read(state, value, count).view(-1)
 
@@ -97,8 +97,7 @@ def store_weight(state: LocalState, values: Tensor) -> None:
     The parameter becomes its visible part.
     """
     weights = _bounded(state, "weight", values)
-    memory = torch.empty(state.form, dtype=torch.float32, device=weights.device)
-    seen = state.in_shape(memory)
+    seen = torch.empty_like(weights, memory_format=torch.contiguous_format, dtype=torch.float32)
     for span in spans(state, weights, seen):
         weight, into = span.arguments
         lane = span.lane()
@@ -148,7 +147,7 @@ def _bounded(state: LocalState, name: str, values: Tensor) -> Tensor:
 
 
 def read(state: LocalState, value: Callable[[Lane], Tensor], count: int | None = None) -> Tensor:
-    """Return the values of the lanes as rows and columns in memory order, or of the first
+    """Return the values of the lanes as rows and columns, or of the first
     ``count`` elements.
     """
     dtype = codes.value_dtype(state.storage)
