@@ -71,7 +71,7 @@ def train_entry(entry: Entry, *, stream: TextIO | None = None, is_verbose: bool 
         return entry.folder
     settings = entry.settings
     is_order_invariant = parse(settings.recipe).reduction.order_invariant
-    with threads_of(None, is_order_invariant), warnings.catch_warnings():
+    with threads_of(is_order_invariant), warnings.catch_warnings():
         for notice in (RunNotice, UpdateLossWarning):
             warnings.simplefilter("ignore", notice)  # the events are printed
         warnings.filterwarnings("ignore", _ALONE)
