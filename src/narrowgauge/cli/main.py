@@ -139,7 +139,7 @@ for _name, (_help, *_) in show.TABLES.items():
 @show_group.command("storages", help=show.TABLES["storages"][0])
 @click.option(
     "--params",
-    type=planning.AMOUNT,
+    type=float,
     metavar="X",
     help="Parameters (10e9): bytes of their state.",
 )
