@@ -12,8 +12,7 @@ from torch import Tensor
 from narrowgauge.numerics import chunks
 from narrowgauge.numerics.exact_sums import exact_squares
 from narrowgauge.numerics.rounding import sqrt
-from narrowgauge.optim.norm import SquaresTable, sums_on
-from narrowgauge.torch_support.machine import compiler_missing
+from narrowgauge.optim.norm import SquaresTable
 from oracles.exact_sums import exact_sum, exact_sum_of_squares, nearest_float, squares_bound
 from tensors import scalar_bits
 
@@ -134,18 +133,3 @@ def test_neither_layout_nor_the_order_of_tensors_enters(
         [x.t() if x.ndim == 2 else x for x in tensors],
     ):
         assert scalar_bits(exact_norm(same)) == expected
-
-
-@pytest.mark.parametrize("dtype", NARROW)
-@pytest.mark.parametrize("counts", [(9001, 80_000, 70_001, 80_001), (1, 37, 5000, 2)])
-def test_printed_passes_have_the_same_bits(dtype: torch.dtype, counts: tuple[int, ...]) -> None:
-    if compiler_missing():
-        pytest.skip(compiler_missing())
-    tensors = []
-    for seed, count in enumerate(counts):
-        tensors.append(wild(count, seed, dtype, binades=2.0 if dtype == torch.float16 else 8.0))
-    tensors[3] = tensors[3][1:]
-    assert sums_on(tensors)
-    assert scalar_bits(exact_norm(tensors, SquaresTable(torch.device("cpu")))) == scalar_bits(
-        exact_norm(tensors)
-    )
