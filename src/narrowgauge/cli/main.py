@@ -251,7 +251,7 @@ def train(file: Path | None, **settings: Any) -> None:
     The same command goes on with a run that was stopped, bit for bit; --out RUN alone takes its
     settings. Several ranks are torchrun's:
 
-    torchrun --nproc-per-node 2 -m narrowgauge train --data tokens --out runs/a
+    torchrun --nproc-per-node 2 -m narrowgauge train --gradient-accumulation-steps 2 --out runs/a
     """
     from narrowgauge.trainer.settings import read_settings
 

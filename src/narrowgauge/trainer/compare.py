@@ -123,11 +123,10 @@ class Log:
 
     def __init__(self, folder: Path, config: dict[str, Any]) -> None:
         self.folder = folder
-        self.val_loss: Any = None
-        self._config = config
-        self._recorder: RunRecorder | None = None
-        self._rows: list[tuple[str, dict[str, Any]]] = []
-        self._steps = 0
+        self.config = config
+        self.recorder: RunRecorder | None = None
+        self.rows: dict[str, list[dict[str, Any]]] = {"steps": [], "evals": []}
+        self.metrics: dict[str, Any] = {}
         self._tokens = 0
         self._began = time.perf_counter()
 
@@ -139,60 +138,49 @@ class Log:
         """
         from narrowgauge.measuring.recorder import RunRecorder
 
-        self._recorder = RunRecorder(
-            self.folder, model, optimizer, settings=self._config, gauges_every=every
+        self.recorder = RunRecorder(
+            self.folder, model, optimizer, settings=self.config, gauges_every=every
         )
 
     def step(self, columns: Mapping[str, Any]) -> None:
-        """Log an optimizer step: ``loss``, ``tokens`` so far, and any other number."""
+        """Log an optimizer step: ``loss``, ``tokens`` trained on in it, and any other number."""
         named = _named(columns, "step")
-        tokens = named.pop("tokens", None)
-        if tokens is not None:
-            tokens -= self._tokens
-            self._tokens += tokens
-        if self._recorder is not None:
-            return self._recorder.step(tokens=tokens, **named)
-        self._steps += 1
-        seconds = time.perf_counter() - self._began
-        self._began += seconds
-        row = {"step": self._steps, "seconds": seconds, **named}
-        if tokens is not None:
-            row |= {"tokens": self._tokens, "tokens_per_second": tokens / seconds}
-        return self._rows.append(("steps", row))
+        if self.recorder is not None:
+            self.recorder.step(**named)
+            return
+        row = self._append("steps", named)
+        row["step"] = len(self.rows["steps"])
+        if "tokens" in named:
+            self._tokens += named["tokens"]
+            row["tokens"] = self._tokens
+            row["tokens_per_second"] = named["tokens"] / row["seconds"]
 
     def eval(self, columns: Mapping[str, Any]) -> None:
         """Log a validation: ``val_loss``, and any other number."""
         named = _named(columns, "eval")
-        self.val_loss = named.pop("val_loss", None)
-        if self._recorder is not None:
-            return self._recorder.evaluate(self.val_loss, **named)
+        self.metrics["val_loss"] = named.get("val_loss")
+        if self.recorder is not None:
+            self.recorder.evaluate(named.pop("val_loss", None), **named)
+            return
+        self._append("evals", named)
+
+    def _append(self, kind: str, named: dict[str, Any]) -> dict[str, Any]:
         now = time.perf_counter()
-        row = {
-            "step": self._steps,
-            "seconds": now - self._began,
-            "val_loss": self.val_loss,
-            **named,
-        }
+        row = {"step": len(self.rows["steps"]), "seconds": now - self._began, **named}
         self._began = now
-        return self._rows.append(("evals", row))
+        self.rows[kind].append(row)
+        return row
 
-    def close(self, finished: bool, metrics: Mapping[str, Any]) -> None:
-        """Write the rows, and the summary of a finished run."""
-        from narrowgauge.distributed.ranks import all_ranks
-
-        if self._recorder is not None:
-            return self._recorder.close(finished, **metrics)
-        return all_ranks().of_first(lambda: self._write(finished, metrics))
-
-    def _write(self, finished: bool, metrics: Mapping[str, Any]) -> None:
+    def write(self) -> None:
+        """Write the rows and the summary of a run that no recorder has written."""
         from narrowgauge.measuring.step_row import summary_of
 
-        with RunWriter.create(self.folder, {"config": self._config}) as writer:
-            for kind, row in self._rows:
-                writer.append(kind, row)
-            if finished:
-                summary = {"recipe": self._config["recipe"], "steps": self._steps}
-                writer.summary({**summary, **summary_of(read_run(self.folder)), **metrics})
+        with RunWriter.create(self.folder, {"config": self.config}) as writer:
+            for kind, rows in self.rows.items():
+                for row in rows:
+                    writer.append(kind, row)
+            counts = {"recipe": self.config["recipe"], "steps": len(self.rows["steps"])}
+            writer.summary({**counts, **summary_of(read_run(self.folder)), **self.metrics})
 
 
 def _named(columns: Any, caller: str) -> dict[str, Any]:
@@ -212,21 +200,25 @@ def _record(
 
     label = recipe_name(recipe)
     log = Log(folder, {"recipe": label, "seed": seed})
+    is_finished = False
     try:
-        metrics = train_function(recipe, seed, log)
-        if not isinstance(metrics, Mapping):
-            metrics = {} if metrics is None else {"val_loss": metrics}
-        metrics = {"val_loss": log.val_loss, **_named(metrics, "compare")}
-        loss = metrics["val_loss"]
+        returned = train_function(recipe, seed, log)
+        if isinstance(returned, Mapping):
+            log.metrics |= _named(returned, "compare")
+        elif returned is not None:
+            log.metrics["val_loss"] = returned
+        loss = log.metrics.get("val_loss")
         if not isinstance(loss, int | float):
             raise NarrowgaugeError(
                 f"the training function gave no validation loss for {label}, val_loss is {loss!r}.",
                 'Return it, return a dict with "val_loss", or call log.eval({"val_loss": …}).',
             )
-    except BaseException:
-        log.close(False, {})
-        raise
-    log.close(True, metrics)
+        is_finished = True
+    finally:
+        if log.recorder is not None:
+            log.recorder.close(is_finished, **log.metrics)
+    if log.recorder is None:
+        all_ranks().of_first(log.write)
     return all_ranks().of_first(lambda: read_run(folder))
 
 
