@@ -174,8 +174,8 @@ class Gauges(Listener):
         for (table, name), sums in numbers.items():
             if table == "tensors":
                 loss = metrics.cast_loss(sums[:-1])
-                values = loss.underflow, loss.overflow, loss.sqnr_db, float(sums[-1])
-                row.setdefault(table, {})[name] = list(map(rounded, values))
+                losses = loss.underflow, loss.overflow, loss.sqnr_db, float(sums[-1])
+                row.setdefault(table, {})[name] = list(map(rounded, losses))
             elif table == "query" and ("key", name) in numbers:
                 bound = self._heads[name].scale * float(sums) * float(numbers["key", name])
                 row.setdefault("attention", {})[name] = [rounded(bound, keep_nan=True)]
@@ -255,7 +255,8 @@ class Heads(NamedTuple):
         """
         if self.query is self.key:
             x = x.chunk(3, -1)[kind == "key"]
-        return x.float().unflatten(-1, (-1, self.width)).norm(dim=-1).amax()
+        norms: Tensor = x.float().unflatten(-1, (-1, self.width)).norm(dim=-1)
+        return norms.amax()
 
 
 def heads_of(module: Any) -> Heads | None:
@@ -264,13 +265,19 @@ def heads_of(module: Any) -> Heads | None:
     """
     if "attention" not in type(module).__name__.lower():
         return None
+    width = getattr(module, "head_dim", 0) or getattr(module, "attention_head_size", 0)
+    count = getattr(module, "num_heads", 0) or getattr(module, "n_head", 0)
+    children = dict(module.named_children())
     for names in _PAIRS:
-        query, key = (getattr(module, name, None) for name in names)
-        width = getattr(module, "head_dim", 0) or getattr(module, "attention_head_size", 0)
-        count = getattr(module, "num_heads", 0) or getattr(module, "n_head", 0)
+        query: Any = children.get(names[0])
+        key = children.get(names[1])
         if not width and count and hasattr(query, "out_features"):
-            width = query.out_features // count // (3 if query is key else 1)
-        if isinstance(query, nn.Module) and isinstance(key, nn.Module) and width:
+            width = query.out_features // count
+            if query is key:
+                width //= 3
+        if query is not None and key is not None and width:
             scale = getattr(module, "scaling", None)
-            return Heads(query, key, width, scale if isinstance(scale, float) else width**-0.5)
+            if not isinstance(scale, float):
+                scale = width**-0.5
+            return Heads(query, key, width, scale)
     return None

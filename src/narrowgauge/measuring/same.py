@@ -226,7 +226,7 @@ def _compare_places(
             unfollowed.append(name)
         else:
             value = distance(ours, theirs, name)
-            row = {"place": name, "difference": value, "bound": bounds[name]}
+            row: Row = {"place": name, "difference": value, "bound": bounds[name]}
             if value:
                 result.places.append(row)
             if value > bounds[name]:
