@@ -111,7 +111,9 @@ def suggestion_or_all(name: str, names: Iterable[str]) -> str:
     return suggestion(name, known) or f"Known: {', '.join(known)}."
 
 
-_EXTRAS = {"transformers": "train", "tokenizers": "train", "plotly": "report"}
+_EXTRAS = {
+    "transformers": "narrowgauge[train]", "tokenizers": "narrowgauge[train]", "plotly": "narrowgauge[report]",
+}  # fmt: skip
 
 
 def require_package(name: str) -> None:
@@ -122,5 +124,5 @@ def require_package(name: str) -> None:
     if not is_there:
         raise MissingPackageError(
             f"This needs the package {name}, which is not installed.",
-            f'pip install "narrowgauge[{_EXTRAS[name]}]"',
+            f'pip install "{_EXTRAS.get(name, name)}"',
         )

@@ -44,7 +44,7 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Calls:
     """What stands in for a training, in an empty folder with some tokens."""
     monkeypatch.chdir(tmp_path)
     recorded = Calls()
-    monkeypatch.setattr(loop, "train_entry", recorded)
+    monkeypatch.setattr(loop, "train", recorded)
     write_tokens(["text " * 2000], load_tokenizer(None), tmp_path / "tokens")
     return recorded
 
@@ -52,9 +52,8 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Calls:
 def asked(calls: Calls, *words: str) -> dict[str, Any]:
     result = call("train", "--data", "tokens", *words)
     assert result.exit_code == 0, result.stderr
-    [(entry,)] = calls
-    settings: dict[str, Any] = entry.settings.to_dict()
-    return settings
+    [(named,)] = calls
+    return Settings.from_dict(named).to_dict()
 
 
 def test_a_flag_overrules_the_file_and_the_file_the_default(calls: Calls, tmp_path: Path) -> None:

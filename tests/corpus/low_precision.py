@@ -22,15 +22,9 @@ B16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
 Loss = Callable[[nn.Module, Any], Tensor]
 
 
-def tokens(seed: int = 0, rows: int = ROWS) -> Tensor:
-    """Return sequences of a fixed random chain with four successors a word."""
-    table = torch.randint(0, WORDS, (WORDS, 4), generator=torch.Generator().manual_seed(9))
-    generator = torch.Generator().manual_seed(seed)
-    columns = [torch.randint(1, WORDS, (rows,), generator=generator)]
-    for _ in range(LENGTH):
-        choice = torch.randint(0, 4, (rows,), generator=generator)
-        columns.append(table[columns[-1], choice])
-    return torch.stack(columns, 1)
+def tokens() -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, WORDS, (ROWS, LENGTH + 1), generator=generator)
 
 
 # ── linear layers with casts of their own ─────────────────────────────────────────────────────────
@@ -64,12 +58,6 @@ def mx_blocks(x: Tensor) -> Tensor:
 def int8_row(x: Tensor) -> Tensor:
     scale = x.detach().abs().amax(-1, keepdim=True).clamp_min(1e-12) / 127
     return straight(x, (x / scale).round().clamp(-127, 127) * scale)
-
-
-def int8_codes(x: Tensor) -> Tensor:
-    scale = x.detach().float().abs().amax(-1, keepdim=True).clamp_min(1e-12) / 127
-    codes = (x.detach().float() / scale).round().to(torch.int8)
-    return straight(x, (codes.float() * scale).to(x.dtype))
 
 
 def int4_groups(x: Tensor) -> Tensor:
@@ -229,32 +217,23 @@ class Attached(torch.autograd.Function):
 
 
 class Routed(Block):
-    """Two of four experts, with a balance loss that is kept or attached."""
-
-    attaches = False
+    """Two of four experts, with a balance loss that is attached."""
 
     def __init__(self, linear: Any) -> None:
         super().__init__(linear)
         self.gate = nn.Linear(WIDTH, 4)
         self.experts = nn.ModuleList(linear(WIDTH, WIDTH) for _ in range(4))
-        self.balance: Any = None
 
     def forward(self, x: Tensor, mask: Any = None) -> Tensor:
         x = super().forward(x, mask)
         shares = self.gate(x).float().softmax(-1)
         top = shares.topk(2, -1)
         used = F.one_hot(top.indices, 4).sum(-2).float()
-        self.balance = 0.01 * 4 * (used.mean((0, 1)) * shares.mean((0, 1))).sum()
-        if self.attaches:
-            x = Attached.apply(x, self.balance)
+        x = Attached.apply(x, 0.04 * (used.mean((0, 1)) * shares.mean((0, 1))).sum())
         weights = (shares * used).to(x.dtype)
         for number, expert in enumerate(self.experts):
             x = x + weights[..., number, None] * expert(x)
         return x
-
-
-class AttachedRouted(Routed):
-    attaches = True
 
 
 class Recomputed(Block):
@@ -318,26 +297,6 @@ def preferred(model: nn.Module) -> Loss:
     return loss
 
 
-def rollout(model: nn.Module) -> Any:
-    ids = tokens(3)
-    with torch.no_grad():
-        before = logprobs(model, ids)
-    return ids, before, torch.randn(ROWS, 1, generator=torch.Generator().manual_seed(5))
-
-
-def clipped(model: nn.Module, batch: Any) -> Tensor:
-    ids, before, advantages = batch
-    ratio = (logprobs(model, ids) - before).exp()
-    return -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).mean()
-
-
-def balanced(model: Any, ids: Tensor) -> Tensor:
-    value = next_token(model, ids)
-    for block in model.blocks:
-        value = value + block.balance
-    return value
-
-
 def chunked(model: Any, ids: Tensor) -> Tensor:
     """The loss of a few positions at a time, whose logits are recomputed."""
 
@@ -375,15 +334,6 @@ def fused(model: Any, ids: Tensor) -> Tensor:
     return FusedLoss.apply(x, model.head.weight, ids[:, 1:].flatten())
 
 
-def denoised(model: Any, ids: Tensor) -> Tensor:
-    """A diffusion model over tokens: a random part is masked and is learned."""
-    is_masked = torch.rand(ids[:, :-1].shape) < 0.4
-    mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool)
-    logits = model(ids[:, :-1].masked_fill(is_masked, 0), mask).float()
-    losses = F.cross_entropy(logits.mT, ids[:, :-1], reduction="none")
-    return (losses * is_masked).sum() / is_masked.sum()
-
-
 # ── the rows ──────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -393,14 +343,12 @@ class Row:
 
     Args:
         casts: dtype of the weights.
-        objective: the loss; ``of`` makes it from the model, such as with a teacher.
-        batch: makes the batch from the model.
+        objective: the loss; ``of`` makes it from the model, such as with a reference.
     """
 
     model: Callable[[], nn.Module] = Net
     objective: Loss = next_token
     of: Callable[[nn.Module], Loss] | None = None
-    batch: Callable[[nn.Module], Any] = lambda model: tokens()
     casts: torch.dtype | None = None
     backward: Any = None
 
@@ -415,9 +363,7 @@ class Row:
         optimizer = (
             ng.AdamW(trained, lr=1e-3) if self.casts else torch.optim.AdamW(trained, lr=1e-3)
         )
-        return ng.check(
-            model, optimizer, batch=self.batch(model), loss=loss, backward=self.backward
-        )
+        return ng.check(model, optimizer, batch=tokens(), loss=loss, backward=self.backward)
 
 
 def net(linear: Any = nn.Linear, block: Any = Block, **options: bool) -> Callable[[], nn.Module]:
@@ -432,17 +378,6 @@ def in_parts(loss: Loss) -> Any:
             (loss(model, part) / 4).backward()
 
     return backward
-
-
-def by_scaler(model: nn.Module, ids: Tensor) -> None:
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    scaler.scale(autocast(next_token, torch.float16)(model, ids)).backward()
-
-
-def scaled_by_hand(model: nn.Module, ids: Tensor) -> None:
-    (next_token(model, ids) * 256).backward()
-    for p in model.parameters():
-        p.grad /= 256
 
 
 def summed_in_float32(model: nn.Module, ids: Tensor) -> None:
@@ -467,8 +402,6 @@ LOOPS: dict[str, Row] = {
     "bfloat16 weights, tied": Row(net(ties=True), casts=B16),
     "bfloat16 autocast": Row(objective=autocast(next_token)),
     "bfloat16 autocast, recomputed": Row(net(block=Recomputed), autocast(next_token)),
-    "float16 autocast and a loss scale": Row(objective=autocast(next_token, torch.float16), backward=by_scaler),
-    "float16 weights, scaled by hand": Row(casts=torch.float16, backward=scaled_by_hand),
     "bfloat16 in four micro-batches": Row(casts=B16, backward=in_parts(next_token)),
     "bfloat16 gradients summed in float32": Row(casts=B16, backward=summed_in_float32),
     "float8 a tensor, straight through": Row(net(casting(float8_tensor, float8_tensor))),
@@ -480,18 +413,14 @@ LOOPS: dict[str, Row] = {
     "float8 with delayed scales": Row(net(Delayed)),
     "float8 bits in bytes": Row(net(casting(as_is, packed_bits)), casts=B16),
     "int8 a row": Row(net(casting(int8_row, int8_row))),
-    "int8 codes of weights": Row(net(casting(as_is, int8_codes)), casts=B16),
     "int4 groups of weights (QAT)": Row(net(casting(int8_row, int4_groups))),
     "ternary weights": Row(net(casting(int8_row, ternary))),
     "learned step size": Row(net(Learned)),
     "4-bit base and adapters": Row(net(FourBit), objective=autocast(next_token)),
     "float32 adapters over bfloat16, autocast": Row(net(Adapted), autocast(next_token)),
     "DPO": Row(of=preferred, casts=B16),
-    "GRPO": Row(objective=clipped, batch=rollout, casts=B16),
-    "experts with a balance loss": Row(net(block=Routed), balanced, casts=B16),
-    "experts with an attached balance loss": Row(net(block=AttachedRouted), casts=B16),
+    "experts with an attached balance loss": Row(net(block=Routed), casts=B16),
     "loss in chunks": Row(objective=chunked, casts=B16),
     "fused head and loss": Row(objective=fused, casts=B16),
-    "masked diffusion": Row(objective=denoised, casts=B16),
 }  # fmt: skip
 """Each is healthy: what ``ng.check`` says of it beyond notes is wrong."""

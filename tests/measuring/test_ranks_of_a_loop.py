@@ -62,7 +62,7 @@ def test_the_step_the_tensor_and_the_rank_of_a_fault_are_told(tmp_path: Path) ->
         difference = runs.difference
         assert difference is not None
         assert (difference.step, difference.key) == (AT, f"grad:{NAME}")
-        assert runs.search.ranks == ([1] if fault == "after" else [])
+        assert runs.ranks == ([1] if fault == "after" else [])
     for mine, its in zip(healthy, plain, strict=True):  # hooks change no bit
         assert mine.equal(its)
 

@@ -14,9 +14,9 @@ import torch
 
 from narrowgauge.measuring.two_runs import TwoRuns
 from narrowgauge.runs.record import Run, read_run
-from narrowgauge.trainer import loop, session
+from narrowgauge.trainer import session
 from narrowgauge.trainer.session import Session, train_step
-from trainer.tiny_runs import settings
+from trainer.tiny_runs import trained
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -78,7 +78,7 @@ def run_with(place: Path, folder: Path, strike: Any, **changes: Any) -> Run:
         "checkpoint_every": 0,
     }
     with struck(strike) if strike is not None else nullcontext():
-        return read_run(loop.train(settings(place, folder, **{**options, **changes})))
+        return read_run(trained(place, folder, **{**options, **changes}))
 
 
 @pytest.fixture(scope="module")

@@ -423,3 +423,10 @@ def test_every_interval_holds_its_plan() -> None:
     for what, kind in itertools.product(("speed", "memory"), ("dense", "mixture")):
         low, high = ERRORS[what][kind]["ends"]
         assert low < 1 < high and ERRORS[what][kind]["runs"] > 0
+
+
+def test_a_run_on_a_cluster_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('chip = "H100-SXM"\nchips = 8\n')
+    run = ng.MeasuredRun("llama-8b", cluster=str(file), tokens_per_second=53_336)
+    assert run.next(sequence_length=8192).job.tokens_per_step == run.job.tokens_per_step

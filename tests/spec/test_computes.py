@@ -54,7 +54,7 @@ def test_only_gradients_are_rounded_stochastically(row: Compute) -> None:
 
 
 def test_a_compute_of_ones_own_names_a_wide_dtype() -> None:
-    with pytest.raises(RecipeError, match="'mine' has the dtype 'float8_e4m3fn'"):
+    with pytest.raises(RecipeError, match="'mine' of dtype 'float8_e4m3fn'"):
         replace(COMPUTES["float8-row"], name="mine", dtype="float8_e4m3fn")
 
 

@@ -47,7 +47,7 @@ COMMANDS = [
     ("train --steps", "UsageError", "--steps"),
     ("train --recipe bfloat16/wrod", "RecipeError", "mean 'word'"),
     ("train --config nowhere.toml", "DataError", r"nowhere\.toml"),
-    ("train --out nowhere", "DataError", "no data was named"),
+    ("train --out nowhere", "DataError", "narrowgauge tokenize TEXT OUT"),
     ("export nowhere out", "RecordError", "nowhere"),
     ("compare --seeds 2", "UsageError", "'--recipes'"),
     ("compare --recipes bfloat16/word,bfloat16/wrd", "RecipeError", "mean 'word'"),

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from narrowgauge.runs.record import Run, read_run
-from narrowgauge.trainer import loop
 from narrowgauge.trainer.tokens import load_tokenizer, read_texts, write_tokens
-from trainer.tiny_runs import CASES, SHAPE, settings
+from trainer.tiny_runs import CASES, SHAPE, trained
 
 
 @pytest.fixture(scope="module")
@@ -51,5 +50,5 @@ def uninterrupted(place: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
     folder = tmp_path_factory.mktemp("whole")
     runs = {}
     for k, (name, case) in enumerate(CASES.items()):
-        runs[name] = read_run(loop.train(settings(place, folder / str(k), **case)))
+        runs[name] = read_run(trained(place, folder / str(k), **case))
     return runs

@@ -7,7 +7,6 @@ import json
 import math
 import shutil
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from narrowgauge.report.publishing import read_runs
 from narrowgauge.runs.record import read_run
 from narrowgauge.trainer import loop
 from narrowgauge.trainer.compare import Log, compare, compare_recipes
-from narrowgauge.trainer.entry import Entry
 from narrowgauge.trainer.settings import OF_A_RUN
 from trainer.tiny_runs import bytes_of, lasting, settings
 
@@ -200,16 +198,16 @@ def test_runs_on_other_tokens_are_not_compared(
 def test_an_interrupted_comparison_goes_on_with_the_same_bits(
     first: tuple[Path, str], base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    true_train = loop.train_entry
+    true_train = loop.train
 
-    def train(entry: Entry, **more: Any) -> Path:
-        if "naive" in str(entry.folder):
-            true_train(entry._replace(settings=replace(entry.settings, stop_after=3)), **more)
+    def train(named: dict[str, Any], **more: Any) -> Path:
+        if "naive" in named["out"]:
+            true_train({**named, "stop_after": 3}, **more)
             raise Terminated
-        return true_train(entry, **more)
+        return true_train(named, **more)
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "train_entry", train)
+        patch.setattr(loop, "train", train)
         with pytest.raises(Terminated, match=r"1 of 2 runs are done\. The same command goes on"):
             done(base, tmp_path, seeds=1)
     assert not (tmp_path / "compare.json").exists()

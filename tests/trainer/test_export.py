@@ -13,25 +13,25 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from narrowgauge.trainer import loop
 from narrowgauge.trainer.export import export
-from trainer.tiny_runs import call, settings
+from trainer.tiny_runs import call, trained
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
 def run(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return loop.train(settings(place, tmp_path_factory.mktemp("run") / "run", steps=2))
+    return trained(place, tmp_path_factory.mktemp("run") / "run", steps=2)
 
 
 def test_an_export_is_the_model_bit_for_bit_and_a_model_to_train(
     run: Path, place: Path, tmp_path: Path
 ) -> None:
-    trained = loop.load(run)
+    session = loop.load(run)
     out = export(run, tmp_path / "deep" / "out")
     loaded = AutoModelForCausalLM.from_pretrained(out)
     assert loaded.dtype == torch.bfloat16
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
-    for name, value in trained.model.state_dict().items():
+    for name, value in session.model.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], value), name
     assert [path.name for path in out.parent.iterdir()] == ["out"]
     tokenizer = AutoTokenizer.from_pretrained(out)
@@ -40,7 +40,7 @@ def test_an_export_is_the_model_bit_for_bit_and_a_model_to_train(
     for name in ("config", "generation_config"):
         table = json.loads((out / f"{name}.json").read_text())
         assert (table["eos_token_id"], table["use_cache"]) == (tokenizer.eos_token_id, True)
-    loop.train(settings(place, tmp_path / "run", model=str(out), steps=1))
+    trained(place, tmp_path / "run", model=str(out), steps=1)
 
 
 def test_a_full_disk_leaves_nothing(

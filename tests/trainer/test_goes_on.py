@@ -30,6 +30,7 @@ from trainer.tiny_runs import (
     kill,
     lasting,
     settings,
+    trained,
     words_of,
 )
 
@@ -40,10 +41,10 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings(
 def test_stopped_and_continued_is_the_same_run(
     name: str, place: Path, uninterrupted: dict[str, Run], tmp_path: Path
 ) -> None:
-    folder = loop.train(settings(place, tmp_path / "run", **CASES[name], stop_after=3))
+    folder = trained(place, tmp_path / "run", **CASES[name], stop_after=3)
     assert read_run(folder).summary is None and len(read_run(folder).steps) == 3
     loop.train({"out": str(folder), "stop_after": 5})
-    loop.train(settings(place, folder, **CASES[name]))
+    trained(place, folder, **CASES[name])
     assert_same_run(read_run(folder), uninterrupted[name])
     kinds = ("start", "stop", "resume", "finish")
     assert [e["what"] for e in read_run(folder).events if e["what"] in kinds] == [
@@ -94,7 +95,7 @@ def test_an_interruption_saves_and_the_same_command_goes_on(
 def paused(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that was stopped after step 5 of 8, never to be changed."""
     out = tmp_path_factory.mktemp("paused") / "run"
-    return loop.train(settings(place, out, **CASES["naive"], stop_after=5))
+    return trained(place, out, **CASES["naive"], stop_after=5)
 
 
 @pytest.fixture
@@ -202,7 +203,7 @@ def test_a_second_writer_and_a_run_of_another_program_are_refused(
     assert "is writing it" in refused.stderr
     RunWriter.create(tmp_path / "mine", {"recorder": {"program": "mine.py"}}).close()
     with pytest.raises(RecordError, match=r"RunRecorder\(…, resume=True\) in its program"):
-        loop.train(settings(place, tmp_path / "mine"))
+        trained(place, tmp_path / "mine")
 
 
 # ── changed settings ──────────────────────────────────────────────────────────────────────────────
@@ -252,7 +253,7 @@ SCALED = {
 def go_on(rank: int, place: Path, runs: dict[Path, dict[str, Any]]) -> None:
     """One rank of some trainings."""
     for out, changes in runs.items():
-        loop.train(settings(place, out, **{**SCALED, **changes}), is_verbose=False)
+        trained(place, out, **{**SCALED, **changes}, is_verbose=False)
 
 
 def test_it_is_the_same_run_on_any_number_of_ranks(place: Path, tmp_path: Path) -> None:

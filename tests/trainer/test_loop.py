@@ -17,7 +17,7 @@ from narrowgauge.runs.record import read_run
 from narrowgauge.trainer import language_model, loop
 from narrowgauge.trainer.session import Session, build, evaluate, train_step
 from narrowgauge.trainer.tokens import open_tokens
-from trainer.tiny_runs import CASES, SHAPE, assert_same_run, call, settings, words_of
+from trainer.tiny_runs import CASES, SHAPE, assert_same_run, call, settings, trained, words_of
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -34,7 +34,7 @@ BAD_INPUT = {
     "--model headless/config.json": "Cannot build a causal language model",
     "--model picture/config.json": "Cannot build a causal language model",
     "--recipe recipe.toml": "no recipe is named",
-    "--report-to wandb": "pip install wandb",
+    "--report-to wandb": 'pip install "wandb"',
 }
 
 
@@ -59,7 +59,7 @@ def test_bad_input_writes_nothing(
 
 def test_the_record_holds_what_was_promised(place: Path, tmp_path: Path) -> None:
     chosen = settings(place, tmp_path / "run", **CASES["word, accumulated"], steps=20)
-    run = read_run(loop.train(chosen))
+    run = read_run(loop.train(chosen.to_dict()))
     summary = run.summary or {}
     assert (summary["recipe"], summary["steps"], summary["tokens"]) == ("bfloat16/word", 20, 1280)
     assert 0 < summary["val_loss"] < math.log(280) + 0.5
@@ -120,17 +120,17 @@ def test_a_run_that_goes_on_draws_the_same_random_numbers(place: Path, tmp_path:
     (tmp_path / "jittering").mkdir()
     (tmp_path / "jittering" / "config.json").write_text(json.dumps(JITTERING))
     changes = {"model": str(tmp_path / "jittering"), "gradient_accumulation_steps": 2}
-    uninterrupted = read_run(loop.train(settings(place, tmp_path / "whole", **changes)))
-    folder = loop.train(settings(place, tmp_path / "stopped", **changes, stop_after=5))
+    uninterrupted = read_run(trained(place, tmp_path / "whole", **changes))
+    folder = trained(place, tmp_path / "stopped", **changes, stop_after=5)
     torch.rand(7)
-    loop.train(settings(place, folder, **changes))
+    trained(place, folder, **changes)
     assert_same_run(read_run(folder), uninterrupted)
 
 
 def test_tensorboard_gets_the_numbers_of_the_record(place: Path, tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    run = read_run(loop.train(settings(place, tmp_path / "run", report_to="tensorboard")))
+    run = read_run(trained(place, tmp_path / "run", report_to="tensorboard"))
     board = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
     board.Reload()
     shown = {scalar.step: scalar.value for scalar in board.Scalars("train/loss")}
@@ -158,7 +158,7 @@ def test_a_nan_is_skipped_and_named(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spoil(monkeypatch, 5, lambda loss: loss * math.nan)
-    run = read_run(loop.train(settings(place, tmp_path / "run")))
+    run = read_run(trained(place, tmp_path / "run"))
     assert any(name.startswith("model.") for name in run.steps[4]["bad"])
     assert [row["step"] for row in run.steps if row["skipped"]] == [5]
     assert "nonfinite: " in capsys.readouterr().out
@@ -168,7 +168,7 @@ def test_a_lost_update_is_an_event(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     changes = {"recipe": "bfloat16/naive", "lr": 1e-6, "warmup_steps": 0, "steps": 60}
-    run = read_run(loop.train(settings(place, tmp_path / "run", **changes)))
+    run = read_run(trained(place, tmp_path / "run", **changes))
     lost = [event["value"] for event in run.events if event["what"] == "lost-updates"]
     assert lost and max(lost) < 0.9
     assert capsys.readouterr().out.count("\nlost updates: ") == 1  # for all tensors of a step

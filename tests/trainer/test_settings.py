@@ -35,6 +35,8 @@ def test_defaults_are_a_run_that_can_start_and_checking_writes_nothing(
     assert settings.out == "runs/llama-1m-bfloat16-word"
     assert not any(elsewhere.iterdir())
     assert Settings.from_dict(load_toml(tomli_w.dumps(settings.to_dict()))) == settings
+    with pytest.raises(NarrowgaugeError, match="8 sequences into 1 micro-batches for 2 ranks"):
+        settings.checked(2)
 
 
 def test_the_schedule_at_known_steps() -> None:
@@ -56,13 +58,13 @@ IMPOSSIBLE: dict[str, dict[str, Any]] = {
     "lr = '0.1': it must be one number": {"lr": "0.1"},
     "max_grad_norm = -1.0: it must be at least 0": {"max_grad_norm": -1.0},
     "must be one of none, tensorboard, wandb": {"report_to": "mlflow"},
-    "8 sequences cannot be split into 3": {"gradient_accumulation_steps": 3},
+    "8 sequences into 3 micro-batches for 1 rank": {"gradient_accumulation_steps": 3},
     "out = '': it is empty": {"out": ""},
     "no compute is named 'x'": {"recipe": "x/word"},
     "the model folder ./nowhere does not exist": {"model": "./nowhere"},
     "hf download no-one/nothing": {"model": "no-one/nothing"},
     "holds no config.json": {"model": "."},
-    "no data was named": {},
+    "narrowgauge tokenize TEXT OUT": {},
     "No such file": {"data": "nowhere"},
 }
 
@@ -72,15 +74,6 @@ def test_impossible_settings_are_refused(words: str) -> None:
     with pytest.raises(NarrowgaugeError) as caught:
         Settings(**IMPOSSIBLE[words]).checked()
     assert words in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_ranks_share_the_batch_unless_the_settings_say_how(data: str) -> None:
-    settings = Settings(batch_size=6, data=data)
-    assert [settings.checked(ranks).gradient_accumulation_steps for ranks in (1, 3)] == [1, 3]
-    with pytest.raises(NarrowgaugeError, match="6 sequences cannot be split into 4"):
-        settings.checked(4)
-    with pytest.raises(NarrowgaugeError, match="each of 3 ranks needs one of a step's 2"):
-        Settings(batch_size=6, gradient_accumulation_steps=2).checked(3)
 
 
 @pytest.mark.parametrize(

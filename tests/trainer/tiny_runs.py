@@ -46,6 +46,13 @@ def settings(place: Path, out: Path, **changes: Any) -> Settings:
     return Settings(**{**defaults, **where, **changes})
 
 
+def trained(place: Path, out: Path, *, is_verbose: bool = True, **changes: Any) -> Path:
+    """Train a run, or go on with it, and return its folder."""
+    from narrowgauge.trainer import loop
+
+    return loop.train(settings(place, out, **changes).to_dict(), is_verbose=is_verbose)
+
+
 def words_of(chosen: Settings) -> list[str]:
     """The command line that says the same."""
     words = ["train"]

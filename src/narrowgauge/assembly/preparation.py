@@ -44,7 +44,10 @@ def matrices_decay(named: Iterable[tuple[str, Tensor]], **options: Any) -> AdamW
     matrices: list[tuple[str, Tensor]] = []
     vectors: list[tuple[str, Tensor]] = []
     for name, parameter in named:
-        (matrices if parameter.ndim >= 2 else vectors).append((name, parameter))
+        members = vectors
+        if parameter.ndim >= 2:
+            members = matrices
+        members.append((name, parameter))
     groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
     return AdamW([group for group in groups if group["params"]], **options)
 
@@ -122,7 +125,7 @@ def prepare(
     def build(named: dict[str, Tensor]) -> OptimizerT:
         return optimizer(list(named.items()), storage=policy.storage.name, seed=seed, **options)
 
-    stand_ins = {}
+    stand_ins: dict[str, Tensor] = {}
     for name, parameter in _trained(model).items():
         check_real(parameter)
         value = torch.zeros((), dtype=getattr(torch, visible), device=parameter.device)
@@ -171,9 +174,10 @@ def _propagate_scales(model: nn.Module, recipe: Recipe) -> None:
     if recipe.compute.transform == "scalify":
         from narrowgauge.transforms import scalify
 
-        scalify.scalify(
-            model, getattr(torch, recipe.dtype) if recipe.storage.visible != "float32" else None
-        )
+        dtype = None
+        if recipe.storage.visible != "float32":
+            dtype = getattr(torch, recipe.dtype)
+        scalify.scalify(model, dtype)
 
 
 def narrow_linears(model: nn.Module, recipe: Recipe, seed: int) -> NarrowLayers | None:

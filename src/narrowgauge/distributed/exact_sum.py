@@ -86,7 +86,9 @@ class ExactSum:
             self._sums.clear_()
 
     def num_bytes(self) -> int:
-        return 0 if self._sums is None else self._sums.num_bytes
+        if self._sums is None:
+            return 0
+        return self._sums.num_bytes
 
     def seconds(self) -> float:
         """Return how long this step's sums took: to send, to wait for other ranks, and to add."""

@@ -151,7 +151,9 @@ class GradientReduction:
     def __init__(self, model: nn.Module, average: bool, mesh: Any) -> None:
         settle(model)
         self._model = inner_of(model)
-        self._ddp = model if model is not self._model else None
+        self._ddp: Any = None
+        if model is not self._model:
+            self._ddp = model
         self._fsdp = torch_names.fsdp_groups(model)
         self._groups = _groups_of(model, self._fsdp, mesh)
         self.size = prod(group.size() for group in self._groups)
@@ -169,7 +171,9 @@ class GradientReduction:
         for module, group in self._fsdp:
             _require_own_dtypes(module, group)
         _require_gathered(self._model, in_groups)
-        sharded_ids = set(map(id, in_groups)) if self._sums_shards() else set()
+        sharded_ids = set[int]()
+        if self._sums_shards():
+            sharded_ids.update(map(id, in_groups))
         self._params = [p for p in self._model.parameters() if p.requires_grad]
         self._whole = [p for p in self._params if id(p) not in sharded_ids]
         self._sharded = [p for p in self._params if id(p) in sharded_ids]
@@ -231,9 +235,10 @@ class GradientReduction:
                 numbers or does not use all parameters of an FSDP2 group, or FSDP2 is set to keep
                 gradients on a rank.
         """
-        if self._is_open or not self._undo:
-            place = "within another" if self._is_open else "of a reduction that is closed"
-            raise RuntimeError(f"micro_batch was entered {place}")
+        if self._is_open:
+            raise RuntimeError("micro_batch was entered within another")
+        if not self._undo:
+            raise RuntimeError("micro_batch was entered of a reduction that is closed")
         self._begin(is_last)
         self._is_open = True
         self.is_last = is_last
@@ -257,7 +262,9 @@ class GradientReduction:
             raise
         finally:
             self._is_open = False
-        self._place = 0 if is_last else self._place + 1
+        self._place += 1
+        if is_last:
+            self._place = 0
 
     def _begin(self, is_last: bool) -> None:
         self._require_same_place(is_last)

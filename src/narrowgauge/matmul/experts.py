@@ -51,27 +51,24 @@ class GroupedLinear(NarrowLayer):
         return layer_keys(self.names, self.seed, device)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # the numbers of tokens are data
-    def forward(
-        self, x: Tensor, weights: Tensor, offsets: Tensor, bias: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
         """Multiply ``[tokens, in]`` to ``[tokens, out]``; zero for tokens without an expert.
 
         Args:
             x: sorted by expert.
-            weights, bias: ``[experts, out, in]`` and ``[experts, out]``.
+            weights: ``[experts, out, in]``.
             offsets: int32 ``[experts]``: the end of each expert's tokens. Tokens after the last
                 offset have no expert.
         """
         outputs = []
         start = 0
-        biases = [None] * len(weights) if bias is None else bias.unbind()
-        experts = zip(offsets.tolist(), weights.unbind(), biases, self.key, strict=True)
-        for end, weight, expert_bias, key in experts:
+        for end, weight, key in zip(offsets.tolist(), weights.unbind(), self.key, strict=True):
             if end > start:
-                outputs.append(self.product(x[start:end], weight, expert_bias, key))
+                outputs.append(self.product(x[start:end], weight, None, key))
             start = end
-        dtype = outputs[0].dtype if outputs else x.dtype
-        outputs.append(x.new_zeros(len(x) - start, weights.shape[1], dtype=dtype))
+        if not outputs:
+            return x.new_zeros(len(x), weights.shape[1])
+        outputs.append(outputs[0].new_zeros(len(x) - start, weights.shape[1]))
         return torch.cat(outputs)
 
     def extra_repr(self) -> str:
@@ -185,10 +182,10 @@ def _multiply(
     if func is not F.linear:
         weight = weight.transpose(-2, -1)
     if weight.ndim == 2:
-        bias = rest[0] if rest else options.get("bias")
+        bias = [*rest, options.get("bias")][0]
         return layer.product(x, weight, bias, layer.key[origin.expert])
     if not is_batch:
-        return layer(x, weight, rest[0] if rest else options["offs"])
+        return layer(x, weight, [*rest, options.get("offs")][0])
     experts, tokens = len(weight), x.shape[1]
     rows = x.expand(experts, -1, -1).reshape(experts * tokens, -1)
     ends = torch.arange(1, experts + 1, dtype=torch.int32, device=x.device) * tokens

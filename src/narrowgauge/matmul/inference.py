@@ -41,7 +41,9 @@ of rows or of the tensor; or two codes a byte, padded to whole blocks, with scal
 
 def codes_of(weight: Tensor, right: Cast) -> Operand:
     """Return a weight ``[out, in]`` in a cast."""
-    dtype = PAIRS if is_packed(right) else getattr(torch, right.format)
+    dtype = PAIRS
+    if not is_packed(right):
+        dtype = getattr(torch, right.format)
     operand = cast_matrix(weight, right, 1, dtype)
     if operand.outer is None:
         operand = operand._replace(outer=operand.data.new_ones(1, 1, dtype=torch.float32))
@@ -68,7 +70,7 @@ def is_packed(right: Cast) -> bool:
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, bias: Tensor | None, rows: int, name: str, *stored: Tensor | None
+        ctx: Any, x: Tensor, bias: Tensor | None, rows: int, name: str, *stored: Any
     ) -> Tensor:
         ctx.save_for_backward(*stored)
         ctx.shape = shape = rows, x.shape[1]
@@ -142,7 +144,9 @@ class QuantizedLinear(nn.Linear):
     def weight(self) -> Tensor:  # type: ignore[override]
         """Return a copy of the weight, for code that reads it."""
         matrix = self.dequantize().to(self.dtype)
-        return (matrix.t() if self.is_transposed else matrix).as_subclass(_Copy)
+        if self.is_transposed:
+            matrix = matrix.t()
+        return matrix.as_subclass(_Copy)
 
     def dequantize(self) -> Tensor:
         """Return the stored weight, float32 ``[out, in]``."""
@@ -297,7 +301,9 @@ def quantize_layer(module: Any, compute: Compute, shared: dict[Tensor, Operand])
         entries.clear()
     module.is_transposed = is_transposed(module)
     # PEFT adds a transposed update to a Conv1D, even after its weight has come back.
-    module.plain_class = type(module) if type(module).__name__ == "Conv1D" else nn.Linear
+    module.plain_class = nn.Linear
+    if type(module).__name__ == "Conv1D":
+        module.plain_class = type(module)
     module.__class__ = QuantizedLinear
     module.dtype = weight.dtype
     module.out_features, module.in_features = matrix.shape

@@ -229,7 +229,7 @@ def made_narrow(name: str, module: nn.Module, compute: Compute, seed: int = 0) -
     kind: Any = type(module)
     module.__class__ = _narrow_class(kind)
     layer = cast(Linear, module)
-    layer.in_features, layer.out_features = weight.shape if transposed else weight.shape[::-1]
     layer.is_transposed = transposed
+    layer.out_features, layer.in_features = matrix_of(layer).shape
     layer.begin([name], weight.device, compute, seed)
     return layer

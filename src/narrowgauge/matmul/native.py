@@ -82,7 +82,9 @@ def multiply_codes(
     names = product.left.granularity, product.right.granularity
     if kernel.scales:
         by_blocks = [_scales_of(x, name) for x, name in zip((lhs, rhs), names, strict=True)]
-        call: Any = _traced_product if is_traced() else _scaled_product
+        call: Any = _scaled_product
+        if is_traced():
+            call = _traced_product
         values = call(a, b, *by_blocks, *names, dtype)
     else:
         has_rows = _has_rows(lhs, rhs)
@@ -219,7 +221,8 @@ def _works(kernel: Kernel, lhs: Cast, rhs: Cast, device: torch.device) -> bool:
                 there = [
                     operand.mapped(lambda part: part.to(device)) for operand in (first, second)
                 ]
-                values, left, right = multiply_codes(kernel, *there, Product(lhs, rhs), dtype)
+                product = Product(lhs, rhs)
+                values, left, right = multiply_codes(kernel, there[0], there[1], product, dtype)
                 # Read here: a device error is raised when its result is read.
                 result = values.cpu().double()
                 if left is not None and right is not None:
@@ -234,8 +237,12 @@ def _works(kernel: Kernel, lhs: Cast, rhs: Cast, device: torch.device) -> bool:
 
 
 def _values(operand: Operand) -> Tensor:
-    codes = operand.data if operand.inner is None else block_values(operand)
-    return codes.double() * (1.0 if operand.outer is None else operand.outer)
+    codes = operand.data
+    if operand.inner is not None:
+        codes = block_values(operand)
+    if operand.outer is None:
+        return codes.double()
+    return codes.double() * operand.outer
 
 
 def _exact_operand(cast: Cast, rows: int) -> Operand:

@@ -6,6 +6,7 @@ import fnmatch
 import re
 import warnings
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from torch import nn
 
@@ -242,19 +243,23 @@ def chooser(
         raise RecipeError(
             f"Cannot use keep = {keep!r} because it is not a tuple.", f'Give keep=("{keep}",).'
         )
-    names = list(multiplied(model)) if keep else []
+    names = list(multiplied(model))
     for pattern in keep:
         if not any(_matches(name, pattern) for name in names):
             raise RecipeError(
                 f"Cannot keep '{pattern}' because it matches no linear layer of "
                 f"{type(model).__name__}.",
-                f"Its names look like '{names[0]}' and '{names[-1]}'." if names else "",
+                f"Its names look like {', '.join(names[:1] + names[-1:])}.",
             )
 
     def choose(name: str) -> Compute | None:
         if name in roles or any(_matches(name, pattern) for pattern in keep):
             return None
-        chosen = compute(name) if callable(compute) else compute
-        return None if chosen is None else get_compute(chosen)
+        chosen: Any = compute
+        if callable(compute):
+            chosen = compute(name)
+        if chosen is None:
+            return None
+        return get_compute(chosen)
 
     return choose

@@ -49,21 +49,24 @@ def multiply_parts(layer: Any, x: Tensor, weight: Any, bias: Tensor | None) -> T
             "dimension of the mesh, or call the module that fully_shard was given.",
         )
     part = weight.to_local()
-    require_local_scales(layer.compute, name, part.shape[0 if splits_outputs else 1])
+    require_local_scales(layer.compute, name, part.shape[placement.dim])
     last = Shard(x.ndim - 1)
     # Equal parts of several ranks round independently.
     key = mixed(local_of(layer.key), mesh.get_local_rank())
     if splits_outputs:
         # The input's gradient is a sum over ranks where each has some of the outputs.
         rows = x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
-        own_bias = bias.to_local() if isinstance(bias, DTensor) else bias
+        if isinstance(bias, DTensor):
+            bias = bias.to_local()
         # Added to what one rank has in full, a bias is rounded with the product, as in one process.
-        product = layer.product(rows, part, own_bias, key)
+        product = layer.product(rows, part, bias, key)
         return DTensor.from_local(product, mesh, [last], run_check=False)
     columns = x.redistribute(placements=[last]).to_local(grad_placements=[last])
     product = layer.product(columns, part, None, key)
     result: Tensor = DTensor.from_local(product, mesh, [Partial()], run_check=False)
-    return result if bias is None else result + bias
+    if bias is not None:
+        result = result + bias
+    return result
 
 
 def require_local_scales(compute: Compute, name: str, size: int) -> None:

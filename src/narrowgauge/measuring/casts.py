@@ -211,7 +211,9 @@ def cast_of(kind: str, layer: Any) -> Cast | None:
     is_part = isinstance(layer, GroupedLinear)
     if kind == "weight":
         is_part = is_split_over_ranks(layer.weight)
-    return None if is_part and _has_one_scale(cast) else cast
+    if is_part and _has_one_scale(cast):
+        return None
+    return cast
 
 
 def _has_one_scale(cast: Cast) -> bool:

@@ -130,7 +130,9 @@ def _loss_cell(row: Row) -> str:
 
 
 def _edq_cell(row: Row) -> str:
-    return "–" if row["late_edq"] is None else f"{row['late_edq']:.3f}"
+    if row["late_edq"] is None:
+        return "–"
+    return f"{row['late_edq']:.3f}"
 
 
 def compare_runs(runs: Sequence[Run]) -> Comparison:
@@ -177,7 +179,8 @@ def compare_runs(runs: Sequence[Run]) -> Comparison:
         if pair is not None:
             differences.append(pair)
             row["difference"] = pair.mean
-            row["difference_interval"] = [pair.low, pair.high] if pair.num_pairs > 1 else None
+            if pair.num_pairs > 1:
+                row["difference_interval"] = [pair.low, pair.high]
     verdict = (
         "No two recipes have finished runs of one seed on the same data, so nothing is compared."
     )
@@ -218,18 +221,17 @@ def _late_edq(run: Run) -> float | None:
 def _row(label: str, group: Sequence[Run]) -> Row:
     ended = [run for run in group if run.summary is not None]
     counting = list(filter(_counts, ended))
-    row: Row = {"recipe": label}
+    row: Row = {"recipe": label, **dict.fromkeys(_OVER_SEEDS)}
     for name, reduce in _OVER_SEEDS.items():
-        values = []
-        # Diverged runs also have a known speed and size.
-        is_quality = name in ("val_loss", "val_loss_std", "late_edq")
-        for run in counting if counting or is_quality else ended:
-            value = (run.summary or {}).get(name.removesuffix("_std"))
-            if name == "late_edq":
-                value = _late_edq(run)
-            if value is not None and math.isfinite(value):
-                values.append(value)
-        row[name] = reduce(values) if len(values) > (name == "val_loss_std") else None
+        summaries = [run.summary or {} for run in counting or ended]
+        if name in ("val_loss", "val_loss_std"):  # diverged runs also have a known speed and size
+            summaries = [run.summary or {} for run in counting]
+        values = [summary.get(name.removesuffix("_std")) for summary in summaries]
+        if name == "late_edq":
+            values = list(map(_late_edq, counting))
+        values = [value for value in values if value is not None and math.isfinite(value)]
+        if len(values) > (name == "val_loss_std"):
+            row[name] = reduce(values)
     row |= {
         "diverged": any(map(_has_diverged, group)), "num_seeds": len(counting), "difference": None,
         "difference_interval": None,
@@ -273,7 +275,9 @@ def _widest(groups: Mapping[str, Sequence[Run]], rows: Mapping[str, Row]) -> str
         return row["num_seeds"] > 0, not row["verdict"], bits > 0, size, bits
 
     widest = max(groups, key=width)
-    return widest if rows[widest]["num_seeds"] else None
+    if not rows[widest]["num_seeds"]:
+        return None
+    return widest
 
 
 def _verdict(difference: PairedDifference | None, loss: float) -> str:
@@ -305,7 +309,9 @@ def _paired_difference(
             fingerprints = {run.data_fingerprint, other.data_fingerprint}
             if len(fingerprints) == 1 or "" in fingerprints:
                 pairs.append((run.summary or {})["val_loss"] - (other.summary or {})["val_loss"])
-    return PairedDifference(label, *interval(pairs), len(pairs)) if pairs else None
+    if not pairs:
+        return None
+    return PairedDifference(label, *interval(pairs), len(pairs))
 
 
 # ── the verdict ───────────────────────────────────────────────────────────────────────────────────
@@ -336,8 +342,8 @@ def _cheapest(rows: Sequence[Row], baseline: Row) -> str:
 
 
 def _cost(row: Row) -> tuple[float, float]:
-    size = row["bytes_per_param"]
-    return round(math.inf if size is None else size, 1), -(row["tokens_per_second"] or 0.0)
+    size = row["bytes_per_param"] or math.inf
+    return round(size, 1), -(row["tokens_per_second"] or 0.0)
 
 
 def _other_settings(runs: Sequence[Run]) -> Iterator[str]:

@@ -79,13 +79,11 @@ class Difference:
         return self.key.partition(":")[0]
 
     @property
-    def is_tensor(self) -> bool:
-        return ":" in self.key
-
-    @property
     def stage(self) -> str:
         """Return the stage of the step."""
-        return "start" if self.step == 0 else STAGE_OF[self.kind]
+        if self.step == 0:
+            return "start"
+        return STAGE_OF[self.kind]
 
     @property
     def relative(self) -> float:
@@ -99,17 +97,24 @@ class Difference:
         """Return the relative difference that rounding explains in one step."""
         return max(ENVELOPE * u / math.sqrt(max(1, self.numel)), LEAST)
 
-    def reading(self, bound: float) -> Reading:
-        """Return a reading: the second run's value, the first's, and the distance within ``bound``."""
-        what = "norm" if self.is_tensor else self.key
+    def reading(self, u: float) -> Reading:
+        """Return a reading: the second run's value, the first's, and the distance within rounding."""
+        first, second = self.values
+        tensor = ""
+        what = self.key
+        if ":" in self.key:
+            tensor = self.key
+            what = "norm"
         if self.only_in is not None:
             what = "only-in-one-run"
-        tensor = self.key if self.is_tensor else ""
-        first, second = self.values
-        if math.isnan(first) and math.isnan(second):
-            return Reading(self.step, self.stage, tensor, what.replace("norm", "bits"))
-        allowed = 0.0 if self.kind in EXACT else bound * max(abs(first), abs(second))
-        return Reading(self.step, self.stage, tensor, what, second, first, allowed)
+        elif math.isnan(first):
+            what = what.replace("norm", "bits")
+        if math.isnan(first) or math.isnan(second):
+            return Reading(self.step, self.stage, tensor, what)
+        bound = 0.0
+        if self.kind not in EXACT:
+            bound = self.rounding(u) * max(abs(first), abs(second))
+        return Reading(self.step, self.stage, tensor, what, second, first, bound)
 
 
 def roundoff(run: Run) -> float:
@@ -124,58 +129,19 @@ def roundoff(run: Run) -> float:
     return max(widest, default=FORMATS["bfloat16"].epsilon) / 2
 
 
-class Search:
-    """Find the first step in which two runs differ, and what differs there beyond rounding.
-
-    Attributes:
-        at: the first difference of that step beyond its rounding, else the first of any size;
-            ``None`` if all common records are equal.
-        is_within: it is within rounding.
-        bound: the relative difference that rounding explains there.
-        ranks: that alone differ in this kind of tensor; empty if all differ or unknown.
-        num_common: number of steps that both recorded.
-        is_hashed: both recorded fingerprints of that step.
-        factor: of all gradients of that step, second run over first, if they share one; else 1.
-        unlike: other recorded numbers of that step that differ by more than :data:`AGREES`.
-        losses: of both runs in the last step that both recorded.
-    """
-
-    def __init__(self, first_run: Run, second_run: Run) -> None:
-        u = max(roundoff(first_run), roundoff(second_run))
-        records = _records(first_run), _records(second_run)
-        steps = set(map(step_of, first_run.steps))
-        self.num_common = len(steps.intersection(map(step_of, second_run.steps)))
-        common = sorted(records[0].keys() & records[1].keys())
-        self.at: Difference | None = None
-        rows: tuple[Row, Row] = {}, {}
-        for step in common:
-            rows = records[0][step], records[1][step]
-            differences = sorted(_differences(step, *rows), key=lambda row: _KINDS.index(row.kind))
-            if differences:
-                beyond = (row for row in differences if row.relative > row.rounding(u))
-                self.at = next(beyond, differences[0])
-                break
-        ends = ends_of(first_run, second_run)
-        if self.at is None and None not in ends and ends[0] != ends[1]:
-            self.at = Difference(max(common, default=0), "weights_fingerprint")
-        self.bound = 0.0 if self.at is None else self.at.rounding(u)
-        self.is_within = self.at is not None and self.at.relative <= self.bound
-        self.is_hashed = all("tensors" in row for row in rows)
-        self.ranks = [] if self.at is None else _odd_ranks(*rows, self.at.kind)
-        self.factor = _factor(*rows)
-        self.unlike = [] if self.at is None else list(_other_numbers(*rows))
-        self.losses = [record[common[-1]].get("loss") for record in records if common]
-
-
-def ends_of(*runs: Run) -> list[Any]:
-    """Return the hash of each run's final weights; ``None`` if it is not finished."""
-    return [(run.summary or {}).get("weights_fingerprint") for run in runs]
+def first_difference(step: int, first: Row, second: Row, u: float) -> Difference | None:
+    """Return the first difference of a step beyond its rounding, else the first of any size."""
+    differences = sorted(_differences(step, first, second), key=lambda row: _KINDS.index(row.kind))
+    for row in differences:
+        if row.relative > row.rounding(u):
+            return row
+    return next(iter(differences), None)
 
 
 # ── the records of a step ─────────────────────────────────────────────────────────────────────────
 
 
-def _records(run: Run) -> dict[int, Row]:
+def records_of(run: Run) -> dict[int, Row]:
     """Return one row for each step: its columns, its evaluation, and its fingerprints.
 
     Of several rows of a table the first one counts: a resume repeats its checkpoint's fingerprints.
@@ -197,9 +163,10 @@ def _entries(row: Row, step: int) -> dict[str, Entry]:
     for column in COLUMNS:
         value = row.get(column)
         if value is not None:
-            bits = value if value == value else "NaN"
             real = number(value)
-            entries[column] = bits, math.nan if real is None else real, tokens
+            if real is None:  # a checksum
+                real = math.nan
+            entries[column] = str(value), real, tokens
     scale = number(row.get("loss_scale")) or 1.0
     for key, (bits, norm, numel) in tensors.items():
         kind = key.partition(":")[0]
@@ -229,7 +196,7 @@ def _differences(step: int, first_row: Row, second_row: Row) -> Iterator[Differe
 # ── other numbers of the step ─────────────────────────────────────────────────────────────────────
 
 
-def _factor(first: Row, second: Row) -> float:
+def factor_of(first: Row, second: Row) -> float:
     """Return the factor of all gradients, second over first, if they share one; else 1."""
     others = second.get("tensors") or {}
     ratios = []
@@ -241,7 +208,7 @@ def _factor(first: Row, second: Row) -> float:
     return float(sum(ratios) / len(ratios))
 
 
-def _other_numbers(first: Row, second: Row) -> Iterator[str]:
+def other_numbers(first: Row, second: Row) -> Iterator[str]:
     """Yield the other numbers of two rows that disagree; fractions, which are known columns, by more
     than :data:`AGREES` itself.
     """
@@ -251,16 +218,20 @@ def _other_numbers(first: Row, second: Row) -> Iterator[str]:
         is_number = isinstance(here, float) and isinstance(there, float)
         if not is_number or name in COLUMNS or name.endswith(_UNLIKE):
             continue
-        size = 1.0 if name in STEP else max(abs(here), abs(there))
+        size = max(abs(here), abs(there))
+        if name in STEP:
+            size = 1.0
         if abs(here - there) > AGREES * size:
             yield f"{name} {here:.4g} and {there:.4g}"
 
 
-def _odd_ranks(first: Row, second: Row, kind: str) -> list[int]:
+def odd_ranks(first: Row, second: Row, kind: str) -> list[int]:
     """Return the ranks that alone differ in a kind of tensor. If all do, their shards may be others."""
     here = (first.get("ranks") or {}).get(kind) or []
     there = (second.get("ranks") or {}).get(kind) or []
     if len(here) != len(there):
         return []
     odd = [rank for rank in range(len(here)) if here[rank] != there[rank]]
-    return odd if len(odd) < len(here) else []
+    if len(odd) == len(here):
+        return []
+    return odd

@@ -34,7 +34,9 @@ def parsed_recipe(recipe: Any) -> Recipe | None:
 def recipe_name(recipe: Any) -> str:
     """Return the label of a recipe: its full name, or the name itself if unknown."""
     parsed = parsed_recipe(recipe)
-    return str(recipe) if parsed is None else parsed.name
+    if parsed is None:
+        return str(recipe)
+    return parsed.name
 
 
 def seed_of(run: Run) -> int:

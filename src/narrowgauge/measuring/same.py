@@ -21,13 +21,9 @@ from narrowgauge.measuring.outputs import Outputs, Recording, distance, recorded
 from narrowgauge.measuring.policies.wide import Wide
 from narrowgauge.measuring.reading import Reading, Readings, measured
 from narrowgauge.measuring.units import FINEST
-from narrowgauge.measuring.weights import (
-    MOST_ROWS,
-    Weights,
-    compare_weights,
-)
+from narrowgauge.measuring.weights import Weights, compare_weights
 from narrowgauge.runs.finding import counted, told
-from narrowgauge.spec.tables import Row, Table, name_columns, number_columns
+from narrowgauge.spec.tables import Row
 from narrowgauge.torch_support.put_back import generators_put_back, put_back
 
 MARGIN = 4.0
@@ -227,14 +223,9 @@ def _compare_places(
         result.unseen[f"outputs of {told(missing, 1)}"] = "not in both, or in another shape"
     if unfollowed:
         result.unseen[f"outputs of {told(unfollowed, 1)}"] = "their roundings are not followed"
-    if result.places:
-        columns = number_columns(difference="difference", rounding_explains="bound")
-        table = Table((*name_columns(place="place"), *columns), result.places[:MOST_ROWS])
-        result.lines += table.plain().splitlines()
-    readings = []
-    for row in [*wrong.values()][:1]:
-        readings.append(measured("other-outputs", wrong, row["difference"], 0.0, row["bound"]))
-    return readings
+    for row in wrong.values():
+        return [measured("other-outputs", wrong, row["difference"], 0.0, row["bound"])]
+    return []
 
 
 def _noise_of_log_probs(side: Any, batch: Any, forced: Outputs) -> Any:
@@ -262,7 +253,9 @@ def _compare_log_probs(ours: Any, theirs: Any, noise: Tensor, lines: list[str]) 
     bound = MARGIN / 2 * mean_noise
     if mean <= bound:
         mean, bound = largest, MARGIN * largest_noise
-    return [measured("other-log-probabilities", "", mean, 0.0, bound)] if mean > bound else []
+    if mean <= bound:
+        return []
+    return [measured("other-log-probabilities", "", mean, 0.0, bound)]
 
 
 def _verdict(readings: list[Reading], *, is_equal: bool) -> str:

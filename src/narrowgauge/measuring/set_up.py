@@ -100,20 +100,19 @@ def set_up_of(model: Any, optimizer: Any) -> SetUp:
         )
     require_float64(model.parameters())
     optimizers: list[torch.optim.Optimizer] = []
-    for outer in optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]:
-        inner = outer
-        deeper = getattr(outer, "optimizer", None)
-        while isinstance(deeper, torch.optim.Optimizer) and deeper is not inner:
-            inner = deeper  # of Accelerate and Lightning
-            deeper = getattr(inner, "optimizer", None)
+    outer = optimizer
+    if not isinstance(optimizer, (list, tuple)):
+        outer = [optimizer]
+    for inner in outer:
+        while isinstance(getattr(inner, "optimizer", None), torch.optim.Optimizer):
+            inner = inner.optimizer  # of Accelerate and Lightning
         if not isinstance(inner, torch.optim.Optimizer):
             raise RecipeError(
-                f"Cannot check {type(outer).__name__} as an optimizer.",
+                f"Cannot check {type(inner).__name__} as an optimizer.",
                 "Pass the torch.optim.Optimizer that steps the model, or a list of several.",
             )
-        members: Any = getattr(inner, "optimizers", None)  # of a container such as torchtitan's
-        is_container = isinstance(members, (list, tuple)) and bool(members)
-        optimizers += members if is_container else [inner]
+        # A container such as torchtitan's has members.
+        optimizers += getattr(inner, "optimizers", None) or [inner]
     return SetUp(model, optimizers)
 
 
@@ -134,15 +133,14 @@ def set_up_readings(set_up: SetUp) -> Iterator[Reading]:
     """Yield parameters in no optimizer, listed twice, not finite or untied, and rounded buffers."""
     counts = Counter(id(stepped.parameter) for stepped in set_up.stepped)
     twice = [name for name, p in set_up.parameters.items() if counts[id(p)] > 1]
-    for what, names in (
-        ("missing-parameters", _missing(set_up)),
-        ("parameters-twice", twice),
-        ("nonfinite", _not_finite(set_up)),
-        ("rounded-buffers", _rounded_buffers(set_up.model)),
-        ("untied", _untied(set_up.model)),
+    for what, names, stage in (
+        ("missing-parameters", _missing(set_up), ""),
+        ("parameters-twice", twice, ""),
+        ("nonfinite", _not_finite(set_up), "start"),
+        ("rounded-buffers", _rounded_buffers(set_up.model), ""),
+        ("untied", _untied(set_up.model), ""),
     ):
         if names:
-            stage = "start" if what == "nonfinite" else ""
             yield measured(what, names, len(names), 0, stage=stage)
 
 

@@ -48,7 +48,7 @@ def settings_diff(first_run: Row, second_run: Row) -> Iterator[SettingDifference
 
     Skip entries that only one has, and paths: what is there is in another table.
     """
-    settings = {*(config_of(first_run) or ()), *(config_of(second_run) or ())}
+    settings = {*config_of(first_run), *config_of(second_run)}
     for table in TABLES:
         for difference in _of_table(table, _table(first_run, table), _table(second_run, table)):
             # The optimizer's groups and the data repeat settings, such as the seed.
@@ -61,12 +61,16 @@ def settings_diff(first_run: Row, second_run: Row) -> Iterator[SettingDifference
 
 
 def _table(run: Row, name: str) -> Row:
-    table = config_of(run) if name == "config" else run.get(name)
-    if name == "arithmetic" and isinstance(table, dict):
-        table = table.get("results")
-    if name == "machine" and isinstance(table, dict):  # a single process records no number
-        table = {"ranks": 1, **table}
-    return table if isinstance(table, dict) else {}
+    table = run.get(name)
+    if name == "config":
+        return config_of(run)
+    if not isinstance(table, dict):
+        return {}
+    if name == "arithmetic":
+        return table.get("results") or {}
+    if name == "machine":  # a single process records no number
+        return {"ranks": 1, **table}
+    return table
 
 
 def _of_table(
@@ -83,4 +87,6 @@ def _of_table(
 
 
 def _text(value: Any) -> str:
-    return value if isinstance(value, str) else short(value)
+    if isinstance(value, str):
+        return value
+    return short(value)

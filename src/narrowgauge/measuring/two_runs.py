@@ -9,11 +9,22 @@ from collections.abc import Iterator
 from typing import Any
 
 from narrowgauge.measuring.columns import loop_of
-from narrowgauge.measuring.first_difference import AGREES, LEAST, Search, ends_of, roundoff
+from narrowgauge.measuring.first_difference import (
+    AGREES,
+    LEAST,
+    Difference,
+    factor_of,
+    first_difference,
+    odd_ranks,
+    other_numbers,
+    records_of,
+    roundoff,
+)
 from narrowgauge.measuring.reading import Readings
 from narrowgauge.measuring.settings import settings_diff
 from narrowgauge.runs.finding import counted, listed, told
 from narrowgauge.runs.record import Run
+from narrowgauge.runs.schema import Row, step_of
 
 _NAMED = 6
 
@@ -29,20 +40,31 @@ class TwoRuns(Readings):
         is_rounding: the runs differ only within rounding, both round alike, and every recorded
             number of that step agrees.
         is_complete: both runs finished with equal hashes of the final weights.
+        ranks: that alone differ in this kind of tensor; empty if all differ or unknown.
+        factor: of all gradients of that step, second run over first, if they share one; else 1.
+        unlike: other recorded numbers of that step that differ by more than 5 %.
+        num_common: number of steps that both recorded.
         settings: recorded settings, data and software that differ.
         verdict: the result in one sentence.
     """
 
     def __init__(self, first_run: Run, second_run: Run) -> None:
+        super().__init__()
         runs = first_run, second_run
-        self.search = search = Search(*runs)
-        self.difference = at = search.at
-        super().__init__([] if at is None else [at.reading(search.bound)])
-        agrees = not search.unlike and abs(search.factor - 1) < AGREES
-        round_alike = roundoff(first_run) == roundoff(second_run)
-        self.is_rounding = search.is_within and agrees and round_alike
-        ends = ends_of(*runs)
+        units = roundoff(first_run), roundoff(second_run)
+        self._search(runs, max(units))
+        ends = [(run.summary or {}).get("weights_fingerprint") for run in runs]
         self.is_complete = None not in ends and ends[0] == ends[1]
+        if self.difference is None and None not in ends and not self.is_complete:
+            self.difference = Difference(self.num_common, "weights_fingerprint")
+        self.bound = 0.0
+        self.is_within = self.is_rounding = False
+        if self.difference is not None:
+            self.readings = [self.difference.reading(max(units))]
+            self.bound = self.difference.rounding(max(units))
+            self.is_within = self.difference.relative <= self.bound
+            agrees = not self.unlike and abs(self.factor - 1) < AGREES
+            self.is_rounding = self.is_within and agrees and units[0] == units[1]
         self.names = [run.path.name for run in runs]
         if self.names[0] == self.names[1]:
             self.names = [str(run.path) for run in runs]
@@ -54,23 +76,44 @@ class TwoRuns(Readings):
             flag = "--fingerprints-every 1"
         self._sentences = list(self._told(flag))
 
+    def _search(self, runs: tuple[Run, Run], u: float) -> None:
+        """Find the first step that differs, and read its numbers."""
+        self.difference: Difference | None = None
+        self.factor = 1.0
+        self.ranks: list[int] = []
+        self.unlike: list[str] = []
+        self._rows: tuple[Row, Row] = {}, {}
+        first, second = map(records_of, runs)
+        steps = [set(map(step_of, run.steps)) for run in runs]
+        self.num_common = len(steps[0] & steps[1])
+        common = sorted(first.keys() & second.keys())
+        for step in common:
+            self._rows = first[step], second[step]
+            self.difference = first_difference(step, *self._rows, u)
+            if self.difference is not None:
+                self.factor = factor_of(*self._rows)
+                self.ranks = odd_ranks(*self._rows, self.difference.kind)
+                self.unlike = list(other_numbers(*self._rows))
+                break
+        self._last_losses = [record[common[-1]].get("loss") for record in (first, second) if common]
+
     def _verdict(self) -> str:
-        common = counted(self.search.num_common, "step")
+        common = counted(self.num_common, "step")
         at = self.difference
         if at is None:
             if self.is_complete:
                 return "The same run, bit for bit to the last weight."
-            if not self.search.num_common:
+            if not self.num_common:
                 return "Cannot compare the records because they have no step in common."
             return f"The same in all that both recorded ({common})."
         size = ""
         if self.is_rounding:
             size = " by rounding"
-        elif self.search.is_within:
+        elif self.is_within:
             size = ", each within its own rounding,"
         ranks = ""
-        if self.search.ranks:
-            ranks = f" of rank {listed(map(str, self.search.ranks))}"
+        if self.ranks:
+            ranks = f" of rank {listed(map(str, self.ranks))}"
         return f"The runs first differ{size} at step {at.step}, in {at.key} ({at.stage}){ranks}."
 
     def to_dict(self) -> dict[str, Any]:
@@ -79,11 +122,11 @@ class TwoRuns(Readings):
             "runs": self.names,
             "verdict": self.verdict,
             "same": self.difference is None,
-            "ranks": self.search.ranks,
+            "ranks": self.ranks,
             "is_rounding": self.is_rounding,
-            "factor": self.search.factor,
+            "factor": self.factor,
             "settings": [setting._asdict() for setting in self.settings],
-            "num_common": self.search.num_common,
+            "num_common": self.num_common,
         }
 
     def __str__(self) -> str:
@@ -96,22 +139,23 @@ class TwoRuns(Readings):
             flag: records the fingerprints of every step.
         """
         at = self.difference
-        search = self.search
+        if at is None and not self.settings:
+            return
         if at is not None and at.only_in is not None:
             yield f"Only {self.names[at.only_in]} has {at.key}."
         if at is not None and math.isfinite(at.relative):
-            yield (
-                f"The relative difference is {at.relative:.2g}; rounding reaches {search.bound:.2g}."
-            )
-        if abs(search.factor - 1) > LEAST:
-            yield f"All gradients of {self.names[1]} are {search.factor:.6g} times the others."
-        if search.unlike:
-            yield f"Other recorded numbers of the step differ: {', '.join(search.unlike)}."
-        if search.is_within and None not in search.losses:
-            yield "Their last losses are {:.6g} and {:.6g}.".format(*search.losses)
+            words = f"The relative difference is {at.relative:.2g}"
+            yield f"{words}; rounding reaches {self.bound:.2g}."
+        if abs(self.factor - 1) > LEAST:
+            yield f"All gradients of {self.names[1]} are {self.factor:.6g} times the others."
+        if self.unlike:
+            yield f"Other recorded numbers of the step differ: {', '.join(self.unlike)}."
+        if self.is_within and None not in self._last_losses:
+            yield "Their last losses are {:.6g} and {:.6g}.".format(*self._last_losses)
         if self.settings:
             yield f"Recorded settings that differ: {told(map(str, self.settings), _NAMED)}."
-        elif at is not None:
+        else:
             yield "No recorded setting differs."
-        if at is not None and at.key in ("loss", "grad_norm") and not search.is_hashed:
+        is_hashed = all("tensors" in row for row in self._rows)
+        if at is not None and at.key in ("loss", "grad_norm") and not is_hashed:
             yield f"Note: the tensor is not recorded: repeat both up to step {at.step} with {flag}."

@@ -84,12 +84,14 @@ class Watch:
         the last step.
         """
         numbers: dict[str, float] = {}
-        windows: dict[Tensor, Tensor] = {}
+        windows: dict[Tensor, Iterable[Tensor]] = {}
         for optimizer in self.hub.optimizers:
             if isinstance(optimizer, Optimizer):
                 windows |= optimizer.auditor.windows
         for number, group in enumerate(self.meter.groups()):
-            audited = [windows[p].sum(0) for p in group["params"] if p in windows]
+            audited: list[Tensor] = []
+            for p in group["params"]:
+                audited += windows.get(p, ())
             share = self.meter.shares.get(number)
             if audited:
                 meant, stored = torch.stack(audited).sum(0).tolist()[:2]

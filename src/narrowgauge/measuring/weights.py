@@ -158,7 +158,8 @@ def compare_weights(first: Weights, second: Weights) -> tuple[list[Row], list[Re
         if name in after.read:
             row = _row(name, before, after)
             rows += row
-            reshaped += [] if row else [name]
+            if not row:
+                reshaped.append(name)
     rows.sort(key=lambda row: (not row["differ"], -row["change"], row["name"]))
     one_sided = {
         "only in the first": after.lacking(before),

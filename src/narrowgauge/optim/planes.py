@@ -14,7 +14,6 @@ and how they are rounded, from :func:`layout_of`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -83,8 +82,10 @@ def _title(storage: Storage, name: str, dtype: torch.dtype) -> str:
 
 def _dtype(storage: Storage, name: str, width: int) -> torch.dtype:
     """Return PyTorch's dtype with the bits of a lone field, if there is one."""
-    if width >= 32:
-        return torch.float32 if width == 32 else torch.float64
+    if width == 32:
+        return torch.float32
+    if width == 64:
+        return torch.float64
     # A tail and a master copy have no code.
     for state in ("weight", *dict(storage.states)):
         code = storage.code(state)
@@ -218,7 +219,7 @@ def fields_of(storage: Storage) -> dict[str, Field]:
             continue
         for number, part in enumerate((name, *low_parts(name, code))):
             finer = number * (code.mantissa_bits + 1)
-            share = None if number else random.get(name)
+            share = random.get(part)
             fields[part] = Field(
                 part, code.part(number), *places[part], dropped_bits(code), share, finer
             )
@@ -253,7 +254,8 @@ def shares(storage: Storage) -> dict[str, tuple[int, int]]:
 # ── rows ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-def row_dims(shape: Sequence[int]) -> int:
+@lru_cache
+def row_dims(shape: tuple[int, ...]) -> int:
     """Return how many trailing dimensions of a whole parameter are one row.
 
     The first dimension never joins.
@@ -266,7 +268,8 @@ def row_dims(shape: Sequence[int]) -> int:
     return count
 
 
-def as_rows(shape: Sequence[int], num_row_dims: int) -> tuple[int, int]:
+@lru_cache
+def as_rows(shape: tuple[int, ...], num_row_dims: int) -> tuple[int, int]:
     """Return rows and columns of a parameter in memory order. Without bounds it is one row."""
     if not num_row_dims and shape:
         return 1, math.prod(shape)

@@ -43,6 +43,8 @@ def scales_of_rows(
     moments = [old.get(name, torch.zeros_like(slopes)) for name in rule.states]
     plus = rule.update(weights, slopes, *moments, scalars)[1:]
     minus = rule.update(weights, -1.0 * slopes, *moments, scalars)[1:]
+    zeros = [torch.zeros_like(slopes)] * len(moments)
+    added = dict(zip(rule.states, rule.update(weights, slopes, *zeros, scalars)[1:], strict=True))
     new = {}
     for name, at_plus, at_minus in zip(rule.states, plus, minus, strict=True):
         new[name] = torch.maximum(at_plus.abs(), at_minus.abs())
@@ -53,7 +55,7 @@ def scales_of_rows(
         # One huge gradient costs its element, not its row.
         limited = torch.where(before > 0, torch.minimum(bound, before * MOST_GROWTH), bound)
         # The bound of a row without gradients would fall, and the next gradient would be huge to it.
-        bound = torch.where(slopes == 0, torch.maximum(bound, before), limited)
+        bound = torch.where(added[name] == 0, torch.maximum(bound, before), limited)
         bound = torch.where(scalars["skip"] != 0, before, bound)
         into = codes.multipliers(bound)[0]
         back = codes.multipliers(before)[1]

@@ -861,13 +861,13 @@ struct Bounds { float of[2] = {}; };
 template <class R> INLINE Bounds new_bounds(float gradient, float weight, Bounds old, const Numbers<R>& n) {
   const Floats g = splat(gradient * float_of(int_of(n.gradient_scale) & MAGNITUDE)), w = splat(weight);
   const Floats m = splat(old.of[0]), v = splat(old.of[1]);
-  Moments plus{}, minus{};
+  Moments plus{}, minus{}, added{};
   R::template begin<false>(w, g, m, v, plus, n.rule);
   R::template begin<false>(w, -1.0f * g, m, v, minus, n.rule);
+  R::template begin<false>(w, g, splat(0.0f), splat(0.0f), added, n.rule);
   const float first = larger_magnitude(plus.first, minus.first);
   const float second = larger_magnitude(plus.second, minus.second);
-  const bool is_idle = g[0] == 0;
-  return {limited(first, old.of[0], is_idle), limited(second, old.of[1], is_idle)};
+  return {limited(first, old.of[0], added.first[0] == 0), limited(second, old.of[1], added.second[0] == 0)};
 }
 
 // ── programs: a part of a tensor, or a row that has scales ───────────────────────────────────────

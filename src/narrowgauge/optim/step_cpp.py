@@ -12,7 +12,7 @@ from pathlib import Path
 
 from narrowgauge.optim.planes import Field, Layout, layout_of, planes_of
 from narrowgauge.optim.rules import elementwise
-from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule
+from narrowgauge.optim.rules.matrix import MUON, AnyRule, MatrixRule
 from narrowgauge.spec.storages import Storage
 from narrowgauge.torch_support.cpp import build
 
@@ -32,10 +32,10 @@ RULES: dict[AnyRule, str] = {
 
 def struct_of(rule: AnyRule) -> str:
     """Return the struct of a rule, or an empty string."""
-    if isinstance(rule, MatrixRule):
-        if rule.average is not None:
-            return "Muon" if rule.name == "muon" else ""
+    if isinstance(rule, MatrixRule) and rule.average is None:
         return f"Given<{str(bool(rule.decay)).lower()}>"
+    if rule == MUON:
+        return "Muon"
     return RULES.get(rule, "")
 
 
@@ -59,8 +59,10 @@ def num_addresses(rule: AnyRule, storage: Storage) -> int:
 
 def _code(field: Field, bit: int) -> str:
     code = field.code
+    if not field.name:
+        return "Nothing"
     if not code.is_window:
-        return f"Upper<{code.mantissa_bits}>" if field.name else "Nothing"
+        return f"Upper<{code.mantissa_bits}>"
     kinds = ["0"]
     for name, is_set in (("SIGNED", code.signed), ("HELD", code.hold), ("ROW", code.scaled)):
         if is_set:
@@ -70,7 +72,10 @@ def _code(field: Field, bit: int) -> str:
 
 
 def _share(field: Field) -> str:
-    return "Share{}" if field.share is None else f"Share{{{field.share[0]}, {field.share[1]}}}"
+    if field.share is None:
+        return "Share{}"
+    start, borrowed = field.share
+    return f"Share{{{start}, {borrowed}}}"
 
 
 def _weight(visible: str, field: Field, bit: int) -> str:
@@ -108,7 +113,9 @@ def storage_text(storage: Storage) -> str:
 
 def library_text(rule: AnyRule, storage: Storage) -> str:
     """Return what is appended to ``step.h``."""
-    kind = "InExpansions" if storage.arithmetic == "expansion" else "InFloats"
+    kind = "InFloats"
+    if storage.arithmetic == "expansion":
+        kind = "InExpansions"
     struct = struct_of(rule)
     return f"{storage_text(storage)}\ntypedef {kind}<Row, {struct}> Step;\nEXPORT_STEP(Step, {struct})\n"
 

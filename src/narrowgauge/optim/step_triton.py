@@ -437,9 +437,9 @@ def set_bounds(
             weight = peak_of(tile, 0, row.layout.visible.number, IS_WHOLE, BLOCK)
         _, plus_m, plus_v = update(weight, peak, m, v, s, row.rule)
         _, minus_m, minus_v = update(weight, -1.0 * peak, m, v, s, row.rule)
-        is_idle = peak == 0
-        new_m = bound_of(plus_m, minus_m, m, is_idle)
-        new_v = bound_of(plus_v, minus_v, v, is_idle)
+        _, added_m, added_v = update(weight, peak, 0.0, 0.0, s, row.rule)
+        new_m = bound_of(plus_m, minus_m, m, added_m == 0)
+        new_v = bound_of(plus_v, minus_v, v, added_v == 0)
     is_stepped = tl.load(control + 1) == 0
     tl.store(second, new_v, mask=is_stepped)
     tl.store(first, new_m, mask=is_stepped)

@@ -5,7 +5,7 @@ Memory, time and every number of an answer are functions of an ask.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -22,6 +22,8 @@ from narrowgauge.spec.storages import VISIBLE, Storage
 from narrowgauge.spec.toml import load_data
 from narrowgauge.spec.update_rules import UPDATE_RULES
 
+State = defaultdict[tuple[str, str], float]
+"""Numbers of the state of a model by place and kind."""
 FITTED: dict[str, Any] = load_data("fitted", "planner")
 """The numbers that no data sheet has, each with its meaning and its source in the file."""
 
@@ -113,14 +115,14 @@ class Ask:
         return bytes_per_number(self.recipe.dtype if is_autocast else self.weight_dtype)
 
     @cached_property
-    def state(self) -> Counter[tuple[str, str]]:
+    def state(self) -> State:
         """Return the state of the model by place and kind, before it is divided among ranks."""
         return state_of(self.architecture, self.recipe.storage, self.optimizer, self.tuning)
 
     @property
     def trained_parameters(self) -> int:
         """Count the parameters that train, adapters included."""
-        return sum(count for (_, kind), count in self.state.items() if kind == "trained")
+        return int(sum(count for (_, kind), count in self.state.items() if kind == "trained"))
 
     @property
     def trained_share(self) -> float:
@@ -149,16 +151,14 @@ class Ask:
 
 
 @lru_cache(maxsize=256)
-def state_of(
-    a: Architecture, storage: Storage, optimizer: str, tuning: Tuning
-) -> Counter[tuple[str, str]]:
+def state_of(a: Architecture, storage: Storage, optimizer: str, tuning: Tuning) -> State:
     """Return the state of a model by place (:attr:`Architecture.weights`) and kind: the number of
     trained parameters, the bytes of frozen ones and of optimizer states, and of states that every
     rank holds whole.
 
     A rule for matrices leaves vectors, embedding and head to AdamW.
     """
-    state: Counter[tuple[str, str]] = Counter()
+    state: State = defaultdict(float)
     for place, weights in {**a.weights, "adapters": tuning.adapters(a)}.items():
         where = "layers" if place == "adapters" else place
         for weight in weights:

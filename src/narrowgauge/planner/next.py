@@ -12,8 +12,9 @@ are of pairs of published runs (``benchmarks/published_runs.py --next``).
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -23,7 +24,7 @@ from narrowgauge.errors import DataError, NarrowgaugeError
 from narrowgauge.planner.estimate import ERRORS, Ends, Estimate
 from narrowgauge.planner.layouts import read_layout
 from narrowgauge.planner.memory import outside_bytes
-from narrowgauge.planner.plan import plan
+from narrowgauge.planner.plan import machines_of, plan
 from narrowgauge.runs.record import read_run
 from narrowgauge.spec.chips import CHIPS
 from narrowgauge.spec.tables import Row
@@ -182,44 +183,41 @@ class MeasuredRun:
         is_counted = "micro_batches" in read_layout(changes.get("layout", ""))
         if "tokens_per_step" not in changes and not is_counted:
             asked["tokens_per_step"] = self._tokens_per_step(asked)
-        for layout, is_same in self._layouts(changes):
-            try:
-                job: Estimate = plan(**{**asked, "layout": layout}, advise=False).best
-            except NarrowgaugeError:
-                if not is_same:
-                    raise
-                continue  # it does not divide the model or the chips
-            if (
-                job.allocated_bytes + 1e9 * self.extra_gb + outside_bytes(job)
-                <= job.chip.memory_bytes
-            ):
-                break
-        by_width = {}
-        for run in (self, *self.others):
-            difference = difference_of(run.job, job)
-            by_width.setdefault(ERRORS["next"][difference], (run, difference))
-        run, difference = by_width[min(by_width)]
+        job, is_same = self._planned(asked, changes)
+        difference = difference_of(self.job, job)
+        run = self
+        for other in self.others:
+            of_other = difference_of(other.job, job)
+            if ERRORS["next"][of_other] < ERRORS["next"][difference]:
+                run = other
+                difference = of_other
         rate = job.tokens_per_second * (1.0 if difference == BEYOND else run.factor)
         peak = job.allocated_bytes / 1e9 + run.extra_gb
         return Next(job, difference, rate, peak, is_same)
 
-    def _tokens_per_step(self, asked: dict[str, Any]) -> float:
+    def _tokens_per_step(self, asked: dict[str, Any]) -> int:
         """Return the tokens of a step of another run: as many a chip, and a sequence a replica."""
-        chips = asked["cluster"].chips if "cluster" in asked else asked.get("chips", 1)
-        more = chips / self.job.num_chips
+        names = ("cluster", "chip", "chips")
+        where = next(machines_of(*(asked.get(name, ()) for name in names)))
+        more = where.chips / self.job.num_chips
         length = asked.get("sequence_length") or self.job.sequence_length
         least = length * max(1, round(self.job.layout.num_replicas * more))
-        return max(self.job.tokens_per_step * more, least)
+        return int(max(round(self.job.tokens_per_step * more), least))
 
-    def _layouts(self, changes: dict[str, Any]) -> Iterator[tuple[Any, bool]]:
-        """Yield the layouts to try: this run's with its batch, without it, and any."""
-        if "layout" in changes:
-            yield changes["layout"], False
-            return
-        if self.asked.get("layout"):
-            yield {name: getattr(self.job.layout, name) for name in _SHAPE + _OF_STEP}, True
-            yield {name: getattr(self.job.layout, name) for name in _SHAPE}, True
-        yield {}, False
+    def _planned(self, asked: dict[str, Any], changes: dict[str, Any]) -> tuple[Estimate, bool]:
+        """Return a plan in this run's layout with its batch, or without it, if that fits; else in
+        any.
+        """
+        if self.asked.get("layout") and "layout" not in changes:
+            for names in (_SHAPE + _OF_STEP, _SHAPE):
+                layout = {name: getattr(self.job.layout, name) for name in names}
+                with contextlib.suppress(NarrowgaugeError):  # it does not divide model or chips
+                    job: Estimate = plan(**{**asked, "layout": layout}, advise=False).best
+                    told = job.allocated_bytes + 1e9 * self.extra_gb + outside_bytes(job)
+                    if told <= job.chip.memory_bytes:
+                        return job, True
+        layout = changes.get("layout", {})
+        return plan(**{**asked, "layout": layout}, advise=False).best, False
 
     def __str__(self) -> str:
         text = (

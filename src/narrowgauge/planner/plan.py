@@ -127,7 +127,7 @@ def answers(
         raise RecipeError(f"Cannot store experts: {a.name} has none.", "Leave experts out.")
     length = _sequence_length(a, sequence_length)
     fixed = read_layout(layout)
-    machines = list(_machines(cluster, chip, chips))
+    machines = list(machines_of(cluster, chip, chips))
     if tokens_per_step is None:
         tokens_per_step = _usual_tokens(length, [where.chips for where in machines], tuning)
     elif "micro_batches" in fixed:
@@ -138,6 +138,7 @@ def answers(
     require_number("tokens_per_step", tokens_per_step, length)
     jobs: list[Estimate] = []
     left_out: dict[str, str] = {}
+    refusal = NarrowgaugeError("")
     for where in machines:
         usual = "hf-trainer" if tuning.lora else "compiled"
         if where.chip.vendor == "Google":
@@ -164,7 +165,7 @@ def _listed(value: Any) -> list[Any]:
     return [*value] if isinstance(value, list | tuple) else [value]
 
 
-def _machines(cluster: Any, chip: Any, chips: Any) -> Iterator[Cluster]:
+def machines_of(cluster: Any, chip: Any, chips: Any) -> Iterator[Cluster]:
     """Yield the clusters of a question."""
     clusters = _listed(cluster)
     kinds = _listed(chip)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.spec.formats import Format, bytes_per_number, get_format
@@ -27,11 +27,8 @@ Granularity = str
 ``"1x32"``.
 """
 Scale = Literal["float32", "power-of-two", "float8_e8m0fnu", "float8_e4m3fn"]
-ScaleRounding = Literal["up", "floor"]
-Scaling = Literal["current", "static"]
 Accumulation = Literal["float32", "promoted", "fast", "int32"]
-Rounding = Literal["nearest", "stochastic"]
-Rotation = Literal["none", "hadamard"]
+_ACCUMULATIONS = ("float32", "promoted", "fast", "int32")
 
 _TURNED = {"none": "none", "tensor": "tensor", "row": "column", "column": "row"}
 
@@ -59,14 +56,6 @@ def turned(granularity: Granularity) -> Granularity:
     return _TURNED.get(granularity) or "x".join(reversed(granularity.split("x")))
 
 
-_WORDS: dict[str, tuple[str, ...]] = {
-    "scale": get_args(Scale),
-    "rounding": get_args(Rounding),
-    "scale_rounding": get_args(ScaleRounding),
-    "scaling": get_args(Scaling),
-    "rotation": get_args(Rotation),
-}
-"""The words that each field of a cast takes."""
 ROTATION_SIZE = 16
 """Consecutive elements of the contraction that one Hadamard rotation mixes."""
 PLACES = ("output", "grad_input", "grad_weight")
@@ -110,10 +99,10 @@ class Cast:
     format: str
     granularity: Granularity = "none"
     scale: Scale = "float32"
-    rounding: Rounding = "nearest"
-    scale_rounding: ScaleRounding = "up"
-    scaling: Scaling = "current"
-    rotation: Rotation = "none"
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    scale_rounding: Literal["up", "floor"] = "up"
+    scaling: Literal["current", "static"] = "current"
+    rotation: Literal["none", "hadamard"] = "none"
     outliers: float = 0.0
     element: Format = field(init=False, compare=False, repr=False)
     block: tuple[int, int] | None = field(init=False, compare=False, repr=False)
@@ -121,61 +110,35 @@ class Cast:
     needs_bits: bool = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        element = get_format(self.format)
+        is_wide = self.granularity == "none"
         # Set once, since each cast of a layer asks for them.
-        object.__setattr__(self, "element", get_format(self.format))
+        object.__setattr__(self, "element", element)
         object.__setattr__(self, "block", block_of(self.granularity))
-        object.__setattr__(self, "is_wide", self.granularity == "none")
+        object.__setattr__(self, "is_wide", is_wide)
         object.__setattr__(self, "needs_bits", self.rounding != "nearest")
-        for name, words in _WORDS.items():
-            value = getattr(self, name)
-            if value not in words:
-                raise RecipeError(
-                    f"Cannot make a cast with {name} = {value!r} because no cast has it.",
-                    f"Take one of {', '.join(words)}.",
-                )
-        self._validate()
-
-    def _validate(self) -> None:
-        is_16_bits = self.element.kind == "float" and self.element.bits in (16, 32, 64)
-        is_code = self.element.kind != "scale" and self.element.bits <= 8 and not is_16_bits
+        is_float = element.kind == "float" and element.bits in (16, 32, 64)
+        is_code = element.kind != "scale" and element.bits <= 8
         is_power = self.scale in ("power-of-two", "float8_e8m0fnu")
-        is_plain = self.granularity == "tensor" and self.scale == "float32"
-        is_shared = self.block is not None or self.granularity in _TURNED
         laws = (
-            (
-                is_shared, f"share a scale by '{self.granularity}'",
-                f"Take {', '.join(_TURNED)}, or a block such as 1x32 with powers of two.",
-            ),
-            (0 <= self.outliers < math.inf, f"have {self.outliers} as its outliers", "Take 0 or a finite magnitude."),
-            (is_16_bits or not self.is_wide, "be rounded without a scale", 'Give a granularity, such as "row".'),
-            (
-                is_code or self.is_wide, "have scales",
-                'Leave the granularity "none", or take a format of 4 to 8 bits.',
-            ),
-            (
-                not self.is_wide or (self.scale == "float32" and not self.needs_bits),
-                "be rounded stochastically or have scales", "Leave rounding and scale out.",
-            ),
-            (
-                self.scale != "float8_e4m3fn" or self.block is not None,
-                "have scales of two levels outside blocks", 'Take a block, such as "1x16".',
-            ),
-            (
-                is_plain or self.scaling != "static", "have static scales",
-                'Static scales are 1: take the granularity "tensor".',
-            ),
-            (
-                self.scale_rounding == "up" or (is_power and not self.needs_bits), "round scales down",
-                "Only powers of two of casts to nearest can be.",
-            ),
-            (
-                not self.outliers or not (self.is_wide or self.block is not None), "leave outlier columns out",
-                'Take the granularity "row" or "tensor".',
-            ),
+            self.block is not None or self.granularity in _TURNED,
+            is_power or self.scale in ("float32", "float8_e4m3fn"),
+            self.rounding in ("nearest", "stochastic") and self.rotation in ("none", "hadamard"),
+            is_float if is_wide else is_code,
+            not is_wide or (self.scale == "float32" and not self.needs_bits),
+            self.scale != "float8_e4m3fn" or self.block is not None,
+            self.scaling == "current" or (self.scaling, self.granularity, self.scale) == ("static", "tensor", "float32"),
+            self.scale_rounding == "up" or (self.scale_rounding == "floor" and is_power and not self.needs_bits),
+            0 <= self.outliers < math.inf,
+            not self.outliers or (not is_wide and self.block is None),
         )  # fmt: skip
-        for holds, action, advice in laws:
-            if not holds:
-                raise RecipeError(f"Cannot let a cast to {self} {action}.", advice)
+        if not all(laws):
+            raise RecipeError(
+                f"Cannot make a cast to {self} because its words do not go together.",
+                "Codes of 4 to 8 bits share a scale by tensor, row, column or a block such as 1x32; "
+                "two levels need blocks, static scales a tensor, outliers rows or tensors; scales that "
+                "round down are powers of two of casts to nearest; 16 and more bits have no scale.",
+            )
 
     @property
     def carrier(self) -> str:
@@ -198,22 +161,23 @@ class Cast:
         scale_bits = 32 if self.scale in ("float32", "power-of-two") else 8
         return self.element.bits + scale_bits / (self.block[0] * self.block[1])
 
+    @property
+    def turned(self) -> Cast:
+        """Return this cast of the matrix's transpose."""
+        return replace(self, granularity=turned(self.granularity))
+
     def serves(self, other: Cast) -> bool:
         """Return whether ``other``, a cast of the transposed matrix, gives the same codes, which
         can then be reused.
         """
         is_paired = self.element.bits == 4 and self.scale == other.scale != "float32"
-        return (
-            turned(self.granularity) == other.granularity
-            and not is_paired  # kernels take pairs along the contraction; a second cast has the same codes
-            and self.rotation == other.rotation == "none"
-            and not self.outliers
-            and replace(other, granularity=self.granularity) == self
-        )
+        # Kernels take pairs along the contraction; a second cast has the same codes.
+        is_free = self.rotation == "none" and not self.outliers and not is_paired
+        return is_free and self.turned == other
 
     def __str__(self) -> str:
         words = [self.format]
-        if self.granularity != "none":
+        if not self.is_wide:
             words.append(f"per {self.granularity}")
         if self.scale != "float32":
             words.append(f"scales {self.scale}")
@@ -221,10 +185,7 @@ class Cast:
             words.append("scales rounded down")
         if self.scaling != "current":
             words.append(f"{self.scaling} scale")
-        if self.rounding != "nearest":
-            words.append(self.rounding)
-        if self.rotation != "none":
-            words.append(self.rotation)
+        words += {self.rounding, self.rotation} - {"nearest", "none"}
         if self.outliers:
             words.append(f"columns from {self.outliers:g} on in 16 bits")
         return ", ".join(words)
@@ -246,27 +207,21 @@ class Product:
     accumulation: Accumulation = "float32"
 
     def __post_init__(self) -> None:
-        if self.left.granularity == "column":
+        is_rotated = self.left.rotation != self.right.rotation
+        is_column = self.left.granularity == "column"
+        if is_column or is_rotated or self.accumulation not in _ACCUMULATIONS:
             raise RecipeError(
-                f"Cannot scale the left operand of a matmul per column ({self.left}) because such "
-                "a scale belongs to one term of "
-                "the sum.",
-                "Scale it per row, tensor or block; the right operand may have columns.",
-            )
-        if self.left.rotation != self.right.rotation:
-            raise RecipeError(
-                f"Cannot multiply ({self.left}) by ({self.right}) because one operand is rotated.",
-                "Rotate both or none: the rotations cancel in the product.",
-            )
-        if self.accumulation not in get_args(Accumulation):
-            raise RecipeError(
-                f"Cannot accumulate in {self.accumulation!r} because no product does.",
-                f"Take one of {', '.join(get_args(Accumulation))}.",
+                f"Cannot multiply ({self.left}) by ({self.right}) in {self.accumulation}.",
+                "Rotate both or none; scale the left operand per row, tensor or block, because a scale "
+                f"per column belongs to one term of the sum; accumulate in {', '.join(_ACCUMULATIONS)}.",
             )
 
     @property
     def is_wide(self) -> bool:
         return self.left.is_wide and self.right.is_wide
+
+    def __str__(self) -> str:
+        return " × ".join(dict.fromkeys(map(str, (self.left, self.right))))
 
 
 @dataclass(frozen=True)
@@ -307,37 +262,25 @@ class Compute:
     owns_storages: bool = False
 
     def __post_init__(self) -> None:
-        if self.dtype not in ("bfloat16", "float16", "float32"):
-            raise RecipeError(
-                f"compute '{self.name}' has the dtype '{self.dtype}'.",
-                "Outside its casts a compute has 16 or 32 bits.",
-            )
-        for place, cast in self.casts.items():
-            if cast.outliers and place != "output.left":
-                raise RecipeError(
-                    f"Cannot leave outlier columns out of {place} in compute '{self.name}' because "
-                    "nothing adds their product.",
-                    "Only the input of output has them.",
-                )
-            if cast.needs_bits and place not in ("grad_input.left", "grad_weight.left"):
-                raise RecipeError(
-                    f"Cannot round {place} stochastically in compute '{self.name}' because the "
-                    "content of a gradient keys random bits.",
-                    "Round weights and inputs to nearest.",
-                )
         lhs = self.output.left
         rhs = self.output.right
-        if rhs.granularity == "column":
+        for place, cast in self.casts.items():
+            is_gradient = place in ("grad_input.left", "grad_weight.left")
+            if (cast.outliers and place != "output.left") or (cast.needs_bits and not is_gradient):
+                raise RecipeError(
+                    f"Cannot cast {place} to {cast} in compute '{self.name}'.",
+                    "Only the input of output has outliers, and only gradients round stochastically.",
+                )
+        is_shared = rhs.granularity != "column"  # several layers share the cast of their input
+        if (
+            self.dtype not in ("bfloat16", "float16", "float32")
+            or not is_shared
+            or (lhs.outliers and (rhs.is_wide or rhs.block))
+        ):
             raise RecipeError(
-                f"Cannot multiply ({lhs}) by ({rhs}) forward in compute '{self.name}' because several "
-                "layers share the cast of their input.",
-                "Scale the weight per row, tensor or block.",
-            )
-        if lhs.outliers and (rhs.is_wide or rhs.block):
-            raise RecipeError(
-                f"Cannot leave outlier columns out in compute '{self.name}' because its weights "
-                "have scales of blocks or none.",
-                "Scale the weights per row or tensor.",
+                f"Cannot make a compute '{self.name}' of dtype '{self.dtype}' with weights to {rhs}.",
+                "Outside its casts it has 16 or 32 bits; scale the weights per row, tensor or block, "
+                "and beside outlier columns per row or tensor.",
             )
 
     def __hash__(self) -> int:
@@ -354,7 +297,7 @@ class Compute:
         torchao's ``rowwise`` recipe is ``float8-row`` with ``"fast"``: a sum of n products is up to
         n · 2^-13 off.
         """
-        products: dict[str, Any] = {}
+        products: Any = {}
         for place, product in self.products.items():
             products[place] = replace(product, accumulation=accumulation)
         return replace(self, name=f"{self.name} {accumulation}", **products)
@@ -370,27 +313,17 @@ class Compute:
             >>> COMPUTES["mxfp8"].with_backward("dequantized").grad_input.right.granularity
             '32x1'
         """
-        if kind not in ("dequantized", "wide"):
-            raise RecipeError(
-                f"Cannot make a backward pass '{kind}'.", "Take 'dequantized' or 'wide'."
-            )
-        x = self.output.left
-        if kind == "dequantized" and x.outliers:
-            raise RecipeError(
-                f"Cannot multiply the codes of '{self.name}' in backward because its outlier "
-                "columns have none.",
-                "Take 'wide'.",
-            )
-        gradient = weight = Cast(self.dtype)
+        gradient = x = weight = Cast(self.dtype)
         if kind == "dequantized":
-            weight = replace(self.output.right, granularity=turned(self.output.right.granularity))
-            x = replace(x, granularity=turned(x.granularity))
-        else:
-            x = gradient
-        grad_input = Product(gradient, weight)
-        grad_weight = Product(gradient, x)
-        name = f"{self.name} {kind} backward"
-        return replace(self, name=name, grad_input=grad_input, grad_weight=grad_weight)
+            if self.output.left.outliers:
+                raise RecipeError(
+                    "Cannot multiply outlier columns in backward: they have no codes.",
+                    "Take 'wide'.",
+                )
+            x = self.output.left.turned
+            weight = self.output.right.turned
+        backward = {"grad_input": Product(gradient, weight), "grad_weight": Product(gradient, x)}
+        return replace(self, name=f"{self.name} {kind} backward", **backward)
 
     @cached_property
     def casts(self) -> dict[str, Cast]:
@@ -477,7 +410,10 @@ def _products(
 
 
 def _uniform(
-    format: str, granularity: Granularity, gradients: str = "", scaling: Scaling = "current"
+    format: str,
+    granularity: Granularity,
+    gradients: str = "",
+    scaling: Literal["current", "static"] = "current",
 ) -> Products:
     cast = Cast(format, granularity, scaling=scaling)
     forward: Accumulation = "fast" if granularity == "tensor" else "promoted"

@@ -107,14 +107,13 @@ def get_compute(compute: str | Compute) -> Compute:
     raise _no_part("compute", name, COMPUTES)
 
 
-def parse(value: Any, where: str = "") -> Recipe:
+def parse(value: Any) -> Recipe:
     """Read a recipe from its name.
 
     Args:
         value: ``"bfloat16/word"``, an alias such as ``"bf16-mixed"`` (``narrowgauge show
             aliases``), a narrow compute alone (its default storage is added), or a recipe, which is
             returned unchanged.
-        where: names the place of a value in an error.
     Returns:
         The recipe.
     Raises:
@@ -126,9 +125,7 @@ def parse(value: Any, where: str = "") -> Recipe:
     if isinstance(value, Recipe):
         return value
     if not isinstance(value, str):
-        raise RecipeError(
-            f"{where or 'a call'} has recipe = {value!r}.", "A recipe is a name in quotes."
-        )
+        raise RecipeError(f"Cannot take {value!r} as a recipe.", "A recipe is a name in quotes.")
     return _from_name(value)
 
 
@@ -171,19 +168,11 @@ def _find_storage(name: str, compute: str) -> Storage:
     storage = STORAGES.get(f"{compute}/{full}") or STORAGES.get(full)
     if storage is not None:
         return storage
-    owned = []
-    names = []
-    for row in STORAGES.values():
-        if row.owner == full:
-            owned.append(repr(row.name))
-        if row.owner in ("", compute):
-            names.append(row.short_name)
+    owned = [repr(row.name) for row in STORAGES.values() if row.owner == full]
     if owned:
-        raise RecipeError(
-            f"no storage is named '{full}'.",
-            f"Storages of {full} are recipes: {', '.join(owned)}.",
-        )
-    raise _no_part("storage", full, names)
+        advice = f"Storages of {full} are recipes: {', '.join(owned)}."
+        raise RecipeError(f"no storage is named '{full}'.", advice)
+    raise _no_part("storage", full, [row.short_name for row in STORAGES.values()])
 
 
 def _no_part(part: str, name: str, names: Iterable[str]) -> RecipeError:

@@ -7,181 +7,104 @@ with. ``--json`` prints the same figures as a terminal and the documentation.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from operator import attrgetter, itemgetter
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 from narrowgauge.spec import notation, storages
 from narrowgauge.spec.chips import CHIPS
 from narrowgauge.spec.computes import COMPUTES, Compute
 from narrowgauge.spec.formats import FORMATS
 from narrowgauge.spec.models import MODELS
-from narrowgauge.spec.notation import ALIASES, REFUSED
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.spec.storages import STORAGES, VISIBLE, Code, Storage, width_of
-from narrowgauge.spec.sums import REDUCTIONS, Reduction
-from narrowgauge.spec.tables import Column, Row, Table, cell_text
-from narrowgauge.spec.update_rules import UPDATE_RULES, UpdateRule
-from narrowgauge.spec.values import option_text, require_number
+from narrowgauge.spec.storages import STORAGES, VISIBLE, Storage, width_of
+from narrowgauge.spec.sums import REDUCTIONS
+from narrowgauge.spec.tables import Row, Table, cell_text, table_of
+from narrowgauge.spec.update_rules import UPDATE_RULES
+from narrowgauge.spec.values import require_number
 
 
 def table(name: str) -> Table:
     """Return a table of :data:`TABLES`. Its rows are plain values that JSON can hold."""
-    _, make, hidden = TABLES[name]
-    return _table(make(), hidden)
-
-
-def _table(rows: list[Row], hidden: str = "") -> Table:
-    """Return a table of all keys but the ``hidden`` ones, which only JSON has."""
-    columns = []
-    for key in rows[0]:
-        if key in hidden.split():
-            continue
-        kinds = {type(row[key]) for row in rows}
-        is_number = kinds <= {int, float, type(None)}
-        columns.append(Column(key.replace("_", " "), key, code=key == "name", right=is_number))
-    return Table(tuple(columns), rows)
+    _, items, keys = TABLES[name]
+    return table_of(_rows(items(), keys), hidden=("source",) if name != "aliases" else ())
 
 
 def state_table(params: float) -> Table:
     """Return the bytes of weights, gradients and states of ``params`` parameters, by storage."""
     require_number("params", params, 1)
+    rows = _rows(STORAGES.values(), "name bytes_per_param")
+    for row in rows:
+        row["gigabytes"] = row["bytes_per_param"] * params / 1e9
+    return table_of(rows)
+
+
+def _rows(items: Iterable[Any], keys: str) -> list[Row]:
+    """Return a row per item: its attributes of these names, codes and products as their text."""
     rows = []
-    for storage in STORAGES.values():
-        per = storage.bytes_per_param
-        gigabytes = per * params / 1e9
-        rows.append({"name": storage.name, "bytes_per_param": per, "gigabytes": gigabytes})
-    return _table(rows)
-
-
-_NOWHERE = "nowhere: emulated"
-
-# ── rows ──────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _rows(objects: Iterable[Any], keys: str, **computed: Callable[[Any], Any]) -> list[Row]:
-    """Return a row per object.
-
-    A value is the attribute of that name, or what the function of that name computes.
-    """
-    rows = []
-    for item in objects:
+    for item in items:
         row = {}
         for key in keys.split():
-            read = computed.get(key, attrgetter(key))
-            row[key] = read(item)
+            value = attrgetter(key)(item)
+            is_plain = isinstance(value, str | int | float | Mapping | None)
+            row[key.rpartition(".")[2]] = value if is_plain else str(value)
         rows.append(row)
     return rows
 
 
-def _recipe_rows(recipes: Iterable[Recipe]) -> list[Row]:
-    keys = "name bytes_per_param loses purpose"
-    return _rows(
-        recipes,
-        keys,
-        loses=lambda recipe: recipe.storage.loses,
-        purpose=lambda recipe: recipe.compute.purpose,
-    )
+class _Alias(NamedTuple):
+    """A name of another library: the recipe that it means, or what is nearest, and why."""
+
+    name: str
+    recipe: str
+    source: str
 
 
-def _operands(*slots: str) -> Callable[[Compute], str]:
-    def text(compute: Compute) -> str:
-        return " × ".join(dict.fromkeys(str(compute.casts[slot]) for slot in slots))
-
-    return text
-
-
-def _native(compute: Compute) -> str:
-    return compute.native or _NOWHERE
+def _aliases() -> Iterator[_Alias]:
+    for name, row in notation.ALIASES.items():
+        yield _Alias(name, **row)
+    for name, row in notation.REFUSED.items():
+        yield _Alias(name, ", ".join(row["nearest"]), row.get("why", "ambiguous: say which"))
 
 
-def _code_text(code: Code) -> str:
-    """Write a code: ``e6m5 (12 bits), stochastic``."""
-    text = code.name
-    if code.is_window:
-        text += f" ({code.bits} bits)"
-    if code.rounding == "stochastic":
-        text += ", stochastic"
-    return text
+def _recipes() -> Iterator[Recipe]:
+    yield from map(notation.parse, notation.representative_names())
 
 
-def _range_text(storage: Storage) -> str:
-    """Write which gradients a storage takes: ``3e-11 to 2e+07``."""
-    least, most = storage.gradients
-    if storage.scaled:
-        return "any; in a row, down to 8e-06 of its largest"
-    return "any" if most == math.inf else f"{least:.0e} to {most:.0e}"
-
-
-def _weight_text(storage: Storage) -> str:
-    if storage.master:
-        return f"{storage.visible} + {storage.weight.name} master"
-    return _code_text(storage.weight)
-
-
-def _rate_text(rule: UpdateRule) -> str:
-    return "none" if rule.rate is None else f"{rule.rate:.2g} × AdamW's"
-
-
-def _alias_rows() -> list[Row]:
-    rows = [{"name": name, **alias} for name, alias in ALIASES.items()]
-    for name, row in REFUSED.items():
-        source = row.get("why", "ambiguous: say which")
-        rows.append({"name": name, "recipe": row["nearest"], "source": source})
-    return rows
-
-
-def _options(rule: UpdateRule) -> dict[str, str]:
-    return {name: option_text(value) for name, value in rule.options.items()}
-
-
-def _sent_bytes(reduction: Reduction) -> dict[str, float]:
-    return {name: reduction.bytes_per_element(name) for name in ("float32", "bfloat16")}
-
-
-TABLES: dict[str, tuple[str, Callable[[], list[Row]], str]] = {
-    "formats": ("Number formats: range and precision.", lambda: _rows(
-        FORMATS.values(),
-        "name bits exponent_bits mantissa_bits bias max min smallest_normal smallest_subnormal "
-        "epsilon infinities nans "
+_OF_RECIPE = "name bytes_per_param storage.loses compute.purpose"
+TABLES: dict[str, tuple[str, Callable[[], Iterable[Any]], str]] = {
+    "formats": (
+        "Number formats: range and precision.", FORMATS.values,
+        "name bits exponent_bits mantissa_bits bias max min smallest_normal smallest_subnormal epsilon infinities nans "
         "purpose source",
-    ), "source"),
-    "recipes": ("Recipes: purpose, bytes, losses.",
-                lambda: _recipe_rows(map(notation.parse, notation.representative_names())), ""),
-    "aliases": ("Names in other libraries, and the recipe that each means.", _alias_rows, ""),
-    "computes": ("How operands of the three matmuls are cast.", lambda: _rows(
-        COMPUTES.values(), "name storage forward gradients saved_bytes native purpose source",
-        storage=lambda compute: compute.default_storage,
-        forward=_operands("output.left", "output.right"), gradients=_operands("grad_input.left", "grad_weight.left"),
-        saved_bytes=lambda compute: compute.kept_bytes, native=_native,
-    ), "storage source"),
-    "rules": ("Update rules: options, usual rates, sources.", lambda: _rows(
-        UPDATE_RULES.values(), "name optimizer purpose steps settings options rate source",
-        steps=lambda rule: "matrices; AdamW the rest" if rule.is_matrix else "everything",
-        settings=lambda rule: dict(rule.settings),
-        options=_options, rate=_rate_text,
-    ), ""),
-    "storages": ("How weights and moments are stored between steps.", lambda: _rows(
-        STORAGES.values(), "name weight exp_avg exp_avg_sq bytes_per_param vectors loses source", weight=_weight_text,
-        exp_avg=lambda storage: _code_text(storage.exp_avg), exp_avg_sq=lambda storage: _code_text(storage.exp_avg_sq),
-        vectors=lambda storage: storages.for_vectors(storage).name,
-    ), "source"),
-    "reductions": ("How and in which format ranks sum gradients.", lambda: _rows(
-        REDUCTIONS.values(), "name sent_as sent_bytes error order_invariant purpose source",
-        sent_as=lambda reduction: reduction.wire or "the gradient's own format",
-        sent_bytes=_sent_bytes,
-    ), "source"),
-    "chips": ("Accelerators: memory, bandwidth, peak rates, links.", lambda: _rows(
-        CHIPS.values(), "name memory_gb bandwidth_gb_per_second peak_tflops link link_gb_per_second official source",
-    ), "source"),
-    "models": ("Preset models: shapes and parameter counts.", lambda: _rows(
-        MODELS.values(),
-        "name num_parameters num_layers hidden_size intermediate_size num_heads num_kv_heads "
-        "vocab_size max_positions "
-        "tie_embeddings source",
-    ), "max_positions tie_embeddings"),
+    ),
+    "recipes": ("Recipes: purpose, bytes, losses.", _recipes, _OF_RECIPE),
+    "aliases": ("Names in other libraries, and the recipe that each means.", _aliases, "name recipe source"),
+    "computes": (
+        "How operands of the three matmuls are cast.", COMPUTES.values,
+        "name output grad_input grad_weight kept_bytes native purpose source",
+    ),
+    "rules": (
+        "Update rules: options, usual rates, sources.", UPDATE_RULES.values,
+        "name optimizer purpose is_matrix settings options rate source",
+    ),
+    "storages": (
+        "How weights and moments are stored between steps.", STORAGES.values,
+        "name visible weight master exp_avg exp_avg_sq bytes_per_param vectors loses source",
+    ),
+    "reductions": (
+        "How and in which format ranks sum gradients.", REDUCTIONS.values, "name wire error order_invariant purpose source",
+    ),
+    "chips": (
+        "Accelerators: memory, bandwidth, peak rates, links.", CHIPS.values,
+        "name memory_gb bandwidth_gb_per_second peak_tflops link link_gb_per_second official source",
+    ),
+    "models": (
+        "Preset models: shapes and parameter counts.", MODELS.values,
+        "name num_parameters num_layers hidden_size intermediate_size num_heads num_kv_heads vocab_size source",
+    ),
 }  # fmt: skip
-"""By name: a line of help, what makes the rows, and the keys that only JSON has."""
+"""By name: a line of help, what the rows are of, and the keys. Only JSON has the sources."""
 
 
 # ── one recipe, one compute ───────────────────────────────────────────────────────────────────────
@@ -196,19 +119,21 @@ def page_recipe(name: str) -> tuple[list[Row], list[Table]]:
     recipe = notation.parse(name)
     storage = recipe.storage
     vectors = storages.for_vectors(storage)
+    least, most = storage.gradients
+    takes = "any" if most == math.inf else f"{least:.0e} to {most:.0e}"
     facts = {
         "loses": storage.loses,
-        "gradients": _range_text(storage),
+        "gradients": "any; in a row, down to 8e-06 of its largest" if storage.scaled else takes,
         "storage from": storage.source,
         "norm gains, biases": f"stored as {vectors.name}, {cell_text(vectors.bytes_per_param)} bytes each",
         **_facts(recipe.compute),
     }
     stored = _stored_parts(storage)
     matmuls = _matmuls(recipe.compute)
-    row = {**_recipe_rows([recipe])[0], "facts": facts, "stored": stored, "matmuls": matmuls}
+    row = {**_rows([recipe], _OF_RECIPE)[0], "facts": facts, "stored": stored, "matmuls": matmuls}
     total = {"part": "in all", "format": "", "bytes": recipe.bytes_per_param, "rounding": ""}
-    tables = [_fact_table("recipe", recipe.name, facts), _table([*stored, total]), _table(matmuls)]
-    return [row], tables
+    parts = table_of([*stored, total])
+    return [row], [_fact_table("recipe", recipe.name, facts), parts, table_of(matmuls)]
 
 
 def page_compute(name: str) -> tuple[list[Row], list[Table]]:
@@ -219,12 +144,11 @@ def page_compute(name: str) -> tuple[list[Row], list[Table]]:
     """
     compute = notation.get_compute(name)
     rows = _matmuls(compute)
-    return rows, [_fact_table("compute", compute.name, _facts(compute)), _table(rows)]
+    return rows, [_fact_table("compute", compute.name, _facts(compute)), table_of(rows)]
 
 
 def _fact_table(kind: str, name: str, facts: dict[str, str]) -> Table:
-    columns = (Column(kind, itemgetter(0)), Column(name, itemgetter(1)))
-    return Table(columns, list(filter(itemgetter(1), facts.items())))
+    return table_of([{kind: key, name: value} for key, value in facts.items() if value])
 
 
 def _facts(compute: Compute) -> dict[str, str]:
@@ -234,7 +158,7 @@ def _facts(compute: Compute) -> dict[str, str]:
     return {
         "for": compute.purpose,
         "compute from": compute.source,
-        "native": _native(compute),
+        "native": compute.native or "nowhere: emulated",
         "transform": compute.transform,
         "saved for backward": f"{compute.kept_bytes:g} bytes per element of a linear layer's input",
         "outside of matmuls": f"{compute.dtype}; norms, softmax and the loss in float32",
@@ -275,7 +199,7 @@ def _stored_parts(storage: Storage) -> list[Row]:
         for name, bits in group:
             role = name.partition("_low")[0]
             code = storage.weight if role in storage.beside else storage.code(role)
-            text = f"{bits} bits" if name == "tail" else _code_text(code).partition(",")[0]
+            text = f"{bits} bits" if name == "tail" else str(code).partition(",")[0]
             rounding = code.rounding if bits < 32 else ""
             rows.append(
                 {"part": name, "format": text, "bytes": (bits + unused) / 8, "rounding": rounding}

@@ -16,9 +16,7 @@ The optimizer, tests, documentation and ``narrowgauge show`` read the same table
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any, Literal
 
 Rounding = Literal["nearest", "stochastic"]
@@ -59,6 +57,11 @@ class Code:
     hold: bool = False
     scaled: bool = False
     parts: int = 1
+
+    def __str__(self) -> str:
+        """Write a code: ``e6m5 (12 bits), stochastic``."""
+        bits = f" ({self.bits} bits)" * self.is_window
+        return self.name + bits + ", stochastic" * (self.rounding == "stochastic")
 
     @property
     def bits(self) -> int:
@@ -162,42 +165,23 @@ def _bits_of(group: Word) -> int:
     return sum(bits for _, bits in group)
 
 
-@lru_cache
 def packed(fields: Word) -> Words:
-    """Pack fields, ``(name, bits)`` each, into words: those of 16, 32, 64 bits alone, others in the
-    fewest bits, then words.
+    """Pack fields, ``(name, bits)`` each, into words: those of 16, 32, 64 bits alone. The others
+    share one word, or leave the first (the tail) alone, since other kernels read it, or are all
+    alone: what takes the fewest bits, then words.
     """
-    alone = []
-    narrow = []
-    for field in fields:
-        if field[1] in _ALONE:
-            alone.append((field,))
-        else:
-            narrow.append(field)
-    if not narrow:
-        return tuple(alone)
-    ways = [way for way in _partitions(tuple(narrow)) if max(map(_bits_of, way)) <= 32]
-
-    def cost(way: Words) -> tuple[int, ...]:
-        # Among equals, leave the first field (the tail) alone, since other kernels read it.
-        return sum(map(width_of, way)), len(way), len(way[0])
-
-    return (*alone, *min(ways, key=cost))
+    alone = tuple((field,) for field in fields if field[1] in _ALONE)
+    narrow = tuple(field for field in fields if field[1] not in _ALONE)
+    ways: list[Words] = [(narrow,), (narrow[:1], narrow[1:]), tuple((field,) for field in narrow)]
+    costs: dict[tuple[int, int], Words] = {}
+    for way in ways:
+        words = tuple(word for word in way if word)
+        if all(_bits_of(word) <= 32 for word in words):
+            costs.setdefault((sum(map(width_of, words)), len(words)), words)
+    return (*alone, *costs[min(costs)])
 
 
 _ALONE = (16, 32, 64)
-
-
-def _partitions(fields: Word) -> Iterator[Words]:
-    if not fields:
-        yield ()
-        return
-    first = fields[0]
-    rest = fields[1:]
-    for way in _partitions(rest):
-        yield ((first,), *way)
-        for place, group in enumerate(way):
-            yield ((first, *group), *way[:place], *way[place + 1 :])
 
 
 # ── storages ──────────────────────────────────────────────────────────────────────────────────────

@@ -48,21 +48,14 @@ class Table:
 
     def markdown(self) -> str:
         """GitHub markdown, without the title."""
-        rules = ["---"] * len(self.columns)
-        for place, column in enumerate(self.columns):
-            if column.right:
-                rules[place] = "---:"
-        lines = [self.heads, rules]
+        lines = [self.heads, ["---:" if column.right else "---" for column in self.columns]]
         for row in self.rows:
             cells = []
             for column in self.columns:
                 cell = column.cell(row)
                 cells.append(f"`{cell}`" if column.code else cell.replace("|", r"\|"))
             lines.append(cells)
-        text = ""
-        for line in lines:
-            text += f"| {' | '.join(line)} |\n"
-        return text
+        return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
     def plain(self) -> str:
         """Aligned text for a pipe: titles, then one line per row, never wrapped."""
@@ -72,10 +65,9 @@ class Table:
             width = max(map(len, cells))
             align = str.rjust if column.right else str.ljust
             aligned.append([align(cell, width) for cell in cells])
-        text = f"{self.title}\n" if self.title else ""
-        for line in zip(*aligned, strict=True):
-            text += "  ".join(line).rstrip() + "\n"
-        return text
+        lines = [self.title] if self.title else []
+        lines += ["  ".join(line).rstrip() for line in zip(*aligned, strict=True)]
+        return "".join(f"{line}\n" for line in lines)
 
 
 def table_of(rows: Sequence[Row], title: str = "", hidden: Sequence[str] = ()) -> Table:

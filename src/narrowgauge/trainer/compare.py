@@ -265,13 +265,13 @@ def compare_recipes(
         of_run = {"recipe": recipe, "seed": seed, "out": str(folder / name)}
         entries.append(enter({**settings, **of_run}))
     # Imported late: PyTorch takes seconds to load, and a wrong setting is reported before.
-    from narrowgauge.trainer.loop import train_entry
+    from narrowgauge.trainer import loop
 
     print(f"{counted(len(entries), 'run')} in {folder}", file=stream, flush=True)
     for number, entry in enumerate(entries, 1):
         began = time.monotonic()
         try:
-            train_entry(entry, is_verbose=False)
+            loop.train(entry.settings.to_dict(), is_verbose=False)
         except KeyboardInterrupt as interruption:
             words = f"{number - 1} of {len(entries)} runs are done. The same command goes on."
             raise type(interruption)(words) from None

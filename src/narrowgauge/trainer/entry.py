@@ -103,7 +103,7 @@ def _require_same_run(entry: Entry, changes: Mapping[str, str], fingerprint: str
         problem = f"it has done {entry.step} steps"
     elif entry.is_finished and changes:
         problem = f"it is finished, and {'; '.join(changes)} would change"
-    elif open_tokens(str(settings.data)).fingerprint != fingerprint:
+    elif open_tokens(settings.data).fingerprint != fingerprint:
         problem = f"the tokens in {settings.data} are not those that it started with"
     if problem:
         raise RecordError(

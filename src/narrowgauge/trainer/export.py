@@ -31,7 +31,7 @@ def export(folder: Path, out: Path) -> Path:
         tables = (model.config, model.generation_config)
         for table in tables:
             table.use_cache = True
-        data = Path(str(run.settings.data))
+        data = Path(run.settings.data)
         if (data / "tokenizer.json").is_file():
             tokenizer = load_tokenizer(data)
             tokenizer.save_pretrained(temporary)

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 import tomli_w
@@ -41,17 +41,11 @@ _ALONE = "torch.distributed is (disabled|unavailable)"
 """PyTorch's warning on checkpoints of one process."""
 
 
-def train(
-    settings: Settings | Mapping[str, Any],
-    *,
-    stream: TextIO | None = None,
-    is_verbose: bool = True,
-) -> Path:
+def train(named: Mapping[str, Any], *, is_verbose: bool = True) -> Path:
     """Train a model, and return the run folder. All ranks call it.
 
     Args:
-        settings: those that are named; ``Settings`` names all but those at ``None``.
-        stream: for the progress; ``None`` for standard output.
+        named: the settings that were named; others are those of the run in ``out``, or defaults.
         is_verbose: show the progress.
     Raises:
         NarrowgaugeError: an invalid setting. Nothing is written then.
@@ -59,28 +53,22 @@ def train(
         KeyboardInterrupt: after Ctrl-C, once the checkpoint is saved. After SIGTERM
             :class:`~narrowgauge.errors.Terminated`.
     """
-    named = settings.to_dict() if isinstance(settings, Settings) else settings
     ranks = all_ranks()
     entry = ranks.of_first(lambda: enter(named, ranks.size))
-    return train_entry(entry, stream=stream, is_verbose=is_verbose)
-
-
-def train_entry(entry: Entry, *, stream: TextIO | None = None, is_verbose: bool = True) -> Path:
-    """Train the run of an entry, as :func:`train`."""
     if entry.is_finished:
         return entry.folder
     settings = entry.settings
     is_order_invariant = parse(settings.recipe).reduction.order_invariant
-    with threads_of(None, is_order_invariant), warnings.catch_warnings():
+    with threads_of(is_order_invariant), warnings.catch_warnings():
         for notice in (RunNotice, UpdateLossWarning):
             warnings.simplefilter("ignore", notice)  # the events are printed
         warnings.filterwarnings("ignore", _ALONE)
-        tokens = all_ranks().together(lambda: open_tokens(str(settings.data)))
+        tokens = ranks.together(lambda: open_tokens(settings.data))
         require_same({"tokens": tokens.fingerprint})
         run = session.build(settings, tokens)
         if entry.checkpoint is not None:
             load_into(run, entry.checkpoint)
-        progress = Progress(run.settings, stream, is_verbose and all_ranks().is_first)
+        progress = Progress(run.settings, is_verbose and ranks.is_first)
         try:
             with _recorder_of(run, entry, progress) as recorder:
                 progress.say(f"{Path(settings.model).name} · {settings.recipe} · {entry.folder}")
@@ -167,7 +155,7 @@ def _run(run: Session, recorder: RunRecorder, progress: Progress) -> None:
                 save(run)
                 recorder.event("checkpoint", f"step-{run.step:08d} is complete")
     is_finished = run.step == settings.steps
-    recorder.close(is_finished, bytes_per_param=run.bytes_per_param())
+    recorder.close(is_finished)
     if is_finished:
         return progress.say(f"Finished after {run.step} steps.")
     progress.say(f"Stopped after step {run.step}. The same command goes on.")

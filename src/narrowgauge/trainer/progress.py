@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any, TextIO
+from typing import Any
 
-from narrowgauge.errors import MissingPackageError
+from narrowgauge.errors import require_package
 from narrowgauge.runs.schema import EVAL, STEP, Row, numbers_of
 from narrowgauge.trainer.settings import Settings
 
@@ -19,17 +19,14 @@ _COLUMNS = ("loss", "tokens_per_second", "lr", "edq")
 class Progress:
     """Show the rows of a run, on rank 0, unless it is not ``is_verbose``."""
 
-    def __init__(
-        self, settings: Settings, stream: TextIO | None = None, is_verbose: bool = True
-    ) -> None:
+    def __init__(self, settings: Settings, is_verbose: bool) -> None:
         self.settings = settings
-        self.stream = stream
         self.is_verbose = is_verbose
         self._listen = listener(settings)
         self._every = max(1, min(100, settings.steps // 10))
         self._alarms: dict[str, int] = {}
         self._bar: Any = None
-        if is_verbose and stream is None and sys.stdout.isatty():
+        if is_verbose and sys.stdout.isatty():
             from rich import progress
 
             columns = (
@@ -44,7 +41,7 @@ class Progress:
         if self._bar is not None:
             self._bar.console.print(line, markup=False, highlight=False)
         elif self.is_verbose:
-            print(line, file=self.stream, flush=True)
+            print(line, flush=True)
 
     def row(self, kind: str, row: Row) -> None:
         """Show a row that was written."""
@@ -81,34 +78,20 @@ class Progress:
 
 def listener(settings: Settings) -> Callable[[str, Row], object]:
     """Return what takes each row of a run for ``report_to``."""
-    try:
-        if settings.report_to == "tensorboard":
-            return _tensorboard(settings)
-        if settings.report_to == "wandb":
-            return _wandb(settings)
-    except ImportError as error:
-        package = settings.report_to
-        raise MissingPackageError(
-            f"--report-to {package} needs the package {package}, which is not installed.",
-            f"pip install {package}",
-        ) from error
-    return lambda kind, row: None
+    if settings.report_to == "none":
+        return lambda kind, row: None
+    require_package(settings.report_to)
+    if settings.report_to == "tensorboard":
+        from torch.utils.tensorboard import SummaryWriter
 
+        board = SummaryWriter(str(settings.folder / "tensorboard"))
 
-def _tensorboard(settings: Settings) -> Callable[[str, Row], object]:
-    from torch.utils.tensorboard import SummaryWriter
+        def listen(kind: str, row: Row) -> None:
+            for tag, value in numbers_of(kind, row).items():
+                board.add_scalar(tag, value, row["step"])
+            board.flush()
 
-    board = SummaryWriter(str(settings.folder / "tensorboard"))
-
-    def listen(kind: str, row: Row) -> None:
-        for tag, value in numbers_of(kind, row).items():
-            board.add_scalar(tag, value, row["step"])
-        board.flush()
-
-    return listen
-
-
-def _wandb(settings: Settings) -> Callable[[str, Row], object]:
+        return listen
     import wandb
 
     name = settings.folder.name

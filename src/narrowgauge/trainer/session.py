@@ -91,15 +91,6 @@ class Session:
             total += by_rank[number % self.here.size][number // self.here.size]
         return total
 
-    def bytes_per_param(self) -> float:
-        """Return the bytes of weights, gradients, optimizer states and sums of micro-batches per
-        parameter of this rank.
-        """
-        total = self.optimizer.bytes_per_param()
-        if self.reduction is not None:
-            total += self.reduction.bytes_per_param()
-        return total
-
 
 def build(settings: Settings, tokens: Tokens) -> Session:
     """Build a session at step 0, with the settings filled in for the model."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import DataError, NarrowgaugeError, RankError, RecipeError, require_package
+from narrowgauge.runs.finding import counted
 from narrowgauge.spec.models import MODELS, get_model, refuse_own_code
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.toml import read_file, refuse_unknown
@@ -53,7 +54,7 @@ class Settings:
     """
 
     # fmt: off
-    data: str | None = setting(None, "Tokens: the folder that narrowgauge tokenize has made.")
+    data: str = setting("tokens", "Tokens: the folder that narrowgauge tokenize has made.")
     model: str = setting(
         "llama-1m", "A preset (narrowgauge show models), a Hugging Face folder, or ORG/NAME in the hub's cache; weights are "
         "used, if there are any.")
@@ -134,31 +135,19 @@ class Settings:
         require_package("transformers")
         model = known_model(self.model)
         parts = self.gradient_accumulation_steps
-        if parts == 1:
-            parts = num_ranks
-        if self.batch_size % parts:
-            raise NarrowgaugeError(
-                f"Cannot train: a batch of {self.batch_size} sequences cannot be split into "
-                f"{parts} equal micro-batches.",
-                "Choose a --gradient-accumulation-steps that divides --batch-size.",
-            )
-        if num_ranks > parts:
+        if self.batch_size % parts or parts < num_ranks:
             raise RankError(
-                f"Cannot train: each of {num_ranks} ranks needs one of a step's {parts} "
-                "micro-batches.",
-                f"Set --gradient-accumulation-steps to {num_ranks} or more, or start fewer ranks.",
-            )
-        if self.data is None:
-            raise DataError(
-                "Cannot train because no data was named.",
-                "Tokenize a text, and name it: narrowgauge tokenize TEXT OUT, then --data OUT.",
+                f"Cannot split a batch of {self.batch_size} sequences into {parts} micro-batches "
+                f"for {counted(num_ranks, 'rank')}.",
+                "Choose a --gradient-accumulation-steps that divides --batch-size and is at least "
+                "the number of ranks.",
             )
         open_tokens(self.data).require(self.sequence_length)
         out = self.out
         if out is None:
             out = f"runs/{Path(model).name}-{self.recipe.replace('/', '-')}"
         data = str(Path(self.data).resolve())
-        return replace(self, model=model, gradient_accumulation_steps=parts, data=data, out=out)
+        return replace(self, model=model, data=data, out=out)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings that are not None."""

@@ -134,9 +134,10 @@ def rescaled(x: Tensor) -> Scaled:
         >>> rescaled(Scaled(torch.tensor([0.25, -0.5]), 2.0))
         Scaled(tensor([ 1., -2.]), 0.5)
     """
-    data, scale = (x.raw, x.scale) if isinstance(x, Scaled) else (x, 1.0)
-    size = power_of_rms(data)
-    return Scaled(data / size, size * scale)
+    if not isinstance(x, Scaled):
+        x = Scaled(x, 1.0)
+    size = power_of_rms(x.raw)
+    return Scaled(x.raw / size, x.scale * size)
 
 
 # ── arithmetic ────────────────────────────────────────────────────────────────────────────────────
@@ -263,11 +264,13 @@ class _Enter(torch.autograd.Function):
             if vjp is None:
                 gradients.append(None)
                 continue
-            scale = _one(vjp) if token is None else token
+            scale = token
+            if scale is None:
+                scale = _one(vjp)
             if divisor is not None:
                 scale = scale / divisor
             if dtype:
-                power = power_of_rms(vjp) if size is None else size
+                power = size or power_of_rms(vjp)
                 gradients.append(Scaled((vjp / power).to(dtype), scale * power))
             else:
                 gradients.append(times(vjp, scale))
@@ -296,7 +299,7 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, raw: Tensor, token: Tensor, scale: Tensor, size: Size) -> Tensor:
         ctx.save_for_backward(scale)
-        power = power_of_rms(raw) if size is None else size
+        power = size or power_of_rms(raw)
         return Scaled(raw / power, scale * power)
 
     @staticmethod
@@ -346,7 +349,7 @@ class _Linear(_Ruled):
 
     def forward(self: Any, x: Tensor) -> Tensor:
         inputs, outputs = self.weight.shape
-        multiply = _multiply_conv1d
+        multiply: Any = _multiply_conv1d
         if isinstance(self, nn.Linear):
             inputs, outputs = self.in_features, self.out_features
             multiply = getattr(self, "multiply", F.linear)
@@ -358,7 +361,9 @@ class _Linear(_Ruled):
         sizes = (root_below(outputs), None, None)[: len(operands)]
         token, *entered = enter((OWN, size, scale)[: len(operands)], sizes, *operands)
         y: Tensor = leave(multiply(*entered), token, scale, root_below(inputs))
-        return value_of(y) if self.leaves_plain else y
+        if self.leaves_plain:
+            return value_of(y)
+        return y
 
 
 def _multiply_conv1d(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -400,8 +405,9 @@ class _Norm(_Ruled):
         count = 1 + len(named)
         token, real, *vectors = enter((WIDE,) * count, (None,) * count, x, *named.values())
         for name, vector in zip(named, vectors, strict=True):
-            is_narrow = vector.dtype.itemsize <= real.dtype.itemsize
-            named[name] = vector.to(real.dtype) if is_narrow else vector
+            named[name] = vector
+            if vector.dtype.itemsize <= real.dtype.itemsize:
+                named[name] = vector.to(real.dtype)
         try:
             self._parameters = {**parameters, **named}
             raw = super().forward(real)  # type: ignore[misc]
@@ -458,7 +464,7 @@ def scalify(model: nn.Module, dtype: torch.dtype | None = None) -> None:
     head = None
     if hasattr(model, "get_output_embeddings"):
         head = cast(Any, model).get_output_embeddings()
-    rules: dict[nn.Module, type[_Ruled]] = {}
+    rules: dict[nn.Module, Any] = {}
     for name, module in model.named_modules():
         rule = _rule_for(module)
         # A plain head has plain inputs and outputs. A rule would only measure it.
