@@ -107,17 +107,15 @@ def _varying(owners: Sequence[Tensor]) -> list[Tensor]:
     return list(varying)
 
 
-def num_off_grid(values: Sequence[tuple[Tensor, Tensor]], visible: str) -> list[int]:
+def num_off_grid(values: Sequence[tuple[Tensor, Tensor]]) -> list[int]:
     """Return how many elements of each tensor have low bits, over all ranks: of ``(owner, this
     rank's values)``.
     """
-    dtype = getattr(torch, visible)
     counts = []
-    groups = []
     for owner, value in values:
-        count = (value.to(dtype).to(value.dtype) != value).sum()
+        count = (value.to(owner.dtype).to(value.dtype) != value).sum()
         counts.append(count.clamp(max=(1 << 31) - 1).to(torch.int32).view(1))
-        groups.append(split_groups(owner))
+    groups = [split_groups(owner) for owner, _ in values]
     return list(map(int, largest_over_ranks(counts, groups)))
 
 
