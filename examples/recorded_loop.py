@@ -38,10 +38,15 @@ if checkpoint.exists():
         parts[name].load_state_dict(state)
 recorder.go_back(done)
 
+
+def loss_of(rows: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.mse_loss(model(inputs[rows].bfloat16()).float(), targets[rows])
+
+
 with recorder:
     for step in range(done + 1, STEPS + 1):
         rows = torch.randint(512, (64,), generator=torch.Generator().manual_seed(step))
-        loss = torch.nn.functional.mse_loss(model(inputs[rows].bfloat16()).float(), targets[rows])
+        loss = loss_of(rows)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -49,18 +54,11 @@ with recorder:
         schedule.step()
         if step % 50 == 0:
             with torch.no_grad():
-                recorder.evaluate(
-                    torch.nn.functional.mse_loss(model(inputs.bfloat16()).float(), targets)
-                )
-            torch.save(
-                {"step": step, **{name: part.state_dict() for name, part in parts.items()}},
-                f"{checkpoint}.new",
-            )
+                recorder.evaluate(loss_of(torch.arange(512)))
+            states = {name: part.state_dict() for name, part in parts.items()}
+            torch.save({"step": step, **states}, f"{checkpoint}.new")
             os.replace(f"{checkpoint}.new", checkpoint)  # whole, or not there
 
 summary = ng.read_run(folder).summary
-print(
-    f"validation loss {summary['val_loss']:.4f}  EDQ {summary['edq']:.3f}  weights "
-    f"{summary['weights_fingerprint']}"
-)
+print(f"validation loss {summary['val_loss']:.4f}  EDQ {summary['edq']:.3f}")
 print(f"narrowgauge report {folder}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import runpy
 import subprocess
 import sys
@@ -13,9 +12,9 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-import narrowgauge
 from narrowgauge.runs.record import read_run
 from trainer.fixtures import place as place  # a fixture
+from trainer.tiny_runs import ENVIRONMENT
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 FIRST_MINUTE = (
@@ -83,13 +82,7 @@ def test_first_minute_compares_three_recipes_and_goes_on_with_what_was_stopped(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    words = [
-        *FIRST_MINUTE.split(),
-        "--model",
-        str(place / "model"),
-        "--data",
-        str(place / "tokens"),
-    ]
+    words = f"{FIRST_MINUTE} --model {place / 'model'} --data {place / 'tokens'}".split()
     results = tmp_path / "here" / "compare.json"
     printed = lines_of("first_minute", capfd, *words)
     before = results.read_text()
@@ -111,20 +104,16 @@ def test_jamba_learns_with_float8_layers_and_experts(capfd: pytest.CaptureFixtur
     assert len(losses) == 4 and losses[-1] < 0.5 * losses[0]
 
 
-@pytest.mark.frameworks  # each night only, as the next: they start many processes, and tests/equivalence has their law
+@pytest.mark.frameworks  # each night only: tests/equivalence has their law
 def test_many_ranks_have_the_bits_of_one() -> None:
-    source = str(Path(narrowgauge.__file__).parents[1])
-    environment = {
-        **os.environ,
-        "PYTHONPATH": source,
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-    words = [sys.executable, str(EXAMPLES / "many_ranks.py")]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    on_one, on_two = (line.split("  ") for line in done.stdout.splitlines())
-    assert (on_one[0], on_two[0]) == ("1 rank", "2 ranks") and on_one[1:] == on_two[1:]
+    printed = []
+    for launcher in ([], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]):
+        words = [sys.executable, *launcher, str(EXAMPLES / "many_ranks.py")]
+        environment = {**ENVIRONMENT, "GLOO_SOCKET_IFNAME": "lo"}
+        done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        printed.append(done.stdout.split()[2:])
+    assert printed[0] == printed[1]
 
 
 @pytest.mark.frameworks

@@ -14,8 +14,8 @@ from torch import Tensor
 
 import narrowgauge as ng
 from narrowgauge.numerics.metrics import UPDATE_SUMS, update_metrics, update_sums
-from narrowgauge.optim import GaLore, audit
-from narrowgauge.optim.audit import FEWEST, WINDOW, Auditor, read, stalling
+from narrowgauge.optim import GaLore, sample
+from narrowgauge.optim.audit import FEWEST, WINDOW, Auditor, read
 from narrowgauge.optim.clip import Decision
 from narrowgauge.spec.significance import MIN_EDQ
 from narrowgauge.spec.storages import STORAGES
@@ -66,9 +66,7 @@ def test_everything_taken_reads_one_and_nothing_taken_reads_zero() -> None:
 
 
 def stalls(rows: list[Tensor]) -> bool:
-    window = torch.zeros(WINDOW, len(UPDATE_SUMS), dtype=torch.float64)
-    window[: len(rows)] = torch.stack(rows)
-    return bool(stalling(window, torch.tensor(len(rows))))
+    return read(rows).stalls
 
 
 def test_nothing_intended_judges_nothing() -> None:
@@ -312,7 +310,7 @@ def test_a_state_that_a_script_has_changed_is_no_fault() -> None:
 
 @pytest.mark.parametrize("numel", [1, 255, 256, 257, 64 * 256, 20 * 300, 50_257 * 768])
 def test_a_sample_is_of_different_places_in_all_columns(numel: int) -> None:
-    places = audit.sample_of(numel, 256)
+    places = sample.sample_of(numel, 256)
     assert len(places) == min(256, numel)
     assert places[0] >= 0 and places[-1] < numel and places.step % 2
     if numel == 64 * 256:
@@ -322,7 +320,7 @@ def test_a_sample_is_of_different_places_in_all_columns(numel: int) -> None:
 def test_after_the_first_steps_each_tensor_is_sampled_in_turn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(audit, "FIRST_STEPS", 4)
+    monkeypatch.setattr(sample, "FIRST_STEPS", 4)
     weights = parameters("naive", [(8, 8)] * 40)
     optimizer = ng.AdamW(weights, lr=1e-9, storage="naive", audit_every=2)
     optimizer.on_alarm = lambda alarms: None
@@ -406,7 +404,7 @@ def test_lost_decay_in_fractions(
     """In fractions, where a step's decay is a 16th of the weight's spacing or more; powers of two,
     so that C is exact.
     """
-    monkeypatch.setattr(audit, "FIRST_ELEMENTS", 1 << 20)
+    monkeypatch.setattr(sample, "FIRST_ELEMENTS", 1 << 20)
     lr = 2.0**-10 if STORAGES[storage].weight.mantissa_bits >= 7 else 2.0**-6
     audited, exact = lost_decay_of_two(storage, rule, lr, 2.0**-1)
     assert audited == pytest.approx(exact, abs=2e-3)

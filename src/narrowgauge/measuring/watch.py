@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from narrowgauge.distributed.ranks import all_ranks
@@ -83,15 +84,17 @@ class Watch:
         the last step.
         """
         numbers: dict[str, float] = {}
-        windows: dict[Tensor, Tensor] = {}
+        windows: dict[Tensor, Iterable[Tensor]] = {}
         for optimizer in self.hub.optimizers:
             if isinstance(optimizer, Optimizer):
                 windows |= optimizer.auditor.windows
         for number, group in enumerate(self.meter.groups()):
-            audited = [windows[p].sum(0) for p in group["params"] if p in windows]
+            audited: list[Tensor] = []
+            for p in group["params"]:
+                audited += windows.get(p, ())
             share = self.meter.shares.get(number)
             if audited:
-                meant, stored = sum(audited).tolist()[:2]
+                meant, stored = torch.stack(audited).sum(0).tolist()[:2]
                 share = stored / meant if meant else None
             if isinstance(group.get("lr"), (int, float)):
                 numbers[f"lr/group{number}"] = float(group["lr"])

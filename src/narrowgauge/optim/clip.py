@@ -80,12 +80,16 @@ class StepControl:
                 found a gradient that is not finite; 0-d.
         """
         needs_norm = max_norm is not None or skip_above < math.inf
+        if max_norm is None:
+            max_norm = math.inf
         device = local_of(gradients[0]).device
-        values = [1.0, 0.0, math.inf if max_norm is None else max_norm, skip_above]
+        values = [1.0, 0.0, max_norm, skip_above]
         limits = to_device(torch.tensor(values, dtype=torch.float32, device="cpu"), device)
         if not needs_norm and grad_scale is found_inf is None:
             return Decision(limits[:2], None, None)
-        table = self._table_of(device) if has_kernel and sums_on(gradients) else None
+        table = None
+        if has_kernel and needs_norm and sums_on(gradients):
+            table = self._table_of(device)
         norm = limits.new_zeros(())
         finite = None
         if needs_norm:
@@ -97,9 +101,13 @@ class StepControl:
             finite = torch.stack(flags).tolist
         no_scale, no_inf, *options = limits.unbind()
         for scalar, default in ((grad_scale, no_scale), (found_inf, no_inf)):
-            options.append(default if scalar is None else scalar.to(default).view(()))
-        decided = decide(norm, options)
-        return Decision(decided[:2], decided[2] if needs_norm else None, finite)
+            if scalar is None:
+                scalar = default
+            options.append(scalar.to(default).view(()))
+        control, unscaled = decide(norm, options).split([2, 1])
+        if not needs_norm:
+            return Decision(control, None, finite)
+        return Decision(control, unscaled.view(()), finite)
 
     def _table_of(self, device: torch.device) -> SquaresTable:
         if self._table is None or self._table.programs.device != device:

@@ -57,7 +57,9 @@ QUIET_NAN64 = 0x7FF8 << 48
 
 def value_dtype(storage: Storage) -> torch.dtype:
     """Return the dtype in which a rule computes."""
-    return torch.float64 if storage.arithmetic == "float64" else torch.float32
+    if storage.arithmetic == "float64":
+        return torch.float64
+    return torch.float32
 
 
 # ── one code: the upper bits of a float32 are a window of all its exponents ───────────────────────
@@ -76,7 +78,10 @@ def encode(
     if code.bits == 64:
         return torch.where(x.isnan(), QUIET_NAN64, x.double().view(torch.int64))
     dropped = dropped_bits(code)
-    bits = canonical_bits(_times_power(x if scale is None else x * scale, -_offset(code)))
+    inside = x
+    if scale is not None:
+        inside = x * scale
+    bits = canonical_bits(_times_power(inside, -_offset(code)))
     steps = (bits & MAGNITUDE).clamp(max=_last_step(code) << dropped)
     if dropped:
         steps = (steps + addend_of(steps, dropped, addend)) >> dropped
@@ -99,7 +104,9 @@ def decode(code: Code, word: Tensor, shift: int, scale: Tensor | None = None) ->
     if code.signed:
         bits = bits | ((word << (31 - code.magnitude_bits - shift)) & SIGN)
     value = _times_power(float_of(bits), _offset(code))
-    return value if scale is None else value * scale
+    if scale is not None:
+        value = value * scale
+    return value
 
 
 def _last_step(code: Code) -> int:
@@ -116,7 +123,9 @@ def _offset(code: Code) -> int:
 
 
 def _times_power(x: Tensor, exponent: int) -> Tensor:
-    return x * 2.0**exponent if exponent else x
+    if exponent:
+        return x * 2.0**exponent
+    return x
 
 
 def finite_bound(bound: Tensor) -> Tensor:
@@ -423,7 +432,9 @@ def read_parts(storage: Storage, lane: Lane, name: str) -> tuple[Tensor, ...]:
     """Decode the parts of a state, or of the weight."""
     if name == "weight":
         values = read(storage, lane)
-        return (values.weight,) if values.low is None else (values.weight, values.low)
+        if values.low is None:
+            return (values.weight,)
+        return values.weight, values.low
     code = storage.code(name)
     parts = []
     for place, part in enumerate((name, *low_parts(name, code))):
@@ -518,8 +529,9 @@ def write_state(
     for place, part in enumerate((name, *low_parts(name, code))):
         fields[part] = _encode_part(storage, lane, name, place, rest, addend)
         if place + 1 < code.parts:
-            into = _scale(code, lane, name, place, 0)
-            back = None if into is None else reciprocal(into)
+            back = _scale(code, lane, name, place, 0)
+            if back is not None:
+                back = reciprocal(back)
             rest = rest - decode(code, fields[part], lane.fields[part][1], back)
     return fields
 
@@ -540,7 +552,10 @@ def _scale(code: Code, lane: Lane, name: str, place: int, way: int) -> Tensor | 
     if not code.scaled:
         return None
     finer = place * (code.mantissa_bits + 1)
-    return lane.scales[name][way] * 2.0 ** (-finer if way else finer)
+    into, back = lane.scales[name]
+    if way:
+        return back * 2.0**-finer
+    return into * 2.0**finer
 
 
 def changes(storage: Storage, lane: Lane, written: Written) -> tuple[Tensor, Tensor, Tensor]:
@@ -598,7 +613,9 @@ def alone_value(code: Code, tensor: Tensor, bound: Tensor | None = None) -> Tens
 
     For a float32 state this is its own memory, not a copy. A scaled code needs its bound.
     """
-    back = None if bound is None else multipliers(bound)[1]
+    back = None
+    if bound is not None:
+        back = multipliers(bound)[1]
     return decode(code, tensor.view(INTEGER[tensor.dtype.itemsize * 8]).to(torch.int32), 0, back)
 
 
@@ -623,5 +640,7 @@ def encode_alone(code: Code, values: Tensor, seed: Tensor, bound: Tensor | None 
         random = random_bits(place ^ (bits_of(value) & MANTISSA), seed)
         addend = dither(random, 32 - dropped, dropped, dropped)
     dtype = alone_dtype(code)
-    into = None if bound is None else multipliers(bound)[0]
+    into = None
+    if bound is not None:
+        into = multipliers(bound)[0]
     return encode(code, value, addend, 0, into).to(INTEGER[8 * dtype.itemsize]).view(dtype)

@@ -49,7 +49,9 @@ def why_not(states: Sequence[LocalState], is_asked: bool) -> str:
     place = _place_of(states[0])
     if place == "cpu" and count < COMPILE_ELEMENTS and not is_asked:
         return f"{count:,} elements, and no kernel is written for the rule or storage"
-    return "" if can_compile(place) else "there is no compiler"
+    if not can_compile(place):
+        return "there is no compiler"
+    return ""
 
 
 def _place_of(state: LocalState) -> Literal["cpu", "gpu"]:

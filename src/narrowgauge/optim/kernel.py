@@ -138,7 +138,9 @@ def advance(inputs: Inputs) -> Written:
     """
     rule, storage, lane, change, scalars, seed = inputs
     if isinstance(rule, Rule):
-        return in_expansions(inputs) if storage.arithmetic == "expansion" else in_floats(inputs)
+        if storage.arithmetic == "expansion":
+            return in_expansions(inputs)
+        return in_floats(inputs)
     assert change is not None
     if rule.decay:
         weight = finite_or_zero(codes.read_weight(storage, lane))

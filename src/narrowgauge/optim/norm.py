@@ -43,7 +43,8 @@ class SquaresTable(Squares):
         counts = [len(members) for _, members in groups]
         numbers = torch.arange(len(groups)).repeat_interleave(torch.tensor(counts))
         self.programs.lay_out([(x.numel(), SPAN) for x in self._tensors])
-        self.programs.set_addresses([(0, x.data_ptr()) for x in self._tensors])
+        self.programs.rows[:, 1] = [x.data_ptr() for x in self._tensors]
+        self.programs.find_aligned()
         self.programs.rows[:, PLACE["format"]] = [FORMATS[x.dtype] for x in self._tensors]
         self.programs.rows[:, PLACE["number"]] = numbers.numpy()
         self._num_groups = len(groups)

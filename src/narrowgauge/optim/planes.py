@@ -14,7 +14,6 @@ and how they are rounded, from :func:`layout_of`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -83,8 +82,10 @@ def _title(storage: Storage, name: str, dtype: torch.dtype) -> str:
 
 def _dtype(storage: Storage, name: str, width: int) -> torch.dtype:
     """Return PyTorch's dtype with the bits of a lone field, if there is one."""
-    if width >= 32:
-        return torch.float32 if width == 32 else torch.float64
+    if width == 32:
+        return torch.float32
+    if width == 64:
+        return torch.float64
     # A tail and a master copy have no code.
     for state in ("weight", *dict(storage.states)):
         code = storage.code(state)
@@ -109,7 +110,6 @@ class Field:
         drop: the mantissa bits of a float32 that it drops.
         share: the random bits that drop them: the first one, after the word was turned up by so
             many bits. ``None`` rounds to nearest.
-        finer: the exponent by which a second part is finer than its row.
     """
 
     name: str = ""
@@ -119,7 +119,6 @@ class Field:
     bits: int = 32
     drop: int = 0
     share: tuple[int, int] | None = None
-    finer: int = 0
 
     @property
     def last(self) -> int:
@@ -217,11 +216,9 @@ def fields_of(storage: Storage) -> dict[str, Field]:
             fields[name] = Field(beside, code.part(1), *place, dropped_bits(code), random.get(name))
             continue
         for number, part in enumerate((name, *low_parts(name, code))):
-            finer = number * (code.mantissa_bits + 1)
-            share = None if number else random.get(name)
-            fields[part] = Field(
-                part, code.part(number), *places[part], dropped_bits(code), share, finer
-            )
+            share = random.get(part)
+            place = places[part]
+            fields[part] = Field(part, code.part(number), *place, dropped_bits(code), share)
     return fields
 
 
@@ -253,7 +250,8 @@ def shares(storage: Storage) -> dict[str, tuple[int, int]]:
 # ── rows ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-def row_dims(shape: Sequence[int]) -> int:
+@lru_cache
+def row_dims(shape: tuple[int, ...]) -> int:
     """Return how many trailing dimensions of a whole parameter are one row.
 
     The first dimension never joins.
@@ -266,7 +264,8 @@ def row_dims(shape: Sequence[int]) -> int:
     return count
 
 
-def as_rows(shape: Sequence[int], num_row_dims: int) -> tuple[int, int]:
+@lru_cache
+def as_rows(shape: tuple[int, ...], num_row_dims: int) -> tuple[int, int]:
     """Return rows and columns of a parameter in memory order. Without bounds it is one row."""
     if not num_row_dims and shape:
         return 1, math.prod(shape)

@@ -41,7 +41,9 @@ def _has_the_bits(rule: AnyRule, storage: Storage, device: torch.device) -> bool
     scalars = np.linspace(0.1, 0.9, len(rule.scalars), dtype=np.float32).tolist()
     control = torch.tensor([1.0, 0.0], dtype=torch.float32)
     numbers = Numbers(kernel, control, scalars, 12345)
-    rows = 4 if triton.INTERPRET and device.type == "cpu" else MANY_ROWS
+    rows = MANY_ROWS
+    if triton.INTERPRET and device.type == "cpu":
+        rows = 4
     pairs = []
     for shape, edges in (((3, 67), 0), ((3, 67), 3), ((rows, 256), 2)):
         expected, actual = [_drawn(kernel, shape, edges, place) for place in ("cpu", device)]
@@ -80,16 +82,17 @@ def _drawn(
     state = LocalState(weight, new_state(weight, kernel.storage, {}), kernel, {})
     begin(state)
     for name, tensor in state.tensors.items():
-        is_bound = name.endswith("_bound")
-        of_state = (shape[0], 1) if is_bound else shape
-        value = _values(tensor.dtype, of_state, edges, 3, finite=is_bound)
+        form = tensor.shape[0], tensor.shape[1]
+        value = _values(tensor.dtype, form, edges, 3, finite=name.endswith("_bound"))
         if value.is_floating_point():
             value = value.abs()
         elif edges:
-            value[-1] &= 257 if value.itemsize > 1 else 1  # the smallest codes
+            value[-1] &= min(257, torch.iinfo(value.dtype).max)  # the smallest codes
         tensor.copy_(value)
     gradient = _values(dtype, shape, edges, 2, finite=False)
-    state.gradient = (gradient.float() if edges == shape[0] else gradient).to(device)
+    if edges == shape[0]:
+        gradient = gradient.float()
+    state.gradient = gradient.to(device)
     return state
 
 

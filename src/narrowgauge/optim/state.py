@@ -145,8 +145,11 @@ class LocalState:
             self.planes[plane.name] = self._here(plane.name, plane.dtype, shape)
         self.bounds: dict[str, Tensor] = {}
         for name in kernel.scaled:
-            rows = _shape_of_bounds(self.parameter, self.row_dims)
-            self.bounds[name] = self._here(f"{name}_bound", torch.float32, rows).view(-1, 1)
+            shape_of_bounds = _shape_of_bounds(self.parameter, self.row_dims)
+            bound = self._here(f"{name}_bound", torch.float32, shape_of_bounds)
+            if bound.ndim != 2:
+                bound = bound.view(-1, 1)
+            self.bounds[name] = bound
         self.extra_codes: dict[str, Code] = {}
         self.extras: dict[str, Tensor] = {}
         self.extra_bounds: dict[str, Tensor] = {}
@@ -162,7 +165,9 @@ class LocalState:
     def _here(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         """Return the local tensor of a state. Move it if the model has moved."""
         value: Any = self.entry.get(name)
-        local: Any = local_of(value)
+        local = value
+        if type(value) is not Tensor:  # each step asks for each tensor
+            local = local_of(value)
         if not isinstance(local, Tensor) or local.dtype is not dtype or local.shape != shape:
             check_tensor(name, local, dtype, shape, self.kernel)
         if local.device != self.parameter.device:

@@ -94,13 +94,13 @@ class Step:
     def write(self, batch: Batch) -> None:
         """Step elementwise rules, or write the changes of matrices."""
         if self.audit_every:
-            self.auditor.before(batch, self.audit_every)
+            self.auditor.samples.before(batch, self.audit_every)
         for state in self._launch(batch):
             if state.kernel.how_it_ran == TORCH:
                 compiled.run(state, batch[state])
             else:
                 definition.run(state, batch[state])
-        self.auditor.after()
+        self.auditor.fresh += self.auditor.samples.after()
 
     def _launch(self, batch: Batch) -> list[LocalState]:
         """Step by one launch for each kernel. Return the states that no launch steps."""
@@ -124,9 +124,9 @@ class Step:
     def _choose(self, kernel: Kernel, states: Sequence[LocalState]) -> str:
         """Decide how states step. Return why their definition runs, or an empty string."""
         reason = why_by_definition(self.compile, states)
-        if has_kernel(kernel.rule, kernel.storage):
-            device = self.control.device
-            way = language_on(device)
+        device = self.control.device
+        way = language_on(device)
+        if has_kernel(kernel.rule, kernel.storage, way):
             reason = reason or proof.why_not(kernel.rule, kernel.storage, device)
         else:
             way = TORCH

@@ -12,9 +12,10 @@ from pathlib import Path
 
 from narrowgauge.optim.planes import Field, Layout, layout_of, planes_of
 from narrowgauge.optim.rules import elementwise
-from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule
+from narrowgauge.optim.rules.matrix import MUON, AnyRule, MatrixRule
 from narrowgauge.spec.storages import Storage
 from narrowgauge.torch_support.cpp import build
+from narrowgauge.torch_support.proof import CPP
 
 TILE = 8192
 """Elements that a program steps: 16 to 32 KB of each stream."""
@@ -32,17 +33,19 @@ RULES: dict[AnyRule, str] = {
 
 def struct_of(rule: AnyRule) -> str:
     """Return the struct of a rule, or an empty string."""
-    if isinstance(rule, MatrixRule):
-        if rule.average is not None:
-            return "Muon" if rule.name == "muon" else ""
+    if isinstance(rule, MatrixRule) and rule.average is None:
         return f"Given<{str(bool(rule.decay)).lower()}>"
+    if rule == MUON:
+        return "Muon"
     return RULES.get(rule, "")
 
 
-def has_kernel(rule: AnyRule, storage: Storage) -> bool:
+def has_kernel(rule: AnyRule, storage: Storage, language: str = CPP) -> bool:
     """Return whether a kernel is written for a (rule, storage): not for a rule of the user's own,
-    and not in float64.
+    not in float64, and for Collage in C++ alone.
     """
+    if storage.arithmetic == "expansion" and language != CPP:
+        return False
     return storage.arithmetic != "float64" and bool(struct_of(rule))
 
 
@@ -59,8 +62,10 @@ def num_addresses(rule: AnyRule, storage: Storage) -> int:
 
 def _code(field: Field, bit: int) -> str:
     code = field.code
+    if not field.name:
+        return "Nothing"
     if not code.is_window:
-        return f"Upper<{code.mantissa_bits}>" if field.name else "Nothing"
+        return f"Upper<{code.mantissa_bits}>"
     kinds = ["0"]
     for name, is_set in (("SIGNED", code.signed), ("HELD", code.hold), ("ROW", code.scaled)):
         if is_set:
@@ -70,7 +75,10 @@ def _code(field: Field, bit: int) -> str:
 
 
 def _share(field: Field) -> str:
-    return "Share{}" if field.share is None else f"Share{{{field.share[0]}, {field.share[1]}}}"
+    if field.share is None:
+        return "Share{}"
+    start, borrowed = field.share
+    return f"Share{{{start}, {borrowed}}}"
 
 
 def _weight(visible: str, field: Field, bit: int) -> str:
@@ -108,21 +116,20 @@ def storage_text(storage: Storage) -> str:
 
 def library_text(rule: AnyRule, storage: Storage) -> str:
     """Return what is appended to ``step.h``."""
-    kind = "InExpansions" if storage.arithmetic == "expansion" else "InFloats"
+    kind = "InFloats"
+    if storage.arithmetic == "expansion":
+        kind = "InExpansions"
     struct = struct_of(rule)
     return f"{storage_text(storage)}\ntypedef {kind}<Row, {struct}> Step;\nEXPORT_STEP(Step, {struct})\n"
 
 
 @lru_cache(None)
 def functions(rule: AnyRule, storage: Storage) -> ctypes.CDLL:
-    """Return a library with ``step`` and ``count_ends``. Build it, unless this machine has done so
-    before.
-    """
+    """Return a library with ``step``. Build it, unless this machine has done so before."""
     library = build(STEP_H.read_text() + library_text(rule, storage))
     pointer = ctypes.c_void_p
     programs = [pointer, pointer, ctypes.c_int64]
     library.step.argtypes = [*programs, pointer, pointer, pointer, ctypes.c_int32]
-    library.count_ends.argtypes = [*programs, pointer, ctypes.c_int32]
     return library
 
 

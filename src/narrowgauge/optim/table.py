@@ -14,7 +14,7 @@ more address, of its float32 change.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -65,7 +65,6 @@ class Row:
         scalars: how many the rule has.
         is_penalized: whether new states depend on the weight.
         is_given: whether the change is a stream, of a matrix rule.
-        is_expansion: whether the arithmetic is Collage's.
         addresses: in a row of the table.
         layout: of the storage.
     """
@@ -74,7 +73,6 @@ class Row:
     scalars: int
     is_penalized: bool
     is_given: bool
-    is_expansion: bool
     addresses: int
     layout: Layout
 
@@ -84,8 +82,7 @@ def row_of(rule: AnyRule, storage: Storage) -> Row:
     """Return the constants of a (rule, storage) that has a kernel."""
     return Row(
         step_cpp.struct_of(rule), len(rule.scalars), getattr(rule, "coupled", False),
-        isinstance(rule, MatrixRule), storage.arithmetic == "expansion",
-        num_addresses(rule, storage), layout_of(storage),
+        isinstance(rule, MatrixRule), num_addresses(rule, storage), layout_of(storage),
     )  # fmt: skip
 
 
@@ -134,11 +131,10 @@ class Programs:
             self._buffer = torch.empty(len(self._memory), dtype=torch.int64, device=self.device)
         self._sent = None
 
-    def set_addresses(self, addresses: Sequence[Sequence[int]], num_bounds: int = 0) -> None:
-        """Set the addresses of all tensors. The last ones are of bounds."""
-        end = self.width - len(SIZES)
-        self.rows[:, :end] = np.array(addresses, np.int64)
-        whole = self.rows[:, [*range(end - num_bounds), PLACE["extent"], PLACE["numel"]]]
+    def find_aligned(self, num_bounds: int = 0) -> None:
+        """Find the tensors that a GPU reads in whole vectors. The last addresses are of bounds."""
+        end = self.width - len(SIZES) - num_bounds
+        whole = self.rows[:, [*range(end), PLACE["extent"], PLACE["numel"]]]
         self.rows[:, PLACE["aligned"]] = (whole % 16 == 0).all(1)
 
     def call(self, function: Any, *arguments: Any, **constants: Any) -> None:
@@ -146,9 +142,10 @@ class Programs:
         if not len(self.tiles):
             return
         if self.is_cpp:
-            pointers = [x.data_ptr() if isinstance(x, Tensor) else x for x in arguments]
-            table = self.rows.ctypes.data, self.tiles.data_ptr(), len(self.tiles)
-            function(*table, *pointers, torch.get_num_threads())
+            pointers = [self.rows.ctypes.data, self.tiles.data_ptr(), len(self.tiles)]
+            for x in arguments:
+                pointers.append(x.data_ptr() if isinstance(x, Tensor) else x)
+            function(*pointers, torch.get_num_threads())
             return
         with torch.cuda.device_of(self.tiles):
             function[(len(self.tiles),)](
@@ -182,45 +179,62 @@ class Table:
         """Return how many elements a program steps: a row that has scales, else a part of the tensor."""
         if self.storage.scaled:
             return max(1, state.form[1])
-        return step_cpp.TILE if self.module is None else int(self.module.BLOCK)
+        if self.module is None:
+            return step_cpp.TILE
+        return int(self.module.BLOCK)
 
     def set(self, batch: Mapping[LocalState, Numbers]) -> None:
         """Set the states of the next step, which have their gradients."""
         programs = self.programs
+        states = list(batch)
         places = {numbers: place for place, numbers in enumerate(dict.fromkeys(batch.values()))}
         self._batch = batch
-        sizes = [(state.parameter.numel(), self._elements_of_program(state)) for state in batch]
+        sizes = [(state.parameter.numel(), self._elements_of_program(state)) for state in states]
         programs.lay_out(sizes, len(places))
-        addresses = []
-        columns = []
-        num_joined = 0
-        for state, numbers in batch.items():
-            gradient = state.gradient
-            if not gradient.is_contiguous():
-                gradient = state.in_rows(gradient)
-                self._inputs.append(gradient)
-            memory = [self._written(state, state.parameter), gradient]
-            memory += [self._written(state, plane) for plane in state.planes.values()]
-            if state.kernel.is_matrix:
-                memory.append(state.change)
-            memory += state.bounds.values()
-            addresses.append([tensor.data_ptr() for tensor in memory])
-            joined = num_joined if state.column_groups else -1
-            num_joined += state.form[0] if state.column_groups else 0
-            columns.append((joined, FORMATS[gradient.dtype], places[numbers]))
-        programs.set_addresses(addresses, len(self.storage.scaled))
-        programs.rows[:, [PLACE["joined"], PLACE["format"], PLACE["number"]]] = columns
+        rows = programs.rows
+        for column, tensors in enumerate(self._streams(states)):
+            rows[:, column] = tensors
+        programs.find_aligned(len(self.storage.scaled))
+        rows[:, PLACE["format"]] = [FORMATS[state.gradient.dtype] for state in states]
+        rows[:, PLACE["number"]] = [places[numbers] for numbers in batch.values()]
+        rows[:, PLACE["joined"]] = -1
+        if self.storage.scaled:
+            self._find_joined(states)
         for row, numbers in zip(programs.numbers, places, strict=True):
             row[:-1] = list(map(float, numbers.scalars))
             row[-1:].view(np.int32)[0] = numbers.key
 
-    def _written(self, state: LocalState, tensor: Tensor) -> Tensor:
-        """Return the memory that a step writes for a tensor, itself where it is dense."""
-        if tensor.is_contiguous():
-            return tensor
-        memory = state.in_rows(tensor.detach())
-        self._copies.append((tensor.detach(), memory))
-        return memory
+    def _streams(self, states: Sequence[LocalState]) -> Iterator[list[int]]:
+        """Yield the addresses of each stream of the states, in the order of the table."""
+        yield self._addresses([state.parameter for state in states])
+        yield self._addresses([state.gradient for state in states], is_written=False)
+        for plane in states[0].planes:
+            yield self._addresses([state.planes[plane] for state in states])
+        if isinstance(self.rule, MatrixRule):
+            yield self._addresses([state.change for state in states], is_written=False)
+        for name in self.storage.scaled:
+            yield self._addresses([state.bounds[name] for state in states])
+
+    def _addresses(self, tensors: Sequence[Tensor], *, is_written: bool = True) -> list[int]:
+        """Return where a kernel reads tensors: in a copy if one is not dense and in order."""
+        addresses = []
+        for tensor in tensors:
+            memory = tensor
+            if not tensor.is_contiguous():
+                memory = tensor.detach().contiguous()
+                self._inputs.append(memory)
+                if is_written:
+                    self._copies.append((tensor.detach(), memory))
+            addresses.append(memory.data_ptr())
+        return addresses
+
+    def _find_joined(self, states: Sequence[LocalState]) -> None:
+        """Say where the bounds of rows that ranks share begin."""
+        count = 0
+        for row, state in zip(self.programs.rows, states, strict=True):
+            if state.column_groups:
+                row[PLACE["joined"]] = count
+                count += state.form[0]
 
     def launch(self, control: Tensor) -> None:
         """Step the states in place.
@@ -228,10 +242,9 @@ class Table:
         ``control`` holds the scalars of ``CONTROL``, float32 ``[2]`` on the device.
         """
         numbers = self.programs.numbers_on_device()
-        joined = self._joined_bounds()
-        self._call("step", numbers, control, control if joined is None else joined)
+        self._call("step", numbers, control, self._joined_bounds(control))
         for tensor, memory in self._copies:
-            tensor.copy_(memory.view(tensor.shape))
+            tensor.copy_(memory)
         # Autograd notices a weight that was written between forward and backward pass.
         torch.autograd.graph.increment_version([state.parameter for state in self._batch])
 
@@ -241,12 +254,6 @@ class Table:
         self._copies = []
         self._inputs = []
 
-    def count_ends(self) -> Tensor:
-        """Return how many elements of each state have a code at an end of its window: int64."""
-        counts = torch.zeros(len(self._batch), dtype=torch.int64, device=self.programs.device)
-        self._call("count_ends", counts)
-        return counts
-
     def _call(self, name: str, *arguments: Any) -> None:
         if self.module is None:
             function = getattr(step_cpp.functions(self.rule, self.storage), name)
@@ -255,11 +262,13 @@ class Table:
         constants = {"row": row_of(self.rule, self.storage), "BLOCK": self.module.BLOCK}
         self.programs.call(getattr(self.module, name), *arguments, **constants)
 
-    def _joined_bounds(self) -> Tensor | None:
-        """Return the new bounds of rows that ranks share, by the definition."""
+    def _joined_bounds(self, none: Tensor) -> Tensor:
+        """Return the new bounds of rows that ranks share, by the definition, or ``none``."""
+        if not self.storage.scaled:
+            return none
         shared = [state for state in self._batch if state.column_groups]
         if not shared:
-            return None
+            return none
         parts = []
         for bounds in new_bounds(shared, [self._batch[state].values for state in shared]):
             parts.append(torch.cat([bound for bound, _, _ in bounds.values()], 1))

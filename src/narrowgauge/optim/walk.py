@@ -34,7 +34,9 @@ def integers_of(values: Tensor) -> Tensor:
 
 def widened(integers: Tensor) -> Tensor:
     """Return words of stored integers: int32, of float64 int64. Upper bits may be anything."""
-    return integers if integers.dtype.itemsize >= 4 else integers.to(torch.int32)
+    if integers.dtype.itemsize < 4:
+        return integers.to(torch.int32)
+    return integers
 
 
 def word_of(values: Tensor) -> Tensor:

@@ -6,7 +6,6 @@ from the baseline's run of the same seed, and one recipe as its losses.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from html import escape
 from typing import Any, NamedTuple
@@ -63,19 +62,28 @@ def curves_of(runs: Sequence[PageRun], baseline: str | None) -> list[Curve]:
     is_compared = any(run.label != baseline for run in runs)
     curves = []
     for title, table, name in _LOSSES:
-        lines = [(run, column(run.run, table, name)) for run in runs]
+        lines = _lines(runs, table, name)
         if is_compared:
             lines = _differences(lines, baseline)
             title = f"{title} minus {baseline}"
         caption = _CAPTIONS["difference" if is_compared else "loss"]
         curves.append(_curve(title, caption, lines, SMALLEST * is_compared))
-    lines = [(run, column(run.run, "steps", "edq")) for run in runs]
-    curves.append(_curve("EDQ", _CAPTIONS["EDQ"], lines))
+    curves.append(_curve("EDQ", _CAPTIONS["EDQ"], _lines(runs, "steps", "edq")))
     return [curve for curve in curves if curve.figure["data"]]
 
 
+def _lines(runs: Sequence[PageRun], table: str, name: str) -> list[Line]:
+    lines = []
+    for run in runs:
+        lines.append((run, column(run.run, table, name)))
+    return lines
+
+
 def _differences(lines: Sequence[Line], baseline: str) -> list[Line]:
-    references = {run.seed: line for run, line in lines if run.label == baseline}
+    references = {}
+    for run, line in lines:
+        if run.label == baseline:
+            references[run.seed] = line
     differences = []
     for run, line in lines:
         reference = references.get(run.seed)
@@ -102,6 +110,7 @@ def thinned(line: Series, most: int = MOST_POINTS) -> Series:
 def _curve(title: str, caption: str, lines: Sequence[Line], least: float = 0.0) -> Curve:
     data: list[dict[str, Any]] = []
     values: list[float] = []
+    shown: set[str] = set()
     for run, line in lines:
         if len(line) < 2:
             continue
@@ -113,14 +122,15 @@ def _curve(title: str, caption: str, lines: Sequence[Line], least: float = 0.0) 
                 "type": "scatter",
                 "mode": "lines",
                 "x": points.x.tolist(),
-                "y": [None if math.isnan(y) else float(f"{y:.6g}") for y in points.y.tolist()],
+                "y": points.y.round(6).tolist(),  # NaN, a gap, becomes null in JSON
                 "name": name,
                 "legendgroup": name,
-                "showlegend": all(name != other["name"] for other in data),
+                "showlegend": name not in shown,
                 "line": {"color": colour_of(run.recipe), "width": 1.6},
                 "hovertemplate": f"step %{{x}}: %{{y:.5~g}}<extra>seed {run.seed}</extra>",
             }
         )
+        shown.add(name)
     yaxis: dict[str, Any] = {"automargin": True, "zeroline": least > 0}
     if values:
         yaxis["range"] = axis_range(values, least)

@@ -54,7 +54,9 @@ def interval_figure(comparison: Comparison) -> str:
         return ""
     ends = [1.5 * threshold]
     for pair in drawn:
-        ends += [abs(value) for value in (pair.low, pair.high, pair.mean) if math.isfinite(value)]
+        if pair.num_pairs > 1:
+            ends += [abs(pair.low), abs(pair.high)]
+        ends.append(abs(pair.mean))
     limit = 1.1 * min(max(ends), FAR * threshold)
 
     def x_of(value: float) -> float:
@@ -64,7 +66,11 @@ def interval_figure(comparison: Comparison) -> str:
     marks = []
     y = 8
     for pair in drawn:
-        low, high = (pair.mean, pair.mean) if pair.num_pairs == 1 else (pair.low, pair.high)
+        low = pair.mean
+        high = pair.mean
+        if pair.num_pairs > 1:
+            low = pair.low
+            high = pair.high
         colour = colour_of(labels.index(pair.recipe))
         texts = {"recipe": escape(pair.recipe), "words": escape(pair.text), "colour": colour}
         places = {"low": x_of(low), "mean": x_of(pair.mean), "high": x_of(high)}

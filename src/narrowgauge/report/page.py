@@ -5,7 +5,6 @@ Its tables equal the terminal's. Text of a run is escaped, so the name of a tens
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from html import escape
 from importlib import resources
@@ -63,8 +62,12 @@ def page_runs(runs: Sequence[Run]) -> list[PageRun]:
 
 def title_of(runs: Sequence[PageRun]) -> str:
     """Return the models and recipes of a page."""
-    models = [Path(str(run.run.config.get("model", "a model"))).name for run in runs]
-    return f"{told(models)} in {told(run.label for run in runs)}"
+    models = []
+    labels = []
+    for run in runs:
+        models.append(Path(str(run.run.config.get("model", "a model"))).name)
+        labels.append(run.label)
+    return f"{told(models)} in {told(labels)}"
 
 
 def _section(heading: str, *parts: str) -> str:
@@ -73,7 +76,8 @@ def _section(heading: str, *parts: str) -> str:
 
 def html_table(table: Table) -> str:
     """Return a table in a box that scrolls sideways."""
-    lines = ["".join(f"<th>{escape(title)}</th>" for title in table.heads)]
+    head = "</th><th>".join(map(escape, table.heads))
+    lines = [f"<th>{head}</th>"]
     for row in table.rows:
         line = ""
         for column in table.columns:
@@ -107,11 +111,13 @@ def learned(comparison: Comparison, runs: Sequence[Run]) -> Iterator[str]:
     """Yield a sentence on whether the models learned more than the frequencies of their tokens,
     whose loss on its validation text the trainer records.
     """
-    levels = [run.run.get("data", {}).get("unigram_loss", -math.inf) for run in runs]
+    level = 0.0
+    for run in runs:
+        level = max(level, run.run.get("data", {}).get("unigram_loss", 0.0))
     losses = [row["val_loss"] for row in comparison.rows if row["val_loss"] is not None]
-    if losses and max(levels) > 0:
+    if losses and level > 0:
         yield (
-            f"Token frequencies alone have a loss of {max(levels):.4f}; the recipes end at "
+            f"Token frequencies alone have a loss of {level:.4f}; the recipes end at "
             f"{min(losses):.4f} to {max(losses):.4f}."
         )
 

@@ -61,7 +61,9 @@ def compiled(function: Callable[..., Any], place: Literal["cpu", "gpu"] = "cpu")
     Args:
         function: pure except for writing into its arguments, without Python branches on values.
     """
-    return Compiled(function, options() if place == "gpu" else {})
+    if place == "gpu":
+        return Compiled(function, options())
+    return Compiled(function, {})
 
 
 class Compiled:
@@ -109,8 +111,10 @@ def options() -> dict[str, Any]:
 
     present = {}
     for name, value in _ON_GPU.items():
-        folder, _, option = name.rpartition(".")
-        if hasattr(getattr(config, folder, None) if folder else config, option):
+        holder: Any = config
+        for part in name.split("."):
+            holder = getattr(holder, part, None)
+        if holder is not None:
             present[name] = value
     return present
 
@@ -139,8 +143,11 @@ def _case(
     """
     case: list[Tensor | None] = []
     for seed, like in enumerate(arguments):
-        if like is None or like.numel() <= 16:
-            case.append(like if like is None else like.clone())
+        if like is None:
+            case.append(None)
+            continue
+        if like.numel() <= 16:
+            case.append(like.clone())
             continue
         order = sorted(range(like.ndim), key=like.stride, reverse=True)
         values = draw(like.dtype, [cut(like.shape[dim]) for dim in order], edges=edges, seed=seed)
@@ -149,11 +156,15 @@ def _case(
 
 
 def _cut(side: int) -> int:
-    return side if side <= 2 * SMALL_SIDE else SMALL_SIDE + side % SMALL_SIDE
+    if side > 2 * SMALL_SIDE:
+        return SMALL_SIDE + side % SMALL_SIDE
+    return side
 
 
 def place_of(arguments: Sequence[Tensor | None]) -> Literal["cpu", "gpu"]:
-    return "cpu" if all(x is None or x.is_cpu for x in arguments) else "gpu"
+    if all(x is None or x.is_cpu for x in arguments):
+        return "cpu"
+    return "gpu"
 
 
 @contextlib.contextmanager

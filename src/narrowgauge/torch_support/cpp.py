@@ -63,7 +63,9 @@ def _command(compiler: str) -> tuple[str, ...]:
     """Return the command that builds a library, without the flags that this compiler refuses."""
     command = [*shlex.split(compiler), *_FLAGS, "-march=native"]
     command += _BY_CAPABILITY.get(torch.backends.cpu.get_cpu_capability(), [])
-    threads = ["-Xclang", "-fopenmp"] if sys.platform == "darwin" else ["-fopenmp"]
+    threads = ["-fopenmp"]
+    if sys.platform == "darwin":
+        threads = ["-Xclang", "-fopenmp"]
     for optional in (threads, _TUNING):
         tried = [*command, *optional, "-fsyntax-only", "-x", "c++", os.devnull]
         if subprocess.run(tried, capture_output=True, check=False).returncode == 0:

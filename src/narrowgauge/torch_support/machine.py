@@ -137,11 +137,15 @@ def gpu_compiler_missing() -> str:
     """
     if find_spec("triton") is None:
         return "Triton is not installed, which PyTorch's wheels for CUDA bring (pip install triton)"
-    names = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang"]
+    names = ["gcc", "clang"]
+    if os.environ.get("CC"):
+        names = [os.environ["CC"]]
     if not any(map(shutil.which, names)):
         return f"no C compiler ({' or '.join(map(repr, names))}) is on PATH, with which Triton builds what launches a kernel"
     header = Path(sysconfig.get_path("include")) / "Python.h"
-    return "" if header.is_file() else f"the headers of Python are not installed ({header})"
+    if not header.is_file():
+        return f"the headers of Python are not installed ({header})"
+    return ""
 
 
 _usable = instruction_sets()

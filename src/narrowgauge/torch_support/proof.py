@@ -109,7 +109,9 @@ def language_on(device: torch.device) -> str:
     """Return the language of kernels on a device, or an empty string if there is none."""
     if runs_on(device):
         return TRITON
-    return CPP if device.type == "cpu" else ""
+    if device.type == "cpu":
+        return CPP
+    return ""
 
 
 def why_not(name: str, key: Any, device: torch.device, compare: Callable[[], bool]) -> str:
@@ -120,8 +122,9 @@ def why_not(name: str, key: Any, device: torch.device, compare: Callable[[], boo
     language = language_on(device)
     if not language:
         return f"there is no kernel for {device.type}"
-    is_compiled = device.type == "cuda" or language == CPP
-    if is_compiled and not can_compile("library" if language == CPP else "gpu"):
+    if language == CPP and not can_compile("library"):
+        return "there is no compiler"
+    if device.type == "cuda" and not can_compile("gpu"):
         return "there is no compiler"
     return prove(name, (key, device, language), language, compare)
 
@@ -150,7 +153,9 @@ def prove(name: str, key: Any, language: str, compare: Callable[[], bool]) -> st
         if is_final:
             _reasons[key] = reason
         if reason:
-            factor = "about 25 times " if language == CPP else ""
+            factor = ""
+            if language == CPP:
+                factor = "about 25 times "
             warnings.warn(
                 f"{reason}. It runs uncompiled: {factor}slower, with the same bits.", stacklevel=4
             )
