@@ -32,7 +32,7 @@ from optional_packages import absent_packages
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "disk_errors": (Path("a"),),
     "random_numbers": (0, 1, 2),
-    "threads_of": (3, False),
+    "threads_of": (True,),
     "reason_for_none": ("area", {}),
     "recorded": ({}, {}),
     "layers_told": (SimpleNamespace(layer_output=print, layer_gradients=print),),

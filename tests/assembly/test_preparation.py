@@ -109,16 +109,6 @@ def test_any_optimizer_takes_a_recipe_with_its_own_defaults_and_options_per_para
         ng.prepare(net(), "bfloat16/word", storage="exact")
 
 
-def test_tied_embeddings_have_one_state() -> None:
-    model, optimizer = ng.prepare(llama(), "bfloat16/word")
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-    members = []
-    for group in optimizer.param_groups:
-        members.extend(group["params"])
-    assert sum(p is model.lm_head.weight for p in members) == 1
-    assert len(members) == len(list(model.parameters()))
-
-
 def test_frozen_parameters_are_cut_and_left_alone() -> None:
     model = net()
     model.head.requires_grad_(False)
@@ -162,3 +152,9 @@ def test_a_refused_model_is_unchanged(wrong: dict[str, Any]) -> None:
     assert [type(module) for module in model.modules()] == kinds
     for name, p in model.named_parameters():
         assert p.dtype is torch.float32 and torch.equal(p, before[name])
+
+
+@pytest.mark.parametrize("recipe", ["float8-tensor/word", "int8-outlier-codes/word"])
+def test_the_state_of_a_prepared_model_is_the_plain_models(recipe: str) -> None:
+    """What others load has no name that they do not know."""
+    assert list(ng.prepare(net(), recipe)[0].state_dict()) == list(net().state_dict())

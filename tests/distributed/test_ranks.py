@@ -14,7 +14,7 @@ from ranks import run_ranks
 
 
 def test_a_process_on_its_own_needs_no_group() -> None:
-    assert all_ranks() == ALONE == ALONE.apart() == Ranks(0, 1)
+    assert all_ranks() == ALONE == Ranks(0, 1)
     assert ALONE.is_first and ALONE.device == torch.device("cpu")
     for ask in (ALONE.of_first, ALONE.together):
         with pytest.raises(ZeroDivisionError):
@@ -22,17 +22,17 @@ def test_a_process_on_its_own_needs_no_group() -> None:
 
 
 def ask(rank: int) -> list[object]:
-    """What two ranks ask each other, in the default group and in one of their own."""
+    """What two ranks ask each other."""
     answers: list[object] = []
-    for ranks in (all_ranks(), all_ranks().apart()):
-        assert (ranks.rank, ranks.size, ranks.is_first) == (rank, 2, rank == 0)
-        answers += [
-            ranks.gather({"rank": rank}),
-            ranks.largest(15 if rank else 0),
-            ranks.largest(-rank),
-            ranks.of_first(lambda: f"of rank {rank}"),
-            ranks.together(lambda: f"of rank {rank}"),
-        ]
+    ranks = all_ranks()
+    assert (ranks.rank, ranks.size, ranks.is_first) == (rank, 2, rank == 0)
+    answers += [
+        ranks.gather({"rank": rank}),
+        ranks.largest(15 if rank else 0),
+        ranks.largest(-rank),
+        ranks.of_first(lambda: f"of rank {rank}"),
+        ranks.together(lambda: f"of rank {rank}"),
+    ]
     return answers
 
 
@@ -48,7 +48,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 def test_ranks_learn_the_same(two_ranks: list[Any]) -> None:
     for rank, (answers, _) in enumerate(two_ranks):
         shared = [[{"rank": 0}, {"rank": 1}], 15, 0, "of rank 0", f"of rank {rank}"]
-        assert answers == shared * 2
+        assert answers == shared
 
 
 def fail(rank: int) -> list[str]:

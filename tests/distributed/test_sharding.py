@@ -26,10 +26,7 @@ from narrowgauge.errors import RecipeError
 from ranks import run_ranks
 from tensors import random_tokens
 
-RECIPES = {
-    "word": "bfloat16/word", "autocast": "bfloat16/float32", "tensors": "float8-tensor/word",
-    "rows": "int8-row/word",
-}  # fmt: skip
+RECIPES = {"word": "bfloat16/word", "autocast": "bfloat16/float32"}
 
 
 def prepared(case: str, **options: Any) -> tuple[nn.Module, ng.AdamW]:

@@ -165,48 +165,6 @@ def test_experts_of_other_code_than_products_are_refused_at_their_first_call() -
         experts(torch.ones(2, 32).bfloat16(), torch.tensor([1, 1, 0, 0]))
 
 
-class Square(nn.Module):
-    """Weights of one shape, multiplied in another order than their names', and an activation of
-    that shape.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        draw = torch.Generator().manual_seed(3)
-        self.a, self.b = (
-            nn.Parameter(torch.randn(4, 16, 16, generator=draw).bfloat16() / 4) for _ in range(2)
-        )
-
-    def between(self, x: Tensor) -> Tensor:
-        hidden = torch.bmm(x, self.b)
-        return torch.bmm(hidden, hidden.transpose(1, 2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.bmm(self.between(x), self.a)
-
-
-@pytest.mark.parametrize("is_compiled", [False, True])
-def test_a_weight_is_known_by_itself_and_not_by_its_shape(is_compiled: bool) -> None:
-    experts = Square()
-    x = torch.randn(4, 16, 16, generator=torch.Generator().manual_seed(4)).bfloat16()
-    with torch.no_grad():
-        between = experts.between(x)
-    layers = []
-    for weight in experts.a.detach():
-        layers.append(nn.Linear(16, 16, bias=False, dtype=torch.bfloat16))
-        layers[-1].weight.data.copy_(weight.t())
-    swap_linears(nn.ModuleList(layers), "float8-row")
-    swap_linears(
-        nn.ModuleDict({"experts": experts}), lambda name: "float8-row" if "a" in name[-1] else None
-    )
-    call: Any = torch.compile(experts, backend="eager") if is_compiled else experts
-    y = call(x)
-    for index, layer in enumerate(layers):
-        assert torch.equal(y[index], layer(between[index]))
-    y.float().sum().backward()
-    assert type(experts.a) is nn.Parameter and experts.a.grad.any() and experts.b.grad.any()
-
-
 CONFIG = SimpleNamespace(
     hidden_size=32, intermediate_size=48, moe_intermediate_size=48, expert_ffn_hidden_size=48,
     num_local_experts=4, n_routed_experts=4, n_shared_experts=2, zero_expert_num=0, hidden_act="silu",

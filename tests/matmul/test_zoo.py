@@ -57,11 +57,6 @@ def routers(path: str, count: int) -> list[str]:
 
 LAYOUTS: dict[str, tuple[Callable[[], nn.Module], Row]] = {
     "nanoGPT, tied": (lambda: zoo.nano_gpt(True), ("transformer.h", [], {})),
-    "nanoGPT, untied": (lambda: zoo.nano_gpt(False), ("transformer.h", [], {})),
-    "torchtitan's mixture": (
-        zoo.titan,
-        ("layers", routers("layers.{}.moe.router.gate", 4), {8: 4}),
-    ),
     "in checkpoint wrappers": (
         lambda: zoo.titan(checkpoint_wrapper),
         (
@@ -69,10 +64,6 @@ LAYOUTS: dict[str, tuple[Callable[[], nn.Module], Row]] = {
             routers("layers.{}._checkpoint_wrapped_module.moe.router.gate", 4),
             {8: 4},
         ),
-    ),
-    "a Sequential as the body": (
-        lambda: zoo.lm(body=nn.Sequential(*zoo.blocks())),
-        ("body", [], {}),
     ),
     "all in one Sequential": (
         lambda: nn.Sequential(nn.Embedding(128, 64), *zoo.blocks(), nn.Linear(64, 128)),
@@ -98,14 +89,6 @@ LAYOUTS: dict[str, tuple[Callable[[], nn.Module], Row]] = {
             layers=nn.ModuleList(zoo.mixture(zoo.Biased(), nn.Linear(64, 4)) for _ in range(2))
         ),
         ("layers", routers("layers.{}.router", 2), {4: 2}),
-    ),
-    "weights of attention for each head": (
-        lambda: zoo.lm(layers=nn.ModuleList(zoo.PerHead() for _ in range(2))),
-        ("layers", [], {}),
-    ),
-    "a mixture alone": (
-        lambda: zoo.mixture(zoo.blocks(8), nn.Linear(64, 8)),
-        ("experts", [], {}),
     ),
 }
 

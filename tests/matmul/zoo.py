@@ -111,15 +111,6 @@ class Biased(nn.Module):
         self.b1 = nn.Parameter(torch.randn(4, 1, 96))
 
 
-class PerHead(nn.Module):
-    """Weights of attention for each head: no experts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.o = (nn.Parameter(torch.randn(4, *s)) for s in ((64, 16), (16, 64)))
-        self.linear = nn.Linear(64, 64)
-
-
 def mixture(experts: nn.Module, router: nn.Module) -> nn.Module:
     block = nn.Module()
     block.experts, block.router = experts, router

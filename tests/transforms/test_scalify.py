@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +20,7 @@ from narrowgauge.assembly.preparation import prepare
 from narrowgauge.errors import RecipeError
 from narrowgauge.trainer.language_model import build, loss_sum
 from narrowgauge.transforms.scalify import Scaled, scalify
-from oracles import scalify as oracle
-from tensors import gaussian, gradients, random_tokens, relative_error, rms
+from tensors import gradients, random_tokens, relative_error, rms
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {
@@ -76,48 +73,6 @@ def distance(computed: Tensor, reference: Tensor) -> float:
     return relative_error(computed, reference)
 
 
-random = partial(gaussian, dtype=torch.float64)
-
-A = [1.0, -2.0, 0.5, 4.0, -0.25, 8.0]
-B = [2.0, 0.5, -1.0, 0.25, 4.0, -2.0]
-
-
-def pair_of(x: Tensor) -> oracle.Pair:
-    assert type(x) is Scaled
-    return oracle.pair(x.raw.flatten().tolist(), x.scale.item())
-
-
-def scaled(data: list[float], scale: float) -> Tensor:
-    return Scaled(torch.tensor(data, dtype=torch.float64).view(2, 3), scale).requires_grad_()
-
-
-@pytest.mark.parametrize("scales", [(1.0, 1.0), (2.0**-30, 2.0**-20)])
-@pytest.mark.parametrize(
-    ("operation", "rule"),
-    [
-        (torch.mul, oracle.multiply),
-        (torch.add, oracle.add),
-        (torch.sub, lambda a, b: oracle.add(a, b, -1)),
-        (lambda a, b: torch.cat([a, b]), oracle.concatenate),
-        (
-            lambda a, b: torch.cat([a, b]).sum(1),
-            lambda a, b: oracle.total(oracle.concatenate(a, b), 4),
-        ),
-        (lambda a, b: (a + b).sum(), lambda a, b: oracle.total(oracle.add(a, b), 1)),
-        (
-            lambda a, b: -a * 0.75 * b,
-            lambda a, b: oracle.multiply(oracle.multiply(a, oracle.pair([-0.75] * 6, 1.0)), b),
-        ),
-    ],
-)
-def test_arithmetic_hands_on_data_and_scale_by_its_rule(
-    operation: Callable[..., Tensor], rule: Callable[..., oracle.Pair], scales: tuple[float, float]
-) -> None:
-    computed = operation(scaled(A, scales[0]), scaled(B, scales[1]))
-    expected = rule(oracle.pair(A, scales[0]), oracle.pair(B, scales[1]))
-    assert pair_of(computed) == expected
-
-
 def test_scales_of_a_linear_layer_grow_by_the_root_of_the_number_of_terms() -> None:
     layer = nn.Linear(16, 64, bias=False, dtype=torch.float64)
     nn.init.constant_(layer.weight, 2.0**-9)
@@ -157,7 +112,7 @@ SIDES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("family", ["Mistral", "Qwen2", "Qwen3", "SmolLM3"])
+@pytest.mark.parametrize("family", ["Mistral", "Qwen3"])
 def test_norms_of_other_models_are_known(family: str) -> None:
     config = getattr(transformers, f"{family}Config")(**SIDES)
     torch.manual_seed(0)

@@ -125,7 +125,7 @@ def prepare(
     def build(named: dict[str, Tensor]) -> OptimizerT:
         return optimizer(list(named.items()), storage=policy.storage.name, seed=seed, **options)
 
-    stand_ins = {}
+    stand_ins: dict[str, Tensor] = {}
     for name, parameter in _trained(model).items():
         check_real(parameter)
         value = torch.zeros((), dtype=getattr(torch, visible), device=parameter.device)

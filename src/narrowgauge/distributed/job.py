@@ -61,17 +61,15 @@ def joined() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def threads_of(number: int | None, is_order_invariant: bool) -> Iterator[None]:
-    """Set the number of CPU threads for a block. ``None`` leaves PyTorch's choice.
-
-    An order-invariant run uses one thread, since the sums inside a matmul depend on the number of
-    threads.
+def threads_of(is_order_invariant: bool) -> Iterator[None]:
+    """Use one CPU thread in an order-invariant run, since the sums inside a matmul depend on the
+    number of threads.
     """
     import torch
 
     before = torch.get_num_threads()
-    if number is not None or is_order_invariant:
-        torch.set_num_threads(number or 1)
+    if is_order_invariant:
+        torch.set_num_threads(1)
     try:
         yield
     finally:

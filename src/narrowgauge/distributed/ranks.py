@@ -11,8 +11,7 @@ import atexit
 import functools
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from datetime import timedelta
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -29,8 +28,6 @@ class Ranks:
 
     All processes make each call, in the same order.
 
-    Args:
-        group: their process group; ``None`` for the default one.
     Example:
         >>> Ranks().gather(7), Ranks().of_first(lambda: 7), Ranks().together(lambda: 7), Ranks().largest(7)
         ([7], 7, 7, 7)
@@ -38,7 +35,6 @@ class Ranks:
 
     rank: int = 0
     size: int = 1
-    group: Any = field(default=None, repr=False)
 
     @property
     def is_first(self) -> bool:
@@ -49,7 +45,7 @@ class Ranks:
         """Return the device of small messages: the CPU, unless the group can only communicate GPU
         tensors.
         """
-        on_cpu = self.size == 1 or "gloo" in str(dist.get_backend_config(self.group))
+        on_cpu = self.size == 1 or "gloo" in str(dist.get_backend_config())
         if on_cpu:
             return torch.device("cpu")
         return torch.device("cuda", torch.cuda.current_device())
@@ -59,14 +55,14 @@ class Ranks:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
+        dist.all_gather_object(values, value)
         return values
 
     def largest(self, number: int) -> int:
         if self.size == 1:
             return number
         largest = torch.tensor(number, dtype=torch.int64, device=self.device)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         return int(largest)
 
     def of_first(self, function: Callable[[], T]) -> T:
@@ -76,7 +72,7 @@ class Ranks:
         """
         results: list[Any] = [self.together(lambda: function() if self.is_first else None)]
         if self.size > 1:
-            dist.broadcast_object_list(results, group=self.group, group_src=0)
+            dist.broadcast_object_list(results, group_src=0)
         result: T = results[0]
         return result
 
@@ -106,20 +102,6 @@ class Ranks:
         if first is not None and (theirs := failures[first]) is not None:
             raise theirs
         return results[0]
-
-    def close(self) -> None:
-        """Destroy the group that :meth:`apart` made. The default group stays."""
-        if self.group is not None:
-            dist.destroy_process_group(self.group)
-
-    def apart(self) -> Ranks:
-        """Return the same ranks in a separate process group on the CPU, with two hours for large
-        files.
-        """
-        group = None
-        if self.size > 1:
-            group = dist.new_group(backend="gloo", timeout=timedelta(hours=2))
-        return Ranks(self.rank, self.size, group)
 
 
 ALONE = Ranks()

@@ -151,7 +151,7 @@ class GradientReduction:
     def __init__(self, model: nn.Module, average: bool, mesh: Any) -> None:
         settle(model)
         self._model = inner_of(model)
-        self._ddp = None
+        self._ddp: Any = None
         if model is not self._model:
             self._ddp = model
         self._fsdp = torch_names.fsdp_groups(model)

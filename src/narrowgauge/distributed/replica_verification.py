@@ -11,7 +11,7 @@ Damage of a shard without a replica cannot be detected.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
@@ -77,14 +77,3 @@ def _part_of(owner: Any) -> tuple[int, ...]:
         if not placement.is_replicate():
             part.append(owner.device_mesh.get_local_rank(axis))
     return tuple(part)
-
-
-def unlike(of_ranks: Sequence[Mapping[str, float]]) -> set[str]:
-    """Return the names whose numbers differ between ranks, or that a rank lacks.
-
-    Example:
-        >>> sorted(unlike([{"a": 1, "b": 2, "c": 3}, {"a": 1, "b": 4}]))
-        ['b', 'c']
-    """
-    names = set[str]().union(*of_ranks)
-    return {name for name in names if len({numbers.get(name) for numbers in of_ranks}) > 1}

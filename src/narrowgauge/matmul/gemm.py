@@ -136,14 +136,9 @@ def _multiply_values(a: Tensor, b: Tensor) -> Tensor:
 def _widened(operand: Operand) -> Tensor:
     if operand.inner is not None:
         return block_values(operand)
-    if operand.data.dtype not in CODES:
-        return operand.data
-    widened: Tensor = fused(operand.data.numel(), _to_bfloat16, operand.data)
-    return widened
-
-
-def _to_bfloat16(x: Tensor) -> Tensor:
-    return x.to(torch.bfloat16)
+    if operand.data.dtype in CODES:
+        return operand.data.to(torch.bfloat16)
+    return operand.data
 
 
 def _multiply_integers(a: Tensor, b: Tensor) -> Tensor:

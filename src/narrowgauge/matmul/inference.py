@@ -70,7 +70,7 @@ def is_packed(right: Cast) -> bool:
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, bias: Tensor | None, rows: int, name: str, *stored: Tensor | None
+        ctx: Any, x: Tensor, bias: Tensor | None, rows: int, name: str, *stored: Any
     ) -> Tensor:
         ctx.save_for_backward(*stored)
         ctx.shape = shape = rows, x.shape[1]

@@ -221,7 +221,8 @@ def _works(kernel: Kernel, lhs: Cast, rhs: Cast, device: torch.device) -> bool:
                 there = [
                     operand.mapped(lambda part: part.to(device)) for operand in (first, second)
                 ]
-                values, left, right = multiply_codes(kernel, *there, Product(lhs, rhs), dtype)
+                product = Product(lhs, rhs)
+                values, left, right = multiply_codes(kernel, there[0], there[1], product, dtype)
                 # Read here: a device error is raised when its result is read.
                 result = values.cpu().double()
                 if left is not None and right is not None:

@@ -66,7 +66,8 @@ class Operand(NamedTuple):
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> Operand:
         """Return the operand with a function applied to each tensor that it has."""
-        return Operand(*[part if part is None else function(part) for part in self])
+        parts: list[Any] = [part if part is None else function(part) for part in self]
+        return Operand(*parts)
 
 
 def cast_matrix(

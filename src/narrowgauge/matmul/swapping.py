@@ -258,8 +258,8 @@ def chooser(
         chosen: Any = compute
         if callable(compute):
             chosen = compute(name)
-        if chosen is not None:
-            chosen = get_compute(chosen)
-        return chosen
+        if chosen is None:
+            return None
+        return get_compute(chosen)
 
     return choose

@@ -59,7 +59,7 @@ def train(named: Mapping[str, Any], *, is_verbose: bool = True) -> Path:
         return entry.folder
     settings = entry.settings
     is_order_invariant = parse(settings.recipe).reduction.order_invariant
-    with threads_of(None, is_order_invariant), warnings.catch_warnings():
+    with threads_of(is_order_invariant), warnings.catch_warnings():
         for notice in (RunNotice, UpdateLossWarning):
             warnings.simplefilter("ignore", notice)  # the events are printed
         warnings.filterwarnings("ignore", _ALONE)

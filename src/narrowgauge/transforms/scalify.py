@@ -349,7 +349,7 @@ class _Linear(_Ruled):
 
     def forward(self: Any, x: Tensor) -> Tensor:
         inputs, outputs = self.weight.shape
-        multiply = _multiply_conv1d
+        multiply: Any = _multiply_conv1d
         if isinstance(self, nn.Linear):
             inputs, outputs = self.in_features, self.out_features
             multiply = getattr(self, "multiply", F.linear)
@@ -464,7 +464,7 @@ def scalify(model: nn.Module, dtype: torch.dtype | None = None) -> None:
     head = None
     if hasattr(model, "get_output_embeddings"):
         head = cast(Any, model).get_output_embeddings()
-    rules: dict[nn.Module, type[_Ruled]] = {}
+    rules: dict[nn.Module, Any] = {}
     for name, module in model.named_modules():
         rule = _rule_for(module)
         # A plain head has plain inputs and outputs. A rule would only measure it.
