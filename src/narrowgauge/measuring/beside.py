@@ -84,7 +84,8 @@ def _user_line() -> tuple[str, bool]:
             return layer + line, is_backward
         if not layer and code.co_name == "forward":
             owner = frame.f_locals.get("self")
-            layer = f"{type(owner).__name__} in " if isinstance(owner, nn.Module) else ""
+            if isinstance(owner, nn.Module):
+                layer = f"{type(owner).__name__} in "
         frame = frame.f_back
     return UNKNOWN, False
 
@@ -111,7 +112,7 @@ class Operation:
         self.notes: dict[Any, Any] = {}
         self.operands = self.read = tensors_in((args, kwargs))
         self.written: list[Tensor] = []
-        self.layer = None
+        self.layer: Any = None
         self.draws = self.is_collective = False
         if not isinstance(func, torch._ops.OpOverload):
             self.layer = args[3]
@@ -199,7 +200,9 @@ class ByStorage:
 
     def get(self, x: Tensor) -> Any:
         weak, value = self._entries.get(storage_key(x), (None, None))
-        return None if weak is None or weak.expired() else value
+        if weak is None or weak.expired():
+            return None
+        return value
 
     def set(self, x: Tensor, value: Any) -> None:
         if x.layout is not torch.strided:

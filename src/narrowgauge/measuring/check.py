@@ -129,8 +129,9 @@ def _compare(
     finite = Finite(set_up.model)
     first = passes.run(passes.step, Wide(), finite)
     if first.changed:
-        is_meant = all(has_own_hooks(leaves[name]) for name in first.changed)
-        what = "steps-in-backward" if is_meant else "step-order"
+        what = "step-order"
+        if all(has_own_hooks(leaves[name]) for name in first.changed):
+            what = "steps-in-backward"
         findings.add(what, first.changed, len(first.changed))
         return {}
     add_nonfinite(first, finite, findings)
@@ -139,8 +140,8 @@ def _compare(
     add_roundings(roundings, findings, int(ranks.size == 1))  # ranks would take turns of their own
     gradients = _above_noise(first)
     all_parts = [*chain.from_iterable(ranks.gather(parts))]
-    policies = [Alone()] if ranks.size > 1 else []
-    alone = Passes(unwrapped_model(set_up.model), leaves, all_parts, loss, policies=policies)
+    model = unwrapped_model(set_up.model)
+    alone = Passes(model, leaves, all_parts, loss, policies=[Alone()])
     compare_ranks(passes, alone, first, findings)
     try:
         plain = compare_structure(passes, alone, first, findings)
@@ -161,9 +162,11 @@ def _not_compared(leaves: dict[str, Any]) -> str:
             return "a kernel adds to main_grad, where a copy has none"
         if is_sharded(p):
             return "not followed through shards; check before they are made"
-        prints[name] = fingerprint(spread(p)) if all_ranks().size > 1 else 0
+        prints[name] = fingerprint(spread(p))
     apart = unlike(prints)
-    return f"ranks hold unlike weights, such as {', '.join(apart[:2])}" if apart else ""
+    if apart:
+        return f"ranks hold unlike weights, such as {', '.join(apart[:2])}"
+    return ""
 
 
 def _above_noise(first: Pass) -> Gradients:

@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.errors import RecipeError
 from narrowgauge.measuring.beside import Beside, is_float, storage_key, tensors_in
 from narrowgauge.measuring.policies.wide import Wide
@@ -73,7 +74,7 @@ class Alone:
     """Refuse what waits for other ranks, in a pass that each process makes for itself."""
 
     def before(self, op: Any) -> None:
-        if op.is_collective:
+        if op.is_collective and all_ranks().size > 1:
             name = op.name.strip("_")
             raise NotFollowed(f"the loss calls {name} over ranks, and one process computes it")
 
@@ -269,8 +270,7 @@ def scalar(result: Any) -> Tensor:
         return result
     kind = f"a {type(result).__name__}"
     if isinstance(result, Tensor):
-        graph = "" if result.requires_grad else ", without a graph"
-        kind = f"shape {tuple(result.shape)}{graph}"
+        kind = f"shape {tuple(result.shape)}, requires_grad {result.requires_grad}"
     raise RecipeError(
         f"Cannot compare gradients because loss(model, batch) returned {kind}.",
         "Return the mean loss over the batch, a tensor of one element.",
@@ -335,8 +335,8 @@ def concatenated(parts: Sequence[Any]) -> Any:
 
 
 def _joined(first: Any, *others: Any) -> Any:
-    if isinstance(first, Tensor):
-        return torch.cat([first, *(x.to(first.device) for x in others)]) if first.ndim else first
-    if first is None or isinstance(first, (int, float, str)):
+    if isinstance(first, Tensor) and first.ndim:
+        return torch.cat([first, *(x.to(first.device) for x in others)])
+    if first is None or isinstance(first, (int, float, str, Tensor)):
         return first
     raise TypeError

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -52,13 +52,16 @@ class SetUp:
     def stepped(self) -> list[Stepped]:
         """Return every parameter of every optimizer, as often as a group names it."""
         names = {id(p): name for name, p in self.parameters.items()}
+        free = dict(self.parameters)  # what no master stands for yet
         stepped = []
         for optimizer in self.optimizers:
             for index, group in enumerate(optimizer.param_groups):
                 for place, p in enumerate(group["params"]):
-                    name = names.get(id(p)) or self.name_of_master(p)
-                    name = name or f"group {index}, parameter {place}"
-                    stepped.append(Stepped(name, p, group, optimizer))
+                    if id(p) not in names:
+                        name = name_of_master(p, free)
+                        names[id(p)] = name or f"group {index}, parameter {place}"
+                        free.pop(name, None)
+                    stepped.append(Stepped(names[id(p)], p, group, optimizer))
         return stepped
 
     @property
@@ -77,15 +80,16 @@ class SetUp:
         inside = set(map(id, self.parameters.values()))
         return {p.name: p.parameter for p in self.trained if id(p.parameter) not in inside}
 
-    def name_of_master(self, master: Tensor) -> str:
-        """Return the name of the parameter whose values a wider tensor holds; empty if of none."""
-        for name, p in self.parameters.items():
-            is_wider = master.element_size() > p.element_size() and not p.is_meta
-            if not is_wider or master.shape != p.shape or master.is_meta:
-                continue
-            if torch.equal(spread(master).to(p.dtype), spread(p)):
-                return name
-        return ""
+
+def name_of_master(master: Tensor, parameters: Mapping[str, Tensor]) -> str:
+    """Return the name of the parameter whose values a wider tensor holds; empty if of none."""
+    for name, p in parameters.items():
+        is_wider = master.element_size() > p.element_size() and not p.is_meta
+        if not is_wider or master.shape != p.shape or master.is_meta:
+            continue
+        if torch.equal(spread(master).to(p.dtype), spread(p)):
+            return name
+    return ""
 
 
 def set_up_of(model: Any, optimizer: Any) -> SetUp:
@@ -96,20 +100,19 @@ def set_up_of(model: Any, optimizer: Any) -> SetUp:
         )
     require_float64(model.parameters())
     optimizers: list[torch.optim.Optimizer] = []
-    for outer in optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]:
-        inner = outer
-        deeper = getattr(outer, "optimizer", None)
-        while isinstance(deeper, torch.optim.Optimizer) and deeper is not inner:
-            inner = deeper  # of Accelerate and Lightning
-            deeper = getattr(inner, "optimizer", None)
+    outer = optimizer
+    if not isinstance(optimizer, (list, tuple)):
+        outer = [optimizer]
+    for inner in outer:
+        while isinstance(getattr(inner, "optimizer", None), torch.optim.Optimizer):
+            inner = inner.optimizer  # of Accelerate and Lightning
         if not isinstance(inner, torch.optim.Optimizer):
             raise RecipeError(
-                f"Cannot check {type(outer).__name__} as an optimizer.",
+                f"Cannot check {type(inner).__name__} as an optimizer.",
                 "Pass the torch.optim.Optimizer that steps the model, or a list of several.",
             )
-        members: Any = getattr(inner, "optimizers", None)  # of a container such as torchtitan's
-        is_container = isinstance(members, (list, tuple)) and bool(members)
-        optimizers += members if is_container else [inner]
+        # A container such as torchtitan's has members.
+        optimizers += getattr(inner, "optimizers", None) or [inner]
     return SetUp(model, optimizers)
 
 
@@ -130,15 +133,14 @@ def set_up_readings(set_up: SetUp) -> Iterator[Reading]:
     """Yield parameters in no optimizer, listed twice, not finite or untied, and rounded buffers."""
     counts = Counter(id(stepped.parameter) for stepped in set_up.stepped)
     twice = [name for name, p in set_up.parameters.items() if counts[id(p)] > 1]
-    for what, names in (
-        ("missing-parameters", _missing(set_up)),
-        ("parameters-twice", twice),
-        ("nonfinite", _not_finite(set_up)),
-        ("rounded-buffers", _rounded_buffers(set_up.model)),
-        ("untied", _untied(set_up.model)),
+    for what, names, stage in (
+        ("missing-parameters", _missing(set_up), ""),
+        ("parameters-twice", twice, ""),
+        ("nonfinite", _not_finite(set_up), "start"),
+        ("rounded-buffers", _rounded_buffers(set_up.model), ""),
+        ("untied", _untied(set_up.model), ""),
     ):
         if names:
-            stage = "start" if what == "nonfinite" else ""
             yield measured(what, names, len(names), 0, stage=stage)
 
 

@@ -54,11 +54,13 @@ class Slope:
         self.cuts = first.wide.cuts
         finite = math.isfinite(self.value) and all(map(is_finite, self.exact.values()))
         self.is_known = finite and bool(self.exact)
-        self.hooked = [name for name, p in passes.leaves.items() if _has_hook(p)]
+        self.hooked = []
         self.names = []
         for name, p in passes.leaves.items():
-            is_compared = name in self.exact or name not in first.gradients
-            if is_compared and name not in self.hooked and is_finite(p):
+            hooks = (p._backward_hooks or {}).values()
+            if not all(isinstance(hook, OwnHook) for hook in hooks):
+                self.hooked.append(name)
+            elif is_finite(p) and (name in self.exact or name not in first.gradients):
                 self.names.append(name)
         self.disagrees = self.is_known and self.differs(self.names)
         if self.disagrees:
@@ -80,7 +82,7 @@ class Slope:
         number = list(self.passes.leaves).index(name)
         generator = torch.Generator().manual_seed(self.seed + number)
         noise = torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.device)
-        size = float(p.double().square().mean().sqrt()) if p.numel() else 0.0
+        size = float(p.double().square().mean().sqrt())
         return noise * (size or 0.02)
 
     def _loss_at(self, names: Sequence[str], step: float) -> float:
@@ -132,12 +134,6 @@ class Slope:
         return False
 
 
-def _has_hook(p: Any) -> bool:
-    """Return whether a hook of the loop's own sees the gradient of a tensor, and may change it."""
-    hooks = (p._backward_hooks or {}).values()
-    return not all(isinstance(hook, OwnHook) for hook in hooks)
-
-
 def compare_slope(passes: Passes, findings: Findings) -> None:
     """Tell where the loss does not change as its gradient says."""
     batch = concatenated(passes.parts)
@@ -146,7 +142,9 @@ def compare_slope(passes: Passes, findings: Findings) -> None:
     slope = Slope(passes, batch, True)
     if slope.disagrees:
         slope = Slope(passes, batch, False)
-    wrong = slope.last_wrong() if slope.disagrees else []
+    wrong = []
+    if slope.disagrees:
+        wrong = slope.last_wrong()
     if not slope.is_known:
         reason = "it is not finite"
         if slope.cuts:

@@ -107,7 +107,9 @@ def predict(stepped: Stepped, gradient: Tensor | None = None) -> Prediction:
     library = kind.step.__module__.partition(".")[0]
     storage, keeps_step, keeps_decay = _keeper(stepped)
     rule = _rule(stepped)
-    rates = ("lr",) if optimizer.state.get(p) else ("lr", "initial_lr", "max_lr")
+    rates = ["lr"]
+    if not optimizer.state.get(p):
+        rates += ["initial_lr", "max_lr"]
     rate = max(float(group.get(name) or 0.0) for name in rates)
     if p.dtype not in NARROW:
         return Prediction(storage, rate)
@@ -125,10 +127,17 @@ def predict(stepped: Stepped, gradient: Tensor | None = None) -> Prediction:
         reason = f"{kind.__name__} steps as far as the gradient; pass batch="
     if reason:
         return Prediction(storage, rate, reason=reason)
-    step = 1.0 if change is None else _stored_share(p, change)
-    alone = (None, None, False)
+    step = 1.0
+    if change is not None:
+        step = _stored_share(p, change)
+    alone: tuple[float | None, float | None, bool] = (None, None, False)
     if library in ROUNDS_ALONE and not (group.get("fused") or group.get("triton")):
         alone = _rounded_alone(stepped, rule, rate, keeps_step, keeps_decay)
+    if isinstance(optimizer, Optimizer):
+        row = optimizer.storage_of(p)
+        code = row.exp_avg_sq
+        if "exp_avg_sq" in dict(row.states) and code.parts == 1 and code.rounding == "nearest":
+            alone = None, _second_moment(group, 2.0 ** -(code.mantissa_bits + 1)), False
     return Prediction(storage, rate, step, *alone)
 
 
@@ -141,16 +150,25 @@ def _rounded_alone(
     group = stepped.group
     dtype = stepped.parameter.dtype
     half_gap = torch.finfo(dtype).eps / 2
-    decay = second_moment = None
+    decay = None
     shrink = rate * float(group.get("weight_decay") or 0.0)
     is_decoupled = group.get("decoupled_weight_decay") or rule[1]
     if shrink and is_decoupled and not (keeps_decay or group.get("decouple_lr")):
         decay = float(shrink >= half_gap / 2)
-    betas = group.get("betas") or ()
-    if len(betas) > 1:
-        second_moment = float(not 0 < 1 - float(betas[1]) < half_gap)
-    eps = torch.tensor(group.get("eps") or 1.0, dtype=dtype, device="cpu")
-    return decay, second_moment, not bool(eps) and not keeps_step
+    second_moment = _second_moment(group, half_gap)
+    eps = group.get("eps")
+    is_eps_zero = isinstance(eps, float) and eps > 0 and not keeps_step
+    if is_eps_zero:
+        is_eps_zero = not bool(torch.tensor(eps, dtype=dtype, device="cpu"))
+    return decay, second_moment, is_eps_zero
+
+
+def _second_moment(group: Mapping[str, Any], half_gap: float) -> float | None:
+    """Return 0 for a second moment whose decay is less than half the gap between two values."""
+    betas: Any = group.get("betas") or ()
+    if len(betas) < 2:
+        return None
+    return float(not 0 < 1 - float(betas[1]) < half_gap)
 
 
 def _keeper(stepped: Stepped) -> tuple[str, bool, bool]:
@@ -175,7 +193,9 @@ def _rule(stepped: Stepped) -> tuple[Any, bool] | None:
         name = optimizer.rule_in(stepped.group, stepped.parameter).name
     rows = [row for row in RULES if row in name]
     longest = max(rows, key=len, default="")
-    return RULES.get(longest) if all(row in longest for row in rows) else None
+    if all(row in longest for row in rows):
+        return RULES.get(longest)
+    return None
 
 
 def next_change(stepped: Stepped, size: Any, rate: float, gradient: Any) -> Tensor | None:
@@ -193,12 +213,13 @@ def next_change(stepped: Stepped, size: Any, rate: float, gradient: Any) -> Tens
             size = 0.2
     if size is None and gradient is None:
         return None
-    if size is None:
-        return -rate * spread(gradient).float()
     noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(SEED))
+    step = (size or 1.0) * noise
+    if size is None:
+        step = spread(gradient).float()
     if size == 1:
-        return -rate * noise.sign()
-    return -rate * (size * noise).clamp(-1, 1)
+        step = noise.sign()
+    return -rate * step
 
 
 def _stored_share(p: Tensor, change: Tensor) -> float:
@@ -207,7 +228,7 @@ def _stored_share(p: Tensor, change: Tensor) -> float:
         return 1.0
     weight = spread(p).float()
     stored = round_to(weight + change, dtype_name(p.dtype)).float() - weight
-    return float(update_metrics(update_sums(change, stored, stored))["edq"])
+    return round(float(update_metrics(update_sums(change, stored, stored))["edq"]), 2)
 
 
 def stored_readings(
@@ -221,21 +242,19 @@ def stored_readings(
     zero_eps = []
     for stepped in set_up.trained:
         name, p, group, optimizer = stepped
-        gradient = gradients.get(name)
-        storage, rate, *shares, is_eps_zero, reason = predict(
-            stepped, gradient_of(p) if gradient is None else gradient
-        )
         kind = type(optimizer).__name__
-        if reason:
-            unseen[f"updates by {kind}"] = reason
-        least = min((share for share in shares if share is not None), default=1.0)
-        if least < MIN_EDQ:
-            lost[name] = least if shares[0] >= MIN_EDQ else shares[0]
-        if is_eps_zero:
+        prediction = predict(stepped, gradients.get(name, gradient_of(p)))
+        if prediction.reason:
+            unseen[f"updates by {kind}"] = prediction.reason
+        shares = [share for share in prediction[2:5] if share is not None]
+        if shares and min(shares) < MIN_EDQ:
+            lost[name] = shares[0]
+            if shares[0] >= MIN_EDQ:
+                lost[name] = min(shares)
+        if prediction.is_eps_zero:
             zero_eps.append(name)
         decay = float(group.get("weight_decay") or 0.0)
-        shares[0] = None if shares[0] is None else round(shares[0], 2)
-        key = (dtype_name(p.dtype), rate, decay, kind, storage, *shares)
+        key = (dtype_name(p.dtype), prediction.rate, decay, kind, *prediction[:1], *prediction[2:5])
         groups.setdefault(key, []).append(name)
     lines += _table(groups)
     readings = []
@@ -250,9 +269,10 @@ def stored_readings(
 def _table(groups: Mapping[tuple[Any, ...], list[str]]) -> list[str]:
     """Return the lines of what trains, the least shares first."""
     rows: list[Row] = []
-    for values, names in sorted(groups.items(), key=lambda group: group[0][5] or 1.0):
+    for values, names in groups.items():
         rows.append(dict(zip(_FIELDS, (of_all(names), *values), strict=True)))
-    lines = Table(_COLUMNS, rows[:NUMBER]).plain().splitlines() if rows else []
+    rows.sort(key=lambda row: (row["step"] is None, row["step"]))
+    lines = Table(_COLUMNS, rows[:NUMBER]).plain().splitlines()
     if len(rows) > NUMBER:
         lines.append(f"and {len(rows) - NUMBER} more groups of tensors")
     return lines

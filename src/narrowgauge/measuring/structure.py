@@ -113,16 +113,11 @@ def _compare(
         f"  without roundings {equal} of {count} gradients equal the plain loss's"
     )
     answers: dict[str, tuple[float, float, list[str]]] = {}
-    for name in sorted(differing, key=lambda name: -differing[name]):
-        columns = []
-        if all(name in term for term in terms):
-            columns = [term[name].flatten() for term in terms]
-        words, factor = _answer(step[name].flatten(), exact[name].flatten(), columns)
-        numbers = (differing[name], 0.0)
-        if factor is not None:
-            numbers = (factor, 1.0)
+    for name in sorted(differing, key=differing.__getitem__, reverse=True):
+        columns = [term[name].flatten() for term in terms if name in term]
+        words, value, expected = _answer(step[name].flatten(), exact[name].flatten(), columns)
         if words:
-            answers.setdefault(words, (*numbers, []))[2].append(name)
+            answers.setdefault(words, (value, expected, []))[2].append(name)
     for words, (value, expected, members) in answers.items():
         findings.lines.append(f"  {of_all(members)}: {words}")
         what = "gradient"
@@ -133,31 +128,35 @@ def _compare(
         findings.add(what, members, value, expected)
 
 
-def _answer(a: Tensor, b: Tensor, columns: Sequence[Tensor]) -> tuple[str, float | None]:
-    """Return how a gradient is related to the right one, in words, and the factor if it is one.
+def _answer(a: Tensor, b: Tensor, columns: Sequence[Tensor]) -> tuple[str, float, float]:
+    """Return how a gradient is related to the right one, in words, its factor or its distance over the
+    length, and which is expected.
 
     Args:
         columns: the plain gradients of each micro-batch, if there are several.
     """
     factor = float(a @ b) / float(b @ b)
     if float((a - factor * b).norm()) <= SAME * abs(factor) * float(b.norm()):
-        return f"{factor:.6g} times the plain loss's", round(factor, 9)
+        return f"{factor:.6g} times the plain loss's", round(factor, 9), 1.0
+    off = float((a - b).norm() / b.norm())
     if columns and a.numel() >= 2 * len(columns):
         terms = torch.stack([*columns], 1)
         weights, of_whole = _weights(terms, a), _weights(terms, b)
         if not of_whole and float((terms.mean(1) - a).norm()) <= SAME * float(a.norm()):
-            return "", None  # a mean of losses of which the whole batch's is no sum
+            return "", off, 0.0  # a mean of losses of which the whole batch's is no sum
         if weights and of_whole and min(map(abs, of_whole)) > 1e-6:
             times = [f"{x / y:.3g}" for x, y in zip(weights, of_whole, strict=True)]
-            return f"micro-batches count {', '.join(times)} times", None
-    return "neither a multiple of the plain loss's nor of its micro-batches'", None
+            return f"micro-batches count {', '.join(times)} times", off, 0.0
+    return "neither a multiple of the plain loss's nor of its micro-batches'", off, 0.0
 
 
 def _weights(columns: Tensor, target: Tensor) -> list[float]:
     """Return the weights of columns whose sum is a target; empty if none is."""
     solution = torch.linalg.lstsq(columns, target[:, None], driver="gelsd").solution[:, 0]
     rest = float((target - columns @ solution).norm())
-    return solution.tolist() if rest <= 1e-3 * float(target.norm()) else []
+    if rest > 1e-3 * float(target.norm()):
+        return []
+    return [float(weight) for weight in solution]
 
 
 def _add_missing(passes: Passes, step: Pass, exact: Gradients, findings: Findings) -> None:

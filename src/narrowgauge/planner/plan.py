@@ -161,7 +161,9 @@ def answers(
 
 
 def _listed(value: Any) -> list[Any]:
-    """Return one value, or several, as a list."""
+    """Return one value, several, or names with commas between them as a list."""
+    if isinstance(value, str):
+        return list(filter(None, map(str.strip, value.split(","))))
     return [*value] if isinstance(value, list | tuple) else [value]
 
 
