@@ -171,20 +171,14 @@ for _name, _page, _help in (
     show_group.command(_name, help=_help)(_command)
 
 
-@show_group.command("step", short_help="The step of a storage: what runs on CPUs and GPUs.")
+@show_group.command("step", short_help="The step of a storage: what runs on CPUs.")
 @click.argument("storage")
 @click.option("--rule", default="adamw", metavar="NAME", help="The update rule.  [default: adamw]")
-@click.option(
-    "--language",
-    type=click.Choice(["cpp", "triton"]),
-    default="cpp",
-    help="Of CPUs or of GPUs.  [default: cpp]",
-)
-def show_step(storage: str, rule: str, language: str) -> None:
-    """Print the functions that step a storage: C++ for CPUs, or Triton for GPUs."""
+def show_step(storage: str, rule: str) -> None:
+    """Print the functions that step a storage on a CPU. GPUs run optim/step_triton.py."""
     from narrowgauge.optim.shown import step_text
 
-    click.echo(step_text(storage, rule, language))
+    click.echo(step_text(storage, rule))
 
 
 @show_group.command("arithmetic", short_help="This machine's sums and roundings, measured.")
@@ -247,7 +241,7 @@ def train(file: Path | None, **settings: Any) -> None:
     The same command goes on with a run that was stopped, bit for bit; --out RUN alone takes its
     settings. Several ranks are torchrun's:
 
-    torchrun --nproc-per-node 2 -m narrowgauge train --data tokens --out runs/a
+    torchrun --nproc-per-node 2 -m narrowgauge train --gradient-accumulation-steps 2 --out runs/a
     """
     from narrowgauge.trainer.settings import read_settings
 
