@@ -34,10 +34,6 @@ from narrowgauge.spec.storages import Storage
 
 LOW_BITS = ("zero", "random")
 """The values of the option ``low_bits``."""
-MOSTLY = 0.5
-"""Name a tensor with more than this fraction of its values on a grid, but not all: it came from a
-checkpoint, and was changed.
-"""
 
 
 def has_low_bits(storage: Storage) -> bool:
@@ -117,12 +113,3 @@ def num_off_grid(values: Sequence[tuple[Tensor, Tensor]]) -> list[int]:
         counts.append(count.clamp(max=(1 << 31) - 1).to(torch.int32).view(1))
     groups = [split_groups(owner) for owner, _ in values]
     return list(map(int, largest_over_ranks(counts, groups)))
-
-
-def kept_note(name: str, count: int, total: int) -> str:
-    """Tell that a tensor was not filled."""
-    return (
-        f"Did not fill the low bits of '{name}': {count:,} of its {total:,} values have low bits "
-        "of their own, as after a merge "
-        "or a resize."
-    )

@@ -253,7 +253,7 @@ class Optimizer(torch.optim.Optimizer):
             for parameter in values:
                 self.rounded.append(names[parameter])
                 storages.add(self.storage_of(parameter))
-            note = rounding_note(names, values, storages)
+            note = rounding_note(values, storages)
             warnings.warn(note, stacklevel=4)
 
     def _begin_like(self, earlier: Optimizer) -> None:
