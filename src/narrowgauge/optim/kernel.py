@@ -22,7 +22,7 @@ from narrowgauge.numerics.expansions import NearestEven
 from narrowgauge.numerics.rounding import quiet
 from narrowgauge.optim import codes
 from narrowgauge.optim.codes import Lane, Written
-from narrowgauge.optim.planes import planes_of
+from narrowgauge.optim.planes import dropped_bits, planes_of
 from narrowgauge.optim.rules.collage import collage_adamw
 from narrowgauge.optim.rules.elementwise import Rule, Scalars
 from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule
@@ -104,7 +104,7 @@ def in_expansions(inputs: Inputs) -> Written:
     """Run Collage's AdamW: each operation rounds to nearest even at the weight's precision."""
     rule, storage, lane, _, scalars, _ = inputs
     assert isinstance(rule, Rule)
-    rounding = NearestEven(codes.dropped_bits(storage.weight))
+    rounding = NearestEven(dropped_bits(storage.weight))
     # NaNs of weights and gradients may have any payload. Rounding to few bits would carry it into
     # the sign.
     high, low = map(quiet, codes.read_parts(storage, lane, "weight"))
