@@ -285,11 +285,11 @@ def compile_kernels(report: Report, quick: bool) -> bool:
     ]
     rows: list[Row] = []
     for storage in ("word",) if quick else STORAGES:
-        for rule in rules[:1] if quick or STORAGES[storage].arithmetic == "expansion" else rules:
+        for rule in rules[:1] if quick else rules:
             row = STORAGES[storage].keeping(rule.stored_states)
             if rule is MUON and row.scaled:
                 continue  # refused
-            if row.arithmetic != "float64":
+            if row.arithmetic == "float32":
                 rows += [compiled_row(rule, row, sm) for sm in architectures]
                 print(rows[-1], file=sys.stderr, flush=True)
     sizes = {"BLOCK": step_triton.BLOCK}

@@ -179,12 +179,24 @@ def test_the_examples_of_the_help_run(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "text.txt").write_text("a text. " * 400)
     log = {"log_history": [{"step": step, "loss": 2.0} for step in (1, 2)]}
     (tmp_path / "trainer_state.json").write_text(json.dumps(log))
+    (tmp_path / "run.toml").write_text(
+        'model = "llama-8b"\nchip = "H100-SXM"\nchips = 8\ntokens_per_second = 53336\n'
+    )
+    (tmp_path / "cluster.toml").write_text('chip = "H100-SXM"\nchips = 8\n')
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "num_hidden_layers": 2}')
     lines = []
-    for line in call("--help").stdout.splitlines():
-        if line.strip().startswith("narrowgauge "):
-            lines.append(line.split()[1:])
-    assert len(lines) >= 4
+    for words in ("", "plan", "plan run", "plan next", "plan scaling"):
+        for line in call(*words.split(), "--help").stdout.splitlines():
+            if line.strip().startswith("narrowgauge "):
+                lines.append(line.split()[1:])
+    assert len(lines) >= 11
     for words in lines:
         more = SHORT if words[0] in ("train", "compare") else []
         result = call(*words, *more)
         assert result.exit_code == 0, (words, result.output)
+
+
+def test_a_relative_path_of_nothing_is_no_model() -> None:
+    for name in ("./nowhere", "nowhere/there", "a--b/c", "..", ""):
+        result = call("plan", "run", "--model", name, "--chip", "H100-SXM")
+        assert (result.exit_code, result.stderr.count("\n")) == (2, 1), result.exception

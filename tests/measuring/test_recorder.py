@@ -1,246 +1,211 @@
-"""A recorded loop has the rows of the trainer's own run, computes the same bits as without, and can
-be resumed.
-"""
+"""A recorded loop has a row a step, can be resumed, and refuses what no record can hold."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import narrowgauge as ng
-from integrations.own_trainer import OwnRun, reference
+from narrowgauge.errors import NarrowgaugeError, RecipeError, RecordError
 from narrowgauge.measuring import recorder as recorder_module
 from narrowgauge.measuring.hooks import RunNotice
-from narrowgauge.runs.schema import METRICS
+from ranks import run_ranks
 
-# Of the clock, or of the trainer or the recorder alone.
-NOT_OF_BOTH = {
-    "seconds",
-    "tokens_per_second",
-    "loader_seconds",
-    "step_memory_bytes",
-    "audit_sums",
-    "kept",
-}
-
-AUDIT = list(METRICS["updates"])
-
-
-class Loop:
-    """A user's loop over the batches of a reference, which saves and loads what a user would."""
-
-    def __init__(self, run: OwnRun) -> None:
-        self.run = run
-        self.model, self.optimizer = ng.prepare(run.model(), run.recipe, **run.prepare_settings)
-
-    def take(self, steps: range, recorder: ng.RunRecorder | None) -> None:
-        for step in steps:
-            for group in self.optimizer.param_groups:
-                group["lr"] = self.run.rates[step]
-            loss = self.run.loss(self.model, self.run.batches[step])
-            loss.backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
-            if recorder is not None:
-                recorder.step(
-                    loss, tokens=self.run.settings.tokens_per_step, batch=self.run.batches[step]
-                )
-
-    def state(self) -> dict[str, Any]:
-        return {
-            "model": _copied(self.model.state_dict()),
-            "optimizer": _copied(self.optimizer.state_dict()),
-        }
-
-    def load(self, state: dict[str, Any]) -> None:
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-
-
-def _copied(state: Any) -> Any:
-    return torch.utils._pytree.tree_map(
-        lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, state
-    )
-
-
-def lasting(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{name: value for name, value in row.items() if name not in NOT_OF_BOTH} for row in rows]
-
-
-def recorded(run: OwnRun, folder: Path, **options: Any) -> Loop:
-    loop = Loop(run)
-    steps = len(run.losses)
-    options |= {
-        "recipe": run.recipe,
-        "settings": {"model": "tiny", "seed": run.settings.seed, "steps": steps},
-    }
-    with ng.RunRecorder(folder, loop.model, loop.optimizer, **options) as recorder:
-        loop.take(range(steps), recorder)
-        recorder.evaluate(run.losses[-1])
-    return loop
-
-
-def test_a_recorded_loop_has_the_rows_and_the_bits_of_the_trainer(tmp_path: Path) -> None:
-    run = reference()
-    loop = recorded(run, tmp_path / "mine", gauges_every=2)
-    record = ng.read_run(tmp_path / "mine")
-    for row, expected in zip(lasting(record.steps), lasting(run.rows), strict=True):
-        assert {name: row[name] for name in expected} == expected
-    assert all(
-        torch.equal(loop.model.state_dict()[name], tensor) for name, tensor in run.state.items()
-    )
-    assert [row["step"] for row in record.gauges] == [2, 4, 6] and "updates" in record.gauges[0]
-    assert [event["what"] for event in record.events] == ["start", "unseen", "finish"]
-    assert record.config["recipe"] == "bfloat16/word" and record.config["steps"] == 6
-    assert record.summary is not None and 8 <= record.summary["bytes_per_param"] < 8.2
-    assert record.summary["edq"] > 0.99 and record.summary["tokens"] == 6 * 128
-
-
-def test_a_killed_loop_goes_on_from_its_checkpoint_with_the_same_record(tmp_path: Path) -> None:
-    run = reference()
-    uninterrupted = recorded(run, tmp_path / "whole")
-    loop = Loop(run)
-    options: dict[str, Any] = {"recipe": run.recipe, "settings": {"model": "tiny"}}
-    recorder = ng.RunRecorder(tmp_path / "cut", loop.model, loop.optimizer, **options)
-    loop.take(range(3), recorder)
-    checkpoint = loop.state()
-    loop.take(range(3, 5), recorder)
-    recorder._writer.close()  # type: ignore[union-attr]  # the lock ends with the process
-    again = Loop(run)
-    again.load(checkpoint)
-    with ng.RunRecorder(
-        tmp_path / "cut", again.model, again.optimizer, **options, resume=True
-    ) as recorder:
-        with pytest.raises(ng.errors.RecordError, match="go_back"):
-            recorder.step(1.0)
-        recorder.go_back(3)
-        again.take(range(3, 6), recorder)
-        recorder.evaluate(run.losses[-1])
-    reference_run, resumed_run = (ng.read_run(tmp_path / name) for name in ("whole", "cut"))
-    for row, expected in zip(lasting(resumed_run.steps), lasting(reference_run.steps), strict=True):
-        # The audit's own moments begin anew.
-        assert {**row, **{name: expected.get(name) for name in AUDIT if name in row}} == expected
-    assert reference_run.summary is not None and resumed_run.summary is not None
-    for name in ("tokens", "weights_fingerprint", "val_loss", "steps"):
-        assert reference_run.summary[name] == resumed_run.summary[name], name
-    assert all(
-        torch.equal(again.model.state_dict()[n], t)
-        for n, t in uninterrupted.model.state_dict().items()
-    )
-    kinds = [event["what"] for event in resumed_run.events if event["what"] != "unseen"]
-    assert kinds == ["start", "resume", "finish"]
+LASTING = ("step", "loss", "lr", "grad_norm", "skipped", "tokens", "batch_crc", "arrived")
+"""Columns that a resume does not change."""
 
 
 def small(storage: str = "word") -> tuple[nn.Module, ng.Optimizer]:
-    return ng.prepare(nn.Linear(8, 8), f"bfloat16/{storage}", lr=1e-2, max_grad_norm=1.0)
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"lr": 1e-2, "max_grad_norm": 1.0, "audit_every": 2}
+    return ng.prepare(nn.Linear(8, 8), f"bfloat16/{storage}", **options)
 
 
 def train(
-    model: nn.Module, optimizer: Any, recorder: ng.RunRecorder, steps: int, scale: float = 1.0
+    model: nn.Module, optimizer: Any, recorder: Any, steps: range, scale: float = 1.0
 ) -> None:
-    for _ in range(steps):
-        loss = (
-            scale
-            * model(torch.ones(4, 8, dtype=next(model.parameters()).dtype)).float().square().mean()
-        )
+    dtype = next(model.parameters()).dtype
+    for step in steps:
+        batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+        loss = scale * model(batch.to(dtype)).float().square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        recorder.step(loss)
+        recorder.step(loss, tokens=4, batch=batch)
 
 
-def test_the_recipe_is_known_without_being_named_and_a_wrong_one_is_refused(tmp_path: Path) -> None:
-    model, optimizer = small("split")
-    ng.RunRecorder(tmp_path / "run", model, optimizer).close(finished=False)
-    assert ng.read_run(tmp_path / "run").config["recipe"] == "bfloat16/split"
-    with pytest.raises(ng.errors.RecipeError, match="storage is 'split'"):
-        ng.RunRecorder(tmp_path / "other", model, optimizer, recipe="bfloat16/word")
-    assert not (tmp_path / "other").exists()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recorder_module, "Gauges", lambda *_, **__: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            ng.RunRecorder(tmp_path / "other", model, optimizer, gauges_every=1)
-    ng.RunRecorder(tmp_path / "other", model, optimizer).close(
-        finished=False
-    )  # nothing was left, no lock either
-    with pytest.raises(ng.errors.RecordError, match="a run is there already"):
-        ng.RunRecorder(tmp_path / "run", model, optimizer)
+def lasting(run: Any) -> list[list[Any]]:
+    return [[row.get(name) for name in LASTING] for row in run.steps]
 
 
-def test_a_skipped_step_and_a_spike_are_events_and_warnings(tmp_path: Path) -> None:
+def test_a_killed_loop_goes_on_from_its_checkpoint_with_the_same_record(tmp_path: Path) -> None:
     model, optimizer = small()
-    with ng.RunRecorder(tmp_path / "run", model, optimizer, settings={"steps": 6}) as recorder:
-        train(model, optimizer, recorder, 25)
-        train(model, optimizer, recorder, 1, scale=float("inf"))
+    with ng.RunRecorder(tmp_path / "whole", model, optimizer, gauges_every=2) as recorder:
+        train(model, optimizer, recorder, range(6))
+        recorder.evaluate(2.5)
+    model, optimizer = small()
+    killed = ng.RunRecorder(tmp_path / "cut", model, optimizer, gauges_every=2)
+    train(model, optimizer, killed, range(3))
+    torch.save([model.state_dict(), optimizer.state_dict()], tmp_path / "checkpoint")
+    train(model, optimizer, killed, range(3, 5))
+    killed._writer.close()  # type: ignore[union-attr]  # the lock ends with the process
+    model, optimizer = small()
+    states = torch.load(tmp_path / "checkpoint")
+    model.load_state_dict(states[0])
+    optimizer.load_state_dict(states[1])
+    again = ng.RunRecorder(tmp_path / "cut", model, optimizer, gauges_every=2, resume=True)
+    with again as recorder:
+        with pytest.raises(RecordError, match="go_back"):
+            recorder.step(1.0)
+        recorder.go_back(3)
+        train(model, optimizer, recorder, range(3, 6))
+        recorder.evaluate(2.5)
+    whole, cut = (ng.read_run(tmp_path / name) for name in ("whole", "cut"))
+    assert lasting(whole) == lasting(cut) and whole.steps[-1]["tokens"] == 24
+    assert [row["step"] for row in cut.gauges] == [2, 4, 6] and "updates" in cut.gauges[0]
+    assert whole.summary is not None and cut.summary is not None
+    for name in ("tokens", "weights_fingerprint", "val_loss", "steps", "bytes_per_param"):
+        assert whole.summary[name] == cut.summary[name], name
+    assert whole.summary["edq"] > 0.99 and cut.config["recipe"] == "bfloat16/word"
+    kinds = [event["what"] for event in cut.events if event["what"] != "unseen"]
+    assert kinds == ["start", "resume", "finish"]
+
+
+def test_a_skipped_step_and_a_spike_are_rows_and_warnings(tmp_path: Path) -> None:
+    model, optimizer = small()
+    with ng.RunRecorder(tmp_path / "run", model, optimizer) as recorder:
+        train(model, optimizer, recorder, range(25))
+        train(model, optimizer, recorder, range(1), scale=math.inf)
         with pytest.warns(RunNotice, match="step 27: The loss jumped to 1e"):
             optimizer.step()
             recorder.step(1e6)
         recorder.step(1.0)  # a step that torch.amp.GradScaler left out
-    record = ng.read_run(tmp_path / "run")
-    assert [row["skipped"] for row in record.steps] == [False] * 25 + [True, False, True]
-    assert record.steps[25]["bad"] == ["bias", "weight"]
-    assert [event["step"] for event in record.events if event["what"] == "loss-spike"] == [27]
-    assert record.summary is not None and record.summary["num_skipped"] == 2
+    run = ng.read_run(tmp_path / "run")
+    assert [row["skipped"] for row in run.steps] == [False] * 25 + [True, False, True]
+    assert run.steps[25]["bad"] == ["bias", "weight"]
+    assert [event["step"] for event in run.events if event["what"] == "loss-spike"] == [27]
+    assert run.summary is not None and run.summary["num_skipped"] == 2
 
 
 def test_rows_of_gauges_have_the_steps_of_the_record(tmp_path: Path) -> None:
     model = nn.Linear(8, 8)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     with ng.RunRecorder(tmp_path / "run", model, optimizer, gauges_every=4) as recorder:
-        train(model, optimizer, recorder, 1)
+        train(model, optimizer, recorder, range(1))
         optimizer.param_groups[0]["lr"] = None  # as in transformers' Adafactor
         recorder.step(1.0)  # the loop left the optimizer's step out
         optimizer.param_groups[0]["lr"] = 1e-2
-        train(model, optimizer, recorder, 6)
-        with pytest.raises(ng.errors.NarrowgaugeError, match="'step'"):
-            recorder.step(1.0, step=9)
-    record = ng.read_run(tmp_path / "run")
-    assert [row["step"] for row in record.gauges] == [4, 8] and [
-        row["step"] for row in record.steps
-    ][-1] == 8
-    assert [row["skipped"] for row in record.steps] == [False, True] + [
-        False
-    ] * 6 and "lr" not in record.steps[1]
+        train(model, optimizer, recorder, range(6))
+    run = ng.read_run(tmp_path / "run")
+    assert [row["step"] for row in run.gauges] == [4, 8]
+    assert [row["step"] for row in run.steps] == [*range(1, 9)] and "lr" not in run.steps[1]
 
 
 def test_two_optimizers_have_one_record(tmp_path: Path) -> None:
-    """A critic that steps twice for each step of its generator."""
+    """A critic that steps twice for each step of its generator; a schedule steps before the row."""
     model = nn.ModuleDict({"critic": nn.Linear(4, 4), "generator": nn.Linear(4, 4)})
-    critic, generator = (torch.optim.SGD(part.parameters(), lr=0.1) for part in model.values())
-    generator.param_groups[0]["lr"] = 0.05
+    critic, generator = (torch.optim.SGD(part.parameters(), lr=0.5) for part in model.values())
+    schedule = torch.optim.lr_scheduler.ExponentialLR(generator, 0.5)
     watch = ng.watch(model, [critic, generator], record=tmp_path / "run")
-    for _ in range(5):
+    for step in range(4):
         for name, optimizer in (("critic", critic), ("critic", critic), ("generator", generator)):
-            model[name](torch.randn(2, 4)).square().mean().backward()
+            loss = model[name](torch.randn(2, 4)).square().mean()
+            loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert isinstance(watch, ng.RunRecorder)
-    watch.close()
-    run = ng.read_run(tmp_path / "run")
-    assert [row["lr"] for row in run.steps] == [0.05] * 5
-    assert {event.get("severity") for event in run.events} == {"note"}
-    assert run.summary is not None and run.summary["weights_fingerprint"]
-
-
-def test_a_watch_with_a_folder_writes_a_row_for_each_step(tmp_path: Path) -> None:
-    model = torch.nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    watch = ng.watch(model, optimizer, record=tmp_path / "run")
-    for step in range(4):
-        loss = model(torch.ones(2, 4)).square().mean()
-        loss.backward()
-        optimizer.step()
+        schedule.step()
         if step == 2:
             watch.step(loss)
-        schedule.step()
-        optimizer.zero_grad()
     assert isinstance(watch, ng.RunRecorder)
     watch.close()
     run = ng.read_run(tmp_path / "run")
     assert [row["lr"] for row in run.steps] == [0.5, 0.25, 0.125, 0.0625]
     assert ["loss" in row for row in run.steps] == [False, False, True, False]
+    assert {event.get("severity") for event in run.events} == {"note"}
+    assert run.summary is not None and run.summary["weights_fingerprint"]
+
+
+# ── the door ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_recipe_is_known_without_being_named_and_a_wrong_one_is_refused(tmp_path: Path) -> None:
+    model, optimizer = small("split")
+    ng.RunRecorder(tmp_path / "run", model, optimizer).close(finished=False)
+    assert ng.read_run(tmp_path / "run").config["recipe"] == "bfloat16/split"
+    with pytest.raises(RecipeError, match="storage is 'split'"):
+        ng.RunRecorder(tmp_path / "other", model, optimizer, recipe="bfloat16/word")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recorder_module, "Gauges", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            ng.RunRecorder(tmp_path / "other", model, optimizer, gauges_every=1)
+    assert not (tmp_path / "other").exists() and not model._forward_hooks
+    with pytest.raises(RecordError, match="a run is there already"):
+        ng.RunRecorder(tmp_path / "run", model, optimizer)
+
+
+COUNTS: dict[str, Callable[[Path, Any], Any]] = {
+    "gauges_every": lambda folder, n: ng.RunRecorder(folder, *small(), gauges_every=n),
+    "tokens": lambda folder, n: ng.RunRecorder(folder, *small()).step(2.5, tokens=n),
+    "step": lambda folder, n: ng.RunRecorder(folder, *small()).go_back(n),
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_what_is_no_count_is_refused(name: str, tmp_path: Path) -> None:
+    for place, number in enumerate((-1, 1.5, "5", True, math.nan)):
+        with pytest.raises(NarrowgaugeError, match=f"{name} = "):
+            COUNTS[name](tmp_path / str(place), number)
+
+
+def test_a_closed_record_refuses_and_stays(tmp_path: Path) -> None:
+    recorder = ng.RunRecorder(tmp_path / "run", *small())
+    recorder.step(3.0)
+    with pytest.raises(RecordError, match="'step'"):
+        recorder.step(1.0, step=9)
+    with pytest.raises(RecordError, match="Cannot write this row of steps"):
+        recorder.step(2.5, thing=object())
+    recorder.close()
+    before = {path: path.read_bytes() for path in (tmp_path / "run").iterdir()}
+    calls = (recorder.step, recorder.evaluate, lambda loss: recorder.event("note", "late"))
+    for call in calls:
+        with pytest.raises(RecordError, match="record is closed"):
+            call(2.5)
+    assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
+
+
+def loops(rank: int, place: Path) -> list[Any]:
+    """Train a sharded model, with and without an evaluation at the end; what rank 0 wrote."""
+    runs = []
+    mesh = init_device_mesh("cpu", (2,))
+    for has_evaluation in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)).bfloat16()
+        for module in (model[0], model):
+            fully_shard(module, mesh=mesh)
+        optimizer = ng.AdamW(model.parameters(), lr=1e-3)
+        folder = place / f"run-{has_evaluation}"
+        with ng.RunRecorder(folder, model, optimizer) as recorder:
+            train(model, optimizer, recorder, range(3))
+            if has_evaluation:
+                with torch.no_grad():
+                    recorder.evaluate(model(torch.ones(4, 8).bfloat16()).float().mean())
+        runs.append(ng.read_run(folder))
+    return runs
+
+
+def test_sharded_weights_have_one_fingerprint_and_what_is_not_followed_is_said(
+    tmp_path: Path,
+) -> None:
+    first, second = run_ranks(loops, 2, tmp_path / "ranks", tmp_path)[0]
+    assert first.summary["weights_fingerprint"] == second.summary["weights_fingerprint"]
+    assert [row["step"] for row in first.steps] == [1, 2, 3]
+    unseen = {event["tensor"] for event in first.events if event["what"] == "unseen"}
+    assert {"norms and weights over ranks", "gradients that were not cleared"} <= unseen

@@ -150,12 +150,15 @@ def test_a_set_up_that_is_right_is_clean(name: str) -> None:
 
 
 def test_masters_of_a_loops_own_stand_for_the_weights_and_have_their_names() -> None:
+    equal = nn.Sequential(nn.LayerNorm(8), nn.LayerNorm(8))
+    for model in (language_model().bfloat16(), equal.bfloat16()):
+        masters = [p.detach().float().requires_grad_() for p in model.parameters()]
+        set_up = set_up_of(model, torch.optim.AdamW(masters, lr=1e-3))
+        names = [stepped.name for stepped in set_up.stepped]
+        assert names == [name for name, _ in model.named_parameters()]
     model = language_model().bfloat16()
     masters = [p.detach().float().requires_grad_() for p in model.parameters()]
-    optimizer = torch.optim.AdamW(masters, lr=1e-3)
-    assert not whats(ng.check(model, optimizer))
-    names = [stepped.name for stepped in set_up_of(model, optimizer).stepped]
-    assert names == [name for name, _ in model.named_parameters()]
+    assert not whats(ng.check(model, torch.optim.AdamW(masters, lr=1e-3)))
 
 
 def test_a_sample_covers_every_column() -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from narrowgauge.errors import NarrowgaugeError
-from narrowgauge.planner.layouts import NAMED_LAYOUTS, Layout, read_layout
 from narrowgauge.planner.machine import cluster_of, read_cluster
 from narrowgauge.planner.plan import plan
 from narrowgauge.spec.chips import get_chip
@@ -53,11 +52,6 @@ def test_what_is_not_given_is_the_chips_or_assumed() -> None:
     # nvidia-smi lists 275,040 MiB on a B300 sold as 288 GB, and 183,359 on a B200 of 180.
     assert get_chip("B300").memory_bytes == 275_040 << 20
     assert get_chip("B200").memory_bytes == pytest.approx(183_359 << 20, rel=0.01)
-
-
-def test_a_layout_by_name_is_one_that_runs_here() -> None:
-    assert Layout(**NAMED_LAYOUTS["fsdp2"]).is_fsdp and Layout(**NAMED_LAYOUTS["ddp"]).is_fsdp
-    assert read_layout("ddp, micro_batch=4") == {**NAMED_LAYOUTS["ddp"], "micro_batch": 4}
 
 
 def test_rotary_positions_go_on_and_the_answer_says_what_train_needs() -> None:

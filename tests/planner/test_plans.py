@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +13,10 @@ from narrowgauge.cli.main import main
 from narrowgauge.errors import DataError, NarrowgaugeError, RecipeError
 from narrowgauge.planner.estimate import ERRORS
 from narrowgauge.planner.layouts import Layout
-from narrowgauge.planner.memory import KEPT, LOGITS, groups_of, layer_bytes
+from narrowgauge.planner.memory import KEPT, groups_of, layer_bytes
 from narrowgauge.planner.model import decoder
 from narrowgauge.planner.plan import plan
 from narrowgauge.planner.program import PROGRAMS
-from narrowgauge.spec.chips import CHIPS
 from planner.jobs import LLAMA, estimate
 
 EIGHT = Layout(shard=8)
@@ -46,12 +43,6 @@ def test_state_is_sharded_as_zero_says(recipe: str, width: float) -> None:
         assert groups["optimizer"] == pytest.approx(states / optimizer, rel=2e-3)
 
 
-def test_experts_are_divided_among_their_ranks_once() -> None:
-    """Expert ranks lie inside the data ranks: of eight, each holds an eighth and shards nothing."""
-    job = estimate(layout=Layout(shard=8, expert=8), model="mixtral-8x7b", recipe="bfloat16/word")
-    assert groups_of(job.memory)["weights"] == pytest.approx(2 * 46_702_792_704 / 8, rel=1e-3)
-
-
 def test_what_layers_keep_by_hand() -> None:
     """34 bytes per token and feature of a GPT's fused layer, of which two are dropout masks:
     Korthikanti et al., arXiv 2205.05198, equation 1; with a flash kernel, which saves no scores.
@@ -65,13 +56,6 @@ def test_what_layers_keep_by_hand() -> None:
         for how in ("none", "selective", "full")
     ]
     assert kept == sorted(kept, reverse=True) and kept[2] == 8 * 32 * 2 * 4096 * 4096
-
-
-@pytest.mark.parametrize(("loss", "width"), [("whole", 14), ("compiled", 4)])
-def test_logits_take_the_bytes_of_the_loss(loss: str, width: float) -> None:
-    job = estimate(f"loss={loss}", Layout(shard=8, recompute="full"), length=131_072)
-    logits = job.memory[LOGITS]
-    assert logits == pytest.approx(131_072 * 128_256 * width)
 
 
 def test_sums_of_micro_batches_take_the_bytes_of_their_format() -> None:
@@ -94,28 +78,6 @@ QWEN = decoder(
 )  # fmt: skip
 PUBLISHED = {256: (20.1, 11.5), 512: (20.4, 11.5), 1024: (21.5, 12.3), 2048: (23.8, 13.9), 4096: (29.7, 16.9)}  # fmt: skip
 """Qwen-7B, README, profiling of memory: batch 1, one A100, rank 64 (GB of LoRA and Q-LoRA)."""
-
-
-@pytest.mark.parametrize("length", PUBLISHED)
-def test_adapters_need_what_qwen_published(length: int) -> None:
-    layout = Layout(micro_batches=8, recompute="full", accumulation_dtype="bfloat16")
-    for base, error, measured in zip(
-        ("bfloat16", "nf4"), (0.11, 0.22), PUBLISHED[length], strict=True
-    ):
-        job = estimate(
-            "hf-trainer", layout, length=length, chip="A100-SXM4-80GB", model=QWEN, recipe="bfloat16/master",
-            lora=64, base=base,
-        )  # fmt: skip
-        assert job.allocated_bytes == pytest.approx(measured * 1e9, rel=error)
-
-
-def test_what_is_frozen_and_what_trains() -> None:
-    inner = [m.count * (m.in_features + m.out_features) for m in LLAMA.layer_matmuls]
-    lora = estimate(lora=8)
-    assert lora.trained_parameters == 8 * sum(inner)
-    usual = estimate(model="qwen3-30b-a3b", lora=16, base="nf4")
-    asked = estimate(model="qwen3-30b-a3b", lora=16, base="nf4", experts="nf4")
-    assert groups_of(usual.memory)["weights"] > 3 * groups_of(asked.memory)["weights"]
 
 
 def test_offloaded_parameters_leave_the_chip_and_land_on_the_host() -> None:
@@ -152,32 +114,6 @@ def test_a_percent_more_length_moves_no_end_by_three(chip: str, length: int) -> 
             assert one == pytest.approx(other, rel=0.03)
 
 
-@pytest.mark.parametrize("chip", CHIPS)
-def test_eager_is_never_faster_than_compiled_nor_compiled_than_fused(chip: str) -> None:
-    recipe = "bfloat16/word" if "bfloat16" in CHIPS[chip].peak_tflops else "float16/split"
-    rates = []
-    for kernels in ("eager", "compiled", "fused"):
-        rates.append(estimate(f"kernels={kernels}", chip=chip, recipe=recipe).tokens_per_second)
-    assert rates == sorted(rates)
-
-
-def test_more_costs_more() -> None:
-    usual = estimate(layout=EIGHT)
-    for slower in (
-        estimate(layout=replace(EIGHT, recompute="full")),
-        estimate("loss=whole", EIGHT),
-        estimate(layout=EIGHT, chip="L40S"),
-        estimate("attention=eager", EIGHT, length=32_768),
-    ):
-        assert slower.tokens_per_second < usual.tokens_per_second
-    narrow = estimate(layout=EIGHT, recipe="float8-row/word")
-    assert 1 < narrow.tokens_per_second / usual.tokens_per_second < 2
-    bubble = estimate(layout=Layout(pipeline=4, micro_batches=8)).step
-    bubbles = groups_of(bubble)["bubble"]
-    share = bubbles / (sum(bubble.values()) - bubbles)
-    assert share == pytest.approx(3 / 8, rel=0.02)
-
-
 def test_405_billion_are_planned_as_they_ran() -> None:
     """Llama 3 on 16,384 H100 reached 38 to 43 % and took 78 days (arXiv 2407.21783, table 4)."""
     best = plan(
@@ -206,12 +142,10 @@ def test_the_first_answer_of_a_chip(chip: str, first: str) -> None:
 
 
 def test_what_fits_a_node_of_forty_gigabytes() -> None:
-    """33 billion on 8 × 40 GB: 8, 7 and 6 bytes a parameter fit, 16 do not."""
-    for storage, fits in (("master", False), ("word", True), ("compact", True), ("states8", True)):
-        best = plan(
-            "llama-33b", recipes=f"bfloat16/{storage}", chip="A100-SXM4-40GB", chips=8, advise=False
-        ).best
-        assert best.fits == fits
+    """33 billion on 8 × 40 GB: 8 and 6 bytes a parameter fit, 16 do not."""
+    recipes = [f"bfloat16/{storage}" for storage in ("word", "states8", "master")]
+    jobs = plan("llama-33b", recipes=recipes, chip="A100-SXM4-40GB", chips=8).options
+    assert {job.recipe.name for job in jobs if job.fits} == {*recipes[:2]}
 
 
 def test_seven_billion_on_a_card_of_24_gigabytes() -> None:
@@ -256,24 +190,6 @@ def test_rows_and_clusters_have_one_number_of_tokens_per_step(tmp_path: Path) ->
     assert {job.tokens_per_step for job in both.options} == {1 << 22}
 
 
-@pytest.mark.parametrize("chips", [1, 3, 8, 12, 64])
-def test_the_best_fits_and_uses_every_chip(chips: int) -> None:
-    best = plan("llama-8b", recipes="bfloat16/word", chip="H200", chips=chips).best
-    assert best.fits and best.num_chips == chips
-
-
-def test_more_chips_never_turn_a_yes_into_a_no() -> None:
-    fits = []
-    for chips in (1, 2, 4, 8, 16):
-        asked: dict[str, Any] = {
-            "recipes": "bfloat16/word",
-            "chip": "A100-SXM4-40GB",
-            "chips": chips,
-        }
-        fits.append(plan("llama-33b", advise=False, **asked).best.fits)
-    assert fits == sorted(fits)
-
-
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_every_program_answers(program: str) -> None:
     chip = "TPU-v5p" if program == "maxtext" else "H100-SXM"
@@ -301,21 +217,6 @@ def test_the_host_has_an_end() -> None:
     )  # fmt: skip
     assert not answer.best.fits and answer.best.host_bytes > 12 * 405e9
     assert "its host needs" in answer.sentences()[0]
-
-
-@pytest.mark.parametrize(
-    ("recipe", "changed", "is_measured"),
-    [
-        ("bfloat16/naive", {}, True),
-        ("bfloat16/naive", {"optimizer": "lion"}, False),
-        ("int8-row/naive", {}, False),
-    ],
-)
-def test_a_loss_stands_beside_what_was_measured_alone(
-    recipe: str, changed: dict[str, Any], is_measured: bool
-) -> None:
-    best = plan("llama-1m", recipes=recipe, chip="H100-SXM", **changed).best
-    assert (best.measured_loss is not None) == is_measured
 
 
 def test_a_chip_without_a_format_is_named() -> None:
@@ -401,7 +302,7 @@ def test_a_run_is_read_from_a_file_and_a_log(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "53,336 tokens/s measured" in result.output and "16 × H100" in result.output
     for text, says in (
-        ('model = "llama-8b"\nlog = "log.csv"\n', "does not say its chip"),
+        ('model = "llama-8b"\nlog = "log.csv"\n', "no machine"),
         ('model = "llama-8b"\nchip = "T4"\ntokens_per_second = 1e9\n', "more than the peak"),
     ):
         file.write_text(text)
@@ -409,7 +310,11 @@ def test_a_run_is_read_from_a_file_and_a_log(tmp_path: Path) -> None:
         assert result.exit_code == 2 and says in result.output
 
 
-def test_a_next_run_that_no_layout_takes_is_refused() -> None:
+def test_a_next_run_that_no_layout_takes_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('chip = "H100-SXM"\nchips = 8\n')
+    mine = ng.MeasuredRun("llama-8b", cluster=str(file), tokens_per_second=53_336)
+    assert mine.next().job.tokens_per_step == mine.job.tokens_per_step
     run = ng.MeasuredRun(**TITAN)
     with pytest.raises(NarrowgaugeError, match="at once"):
         run.next(chips=64, tokens_per_step=8192, layout="fsdp2")
@@ -417,16 +322,3 @@ def test_a_next_run_that_no_layout_takes_is_refused() -> None:
         run.next(layout="tensr=2")
     with pytest.raises(DataError):
         ng.MeasuredRun(**{**TITAN, "tokens_per_second": 1e9})
-
-
-def test_every_interval_holds_its_plan() -> None:
-    for what, kind in itertools.product(("speed", "memory"), ("dense", "mixture")):
-        low, high = ERRORS[what][kind]["ends"]
-        assert low < 1 < high and ERRORS[what][kind]["runs"] > 0
-
-
-def test_a_run_on_a_cluster_of_a_file(tmp_path: Path) -> None:
-    file = tmp_path / "mine.toml"
-    file.write_text('chip = "H100-SXM"\nchips = 8\n')
-    run = ng.MeasuredRun("llama-8b", cluster=str(file), tokens_per_second=53_336)
-    assert run.next(sequence_length=8192).job.tokens_per_step == run.job.tokens_per_step

@@ -4,17 +4,17 @@ and what rows promise.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
 
 import expectations
 from narrowgauge.errors import RecipeError
-from narrowgauge.spec.computes import COMPUTES, SLOTS, TENSORS, Cast, Compute, Product
-from narrowgauge.spec.kernels import needs_kernel
+from narrowgauge.spec.computes import COMPUTES, SLOTS, TENSORS, Cast, Product
 from tables import exhaustive
 
 every_row = exhaustive("row", COMPUTES.values())
@@ -41,18 +41,6 @@ def test_every_row_keeps_and_reuses_what_its_scales_allow() -> None:
         )
 
 
-@every_row
-def test_only_gradients_are_rounded_stochastically(row: Compute) -> None:
-    """Weights and activations are rounded to the nearest, so that evaluation and recomputation give
-    the same bits.
-    """
-    gradients = {"grad_input.left", "grad_weight.left"}
-    assert {place for place, cast in row.casts.items() if cast.rounding == "stochastic"} in (
-        set(),
-        gradients,
-    )
-
-
 def test_a_compute_of_ones_own_names_a_wide_dtype() -> None:
     with pytest.raises(RecipeError, match="'mine' of dtype 'float8_e4m3fn'"):
         replace(COMPUTES["float8-row"], name="mine", dtype="float8_e4m3fn")
@@ -70,46 +58,45 @@ def test_bits_of_a_value_have_its_share_of_a_scale() -> None:
 _MX = Cast("float8_e4m3fn", "1x32", "float8_e8m0fnu")
 
 
-def _with_word(field: str) -> None:
-    word: Any = {field: "bfloat16"}
-    replace(_MX, **word)
+def test_378_casts_of_45360_go_together() -> None:
+    """Each of them multiplies (tests/matmul/test_linear.py); all others are refused."""
+    formats = (
+        "bfloat16",
+        "float32",
+        "float64",
+        "tfloat32",
+        "float8_e4m3fn",
+        "int8",
+        "float4_e2m1fn",
+        "float8_e8m0fnu",
+    )
+    blocks = ("none", "tensor", "row", "column", "1x32", "3x5", "x")
+    scales = ("float32", "power-of-two", "float8_e8m0fnu", "float8_e4m3fn", "bad")
+    words: list[Any] = [formats, blocks, scales]
+    words += [("nearest", "stochastic", "bad"), ("up", "floor", "bad"), ("current", "static", "bad"),
+              ("none", "hadamard", "bad"), (0.0, 6.0)]  # fmt: skip
+    accepted = 0
+    for fields in itertools.product(*words):
+        with contextlib.suppress(RecipeError):
+            accepted += isinstance(Cast(*fields), Cast)
+    assert accepted == 378
+    for outliers in (-1.0, math.inf, math.nan):
+        with pytest.raises(RecipeError, match="Cannot make a cast"):
+            Cast("int8", "row", outliers=outliers)
 
 
+_INT8 = COMPUTES["int8-row"]
+_OUTLIERS = COMPUTES["int8-outlier-codes"].output
 REFUSED = {
-    "a block of another shape": lambda: Cast("int8", "3x5"),
-    "8 bits without a scale": lambda: Cast("float8_e4m3fn"),
-    "16 bits with one": lambda: Cast("bfloat16", "row"),
-    "a scale as values": lambda: Cast("float8_e8m0fnu", "row"),
-    "stochastic, wide": lambda: Cast("bfloat16", rounding="stochastic"),
-    "two levels of a row": lambda: Cast("float8_e4m3fn", "row", "float8_e4m3fn"),
-    "a static block": lambda: Cast("float8_e4m3fn", "1x32", scaling="static"),
-    "a float32 that is rounded down": lambda: Cast("int8", "1x32", scale_rounding="floor"),
-    "outliers of blocks": lambda: Cast("int8", "1x32", outliers=6.0),
-    "an infinite outlier": lambda: Cast("int8", "row", outliers=math.inf),
-    "a negative outlier": lambda: Cast("int8", "row", outliers=-1.0),
     "one rotated operand": lambda: Product(_MX, replace(_MX, rotation="hadamard")),
     "an unknown accumulation": lambda: Product(_MX, _MX, "bfloat16"),  # type: ignore[arg-type]
-    **{
-        f"an unknown {name}": partial(_with_word, name)
-        for name in ("scale", "rounding", "scale_rounding", "scaling", "rotation")
-    },
     "a left column": lambda: Product(Cast("int8", "column"), Cast("int8", "row")),
-    "outliers of a gradient": lambda: replace(
-        COMPUTES["int8-row"], name="mine", grad_input=COMPUTES["int8-outlier-codes"].output
-    ),
-    "an input that rounds stochastically": lambda: replace(
-        COMPUTES["int8-row"], name="mine", output=COMPUTES["int8-row"].grad_input
-    ),
-    "a weight that rounds stochastically": lambda: replace(
-        COMPUTES["int8-row"], name="mine", grad_input=Product(
-            COMPUTES["int8-row"].grad_input.left, replace(COMPUTES["int8-row"].grad_input.left, granularity="row")
-        )
-    ),
+    "outliers of a gradient": lambda: replace(_INT8, name="mine", grad_input=_OUTLIERS),
+    "an input that rounds stochastically": lambda: replace(_INT8, output=_INT8.grad_input),
     "outliers beside blocks": lambda: replace(
-        COMPUTES["int8-outlier-codes"], name="mine", output=Product(_OUTLIERS, Cast("int8", "1x32"))
+        _INT8, output=Product(_OUTLIERS.left, Cast("int8", "1x32"))
     ),
-}  # fmt: skip
-_OUTLIERS = COMPUTES["int8-outlier-codes"].output.left
+}
 
 
 @exhaustive("name", REFUSED)
@@ -133,20 +120,6 @@ def test_codes_beside_outlier_columns_serve_no_other_matmul() -> None:
         assert row.serves(column) == (not outliers)
 
 
-def test_only_narrow_floats_need_a_row_of_the_kernels() -> None:
-    needed = set()
-    for name, row in COMPUTES.items():
-        if any(map(needs_kernel, row.products.values())):
-            needed.add(name)
-    assert {"float8-row", "mxfp8", "nvfp4"} <= needed
-    assert not needed & {
-        "float32",
-        "bfloat16",
-        "float16",
-        "int8-row",
-    }
-
-
 def test_a_backward_pass_is_of_the_same_codes_or_of_the_values() -> None:
     for compute in COMPUTES.values():
         wide = compute.with_backward("wide")
@@ -164,9 +137,3 @@ def test_a_backward_pass_is_of_the_same_codes_or_of_the_values() -> None:
         ):  # fmt: skip
             assert product.left == Cast(compute.dtype)
             assert replace(product.right, granularity=cast.granularity) == cast
-
-
-@pytest.mark.parametrize("granularity", ["1x0", "x", "1x", "01x4", "1x2x4", "1x48", "rows"])
-def test_what_is_no_block_is_refused(granularity: str) -> None:
-    with pytest.raises(RecipeError, match="a block such as 1x32"):
-        Cast("int4", granularity)

@@ -5,13 +5,6 @@ from __future__ import annotations
 from narrowgauge.spec import notation, show
 
 
-def test_recipe_rows_parse_back_and_carry_the_words_figures() -> None:
-    for row in show.table("recipes").rows:
-        recipe = notation.parse(row["name"])
-        assert recipe.name == row["name"]
-        assert recipe.bytes_per_param == row["bytes_per_param"]
-
-
 def test_parts_of_a_recipe_sum_to_its_bytes() -> None:
     for name in notation.representative_names():
         detail = show.page_recipe(name)[0][0]

@@ -43,7 +43,6 @@ json_list = click.option("--json", "as_json", is_flag=True, help="Print a JSON l
 
 RECIPE = Parsed(notation.parse)
 RECIPES = Parsed(notation.parse_names)
-RECIPES_OR_ALL = Parsed(lambda text: "all" if text.strip() == "all" else notation.parse_names(text))
 _METAVARS = {str: "TEXT", int: "N", float: "X"}
 """The name of a setting's type in the help."""
 

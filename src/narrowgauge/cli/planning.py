@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,40 +11,26 @@ import click
 
 from narrowgauge.cli import flags
 from narrowgauge.cli.exit_status import help_without_command
-from narrowgauge.planner.layouts import read_layout
 from narrowgauge.planner.model import PRESET_NAMES
-from narrowgauge.planner.program import FROZEN_BITS, PROGRAMS, read_program
+from narrowgauge.planner.program import FROZEN_BITS, PROGRAMS
 from narrowgauge.spec import tables
 from narrowgauge.spec.update_rules import UPDATE_RULES
 
 WIDTH = 120
 """Columns of an answer."""
-_SUFFIXES = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
-
-
-def _amount(text: str) -> float:
-    """Parse a number such as ``10e9`` or ``10B``."""
-    digits = text.strip()
-    scale = _SUFFIXES.get(digits[-1:].lower(), 1.0)
-    try:
-        return float(digits if scale == 1.0 else digits[:-1]) * scale
-    except ValueError:
-        raise click.BadParameter(f"'{text}' is not a number such as 10e9 or 10B.") from None
-
-
-AMOUNT = flags.Parsed(_amount)
+_COUNT = click.IntRange(min=1)
+_WIDTHS = click.Choice([*FROZEN_BITS])
 
 
 def _counts(text: str) -> list[int]:
     """Parse whole numbers with commas between them."""
-    parts = _names(text)
-    if not parts or not all(map(str.isdecimal, parts)):
-        raise click.BadParameter(f"'{text}' is not a list of numbers of at least 1, such as 8,16.")
-    return list(map(int, parts))
+    try:
+        return list(map(int, text.split(",")))
+    except ValueError:
+        raise click.BadParameter(f"'{text}' is not a list of numbers, such as 8,16.") from None
 
 
-def _names(text: str) -> list[str]:
-    return [name for name in map(str.strip, text.split(",")) if name]
+_COUNTS = flags.Parsed(_counts)
 
 
 @click.group(
@@ -62,12 +48,6 @@ def plan_group(context: click.Context) -> None:
     help_without_command(context)
 
 
-def _option(
-    name: str, metavar: str, help: str, read: Any = str
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    return click.option(f"--{name}", metavar=metavar, type=flags.Parsed(read), help=help)
-
-
 @plan_group.command(
     "run", short_help="What fits, how fast, on which machines.",
     epilog=f"Presets besides those of narrowgauge show models: {', '.join(PRESET_NAMES)}.",
@@ -77,35 +57,36 @@ def _option(
     help="A preset, a Hugging Face config.json, or org/name in the hub's cache.",
 )  # fmt: skip
 @click.option(
-    "--recipe", "recipes", metavar="A,B,…", type=flags.RECIPES,
-    help="Recipes.  [default: master and our own]",
-)  # fmt: skip
-@_option(
-    "chip", "A,B,…", "Chips (narrowgauge show chips), or .toml files: like = 'H100-SXM'.", _names
+    "--recipe", "--recipes", "recipes", metavar="A,B,…", help="[default: master and our own]"
 )
-@_option("chips", "N,M,…", "Numbers of chips; several are compared.  [default: 1]", _counts)
+@click.option(
+    "--chip",
+    metavar="A,B,…",
+    help="Chips (narrowgauge show chips), or .toml files: like = 'H100-SXM'.",
+)
+@click.option("--chips", metavar="N,M,…", type=_COUNTS, help="Numbers of chips.  [default: 1]")
 @click.option(
     "--cluster", metavar="FILE", multiple=True, type=click.Path(path_type=Path),
     help="A TOML file of chips, nodes and network, instead of --chip; several are compared.",
 )  # fmt: skip
+@click.option("--sequence-length", type=_COUNT, metavar="N", help="[default: 4096 at most]")
 @click.option(
-    "--sequence-length", type=click.IntRange(min=1), metavar="N", help="[default: 4096 at most]"
+    "--tokens-per-step", metavar="X", type=float, help="[default: four million, of adapters 65,536]"
 )
-@_option("tokens-per-step", "X", "[default: four million, of adapters 65,536]", _amount)
-@_option("tokens", "X", "Tokens of the whole run (300e9), for days.", _amount)
-@_option(
-    "program", "NAME,FIELD=X,…",
-    f"The training loop: {', '.join(PROGRAMS)}; fields such as loss=chunked, offload=true.", read_program,
+@click.option(
+    "--tokens", metavar="X", type=float, help="Tokens of the whole run (300e9), for days."
+)
+@click.option(
+    "--program", metavar="NAME,FIELD=X,…",
+    help=f"The training loop: {', '.join(PROGRAMS)}; fields such as loss=chunked, offload=true.",
 )  # fmt: skip
-@click.option("--lora", type=click.IntRange(min=1), metavar="R", help="Train adapters of rank R.")
-@click.option(
-    "--base", type=click.Choice([*FROZEN_BITS]), help="Format of frozen weights in layers."
-)
-@click.option("--experts", type=click.Choice([*FROZEN_BITS]), help="Format of frozen experts.")
+@click.option("--lora", type=_COUNT, metavar="R", help="Train adapters of rank R.")
+@click.option("--base", type=_WIDTHS, help="Format of frozen weights in layers.")
+@click.option("--experts", type=_WIDTHS, help="Format of frozen experts.")
 @click.option("--rule", "optimizer", type=click.Choice([*UPDATE_RULES]), help="[default: adamw]")
-@_option(
-    "layout", "FIELD=N,…",
-    "Values of data, shard, zero, tensor, pipeline, …; fsdp2 (what train runs); ddp.  [default: all]", read_layout,
+@click.option(
+    "--layout", metavar="FIELD=N,…",
+    help="Values of data, shard, zero, tensor, pipeline, …; fsdp2 (what train runs); ddp.  [default: all]",
 )  # fmt: skip
 @click.option("--explain", is_flag=True, help="Print every term of the best option.")
 @flags.json_object
@@ -150,19 +131,20 @@ def next_command(run: Path, changes: tuple[str, ...], as_json: bool) -> None:
 
 @plan_group.command("scaling", short_help="What keeps more chips from saving time.")
 @click.argument("measured", metavar="N:TIME,…")
-@_option("at", "N,M,…", "Numbers of chips to say the time for.", _counts)
+@click.option("--at", metavar="N,M,…", type=_COUNTS, help="Numbers of chips to say the time for.")
 @flags.json_object
 def scaling_command(measured: str, at: list[int] | None, as_json: bool) -> None:
     """Say what does not scale, from measured times of one job on several numbers of chips.
 
     narrowgauge plan scaling 128:10d,256:7d --at 512,1024
     """
-    from narrowgauge.planner.scaling import read_points, scaling_row, tables_of
+    from narrowgauge.planner.scaling import read_points, scaling_row
 
     row = scaling_row(read_points(measured), at or ())
     if not as_json:
         _write_lines([*row["sentences"], ""])
-    _show(row, tables_of(row), (), as_json)
+    parts = [tables.table_of(row["predictions"], "Other numbers of chips", hidden=("seconds",))]
+    _show(row, parts, (), as_json)
 
 
 def _show(row: Any, parts: list[tables.Table], sentences: Sequence[str], as_json: bool) -> None:

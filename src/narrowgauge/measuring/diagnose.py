@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 from narrowgauge.measuring.columns import rows_of
 from narrowgauge.measuring.kinds import KINDS
@@ -108,14 +108,6 @@ class Diagnosis(Readings):
         for note in self.notes:
             lines.append(f"Not recorded: {note}.")
         return "\n".join(lines)
-
-
-@overload
-def diagnose(run: str | Path | Run) -> Diagnosis: ...
-
-
-@overload
-def diagnose(run: str | Path | Run, other: str | Path | Run) -> TwoRuns: ...
 
 
 def diagnose(run: str | Path | Run, other: str | Path | Run | None = None) -> Diagnosis | TwoRuns:

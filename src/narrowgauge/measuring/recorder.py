@@ -6,7 +6,6 @@ only the rows. Nothing of the recorder belongs in a checkpoint.
 
 from __future__ import annotations
 
-import shutil
 import time
 import warnings
 from collections.abc import Callable, Collection, Mapping
@@ -35,7 +34,6 @@ from narrowgauge.measuring.watch import SEEN_AT, Watch, show
 from narrowgauge.optim.audit import (
     MOST_AT_END,
     Alarm,
-    unwrapped,
 )
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.finding import counted
@@ -139,55 +137,50 @@ class RunRecorder:
     ) -> None:
         require_number("gauges_every", gauges_every, 0, _MOST, is_whole=True)
         require_number("fingerprints_every", fingerprints_every, 0, _MOST, is_whole=True)
+        self.folder = Path(folder)
         self._here = all_ranks()
         self._on_row = on_row
         self._writer: RunWriter | None = None
-        self._undo = ExitStack()
+        self._gauges: Gauges | None = None
         with ExitStack() as undo:
-            undo.callback(self._undo.close)
-            optimizer = (
-                [*map(unwrapped, optimizer)] if _is_list(optimizer) else unwrapped(optimizer)
-            )
+            self._undo = undo
             self._watch = Watch(
                 model, optimizer, called=called, max_grad_norm=max_grad_norm, ignore=ignore,
                 listen=self._write,
             )  # fmt: skip
             hub = self._watch.hub
-            self._undo.callback(hub.undo.close)
-            self._undo.callback(self._watch.meter.end)
+            undo.callback(hub.undo.close)
+            undo.callback(self._watch.meter.end)
             self.model = hub.model
             self.optimizer = hub.optimizers[-1]
             self.recipe = _recipe_in_use(model, self.optimizer) if recipe is None else parse(recipe)
             _require_fit(self.recipe, self.optimizer)
-            content = describe_run(self.model, self.optimizer, self.recipe, settings or {})
-            content |= {"watch": {"ignore": list(ignore)}, **dict(tables or {})}
-            earlier = self._here.of_first(lambda: self._open(Path(folder), content, resume))
-            self.folder = Path(folder)
-            if earlier is None and self._here.is_first:
-                undo.callback(shutil.rmtree, self.folder, ignore_errors=True)
-            hub.say = self._note
-            self._watch.laws = Laws(ignore, say=self._note)
+            self._certificate = Certificate(model, self.optimizer)
             self._prints = Fingerprints(hub, fingerprints_every)
-            self._undo.callback(self._prints.end)
-            self._gauges: Gauges | None = None
+            undo.callback(self._prints.end)
             if gauges_every:
                 self._gauges = Gauges(hub, self.optimizer, gauges_every, self._write_gauges)
-                self._undo.callback(self._gauges.end)
+                undo.callback(self._gauges.end)
+            content = describe_run(self.model, self.optimizer, self.recipe, settings or {})
+            content |= {"watch": {"ignore": list(ignore)}, **dict(tables or {})}
+            earlier = self._here.of_first(lambda: self._open(content, resume))
+            hub.say = self._note
+            self._watch.laws = Laws(ignore, say=self._note)
             if isinstance(self.optimizer, Optimizer):
                 self._hear(self.optimizer)
-            self._certificate = Certificate(model, self.optimizer)
             self._begin(content, earlier, settings or {})
-            undo.pop_all()
+            self._undo = undo.pop_all()
 
-    def _open(self, folder: Path, content: Row, resume: bool) -> Run | None:
+    def _open(self, content: Row, resume: bool) -> Run | None:
         """Open the folder on rank 0, and return the run that it holds, if this one goes on with it."""
-        if resume and is_run(folder):
-            self._writer = RunWriter.open(folder)
-            self._undo.callback(self._writer.close)
-            return read_run(folder)
-        self._writer = RunWriter.create(folder, content)
+        earlier = None
+        if resume and is_run(self.folder):
+            self._writer = RunWriter.open(self.folder)
+            earlier = read_run(self.folder)
+        else:
+            self._writer = RunWriter.create(self.folder, content)
         self._undo.callback(self._writer.close)
-        return None
+        return earlier
 
     def _hear(self, optimizer: Optimizer) -> None:
         """Log the alarms of an optimizer's audit, in addition to its user's callback."""
@@ -498,10 +491,6 @@ def _reading_of(alarm: Alarm, step: int) -> Reading:
     if updates.at_end > MOST_AT_END:
         return measured("range-end", alarm.tensor, updates.at_end, step=step)
     return measured("lost-updates", alarm.tensor, updates.edq, 1.0, step=step)
-
-
-def _is_list(optimizer: Any) -> bool:
-    return isinstance(optimizer, (list, tuple))
 
 
 def _recipe_in_use(model: nn.Module, optimizer: torch.optim.Optimizer) -> Recipe | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -52,13 +52,16 @@ class SetUp:
     def stepped(self) -> list[Stepped]:
         """Return every parameter of every optimizer, as often as a group names it."""
         names = {id(p): name for name, p in self.parameters.items()}
+        free = dict(self.parameters)  # what no master stands for yet
         stepped = []
         for optimizer in self.optimizers:
             for index, group in enumerate(optimizer.param_groups):
                 for place, p in enumerate(group["params"]):
-                    name = names.get(id(p)) or self.name_of_master(p)
-                    name = name or f"group {index}, parameter {place}"
-                    stepped.append(Stepped(name, p, group, optimizer))
+                    if id(p) not in names:
+                        name = name_of_master(p, free)
+                        names[id(p)] = name or f"group {index}, parameter {place}"
+                        free.pop(name, None)
+                    stepped.append(Stepped(names[id(p)], p, group, optimizer))
         return stepped
 
     @property
@@ -77,15 +80,16 @@ class SetUp:
         inside = set(map(id, self.parameters.values()))
         return {p.name: p.parameter for p in self.trained if id(p.parameter) not in inside}
 
-    def name_of_master(self, master: Tensor) -> str:
-        """Return the name of the parameter whose values a wider tensor holds; empty if of none."""
-        for name, p in self.parameters.items():
-            is_wider = master.element_size() > p.element_size() and not p.is_meta
-            if not is_wider or master.shape != p.shape or master.is_meta:
-                continue
-            if torch.equal(spread(master).to(p.dtype), spread(p)):
-                return name
-        return ""
+
+def name_of_master(master: Tensor, parameters: Mapping[str, Tensor]) -> str:
+    """Return the name of the parameter whose values a wider tensor holds; empty if of none."""
+    for name, p in parameters.items():
+        is_wider = master.element_size() > p.element_size() and not p.is_meta
+        if not is_wider or master.shape != p.shape or master.is_meta:
+            continue
+        if torch.equal(spread(master).to(p.dtype), spread(p)):
+            return name
+    return ""
 
 
 def set_up_of(model: Any, optimizer: Any) -> SetUp:

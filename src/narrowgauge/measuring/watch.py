@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from narrowgauge.distributed.ranks import all_ranks
@@ -93,7 +94,7 @@ class Watch:
                 audited += windows.get(p, ())
             share = self.meter.shares.get(number)
             if audited:
-                meant, stored = sum(audited).tolist()[:2]
+                meant, stored = torch.stack(audited).sum(0).tolist()[:2]
                 share = stored / meant if meant else None
             if isinstance(group.get("lr"), (int, float)):
                 numbers[f"lr/group{number}"] = float(group["lr"])

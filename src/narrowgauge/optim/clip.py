@@ -79,9 +79,9 @@ class StepControl:
             grad_scale, found_inf: the loss scale of a ``torch.amp.GradScaler``, and not 0 if it
                 found a gradient that is not finite; 0-d.
         """
+        needs_norm = max_norm is not None or skip_above < math.inf
         if max_norm is None:
             max_norm = math.inf
-        needs_norm = min(max_norm, skip_above) < math.inf
         device = local_of(gradients[0]).device
         values = [1.0, 0.0, max_norm, skip_above]
         limits = to_device(torch.tensor(values, dtype=torch.float32, device="cpu"), device)

@@ -1,7 +1,7 @@
 """Saved states, in and out.
 
 A state of the same storage and rule is loaded bit for bit, by :func:`loaded_state`. The moments of
-torch's Adam, AdamW and SGD are rounded once, by :func:`load_torch_state`. :func:`to_torch_state`
+torch's Adam and AdamW are rounded once, by :func:`load_torch_state`. :func:`to_torch_state`
 and :func:`full_weights` give states and weights back to torch; a state of another storage goes that
 way.
 """
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 Entry = Mapping[str, Any]
 OPTIONS = ("lr", "betas", "eps", "weight_decay")
-_ADVICE = "Give the state of torch's SGD, Adam or AdamW, in plain tensors."
+_ADVICE = "Give the state of torch's Adam or AdamW, in plain tensors."
 
 
 # ── bit for bit ───────────────────────────────────────────────────────────────────────────────────
@@ -96,7 +96,7 @@ def saved_states(
 
 
 def load_torch_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Load moments and options of torch's Adam, AdamW or SGD. Weights stay as they are stored.
+    """Load moments and options of torch's Adam or AdamW. Weights stay as they are stored.
 
     This is ``load_state_dict`` of such a state. A refused one changes nothing.
     """
@@ -120,7 +120,7 @@ def load_torch_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         for parameter, key in zip(ours["params"], theirs["params"], strict=True):
             entry = state["state"].get(key) or {}
             num_entries += bool(entry)
-            if entry and entry.get("momentum_buffer", 0) is not None:  # not plain SGD
+            if entry:
                 states[parameter] = _read_entry(parameter, names[parameter], entry)
                 weights[parameter] = optimizer.stored(parameter)
     if state["state"] and not num_entries:
@@ -152,21 +152,11 @@ def _check_group(optimizer: Optimizer, ours: Entry, theirs: Entry) -> None:
 
 
 def _read_entry(parameter: Tensor, name: str, entry: Entry) -> dict[str, Tensor | int]:
-    """Read a state of ``torch.optim``. SGD counts no steps: any but the first is like another."""
-    kinds: tuple[str, ...] = ("step", *STATE_NAMES)
-    if "momentum_buffer" in entry:
-        entry = {"step": 1, **entry}
-        kinds = ("step", "momentum_buffer")
-    strange = sorted(set(entry) - set(kinds))
-    if strange:
-        raise DataError(f"The state of '{name}' contains '{strange[0]}'.", _ADVICE)
-    states: dict[str, Tensor | int] = {}
-    for kind in kinds:
-        if kind not in entry:
-            raise DataError(f"The state of '{name}' lacks '{kind}'.", _ADVICE)
-        if kind == "step":
-            states[kind] = int(entry[kind])
-            continue
+    """Read a state of torch's Adam."""
+    if set(entry) != {"step", *STATE_NAMES}:
+        raise DataError(f"The state of '{name}' is of {', '.join(sorted(entry))}.", _ADVICE)
+    states: dict[str, Tensor | int] = {"step": int(entry["step"])}
+    for kind in STATE_NAMES:
         moment = entry[kind]
         if type(local_of(moment)) not in (Tensor, nn.Parameter):
             raise DataError(f"The state of '{name}' is packed as {type(moment).__name__}.", _ADVICE)

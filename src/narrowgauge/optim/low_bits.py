@@ -34,10 +34,6 @@ from narrowgauge.spec.storages import Storage
 
 LOW_BITS = ("zero", "random")
 """The values of the option ``low_bits``."""
-MOSTLY = 0.5
-"""Name a tensor with more than this fraction of its values on a grid, but not all: it came from a
-checkpoint, and was changed.
-"""
 
 
 def has_low_bits(storage: Storage) -> bool:
@@ -107,24 +103,13 @@ def _varying(owners: Sequence[Tensor]) -> list[Tensor]:
     return list(varying)
 
 
-def num_off_grid(values: Sequence[tuple[Tensor, Tensor]], visible: str) -> list[int]:
+def num_off_grid(values: Sequence[tuple[Tensor, Tensor]]) -> list[int]:
     """Return how many elements of each tensor have low bits, over all ranks: of ``(owner, this
     rank's values)``.
     """
-    dtype = getattr(torch, visible)
     counts = []
-    groups = []
     for owner, value in values:
-        count = (value.to(dtype).to(value.dtype) != value).sum()
+        count = (value.to(owner.dtype).to(value.dtype) != value).sum()
         counts.append(count.clamp(max=(1 << 31) - 1).to(torch.int32).view(1))
-        groups.append(split_groups(owner))
+    groups = [split_groups(owner) for owner, _ in values]
     return list(map(int, largest_over_ranks(counts, groups)))
-
-
-def kept_note(name: str, count: int, total: int) -> str:
-    """Tell that a tensor was not filled."""
-    return (
-        f"Did not fill the low bits of '{name}': {count:,} of its {total:,} values have low bits "
-        "of their own, as after a merge "
-        "or a resize."
-    )

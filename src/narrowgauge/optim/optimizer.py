@@ -253,7 +253,7 @@ class Optimizer(torch.optim.Optimizer):
             for parameter in values:
                 self.rounded.append(names[parameter])
                 storages.add(self.storage_of(parameter))
-            note = rounding_note(names, values, storages)
+            note = rounding_note(values, storages)
             warnings.warn(note, stacklevel=4)
 
     def _begin_like(self, earlier: Optimizer) -> None:
@@ -455,18 +455,9 @@ class Optimizer(torch.optim.Optimizer):
         """Return the parameters whose values all lie on the grid of their format: of these low bits
         are not known.
         """
-        result = []
-        by_dtype: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
-        for parameter in parameters:
-            if parameter.dtype is not torch.float32:
-                pair = parameter, local_of(values[parameter])
-                by_dtype.setdefault(parameter.dtype, []).append(pair)
-        for dtype, pairs in by_dtype.items():
-            counts = num_off_grid(pairs, dtype_name(dtype))
-            for (parameter, _), count in zip(pairs, counts, strict=True):
-                if not count:
-                    result.append(parameter)
-        return result
+        narrow = [p for p in parameters if p.dtype is not torch.float32]
+        counts = num_off_grid([(p, local_of(values[p])) for p in narrow])
+        return [p for p, count in zip(narrow, counts, strict=True) if not count]
 
     def _fill(self, group: Group, parameters: Sequence[Tensor]) -> None:
         """Fill the low bits of weights whose low bits are unknown, if the group asks for it."""
@@ -483,16 +474,19 @@ class Optimizer(torch.optim.Optimizer):
         """
         group = self.group_of(parameter)
         rule = self.rule_in(group, parameter)
-        names = shapes_of_states(rule, parameter.shape, group)
-        strange = sorted({*states} - {"step", *names})
-        if strange:
-            has = ", ".join(names) or "no states"
-            raise RecipeError(f"Cannot adopt '{strange[0]}': rule '{rule.name}' has {has}.")
-        extras = extras_of(rule, parameter.shape, group)
-        shape = local_of(parameter).shape
+        shape = tuple(local_of(parameter).shape)
+        shapes = {"weight": shape}
+        for name in shapes_of_states(rule, parameter.shape, group):
+            shapes[name] = shape
+        for name, extra in extras_of(rule, parameter.shape, group).items():
+            shapes[name] = extra.shape
         for name, value in {"weight": weight, **states}.items():
-            needed = tuple(extras[name].shape if name in extras else shape)
-            if isinstance(value, Tensor) and name != "step" and local_of(value).shape != needed:
+            if name == "step":
+                continue
+            if name not in shapes:
+                has = ", ".join(list(shapes)[1:]) or "no states"
+                raise RecipeError(f"Cannot adopt '{name}': rule '{rule.name}' has {has}.")
+            if tuple(local_of(value).shape) != shapes[name]:
                 raise RecipeError(
                     f"Cannot adopt a '{name}' of shape {tuple(value.shape)} for a parameter of "
                     f"shape {tuple(parameter.shape)}."

@@ -110,7 +110,6 @@ class Field:
         drop: the mantissa bits of a float32 that it drops.
         share: the random bits that drop them: the first one, after the word was turned up by so
             many bits. ``None`` rounds to nearest.
-        finer: the exponent by which a second part is finer than its row.
     """
 
     name: str = ""
@@ -120,7 +119,6 @@ class Field:
     bits: int = 32
     drop: int = 0
     share: tuple[int, int] | None = None
-    finer: int = 0
 
     @property
     def last(self) -> int:
@@ -218,11 +216,9 @@ def fields_of(storage: Storage) -> dict[str, Field]:
             fields[name] = Field(beside, code.part(1), *place, dropped_bits(code), random.get(name))
             continue
         for number, part in enumerate((name, *low_parts(name, code))):
-            finer = number * (code.mantissa_bits + 1)
             share = random.get(part)
-            fields[part] = Field(
-                part, code.part(number), *places[part], dropped_bits(code), share, finer
-            )
+            place = places[part]
+            fields[part] = Field(part, code.part(number), *place, dropped_bits(code), share)
     return fields
 
 

@@ -309,7 +309,6 @@ template <int M> struct Upper {
   INLINE Floats decode(Ints lane, Scale) { return float_of(lane); }
   INLINE Ints encode(Floats x, Ints, Scale) { return rounded<DROP>(quiet(x)); }
   INLINE Ints encode_toward_zero(Floats x, Scale) { return quiet(x); }
-  INLINE Ints at_end(Ints) { return Ints{}; }
 };
 // A small float of E exponent and M mantissa bits from BIT on, whose smallest normal value is
 // 2^LOWEST. It has subnormals. Larger values and NaN become the largest. HELD: what is not zero stays
@@ -347,11 +346,6 @@ template <int E, int M, int LOWEST, int KIND, int BIT, Share SHARE> struct Windo
     const Ints sign = bits & (bits + MANTISSA);  // a NaN loses its sign: the sum carries into it
     if constexpr (SIGN_PLACE == 31) return code | (sign & SIGN_BIT);
     else return code | (sign >> (31 - SIGN_PLACE) & 1 << SIGN_PLACE);
-  }
-  // Tell by -1 where larger or smaller values would have this code too.
-  INLINE Ints at_end(Ints lane) {
-    const Ints steps = moved(lane, -BIT) & (LAST >> DROP);
-    return (steps == LAST >> DROP) | (KIND & HELD ? steps == 1 : Ints{});
   }
 };
 struct Nothing : Upper<23> {  // of a rule without this state
@@ -770,21 +764,6 @@ template <class Step, class R> struct Walk {
     else if constexpr (V::BYTES == 2)
       is_less ? step_groups<true, false>(p, count, n, s) : step_groups<false, false>(p, count, n, s);
   }
-  INLINE Ints at_ends(const Lane& x) {
-    const Ints first = Step::First::at_end(x.plane[L.first < 0 ? 0 : L.first]);
-    return first | Step::Second::at_end(x.plane[L.second < 0 ? 0 : L.second]);
-  }
-  INLINE int32_t count_ends(char* const* p, int64_t count) {
-    Ints ends{};
-    for (int64_t at = 0; at < GROUP * count; at += GROUP) {
-      Lanes x{};
-      load_planes(p, at, x);
-      ends += at_ends(x.a) + at_ends(x.b);
-    }
-    int32_t total = 0;
-    for (int k = 0; k < LANES; k++) total -= ends[k];
-    return total;
-  }
   // Call a function of streams and groups for whole groups, and for the rest in a copy padded with zeros.
   template <class F> INLINE void in_groups(char* const* p, int64_t count, bool wide, F function) {
     const int64_t at = count / GROUP * GROUP, left = count - at;
@@ -937,14 +916,6 @@ template <class Step, class R> struct Programs {
       W::in_groups(p, x.span, wide, [&](char* const* q, int64_t groups) { W::step(q, groups, wide, n, scales); });
     });
   }
-  // Count the elements of each tensor that have a state at an end of its window.
-  INLINE void count_ends(const int64_t* table, const int32_t* tiles, int64_t count, int64_t* counts, int threads) {
-    over(table, tiles, count, threads, [=](const Program& x, char* const* p, bool wide) {
-      int64_t total = 0;
-      W::in_groups(p, x.span, wide, [&](char* const* q, int64_t groups) { total += W::count_ends(q, groups); });
-      __atomic_fetch_add(counts + (x.row - table) / (ADDRESSES + sizeof x.size / 8), total, __ATOMIC_RELAXED);
-    });
-  }
 };
 
 // ── the norm of gradients: squares cut to two grids of integers, whose sums no order changes ─────
@@ -1026,9 +997,6 @@ INLINE void sum_squares(const int64_t* table, const int32_t* tiles, int64_t coun
   extern "C" void step(PROGRAMS, const float* numbers, const float* control, const float* joined,  \
                        int32_t threads) {                                                          \
     Programs<STEP, RULE>::step(table, tiles, count, numbers, control, joined, threads);            \
-  }                                                                                                \
-  extern "C" void count_ends(PROGRAMS, int64_t* counts, int32_t threads) {                         \
-    Programs<STEP, RULE>::count_ends(table, tiles, count, counts, threads);                        \
   }
 #define EXPORT_NORM                                                                                \
   extern "C" void largest(PROGRAMS, int32_t* peaks, int32_t threads) {                             \

@@ -124,9 +124,9 @@ class Step:
     def _choose(self, kernel: Kernel, states: Sequence[LocalState]) -> str:
         """Decide how states step. Return why their definition runs, or an empty string."""
         reason = why_by_definition(self.compile, states)
-        if has_kernel(kernel.rule, kernel.storage):
-            device = self.control.device
-            way = language_on(device)
+        device = self.control.device
+        way = language_on(device)
+        if has_kernel(kernel.rule, kernel.storage, way):
             reason = reason or proof.why_not(kernel.rule, kernel.storage, device)
         else:
             way = TORCH

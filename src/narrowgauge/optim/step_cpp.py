@@ -15,6 +15,7 @@ from narrowgauge.optim.rules import elementwise
 from narrowgauge.optim.rules.matrix import MUON, AnyRule, MatrixRule
 from narrowgauge.spec.storages import Storage
 from narrowgauge.torch_support.cpp import build
+from narrowgauge.torch_support.proof import CPP
 
 TILE = 8192
 """Elements that a program steps: 16 to 32 KB of each stream."""
@@ -39,10 +40,12 @@ def struct_of(rule: AnyRule) -> str:
     return RULES.get(rule, "")
 
 
-def has_kernel(rule: AnyRule, storage: Storage) -> bool:
+def has_kernel(rule: AnyRule, storage: Storage, language: str = CPP) -> bool:
     """Return whether a kernel is written for a (rule, storage): not for a rule of the user's own,
-    and not in float64.
+    not in float64, and for Collage in C++ alone.
     """
+    if storage.arithmetic == "expansion" and language != CPP:
+        return False
     return storage.arithmetic != "float64" and bool(struct_of(rule))
 
 
@@ -122,14 +125,11 @@ def library_text(rule: AnyRule, storage: Storage) -> str:
 
 @lru_cache(None)
 def functions(rule: AnyRule, storage: Storage) -> ctypes.CDLL:
-    """Return a library with ``step`` and ``count_ends``. Build it, unless this machine has done so
-    before.
-    """
+    """Return a library with ``step``. Build it, unless this machine has done so before."""
     library = build(STEP_H.read_text() + library_text(rule, storage))
     pointer = ctypes.c_void_p
     programs = [pointer, pointer, ctypes.c_int64]
     library.step.argtypes = [*programs, pointer, pointer, pointer, ctypes.c_int32]
-    library.count_ends.argtypes = [*programs, pointer, ctypes.c_int32]
     return library
 
 

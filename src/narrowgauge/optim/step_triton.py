@@ -1,9 +1,10 @@
 """The step of all tensors on a GPU: each code, weight and rule, and one walk over the elements.
 
-It computes what ``step.h`` does. A *program* steps ``BLOCK`` elements, or one row that has scales:
-then it reads the gradient twice. Words stand at the bottom of 32-bit integers. ``div_rn`` and
-``sqrt_rn`` round as on a CPU, and a launch fuses no multiply-add. Triton's interpreter runs this
-file on a CPU (:func:`narrowgauge.torch_support.triton.load`).
+It computes what ``step.h`` does, but for Collage, whose definition is compiled on a GPU. A *program*
+steps ``BLOCK`` elements, or one row that has scales: then it reads the gradient twice. Words stand
+at the bottom of 32-bit integers. ``div_rn`` and ``sqrt_rn`` round as on a CPU, and a launch fuses no
+multiply-add. Triton's interpreter runs this file on a CPU
+(:func:`narrowgauge.torch_support.triton.load`).
 
 Constants of a step are a ``row`` (:class:`narrowgauge.optim.table.Row`). Those of a code are a
 ``field`` (:class:`narrowgauge.optim.planes.Field`).
@@ -20,6 +21,8 @@ SIZES = tl.constexpr(7)
 """Columns of the table after the addresses (:data:`narrowgauge.optim.table.SIZES`)."""
 SIGN = tl.constexpr(-(1 << 31))
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+TO_WHOLE = tl.constexpr(1.5 * 2.0**52)
+"""A float64 that rounds off the bits below 1 of what is added to it, below 2^51."""
 
 # ── rounding ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -136,12 +139,12 @@ def decode(words, field: tl.constexpr, back):
     if field.code.signed:
         bits |= (word << (31 - field.code.magnitude_bits)) & SIGN
     x = times_power(float_of(bits), field.exponent)
-    return x * (back * 2.0**-field.finer) if field.code.scaled else x
+    return x * back if field.code.scaled else x
 
 
 @triton.jit
 def encode(x, random, field: tl.constexpr, into, TO_ZERO: tl.constexpr = False):
-    inside = x * (into * 2.0**field.finer) if field.code.scaled else x
+    inside = x * into if field.code.scaled else x
     bits = quiet(times_power(inside, -field.exponent))
     magnitude = tl.minimum(bits & MAGNITUDE, field.last)
     if not TO_ZERO:
@@ -257,53 +260,6 @@ def update(w, g, m, v, s, RULE: tl.constexpr):
     elif RULE == "Muon":  # its change is a stream
         m = toward(m, g, s[2])
     return change, m, v
-
-
-# ── Collage: every operation rounds to the weight's format ────────────────────────────────────────
-
-
-@triton.jit
-def rn(x, D: tl.constexpr):
-    return tl.where(x == x, float_of(rounded(int_of(x), D)), float("nan"))
-
-
-@triton.jit
-def fast_two_sum(a, b, D: tl.constexpr):
-    total = rn(a + b, D)
-    return total, b - (total - a)
-
-
-@triton.jit
-def grow(high, low, x, D: tl.constexpr):
-    total = rn(high + x, D)
-    of_x = total - high
-    return fast_two_sum(total, rn(low + ((high - (total - of_x)) + (x - of_x)), D), D)
-
-
-@triton.jit
-def multiply(high, low, by, by_low, D: tl.constexpr):
-    product = rn(high * by, D)
-    error = rn(high * by - product, D)
-    return fast_two_sum(product, rn(rn(rn(low * by, D) + high * by_low, D) + error, D), D)
-
-
-@triton.jit
-def collage(w, g, m, v, v_low, s, IS_PAIR: tl.constexpr, D: tl.constexpr):
-    """Return AdamW's change and the new moments."""
-    one_minus_beta1, one_minus_beta2, negative_step_size, correction, eps, negative_decay = s
-    g = rn(float_of(quiet(g)), D)
-    m = rn(rn(m * (1 - one_minus_beta1), D) + one_minus_beta1 * g, D)
-    beta2 = 1 - one_minus_beta2
-    square = one_minus_beta2 * g * g
-    if IS_PAIR:
-        high = rn(beta2, D)
-        v, v_low = multiply(v, v_low, high, rn(beta2 - high, D), D)
-        v, v_low = grow(v, v_low, rn(square, D), D)
-    else:
-        v = rn(rn(v * beta2, D) + square, D)
-    down = rn(rn(rn(tl.sqrt_rn(v), D) * correction, D) + eps, D)
-    step = rn(tl.div_rn(rn(m * negative_step_size, D), down), D)
-    return rn(step + rn(w * negative_decay, D), D), m, v, v_low
 
 
 # ── programs: a `tile` is a row of the table, the first element and the number of elements ────────
@@ -469,38 +425,27 @@ def walk(
         words = load_planes(tile, at, L, IS_WHOLE)
         x, low = read_weight(words, bits, seen, L.fields[0])
         m, v = decode(words, L.fields[1], scales[1]), decode(words, L.fields[2], scales[3])
-        v_low = decode(words, L.fields[3], scales[3])
         mantissa = int_of(gradient) >> 16 & 0x7F
         if seen.below != 16:
             mantissa = int_of(times_power(gradient, seen.exponent)) & 0x7FFFFF
         random = random_bits(int_of(x) ^ mantissa, seed)
         g = gradient * tl.load(control)
-        if row.is_expansion:
-            x, low = float_of(quiet(x)), float_of(quiet(low))
-            w = finite_or_zero(x)
-            change, m, v, v_low = collage(w, g, m, v, v_low, s, L.fields[3].plane > 0, seen.below)
-            new, new_low = grow(w, low, change, seen.below)
-            low = tl.where(is_finite(x), new_low, low)
-            bits = nearest(tl.where(is_finite(x), new, x), seen)
-            beside = low_word(bits, low, seen, L.fields[0])
-        else:
-            change, m, v = update(finite_or_zero(x), g, m, v, s, row.rule)
-            if row.is_given:
-                change = float_of(load(tile, at, 1 + len(L.bytes), 4, IS_WHOLE))
-                if row.scalars > 0:
-                    whole = x + low if L.fields[0].name == "weight_low" else x
-                    change += finite_or_zero(whole) * s[0]
-            bits, beside = write_weight(x, low, change, random, seen, L.fields[0])
+        change, m, v = update(finite_or_zero(x), g, m, v, s, row.rule)
+        if row.is_given:
+            change = float_of(load(tile, at, 1 + len(L.bytes), 4, IS_WHOLE))
+            if row.scalars > 0:
+                whole = x + low if L.fields[0].name == "weight_low" else x
+                change += finite_or_zero(whole) * s[0]
+        bits, beside = write_weight(x, low, change, random, seen, L.fields[0])
         new_words = (
             beside,
             encode(m, random, L.fields[1], scales[0]),
             encode(v, random, L.fields[2], scales[2]),
-            encode(v_low, random, L.fields[3], scales[2]),
         )
         store(tile, at, 0, L.bytes[0], IS_WHOLE, word_of(bits, seen))
         for k in tl.static_range(1, len(L.bytes)):
             word = at & 0
-            for j in tl.static_range(0, 4):
+            for j in tl.static_range(0, 3):
                 if L.fields[j].plane == k:
                     word |= new_words[j]
             store(tile, at, 1 + k, L.bytes[k], IS_WHOLE, word)
@@ -523,25 +468,6 @@ def step(table, tiles, numbers, control, joined, row: tl.constexpr, BLOCK: tl.co
         walk(tile, sizes, place, numbers, control, joined, row, False, BLOCK)
 
 
-@triton.jit
-def count_ends(table, tiles, counts, row: tl.constexpr, BLOCK: tl.constexpr):
-    """Count the elements of each tensor that have a state at an end of its window."""
-    tile, _, _ = find(table, tiles, row.addresses)
-    total = tl.full([BLOCK], 0, tl.int32)
-    for start in range(0, tile[2], BLOCK):
-        words = load_planes(tile, start + tl.arange(0, BLOCK), row.layout, False)
-        is_at_end = total < 0
-        for j in tl.static_range(1, 3):
-            field: tl.constexpr = row.layout.fields[j]
-            if field.code.is_window:
-                steps = (words[field.plane] >> field.shift) & (field.last >> field.drop)
-                is_at_end |= steps == field.last >> field.drop
-                if field.code.hold:
-                    is_at_end |= steps == 1
-        total += is_at_end.to(tl.int32)
-    tl.atomic_add(counts + tl.load(tiles + tl.program_id(0)), tl.reduce(total, 0, sum_of))
-
-
 # ── the norm of gradients: squares on two grids of integers, whose sums no order changes ──────────
 
 
@@ -556,22 +482,16 @@ def largest(table, tiles, peaks, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def to_even(x):
-    """Round a float64: below 2^52 the sum with it rounds off the bits below 1."""
-    near = tl.where(x < 0, x - 2.0**52 + 2.0**52, x + 2.0**52 - 2.0**52)
-    return tl.where(tl.abs(x) >= 2.0**52, x, near)
-
-
-@triton.jit
 def squares_of(tile, format, scales, IS_WHOLE: tl.constexpr, BLOCK: tl.constexpr):
     coarse, fine = tl.full([BLOCK], 0, tl.int64), tl.full([BLOCK], 0, tl.int64)
     for start in range(0, tile[2], BLOCK):
         at = start + tl.arange(0, BLOCK)
         x = load_values(tile, at, 1, format, IS_WHOLE).to(tl.float64)
         scaled_square = x * x * tl.load(scales)
-        whole = to_even(scaled_square)
+        whole = (scaled_square + TO_WHOLE) - TO_WHOLE
         coarse += whole.to(tl.int64)
-        fine += to_even((scaled_square - whole) * tl.load(scales + 1)).to(tl.int64)
+        rest = (scaled_square - whole) * tl.load(scales + 1)
+        fine += ((rest + TO_WHOLE) - TO_WHOLE).to(tl.int64)
     return tl.reduce(coarse, 0, sum_of), tl.reduce(fine, 0, sum_of)
 
 

@@ -65,7 +65,6 @@ class Row:
         scalars: how many the rule has.
         is_penalized: whether new states depend on the weight.
         is_given: whether the change is a stream, of a matrix rule.
-        is_expansion: whether the arithmetic is Collage's.
         addresses: in a row of the table.
         layout: of the storage.
     """
@@ -74,7 +73,6 @@ class Row:
     scalars: int
     is_penalized: bool
     is_given: bool
-    is_expansion: bool
     addresses: int
     layout: Layout
 
@@ -84,8 +82,7 @@ def row_of(rule: AnyRule, storage: Storage) -> Row:
     """Return the constants of a (rule, storage) that has a kernel."""
     return Row(
         step_cpp.struct_of(rule), len(rule.scalars), getattr(rule, "coupled", False),
-        isinstance(rule, MatrixRule), storage.arithmetic == "expansion",
-        num_addresses(rule, storage), layout_of(storage),
+        isinstance(rule, MatrixRule), num_addresses(rule, storage), layout_of(storage),
     )  # fmt: skip
 
 
@@ -256,12 +253,6 @@ class Table:
         self._batch = {}
         self._copies = []
         self._inputs = []
-
-    def count_ends(self) -> Tensor:
-        """Return how many elements of each state have a code at an end of its window: int64."""
-        counts = torch.zeros(len(self._batch), dtype=torch.int64, device=self.programs.device)
-        self._call("count_ends", counts)
-        return counts
 
     def _call(self, name: str, *arguments: Any) -> None:
         if self.module is None:

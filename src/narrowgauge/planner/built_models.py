@@ -101,13 +101,14 @@ def _head_sizes(config: Any, usual_dim: int, heads: int) -> dict[str, Any]:
     is_new = getattr(config, "new_decoder_architecture", False)
     if getattr(config, "multi_query", False) and not is_new:  # of Falcon and StarCoder
         kv_heads = 1
-    query_dim = value_dim = _size(config, "head_dim", default=usual_dim)
-    is_latent = _size(config, "kv_lora_rank") > 0
-    if is_latent:
-        query_dim = _size(config, "qk_nope_head_dim") + _size(config, "qk_rope_head_dim")
-        value_dim = _size(config, "v_head_dim")
-    dims = {"query_dim": query_dim, "value_dim": value_dim}
-    return {**dims, "num_kv_heads": kv_heads, "is_latent": is_latent}
+    dim = _size(config, "head_dim", default=usual_dim)
+    latent_dim = _size(config, "qk_nope_head_dim") + _size(config, "qk_rope_head_dim")
+    return {
+        "num_kv_heads": kv_heads,
+        "query_dim": latent_dim or dim,
+        "value_dim": _size(config, "v_head_dim", default=dim),
+        "is_latent": latent_dim > 0,
+    }
 
 
 def _positions(model: Any, hidden: int) -> int:

@@ -144,22 +144,21 @@ class Layout:
 def unsuited(a: Architecture, layout: Layout, sequence_length: int) -> str:
     """Say why a layout does not suit a model; empty if it does."""
     tensor = layout.tensor
-    expert = layout.expert
     stages = layout.pipeline * layout.interleave
     # Embedding and head may count as a layer each: Llama 3 405B has 126 layers for 16 stages of 8
     # groups.
     if layout.pipeline > a.num_layers or (stages > 1 and stages > a.num_layers + 2):
-        return f"{stages} groups of layers and {a.num_layers} layers"
+        return f"{stages} groups of layers are more than its {a.num_layers} layers"
     if layout.pipeline == 1 < layout.interleave:
-        return f"interleave = {layout.interleave} on one stage"
+        return "one stage has no groups of layers"
     if a.num_heads % tensor or (a.num_kv_heads % tensor and tensor % a.num_kv_heads):
-        return f"{tensor} tensor ranks do not divide {a.num_heads} heads of {a.num_kv_heads} keys"
+        return f"{tensor} tensor ranks do not divide its {a.num_heads} heads"
     if sequence_length % layout.context:
-        return f"{layout.context} context ranks do not divide {sequence_length} tokens"
+        return "context ranks do not divide the tokens"
     num_experts = a.mixture.num_experts if a.mixture else 1
     ranks = layout.num_replicas * layout.context * tensor // layout.expert_tensor_ranks
-    if num_experts % expert or ranks % expert:
-        return f"{expert} expert ranks do not divide {num_experts} experts and {ranks} ranks"
+    if num_experts % layout.expert or ranks % layout.expert:
+        return f"{layout.expert} expert ranks do not divide its experts or the other ranks"
     return ""
 
 

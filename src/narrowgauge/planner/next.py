@@ -54,10 +54,14 @@ def difference_of(run: Estimate, job: Estimate) -> str:
 
 
 def _described(job: Estimate) -> str:
-    return (
-        f"{job.architecture.name}, {job.cluster.name}, {job.sequence_length:,} tokens, "
-        f"{job.recipe.name}, {job.program.text}"
-    )
+    words = job.architecture.name, job.cluster.name, f"{job.sequence_length:,} tokens"
+    return ", ".join((*words, job.recipe.name, job.program.text))
+
+
+def _around(value: float, difference: str) -> Ends:
+    """Return the 80 % interval of a plan that differs so from a measured run."""
+    wider = 1 + ERRORS["next"][difference]
+    return value / wider, value * wider
 
 
 @dataclass(frozen=True)
@@ -81,14 +85,12 @@ class Next:
     @property
     def rate_interval(self) -> Ends:
         """Return the 80 % interval of the tokens per second."""
-        wider = 1 + ERRORS["next"][self.difference]
-        return self.tokens_per_second / wider, self.tokens_per_second * wider
+        return _around(self.tokens_per_second, self.difference)
 
     @property
     def peak_interval(self) -> Ends:
         """Return the 80 % interval of the peak."""
-        wider = 1 + ERRORS["next"]["memory"]
-        return self.peak_gb / wider, self.peak_gb * wider
+        return _around(self.peak_gb, "memory")
 
     @property
     def fits(self) -> str:
@@ -108,7 +110,6 @@ class Next:
             "peak_gb",
             "peak_interval",
             "fits",
-            "is_same_layout",
         ):
             row[name] = getattr(self, name)
         return row
@@ -132,7 +133,8 @@ class MeasuredRun:
     Args:
         model, asked: the question, as of :func:`narrowgauge.plan`.
         tokens_per_second: of all chips.
-        peak_gb: memory that the framework's allocator printed for the fullest chip, in 10^9 bytes.
+        peak_gb: memory that the framework's allocator printed for the fullest chip, in 10^9 bytes;
+            0 if it is not known.
         others: further measured runs. The one that differs least from a plan corrects it.
 
     Example:
@@ -146,42 +148,38 @@ class MeasuredRun:
         model: Any,
         *,
         tokens_per_second: float,
-        peak_gb: float | None = None,
+        peak_gb: float = 0.0,
         others: tuple[MeasuredRun, ...] = (),
         **asked: Any,
     ) -> None:
         require_number("tokens_per_second", tokens_per_second, is_open=True)
-        if peak_gb is not None:
-            require_number("peak_gb", peak_gb, is_open=True)
+        require_number("peak_gb", peak_gb)
         self.asked = {"model": model, **asked}
         self.tokens_per_second = tokens_per_second
         self.peak_gb = peak_gb
         self.others = others
         self.job: Estimate = plan(**self.asked, advise=False).best
+        self.counted_gb = self.job.allocated_bytes / 1e9
+        # What corrects the plan of another run.
+        self.extra_gb = HALF * (peak_gb - self.counted_gb) if peak_gb else 0.0
         ratio = tokens_per_second / self.job.tokens_per_second
+        self.factor = math.pow(ratio, TRUST)
         if self.job.mfu * ratio > 1:
             raise DataError(
-                f"Cannot plan from a run of {tokens_per_second:,.0f} tokens/s because that is more "
-                f"than the peak of {self.job.cluster.name}.",
+                f"Cannot plan from {tokens_per_second:,.0f} tokens/s: that is more than the peak of "
+                f"{self.job.cluster.name}.",
                 "Name the tokens per second of all chips.",
             )
-        self.factor = math.pow(ratio, TRUST)
-        """The factor on the planned rate of the next run."""
-
-    @property
-    def extra_gb(self) -> float:
-        """Return what is added to the counted memory of the next run."""
-        if self.peak_gb is None:
-            return 0.0
-        return HALF * (self.peak_gb - self.job.allocated_bytes / 1e9)
 
     def next(self, **changes: Any) -> Next:
         """Plan another run, in this one's layout if it fits, else in the fastest that does. What
         ``changes`` do not name is this run's.
         """
         asked = {**self.asked, **changes}
-        is_counted = "micro_batches" in read_layout(changes.get("layout", ""))
-        if "tokens_per_step" not in changes and not is_counted:
+        if not {"tokens_per_step", "micro_batches"} & {
+            *changes,
+            *read_layout(changes.get("layout", "")),
+        }:
             asked["tokens_per_step"] = self._tokens_per_step(asked)
         job, is_same = self._planned(asked, changes)
         difference = difference_of(self.job, job)
@@ -192,17 +190,7 @@ class MeasuredRun:
                 run = other
                 difference = of_other
         rate = job.tokens_per_second * (1.0 if difference == BEYOND else run.factor)
-        peak = job.allocated_bytes / 1e9 + run.extra_gb
-        return Next(job, difference, rate, peak, is_same)
-
-    def _tokens_per_step(self, asked: dict[str, Any]) -> int:
-        """Return the tokens of a step of another run: as many a chip, and a sequence a replica."""
-        names = ("cluster", "chip", "chips")
-        where = next(machines_of(*(asked.get(name, ()) for name in names)))
-        more = where.chips / self.job.num_chips
-        length = asked.get("sequence_length") or self.job.sequence_length
-        least = length * max(1, round(self.job.layout.num_replicas * more))
-        return int(max(round(self.job.tokens_per_step * more), least))
+        return Next(job, difference, rate, job.allocated_bytes / 1e9 + run.extra_gb, is_same)
 
     def _planned(self, asked: dict[str, Any], changes: dict[str, Any]) -> tuple[Estimate, bool]:
         """Return a plan in this run's layout with its batch, or without it, if that fits; else in
@@ -219,14 +207,22 @@ class MeasuredRun:
         layout = changes.get("layout", {})
         return plan(**{**asked, "layout": layout}, advise=False).best, False
 
+    def _tokens_per_step(self, asked: dict[str, Any]) -> float:
+        """Return the tokens of a step of another run: as many a chip, and a sequence a replica."""
+        names = ("cluster", "chip", "chips")
+        where = next(machines_of(*(asked.get(name, ()) for name in names)))
+        more = where.chips / self.job.num_chips
+        length: int = asked.get("sequence_length") or self.job.sequence_length
+        least = length * max(1, round(self.job.layout.num_replicas * more))
+        return max(self.job.tokens_per_step * more, least)
+
     def __str__(self) -> str:
         text = (
             f"run   {_described(self.job)}\n      {self.tokens_per_second:,.0f} tokens/s measured, "
             f"{self.job.tokens_per_second:,.0f} planned"
         )
-        if self.peak_gb is not None:
-            counted = self.job.allocated_bytes / 1e9
-            text += f"; {self.peak_gb:.1f} GB measured, {counted:.1f} counted"
+        if self.peak_gb:
+            text += f"; {self.peak_gb:.1f} GB measured, {self.counted_gb:.1f} counted"
         return text
 
 
@@ -253,16 +249,15 @@ def read_measured(path: Path) -> MeasuredRun:
     ``tokens_per_second``, and ``others`` may list further measured runs, each with what differs.
     """
     asked: dict[str, Any] = {}
-    others: list[dict[str, Any]] = []
     log = path
     if path.suffix == ".toml":
         asked = read_file(path, "measured run", "Write model = 'llama-8b'.")
-        others = asked.pop("others", [])
         log = path.parent / asked.pop("log", "")
+    others = asked.pop("others", [])
     if "tokens_per_second" not in asked:
         asked = {**_of_log(log), **asked}
-    for name in ("model", "chip", "tokens_per_second"):
-        if name not in asked and not (name == "chip" and "cluster" in asked):
+    for name in ("model", "tokens_per_second"):
+        if name not in asked:
             raise DataError(
                 f"Cannot plan from {path} because it does not say its {name}.",
                 f"Write a file with {name} = … and log = '{path}', and name that.",
@@ -276,26 +271,21 @@ def _of_log(path: Path) -> dict[str, Any]:
     run = read_run(path)
     rates = [row["tokens_per_second"] for row in run.steps if row.get("tokens_per_second")]
     peaks = [row["peak_memory_bytes"] for row in run.steps if row.get("peak_memory_bytes")]
-    asked: dict[str, Any] = {}
+    asked: dict[str, Any] = {"peak_gb": max(peaks, default=0) / 1e9}
     if rates:
         asked["tokens_per_second"] = median(rates)
-    if peaks:
-        asked["peak_gb"] = max(peaks) / 1e9
     if run.is_foreign:
         return asked
     machine = run.run.get("machine", {})
+    ranks = asked["chips"] = machine.get("ranks", 1)
     for name, chip in CHIPS.items():
         if chip.device and chip.device == machine.get("device"):
             asked["chip"] = name
-    ranks = asked["chips"] = machine.get("ranks", 1)
     names = {"model": "model", "sequence_length": "sequence_length", "recipe": "recipes"}
-    for setting, value in run.config.items():
-        if setting in names:
-            asked[names[setting]] = value
-    if "batch_size" in run.config:
-        batches = run.config.get("gradient_accumulation_steps", 1)
-        size = max(1, run.config["batch_size"] // batches)
-        count = max(1, batches // ranks)
-        asked["layout"] = f"fsdp2,micro_batch={size},micro_batches={count},recompute=none"
-        asked["program"] = "narrowgauge"
-    return asked
+    for setting in names.keys() & run.config.keys():
+        asked[names[setting]] = run.config[setting]
+    batches = run.config.get("gradient_accumulation_steps", 1)
+    size = max(1, run.config.get("batch_size", 1) // batches)
+    count = max(1, batches // ranks)
+    asked["layout"] = f"fsdp2,micro_batch={size},micro_batches={count},recompute=none"
+    return {**asked, "program": "narrowgauge"}

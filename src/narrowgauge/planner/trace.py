@@ -6,11 +6,11 @@ those that it calls. Names decide (``data/trace_names.toml``). Kernels that run 
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,26 +53,25 @@ def read_trace(path: Path, plan: Path | None = None) -> Table:
     Raises:
         RecordError: a file cannot be read, or is none of these.
     """
-    spans = list(_spans(_load(path)))
+    spans = _spans(_load(path))
     marks = [span for span in spans if span.name.startswith("ProfilerStep#")]
     work = [span for span in spans if span.kind in _KERNELS]
     kind = "kernels"
     if not work:
         kind = "operations"
         # The step waits for the threads of gloo and of a loader: their time would count twice.
-        place = marks[0].place if marks else ""
-        work = [span for span in spans if place in ("", span.place) and span not in marks]
+        threads = {mark.place for mark in marks} or {span.place for span in spans}
+        work = [span for span in spans if span.place in threads and span not in marks]
     if not work:
         raise RecordError(
             f"No time in {path}: it has no operation and no kernel in a list 'traceEvents'.",
             "Name a file of profiler.export_chrome_trace, a run folder, or a log.",
         )
-    steps = {
-        mark.name for mark in marks if any(mark.start <= span.start < mark.end for span in work)
-    }
-    scale = 1e-6 / max(1, len(steps))
-    if kind == "kernels":
-        scale /= len({span.place for span in work})
+    steps = 0
+    for mark in marks:
+        steps += any(mark.start <= span.start < mark.end for span in work)
+    devices = len({span.place for span in work}) if kind == "kernels" else 1
+    scale = 1e-6 / max(1, steps) / devices
     seconds: dict[str, float] = defaultdict(float)
     for (group, name), microseconds in _times(work, kind).items():
         seconds[group] += scale * microseconds
@@ -82,11 +81,12 @@ def read_trace(path: Path, plan: Path | None = None) -> Table:
     planned = _planned(plan) if plan else {}
     rows = []
     for group in dict.fromkeys((*seconds, *planned)):
-        text = f"{duration_text(seconds[group])} {seconds[group] / total:6.1%}"
-        row = {"group": group, "seconds": seconds[group], "trace": text}
-        rows.append({**row, "plan": duration_text(planned.get(group, 0.0)) if plan else ""})
-    title = f"{path.name}: {len(steps) or 1} × {duration_text(total)}, {kind}"
-    return table_of(rows, title, hidden="seconds")
+        row = {"group": group, "seconds": seconds[group], "trace": duration_text(seconds[group])}
+        row["share"] = f"{seconds[group] / total:.1%}"
+        row["plan"] = duration_text(planned.get(group, 0.0)) if plan else ""
+        rows.append(row)
+    title = f"{path.name}: {max(1, steps)} × {duration_text(total)}, {kind}"
+    return table_of(rows, title, hidden=("seconds",))
 
 
 def _load(path: Path) -> Any:
@@ -114,21 +114,19 @@ def _planned(path: Path) -> dict[str, float]:
         ) from error
 
 
-def _spans(trace: Any) -> Iterator[Span]:
-    """Yield the operations, kernels and marks that have a start and a duration, the first first."""
+def _spans(trace: Any) -> list[Span]:
+    """Return the operations, kernels and marks that have a start and a duration, the first first."""
     kinds = {"cpu_op", "user_annotation", *_KERNELS}
     spans = []
-    rows = trace.get("traceEvents") if isinstance(trace, dict) else None
-    for row in rows if isinstance(rows, list) else ():
-        try:
+    for row in trace.get("traceEvents", ()) if isinstance(trace, dict) else ():
+        with contextlib.suppress(AttributeError, LookupError, TypeError, ValueError):
             if row["ph"] == "X" and row["cat"] in kinds:
                 place = row.get("args", {}).get("device", row["tid"])
                 start = float(row["ts"])
-                end = start + float(row["dur"])
-                spans.append(Span(start, end, str(row["name"]), row["cat"], str(place)))
-        except (AttributeError, LookupError, TypeError, ValueError):
-            continue
-    yield from sorted(spans, key=lambda span: (span.start, -span.end))
+                spans.append(
+                    Span(start, start + float(row["dur"]), str(row["name"]), row["cat"], str(place))
+                )
+    return sorted(spans, key=lambda span: (span.start, -span.end))
 
 
 def _group(table: str, name: str) -> str:

@@ -111,11 +111,11 @@ class Plan:
         title = f"{self.model}: {best.architecture.num_parameters / 1e9:.3g}B parameters"
         if best.tuning.lora:
             title += f", {best.trained_parameters / 1e9:.3g}B trained"
+        title += f"; {best.sequence_length:,} tokens"
         tables = []
         for place in dict.fromkeys(job.cluster.name for job in self.options):
             rows = [_option(job) for job in self.options if job.cluster.name == place]
-            where = f"{title}; {place}; sequences of {best.sequence_length:,} tokens"
-            tables.append(table_of(rows, where))
+            tables.append(table_of(rows, f"{title}; {place}"))
         if self.instead:
             rows = [{"change": text, **_option(job)} for text, job in self.instead]
             title = "Nothing fits as asked. With a change it does"
@@ -193,14 +193,12 @@ def _term_lines(terms: Terms, size: float, unit: str) -> Iterator[str]:
 
 def _too_large(best: Estimate) -> str:
     """Return how far the closest option is from fitting, and what the error bar says."""
-    line = f"Nothing fits. The closest is {best.recipe.name} ({best.layout}): "
+    lacks = f"it is too large by {bytes_text(-best.headroom_bytes)}"
     if best.headroom_bytes >= 0:
-        memory = bytes_text(best.cluster.host_memory_bytes)
-        return f"{line}its host needs {bytes_text(best.host_bytes)} of {memory}."
-    line += f"too large by {bytes_text(-best.headroom_bytes)}"
-    if best.memory_interval[0] <= best.chip.memory_bytes:
-        line += ", which is within the error of plans of this kind: try it"
-    return f"{line}."
+        lacks = f"its host needs {bytes_text(best.host_bytes)}"
+    elif best.memory_interval[0] <= best.chip.memory_bytes:
+        lacks += ", within the error of such plans: try it"
+    return f"Nothing fits. Of the closest, {best.recipe.name} ({best.layout}), {lacks}."
 
 
 def _assumptions(jobs: tuple[Estimate, ...]) -> Iterator[str]:
@@ -216,5 +214,5 @@ def _assumptions(jobs: tuple[Estimate, ...]) -> Iterator[str]:
             yield f"{job.recipe.name} loses small updates and is listed last"
     model = MODELS.get(best.architecture.name)
     if model and model.max_positions < best.sequence_length:
-        yield f"more than {model.max_positions:,} positions (max_position_embeddings of a config.json)"
+        yield f"more than {model.max_positions:,} positions (max_position_embeddings)"
     yield f"steps of {best.tokens_per_step:,} tokens (--tokens-per-step)"

@@ -71,11 +71,11 @@ def _by_step(rows: list[Row], shift: int) -> dict[int, Row]:
         raise ValueError(f"it has no column of steps ({', '.join(NAMES['step'][2:])})")
     by_step: dict[int, Row] = {}
     for row in rows:
-        step = _number(row.get(step_name))
+        step = _number(row.get(str(step_name)))
         if step is None or not step.is_integer():
             continue
         columns = by_step.setdefault(int(step) + shift, {})
-        values = {column: _number(row.get(name)) for column, name in known.items()}
+        values = {column: _number(row.get(str(name))) for column, name in known.items()}
         columns |= {column: value for column, value in values.items() if value is not None}
     with_loss = [step for step, row in by_step.items() if "loss" in row]
     first = int(min(with_loss, default=1) == 0)
@@ -145,8 +145,8 @@ def read_log(path: Path) -> dict[str, Any] | None:
     summary: Row = {"steps": max(by_step)}
     if evals:
         summary["val_loss"] = evals[-1]["val_loss"]
-    planned = state.get("max_steps") or 0
-    is_finished = state.get("global_step", planned) >= planned
+    planned = int(_number(state.get("max_steps")) or 0)
+    is_finished = (_number(state.get("global_step")) or planned) >= planned
     if path.is_file() and file.name in (_STATE, _METRICS):
         path = path.parent
     return {
