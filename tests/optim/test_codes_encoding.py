@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.numerics.rounding import bits_of, float_of, quiet
-from narrowgauge.optim import codes
+from narrowgauge.optim import codes, extras
 from narrowgauge.optim.planes import dropped_bits
 from narrowgauge.spec.storages import STORAGES, Code, Storage
 from optim.scenarios import shifts as shifts_in_planes
@@ -316,12 +316,12 @@ def test_the_random_bits_of_a_separate_state_number_the_elements_of_each_matrix(
     stack = torch.linspace(-1, 1, 3 * 5 * 7).view(3, 5, 7)
     seed = torch.tensor(5, dtype=torch.int32)
     code = STORAGES["word"].exp_avg
-    alone = [codes.encode_alone(code, matrix, seed) for matrix in stack]
-    assert torch.equal(codes.encode_alone(code, stack, seed), torch.stack(alone))
-    assert torch.equal(codes.encode_alone(code, stack[0].flatten(), seed).view(5, 7), alone[0])
+    alone = [extras.encode_alone(code, matrix, seed) for matrix in stack]
+    assert torch.equal(extras.encode_alone(code, stack, seed), torch.stack(alone))
+    assert torch.equal(extras.encode_alone(code, stack[0].flatten(), seed).view(5, 7), alone[0])
     values, scaled = (
-        codes.alone_value(code, codes.encode_alone(code, x, seed)) for x in (stack, stack / 32)
+        extras.alone_value(code, extras.encode_alone(code, x, seed)) for x in (stack, stack / 32)
     )
     assert torch.equal(values / 32, scaled)  # a power of two changes no random bit
-    repeated = codes.encode_alone(code, torch.full((5, 7), 1 / 3), seed)
+    repeated = extras.encode_alone(code, torch.full((5, 7), 1 / 3), seed)
     assert len(repeated.unique()) == 2  # neighbours in their window: no element has another's bits
