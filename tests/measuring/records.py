@@ -41,11 +41,9 @@ def gauges(step: int, **wrong: Any) -> Row:
         return values
 
     tensors = {}
-    for kind in ("weight", "input", "output_grad", "grad"):
+    for kind in ("input", "output_grad"):
         for layer in (OTHER, LAYER):
-            tensors[f"{kind}:{layer}{'.weight' if kind in ('weight', 'grad') else ''}"] = figures(
-                kind, "tensors", layer == LAYER
-            )
+            tensors[f"{kind}:{layer}"] = figures(kind, "tensors", layer == LAYER)
     pairs = ((OTHER, False), (LAYER, True))
     return {
         "step": step,

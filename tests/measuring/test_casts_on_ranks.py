@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 import narrowgauge as ng
 from narrowgauge.measuring.casts import Gauges
@@ -38,12 +37,11 @@ class Net(nn.Module):
         return self.lone(F.gelu(self.uneven(F.gelu(self.even(x)))))
 
 
-def train(compute: str, way: str, batch: int = 1) -> list[Row]:
-    """Return the rows of a training, of one process, under FSDP2 or DDP."""
+def train(compute: str, way: str) -> list[Row]:
+    """Return the rows of a training, of one process or under FSDP2."""
     torch.manual_seed(0)
     model: Any = Net().bfloat16()
     ng.swap_linears(model, compute)
-    called = model
     if way == "fsdp":
         mesh = init_device_mesh("cpu", (2,))
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
@@ -52,15 +50,11 @@ def train(compute: str, way: str, batch: int = 1) -> list[Row]:
     optimizer = ng.AdamW(
         model.named_parameters(), lr=1e-2, storage="word", audit_every=1, compile=False
     )
-    if way == "ddp":
-        called = DistributedDataParallel(model)
     rows: list[Row] = []
     Gauges(Hub(model, [optimizer]), optimizer, EVERY, rows.append)
-    generator = torch.Generator().manual_seed(batch)
+    generator = torch.Generator().manual_seed(1)
     for _ in range(STEPS):
-        called(
-            torch.randn(8, 16, generator=generator).bfloat16()
-        ).float().square().mean().backward()
+        model(torch.randn(8, 16, generator=generator).bfloat16()).float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     return rows
@@ -68,28 +62,13 @@ def train(compute: str, way: str, batch: int = 1) -> list[Row]:
 
 def look(rank: int) -> dict[str, list[Row]]:
     """Return the rows of every case, of one rank."""
-    results = {}
-    for compute in ("float8-row", "float8-tensor"):
-        results[compute] = train(compute, "fsdp")
-    results["ddp"] = train("float8-row", "ddp", batch=rank)
-    return results
+    return {compute: train(compute, "fsdp") for compute in ("float8-row", "float8-tensor")}
 
 
 @pytest.fixture(scope="module")
 def rows_of_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[Row]]]:
     """Return the rows of each of two ranks."""
     return run_ranks(look, 2, tmp_path_factory.mktemp("gauges_sharded"))
-
-
-@pytest.mark.parametrize("case", ["float8-row", "float8-tensor", "ddp"])
-def test_every_rank_has_rows_of_the_same_tensors(case: str, rows_of_ranks: list[Any]) -> None:
-    first, second = (result[case] for result in rows_of_ranks)
-    assert [row["step"] for row in first] == [row["step"] for row in second] == [2, 4]
-    lone = {"weight:lone.weight"}  # the second rank holds none of its rows
-    assert first[0]["tensors"].keys() - lone == second[0]["tensors"].keys() - lone
-    weights = {name for name in first[0]["tensors"] if name.startswith("weight:")}
-    # One scale of a split weight is not that of its shard.
-    assert bool(weights) == (case != "float8-tensor")
 
 
 @pytest.mark.parametrize("compute", ["float8-row", "float8-tensor"])
@@ -99,9 +78,8 @@ def test_operands_of_equal_batches_lose_what_they_lose_in_one_process(
     alone = train(compute, "one process")
     for result in rows_of_ranks:
         for row, expected in zip(result[compute], alone, strict=True):
+            assert row["step"] == expected["step"]
+            assert row["tensors"].keys() == expected["tensors"].keys()
             for name in expected["tensors"]:
-                if not name.startswith("weight:"):
-                    numbers = [
-                        metric_of(x, "tensors", name, "sqnr_db") or 0.0 for x in (row, expected)
-                    ]
-                    assert numbers[0] == pytest.approx(numbers[1], rel=1e-3), name
+                numbers = [metric_of(x, "tensors", name, "sqnr_db") or 0.0 for x in (row, expected)]
+                assert numbers[0] == pytest.approx(numbers[1], rel=1e-3), name

@@ -9,11 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from narrowgauge.numerics import chunks
 from narrowgauge.numerics.exact_sums import exact_squares
 from narrowgauge.numerics.rounding import sqrt
-from narrowgauge.optim.norm import SquaresTable, sums_on
-from narrowgauge.torch_support.machine import compiler_missing
+from narrowgauge.optim.norm import SquaresTable
 from oracles.exact_sums import exact_sum, exact_sum_of_squares, nearest_float, squares_bound
 from tensors import scalar_bits
 
@@ -39,29 +37,6 @@ def wild(count: int, seed: int, dtype: torch.dtype = torch.float32, binades: flo
     g = generator(seed)
     exponents = torch.randn(count, generator=g, dtype=torch.float64) * binades
     return (torch.randn(count, generator=g, dtype=torch.float64) * exponents.exp2()).to(dtype)
-
-
-def cut(x: Tensor, seed: int) -> list[Tensor]:
-    """``x`` in a random order, cut at random places into tensors (empty ones among them)."""
-    g = generator(seed)
-    x = x[torch.randperm(x.numel(), generator=g)]
-    marks = torch.randint(0, x.numel() + 1, (5,), generator=g).sort().values.tolist()
-    return [x[a:b] for a, b in zip([0, *marks], [*marks, x.numel()], strict=True)]
-
-
-@pytest.mark.parametrize("dtype", NARROW)
-def test_squares_in_any_order_have_the_same_bits(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    x = wild(3000, 1, dtype, binades=2.0 if dtype == torch.float16 else 12.0)
-    expected = scalar_bits(sum_of_squares([x]))
-    norm = exact_norm([x])
-    assert norm.dtype == torch.float32 and norm.shape == ()
-    for seed in range(24):
-        monkeypatch.setattr(chunks, "CHUNK", seed % 5 * 300 + 17)
-        parts = cut(x, seed)
-        assert scalar_bits(sum_of_squares(parts)) == expected
-        assert torch.equal(exact_norm(parts), norm)
 
 
 @pytest.mark.parametrize("dtype", NARROW)
@@ -134,18 +109,3 @@ def test_neither_layout_nor_the_order_of_tensors_enters(
         [x.t() if x.ndim == 2 else x for x in tensors],
     ):
         assert scalar_bits(exact_norm(same)) == expected
-
-
-@pytest.mark.parametrize("dtype", NARROW)
-@pytest.mark.parametrize("counts", [(9001, 80_000, 70_001, 80_001), (1, 37, 5000, 2)])
-def test_printed_passes_have_the_same_bits(dtype: torch.dtype, counts: tuple[int, ...]) -> None:
-    if compiler_missing():
-        pytest.skip(compiler_missing())
-    tensors = []
-    for seed, count in enumerate(counts):
-        tensors.append(wild(count, seed, dtype, binades=2.0 if dtype == torch.float16 else 8.0))
-    tensors[3] = tensors[3][1:]
-    assert sums_on(tensors)
-    assert scalar_bits(exact_norm(tensors, SquaresTable(torch.device("cpu")))) == scalar_bits(
-        exact_norm(tensors)
-    )

@@ -191,15 +191,6 @@ def test_an_overflow_is_a_step_attempted_and_not_taken(rule: str, storage: str, 
     assert_same_bits(everything(scaled), everything(plain))
 
 
-@pytest.mark.filterwarnings("ignore:optimizer contains")
-def test_a_parameter_that_is_listed_twice_takes_no_others_name() -> None:
-    first, second = (nn.Parameter(torch.ones(2)) for _ in range(2))
-    optimizer = ng.AdamW(
-        [("first", first), ("first", first), ("second", second)], storage="float32", compile=False
-    )
-    assert optimizer.parameter_names() == {first: "first", second: "second"}
-
-
 @pytest.mark.parametrize("recipe", ["float16/split", "float16/float32"])
 def test_a_float16_loss_that_nobody_scaled_is_refused_and_nothing_changes(recipe: str) -> None:
     """Zero gradients pass: distributed checkpoints make states by a step along them."""

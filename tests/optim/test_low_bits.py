@@ -127,17 +127,6 @@ def test_names_and_places_draw_the_bits_and_a_vector_of_one_value_has_none() -> 
     assert torch.equal(drawn.view(24), flat) and drawn.unique().numel() == 24
 
 
-def test_parameters_of_one_name_are_filled_alike() -> None:
-    """Two models in one optimizer, each with its own ``weight``."""
-    weights = [nn.Parameter(torch.randn(64, 64).bfloat16()) for _ in range(2)]
-    optimizer = ng.AdamW([("weight", w) for w in weights], lr=0.0, compile=False)
-    for weight in weights:
-        weight.grad = torch.ones_like(weight)
-    optimizer.step()
-    for weight in weights:
-        assert (optimizer.stored(weight) != weight).float().mean() > 0.9
-
-
 @pytest.mark.parametrize("way", ["load_state_dict", "deepcopy", "pickle"])
 def test_an_optimizer_like_another_begins_with_its_bits_whatever_way_it_has_them(way: str) -> None:
     model = nn.Linear(16, 16, bias=False).bfloat16()
@@ -157,13 +146,6 @@ def test_an_optimizer_like_another_begins_with_its_bits_whatever_way_it_has_them
     second = ng.AdamW(model.parameters(), lr=1e-3, compile=False, like=copied)
     assert torch.equal(copied.stored(model.weight), stored)
     assert torch.equal(second.stored(model.weight), stored)
-
-
-def test_a_tensor_that_was_changed_in_part_is_named() -> None:
-    model = nn.Embedding(50, 8).bfloat16().float()
-    model.weight.data[7] += 1e-4
-    with pytest.warns(UserWarning, match="'weight': 8 of its 400 values"):
-        ng.AdamW(model.named_parameters())
 
 
 @pytest.mark.parametrize("storage", STORAGES)

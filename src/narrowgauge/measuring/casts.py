@@ -1,8 +1,8 @@
 """What the casts of low-precision layers lose, and a bound of attention's logits, on sampled steps of a
 recorded loop.
 
-Hooks read only tensors that are in memory anyway: the operands of linear layers' matmuls, forward
-and backward; weights; queries and keys. So a watched run has the same bits. On a sampled step one
+Hooks read only tensors that are in memory anyway: inputs of linear layers and the gradients of their
+outputs; queries and keys. So a watched run has the same bits. On a sampled step one
 transfer moves the numbers to the host: a row of ``gauges.jsonl``. Layers inside code that the user
 compiled are not seen.
 
@@ -27,7 +27,6 @@ from narrowgauge.matmul.experts import GroupedLinear, grouped_layers_of
 from narrowgauge.matmul.linear import Linear
 from narrowgauge.measuring.hooks import Hub, Listener
 from narrowgauge.numerics import metrics
-from narrowgauge.numerics.dtensor import is_split_over_ranks, local_of
 from narrowgauge.numerics.exact_sums import largest_magnitude
 from narrowgauge.optim.audit import audit
 from narrowgauge.optim.optimizer import Optimizer
@@ -40,7 +39,7 @@ from narrowgauge.torch_support.torch_names import is_transformed, plain_name
 
 SAMPLE = 1 << 13
 """Values copied from each tensor: whole rows, evenly spaced."""
-_SLOTS = {"input": "output.left", "weight": "output.right", "output_grad": "grad_input.left"}
+_SLOTS = {"input": "output.left", "output_grad": "grad_input.left"}
 """The slot whose cast is measured, for each kind of tensor."""
 _PAIRS = (
     ("q_norm", "k_norm"), ("q_proj", "k_proj"), ("query", "key"), ("wq", "wk"), ("c_attn", "c_attn"),
@@ -54,7 +53,7 @@ pass first. One module for both gives queries, keys and values of equal widths.
 class Gauges(Listener):
     """Measure a model on sampled steps; ``ng.RunRecorder(…, gauges_every=20)`` makes them.
 
-    On several ranks, all of them make all calls. Samples are of each rank's own shard and batch.
+    On several ranks, all of them make all calls. Samples are of each rank's own batch.
 
     Args:
         hub: of the loop. The low-precision layers and experts of its model, and queries and keys of
@@ -154,15 +153,7 @@ class Gauges(Listener):
         """Record a tensor. A later call for the same one replaces the earlier value."""
         cast = cast_of(kind, self._layers[name])
         if self.is_recording and cast is not None and x.numel():
-            label = f"{kind}:{name}.weight" if kind == "weight" else f"{kind}:{name}"
-            self._numbers["tensors", label] = _losses(x.detach(), cast)
-
-    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Record the weights of low-precision layers."""
-        if self.is_recording and optimizer is self.optimizer:
-            for name, layer in self._layers.items():
-                if isinstance(layer, Linear):
-                    self._record("weight", name, local_of(layer.weight))
+            self._numbers["tensors", f"{kind}:{name}"] = _losses(x.detach(), cast)
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Write the row of a sampled step."""
@@ -183,8 +174,8 @@ class Gauges(Listener):
         for (table, name), sums in numbers.items():
             if table == "tensors":
                 loss = metrics.cast_loss(sums[:-1])
-                values = loss.underflow, loss.overflow, loss.sqnr_db, float(sums[-1])
-                row.setdefault(table, {})[name] = list(map(rounded, values))
+                losses = loss.underflow, loss.overflow, loss.sqnr_db, float(sums[-1])
+                row.setdefault(table, {})[name] = list(map(rounded, losses))
             elif table == "query" and ("key", name) in numbers:
                 bound = self._heads[name].scale * float(sums) * float(numbers["key", name])
                 row.setdefault("attention", {})[name] = [rounded(bound, keep_nan=True)]
@@ -203,15 +194,12 @@ class Gauges(Listener):
 def cast_of(kind: str, layer: Any) -> Cast | None:
     """Return the cast before a tensor's matmul, if its sample shows what the cast loses.
 
-    Not shown are experts that scale their tokens alone, and shards of a weight with one scale.
+    Not shown are experts that scale their tokens alone.
     """
     cast: Cast | None = layer.compute.casts[_SLOTS[kind]]
     if cast is None or (cast.is_wide and cast.format == dtype_name(layer.weight.dtype)):
         return None
-    is_part = isinstance(layer, GroupedLinear)
-    if kind == "weight":
-        is_part = is_split_over_ranks(layer.weight)
-    if is_part and _has_one_scale(cast):
+    if isinstance(layer, GroupedLinear) and _has_one_scale(cast):
         return None
     return cast
 
@@ -267,7 +255,8 @@ class Heads(NamedTuple):
         """
         if self.query is self.key:
             x = x.chunk(3, -1)[kind == "key"]
-        return x.float().unflatten(-1, (-1, self.width)).norm(dim=-1).amax()
+        norms: Tensor = x.float().unflatten(-1, (-1, self.width)).norm(dim=-1)
+        return norms.amax()
 
 
 def heads_of(module: Any) -> Heads | None:
@@ -276,13 +265,19 @@ def heads_of(module: Any) -> Heads | None:
     """
     if "attention" not in type(module).__name__.lower():
         return None
+    width = getattr(module, "head_dim", 0) or getattr(module, "attention_head_size", 0)
+    count = getattr(module, "num_heads", 0) or getattr(module, "n_head", 0)
+    children = dict(module.named_children())
     for names in _PAIRS:
-        query, key = (getattr(module, name, None) for name in names)
-        width = getattr(module, "head_dim", 0) or getattr(module, "attention_head_size", 0)
-        count = getattr(module, "num_heads", 0) or getattr(module, "n_head", 0)
+        query: Any = children.get(names[0])
+        key = children.get(names[1])
         if not width and count and hasattr(query, "out_features"):
-            width = query.out_features // count // (3 if query is key else 1)
-        if isinstance(query, nn.Module) and isinstance(key, nn.Module) and width:
+            width = query.out_features // count
+            if query is key:
+                width //= 3
+        if query is not None and key is not None and width:
             scale = getattr(module, "scaling", None)
-            return Heads(query, key, width, scale if isinstance(scale, float) else width**-0.5)
+            if not isinstance(scale, float):
+                scale = width**-0.5
+            return Heads(query, key, width, scale)
     return None

@@ -33,15 +33,6 @@ class Series:
         return self.y[~np.isnan(self.y)]
 
 
-def loop_of(run: Run) -> str:
-    """Return the source of a record: ``trainer``, ``recorder``, ``callback`` or ``log``."""
-    if run.is_foreign:
-        return "log"
-    if "recorder" not in run.run:
-        return "trainer"
-    return "callback" if "callback" in run.run["recorder"] else "recorder"
-
-
 def rows_of(run: Run, table: str) -> list[Row]:
     """Return the rows of a table, such as ``gauges``; none if its file cannot be read."""
     try:

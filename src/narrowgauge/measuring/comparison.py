@@ -15,8 +15,9 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -44,7 +45,7 @@ _FREE = ("recipe", "seed", "warmup_steps")
 """Settings that may differ between compared runs."""
 _ALIKE = (("data", "fingerprint"), ("machine", "device"), ("machine", "num_threads"))
 """Entries of other tables of ``run.toml`` that may not."""
-_OVER_SEEDS = {
+_OVER_SEEDS: dict[str, Callable[[list[float]], float]] = {
     "val_loss": statistics.fmean, "val_loss_std": statistics.stdev, "late_edq": statistics.median,
     "tokens_per_second": statistics.median, "bytes_per_param": statistics.median,
     "step_memory_bytes": max, "step_ratio": statistics.median,
@@ -226,7 +227,7 @@ def _row(label: str, group: Sequence[Run]) -> Row:
         summaries = [run.summary or {} for run in counting or ended]
         if name in ("val_loss", "val_loss_std"):  # diverged runs also have a known speed and size
             summaries = [run.summary or {} for run in counting]
-        values = [summary.get(name.removesuffix("_std")) for summary in summaries]
+        values: list[Any] = [summary.get(name.removesuffix("_std")) for summary in summaries]
         if name == "late_edq":
             values = list(map(_late_edq, counting))
         values = [value for value in values if value is not None and math.isfinite(value)]

@@ -223,7 +223,7 @@ def _names_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[Tensor
     """
     members = dict.fromkeys(members_of(optimizer))
     parameters = {p: plain_name(name) for name, p in model.named_parameters()}
-    names = {p: name for p, name in parameters.items() if p in members}
+    names: dict[Tensor, str] = {p: name for p, name in parameters.items() if p in members}
     for number, master in enumerate(members):
         if master in names:
             continue

@@ -36,6 +36,7 @@ class Recording:
     Attributes:
         outputs, shadows: of each place.
         unfollowed: places whose shadows are unknown.
+        draws: whether the pass drew random numbers.
     """
 
     def __init__(self, forced: Outputs, wide: Wide | None) -> None:
@@ -44,6 +45,7 @@ class Recording:
         self.outputs = Outputs()
         self.shadows = Outputs()
         self.unfollowed = set[str]()
+        self.draws = False
         self._names = dict[nn.Module, str]()
 
     def before(self, module: nn.Module, args: Any) -> Any:

@@ -275,7 +275,7 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         value = value.item()
     if isinstance(value, np.ndarray):
         value = torch.tensor(value) if value.dtype.kind in "biuf" else value.tolist()
-    items = {}
+    items: Mapping[Any, Any] = {}
     if isinstance(value, Mapping):
         items = value
     elif isinstance(value, (list, tuple)):

@@ -20,6 +20,7 @@ from narrowgauge.measuring.beside import Beside
 from narrowgauge.measuring.outputs import Outputs, Recording, distance, recorded, shapes_at, unit_at
 from narrowgauge.measuring.policies.wide import Wide
 from narrowgauge.measuring.reading import Reading, Readings, measured
+from narrowgauge.measuring.resume import generators
 from narrowgauge.measuring.units import FINEST
 from narrowgauge.measuring.weights import Weights, compare_weights
 from narrowgauge.runs.finding import counted, told
@@ -126,11 +127,13 @@ def _run(side: Any, batch: Any, forced: Outputs, wide: Wide | None = None) -> tu
             side.eval()
         recording = stack.enter_context(recorded(forced, wide))
         stack.enter_context(generators_put_back())
+        before = generators()
         if wide is not None:
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))  # others have no float64
             stack.enter_context(Beside(wide))
         is_named = isinstance(side, nn.Module) and isinstance(batch, Mapping)
         result = side(**batch) if is_named else side(batch)
+        recording.draws = generators() != before
     values = getattr(result, "logits", result)
     if isinstance(values, tuple):
         values = values[0]
@@ -143,33 +146,44 @@ def _compare_passes(first: Any, second: Any, batch: Any, result: Same) -> list[R
     served_recording, served_values = _run(second, batch, {})
     ours = recording.outputs
     theirs = served_recording.outputs
-    units = _unit(ours), _unit(theirs)
-    narrow = second if units[1] > units[0] else first
+    log_probs = _log_probs(values, batch), _log_probs(served_values, batch)
+    if recording.draws:
+        reason = "the first model draws random numbers in evaluation"
+        result.unseen["outputs and log probabilities"] = reason
+        return []
     forced = {}
     if ours.keys() == theirs.keys() and all(_are_alike(ours, theirs, place) for place in ours):
         forced = ours
-    wide = Wide()
-    beside, _ = _run(narrow, batch, forced, wide)
-    if wide.draws:
-        reason = "the model draws random numbers in evaluation"
-        result.unseen["outputs and log probabilities"] = reason
+    if _are_equal(ours, theirs, forced, log_probs):
+        result.lines.append("The bits are equal.")
         return []
+    units = _unit(ours), _unit(theirs)
+    narrow = first
+    if units[1] > units[0]:
+        narrow = second
+    beside, _ = _run(narrow, batch, forced, Wide())
     if forced:
         theirs = _run(second, batch, forced)[0].outputs
     limit = max(UNUSUAL, 16 * max(units))
     bounds, unusual = _bounds(beside, limit, result.lines)
     readings = _compare_places(ours, theirs, bounds, result)
-    log_probs = _log_probs(values, batch), _log_probs(served_values, batch)
-    is_equal = not result.places
     if log_probs[0] is None:
         result.unseen["log probabilities"] = "the results are not logits of tokens"
     else:
         exact = {place: forced[place] for place in unusual if place in forced}
         noise = _noise_of_log_probs(narrow, batch, exact) + max(units)
         readings += _compare_log_probs(*log_probs, noise, result.lines)
-        is_equal = is_equal and torch.equal(*log_probs)
-    result.lines.append(_verdict(readings, is_equal=is_equal))
+    result.lines.append(_verdict(readings))
     return readings
+
+
+def _are_equal(ours: Outputs, theirs: Outputs, paired: Outputs, log_probs: Any) -> bool:
+    """Return whether all outputs and log probabilities of two passes have the same bits."""
+    if any(distance(ours, theirs, place) for place in paired):
+        return False
+    if None in log_probs:
+        return bool(paired)
+    return paired.keys() == ours.keys() and torch.equal(*log_probs)
 
 
 def _bounds(
@@ -212,7 +226,7 @@ def _compare_places(
             unfollowed.append(name)
         else:
             value = distance(ours, theirs, name)
-            row = {"place": name, "difference": value, "bound": bounds[name]}
+            row: Row = {"place": name, "difference": value, "bound": bounds[name]}
             if value:
                 result.places.append(row)
             if value > bounds[name]:
@@ -258,10 +272,8 @@ def _compare_log_probs(ours: Any, theirs: Any, noise: Tensor, lines: list[str]) 
     return [measured("other-log-probabilities", "", mean, 0.0, bound)]
 
 
-def _verdict(readings: list[Reading], *, is_equal: bool) -> str:
-    """Return the last line: equal, a place, or whether rounding explains the difference."""
-    if is_equal:
-        return "The bits are equal."
+def _verdict(readings: list[Reading]) -> str:
+    """Return the last line: a place, or whether rounding explains the difference."""
     for reading in readings:
         if reading.stage == "forward":
             return f"The difference has a place: {reading.tensor}."

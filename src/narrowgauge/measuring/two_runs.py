@@ -8,7 +8,6 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from narrowgauge.measuring.columns import loop_of
 from narrowgauge.measuring.first_difference import (
     AGREES,
     LEAST,
@@ -48,6 +47,14 @@ class TwoRuns(Readings):
         verdict: the result in one sentence.
     """
 
+    difference: Difference | None
+    ranks: list[int]
+    unlike: list[str]
+    factor: float
+    num_common: int
+    _rows: tuple[Row, Row]
+    _last_losses: list[float | None]
+
     def __init__(self, first_run: Run, second_run: Run) -> None:
         super().__init__()
         runs = first_run, second_run
@@ -71,18 +78,14 @@ class TwoRuns(Readings):
         self.settings = tuple(settings_diff(first_run.run, second_run.run))
         self.verdict = self._verdict()
         self.lines = [f"{' and '.join(self.names)}: {self.verdict}"]
-        flag = "ng.RunRecorder(…, fingerprints_every=1)"
-        if all(loop_of(run) == "trainer" for run in runs):
-            flag = "--fingerprints-every 1"
-        self._sentences = list(self._told(flag))
 
     def _search(self, runs: tuple[Run, Run], u: float) -> None:
         """Find the first step that differs, and read its numbers."""
-        self.difference: Difference | None = None
+        self.difference = None
         self.factor = 1.0
-        self.ranks: list[int] = []
-        self.unlike: list[str] = []
-        self._rows: tuple[Row, Row] = {}, {}
+        self.ranks = []
+        self.unlike = []
+        self._rows = {}, {}
         first, second = map(records_of, runs)
         steps = [set(map(step_of, run.steps)) for run in runs]
         self.num_common = len(steps[0] & steps[1])
@@ -130,14 +133,10 @@ class TwoRuns(Readings):
         }
 
     def __str__(self) -> str:
-        return "\n".join([super().__str__(), *self._sentences])
+        return "\n".join([super().__str__(), *self._told()])
 
-    def _told(self, flag: str) -> Iterator[str]:
-        """Yield the sentences below the table.
-
-        Args:
-            flag: records the fingerprints of every step.
-        """
+    def _told(self) -> Iterator[str]:
+        """Yield the sentences below the table."""
         at = self.difference
         if at is None and not self.settings:
             return
@@ -151,11 +150,15 @@ class TwoRuns(Readings):
         if self.unlike:
             yield f"Other recorded numbers of the step differ: {', '.join(self.unlike)}."
         if self.is_within and None not in self._last_losses:
-            yield "Their last losses are {:.6g} and {:.6g}.".format(*self._last_losses)
+            first, second = self._last_losses
+            yield f"Their last losses are {first:.6g} and {second:.6g}."
         if self.settings:
             yield f"Recorded settings that differ: {told(map(str, self.settings), _NAMED)}."
         else:
             yield "No recorded setting differs."
         is_hashed = all("tensors" in row for row in self._rows)
         if at is not None and at.key in ("loss", "grad_norm") and not is_hashed:
-            yield f"Note: the tensor is not recorded: repeat both up to step {at.step} with {flag}."
+            yield (
+                f"Note: the tensor is not recorded: repeat both up to step {at.step} with "
+                "--fingerprints-every 1, or RunRecorder(fingerprints_every=1)."
+            )

@@ -34,10 +34,6 @@ from narrowgauge.spec.storages import Storage
 
 LOW_BITS = ("zero", "random")
 """The values of the option ``low_bits``."""
-MOSTLY = 0.5
-"""Name a tensor with more than this fraction of its values on a grid, but not all: it came from a
-checkpoint, and was changed.
-"""
 
 
 def has_low_bits(storage: Storage) -> bool:
@@ -119,10 +115,10 @@ def num_off_grid(values: Sequence[tuple[Tensor, Tensor]]) -> list[int]:
     return list(map(int, largest_over_ranks(counts, groups)))
 
 
-def kept_note(name: str, count: int, total: int) -> str:
-    """Tell that a tensor was not filled."""
-    return (
-        f"Did not fill the low bits of '{name}': {count:,} of its {total:,} values have low bits "
-        "of their own, as after a merge "
-        "or a resize."
-    )
+def without_low_bits(values: Mapping[Tensor, Tensor]) -> list[Tensor]:
+    """Return the parameters whose values all lie on the grid of their format: of these low bits are
+    not known.
+    """
+    narrow = [p for p in values if p.dtype is not torch.float32]
+    counts = num_off_grid([(p, local_of(values[p])) for p in narrow])
+    return [p for p, count in zip(narrow, counts, strict=True) if not count]

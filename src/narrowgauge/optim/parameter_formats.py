@@ -17,7 +17,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.dtensor import local_of
 from narrowgauge.numerics.rounding import narrowed
-from narrowgauge.optim.low_bits import MOSTLY, kept_note
 from narrowgauge.spec.storages import STORAGES, Storage
 
 
@@ -110,26 +109,16 @@ def round_in_place(parameters: Iterable[Tensor], visible: str) -> dict[Tensor, T
     return values
 
 
-def rounding_note(
-    names: Mapping[Tensor, str], values: Mapping[Tensor, Tensor], storages: Iterable[Storage]
-) -> str:
-    """Tell what :func:`round_in_place` did to the named parameters of an optimizer, and what else
-    to do.
-    """
-    partly: list[str] = []
-    for parameter, value in values.items():
-        count = int((value != parameter.data).sum())
-        if 0 < count < MOSTLY * value.numel():
-            partly.append(kept_note(names[parameter], count, value.numel()))
+def rounding_note(values: Mapping[Tensor, Tensor], storages: Iterable[Storage]) -> str:
+    """Tell what :func:`round_in_place` did to the parameters of an optimizer, and what else to do."""
     total = sum(value.numel() for value in values.values())
     rows = ", ".join(sorted(f"'{row.name}'" for row in storages))
-    note = (
+    return (
         f"Rounded {total:,} float32 weights in place to the format of {rows}. To keep some in "
         "float32, pass keep_float32=, or a param group with storage='float32'. Train "
         "under autocast. For averages "
         "take ng.AveragedModel; round reference models too, by ng.cast_parameters."
     )
-    return " ".join([note, *partly[:3]])
 
 
 def is_shared_by_ranks() -> bool:
