@@ -78,17 +78,6 @@ def test_decode_reads_the_listed_values_whatever_else_the_word_holds(code: Code)
 
 
 @exhaustive("code", SHORT)
-def test_what_was_decoded_is_encoded_to_the_same_code_in_its_place(code: Code) -> None:
-    steps = every_code(code)
-    x = codes.decode(code, as_int32(steps), 0)
-    for shift in shifts(code):
-        # Values that lie in the code leave no remainder, so that no addend of any rounding can move
-        # them.
-        for addend in (0, None, 2 ** codes.dropped_bits(code) - 1):
-            assert np.array_equal(unsigned(codes.encode(code, x, addend, shift)), steps * 2**shift)
-
-
-@exhaustive("code", SHORT)
 def test_encode_takes_the_nearest_listed_value_and_ties_to_even(code: Code) -> None:
     values = values_of(code)
     middles = (values[1:] + values[:-1]) / 2
