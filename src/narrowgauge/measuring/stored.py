@@ -201,7 +201,7 @@ def _rule(stepped: Stepped) -> tuple[Any, bool] | None:
     optimizer = stepped.optimizer
     name = type(optimizer).__name__.lower()
     if isinstance(optimizer, Optimizer):
-        name = optimizer.rule_in(stepped.group, stepped.parameter).name
+        name = optimizer.kernels.rule_in(stepped.group, stepped.parameter).name
     rows = [row for row in RULES if row in name]
     longest = max(rows, key=len, default="")
     if all(row in longest for row in rows):
