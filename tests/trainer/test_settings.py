@@ -82,7 +82,7 @@ def test_impossible_settings_are_refused(words: str) -> None:
         ("batch-size = 8", "unknown key 'batch-size'. Did you mean 'batch_size'?"),
         ("steps = 0", "steps = 0: it must be at least 1"),
         ("steps = [", "Cannot read the settings file mine.toml"),
-        ("recipe = 3", "recipe = 3"),
+        ("recipe = 3", "A recipe is a name in quotes"),
     ],
 )
 def test_wrong_settings_files_are_refused_in_one_line(

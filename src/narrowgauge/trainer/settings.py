@@ -84,14 +84,7 @@ class Settings:
     # fmt: on
 
     def __post_init__(self) -> None:
-        recipe = parse(self.recipe)
-        if parse(recipe.name) != recipe:
-            raise RecipeError(
-                f"recipe '{recipe.name}' has a compute or storage that differs from the table's "
-                "of that name.",
-                "A run records its recipe by name: take one from narrowgauge show recipes.",
-            )
-        object.__setattr__(self, "recipe", recipe.name)
+        object.__setattr__(self, "recipe", parse(self.recipe).name)  # an alias, or a Recipe
         for field in fields(self):
             value = getattr(self, field.name)
             if value is None and field.default is None:
