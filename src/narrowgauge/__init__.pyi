@@ -17,8 +17,8 @@ from .measuring.same import same as same
 from .numerics.rounding import round_to as round_to
 from .optim.audit import audit as audit
 from .optim.averaging import AveragedModel as AveragedModel
-from .optim.loading import full_weights as full_weights
-from .optim.loading import to_torch_state as to_torch_state
+from .optim.export import full_weights as full_weights
+from .optim.export import to_torch_state as to_torch_state
 from .optim.optimizer import Optimizer as Optimizer
 from .optim.optimizers import SGD as SGD
 from .optim.optimizers import Adam as Adam

@@ -171,6 +171,16 @@ def test_autocast_is_the_stream_s_dtype_and_changes_no_product(row: Compute) -> 
     assert inside.dtype is torch.bfloat16 and torch.equal(inside, narrow)
 
 
+def test_autocast_does_not_round_values_with_float32_scales() -> None:
+    cast = Cast("float8_e4m3fn", "1x32")
+    row = Compute("float32 scales", *(Product(cast, cast),) * 3, purpose="", source="")
+    layer, _ = make_layer(row, dtype=torch.float32, bias=False)
+    x = batch(SHAPES[0])[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = layer(x)
+    assert torch.equal(inside, layer(x.float()).bfloat16())
+
+
 def test_a_narrow_input_of_float32_weights_is_refused_as_nn_linear_does() -> None:
     layer, _ = make_layer("float8-row", dtype=torch.float32)
     with pytest.raises(RecipeError, match=r"layer 'fc'.*torch\.autocast"):

@@ -15,8 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import narrowgauge as ng
-from narrowgauge.optim.optimizer import Optimizer
-from tensors import assert_same_bits, parameters_of
+from tensors import parameters_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:Rounded:UserWarning")
 
@@ -46,28 +45,6 @@ def train(
         optimizer.step()
         losses.append(loss.item())
     return losses
-
-
-def stored(optimizer: Optimizer) -> dict[str, Tensor]:
-    return {name: optimizer.stored(p) for p, name in optimizer.parameter_names().items()}
-
-
-@pytest.mark.parametrize("storage", ["word", "exact", "compact", "naive", "float16/split"])
-def test_a_float32_model_trains_as_prepare_trains_it(storage: str) -> None:
-    compute = storage.partition("/")[0] if "/" in storage else "bfloat16"
-    recipe = f"{compute}/{storage.rpartition('/')[2]}"
-    model = Model()
-    twin = Model()
-    optimizer = ng.AdamW(model.named_parameters(), lr=1e-2, storage=storage, compile=False)
-    _, prepared = ng.prepare(twin, recipe, lr=1e-2, compile=False)
-    prepared.scales_loss = False
-    assert_same_bits(stored(prepared), stored(optimizer))
-    for step in range(2):
-        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-            p.grad = torch.full_like(p, 0.1 + step)
-            q.grad = p.grad.clone()
-        optimizer.step(), prepared.step()
-    assert_same_bits(stored(prepared), stored(optimizer))
 
 
 def test_what_is_cut_is_kept_and_said() -> None:
@@ -118,18 +95,6 @@ def test_mixed_formats_step_as_in_optimizers_of_their_own() -> None:
         assert optimizer.storage_of(p) == separate.storage_of(q)
 
 
-def test_random_low_bits_of_a_16_bit_checkpoint_in_float32() -> None:
-    """No visible weight changes, and each keeps bits that the model does not see."""
-    model = ng.cast_parameters(ng.cast_parameters(Model(), torch.bfloat16), torch.float32)
-    before = [p.bfloat16() for p in model.parameters()]
-    with pytest.warns(UserWarning, match="Rounded 944"):
-        optimizer = ng.AdamW(model.parameters(), lr=0.0, weight_decay=0.0, low_bits="random")
-    train(model, optimizer, 1)
-    for p, q in zip(model.parameters(), before, strict=True):
-        assert torch.equal(p, q)
-    assert not torch.equal(optimizer.stored(model.up.weight), model.up.weight.float())
-
-
 def test_tied_strided_frozen_weights_and_gradients_that_exist() -> None:
     model = Model()
     model.head.weight = nn.Parameter(torch.randn(32, 16).t())  # by columns, as channels_last is
@@ -156,16 +121,6 @@ def test_autocast_trains_it() -> None:
     losses = train(model, ng.AdamW(model.parameters(), lr=1e-2), 20, autocast=True)
     reference = train(theirs, torch.optim.AdamW(theirs.parameters(), lr=1e-2), 20, autocast=True)
     assert losses[-1] < losses[0] - 1 and losses == pytest.approx(reference, abs=1e-2)
-
-
-def test_rounded_weights_need_autocast_which_the_note_says() -> None:
-    model = nn.Linear(4, 4)
-    with pytest.warns(UserWarning, match="Train under autocast"):
-        ng.AdamW(model.parameters())
-    with pytest.raises(RuntimeError, match="dtype"):
-        model(torch.ones(2, 4))
-    with torch.autocast("cpu", torch.bfloat16):
-        assert model(torch.ones(2, 4)).dtype is torch.bfloat16
 
 
 def on_one_memory(model: Model) -> nn.Module:
@@ -259,24 +214,6 @@ def test_maximize_is_the_step_of_the_negated_gradient(kind: Any) -> None:
     assert (
         torch.equal(*weights) and ((weights[0] - 0.999) * weights[0].grad).sum() > 0
     )  # less a decay
-
-
-def test_a_state_is_a_dict_of_live_tensors() -> None:
-    model = Model()
-    optimizer = ng.AdamW(model.parameters())
-    train(model, optimizer)
-    state = optimizer.state[model.up.weight]
-    assert state.keys() == {"step", "window", "packed"}
-    assert state["step"] == 3 and state.get("exp_avg") is None
-    state["step"].zero_()
-    assert optimizer.num_steps(model.up.weight) == 0
-    for name, value in state.items():  # the loop that moves a state after a load
-        state[name] = value.to("cpu")
-    train(model, optimizer, 1)
-    assert state["step"] == 1
-    state.clear()
-    train(model, optimizer, 1)
-    assert optimizer.num_steps(model.up.weight) == 1
 
 
 def test_a_first_step_in_inference_mode_is_refused() -> None:

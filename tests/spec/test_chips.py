@@ -42,16 +42,6 @@ def test_the_table_is_whole() -> None:
         json.dumps(dataclasses.asdict(chip))
 
 
-def test_narrower_formats_are_not_slower() -> None:
-    order = ["float32", "tfloat32", "bfloat16", "float8_e4m3fn", "float4_e2m1fn"]
-    for chip in CHIPS.values():
-        peaks = []
-        for name in order:
-            if name in chip.peak_tflops:
-                peaks.append(chip.peak_tflops[name])
-        assert peaks == sorted(peaks)
-
-
 def test_memory_is_what_drivers_report() -> None:
     """nvidia-smi, MiB, where it is more than 3 % below what is printed."""
     reported = {"B300-SXM": 275_040, "L4": 23_034, "L40S": 46_068, "T4": 15_360}

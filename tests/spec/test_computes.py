@@ -14,8 +14,7 @@ import pytest
 
 import expectations
 from narrowgauge.errors import RecipeError
-from narrowgauge.spec.computes import COMPUTES, SLOTS, TENSORS, Cast, Compute, Product
-from narrowgauge.spec.kernels import needs_kernel
+from narrowgauge.spec.computes import COMPUTES, SLOTS, TENSORS, Cast, Product
 from tables import exhaustive
 
 every_row = exhaustive("row", COMPUTES.values())
@@ -40,18 +39,6 @@ def test_every_row_keeps_and_reuses_what_its_scales_allow() -> None:
         assert {slot for slot, is_so in has.items() if is_so} == set(expected.has) - {"served"}, (
             name
         )
-
-
-@every_row
-def test_only_gradients_are_rounded_stochastically(row: Compute) -> None:
-    """Weights and activations are rounded to the nearest, so that evaluation and recomputation give
-    the same bits.
-    """
-    gradients = {"grad_input.left", "grad_weight.left"}
-    assert {place for place, cast in row.casts.items() if cast.rounding == "stochastic"} in (
-        set(),
-        gradients,
-    )
 
 
 def test_a_compute_of_ones_own_names_a_wide_dtype() -> None:
@@ -131,20 +118,6 @@ def test_codes_beside_outlier_columns_serve_no_other_matmul() -> None:
             Cast("int8", granularity, outliers=outliers) for granularity in ("row", "column")
         )
         assert row.serves(column) == (not outliers)
-
-
-def test_only_narrow_floats_need_a_row_of_the_kernels() -> None:
-    needed = set()
-    for name, row in COMPUTES.items():
-        if any(map(needs_kernel, row.products.values())):
-            needed.add(name)
-    assert {"float8-row", "mxfp8", "nvfp4"} <= needed
-    assert not needed & {
-        "float32",
-        "bfloat16",
-        "float16",
-        "int8-row",
-    }
 
 
 def test_a_backward_pass_is_of_the_same_codes_or_of_the_values() -> None:

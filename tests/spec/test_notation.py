@@ -7,7 +7,6 @@ import pytest
 from narrowgauge.errors import RecipeError
 from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.spec.notation import ALIASES, REFUSED, full_names, parse
-from narrowgauge.spec.storages import STORAGES
 
 WORD = parse("bfloat16/word")
 
@@ -18,22 +17,6 @@ def test_full_names_parse_to_themselves() -> None:
         assert recipe.name == name
         assert parse(recipe) is recipe
         assert parse(recipe.name) == recipe
-
-
-def test_every_pair_that_agrees_is_listed() -> None:
-    shared = [name for name in STORAGES if "/" not in name]
-    owned = {name for name in STORAGES if "/" in name}
-    bound = {name for name, row in COMPUTES.items() if row.owns_storages}
-    assert bound == {"float16-throughout"} and len(owned) >= 5
-    pairs = {
-        f"{compute}/{storage}" for compute in COMPUTES if compute not in bound for storage in shared
-    } | owned
-    pairs -= REFUSED.keys()
-    names = full_names()
-    assert set(names) == pairs and len(names) == len(pairs)
-    # A name is one recipe's only: a storage of the compute's own takes the place of the one that
-    # all share.
-    assert all(parse(name).storage.name == name for name in owned)
 
 
 def test_aliases_lead_to_full_names() -> None:

@@ -159,20 +159,16 @@ def show_checks(as_json: bool) -> None:
     _print(as_json, table.rows, table)
 
 
-@show_group.command("recipe", short_help="What one recipe stores, computes and loses.")
-@click.argument("name")
-@flags.json_list
-def show_recipe(name: str, as_json: bool) -> None:
-    """Print what the recipe NAME stores, computes and loses."""
-    _print(as_json, *show.page_recipe(name))
+def _print_page(page: Any, name: str, as_json: bool) -> None:
+    _print(as_json, *page(name))
 
 
-@show_group.command("compute", short_help="The three products of one compute, by operand.")
-@click.argument("name")
-@flags.json_list
-def show_compute(name: str, as_json: bool) -> None:
-    """Print how the compute NAME casts each operand of a linear layer's three products."""
-    _print(as_json, *show.page_compute(name))
+for _name, _page, _help in (
+    ("recipe", show.page_recipe, "What the recipe NAME stores, computes and loses."),
+    ("compute", show.page_compute, "How the compute NAME casts each operand of a layer's matmuls."),
+):
+    _command = click.argument("name")(flags.json_list(partial(_print_page, _page)))
+    show_group.command(_name, help=_help)(_command)
 
 
 @show_group.command("step", short_help="The step of a storage: what runs on CPUs.")
@@ -245,7 +241,7 @@ def train(file: Path | None, **settings: Any) -> None:
     The same command goes on with a run that was stopped, bit for bit; --out RUN alone takes its
     settings. Several ranks are torchrun's:
 
-    torchrun --nproc-per-node 2 -m narrowgauge train --data tokens --out runs/a
+    torchrun --nproc-per-node 2 -m narrowgauge train --gradient-accumulation-steps 2 --out runs/a
     """
     from narrowgauge.trainer.settings import read_settings
 

@@ -138,12 +138,13 @@ def scaling_command(measured: str, at: list[int] | None, as_json: bool) -> None:
 
     narrowgauge plan scaling 128:10d,256:7d --at 512,1024
     """
-    from narrowgauge.planner.scaling import read_points, scaling_row, tables_of
+    from narrowgauge.planner.scaling import read_points, scaling_row
 
     row = scaling_row(read_points(measured), at or ())
     if not as_json:
         _write_lines([*row["sentences"], ""])
-    _show(row, tables_of(row), (), as_json)
+    parts = [tables.table_of(row["predictions"], "Other numbers of chips", hidden=("seconds",))]
+    _show(row, parts, (), as_json)
 
 
 def _show(row: Any, parts: list[tables.Table], sentences: Sequence[str], as_json: bool) -> None:

@@ -41,6 +41,10 @@ def multiply(
     ``bias`` ``[columns]`` is added before the result is rounded. A left operand includes the scales
     of the right one's columns.
     """
+    place = lhs.data.device.type
+    if torch.is_autocast_enabled(place):
+        with torch.autocast(place, enabled=False):  # the operands are cast already
+            return multiply(lhs, rhs, product, shape, dtype, bias)
     if product.right.granularity == "column":
         rhs = rhs._replace(outer=None)
     if bias is not None and bias.shape[0] < rhs.data.shape[0]:

@@ -113,3 +113,12 @@ def num_off_grid(values: Sequence[tuple[Tensor, Tensor]]) -> list[int]:
         counts.append(count.clamp(max=(1 << 31) - 1).to(torch.int32).view(1))
     groups = [split_groups(owner) for owner, _ in values]
     return list(map(int, largest_over_ranks(counts, groups)))
+
+
+def without_low_bits(values: Mapping[Tensor, Tensor]) -> list[Tensor]:
+    """Return the parameters whose values all lie on the grid of their format: of these low bits are
+    not known.
+    """
+    narrow = [p for p in values if p.dtype is not torch.float32]
+    counts = num_off_grid([(p, local_of(values[p])) for p in narrow])
+    return [p for p, count in zip(narrow, counts, strict=True) if not count]

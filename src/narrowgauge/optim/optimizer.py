@@ -24,8 +24,9 @@ from narrowgauge.optim import validation
 from narrowgauge.optim.audit import Alarm, Auditor, warn_of
 from narrowgauge.optim.clip import Decision, Finite, StepControl
 from narrowgauge.optim.kernel import Kernel
-from narrowgauge.optim.loading import load_torch_state, saved_states, unnamed
-from narrowgauge.optim.low_bits import fill_states, has_low_bits, num_off_grid
+from narrowgauge.optim.loading import OPTIONS, saved_states, torch_states
+from narrowgauge.optim.low_bits import fill_states, has_low_bits, without_low_bits
+from narrowgauge.optim.pairing import Group, Kernels
 from narrowgauge.optim.parameter_formats import (
     float32_row,
     is_shared_by_ranks,
@@ -35,21 +36,15 @@ from narrowgauge.optim.parameter_formats import (
     rounding_note,
     wide_note,
 )
-from narrowgauge.optim.rules.elementwise import ADAMW, PLAIN_SGD, SGD
-from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule, extras_of, shapes_of_states
-from narrowgauge.optim.state import LocalState, State, new_state
+from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule
+from narrowgauge.optim.state import LocalState, State
 from narrowgauge.optim.step import Step, why_by_definition
 from narrowgauge.optim.table import Table
-from narrowgauge.optim.values import begin, store_state, store_weight, stored
-from narrowgauge.spec.formats import dtype_name
-from narrowgauge.spec.storages import Storage, for_format, for_vectors
-from narrowgauge.spec.update_rules import refuse_pair
+from narrowgauge.optim.values import store_state, store_weight, stored
+from narrowgauge.spec.storages import Storage
 from narrowgauge.spec.values import require_number
 from narrowgauge.torch_support.machine import require_float64
 from narrowgauge.torch_support.torch_names import HostCopy, plain_name
-
-Group = dict[str, Any]
-
 
 Params = nn.Module | Iterable[Any]
 """What an optimizer takes as its parameters."""
@@ -128,6 +123,7 @@ class Optimizer(torch.optim.Optimizer):
             self._model = weakref.ref(params)
             params = [pair for pair in params.named_parameters() if pair[1].requires_grad]
         self.rule = rule
+        self.kernels = Kernels(rule)
         self.compile = compile
         self.max_grad_norm = max_grad_norm
         self.audit_every = audit_every
@@ -160,8 +156,6 @@ class Optimizer(torch.optim.Optimizer):
         # Sums the gradients over ranks before a step, if set. `narrowgauge.prepare` sets it.
         self.reduction: Any = None
         self._model = lambda: None
-        self._kernels: dict[tuple[str, Storage], Kernel] = {}
-        self._kernels_by_options: dict[Any, Kernel] = {}
         self._tables: dict[Kernel, Table] = {}
         self._control = StepControl()
         # The loss must be scaled by torch.amp.GradScaler. `prepare` sets it for float16.
@@ -207,7 +201,9 @@ class Optimizer(torch.optim.Optimizer):
             require_float64(group["params"])
             validation.check_options(group, self.rule)
             validation.check_vectors(group, self.rule)
-            to_round = self._formats_of_rounding(group)
+            to_round = self.kernels.formats_of_rounding(
+                group, self.parameter_names(), self.keep_float32
+            )
             if to_round and is_shared_by_ranks():
                 asked = validation.known_row(group["storage"])
                 row = float32_row(asked, isinstance(self.rule, MatrixRule))
@@ -216,7 +212,7 @@ class Optimizer(torch.optim.Optimizer):
                 to_round.clear()
             for parameter in group["params"]:
                 if parameter.requires_grad:  # a frozen one is checked when it has a gradient
-                    self._pair_of(group, parameter, to_round.get(parameter))
+                    self.kernels.pair_of(group, parameter, to_round.get(parameter))
             if to_round:
                 refuse_shared_memory(list(self._parameters()), list(to_round))
         except Exception:
@@ -226,20 +222,6 @@ class Optimizer(torch.optim.Optimizer):
             self._round(to_round)
         else:
             self._to_round |= to_round
-
-    def _formats_of_rounding(self, group: Group) -> dict[Tensor, str]:
-        """Return the visible format of each parameter of a group that is to be rounded to one."""
-        names = self.parameter_names()
-        formats: dict[Tensor, str] = {}
-        for parameter in group["params"]:
-            validation.check_real(parameter)
-            visible = self._row_of(group, parameter).visible
-            is_wide = parameter.requires_grad and parameter.dtype is torch.float32
-            if not is_wide or visible == "float32":
-                continue
-            if self.keep_float32 is None or not self.keep_float32(names[parameter], parameter):
-                formats[parameter] = visible
-        return formats
 
     def _round(self, formats: Mapping[Tensor, str]) -> None:
         """Round float32 parameters in place, and store the values that they had."""
@@ -279,38 +261,7 @@ class Optimizer(torch.optim.Optimizer):
         """Return the local tensors of a parameter's state, or ``None`` before its first step."""
         if not self.has_state(parameter):
             return None
-        return self.local_part(self.group_of(parameter), parameter, self.state[parameter])
-
-    def local_part(self, group: Group, parameter: Tensor, state: dict[str, Any]) -> LocalState:
-        """Return the local tensors of a state under a group's options. Refuse one that does not fit."""
-        kernel = self.kernel_of(group, parameter)
-        extras = extras_of(kernel.rule, parameter.shape, group)
-        return LocalState(parameter, state, kernel, extras)
-
-    def new_state(self, group: Group, parameter: Tensor) -> State:
-        """Return a state of zeros under a group's options, with the parameter as its master."""
-        if torch.is_inference_mode_enabled():
-            raise RecipeError(
-                "Cannot make states in torch.inference_mode() because they could not change "
-                "outside of it.",
-                "Take torch.no_grad().",
-            )
-        require_float64([parameter])
-        kernel = self.kernel_of(group, parameter)
-        extras = extras_of(kernel.rule, parameter.shape, group)
-        state = new_state(parameter, kernel.storage, extras)
-        begin(LocalState(parameter, state, kernel, extras))
-        return state
-
-    def kernel_of(self, group: Group, parameter: Tensor) -> Kernel:
-        """Return the kernel that steps a parameter under a group's options."""
-        options = group["storage"], group.get("rule"), bool(group.get("momentum"))
-        key = *options, parameter.ndim < 2, parameter.dtype
-        if key not in self._kernels_by_options:
-            rule, storage = self._pair_of(group, parameter)
-            kernel = self._kernels.setdefault((rule.name, storage), Kernel(rule, storage))
-            self._kernels_by_options[key] = kernel
-        return self._kernels_by_options[key]
+        return self.kernels.local_part(self.group_of(parameter), parameter, self.state[parameter])
 
     def group_of(self, parameter: Tensor) -> Group:
         """Return the param group of a parameter.
@@ -324,38 +275,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def storage_of(self, parameter: Tensor) -> Storage:
         """Return the storage of one of the optimizer's parameters."""
-        return self._storage_in(self.group_of(parameter), parameter)
-
-    def _row_of(self, group: Group, parameter: Tensor) -> Storage:
-        row = validation.known_row(group["storage"])
-        return for_vectors(row) if parameter.ndim < 2 else row
-
-    def _storage_in(self, group: Group, parameter: Tensor, visible: str | None = None) -> Storage:
-        return for_format(self._row_of(group, parameter), visible or dtype_name(parameter.dtype))
-
-    def rule_in(self, group: Group, parameter: Tensor) -> AnyRule:
-        """Return the rule that steps a parameter under a group's options."""
-        if self.rule == PLAIN_SGD and group.get("momentum"):
-            return SGD  # a schedule may ask for momentum before the first step
-        plain = parameter.ndim < 2 or group.get("rule") == ADAMW.name
-        return ADAMW if isinstance(self.rule, MatrixRule) and plain else self.rule
-
-    def _pair_of(
-        self, group: Group, parameter: Tensor, visible: str | None = None
-    ) -> tuple[AnyRule, Storage]:
-        """Return the rule of a parameter, or of one in another format, and the storage with its
-        states. Refuse odd pairs.
-        """
-        rule = self.rule_in(group, parameter)
-        storage = self._storage_in(group, parameter, visible)
-        if visible is None:
-            validation.check_visible(parameter, storage, group["storage"])
-        storage = storage.keeping(rule.stored_states)
-        refuse_pair(
-            rule.name, storage, is_matrix=isinstance(rule, MatrixRule), is_adamw=rule == ADAMW
-        )
-        validation.check_bounded(rule, storage)
-        return rule, storage
+        return self.kernels.storage_in(self.group_of(parameter), parameter)
 
     def parameter_names(self) -> dict[Tensor, str]:
         """Return the name of each parameter: the passed name, else the model's, else ``"param 0"``,
@@ -373,7 +293,7 @@ class Optimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             passed = group.get("param_names") or [""] * len(group["params"])
             for parameter, name in zip(group["params"], passed, strict=False):
-                names[parameter] = name or of_model.get(parameter) or unnamed(len(names))
+                names[parameter] = name or of_model.get(parameter) or f"param {len(names)}"
         return names
 
     def name_parameters(self, model: nn.Module) -> None:
@@ -397,7 +317,7 @@ class Optimizer(torch.optim.Optimizer):
             {'adamw/word': 'definition: a first step of 64 elements'}
         """
         codes = {}
-        for (rule, storage), kernel in self._kernels.items():
+        for (rule, storage), kernel in self.kernels.used.items():
             if kernel.how_it_ran is not None:
                 codes[f"{rule}/{storage.name}"] = kernel.how_it_ran
         return codes
@@ -431,13 +351,16 @@ class Optimizer(torch.optim.Optimizer):
                 "Pass a weight for each parameter, by the parameters of this optimizer.",
             )
         for parameter in values:
-            self._check_adopted(parameter, values[parameter], states.get(parameter, {}))
+            group = self.group_of(parameter)
+            self.kernels.check_values(
+                group, parameter, values[parameter], states.get(parameter, {})
+            )
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p in adopted]
             with torch.no_grad():
                 self.make_missing(group, parameters, fills=False)
             for index, parameter in enumerate(parameters):
-                state = self.local_part(group, parameter, self.state[parameter])
+                state = self.kernels.local_part(group, parameter, self.state[parameter])
                 entry = states.get(parameter, {})
                 store_weight(state, local_of(values[parameter]))
                 if "step" in entry:
@@ -447,17 +370,7 @@ class Optimizer(torch.optim.Optimizer):
                 for name, value in entry.items():
                     if isinstance(value, Tensor) and name != "step":
                         store_state(state, name, local_of(value), seed)
-            self._fill(group, self._without_low_bits(parameters, values))
-
-    def _without_low_bits(
-        self, parameters: Sequence[Tensor], values: Mapping[Tensor, Tensor]
-    ) -> list[Tensor]:
-        """Return the parameters whose values all lie on the grid of their format: of these low bits
-        are not known.
-        """
-        narrow = [p for p in parameters if p.dtype is not torch.float32]
-        counts = num_off_grid([(p, local_of(values[p])) for p in narrow])
-        return [p for p, count in zip(narrow, counts, strict=True) if not count]
+            self._fill(group, without_low_bits({p: values[p] for p in parameters}))
 
     def _fill(self, group: Group, parameters: Sequence[Tensor]) -> None:
         """Fill the low bits of weights whose low bits are unknown, if the group asks for it."""
@@ -465,32 +378,8 @@ class Optimizer(torch.optim.Optimizer):
             names = self._names_by(None)
             unfilled = {}
             for p in parameters:
-                unfilled[self.local_part(group, p, self.state[p])] = names[p]
+                unfilled[self.kernels.local_part(group, p, self.state[p])] = names[p]
             fill_states(unfilled, group["seed"])
-
-    def _check_adopted(self, parameter: Tensor, weight: Tensor, states: Mapping[str, Any]) -> None:
-        """Refuse states of unknown names, and values of another shape than the parameter and its
-        states here.
-        """
-        group = self.group_of(parameter)
-        rule = self.rule_in(group, parameter)
-        shape = tuple(local_of(parameter).shape)
-        shapes = {"weight": shape}
-        for name in shapes_of_states(rule, parameter.shape, group):
-            shapes[name] = shape
-        for name, extra in extras_of(rule, parameter.shape, group).items():
-            shapes[name] = extra.shape
-        for name, value in {"weight": weight, **states}.items():
-            if name == "step":
-                continue
-            if name not in shapes:
-                has = ", ".join(list(shapes)[1:]) or "no states"
-                raise RecipeError(f"Cannot adopt '{name}': rule '{rule.name}' has {has}.")
-            if tuple(local_of(value).shape) != shapes[name]:
-                raise RecipeError(
-                    f"Cannot adopt a '{name}' of shape {tuple(value.shape)} for a parameter of "
-                    f"shape {tuple(parameter.shape)}."
-                )
 
     def make_missing(
         self, group: Group, parameters: Sequence[Tensor], *, fills: bool = True
@@ -503,7 +392,7 @@ class Optimizer(torch.optim.Optimizer):
         if missing:
             refuse_shared_memory(list(dict.fromkeys([*missing, *self._stepped_params()])))
             for parameter in missing:
-                state = self.new_state(group, parameter)
+                state = self.kernels.new_state(group, parameter)
                 state.update(self.state.get(parameter, {}))  # notes of other code
                 self.state[parameter] = state
             if fills:
@@ -529,7 +418,9 @@ class Optimizer(torch.optim.Optimizer):
         """
         group = self.group_of(parameter)
         entry = self.state[parameter] if self.has_state(parameter) else None
-        state = self.local_part(group, parameter, entry or self.new_state(group, parameter))
+        state = self.kernels.local_part(
+            group, parameter, entry or self.kernels.new_state(group, parameter)
+        )
         if name not in ("weight", *state.names):
             raise KeyError(
                 f"rule '{state.kernel.rule.name}' has {('weight', *state.names)}, not '{name}'"
@@ -614,7 +505,7 @@ class Optimizer(torch.optim.Optimizer):
         found_inf = getattr(self, "found_inf", None)
         if self.scales_loss and found_inf is None:
             validation.refuse_unscaled(gradients.values())
-        for kernel in self._kernels.values():
+        for kernel in self.kernels.used.values():
             kernel.how_it_ran = None
         scaling = {"grad_scale": self.loss_scale, "found_inf": found_inf}
         placed = []
@@ -676,7 +567,7 @@ class Optimizer(torch.optim.Optimizer):
         states = []
         for parameter in group["params"]:
             if parameter in gradients:
-                state = self.local_part(group, parameter, self.state[parameter])
+                state = self.kernels.local_part(group, parameter, self.state[parameter])
                 # A kernel reads memory: a negative view must hold its values.
                 state.gradient = local_of(gradients[parameter]).resolve_neg()
                 states.append(state)
@@ -747,12 +638,17 @@ class Optimizer(torch.optim.Optimizer):
             ValueError: the groups do not match, as in ``torch.optim``.
         """
         if any("storage" not in group for group in state_dict["param_groups"]):
-            load_torch_state(self, state_dict)
+            moments = torch_states(
+                self.param_groups, state_dict, self.parameter_names(), self.maximize
+            )
+            self.adopt({p: self.stored(p) for p in moments}, moments)
+            for ours, theirs in zip(self.param_groups, state_dict["param_groups"], strict=True):
+                ours.update({name: theirs[name] for name in OPTIONS if name in theirs})
             return
         states: dict[Tensor, State] = {}
 
         def take(_: Any, given: dict[str, Any]) -> dict[str, Any]:
-            taken, rest = saved_states(self, given)
+            taken, rest = saved_states(self.kernels, self.param_groups, given)
             states.update(taken)
             return rest
 
@@ -789,6 +685,8 @@ class Optimizer(torch.optim.Optimizer):
         if is_copy:
             self._begin()
         super().__setstate__(state)
+        if is_copy:
+            self.kernels = Kernels(self.rule)
         self._pending = None
         self.auditor = Auditor(self.auditor.is_joined)
         self._tables.clear()

@@ -20,7 +20,7 @@ from narrowgauge.planner.words import Plan
 from narrowgauge.spec.chips import Chip, read_chip
 from narrowgauge.spec.kernels import multiplies
 from narrowgauge.spec.models import MODELS
-from narrowgauge.spec.notation import parse
+from narrowgauge.spec.notation import parse, parse_names
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.toml import refuse_unknown
 from narrowgauge.spec.update_rules import UPDATE_RULES, refuse_pair
@@ -83,8 +83,10 @@ def plan(model: Any, *, tokens: float | None = None, advise: bool = True, **aske
             ]
             with contextlib.suppress(NarrowgaugeError):
                 best = answers(model, **{**asked, **change})[0][0]
-                if best.fits and len(changes) < MOST_CHANGES:
+                if best.fits:
                     changes.append((" ".join(words) or "without --layout", best))
+            if len(changes) == MOST_CHANGES:
+                break
     name = model.name if isinstance(model, Architecture) else str(model)
     return Plan(tuple(jobs), name, tokens, left_out, tuple(changes))
 
@@ -211,6 +213,8 @@ def _usual_tokens(length: int, chips: list[int], tuning: Tuning) -> int:
 
 def _recipes(asked: Any, chip: Chip, program: Program, tuning: Tuning) -> list[Recipe]:
     """Return the recipes of a question on a chip: those that it names, or usual ones."""
+    if isinstance(asked, str) and asked:
+        return parse_names(asked)
     if asked:
         return list(map(parse, _listed(asked)))
     suited = []
@@ -263,7 +267,9 @@ def _changes(job: Estimate, asked: Fixed) -> list[dict[str, Any]]:
         changes += [{"base": "nf4"}, {"base": "nf4", **chunked}, {"base": "nf4", "experts": "nf4"}]
     elif asked.get("recipes"):
         changes += [{"recipes": "bfloat16/word"}, {"recipes": "bfloat16/states8"}]
-    changes += [{"layout": ""}, {"program": f"{loop},loss=chunked,offload=true"}]
+    if asked.get("layout"):
+        changes.append({"layout": ""})
+    changes.append({"program": f"{loop},loss=chunked,offload=true"})
     length = job.sequence_length // 2
     while length >= _SHORTEST and not asked.get("tokens_per_step"):
         changes.append({"sequence_length": length})

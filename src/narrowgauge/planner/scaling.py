@@ -12,7 +12,7 @@ from statistics import linear_regression
 
 from narrowgauge.errors import DataError
 from narrowgauge.planner.words import duration_text
-from narrowgauge.spec.tables import Row, Table, table_of
+from narrowgauge.spec.tables import Row
 
 NOISE = 0.05
 """Relative error of the law above which it is not extrapolated."""
@@ -55,9 +55,10 @@ def scaling_row(points: Sequence[tuple[int, float]], at: Sequence[int] = ()) -> 
     last, fast = points[-1]
     predictions = []
     for chips in sorted({max(1, first // 2), *at, 2 * last}):
-        seconds = divided / chips + constant
         efficiency = (divided + constant * first) / (divided + constant * chips)
-        predictions.append({"chips": chips, "seconds": seconds, "efficiency": efficiency})
+        seconds = divided / chips + constant
+        row = {"chips": chips, "seconds": seconds, "time": duration_text(seconds)}
+        predictions.append({**row, "efficiency": f"{efficiency:.0%}"})
     before = first * slow
     after = last * fast
     lines = [
@@ -74,13 +75,3 @@ def scaling_row(points: Sequence[tuple[int, float]], at: Sequence[int] = ()) -> 
         lines[1:] = ["No time that is divided plus one that stays fits these: measure again."]
     law = {"divided": divided, "constant": constant, "error": error}
     return {"law": law, "predictions": predictions, "sentences": lines}
-
-
-def tables_of(row: Row) -> list[Table]:
-    """Return the predictions of a row as a table."""
-    rows = []
-    for prediction in row["predictions"]:
-        time = duration_text(prediction["seconds"])
-        efficiency = f"{prediction['efficiency']:.0%}"
-        rows.append({"chips": prediction["chips"], "time": time, "efficiency": efficiency})
-    return [table_of(rows, "Other numbers of chips")]

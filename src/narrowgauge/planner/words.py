@@ -108,8 +108,10 @@ class Plan:
         group in the best option's step.
         """
         best = self.best
-        trained = best.trained_parameters / 1e9
-        title = f"{self.model}: {trained:.3g}B trained parameters; {best.sequence_length:,} tokens"
+        title = f"{self.model}: {best.architecture.num_parameters / 1e9:.3g}B parameters"
+        if best.tuning.lora:
+            title += f", {best.trained_parameters / 1e9:.3g}B trained"
+        title += f"; {best.sequence_length:,} tokens"
         tables = []
         for place in dict.fromkeys(job.cluster.name for job in self.options):
             rows = [_option(job) for job in self.options if job.cluster.name == place]

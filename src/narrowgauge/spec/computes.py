@@ -128,7 +128,8 @@ class Cast:
             not is_wide or (self.scale == "float32" and not self.needs_bits),
             self.scale != "float8_e4m3fn" or self.block is not None,
             self.scaling == "current" or (self.scaling, self.granularity, self.scale) == ("static", "tensor", "float32"),
-            self.scale_rounding == "up" or (self.scale_rounding == "floor" and is_power and not self.needs_bits),
+self.scale_rounding in ("up", "floor"),
+            self.scale_rounding == "up" or (is_power and not self.needs_bits),
             0 <= self.outliers < math.inf,
             not self.outliers or (not is_wide and self.block is None),
         )  # fmt: skip
@@ -185,7 +186,9 @@ class Cast:
             words.append("scales rounded down")
         if self.scaling != "current":
             words.append(f"{self.scaling} scale")
-        words += {self.rounding, self.rotation} - {"nearest", "none"}
+        for word in (self.rounding, self.rotation):
+            if word not in ("nearest", "none"):
+                words.append(word)
         if self.outliers:
             words.append(f"columns from {self.outliers:g} on in 16 bits")
         return ", ".join(words)
@@ -322,7 +325,10 @@ class Compute:
                 )
             x = self.output.left.turned
             weight = self.output.right.turned
-        backward = {"grad_input": Product(gradient, weight), "grad_weight": Product(gradient, x)}
+        backward: Any = {
+            "grad_input": Product(gradient, weight),
+            "grad_weight": Product(gradient, x),
+        }
         return replace(self, name=f"{self.name} {kind} backward", **backward)
 
     @cached_property

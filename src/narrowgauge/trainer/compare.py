@@ -12,8 +12,9 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from narrowgauge.errors import NarrowgaugeError, RecipeError, require_package
 from narrowgauge.measuring.comparison import Comparison, compare_runs
@@ -21,15 +22,12 @@ from narrowgauge.measuring.labels import recipe_name, run_name
 from narrowgauge.report.page import learned
 from narrowgauge.report.publishing import publish, read_runs
 from narrowgauge.runs.finding import counted, duration, told
-from narrowgauge.runs.places import require_comparison, require_free
+from narrowgauge.runs.places import is_run, require_comparison, require_free
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.runs.writer import RunWriter, plain
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.trainer.entry import enter
 from narrowgauge.trainer.settings import Settings
-
-if TYPE_CHECKING:
-    from narrowgauge.measuring.recorder import RunRecorder
 
 
 def planned(recipes: Sequence[Any], seeds: int | Sequence[int]) -> dict[str, tuple[Any, int]]:
@@ -55,7 +53,7 @@ def planned(recipes: Sequence[Any], seeds: int | Sequence[int]) -> dict[str, tup
 
 
 def compare(
-    train_function: Callable[[str, int, Log], Any],
+    train_function: Callable[..., Any],
     recipes: Sequence[str],
     *,
     seeds: int | Sequence[int] = 1,
@@ -64,16 +62,15 @@ def compare(
     """Compare recipes in your own training loop.
 
     Runs of one seed are paired, so let only the seed decide the initial weights and the batches. A
-    comparison needs just the last validation loss of each run. Every other logged metric adds a
-    curve or a column.
+    comparison needs just the last validation loss of each run. A record adds curves and columns.
 
     Args:
-        train_function: called as ``train_function(recipe, seed, log)``. It trains once and returns
-            the last validation loss, or a dict of summary metrics (``val_loss``,
+        train_function: called as ``train_function(recipe, seed, record)``. It trains once and
+            returns the last validation loss, or a dict of summary metrics (``val_loss``,
             ``bytes_per_param``, ``tokens_per_second``, ``step_memory_bytes``, ``edq``, ``noise``,
-            ``lost_fraction``), or nothing if it called ``log.eval({"val_loss": …})``.
-            ``log.step({"loss": …})`` logs a step, ``log.eval`` a validation; ``log.watch(model,
-            optimizer)`` adds gauges and the audit.
+            ``lost_fraction``), or nothing if a recorder evaluated. ``with record(model, optimizer)
+            as recorder:`` opens a :class:`narrowgauge.RunRecorder` of the run, which takes its
+            options too.
         recipes: the function's arguments: names of recipes or any other names.
         seeds: how many, from 0 on, or a sequence of seeds.
         out: a folder without these runs, for them, ``compare.json`` and ``report.html``; ``None``
@@ -83,18 +80,17 @@ def compare(
     Returns:
         The comparison: ``rows``, a ``verdict`` in sentences, ``differences`` from the ``baseline``.
     Raises:
-        NarrowgaugeError: no recipe or seed, duplicates, a function without a loss, or a row with
-            values that are not numbers.
+        NarrowgaugeError: no recipe or seed, duplicates, or a function without a loss.
         RecordError: ``out`` holds one of the runs, or a file that would be overwritten.
     Example:
-        >>> def train_function(recipe, seed, log):
-        ...     log.step({"loss": 2.5})
+        >>> def train_function(recipe, seed, record):
         ...     return 1.5 + seed / 10
         >>> comparison = compare(train_function, ["bfloat16/master", "bfloat16/word"], seeds=2)
         >>> [(row["recipe"], row["num_seeds"]) for row in comparison.rows]
         [('bfloat16/master', 2), ('bfloat16/word', 2)]
     """
     from narrowgauge.distributed.ranks import all_ranks
+    from narrowgauge.measuring.recorder import RunRecorder
 
     plan = planned(recipes, seeds)
     ranks = all_ranks()
@@ -108,126 +104,39 @@ def compare(
 
     ranks.of_first(require_new)
     with tempfile.TemporaryDirectory(prefix="narrowgauge-") as temporary:
-        place = Path(out or temporary)
         runs = []
         for name, (recipe, seed) in plan.items():
-            runs.append(_record(train_function, recipe, seed, place / name))
+            folder = Path(out or temporary) / name
+            config = {"recipe": recipe_name(recipe), "seed": seed}
+            returned = train_function(recipe, seed, partial(RunRecorder, folder, settings=config))
+            runs.append(ranks.of_first(partial(_finished, folder, config, returned)))
     comparison = compare_runs(runs)
     if out is not None and ranks.is_first:
         publish(comparison, runs, Path(out))
     return comparison
 
 
-class Log:
-    """The record of one run of :func:`compare`: plain rows, or those of a watched loop."""
-
-    def __init__(self, folder: Path, config: dict[str, Any]) -> None:
-        self.folder = folder
-        self.val_loss: Any = None
-        self._config = config
-        self._recorder: RunRecorder | None = None
-        self._rows: list[tuple[str, dict[str, Any]]] = []
-        self._steps = 0
-        self._tokens = 0
-        self._began = time.perf_counter()
-
-    def watch(self, model: Any, optimizer: Any, *, every: int = 20) -> None:
-        """Record the loop as :class:`narrowgauge.RunRecorder` does, with its audit and gauges.
-
-        Args:
-            every: steps between samples of the gauges; 0 for none.
-        """
-        from narrowgauge.measuring.recorder import RunRecorder
-
-        self._recorder = RunRecorder(
-            self.folder, model, optimizer, settings=self._config, gauges_every=every
-        )
-
-    def step(self, columns: Mapping[str, Any]) -> None:
-        """Log an optimizer step: ``loss``, ``tokens`` so far, and any other number."""
-        named = _named(columns, "step")
-        tokens = named.pop("tokens", None)
-        if tokens is not None:
-            tokens -= self._tokens
-            self._tokens += tokens
-        if self._recorder is not None:
-            return self._recorder.step(tokens=tokens, **named)
-        self._steps += 1
-        seconds = time.perf_counter() - self._began
-        self._began += seconds
-        row = {"step": self._steps, "seconds": seconds, **named}
-        if tokens is not None:
-            row |= {"tokens": self._tokens, "tokens_per_second": tokens / seconds}
-        return self._rows.append(("steps", row))
-
-    def eval(self, columns: Mapping[str, Any]) -> None:
-        """Log a validation: ``val_loss``, and any other number."""
-        named = _named(columns, "eval")
-        self.val_loss = named.pop("val_loss", None)
-        if self._recorder is not None:
-            return self._recorder.evaluate(self.val_loss, **named)
-        now = time.perf_counter()
-        row = {
-            "step": self._steps,
-            "seconds": now - self._began,
-            "val_loss": self.val_loss,
-            **named,
-        }
-        self._began = now
-        return self._rows.append(("evals", row))
-
-    def close(self, finished: bool, metrics: Mapping[str, Any]) -> None:
-        """Write the rows, and the summary of a finished run."""
-        from narrowgauge.distributed.ranks import all_ranks
-
-        if self._recorder is not None:
-            return self._recorder.close(finished, **metrics)
-        return all_ranks().of_first(lambda: self._write(finished, metrics))
-
-    def _write(self, finished: bool, metrics: Mapping[str, Any]) -> None:
-        from narrowgauge.measuring.step_row import summary_of
-
-        with RunWriter.create(self.folder, {"config": self._config}) as writer:
-            for kind, row in self._rows:
-                writer.append(kind, row)
-            if finished:
-                summary = {"recipe": self._config["recipe"], "steps": self._steps}
-                writer.summary({**summary, **summary_of(read_run(self.folder)), **metrics})
-
-
-def _named(columns: Any, caller: str) -> dict[str, Any]:
-    """Return a row of plain values; refuse what is none."""
-    if not isinstance(columns, Mapping):
-        raise NarrowgaugeError(
-            f"{caller} was given {columns!r:.60}.", 'It takes a dict, for instance {"loss": 2.5}.'
-        )
-    named: dict[str, Any] = plain(columns)
-    return named
-
-
-def _record(
-    train_function: Callable[[str, int, Log], Any], recipe: str, seed: int, folder: Path
-) -> Run:
-    from narrowgauge.distributed.ranks import all_ranks
-
-    label = recipe_name(recipe)
-    log = Log(folder, {"recipe": label, "seed": seed})
-    try:
-        metrics = train_function(recipe, seed, log)
-        if not isinstance(metrics, Mapping):
-            metrics = {} if metrics is None else {"val_loss": metrics}
-        metrics = {"val_loss": log.val_loss, **_named(metrics, "compare")}
-        loss = metrics["val_loss"]
-        if not isinstance(loss, int | float):
+def _finished(folder: Path, config: dict[str, Any], returned: Any) -> Run:
+    """Write what the training function returned into the summary of its run, and return the run."""
+    metrics = {"recipe": config["recipe"]}
+    if is_run(folder):
+        metrics |= read_run(folder).summary or {}
+        writer = RunWriter.open(folder)
+    else:
+        writer = RunWriter.create(folder, {"config": config})
+    if isinstance(returned, Mapping):
+        metrics |= plain(returned)
+    elif returned is not None:
+        metrics["val_loss"] = plain(returned)
+    with writer:
+        if not isinstance(metrics.get("val_loss"), int | float):
             raise NarrowgaugeError(
-                f"the training function gave no validation loss for {label}, val_loss is {loss!r}.",
-                'Return it, return a dict with "val_loss", or call log.eval({"val_loss": …}).',
+                f"the training function gave no validation loss for {config['recipe']}, but "
+                f"{returned!r:.60}.",
+                'Return it, return a dict with "val_loss", or call recorder.evaluate(loss).',
             )
-    except BaseException:
-        log.close(False, {})
-        raise
-    log.close(True, metrics)
-    return all_ranks().of_first(lambda: read_run(folder))
+        writer.summary(metrics)
+    return read_run(folder)
 
 
 # ── with the built-in trainer ─────────────────────────────────────────────────────────────────────

@@ -124,12 +124,12 @@ def drawn(config: PretrainedConfig, seed: int) -> PreTrainedModel:
 def _loaded(folder: Path, config: PretrainedConfig, vocab_size: int | None) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
-    model: Any
     with torch.random.fork_rng(devices=[]):
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, config=_without_dropout(config), dtype=torch.float32, local_files_only=True,
             weights_only=True, trust_remote_code=False, output_loading_info=True,
         )  # fmt: skip
+    model, info = loaded
     missing = sorted(info["missing_keys"])
     rows = len(model.get_input_embeddings().weight)
     problem = ""

@@ -25,7 +25,7 @@ from narrowgauge.errors import RecordError, Terminated
 from narrowgauge.measuring.hooks import RunNotice
 from narrowgauge.measuring.recorder import RunRecorder
 from narrowgauge.optim.audit import UpdateLossWarning
-from narrowgauge.optim.loading import kept_tensors
+from narrowgauge.optim.export import kept_tensors
 from narrowgauge.runs.atomic_io import write_whole
 from narrowgauge.runs.record import read_settings
 from narrowgauge.runs.schema import VERSION

@@ -16,7 +16,7 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -94,7 +94,7 @@ def load_tokenizer(path: Path | None) -> PreTrainedTokenizerFast:
         return PreTrainedTokenizerFast(tokenizer_object=of_bytes, eos_token=END_OF_TEXT)
     folder = path if path.is_dir() else path.parent
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         if tokenizer.eos_token is None:
             raise ValueError("it names no eos_token")
         tokenizer.backend_tokenizer.no_truncation()
@@ -104,7 +104,7 @@ def load_tokenizer(path: Path | None) -> PreTrainedTokenizerFast:
             f"Cannot read the tokenizer in {folder}: {reason}.",
             "Name a folder with tokenizer.json, and with eos_token in its tokenizer_config.json.",
         ) from error
-    return tokenizer
+    return cast("PreTrainedTokenizerFast", tokenizer)
 
 
 def write_tokens(texts: Iterable[str], tokenizer: PreTrainedTokenizerFast, out: Path) -> Path:

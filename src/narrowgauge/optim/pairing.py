@@ -1,0 +1,143 @@
+"""Which rule and storage a parameter has under its group's options, and its states under both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from narrowgauge.errors import RecipeError
+from narrowgauge.numerics.dtensor import local_of
+from narrowgauge.optim import validation
+from narrowgauge.optim.kernel import Kernel
+from narrowgauge.optim.rules.elementwise import ADAMW, PLAIN_SGD, SGD
+from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule, extras_of, shapes_of_states
+from narrowgauge.optim.state import LocalState, State, new_state
+from narrowgauge.optim.values import begin
+from narrowgauge.spec.formats import dtype_name
+from narrowgauge.spec.storages import Storage, for_format, for_vectors
+from narrowgauge.spec.update_rules import refuse_pair
+from narrowgauge.torch_support.machine import require_float64
+
+Group = dict[str, Any]
+
+
+class Kernels:
+    """Choose the rule and the storage of each parameter of an optimizer.
+
+    Attributes:
+        rule: the optimizer's.
+        used: the kernels, by rule and storage.
+    """
+
+    def __init__(self, rule: AnyRule) -> None:
+        self.rule = rule
+        self.used: dict[tuple[str, Storage], Kernel] = {}
+        self._by_options: dict[Any, Kernel] = {}
+
+    def kernel_of(self, group: Group, parameter: Tensor) -> Kernel:
+        """Return the kernel that steps a parameter under a group's options."""
+        options = group["storage"], group.get("rule"), bool(group.get("momentum"))
+        key = *options, parameter.ndim < 2, parameter.dtype
+        if key not in self._by_options:
+            rule, storage = self.pair_of(group, parameter)
+            kernel = self.used.setdefault((rule.name, storage), Kernel(rule, storage))
+            self._by_options[key] = kernel
+        return self._by_options[key]
+
+    def row_of(self, group: Group, parameter: Tensor) -> Storage:
+        row = validation.known_row(group["storage"])
+        return for_vectors(row) if parameter.ndim < 2 else row
+
+    def storage_in(self, group: Group, parameter: Tensor, visible: str | None = None) -> Storage:
+        return for_format(self.row_of(group, parameter), visible or dtype_name(parameter.dtype))
+
+    def rule_in(self, group: Group, parameter: Tensor) -> AnyRule:
+        """Return the rule that steps a parameter under a group's options."""
+        if self.rule == PLAIN_SGD and group.get("momentum"):
+            return SGD  # a schedule may ask for momentum before the first step
+        plain = parameter.ndim < 2 or group.get("rule") == ADAMW.name
+        return ADAMW if isinstance(self.rule, MatrixRule) and plain else self.rule
+
+    def pair_of(
+        self, group: Group, parameter: Tensor, visible: str | None = None
+    ) -> tuple[AnyRule, Storage]:
+        """Return the rule of a parameter, or of one in another format, and the storage with its
+        states. Refuse odd pairs.
+        """
+        rule = self.rule_in(group, parameter)
+        storage = self.storage_in(group, parameter, visible)
+        if visible is None:
+            validation.check_visible(parameter, storage, group["storage"])
+        storage = storage.keeping(rule.stored_states)
+        refuse_pair(
+            rule.name, storage, is_matrix=isinstance(rule, MatrixRule), is_adamw=rule == ADAMW
+        )
+        validation.check_bounded(rule, storage)
+        return rule, storage
+
+    def local_part(self, group: Group, parameter: Tensor, state: dict[str, Any]) -> LocalState:
+        """Return the local tensors of a state under a group's options. Refuse one that does not fit."""
+        kernel = self.kernel_of(group, parameter)
+        extras = extras_of(kernel.rule, parameter.shape, group)
+        return LocalState(parameter, state, kernel, extras)
+
+    def new_state(self, group: Group, parameter: Tensor) -> State:
+        """Return a state of zeros under a group's options, with the parameter as its master."""
+        if torch.is_inference_mode_enabled():
+            raise RecipeError(
+                "Cannot make states in torch.inference_mode() because they could not change "
+                "outside of it.",
+                "Take torch.no_grad().",
+            )
+        require_float64([parameter])
+        kernel = self.kernel_of(group, parameter)
+        extras = extras_of(kernel.rule, parameter.shape, group)
+        state = new_state(parameter, kernel.storage, extras)
+        begin(LocalState(parameter, state, kernel, extras))
+        return state
+
+    def formats_of_rounding(
+        self,
+        group: Group,
+        names: Mapping[Tensor, str],
+        keep_float32: Callable[[str, Tensor], bool] | None,
+    ) -> dict[Tensor, str]:
+        """Return the visible format of each parameter of a group that is to be rounded to one."""
+        formats: dict[Tensor, str] = {}
+        for parameter in group["params"]:
+            validation.check_real(parameter)
+            visible = self.row_of(group, parameter).visible
+            is_wide = parameter.requires_grad and parameter.dtype is torch.float32
+            if not is_wide or visible == "float32":
+                continue
+            if keep_float32 is None or not keep_float32(names[parameter], parameter):
+                formats[parameter] = visible
+        return formats
+
+    def check_values(
+        self, group: Group, parameter: Tensor, weight: Tensor, states: Mapping[str, Any]
+    ) -> None:
+        """Refuse states of unknown names, and values of another shape than the parameter and its
+        states here.
+        """
+        rule = self.rule_in(group, parameter)
+        shape = tuple(local_of(parameter).shape)
+        shapes = {"weight": shape}
+        for name in shapes_of_states(rule, parameter.shape, group):
+            shapes[name] = shape
+        for name, extra in extras_of(rule, parameter.shape, group).items():
+            shapes[name] = extra.shape
+        for name, value in {"weight": weight, **states}.items():
+            if name == "step":
+                continue
+            if name not in shapes:
+                has = ", ".join(list(shapes)[1:]) or "no states"
+                raise RecipeError(f"Cannot adopt '{name}': rule '{rule.name}' has {has}.")
+            if tuple(local_of(value).shape) != shapes[name]:
+                raise RecipeError(
+                    f"Cannot adopt a '{name}' of shape {tuple(value.shape)} for a parameter of "
+                    f"shape {tuple(parameter.shape)}."
+                )
