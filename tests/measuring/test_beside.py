@@ -107,6 +107,15 @@ def test_a_kernel_that_takes_no_wide_operand_is_named() -> None:
     assert any("not followed through twice" in words for words in readings.unseen.values())
 
 
+def test_numbers_that_are_drawn_from_activations_are_not_followed() -> None:
+    class Leaky(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return functional.rrelu(super().forward(x), training=True)
+
+    readings = asked(Model(Leaky))
+    assert not len(readings) and "rrelu" in readings.unseen["the slope of the loss"]
+
+
 class Cast(Tensor):
     """A tensor subclass that holds float8 codes and their scale, as libraries' do."""
 

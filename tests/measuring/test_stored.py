@@ -146,7 +146,10 @@ def test_options_that_keep_low_bits_are_known(library: str) -> None:
 
 def test_what_is_not_predicted_is_named() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8)).bfloat16()
+    model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8))
+    by_hand = MyAdamW(model.half().parameters(), lr=1e-5)
+    assert [r.what for r in ng.check(model, by_hand)] == ["truncated-setting"]
+    model.bfloat16()
     for optimizer, words in (
         (Unheard(model.parameters(), {"lr": 1e-5}), "steps of Unheard"),
         (MyAdamW(model.parameters(), lr=1e-5), "MyAdamW is no library's"),

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from narrowgauge.numerics.rounding import bits_of, float_of, quiet
-from narrowgauge.optim import codes
+from narrowgauge.optim import codes, extras
+from narrowgauge.optim.planes import dropped_bits
 from narrowgauge.spec.storages import STORAGES, Code, Storage
 from optim.scenarios import shifts as shifts_in_planes
 from oracles import codes as oracle
@@ -111,7 +112,7 @@ def test_every_nan_is_cut_to_the_same_bits(code: Code) -> None:
     """Of a window, which has none, to its largest value."""
     scales = [None, torch.tensor(2.0**-7), torch.tensor(2.0**126)] if code.is_window else [None]
     for shift in shifts(code):
-        for addend in (0, None, 2 ** codes.dropped_bits(code) - 1):
+        for addend in (0, None, 2 ** dropped_bits(code) - 1):
             for scale in scales:
                 words = codes.encode(code, every_nan(), addend, shift, scale)
                 assert (words == words[0]).all()
@@ -136,7 +137,7 @@ def test_a_window_saturates_and_has_subnormals(code: Code) -> None:
             0.75 * smallest,
         ]
     )
-    for addend in (None, 2 ** codes.dropped_bits(code) - 1):
+    for addend in (None, 2 ** dropped_bits(code) - 1):
         result = codes.decode(code, codes.encode(code, x, addend, 0), 0)
         assert result.tolist() == [
             *[largest] * 4,
@@ -151,7 +152,7 @@ def test_a_window_saturates_and_has_subnormals(code: Code) -> None:
 @exhaustive("where", [0.3, 1.0, 1.7e3])
 def test_the_mean_over_all_addends_is_the_value(code: Code, where: float) -> None:
     """A count over every addend there is, not a sample; also among the subnormals."""
-    dropped = codes.dropped_bits(code)
+    dropped = dropped_bits(code)
     value = torch.tensor(where * 2.0**code.lowest).expand(1 << dropped)
     every = torch.arange(1 << dropped, dtype=torch.int32)
     mean = float(codes.decode(code, codes.encode(code, value, every, 0), 0).double().mean())
@@ -179,7 +180,7 @@ def test_nothing_up_to_its_bound_saturates_and_all_beyond_the_window_does(
     x = torch.tensor(
         [bound, above(bound) * 1.7, window, window * 1.5, window * 1e10, math.inf, math.nan]
     )
-    for addend in (0, None, 2 ** codes.dropped_bits(code) - 1):
+    for addend in (0, None, 2 ** dropped_bits(code) - 1):
         decoded = codes.decode(code, codes.encode(code, x, addend, 0, into), 0, back).tolist()
         assert abs(decoded[0] - bound) <= bound * 2.0**-code.mantissa_bits and decoded[0] < window
         assert decoded[1] <= window and decoded[2:] == [window] * 5
@@ -237,7 +238,7 @@ def through_words(storage: Storage, x: Tensor, addend: int | None) -> tuple[Tens
 @exhaustive("storage", IN_BFLOAT16)
 def test_a_weight_is_seen_as_the_nearest_and_kept_whole(storage: Storage) -> None:
     x = patterns()
-    dropped = codes.dropped_bits(storage.weight)
+    dropped = dropped_bits(storage.weight)
     finite = ~x.isnan().numpy()
     for addend in (None, 0, 2**dropped - 1):
         seen, read = through_words(storage, x, addend)
@@ -315,12 +316,12 @@ def test_the_random_bits_of_a_separate_state_number_the_elements_of_each_matrix(
     stack = torch.linspace(-1, 1, 3 * 5 * 7).view(3, 5, 7)
     seed = torch.tensor(5, dtype=torch.int32)
     code = STORAGES["word"].exp_avg
-    alone = [codes.encode_alone(code, matrix, seed) for matrix in stack]
-    assert torch.equal(codes.encode_alone(code, stack, seed), torch.stack(alone))
-    assert torch.equal(codes.encode_alone(code, stack[0].flatten(), seed).view(5, 7), alone[0])
+    alone = [extras.encode_alone(code, matrix, seed) for matrix in stack]
+    assert torch.equal(extras.encode_alone(code, stack, seed), torch.stack(alone))
+    assert torch.equal(extras.encode_alone(code, stack[0].flatten(), seed).view(5, 7), alone[0])
     values, scaled = (
-        codes.alone_value(code, codes.encode_alone(code, x, seed)) for x in (stack, stack / 32)
+        extras.alone_value(code, extras.encode_alone(code, x, seed)) for x in (stack, stack / 32)
     )
     assert torch.equal(values / 32, scaled)  # a power of two changes no random bit
-    repeated = codes.encode_alone(code, torch.full((5, 7), 1 / 3), seed)
+    repeated = extras.encode_alone(code, torch.full((5, 7), 1 / 3), seed)
     assert len(repeated.unique()) == 2  # neighbours in their window: no element has another's bits

@@ -24,6 +24,7 @@ from narrowgauge.optim.codes import (
     write_weight,
 )
 from narrowgauge.optim.kernel import Inputs, advance
+from narrowgauge.optim.planes import dropped_bits
 from narrowgauge.optim.rules.elementwise import ADAMW
 from narrowgauge.spec.storages import STATE_NAMES, STORAGES, Storage
 from optim.scenarios import shifts
@@ -232,8 +233,5 @@ def test_elements_of_equal_weights_draw_other_random_bits_if_their_gradients_dif
     for name, drawn in addends(
         storage, weights, float_of(bits_of(weights) | mantissas), SEED
     ).items():
-        if (
-            storage.code(name).rounding == "stochastic"
-            and codes.dropped_bits(storage.code(name)) >= 8
-        ):
+        if storage.code(name).rounding == "stochastic" and dropped_bits(storage.code(name)) >= 8:
             assert len(torch.as_tensor(drawn).unique()) > 64, name

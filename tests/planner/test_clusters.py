@@ -9,7 +9,6 @@ import pytest
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.planner.machine import cluster_of, read_cluster
 from narrowgauge.planner.plan import plan
-from narrowgauge.spec.chips import get_chip
 
 
 def test_a_file_describes_a_cluster(tmp_path: Path) -> None:
@@ -42,16 +41,6 @@ def test_chips_fill_whole_nodes() -> None:
         assert {chips: cluster_of(chip, chips).chips_per_node for chips in sizes} == sizes
     with pytest.raises(NarrowgaugeError, match="chips = 0"):
         cluster_of("H100-SXM", 0)
-
-
-def test_what_is_not_given_is_the_chips_or_assumed() -> None:
-    # Without a link of their own, chips send through the host, and share one port of the network.
-    for chip, rates in (("H100-SXM", (450e9, 50e9)), ("L40S", (31.5e9, 25e9 / 8))):
-        cluster = cluster_of(chip, 8)
-        assert (cluster.link_bytes_per_second(8), cluster.network_bytes_per_second) == rates
-    # nvidia-smi lists 275,040 MiB on a B300 sold as 288 GB, and 183,359 on a B200 of 180.
-    assert get_chip("B300").memory_bytes == 275_040 << 20
-    assert get_chip("B200").memory_bytes == pytest.approx(183_359 << 20, rel=0.01)
 
 
 def test_rotary_positions_go_on_and_the_answer_says_what_train_needs() -> None:

@@ -15,47 +15,7 @@ import pytest
 import narrowgauge as ng
 from narrowgauge.errors import RecordError
 from narrowgauge.measuring.comparison import compare_runs
-from narrowgauge.report.publishing import report
-from narrowgauge.runs import RunWriter
 from narrowgauge.runs.record import Run
-
-
-def history(folder: Path, scalars: dict[str, dict[int, float]]) -> Path:
-    """A folder with a ``trainer_state.json`` of these scalars."""
-    rows = []
-    for tag, series in scalars.items():
-        for step, value in series.items():
-            rows.append({"step": step, tag: value})
-    folder.mkdir()
-    (folder / "trainer_state.json").write_text(json.dumps({"log_history": rows}))
-    return folder
-
-
-def test_a_page_shows_them_beside_ours_and_claims_nothing_that_was_not_logged(
-    tmp_path: Path,
-) -> None:
-    theirs = history(tmp_path / "theirs", {"train/loss": {1: 3.0, 2: 2.5}, "val/loss": {2: 2.4}})
-    no_eval = history(tmp_path / "no_eval", {"train/loss": {1: 3.0, 2: 2.6}})
-    ours = tmp_path / "ours"
-    with RunWriter.create(
-        ours, {"config": {"recipe": "bfloat16/word", "seed": 0, "steps": 2}}
-    ) as writer:
-        for step, loss in ((1, 3.1), (2, 2.7)):
-            writer.append("steps", {"step": step, "loss": loss, "lr": 1e-3})
-        writer.append("evals", {"step": 2, "val_loss": 2.6})
-        writer.summary({"val_loss": 2.6, "bytes_per_param": 8.0, "steps": 2})
-    comparison = compare_runs([ng.read_run(path) for path in (ours, theirs, no_eval)])
-    mine, foreign, last = comparison.rows
-    assert (mine["bytes_per_param"], foreign["bytes_per_param"]) == (8.0, None)
-    assert foreign["val_loss"] == pytest.approx(2.4) and last["verdict"] == "no loss"
-    text = comparison.text()
-    assert "steps:" not in text
-    assert "cheapest" not in text
-    page = report([ours, theirs, no_eval], tmp_path / "page.html").read_text()
-    assert "theirs" in page and "no_eval" in page
-    assert report(
-        [tmp_path], tmp_path / "all.html"
-    ).exists()  # a folder that holds runs of both kinds
 
 
 def test_a_table_of_lightning_counts_steps_from_one(tmp_path: Path) -> None:

@@ -125,12 +125,6 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a matrix rule": (lambda: ng.Muon(weights(torch.float32), storage="float64"), RecipeError, "compute in float32"),
     "no parameters": (lambda: ng.AdamW([]), ValueError, "empty"),
     # models
-    "spectral norm": (
-        lambda: ng.prepare(nn.utils.parametrizations.spectral_norm(layers()[0])), RecipeError, "keep_float32"
-    ),
-    "an older spectral norm": (
-        lambda: ng.prepare(nn.utils.spectral_norm(layers()[0])), RecipeError, "keep_float32"
-    ),
     "a model of float16": (lambda: ng.prepare(layers().half(), "bfloat16/word"), RecipeError, "bfloat16/word.*float16"),
     "an option of another rule": (
         lambda: ng.prepare(layers(), "bfloat16/word", betas=(0.9, 0.9), optimizer=ng.SGD), TypeError, "SGD.*betas"
@@ -138,9 +132,6 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "inference": (lambda: quantize_for_inference(layers(), "int7"), RecipeError, "'int7'"),
     "a model in float16": (lambda: in_float16(autocast=False), RecipeError, "float8-row.*float16.*bfloat16 weights"),
     "autocast to float16": (lambda: in_float16(autocast=True), RecipeError, r"float8-row.*float16.*torch\.bfloat16"),
-    "forward mode": (
-        lambda: torch.func.jvp(swapped(), (torch.ones(2, 16),), (torch.ones(2, 16),)), RecipeError, "forward mode.*backward"
-    ),
     "no layer": (lambda: quantize_for_inference(layers(), keep=("0",)), RecipeError, "no linear layer"),
     # casts
     "a format": (lambda: round_to(torch.ones(3), "float8_e4m3fm"), FormatError, "mean 'float8_e4m3fn'"),

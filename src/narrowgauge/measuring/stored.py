@@ -83,7 +83,6 @@ class Prediction(NamedTuple):
         storage: the row of our storages, or the option that keeps low bits; empty for neither.
         rate: the learning rate; before the first step, the peak of its schedule.
         step, decay, second_moment: stored shares; ``None`` if it is not rounded on its own.
-        is_eps_zero: whether the epsilon of a denominator is 0 in the weight's format.
         reason: why nothing is predicted; empty if it is.
     """
 
@@ -92,7 +91,6 @@ class Prediction(NamedTuple):
     step: float | None = None
     decay: float | None = None
     second_moment: float | None = None
-    is_eps_zero: bool = False
     reason: str = ""
 
 
@@ -107,10 +105,7 @@ def predict(stepped: Stepped, gradient: Tensor | None = None) -> Prediction:
     library = kind.step.__module__.partition(".")[0]
     storage, keeps_step, keeps_decay = _keeper(stepped)
     rule = _rule(stepped)
-    rates = ["lr"]
-    if not optimizer.state.get(p):
-        rates += ["initial_lr", "max_lr"]
-    rate = max(float(group.get(name) or 0.0) for name in rates)
+    rate = _rate(stepped)
     if p.dtype not in NARROW:
         return Prediction(storage, rate)
     change = None
@@ -130,37 +125,53 @@ def predict(stepped: Stepped, gradient: Tensor | None = None) -> Prediction:
     step = 1.0
     if change is not None:
         step = _stored_share(p, change)
-    alone: tuple[float | None, float | None, bool] = (None, None, False)
-    if library in ROUNDS_ALONE and not (group.get("fused") or group.get("triton")):
-        alone = _rounded_alone(stepped, rule, rate, keeps_step, keeps_decay)
+    alone: tuple[float | None, float | None] = (None, None)
+    if library in ROUNDS_ALONE and not _is_fused(group):
+        alone = _rounded_alone(stepped, rule, rate, keeps_decay)
     if isinstance(optimizer, Optimizer):
         row = optimizer.storage_of(p)
         code = row.exp_avg_sq
         if "exp_avg_sq" in dict(row.states) and code.parts == 1 and code.rounding == "nearest":
-            alone = None, _second_moment(group, 2.0 ** -(code.mantissa_bits + 1)), False
+            alone = None, _second_moment(group, 2.0 ** -(code.mantissa_bits + 1))
     return Prediction(storage, rate, step, *alone)
 
 
 def _rounded_alone(
-    stepped: Stepped, rule: Any, rate: float, keeps_step: bool, keeps_decay: bool
-) -> tuple[float | None, float | None, bool]:
+    stepped: Stepped, rule: Any, rate: float, keeps_decay: bool
+) -> tuple[float | None, float | None]:
     """Return 1 or 0 for the decay and for the second moment, which are rounded to nearest by
-    themselves, and whether eps is 0 in the weight's format.
+    themselves.
     """
     group = stepped.group
-    dtype = stepped.parameter.dtype
-    half_gap = torch.finfo(dtype).eps / 2
+    half_gap = torch.finfo(stepped.parameter.dtype).eps / 2
     decay = None
     shrink = rate * float(group.get("weight_decay") or 0.0)
     is_decoupled = group.get("decoupled_weight_decay") or rule[1]
     if shrink and is_decoupled and not (keeps_decay or group.get("decouple_lr")):
         decay = float(shrink >= half_gap / 2)
-    second_moment = _second_moment(group, half_gap)
+    return decay, _second_moment(group, half_gap)
+
+
+def _rate(stepped: Stepped) -> float:
+    """Return the learning rate; before the first step, the peak of its schedule."""
+    names = ["lr"]
+    if not stepped.optimizer.state.get(stepped.parameter):
+        names += ["initial_lr", "max_lr"]
+    return max(float(stepped.group.get(name) or 0.0) for name in names)
+
+
+def _is_fused(group: Mapping[str, Any]) -> bool:
+    return bool(group.get("fused") or group.get("triton"))
+
+
+def _is_eps_zero(stepped: Stepped) -> bool:
+    """Return whether the epsilon of a denominator is 0 in the weight's format."""
+    _, p, group, optimizer = stepped
     eps = group.get("eps")
-    is_eps_zero = isinstance(eps, float) and eps > 0 and not keeps_step
-    if is_eps_zero:
-        is_eps_zero = not bool(torch.tensor(eps, dtype=dtype, device="cpu"))
-    return decay, second_moment, is_eps_zero
+    is_wide = p.dtype not in NARROW or _is_fused(group) or _keeper(stepped)[1]
+    if is_wide or isinstance(optimizer, Optimizer) or not isinstance(eps, float) or eps <= 0:
+        return False
+    return not bool(torch.tensor(eps, dtype=p.dtype, device="cpu"))
 
 
 def _second_moment(group: Mapping[str, Any], half_gap: float) -> float | None:
@@ -251,7 +262,7 @@ def stored_readings(
             lost[name] = shares[0]
             if shares[0] >= MIN_EDQ:
                 lost[name] = min(shares)
-        if prediction.is_eps_zero:
+        if _is_eps_zero(stepped):
             zero_eps.append(name)
         decay = float(group.get("weight_decay") or 0.0)
         key = (dtype_name(p.dtype), prediction.rate, decay, kind, *prediction[:1], *prediction[2:5])

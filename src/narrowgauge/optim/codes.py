@@ -15,10 +15,10 @@ the weight. :func:`read` decides.
 
 A code rounds ties to even. Where a tail or a master says more, a tie between two visible weights
 goes up: weights and tails together hold each value once, and to even an even weight would need one
-tail more. :func:`inside_cell` moves such values, one of 65,536 float32, so that each stored weight
-rounds to its visible one, ties to even. A NaN loses its sign and payload. It becomes the quiet NaN.
-In a code of states without NaN it becomes the largest positive value (in a float16 weight,
-infinity).
+tail more. :func:`narrowgauge.optim.cells.inside_cell` moves such values, one of 65,536 float32, so
+that each stored weight rounds to its visible one, ties to even. A NaN loses its sign and payload. It
+becomes the quiet NaN. In a code of states without NaN it becomes the largest positive value (in a
+float16 weight, infinity).
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ import torch
 from torch import Tensor
 
 from narrowgauge.numerics.rounding import (
-    EXPONENT,
     MAGNITUDE,
     Addend,
     addend_of,
@@ -43,12 +42,11 @@ from narrowgauge.numerics.rounding import (
     dither,
     float_of,
     half,
-    quiet,
     random_bits,
     reciprocal,
 )
-from narrowgauge.optim.planes import INTEGER, dropped_bits, planes_of, shares
-from narrowgauge.spec.storages import BFLOAT16, FLOAT32, VISIBLE, Code, Storage, low_parts, width_of
+from narrowgauge.optim.planes import dropped_bits, planes_of, shares
+from narrowgauge.spec.storages import VISIBLE, Code, Storage, low_parts
 
 SIGN = -(1 << 31)
 MANTISSA = 0x7FFFFF
@@ -167,10 +165,10 @@ def visible_bits(visible: str, x: Tensor) -> Tensor:
 def encode_visible(storage: Storage, x: Tensor, addend: Addend) -> Tensor:
     """Round ``x`` to the visible format's bits."""
     _, below, exponent = VISIBLE[storage.visible]
-    return _in_range(storage, cut(_times_power(x, exponent), below, addend))
+    return in_range(storage, cut(_times_power(x, exponent), below, addend))
 
 
-def _in_range(storage: Storage, visible: Tensor) -> Tensor:
+def in_range(storage: Storage, visible: Tensor) -> Tensor:
     """Turn NaN, and values that round past float16's largest, into its infinity."""
     if storage.visible != "float16":
         return visible
@@ -190,7 +188,7 @@ def split_weight(storage: Storage, x: Tensor, addend: Addend) -> tuple[Tensor, T
     # Find the nearest visible value and the signed rest. Adding half of the tail's range carries
     # exactly if the rest is negative. Only NaNs are large enough to wrap, and `cut` leaves none
     # that does.
-    visible = _in_range(storage, (bits + half(below)) & -(1 << below))
+    visible = in_range(storage, (bits + half(below)) & -(1 << below))
     return visible, bits - visible
 
 
@@ -205,73 +203,6 @@ def encode_low(storage: Storage, bits: Tensor, rest: Tensor, shift: int) -> Tens
     nearest = encode(storage.weight, rest, None, shift)
     is_own = _is_own(storage, bits, decode(storage.weight, nearest, shift))
     return torch.where(is_own, nearest, encode(storage.weight, rest, 0, shift))
-
-
-def into_cell(storage: Storage, value: Tensor) -> Tensor:
-    """Return values to be stored, so moved that the visible weight is the nearest one, ties to
-    even.
-
-    A tail holds less than half an ulp upward, and a kernel rounds ties up.
-    """
-    if not (storage.tail_bits or storage.master) or storage.visible == "float32":
-        return value
-    _, below, exponent = VISIBLE[storage.visible]
-    bits = canonical_bits(value.float() * 2.0**exponent)
-    nearest = cut_to_even(bits, below)
-    last = half(below) - (1 << dropped_bits(storage.weight))
-    moved = float_of(nearest + (bits - nearest).clamp(-half(below), last)) * 2.0**-exponent
-    if storage.tail_bits:
-        return moved
-    is_off = encode_visible(storage, value.float(), half(below)) != _in_range(storage, nearest)
-    return torch.where(is_off, moved.to(value.dtype), value)
-
-
-def inside_cell(storage: Storage, bits: Tensor, value: Tensor) -> Tensor:
-    """Return stored weights, those that do not round to their visible ``bits`` moved to the next
-    float32 that does.
-
-    Such a weight lies between two visible ones, or so near that a kernel's rounding put it there.
-    """
-    dtype = getattr(torch, storage.visible)
-    most = half(VISIBLE[storage.visible][1])
-    seen = visible_value(storage.visible, bits)
-    rounded = value.to(dtype).float()
-    if storage.visible == "float16":
-        rounded = rounded.clamp(-65536.0, 65536.0)  # what infinity is in `seen`
-    is_above = value.abs() > seen.abs()
-    steps = torch.where(is_above, most, -most).to(torch.int32)
-    middle = visible_value(storage.visible, bits + steps)
-    moved = torch.nextafter(middle, seen).to(value.dtype)
-    return torch.where((rounded != seen) & (value == value), moved, value)
-
-
-def random_offset(visible: str, bits: Tensor, random: Tensor) -> Tensor:
-    """Return a random distance from visible weights within their cells, in :func:`visible_bits`.
-
-    ``random`` are 32 bits.
-
-    It is uniform and odd, so never between two visible weights. It is 0 for zeros, infinities and
-    NaN.
-    """
-    magnitude = bits & MAGNITUDE
-    infinity = EXPONENT if visible == "bfloat16" else 31 << 23
-    offset = (random >> (32 - VISIBLE[visible][1])) | 1
-    return offset.masked_fill((magnitude == 0) | (magnitude >= infinity), 0)
-
-
-def random_low_bits(storage: Storage, lane: Lane, random: Tensor) -> dict[str, Tensor]:
-    """Return the fields beside a visible weight in place, with random low bits that belong to it."""
-    offset = random_offset(storage.visible, lane.visible, random)
-    (name,) = storage.beside
-    shift = lane.fields[name][1]
-    if storage.tail_bits:
-        return {name: place_tail(storage, offset, shift)}
-    value = visible_value(storage.visible, lane.visible + offset)
-    if storage.master:
-        return {name: encode(storage.weight, value, 0, 0)}
-    # Toward zero, since a low part of half an ulp would be a tie.
-    rest = value - visible_value(storage.visible, lane.visible)
-    return {name: encode(storage.weight, rest, 0, shift)}
 
 
 def place_tail(storage: Storage, tail: Tensor, shift: int) -> Tensor:
@@ -414,7 +345,7 @@ def read(storage: Storage, lane: Lane, states: Sequence[str] = ()) -> Values:
         word, shift = lane.fields[storage.beside[0]]
         if storage.master:
             stored = decode(storage.weight, word, 0)
-            is_current = split_weight(storage, stored, None)[0] == _in_range(storage, lane.visible)
+            is_current = split_weight(storage, stored, None)[0] == in_range(storage, lane.visible)
             weight = torch.where(is_current, stored, weight)
         elif storage.tail_bits:
             total = lane.visible + take_tail(storage, word, shift)
@@ -586,61 +517,3 @@ def num_at_end(storage: Storage, written: Written, lane: Lane) -> Tensor:
     if not at_ends:
         return torch.zeros_like(written.intended)
     return reduce(torch.maximum, at_ends)
-
-
-# ── a tensor of its own ───────────────────────────────────────────────────────────────────────────
-# Bases and moments of low-rank rules are separate from the weight. Each is stored in the code of a
-# moment, which has one part. If the code is scaled by row, the largest magnitude of each row is its
-# bound.
-
-
-def alone_dtype(code: Code) -> torch.dtype:
-    """Return PyTorch's dtype with the same bits, if there is one."""
-    if code == FLOAT32:
-        return torch.float32
-    if code == BFLOAT16:
-        return torch.bfloat16
-    return INTEGER[width_of(((code.name, code.bits),))]
-
-
-def saved_as(name: str, code: Code) -> str:
-    """Return the name of a separate state in a checkpoint. Integers are named ``…_codes``."""
-    return name if alone_dtype(code).is_floating_point else f"{name}_codes"
-
-
-def alone_value(code: Code, tensor: Tensor, bound: Tensor | None = None) -> Tensor:
-    """Return the float32 values.
-
-    For a float32 state this is its own memory, not a copy. A scaled code needs its bound.
-    """
-    back = None
-    if bound is not None:
-        back = multipliers(bound)[1]
-    return decode(code, tensor.view(INTEGER[tensor.dtype.itemsize * 8]).to(torch.int32), 0, back)
-
-
-def encode_alone(code: Code, values: Tensor, seed: Tensor, bound: Tensor | None = None) -> Tensor:
-    """Encode values as a tensor of :func:`alone_dtype`.
-
-    A scaled code needs the ``bound`` of each row, ``[…, rows, 1]``.
-
-    A stochastic code rounds under ``seed`` (0-d int32). The random bits hash a value's mantissa and
-    its position in its matrix.
-    """
-    value = quiet(values.float().contiguous())
-    dropped = dropped_bits(code)
-    addend: Addend = None
-    if code.rounding == "stochastic":
-        rows = math.prod(value.shape[-2:-1])
-        columns = (1, *value.shape)[-1]
-        row = torch.arange(rows, dtype=torch.int32, device=value.device)
-        column = torch.arange(columns, dtype=torch.int32, device=value.device)
-        # Modulo 2^32: the numbers of a matrix of more elements begin again.
-        place = (row[:, None] * columns + column).view(value.shape[-2:])
-        random = random_bits(place ^ (bits_of(value) & MANTISSA), seed)
-        addend = dither(random, 32 - dropped, dropped, dropped)
-    dtype = alone_dtype(code)
-    into = None
-    if bound is not None:
-        into = multipliers(bound)[0]
-    return encode(code, value, addend, 0, into).to(INTEGER[8 * dtype.itemsize]).view(dtype)

@@ -7,14 +7,16 @@ with the definition at its first use.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, reduce
+from operator import or_
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from narrowgauge.optim import codes
 from narrowgauge.optim.definition import scales_of_step
-from narrowgauge.optim.kernel import Numbers, make_step
+from narrowgauge.optim.kernel import Inputs, Numbers, advance, named
 from narrowgauge.optim.planes import planes_of
 from narrowgauge.optim.rules.matrix import AnyRule
 from narrowgauge.optim.state import LocalState
@@ -29,15 +31,31 @@ AT_ONCE = 1 << 22
 
 @lru_cache(None)
 def step_words(rule: AnyRule, storage: Storage) -> Callable[..., None]:
-    """Return a step of the integers of the weight and of each plane, in place."""
-    step = make_step(rule, storage)
-    count = len(planes_of(storage))
+    """Return a step of the integers of the weight and of each plane, in place:
+    ``step(weight, gradient, *planes, *scales, *changes, values, seed)``.
+
+    The scales are float32: for each scaled code, below its row's end and back. A matrix rule has one
+    change, float32. On a CPU the step does not skip: the caller does.
+    """
+    planes = planes_of(storage)
 
     def step_in_place(weight: Tensor, gradient: Tensor, *rest: Tensor) -> None:
-        stored = [weight, *rest[:count]]
-        first, *planes = map(widened, stored)
-        results = step(first, gradient.float(), *planes, *rest[count:])
+        stored = [weight, *rest[: len(planes)]]
+        *others, values, seed = rest[len(planes) :]
+        scales = {}
+        for name in storage.scaled:
+            into, back, *others = others
+            scales[name] = into, back
+        first, *words = map(widened, stored)
+        lane = codes.lane_of(storage, first, gradient.float(), words, scales)
+        scalars = named(rule, values)
+        written = advance(Inputs(rule, storage, lane, (*others, None)[0], scalars, seed))
+        results = [codes.weight_word(storage.visible, written.visible)]
+        for plane in planes:
+            results.append(reduce(or_, [written.fields[name] for name, _, _ in plane.fields]))
         for integers, result in zip(stored, results, strict=True):
+            if not values.is_cpu:
+                result = torch.where(scalars["skip"] != 0, integers, result)
             integers.copy_(result)
 
     return step_in_place

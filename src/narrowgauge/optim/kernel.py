@@ -1,19 +1,18 @@
 """The definition of a step: of many elements at once.
 
 :func:`advance` writes ``read -> rule -> write`` once, in tensor operations. It is the oracle of
-``step.h`` and :mod:`narrowgauge.optim.step_triton`. Where these have no kernel, :func:`make_step` is
-compiled. An elementwise rule runs between reading and writing. Storages of Collage run AdamW in the
-published expansions. A matrix rule runs outside, on whole matrices: :func:`average` averages the
-gradients before it, and the step writes its change.
+``step.h`` and :mod:`narrowgauge.optim.step_triton`. Where these have no kernel, it is compiled
+(:mod:`narrowgauge.optim.compiled`). An elementwise rule runs between reading and writing. Storages
+of Collage run AdamW in the published expansions. A matrix rule runs outside, on whole matrices:
+:func:`average` averages the gradients before it, and the step writes its change.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, reduce
-from operator import or_
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -23,14 +22,13 @@ from narrowgauge.numerics.expansions import NearestEven
 from narrowgauge.numerics.rounding import quiet
 from narrowgauge.optim import codes
 from narrowgauge.optim.codes import Lane, Written
-from narrowgauge.optim.planes import planes_of
+from narrowgauge.optim.planes import dropped_bits, planes_of
 from narrowgauge.optim.rules.collage import collage_adamw
 from narrowgauge.optim.rules.elementwise import Rule, Scalars
 from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule
 from narrowgauge.spec.storages import Storage
 from narrowgauge.torch_support.torch_names import to_device
 
-Step = Callable[..., list[Tensor]]
 CONTROL = ("gradient_scale", "skip")
 """The scalars of every step, before the rule's own: the factor of the gradients, and 1 to change
 nothing.
@@ -106,7 +104,7 @@ def in_expansions(inputs: Inputs) -> Written:
     """Run Collage's AdamW: each operation rounds to nearest even at the weight's precision."""
     rule, storage, lane, _, scalars, _ = inputs
     assert isinstance(rule, Rule)
-    rounding = NearestEven(codes.dropped_bits(storage.weight))
+    rounding = NearestEven(dropped_bits(storage.weight))
     # NaNs of weights and gradients may have any payload. Rounding to few bits would carry it into
     # the sign.
     high, low = map(quiet, codes.read_parts(storage, lane, "weight"))
@@ -147,43 +145,6 @@ def advance(inputs: Inputs) -> Written:
         change = change + weight * scalars[rule.decay]
     states = average(rule, storage, lane, scalars)[1]
     return codes.write(storage, lane, codes.read(storage, lane, ()), change, states, seed)
-
-
-# ── as it is compiled ─────────────────────────────────────────────────────────────────────────────
-
-
-def make_step(rule: AnyRule, storage: Storage) -> Step:
-    """Return the step of words: ``step(weight, gradient, *planes, *scales, *changes, values, seed)
-    -> [weight, *planes]``.
-
-    Weight and planes are words of their formats. The gradient is float32. The scales are float32:
-    for each scaled code, below its row's end and back. A matrix rule has one change, float32. On a
-    CPU the step does not skip: the caller does.
-    """
-    count = len(planes_of(storage))
-
-    def step(*arguments: Tensor) -> list[Tensor]:
-        weight, gradient, *rest = arguments
-        planes = rest[:count]
-        *rest, values, seed = rest[count:]
-        scales = {}
-        for place, name in enumerate(storage.scaled):
-            scales[name] = rest[2 * place], rest[2 * place + 1]
-        changes = rest[2 * len(storage.scaled) :]
-        change = changes[0] if changes else None
-        scalars = named(rule, values)
-        lane = codes.lane_of(storage, weight, gradient, planes, scales)
-        written = advance(Inputs(rule, storage, lane, change, scalars, seed))
-        results = [codes.weight_word(storage.visible, written.visible)]
-        for plane in planes_of(storage):
-            results.append(reduce(or_, [written.fields[name] for name, _, _ in plane.fields]))
-        if not values.is_cpu:
-            is_skipped = scalars["skip"] != 0
-            for place, old in enumerate((weight, *planes)):
-                results[place] = torch.where(is_skipped, old, results[place])
-        return results
-
-    return step
 
 
 class Kernel:

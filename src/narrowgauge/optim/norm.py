@@ -48,6 +48,7 @@ class SquaresTable(Squares):
         self.programs.rows[:, PLACE["format"]] = [FORMATS[x.dtype] for x in self._tensors]
         self.programs.rows[:, PLACE["number"]] = numbers.numpy()
         self._num_groups = len(groups)
+        self.programs.send()
         peaks = torch.zeros(len(self._tensors), dtype=torch.int32, device=self.programs.device)
         self._call("largest", peaks)
         self.peaks = peaks.view(torch.float32)
@@ -61,7 +62,6 @@ class SquaresTable(Squares):
         return sums.sum(1)
 
     def _call(self, name: str, *arguments: Any) -> None:
-        self.programs.numbers_on_device()
         module = kernels_of(self.programs.device)
         if module is None:
             self.programs.call(getattr(norm_functions(), name), *arguments)

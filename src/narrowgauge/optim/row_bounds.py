@@ -70,14 +70,16 @@ def new_bounds(
 
     ``values`` are the scalars of ``CONTROL`` and of the rule for each state, float32.
     """
+    rule = states[0].kernel.rule
+    assert isinstance(rule, Rule)
     slopes = peaks_of_rows(states, [state.gradient for state in states])
     weights = [torch.zeros_like(peaks) for peaks in slopes]
-    if states[0].kernel.rule.coupled:
+    if rule.coupled:
         seen = [state.parameter.detach() for state in states]
         weights = peaks_of_rows(states, [torch.where(w.abs() < math.inf, w, 0.0) for w in seen])
     result = []
-    for state, *peaks, scalars in zip(states, slopes, weights, values, strict=True):
-        result.append(scales_of_rows(state.kernel.rule, *peaks, state.bounds, scalars))
+    for state, slope, weight, scalars in zip(states, slopes, weights, values, strict=True):
+        result.append(scales_of_rows(rule, slope, weight, state.bounds, scalars))
     return result
 
 

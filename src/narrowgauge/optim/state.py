@@ -17,7 +17,7 @@ from torch import Tensor
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.dtensor import is_sharded, local_of, placed_like, split_groups
-from narrowgauge.optim import codes
+from narrowgauge.optim.extras import alone_dtype, saved_as
 from narrowgauge.optim.kernel import Kernel
 from narrowgauge.optim.planes import as_rows, planes_of, row_dims
 from narrowgauge.optim.rules.matrix import MatrixState
@@ -57,8 +57,8 @@ def new_state(parameter: Tensor, storage: Storage, extras: Extras) -> State:
         state[f"{name}_bound"] = placed_like(parameter, zeros, row_dims=dims)
     for name, extra in extras.items():
         code = code_of_extra(storage, extra)
-        key = codes.saved_as(name, code)
-        state[key] = local.new_zeros(extra.shape, dtype=codes.alone_dtype(code))
+        key = saved_as(name, code)
+        state[key] = local.new_zeros(extra.shape, dtype=alone_dtype(code))
         if code.scaled:
             rows = (*extra.shape[:-1], 1)
             state[f"{name}_bound"] = local.new_zeros(rows, dtype=torch.float32)
@@ -155,9 +155,9 @@ class LocalState:
         self.extra_bounds: dict[str, Tensor] = {}
         for name, extra in extras.items():
             code = code_of_extra(self.storage, extra)
-            key = codes.saved_as(name, code)
+            key = saved_as(name, code)
             self.extra_codes[name] = code
-            self.extras[name] = self._here(key, codes.alone_dtype(code), extra.shape)
+            self.extras[name] = self._here(key, alone_dtype(code), extra.shape)
             if code.scaled:
                 rows = (*extra.shape[:-1], 1)
                 self.extra_bounds[name] = self._here(f"{name}_bound", torch.float32, rows)

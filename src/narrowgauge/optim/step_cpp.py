@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from narrowgauge.optim.planes import Field, Layout, layout_of, planes_of
 from narrowgauge.optim.rules import elementwise
@@ -128,7 +129,7 @@ def functions(rule: AnyRule, storage: Storage) -> ctypes.CDLL:
     """Return a library with ``step``. Build it, unless this machine has done so before."""
     library = build(STEP_H.read_text() + library_text(rule, storage))
     pointer = ctypes.c_void_p
-    programs = [pointer, pointer, ctypes.c_int64]
+    programs: list[Any] = [pointer, pointer, ctypes.c_int64]
     library.step.argtypes = [*programs, pointer, pointer, pointer, ctypes.c_int32]
     return library
 
@@ -138,7 +139,7 @@ def norm_functions() -> ctypes.CDLL:
     """Return a library with ``largest`` and ``squares``."""
     library = build(f"{STEP_H.read_text()}EXPORT_NORM\n")
     pointer = ctypes.c_void_p
-    programs = [pointer, pointer, ctypes.c_int64]
+    programs: list[Any] = [pointer, pointer, ctypes.c_int64]
     library.largest.argtypes = [*programs, pointer, ctypes.c_int32]
     library.squares.argtypes = [*programs, pointer, pointer, ctypes.c_int64, ctypes.c_int32]
     return library

@@ -129,7 +129,6 @@ class Programs:
             self.tiles = torch.empty_like(tiles, device=self.device)
             send(tiles, self.tiles)
             self._buffer = torch.empty(len(self._memory), dtype=torch.int64, device=self.device)
-        self._sent = None
 
     def find_aligned(self, num_bounds: int = 0) -> None:
         """Find the tensors that a GPU reads in whole vectors. The last addresses are of bounds."""
@@ -152,13 +151,11 @@ class Programs:
                 self._buffer, self.tiles, *arguments, **constants, **triton.LAUNCH
             )
 
-    def numbers_on_device(self) -> Any:
-        """Copy the table and the numbers to a GPU if they changed. Return where the numbers are."""
+    def send(self) -> Any:
+        """Copy the table and the numbers to a GPU. Return where the numbers are."""
         if self.is_cpp:
             return self.numbers.ctypes.data
-        if self._sent is None or not np.array_equal(self._memory, self._sent):
-            send(torch.from_numpy(self._memory), self._buffer)
-            self._sent = self._memory.copy()
+        send(torch.from_numpy(self._memory), self._buffer)
         start = len(self._memory) - -(-self.numbers.size // 2)
         return self._buffer[start:].view(torch.float32)
 
@@ -241,7 +238,7 @@ class Table:
 
         ``control`` holds the scalars of ``CONTROL``, float32 ``[2]`` on the device.
         """
-        numbers = self.programs.numbers_on_device()
+        numbers = self.programs.send()
         self._call("step", numbers, control, self._joined_bounds(control))
         for tensor, memory in self._copies:
             tensor.copy_(memory)

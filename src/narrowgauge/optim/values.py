@@ -13,7 +13,7 @@ from torch import Tensor
 
 from narrowgauge.numerics.chunks import chunk_size
 from narrowgauge.numerics.rounding import narrowed
-from narrowgauge.optim import codes
+from narrowgauge.optim import cells, codes, extras
 from narrowgauge.optim.codes import Lane
 from narrowgauge.optim.row_bounds import peaks_of_rows
 from narrowgauge.optim.walk import spans
@@ -37,7 +37,7 @@ def stored(state: LocalState, name: str, count: int | None = None) -> Tensor:
     """Return a copy of the weight (``"weight"``) or a state in the parameter's shape, in
     float32, or flat its first ``count`` values.
 
-    A weight rounds to the parameter (:func:`narrowgauge.optim.codes.inside_cell`).
+    A weight rounds to the parameter (:func:`narrowgauge.optim.cells.inside_cell`).
     """
     if name in state.extras:
         return extra_values(state, name).clone()
@@ -49,7 +49,7 @@ def stored(state: LocalState, name: str, count: int | None = None) -> Tensor:
             return codes.read_state(storage, lane, name)
         weight = codes.read_weight(storage, lane)
         if is_rounded:
-            return codes.inside_cell(storage, lane.visible, weight)
+            return cells.inside_cell(storage, lane.visible, weight)
         return weight
 
     if count is None:
@@ -67,7 +67,7 @@ def extra_values(state: LocalState, name: str, index: tuple[int, ...] = ()) -> T
     bound = None
     if name in state.extra_bounds:
         bound = state.extra_bounds[name][index]
-    return codes.alone_value(state.extra_codes[name], state.extras[name][index], bound)
+    return extras.alone_value(state.extra_codes[name], state.extras[name][index], bound)
 
 
 def store_extra(
@@ -82,7 +82,7 @@ def store_extra(
     bound = None
     if name in state.extra_bounds:
         bound = values.abs().amax(-1, keepdim=True)
-    new = codes.encode_alone(state.extra_codes[name], values, seed, bound)
+    new = extras.encode_alone(state.extra_codes[name], values, seed, bound)
     for tensor, value in ((state.extras[name], new), (state.extra_bounds.get(name), bound)):
         if tensor is None or value is None:
             continue
@@ -101,7 +101,7 @@ def store_weight(state: LocalState, values: Tensor) -> None:
     for span in spans(state, weights, seen):
         weight, into = span.arguments
         lane = span.lane()
-        weight = codes.into_cell(state.storage, weight)
+        weight = cells.into_cell(state.storage, weight)
         bits, fields = codes.write_weight(state.storage, lane, weight, None)
         into.copy_(codes.visible_value(state.storage.visible, bits))
         span.store(fields)
@@ -116,7 +116,7 @@ def store_low_bits(state: LocalState, random: Tensor) -> None:
     """Fill the weight's low bits of a new state from 32 random bits for each element, int32 in
     the parameter's shape.
     """
-    rewrite(state, partial(codes.random_low_bits, state.storage), random)
+    rewrite(state, partial(cells.random_low_bits, state.storage), random)
 
 
 def store_state(state: LocalState, name: str, values: Tensor, seed: Tensor) -> None:

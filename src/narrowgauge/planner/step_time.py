@@ -85,7 +85,10 @@ def _computing(ask: Ask, shares: Shares, again: float) -> Terms:
         work *= shares["adapters"]
     flops = a.attention_flops(ask.sequence_length, is_causal=program.attention == "flash") / 3
     flops *= _ATTENTION_PASSES + again
-    share = attention_share(shares, ask.sequence_length / ask.layout.context)
+    # Attention reaches more of the peak over longer sequences of a rank, by their logarithm.
+    short, long = shares["attention"]
+    doublings = math.log2(max(1.0, ask.sequence_length / ask.layout.context / 32_768))
+    share = short * math.pow(long / short, min(1.0, doublings / 2))
     tokens = ask.tokens / ask.layout.tensor / ask.layout.pipeline
     peak = ask.chip.peak_flops * program.factor
     bandwidth = ask.chip.bandwidth_gb_per_second * 1e9 * shares["bandwidth"]
@@ -100,15 +103,6 @@ def _computing(ask: Ask, shares: Shares, again: float) -> Terms:
         / bandwidth,
         "gaps: routers and launches": waits,
     }
-
-
-def attention_share(shares: Shares, tokens: float) -> float:
-    """Return the fraction of the peak that attention reaches over ``tokens`` of a sequence on a
-    rank. It grows with their logarithm.
-    """
-    short, long = shares["attention"]
-    doublings = math.log2(max(1.0, tokens / 32_768))
-    return float(short * math.pow(long / short, min(1.0, doublings / 2)))
 
 
 def _moved_bytes(ask: Ask) -> float:

@@ -125,7 +125,7 @@ def parse(value: Any) -> Recipe:
     if isinstance(value, Recipe):
         return value
     if not isinstance(value, str):
-        raise RecipeError(f"Cannot take {value!r} as a recipe.", "A recipe is a name in quotes.")
+        raise RecipeError(f"Cannot take recipe = {value!r}.", "A recipe is a name in quotes.")
     return _from_name(value)
 
 

@@ -48,19 +48,5 @@ def require_choice(name: str, value: Any, choices: Iterable[Any]) -> None:
         near = ""
         if isinstance(value, str):
             near = suggestion(value, list(map(str, allowed)))
-        words = ", ".join(map(option_text, allowed))
+        words = ", ".join(map(str, allowed)).lower()
         raise RecipeError(f"Cannot use {name} = {value!r}: it must be one of {words}.", near)
-
-
-def option_text(value: Any) -> str:
-    """Write an option's value as a table shows it.
-
-    Example:
-        >>> [option_text(value) for value in (True, None, 0.9, (1e-30, 1e-3))]
-        ['true', 'none', '0.9', '1e-30/0.001']
-    """
-    if isinstance(value, tuple):
-        return "/".join(map(option_text, value))
-    if value is None or isinstance(value, bool):
-        return str(value).lower()
-    return str(value) or "empty"

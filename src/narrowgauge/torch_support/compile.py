@@ -96,7 +96,7 @@ class Compiled:
 
     def _compare(self, arguments: Sequence[Tensor | None]) -> bool:
         with quiet():
-            cut = _cut
+            cut: Callable[[int], int] = _cut
             try:
                 self.function(*_case(arguments, False, cut))
             except (RuntimeError, ValueError):

@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
@@ -68,9 +67,8 @@ class Session:
         size = settings.micro_batch_size
         batch = []
         for number in self.rounds(settings.gradient_accumulation_steps):
-            place = self.step * settings.batch_size
-            if number < settings.gradient_accumulation_steps:
-                place += number * size
+            # A rank that has none left repeats one, which contributes nothing.
+            place = self.step * settings.batch_size + number * size % settings.batch_size
             windows = self.tokens.batch(place, size, settings.sequence_length, settings.seed)
             batch.append(torch.from_numpy(windows))
         return batch
@@ -139,7 +137,7 @@ def train_step(session: Session) -> Row:
         with exchange:
             with generators_put_back():
                 # A function of these three, so that a repeated step draws the same numbers.
-                torch.manual_seed(_seed(settings.seed, session.step, number))
+                torch.manual_seed(hash((settings.seed, session.step, number)))
                 total = session.loss_sum(tokens)
             loss = total / settings.tokens_per_step
             scaled = session.scaler.scale(loss)
@@ -170,10 +168,6 @@ def add_shards(model: nn.Module, sums: dict[Tensor, Tensor], is_last: bool) -> N
             total += sums[parameter]
         sums[parameter] = total
         parameter.grad = total.to(parameter.dtype) if is_last else None
-
-
-def _seed(*keys: int) -> int:
-    return int(np.random.SeedSequence(keys).generate_state(1)[0])
 
 
 @torch.no_grad()
