@@ -143,7 +143,14 @@ def test_the_reach_of_rounding_is_that_of_the_format_and_the_elements() -> None:
     """32 roundoffs over the root of the elements: of bfloat16 and 2^20 elements 1.2e-4."""
     for factor, is_rounding in ((1.00012, True), (1.00013, False)):
         assert pair({(2, "grad:layers.1"): factor}).is_rounding == is_rounding
-    pairs = [make_run(name, prints=False, config={"recipe": "float32/float32"}) for name in "ab"]
+    float32 = {"recipe": "float32/float32"}
+    for factor, is_rounding in ((1 + 9e-7, True), (1 + 1.1e-6, False)):  # at least 2^-20
+        runs = (
+            make_run("a", config=float32),
+            make_run("b", {(2, "exp_avg:layers.1"): factor}, config=float32),
+        )
+        assert TwoRuns(*runs).is_rounding == is_rounding
+    pairs = [make_run(name, prints=False, config=float32) for name in "ab"]
     pairs[1].steps[0]["loss"] *= 1 + 8e-7
     assert TwoRuns(*pairs).is_rounding
     pairs[1].steps[0]["loss"] *= 1 + 3e-5

@@ -204,15 +204,17 @@ def _joined(of_ranks: list[Entries]) -> Entries:
     are alike on all. Others are parts, or replicas that differ.
     """
     joined = Entries()
-    for key in of_ranks[0]:
-        entries = [entries[key] for entries in of_ranks if key in entries]
-        number, square, numel = entries[0]
+    for entries in of_ranks:
+        joined |= entries
+    for key in joined:
+        parts = [entries[key] for entries in of_ranks if key in entries]
+        number, square, numel = parts[0]
         is_batch = key.startswith(("tokens:", "output:"))
-        if is_batch or any(entry[0] != number for entry in entries):
-            number = combine(int(entry[0]) for entry in entries)
-            square = sum(entry[1] for entry in entries)
+        if is_batch or any(part[0] != number for part in parts):
+            number = combine(int(part[0]) for part in parts)
+            square = sum(part[1] for part in parts)
         if is_batch:
-            numel = sum(int(entry[2]) for entry in entries)
+            numel = sum(int(part[2]) for part in parts)
         joined[key] = [number, square**0.5, numel]
     return joined
 

@@ -86,8 +86,8 @@ def check_resume(
         >>> def step_of(weight):
         ...     return lambda: {"weight": weight.add_(1)}
         >>> result = ng.check_resume(step_of(weight), lambda: None, lambda saved: ({"weight": fresh}, step_of(fresh)))
-        >>> result.lines[-1]
-        'weight: float32 of norm 1.41421 was saved, float32 of norm 0 is there after the load'
+        >>> result[0].what, result[0].tensor
+        ('not-restored', 'weight')
     """
     unseen = dict[str, str]()
     lines = list[str]()

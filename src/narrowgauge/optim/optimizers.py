@@ -18,7 +18,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.optim.optimizer import Group, Optimizer, Params
+from narrowgauge.optim.optimizer import Optimizer, Params
+from narrowgauge.optim.pairing import Group
 from narrowgauge.optim.rules.elementwise import ADAM, ADAMW, LION, PLAIN_SGD
 from narrowgauge.optim.rules.elementwise import SGD as MOMENTUM_SGD
 from narrowgauge.optim.rules.matrix import GALORE, GRADNORM_LORP, MUON

@@ -159,14 +159,13 @@ def _follow(
     gradient = sample.read([state.gradient for state in states]).float()
     weight = scale.new_zeros(())
     inputs = exact = change = None
-    if is_audited:
+    if is_audited or getattr(rule, "coupled", False):  # or its moments depend on the weight
         lane = sample.lane(states, gradient)
         weight = codes.read_weight(kernel.storage, lane)
+    if is_audited:
         if kernel.is_matrix:
             change = sample.read([state.change for state in states])
         inputs = Inputs(rule, kernel.storage, lane, change, scalars, numbers.seed)
-    elif rule.decay == "":  # decay may be a part of the moments
-        weight = sample.read([state.parameter.detach() for state in states])
     if isinstance(rule, Rule):
         weight = finite_or_zero(weight.to(scale.dtype))
         slopes = gradient.to(scale.dtype) * scale
