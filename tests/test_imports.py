@@ -216,6 +216,7 @@ def test_no_other_module_imports_what_takes_seconds() -> None:
 # Files that read a gradient where it lies: of leaves that are no parameters, as an object with an
 # identity, or to put it back.
 READ_GRADIENTS_IN_PLACE = {
+    "measuring/places.py",
     "numerics/dtensor.py",
     "torch_support/put_back.py",
     "optim/parameter_formats.py",

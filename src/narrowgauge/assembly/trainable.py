@@ -51,6 +51,14 @@ def require_trainable(model: nn.Module, recipe: Recipe, mesh: Any, shard: str) -
                 "running statistics, which depend on which micro-batches a rank has seen.",
                 "Replace it by a layer norm or group norm, or take another reduction.",
             )
+        kinds = [type(hook).__name__ for hook in (module, *module._forward_pre_hooks.values())]
+        if visible != "float32" and {"SpectralNorm", "_SpectralNorm"}.intersection(kinds):
+            raise RecipeError(
+                f"Cannot round '{name}' of {this} because spectral_norm multiplies it by float32 "
+                "vectors.",
+                "Take ng.AdamW(model.named_parameters(), keep_float32=lambda name, p: 'orig' in "
+                "name), under autocast.",
+            )
     if mesh is None:
         _require_one_rank(recipe)
     else:
