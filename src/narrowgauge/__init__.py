@@ -1,4 +1,4 @@
-"""Train in bfloat16 memory with float32's result: optimizers and number formats for PyTorch, and
+"""Train bfloat16 weights in 8 bytes a parameter: optimizers and number formats for PyTorch, and
 tools that measure what a format loses.
 
 The names most needed are here: verbs and optimizers. Tables are under ``ng.spec``, errors under

@@ -75,9 +75,9 @@ def prepare(
 
     Args:
         model: a float32 model on one device, changed in place. A bfloat16 model is accepted too;
-            its tails start at zero.
+            its low bits start at random.
         recipe: a name such as ``"bfloat16/word"``, or a
-            :class:`narrowgauge.Recipe`.
+            :class:`narrowgauge.spec.recipes.Recipe`.
         optimizer: one of Narrowgauge's classes, or a function that makes one from named parameters,
             ``storage=``, ``seed=`` and the options. It is called before the model is changed too.
         seed: seed of stochastic rounding.

@@ -85,7 +85,7 @@ def _require_one_process(command: str) -> None:
 @click.version_option(__version__, prog_name="narrowgauge", message="%(prog)s %(version)s")
 @click.pass_context
 def main(context: click.Context) -> None:
-    """Train in bfloat16 memory with float32's result: optimizers and number formats for PyTorch,
+    """Train bfloat16 weights in 8 bytes a parameter: optimizers and number formats for PyTorch,
     and tools that measure what a format loses.
 
     \b

@@ -85,7 +85,7 @@ def check(
         RecipeError: ``model`` is not a module, ``optimizer`` not an optimizer; ``batch`` without
             ``loss``.
 
-    Cost: reads each parameter once, and samples 16,384 elements. With ``batch``: seven passes of the
+    Cost: reads each parameter once, and samples 16,384 elements. With ``batch``: four calls of the
         loss, about 12 more to find the line of an unusual rounding, and 8 bytes for each value of a
         pass.
 
