@@ -1,16 +1,14 @@
 """Measure what the arithmetic costs in time and memory, each row beside a named baseline.
 
-Claim: a step in 6 to 14 bytes a parameter takes no longer than torch's fused float32 AdamW, and the
-host keeps up with it. All is run as the pages recommend: gradients are clipped to a norm of 1, one
-of ten steps is audited, kernels are compiled.
+Claim: a step in 6 to 14 bytes a parameter takes no longer than torch's fused float32 AdamW. All is
+run as the pages recommend: gradients are clipped to a norm of 1, one of ten steps is audited,
+kernels are compiled.
 
 - ``steps``: over ``torch.optim.AdamW(fused=True)`` and ``clip_grad_norm_`` on float32 weights. A
   round is ten steps. Peers that are not installed are left out with a line.
 - ``layers``: forward and backward of a small layer, over ``nn.Linear`` in bfloat16.
-- ``host``: the host's time of a step on a GPU, of tensors of one element: launches are left out.
 - ``first``: the first step of a process, from an empty and from a warm cache, without the import.
 - ``watch``: steps of a loop under ``ng.watch``, over the same steps unwatched.
-- ``training``: our trainer, over a plain float32 loop, and over compiled autocast with the fused AdamW.
 - ``memory``: the highest memory of a step, beside the plan of the same model and batch. The model
   has the shape of Collage's (2405.03637) at an eighth of its width; on Linux, with transformers.
 
@@ -23,12 +21,10 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
-import statistics
 import tempfile
 import time
-import timeit
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -36,12 +32,10 @@ from unittest import mock
 
 import torch
 from _peers import PACKAGES, PEERS, reason
-from _timing import Contender, Report, Row, exit_by, measure, parser
+from _timing import Contender, Report, Row, exit_by, measure, parameters, parser
 from torch import Tensor, nn
 
 import narrowgauge as ng
-from narrowgauge.optim import proof, table
-from narrowgauge.torch_support import triton
 from narrowgauge.trainer import language_model
 
 STORAGES = ("word", "exact", "compact", "states8", "kahan")
@@ -51,19 +45,15 @@ STEPS = 10
 FUSED = "torch fused"
 LINEAR = "nn.Linear"
 VOCABULARY = 4096
-
-Shapes = Sequence[tuple[int, ...]]
-
-
-def parameters(shapes: Shapes, dtype: torch.dtype) -> list[nn.Parameter]:
-    """Return parameters with gradients."""
-    params = [nn.Parameter(torch.randn(shape).to(dtype)) for shape in shapes]
-    for p in params:
-        p.grad = torch.randn(p.shape).to(dtype)
-    return params
+SIZES = {
+    "33.5 M parameters": [(8192, 4096)],
+    "64 tensors of 1,048,576": [(1024, 1024)] * 64,
+    "one tensor of 8,388,608": [(4096, 2048)],
+    "300 tensors of 8,192": [(128, 64)] * 300,
+}
 
 
-# ── steps, layers, the host ───────────────────────────────────────────────────────────────────────
+# ── steps and layers ──────────────────────────────────────────────────────────────────────────────
 
 
 def clipped_steps(name: str, optimizer: torch.optim.Optimizer, **few: int) -> Contender:
@@ -79,25 +69,25 @@ def clipped_steps(name: str, optimizer: torch.optim.Optimizer, **few: int) -> Co
     return Contender(name, run, per_call=STEPS, **few)
 
 
-def steps(shapes: Shapes, report: Report) -> list[Contender]:
+def steps(shapes: Sequence[tuple[int, ...]], report: Report) -> list[Contender]:
     """Return the step of each storage, and of each peer that works here."""
     fused = torch.optim.AdamW(parameters(shapes, torch.float32), fused=True, **OPTIONS)
     contenders = [clipped_steps(FUSED, fused)]
-    ours: dict[str, Any] = {"compile": True, "max_grad_norm": 1.0, **OPTIONS}
-    for storage in STORAGES:
-        params = parameters(shapes, torch.bfloat16)
-        contenders.append(clipped_steps(storage, ng.AdamW(params, storage=storage, **ours)))
-    unaudited = ng.AdamW(parameters(shapes, torch.bfloat16), audit_every=0, **ours)
-    contenders.append(clipped_steps("word, no audit", unaudited))
+    kinds: dict[str, dict[str, Any]] = {name: {"storage": name} for name in STORAGES}
+    kinds["word, no audit"] = {"audit_every": 0}
+    for name, kind in kinds.items():
+        kind |= {"compile": True, "max_grad_norm": 1.0, **OPTIONS}
+        contenders.append(clipped_steps(name, ng.AdamW(parameters(shapes, torch.bfloat16), **kind)))
     for peer in PEERS:
+        if peer.spoils_gradients:
+            continue
         try:
             optimizer = peer.make(parameters(shapes, torch.bfloat16), **OPTIONS)
             optimizer.step()
         except Exception as error:  # not installed, or not for this device
             report.note(f"{peer.name}: {reason(error)}")
         else:
-            if not peer.spoils_gradients:
-                contenders.append(clipped_steps(peer.name, optimizer, rounds=2))
+            contenders.append(clipped_steps(peer.name, optimizer, rounds=2))
     return contenders
 
 
@@ -105,42 +95,17 @@ def layers(compiled: bool) -> list[Contender]:
     """Return passes of linear layers, so small that the host is what takes time."""
     contenders = []
     for name in (LINEAR, "float8-row", "int8-row", "mxfp8"):
-        layer: nn.Module = nn.Sequential(nn.Linear(64, 64, bias=False).bfloat16())
+        layer: Any = nn.Sequential(nn.Linear(64, 64, bias=False).bfloat16())
         if name != LINEAR:
             ng.swap_linears(layer, name)
-        called: Callable[[Tensor], Tensor] = torch.compile(layer) if compiled else layer
+        called = torch.compile(layer) if compiled else layer
         x = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
 
-        def run(called: Callable[[Tensor], Tensor] = called, x: Tensor = x) -> None:
+        def run(called: Any = called, x: Tensor = x) -> None:
             called(x).sum().backward()
 
         contenders.append(Contender(name, run))
     return contenders
-
-
-def host_times(count: int) -> list[Row]:
-    """Return the microseconds that a host takes for a tensor in a step on a GPU."""
-    makers: dict[str, Callable[[], torch.optim.Optimizer]] = {}
-    for way in ("foreach", "fused"):
-        makers[f"torch {way}"] = lambda way=way: torch.optim.AdamW(
-            parameters([(1, 1)] * count, torch.float32), **{way: True}, **OPTIONS
-        )
-    for storage in ("word", "compact"):
-        makers[storage] = lambda storage=storage: ng.AdamW(
-            parameters([(1, 1)] * count, torch.bfloat16), storage=storage, compile=True, **OPTIONS
-        )
-    rows = []
-    with (
-        mock.patch.object(triton, "INTERPRET", True),
-        mock.patch.object(proof, "why_not", lambda *args: ""),
-        mock.patch.object(table.Table, "launch", lambda *args, **options: None),
-    ):
-        for name, make in makers.items():
-            optimizer = make()
-            optimizer.step()
-            seconds = [timeit.timeit(optimizer.step, number=1) for _ in range(20)]
-            rows.append({"": name, "µs a tensor": 1e6 * statistics.median(seconds) / count})
-    return rows
 
 
 # ── in a process of their own ─────────────────────────────────────────────────────────────────────
@@ -162,11 +127,12 @@ def first_step(storage: str) -> float:
     return time.perf_counter() - began
 
 
-def first_steps(storages: Iterable[str]) -> list[Row]:
+def first_steps(storages: Sequence[str]) -> list[Row]:
+    """Return the seconds of first steps."""
     rows = []
     for storage in storages:
+        row: Row = {"": storage}
         with tempfile.TemporaryDirectory() as folder:
-            row: Row = {"": storage}
             # Clipping compiles the norm with Inductor, which has a cache of its own.
             caches = {"NARROWGAUGE_CACHE": folder, "TORCHINDUCTOR_CACHE_DIR": folder}
             for cache in ("empty", "warm"):
@@ -215,37 +181,31 @@ def memory() -> list[Row]:
     for storage in ("master", "collage-plus", "collage-light", "word"):
         # Free memory goes back to the system at once.
         settings = {"MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_MMAP_THRESHOLD_": "65536"}
-        measured = fresh(memory_of_a_step, storage, **settings)
+        row: Row = {"": storage, "measured": fresh(memory_of_a_step, storage, **settings)}
         model, batch = model_and_batch()
         plan = ng.plan(model.bfloat16(), batch=batch, storage=storage, chip="A100-SXM4-80GB")
-        planned = plan.state_bytes + plan.step_bytes
-        planned /= sum(p.numel() for p in model.parameters())
-        row = {"": storage, "measured B/param": measured, "planned B/param": planned}
-        for name in ("measured", "planned"):
-            first = (rows or [row])[0][f"{name} B/param"]
-            row[f"{name} less"] = f"{row[f'{name} B/param'] / first - 1:+.1%}"
+        num_params = sum(p.numel() for p in model.parameters())
+        row["planned"] = (plan.state_bytes + plan.step_bytes) / num_params
         rows.append(row)
+    for row in rows:
+        for name in ("measured", "planned"):
+            row[f"{name} less master's"] = f"{row[name] / rows[0][name] - 1:+.1%}"
     return rows
 
 
-# ── whole loops ───────────────────────────────────────────────────────────────────────────────────
+# ── a watched loop ────────────────────────────────────────────────────────────────────────────────
 
 
 class Loop:
     """A loop that people write, over random tokens."""
 
-    def __init__(self, name: str, shape: tuple[int, int], compiled: bool) -> None:
+    def __init__(self, name: str, shape: tuple[int, int]) -> None:
         self.model = language_model.build(name, vocab_size=VOCABULARY, seed=0)
-        # Who writes a plain loop takes the default; who compiles also asks for the fused step.
-        fused = {"fused": True} if compiled else {}
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, **fused)
-        self.called = torch.compile(self.model) if compiled else self.model
-        self.autocast = compiled
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         self.tokens = torch.randint(VOCABULARY, shape, generator=torch.Generator().manual_seed(0))
 
     def step(self) -> None:
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
-            loss = self.called(input_ids=self.tokens, labels=self.tokens).loss
+        loss = self.model(input_ids=self.tokens, labels=self.tokens).loss
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
@@ -255,51 +215,42 @@ class Loop:
 
 def watched(name: str, shape: tuple[int, int], rounds: int, report: Report) -> None:
     """Report what a watch costs, and whether it changes a weight."""
-    loop = Loop(name, shape, compiled=False)
-    plain = Loop(name, shape, compiled=False)
+    plain, loop = Loop(name, shape), Loop(name, shape)
     ng.watch(loop.model, loop.optimizer)
     contenders = [Contender("unwatched", plain.step), Contender("watched", loop.step)]
     rows = measure(contenders, baseline="unwatched", rounds=rounds)
     report.add(f"a watch of {name}, {shape[0]} × {shape[1]} tokens", rows)
-    report.note(f"with its defaults a watch costs {rows[1]['ratio'] - 1:.2%} of a step")
     pairs = zip(plain.model.parameters(), loop.model.parameters(), strict=True)
-    same = all(torch.equal(p, q) for p, q in pairs)
-    report.note(f"weights with and without the watch: {'the same bits' if same else 'DIFFER'}")
+    is_same = all(torch.equal(p, q) for p, q in pairs)
+    report.note(f"weights with and without the watch: {'the same bits' if is_same else 'DIFFER'}")
 
 
-PARTS = ("steps", "layers", "host", "first", "watch", "memory")
+# ── the command ───────────────────────────────────────────────────────────────────────────────────
+
+PARTS = ("steps", "layers", "first", "watch", "memory")
 
 
 def report_part(part: str, options: argparse.Namespace, report: Report) -> None:
     """Measure and print one part."""
     quick = options.quick
     rounds = 2 if quick else options.rounds
-    name, shape = ("llama-1m", (2, 64)) if quick else ("llama-8m", (8, 256))
     if part == "steps":
-        sizes: dict[str, Shapes] = {"20 tensors of 8,192": [(128, 64)] * 20}
-        if not quick:
-            sizes = {
-                "33.5 M parameters": [(8192, 4096)],
-                "64 tensors of 1,048,576": [(1024, 1024)] * 64,
-                "one tensor of 8,388,608": [(4096, 2048)],
-                "300 tensors of 8,192": [(128, 64)] * 300,
-            }
-        for title, shapes in sizes.items():
+        for title, shapes in (
+            {"20 tensors of 8,192": [(128, 64)] * 20} if quick else SIZES
+        ).items():
             rows = measure(steps(shapes, report), baseline=FUSED, rounds=rounds)
             report.add(f"one step of {title}", rows)
     elif part == "layers":
-        for compiled in (False, True):
-            rows = measure(layers(compiled), baseline=LINEAR, rounds=20 * rounds)
-            how = "compiled" if compiled else "eager"
+        for how in ("eager", "compiled"):
+            rows = measure(layers(how == "compiled"), baseline=LINEAR, rounds=20 * rounds)
             report.add(f"forward and backward of a 64 × 64 layer, {how}", rows)
-    elif part == "host":
-        report.add("the host in a step of 300 tensors on a GPU", host_times(300))
     elif part == "first":
-        report.add("first step", first_steps(("word",) if quick else (*STORAGES, "collage-light")))
+        report.add("first step", first_steps(STORAGES[:1] if quick else STORAGES))
     elif part == "watch":
+        name, shape = ("llama-1m", (2, 64)) if quick else ("llama-8m", (8, 256))
         watched(name, shape, rounds, report)
     elif not quick:
-        report.add("memory of a step", memory())
+        report.add("memory of a step, bytes a parameter", memory())
 
 
 def main() -> int:
