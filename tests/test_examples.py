@@ -98,9 +98,8 @@ def test_first_minute_compares_three_recipes_and_goes_on_with_what_was_stopped(
 
 def test_jamba_learns_with_float8_layers_and_experts(capfd: pytest.CaptureFixture[str]) -> None:
     layers, *steps = lines_of("jamba", capfd)
-    share = int(layers.partition("(")[2].partition("%")[0])
     losses = [float(line.split()[3]) for line in steps]
-    assert share > 80
+    assert layers.startswith("26 layers are narrow; wide: lm_head")
     assert len(losses) == 4 and losses[-1] < 0.5 * losses[0]
 
 

@@ -90,7 +90,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, str, str], str]] = {
     ),
     "no fingerprints": (
         {"changed": {(3, "output:layers.1"): 1.5}, "prints": False}, (3, "loss", ""),
-        "the tensor is not recorded: repeat both up to step 3 with --fingerprints-every 1",
+        "the tensor is not recorded: repeat both up to step 3 and record each step",
     ),
 }  # fmt: skip
 """By case: what differs, then the step, stage and tensor of the reading, and a sentence."""

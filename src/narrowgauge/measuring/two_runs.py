@@ -159,6 +159,6 @@ class TwoRuns(Readings):
         is_hashed = all("tensors" in row for row in self._rows)
         if at is not None and at.key in ("loss", "grad_norm") and not is_hashed:
             yield (
-                f"Note: the tensor is not recorded: repeat both up to step {at.step} with "
-                "--fingerprints-every 1, or RunRecorder(fingerprints_every=1)."
+                f"Note: the tensor is not recorded: repeat both up to step {at.step} and record "
+                "each step (fingerprints_every=1)."
             )

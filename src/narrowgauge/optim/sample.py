@@ -162,10 +162,10 @@ def _follow(
     if is_audited or getattr(rule, "coupled", False):  # or its moments depend on the weight
         lane = sample.lane(states, gradient)
         weight = codes.read_weight(kernel.storage, lane)
-    if is_audited:
-        if kernel.is_matrix:
-            change = sample.read([state.change for state in states])
-        inputs = Inputs(rule, kernel.storage, lane, change, scalars, numbers.seed)
+        if is_audited:
+            if kernel.is_matrix:
+                change = sample.read([state.change for state in states])
+            inputs = Inputs(rule, kernel.storage, lane, change, scalars, numbers.seed)
     if isinstance(rule, Rule):
         weight = finite_or_zero(weight.to(scale.dtype))
         slopes = gradient.to(scale.dtype) * scale
