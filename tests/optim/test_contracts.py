@@ -111,9 +111,8 @@ def test_gradients_that_are_absent_zero_or_not_finite(rule: str, storage: str) -
         set_gradients(params, 9)
         params[place].grad.view(-1)[3] = bad  # type: ignore[union-attr]
         optimizer.step()
-        assert optimizer.last_overflow == [f"param {place}"]
+        assert optimizer.num_skipped == place + 1
         assert_same_bits(unskipped, everything(optimizer))
-    assert optimizer.num_skipped == 3
     for stepper in (optimizer, twin):
         take_steps(stepper, range(1, 2))
     assert_same_bits(everything(optimizer), everything(twin))
