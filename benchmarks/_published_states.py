@@ -4,7 +4,6 @@ benchmarks to stand beside ours.
 =============  ===========================================================  =====================================
 row            moments                                                      weight beside the bfloat16 one
 =============  ===========================================================  =====================================
-fp8-moments    e4m3 and e5m2, a float32 scale per tensor                    float32
 fp8-lm         e4m3 and float16, a power of two per tensor                  float16, a power of two per tensor
 coat           e4m3 twice, in groups of 128 whose range is expanded         float32
 flashoptim     companded int8 and uint8 of the root, in groups of 32        8 bits of half a spacing
@@ -19,10 +18,10 @@ anybody's code is taken.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,11 +30,9 @@ from narrowgauge.numerics.rounding import round_stochastic
 from narrowgauge.spec.formats import get_format
 
 Parts = tuple[Tensor, ...]
-E4M3_ROW = get_format("float8_e4m3fn")
 
 
-@dataclass(frozen=True)
-class Kept:
+class Kept(NamedTuple):
     """How one tensor is kept: ``encode`` gives the tensors that are held, ``decode`` the float32
     values they stand for.
     """
@@ -53,29 +50,13 @@ class PublishedStates:
     The first tensor held of a weight is the bfloat16 one that the model sees.
     """
 
-    name: str
-    source: str
     weight: Kept
     exp_avg: Kept
     exp_avg_sq: Kept
     least: int = 0
 
-    def codes(self, count: int) -> tuple[Kept, Kept]:
-        """How both moments of a tensor of ``count`` values are kept."""
-        if count < self.least:
-            return (FLOAT32, FLOAT32)
-        return (self.exp_avg, self.exp_avg_sq)
-
 
 # ── one scale for a tensor ────────────────────────────────────────────────────────────────────────
-
-
-def by_amax(x: Tensor, dtype: torch.dtype) -> Parts:
-    """Codes to the nearest even, and the float32 scale that takes the largest of all to the largest
-    of the format.
-    """
-    scale = x.abs().amax().clamp(min=1e-30) / torch.finfo(dtype).max
-    return (x / scale).to(dtype), scale
 
 
 def by_power_of_two(x: Tensor, dtype: torch.dtype) -> Parts:
@@ -107,7 +88,9 @@ def by_row(x: Tensor, draws: Callable[[Tensor], Tensor] | None = None) -> Parts:
     scaled = x / scale
     if draws is None:
         return scaled.to(torch.float8_e4m3fn), scale
-    return round_stochastic(scaled, E4M3_ROW, draws(scaled)).to(torch.float8_e4m3fn), scale
+    return round_stochastic(scaled, get_format("float8_e4m3fn"), draws(scaled)).to(
+        torch.float8_e4m3fn
+    ), scale
 
 
 def encode_weight_by_row(x: Tensor, **options: Any) -> Parts:
@@ -284,106 +267,119 @@ def decode_second(parts: Parts, shape: torch.Size) -> Tensor:
 
 FLOAT32 = Kept(lambda x: (x.clone(),), lambda parts, shape: parts[0])
 MASTER = Kept(lambda x: (x.bfloat16(), x.clone()), lambda parts, shape: parts[1])
-HALF_MASTER = Kept(encode_half_master, lambda parts, shape: times_scale(parts[1:], shape))
+VECTORS = PublishedStates(MASTER, FLOAT32, FLOAT32)
 EXPANDED = Kept(encode_expanded, decode_expanded)
-E4M3, E5M2 = (
-    Kept(partial(by_amax, dtype=t), times_scale) for t in (torch.float8_e4m3fn, torch.float8_e5m2)
-)
-BY_POWERS = tuple(
-    Kept(partial(by_power_of_two, dtype=t), times_scale)
-    for t in (torch.float8_e4m3fn, torch.float16)
-)
-MAPPED = tuple(
-    Kept(partial(encode_mapped, signed=s), partial(decode_mapped, signed=s)) for s in (True, False)
-)
-FLASH = Kept(encode_first, decode_first), Kept(encode_second, decode_second)
-ROWS = (
-    # Only the formats: their scales and masters were not read, so these are the plain ones.
-    PublishedStates("fp8-moments", "Fishman et al. 2025 (2409.12517)", MASTER, E4M3, E5M2),
-    PublishedStates("fp8-lm", "Peng et al. 2023 (2310.18313); MS-AMP at 4480ffa, optim/adamw.cu", HALF_MASTER, *BY_POWERS),
-    PublishedStates("coat", "Xi et al. 2025 (2410.19313); its release at 80ec99f", MASTER, EXPANDED, EXPANDED),
-    PublishedStates("flashoptim", "FlashOptim (2602.23349)", Kept(split_weight, joined_weight), *FLASH),
-    PublishedStates("bitsandbytes", "Dettmers et al. 2022 (2110.02861); 0.50.2", MASTER, *MAPPED, least=4096),
-)  # fmt: skip
-PUBLISHED: Mapping[str, PublishedStates] = {row.name: row for row in ROWS}
-
-# Controls: the weight itself in 8 bits, as in FP8-LM's ablation (2310.18313, table 6, #3), and
-# Collage's parts (2405.03637) in 8 bits, for which it gives no formula. The arithmetic is float32's.
-BY_ROW = Kept(by_row, times_scale)
-TRIPLE = Kept(encode_triple, decode_triple)
-SEEN_TRIPLE = Kept(
-    lambda x: (x.bfloat16(), *encode_triple(x)),
-    lambda parts, shape: decode_triple(parts[1:], shape),
-)
-NEAREST = Kept(encode_weight_by_row, lambda parts, shape: parts[0].float())
-STOCHASTIC = Kept(
-    partial(encode_weight_by_row, draws=torch.rand_like), lambda parts, shape: parts[0].float()
-)
-CONTROLS: Mapping[str, PublishedStates] = {
-    "nearest8": PublishedStates("nearest8", "2310.18313, table 6, #3", NEAREST, FLOAT32, FLOAT32),
-    "weight8": PublishedStates("weight8", "2310.18313, table 6, #3", STOCHASTIC, FLOAT32, FLOAT32),
-    "float8/collage-plus": PublishedStates(
-        "float8/collage-plus", "2405.03637", SEEN_TRIPLE, BY_ROW, TRIPLE
+PUBLISHED = {
+    # Peng et al. 2023 (2310.18313); MS-AMP at 4480ffa, optim/adamw.cu
+    "fp8-lm": PublishedStates(
+        Kept(encode_half_master, lambda parts, shape: times_scale(parts[1:], shape)),
+        Kept(partial(by_power_of_two, dtype=torch.float8_e4m3fn), times_scale),
+        Kept(partial(by_power_of_two, dtype=torch.float16), times_scale),
+    ),
+    # Xi et al. 2025 (2410.19313); its release at 80ec99f
+    "coat": PublishedStates(MASTER, EXPANDED, EXPANDED),
+    # FlashOptim (2602.23349)
+    "flashoptim": PublishedStates(
+        Kept(split_weight, joined_weight),
+        Kept(encode_first, decode_first),
+        Kept(encode_second, decode_second),
+    ),
+    # Dettmers et al. 2022 (2110.02861); 0.50.2
+    "bitsandbytes": PublishedStates(
+        MASTER,
+        Kept(partial(encode_mapped, signed=True), partial(decode_mapped, signed=True)),
+        Kept(partial(encode_mapped, signed=False), partial(decode_mapped, signed=False)),
+        least=4096,
     ),
 }
-"""Rows that must lose, by name."""
 
 
-class CodedAdamW:
-    """One weight, kept and stepped as a row says: decoded, computed in float32, and encoded again.
+def only_seen(parts: Parts, shape: torch.Size) -> Tensor:
+    return parts[0].float()
 
-    The weight moves by moments that are not rounded yet. ``lr`` … ``weight_decay`` are as in
-    ``torch.optim.AdamW``.
+
+# Rows that must lose: the weight itself in 8 bits, as in FP8-LM's ablation (2310.18313, table 6,
+# #3), and Collage's parts (2405.03637) in 8 bits, for which it gives no formula. The arithmetic is
+# float32's.
+DRAWN = partial(encode_weight_by_row, draws=torch.rand_like)
+CONTROLS = {
+    "nearest8": PublishedStates(Kept(encode_weight_by_row, only_seen), FLOAT32, FLOAT32),
+    "weight8": PublishedStates(Kept(DRAWN, only_seen), FLOAT32, FLOAT32),
+    "float8/collage-plus": PublishedStates(
+        Kept(
+            lambda x: (x.bfloat16(), *encode_triple(x)),
+            lambda parts, shape: decode_triple(parts[1:], shape),
+        ),
+        Kept(by_row, times_scale),
+        Kept(encode_triple, decode_triple),
+    ),
+}
+
+
+class PublishedAdamW(torch.optim.Optimizer):
+    """AdamW over bfloat16 weights, of which matrices are kept and stepped as a row says: decoded,
+    computed in float32, and encoded again. The model sees the first tensor that is kept of a weight.
+
+    A weight moves by moments that are not rounded yet. Vectors have float32 masters and moments.
     """
 
-    def __init__(
-        self,
-        row: PublishedStates,
-        weight: Tensor,
-        lr: float,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-    ) -> None:
+    def __init__(self, groups: Any, row: PublishedStates, **options: Any) -> None:
+        super().__init__(groups, options)
         self.row = row
-        self.lr = lr
-        self.betas = betas
-        self.eps = eps
-        self.weight_decay = weight_decay
-        self.shape = weight.shape
-        self.steps = 0
-        self._codes = row.codes(weight.numel())
-        self._weight = row.weight.encode(weight.float())
-        self._moments = tuple(code.encode(torch.zeros(self.shape)) for code in self._codes)
 
-    @property
-    def weight(self) -> Tensor:
-        """The weight that is kept, float32."""
-        return self.row.weight.decode(self._weight, self.shape)
+    def codes(self, p: Tensor) -> tuple[Kept, Kept, Kept]:
+        """Return how a weight and its moments are kept."""
+        row = self.row if p.ndim > 1 else VECTORS
+        if p.numel() < row.least:
+            return row.weight, FLOAT32, FLOAT32
+        return row.weight, row.exp_avg, row.exp_avg_sq
 
-    @property
-    def seen(self) -> Tensor:
-        """The bfloat16 weight that the model sees."""
-        return self._weight[0]
+    def kept(self, p: Tensor) -> dict[str, Any]:
+        """Return what is kept of a weight."""
+        state: dict[str, Any] = self.state[p]
+        if not state:
+            values = (p.float(), torch.zeros(p.shape), torch.zeros(p.shape))
+            pairs = zip(self.codes(p), values, strict=True)
+            state |= {"step": 0, "parts": [code.encode(value) for code, value in pairs]}
+        return state
 
-    def step(self, gradient: Tensor) -> None:
-        """Take one step."""
-        self.steps += 1
-        (beta1, beta2), g = self.betas, gradient.float()
-        first, second = (
-            code.decode(part, self.shape)
-            for code, part in zip(self._codes, self._moments, strict=True)
-        )
-        moments = beta1 * first + (1 - beta1) * g, beta2 * second + (1 - beta2) * g * g
-        first = moments[0] / (1 - beta1**self.steps)
-        second = moments[1] / (1 - beta2**self.steps)
-        weight = self.weight * (1 - self.lr * self.weight_decay)
-        self._weight = self.row.weight.encode(weight - self.lr * first / (second.sqrt() + self.eps))
-        self._moments = tuple(
-            code.encode(value) for code, value in zip(self._codes, moments, strict=True)
-        )
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.kept(p)
+                state["step"] += 1
+                codes = self.codes(p)
+                pairs = zip(codes, state["parts"], strict=True)
+                values = [code.decode(parts, p.shape) for code, parts in pairs]
+                pairs = zip(
+                    codes, stepped(*values, p.grad.float(), state["step"], group), strict=True
+                )
+                state["parts"] = [code.encode(value) for code, value in pairs]
+                p.copy_(state["parts"][0][0])
+
+    @torch.no_grad()
+    def stored(self, p: Tensor) -> Tensor:
+        """Return the weight that is kept, float32."""
+        return self.codes(p)[0].decode(self.kept(p)["parts"][0], p.shape)
 
     def bytes_per_param(self) -> float:
-        """Bytes of weight, bfloat16 gradient and everything else that is kept, per parameter."""
-        parts = (*self._weight, *(part for parts in self._moments for part in parts))
-        return 2 + sum(part.numel() * part.element_size() for part in parts) / self.shape.numel()
+        """Return the bytes of weight, bfloat16 gradient and everything else that is kept."""
+        held = 0
+        for state in self.state.values():
+            for parts in state["parts"]:
+                held += sum(part.numel() * part.element_size() for part in parts)
+        return 2 + held / sum(p.numel() for p in self.state)
+
+
+def stepped(
+    weight: Tensor, first: Tensor, second: Tensor, g: Tensor, step: int, group: dict[str, Any]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a weight and its moments after a step of AdamW."""
+    beta1, beta2 = group["betas"]
+    lr = group["lr"]
+    first = beta1 * first + (1 - beta1) * g
+    second = beta2 * second + (1 - beta2) * g * g
+    root = (second / (1 - beta2**step)).sqrt() + group["eps"]
+    weight = weight * (1 - lr * group["weight_decay"])
+    return weight - lr * (first / (1 - beta1**step)) / root, first, second

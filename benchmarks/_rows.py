@@ -25,16 +25,7 @@ from typing import Any
 
 import torch
 from _peers import PEERS, bytes_held
-from _published_states import (
-    CONTROLS,
-    FLOAT32,
-    MASTER,
-    PUBLISHED,
-    CodedAdamW,
-    PublishedStates,
-    by_amax,
-    times_scale,
-)
+from _published_states import CONTROLS, PUBLISHED, PublishedAdamW
 from torch import Tensor, nn
 
 import narrowgauge as ng
@@ -43,7 +34,7 @@ from narrowgauge.optim import GaLore
 from narrowgauge.spec.formats import get_format
 from narrowgauge.spec.update_rules import UPDATE_RULES
 
-FORMULAS = {f"published/{name}": row for name, row in PUBLISHED.items()} | dict(CONTROLS)
+FORMULAS = {f"published/{name}": row for name, row in PUBLISHED.items()} | CONTROLS
 PEERS_BY_NAME = {peer.name: peer for peer in PEERS}
 CLASSES = {"muon": ng.Muon, "lion": ng.Lion, "galore": GaLore}
 Options = dict[str, Any]
@@ -79,7 +70,12 @@ def linear(x: Tensor) -> Tensor:
 
 def scaled(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     """Return a rounding to nearest, with a scale that takes the largest to the format's largest."""
-    return lambda x: times_scale(by_amax(x, dtype), x.shape)
+
+    def rounding(x: Tensor) -> Tensor:
+        scale = x.abs().amax().clamp(min=1e-30) / torch.finfo(dtype).max
+        return (x / scale).to(dtype).float() * scale
+
+    return rounding
 
 
 ROUNDINGS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -113,29 +109,6 @@ class RoundedAdamW(torch.optim.AdamW):
                 tensor = p if name == "weight" else self.state[p][name]
                 tensor.copy_(rounding(tensor))
         return loss
-
-
-class PublishedAdamW(torch.optim.Optimizer):
-    """AdamW over bfloat16 weights whose matrices are kept as a publication says; the model sees the
-    first tensor that it keeps. Vectors have float32 masters and moments.
-    """
-
-    def __init__(self, groups: Any, row: PublishedStates, vectors: PublishedStates, **options: Any):
-        super().__init__(groups, options)
-        self.codes = {True: row, False: vectors}
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            options = {name: group[name] for name in ("betas", "eps", "weight_decay")}
-            for p in group["params"]:
-                state = self.state[p]
-                if not state:
-                    row = self.codes[p.ndim > 1]
-                    state["coded"] = CodedAdamW(row, p.detach(), group["lr"], **options)
-                state["coded"].lr = group["lr"]
-                state["coded"].step(p.grad)
-                p.copy_(state["coded"].seen)
 
 
 class Float8Sums:
@@ -283,19 +256,14 @@ def prepared(text: str, model: nn.Module, seed: int, options: Options) -> torch.
     if row.name in FORMULAS:
         ng.cast_parameters(model, torch.bfloat16)
         groups = decayed(model, decay)
-        vectors = PublishedStates("float32", "", MASTER, FLOAT32, FLOAT32)
-        return PublishedAdamW(groups, FORMULAS[row.name], vectors, weight_decay=decay, **others)
+        return PublishedAdamW(groups, FORMULAS[row.name], weight_decay=decay, **others)
     return ours(row, model, seed, {**options, "eps": 1e-8})
 
 
 def bytes_per_param(optimizer: torch.optim.Optimizer) -> float:
     """Return the bytes of weight, gradient and states for each parameter."""
-    if isinstance(optimizer, ng.Optimizer):
-        return float(optimizer.bytes_per_param())
     if isinstance(optimizer, RoundedAdamW):
         return 16.0
-    if not isinstance(optimizer, PublishedAdamW):
-        return bytes_held(optimizer)
-    coded = [state["coded"] for state in optimizer.state.values()]
-    total = sum(one.bytes_per_param() * one.shape.numel() for one in coded)
-    return total / sum(one.shape.numel() for one in coded)
+    if isinstance(optimizer, ng.Optimizer | PublishedAdamW):
+        return float(optimizer.bytes_per_param())
+    return bytes_held(optimizer)

@@ -13,7 +13,10 @@ thread each, and talk over gloo.
 
 from __future__ import annotations
 
+import os
+import pickle
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -23,9 +26,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _forked import group, in_processes
 from _timing import Contender, Report, Row, measure, parser
-from torch import nn
+from torch import multiprocessing, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -64,15 +66,25 @@ CASES = (
 
 def on_ranks(function: Callable[..., Any], num_ranks: int, *arguments: Any) -> Any:
     """Return what a function returns on the first of so many ranks, forked from this process."""
-    return in_processes(_rank, num_ranks, num_ranks, function, arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        told = (num_ranks, Path(folder), function, arguments)
+        multiprocessing.start_processes(_rank, told, num_ranks, start_method="fork")
+        return pickle.loads(Path(folder, "result").read_bytes())
 
 
 def _rank(
-    rank: int, folder: Path, num_ranks: int, function: Callable[..., Any], arguments: Sequence[Any]
-) -> Any:
+    rank: int, num_ranks: int, folder: Path, function: Callable[..., Any], arguments: Sequence[Any]
+) -> None:
+    """Call a function in a group of gloo, over the loopback interface."""
     torch.set_num_threads(1)
-    with group(rank, folder, num_ranks):
-        return function(*arguments)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    meeting = f"file://{folder / 'meeting'}"
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=num_ranks)
+    result = function(*arguments)
+    if rank == 0:
+        (folder / "result").write_bytes(pickle.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 # ── time ──────────────────────────────────────────────────────────────────────────────────────────

@@ -25,8 +25,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from _peers import PACKAGES, PEERS, Peer, reason
-from _published_states import CONTROLS, PUBLISHED, CodedAdamW, PublishedStates
+from _peers import PACKAGES, PEERS, Peer, bytes_held, reason
+from _published_states import CONTROLS, PUBLISHED, PublishedAdamW, PublishedStates
 from _timing import Report, Row, exit_by, parser
 from torch import Tensor, nn
 
@@ -105,13 +105,12 @@ def our_row(case: Stall, storage: str) -> Row:
     return row | {"bytes per parameter": optimizer.bytes_per_param()}
 
 
-def published_row(case: Stall, published: PublishedStates) -> Row:
+def published_row(case: Stall, name: str, published: PublishedStates) -> Row:
     """Return the error of states that are kept by published formulas."""
     weight = nn.Parameter(case.start.clone())
-    coded = CodedAdamW(published, case.start, LR, **OPTIONS)
-    step = lambda: coded.step(weight.grad)  # noqa: E731
-    row = case.row(f"published {published.name}", weight, step, lambda: coded.weight)
-    return row | {"bytes per parameter": coded.bytes_per_param()}
+    optimizer = PublishedAdamW([weight], published, lr=LR, **OPTIONS)
+    row = case.row(f"published {name}", weight, optimizer.step, lambda: optimizer.stored(weight))
+    return row | {"bytes per parameter": optimizer.bytes_per_param()}
 
 
 def peer_row(case: Stall, peer: Peer) -> Row:
@@ -122,7 +121,7 @@ def peer_row(case: Stall, peer: Peer) -> Row:
         row = case.row(peer.name, weight, optimizer.step, lambda: peer.stored(optimizer, weight))
     except (ImportError, RuntimeError) as error:  # its kernels need what this machine may lack
         return {"": peer.name, "lost": reason(error)}
-    return row | {"bytes per parameter": peer.bytes_per_param}
+    return row | {"bytes per parameter": bytes_held(optimizer)}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -136,7 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     side, steps = (64, 100) if options.quick else (256, 400)
     case = Stall(side, steps, options.scale, options.gradients)
     rows = [our_row(case, name) for name in STORAGES]
-    rows += [published_row(case, row) for row in (*PUBLISHED.values(), *CONTROLS.values())]
+    rows += [published_row(case, *item) for item in (PUBLISHED | CONTROLS).items()]
     rows += [peer_row(case, peer) for peer in PEERS]
     title = f"weights of {options.scale:g}, gradients of {options.gradients:g}"
     report.add(f"error of the stored displacement, {title}, {steps} steps", rows)

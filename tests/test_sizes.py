@@ -20,13 +20,13 @@ MUTABLE |= {"WeakKeyDictionary", "WeakValueDictionary", "WeakTensorKeyDictionary
 
 # The most that the source may hold of each. Lower a ceiling whenever a change allows it.
 CEILINGS = {
-    "functions above 400 nodes": 28,
+    "functions above 400 nodes": 24,
     "functions with more than 8 parameters": 9,
-    "classes above 1,500 nodes": 8,
-    "files above 3,500 nodes": 3,
-    "registries at module level": 11,
-    "caches": 62,
-    "modules in a circle": 1,
+    "classes above 1,500 nodes": 5,
+    "files above 3,500 nodes": 2,
+    "registries at module level": 5,
+    "caches": 59,
+    "modules in a circle": 0,
 }
 
 

@@ -8,7 +8,6 @@ on one optimizer: building and warming up two hundred pairs is what costs.
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Callable
 from typing import Any
@@ -65,24 +64,6 @@ def test_in_float32_it_is_torchs_own_to_the_last_bits(rule: str) -> None:
             optimizer.step()
         for p, q in zip(parameters_of(ours), parameters_of(theirs), strict=True):
             torch.testing.assert_close(p.detach().double(), q.detach(), rtol=1e-6, atol=1e-6)
-
-
-@EVERY
-def test_a_run_goes_on_from_a_saved_state_bit_for_bit(rule: str, storage: str) -> None:
-    """Deep copies, pickles and the other ways to save: tests/equivalence."""
-    options: dict[str, Any] = {"max_grad_norm": 2.0, "audit_every": 2, "seed": 3, "lr": 0.01}
-    first = build(rule, parameters(storage), storage, **options)
-    take_steps(first, range(3))
-    file = io.BytesIO()
-    torch.save(first.state_dict(), file)
-    file.seek(0)
-    copies = [nn.Parameter(p.detach().clone()) for p in parameters_of(first)]
-    loaded = build(rule, copies, storage, **{**options, "seed": 0, "lr": 1.0})
-    loaded.load_state_dict(torch.load(file, weights_only=True))
-    for optimizer in (first, loaded):
-        take_steps(optimizer, range(3, 5))
-    assert_same_bits(everything(first), everything(loaded))
-    assert loaded.param_groups[0]["seed"] == 3 and loaded.num_skipped == 0
 
 
 @SOME

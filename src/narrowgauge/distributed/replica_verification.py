@@ -2,7 +2,7 @@
 ranks hold.
 
 A replicated model, the replicas of a shard and vectors that stay whole must have equal hashes on
-all their ranks. They are compared every few steps. A difference stays until it is found. The
+all their ranks. A difference stays until it is found. The
 majority is right. The error is the same on all ranks, and is raised before damage enters a
 checkpoint. It names the rank and the tensor.
 
