@@ -88,9 +88,8 @@ def test_gradients_that_are_absent_zero_or_not_finite(rule: str, storage: str) -
         set_gradients(params, 9)
         params[place].grad.view(-1)[3] = bad  # type: ignore[union-attr]
         optimizer.step()
-        assert optimizer.last_overflow == [f"param {place}"]
+        assert optimizer.num_skipped == place + 1
         assert_same_bits(unskipped, everything(optimizer))
-    assert optimizer.num_skipped == 3
     take_steps(optimizer, range(1, 2))
     before = everything(optimizer)
     params[0].grad = None

@@ -208,7 +208,6 @@ def test_the_norm_has_the_bits_of_the_definition(dtype: torch.dtype) -> None:
     for value in (1.0, -torch.inf, torch.nan):
         tensors[0][2, 2] = value
         assert_same_bits({"": exact_squares(tensors, table=squares)}, {"": exact_squares(tensors)})
-        assert squares.finite(tensors[::-1])() == [True, True, value == 1.0]
 
 
 def test_a_step_is_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
