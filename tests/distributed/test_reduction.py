@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import expectations
 import narrowgauge as ng
@@ -99,6 +100,8 @@ def on_four(rank: int) -> dict[str, Any]:
     return {
         "kinds": every_kind(rank),
         "restored": restored(rank),
+        "replaced": replaced(rank),
+        "refusals": refusals(),
     }
 
 
@@ -143,6 +146,55 @@ def test_a_closed_reduction_leaves_fsdp_and_ddp_as_they_were(
         for plain, closed in zip(results[:3], results[3:], strict=True):
             assert plain
             assert_close(closed, plain, 0.0)
+
+
+def replaced(rank: int) -> list[dict[str, Tensor]]:
+    """Gradients where a shard was replaced, as ``load_state_dict(assign=True)`` does, before the
+    first pass and after it.
+    """
+    results = []
+    for is_used in (False, True):
+        model, called = placed("sharded")
+        if is_used:
+            called(gradients_of(0)).backward()
+            model.zero_grad()
+        value = distribute_tensor(Leaf().head.detach(), mesh_of("sharded"), [Shard(0)])
+        model.head = model.tied = nn.Parameter(value)
+        step(ng.reduce_gradients_with(called, average=False), called, [rank])
+        results.append(all_gradients(model))
+    return results
+
+
+def refusals() -> dict[str, str]:
+    """What is said of shards that nobody could sum."""
+    mesh = mesh_of("sharded")
+    later, sharded_by_hand = Leaf(), placed("sharded")[0]
+    reduction = ng.reduce_gradients_with(later)
+    fully_shard(later, mesh=mesh)
+    extra = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+    sharded_by_hand.extra = nn.Parameter(extra)
+    messages = {}
+    for name, attempt in {
+        "because the model was sharded": reduction.micro_batch().__enter__,
+        "'extra' is a DTensor": lambda: ng.reduce_gradients_with(sharded_by_hand),
+    }.items():
+        with pytest.raises(RecipeError) as error:
+            attempt()
+        messages[name] = str(error.value)
+    return messages
+
+
+def test_shards_that_were_replaced_are_summed_and_others_refused(
+    four_ranks: list[dict[str, Any]],
+) -> None:
+    """Once parameters that FSDP2 did not know yet were taken for whole ones, shards of different
+    elements were added up.
+    """
+    for result in four_ranks:
+        for gradients in result["replaced"]:
+            assert_close(gradients, expected(range(4)), 1e-6)
+        for part, message in result["refusals"].items():
+            assert part in message
 
 
 def test_a_failure_discards_the_step() -> None:

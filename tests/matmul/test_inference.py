@@ -74,17 +74,27 @@ def test_saved_and_loaded_it_gives_the_same_bits(row: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_the_gradient_is_that_of_a_frozen_weight(compiled: bool) -> None:
-    model = quantize_for_inference(holder())
+@pytest.mark.parametrize("row", ["int8-outlier-codes", "nvfp4"])
+def test_the_gradient_is_that_of_a_frozen_weight(row: str, compiled: bool) -> None:
+    """In place too, as adapters add to an output; and of no rows."""
+    model = holder()
+    plain = holder()["fc"]
+    model["fc"].weight.requires_grad_(False)
+    layer = quantize_base(model, row)["fc"]
+    layer.bias.requires_grad_()
     torch._dynamo.reset()
-    run = (
-        torch.compile(model["fc"], fullgraph=True, backend="aot_eager") if compiled else model["fc"]
-    )
-    x = inputs(5, outliers=2).requires_grad_()
-    grad = gaussian(5, OUT).bfloat16()
-    run(x).backward(grad)
-    assert torch.equal(x.grad, grad @ model["fc"].dequantize().bfloat16())
-    assert torch.equal(model["fc"].bias.grad, grad.sum(0))
+    run = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
+    for rows in (5, 0):
+        x = inputs(2, rows, outliers=2).requires_grad_()
+        grad = gaussian(2, rows, OUT).bfloat16()
+        layer.zero_grad()
+        y = run(x)
+        exact = plain(x).float()
+        assert (y - exact).norm() <= 0.15 * exact.norm()
+        y += 0.0
+        y.backward(grad)
+        assert torch.equal(x.grad, grad @ layer.dequantize().bfloat16())
+        assert not rows or torch.equal(layer.bias.grad, grad.sum((0, 1)))
 
 
 def test_codes_alone_are_not_the_paper_s_form() -> None:

@@ -152,14 +152,10 @@ def test_scales() -> None:
 def test_what_does_not_fit() -> None:
     x = torch.tensor([math.inf, -math.inf, 1e9, -1e9, math.nan])
     cases: dict[tuple[str, str, bool], list[float]] = {
-        ("float8_e5m2", "nearest", False): [math.inf, -math.inf, math.inf, -math.inf],
         ("float8_e5m2", "toward_zero", False): [math.inf, -math.inf, 57344, -57344],
         ("float8_e5m2", "nearest", True): [57344, -57344, 57344, -57344],
-        ("float8_e4m3fn", "nearest", False): [math.nan] * 4,
         ("float8_e4m3fn", "toward_zero", False): [math.nan, math.nan, 448, -448],
         ("float8_e4m3fnuz", "nearest", True): [240, -240, 240, -240],
-        ("float4_e2m1fn", "nearest", False): [6, -6, 6, -6],
-        ("int4", "nearest", False): [7, -8, 7, -8],
     }
     for (name, rounding, saturate), expected in cases.items():
         nan = math.nan if FORMATS[name].nans else 0.0

@@ -5,7 +5,6 @@ All of it is eager, on small shapes. A contract names the pairs that it is asked
 - ``EVERY``: all that are legal.
 - ``SOME``: every rule in a flat and a row-wise storage, every storage under AdamW: for what neither a rule nor a storage
   has any part in alone.
-- ``FEW``: one for each way that stores are stepped, for what belongs to the optimizer and not to a pair.
 """
 
 from __future__ import annotations
@@ -102,15 +101,6 @@ def over(pairs: Sequence[tuple[str, str]]) -> pytest.MarkDecorator:
 
 EVERY = over(PAIRS)
 SOME = over(SOME_PAIRS)
-FEW = over(
-    [
-        ("adamw", "word"),
-        ("sgd", "compact"),
-        ("own", "split"),
-        ("muon", "kahan"),
-        ("lion", "float16/split"),
-    ]
-)
 
 
 def build(rule: str, params: Any, storage: str, **options: Any) -> ng.Optimizer:

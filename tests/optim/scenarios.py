@@ -22,17 +22,7 @@ OPTIMIZERS = {name: getattr(optimizers, row.optimizer) for name, row in UPDATE_R
 REPRESENTATIVES = {
     name: row.stands_for for name, row in expectations.STORAGES.items() if row.stands_for
 }
-"""One storage of each kind, with what it stands for; a test holds that none is
-missing.
-"""
-
-
-def kind(storage: Storage) -> tuple[object, ...]:
-    """What decides by which lines of the library a storage is stepped."""
-    stands = ("master",) if storage.master else ("tail",) if storage.tail_bits else storage.beside
-    widths = frozenset(plane.bits for plane in planes_of(storage))
-    how = len(widths) > 1, 64 in widths, bool(storage.scaled), storage.is_stochastic
-    return storage.visible, storage.arithmetic, stands, *how
+"""One storage of each kind, with what it stands for."""
 
 
 def shifts(storage: Storage) -> dict[str, int]:

@@ -13,7 +13,7 @@ from narrowgauge.optim import AuditedUpdates, UpdateLossWarning
 from narrowgauge.spec.storages import STORAGES
 from narrowgauge.torch_support.machine import compiler_missing
 from optim.pairs import parameters
-from optim.scenarios import OPTIMIZERS, REPRESENTATIVES, kind, stall
+from optim.scenarios import OPTIMIZERS, stall
 from oracles.adamw import AdamW64
 
 # Of the stored displacement, relative; no storage of weights without a tail can hold more, see
@@ -23,13 +23,6 @@ LIMITS = {
 }
 AT_RANDOM = [name for name, row in expectations.STORAGES.items() if row.stall == "noisy"]
 STALLED = [name for name, row in expectations.STORAGES.items() if row.stall == "lost"]
-
-
-def test_every_kind_of_storage_has_a_representative() -> None:
-    assert {kind(STORAGES[name]) for name in REPRESENTATIVES} == {
-        kind(row) for row in STORAGES.values()
-    }
-    assert len({kind(STORAGES[name]) for name in REPRESENTATIVES}) == len(REPRESENTATIVES)
 
 
 @pytest.mark.usefixtures(

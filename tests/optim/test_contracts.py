@@ -8,7 +8,6 @@ on one optimizer: building and warming up two hundred pairs is what costs.
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Callable
 from typing import Any
@@ -67,24 +66,6 @@ def test_in_float32_it_is_torchs_own_to_the_last_bits(rule: str) -> None:
             torch.testing.assert_close(p.detach().double(), q.detach(), rtol=1e-6, atol=1e-6)
 
 
-@EVERY
-def test_a_run_goes_on_from_a_saved_state_bit_for_bit(rule: str, storage: str) -> None:
-    """Deep copies, pickles and the other ways to save: tests/equivalence."""
-    options: dict[str, Any] = {"max_grad_norm": 2.0, "audit_every": 2, "seed": 3, "lr": 0.01}
-    first = build(rule, parameters(storage), storage, **options)
-    take_steps(first, range(3))
-    file = io.BytesIO()
-    torch.save(first.state_dict(), file)
-    file.seek(0)
-    copies = [nn.Parameter(p.detach().clone()) for p in parameters_of(first)]
-    loaded = build(rule, copies, storage, **{**options, "seed": 0, "lr": 1.0})
-    loaded.load_state_dict(torch.load(file, weights_only=True))
-    for optimizer in (first, loaded):
-        take_steps(optimizer, range(3, 5))
-    assert_same_bits(everything(first), everything(loaded))
-    assert loaded.param_groups[0]["seed"] == 3 and loaded.num_skipped == 0
-
-
 @SOME
 def test_gradients_that_are_absent_zero_or_not_finite(rule: str, storage: str) -> None:
     decay = {"weight_decay": 0.0} if rule != "own" else {}
@@ -111,9 +92,8 @@ def test_gradients_that_are_absent_zero_or_not_finite(rule: str, storage: str) -
         set_gradients(params, 9)
         params[place].grad.view(-1)[3] = bad  # type: ignore[union-attr]
         optimizer.step()
-        assert optimizer.last_overflow == [f"param {place}"]
+        assert optimizer.num_skipped == place + 1
         assert_same_bits(unskipped, everything(optimizer))
-    assert optimizer.num_skipped == 3
     for stepper in (optimizer, twin):
         take_steps(stepper, range(1, 2))
     assert_same_bits(everything(optimizer), everything(twin))

@@ -183,8 +183,7 @@ def test_an_overflow_is_a_step_attempted_and_not_taken(rule: str, storage: str, 
         for schedule in schedules:
             schedule.step()
     # Where GradScaler unscales gradients itself, it does not even ask for a step that overflowed.
-    skipped = ([], 0) if storage == "float32" else (["param 2"], 1)
-    assert (scaled.last_overflow, scaled.num_skipped) == skipped
+    assert scaled.num_skipped == int(storage != "float32")
     assert [schedule.last_epoch for schedule in schedules] == [4, 4]
     assert float(scaled.state_dict()["state"][0]["step"]) == 3.0
     assert scaler.get_scale() == 2.0**5

@@ -4,9 +4,6 @@ what they are for.
 
 from __future__ import annotations
 
-import copy
-import pickle
-
 import pytest
 import torch
 from torch import nn
@@ -125,43 +122,3 @@ def test_names_and_places_draw_the_bits_and_a_vector_of_one_value_has_none() -> 
     drawn = torch.cat([bits for _, bits in random_rows(zeros, zeros, 1, "x")])
     flat = torch.cat([bits for _, bits in random_rows(zeros.view(24), zeros.view(24), 1, "x")])
     assert torch.equal(drawn.view(24), flat) and drawn.unique().numel() == 24
-
-
-@pytest.mark.parametrize("way", ["load_state_dict", "deepcopy", "pickle"])
-def test_an_optimizer_like_another_begins_with_its_bits_whatever_way_it_has_them(way: str) -> None:
-    model = nn.Linear(16, 16, bias=False).bfloat16()
-    first = ng.AdamW(model.parameters(), lr=1e-3, compile=False)
-    model.weight.grad = torch.ones_like(model.weight)
-    first.step()
-    stored = first.stored(model.weight)
-    if way in ("deepcopy", "pickle"):
-        pair = (model, first)
-        model, copied = (
-            copy.deepcopy(pair) if way == "deepcopy" else pickle.loads(pickle.dumps(pair))
-        )
-    else:
-        model = copy.deepcopy(model)
-        copied = ng.AdamW(model.parameters(), lr=1e-3, compile=False)
-        copied.load_state_dict(first.state_dict())
-    second = ng.AdamW(model.parameters(), lr=1e-3, compile=False, like=copied)
-    assert torch.equal(copied.stored(model.weight), stored)
-    assert torch.equal(second.stored(model.weight), stored)
-
-
-@pytest.mark.parametrize("storage", STORAGES)
-def test_an_equal_trial_in_one_process_has_equal_bits(storage: str) -> None:
-    """A sweep keeps earlier optimizers alive. None of them decides where a later one begins."""
-    weights = parameters(storage)
-    start = [weight.detach().clone() for weight in weights]
-    optimizers = []
-    trials = []
-    for _ in range(2):
-        for weight, value in zip(weights, start, strict=True):
-            weight.data.copy_(value)
-        optimizer = build("adamw", weights, storage, low_bits="random")
-        take_steps(optimizer, range(3))
-        optimizers.append(optimizer)
-        trials.append(
-            {name: optimizer.stored(p) for p, name in optimizer.parameter_names().items()}
-        )
-    assert_same_bits(*trials)

@@ -140,22 +140,14 @@ def gradient_of(param: Tensor, k: int, step: int) -> Tensor | None:
 
 @pytest.mark.parametrize(("rule", "storage"), FEW)
 def test_steps_of_an_optimizer_are_the_same(language: str, rule: str, storage: str) -> None:
-    ours = train(rule, storage, compiled=True, max_grad_norm=1.0)
-    theirs = train(rule, storage, compiled=False, max_grad_norm=1.0)
+    """However a step runs, its audit is the definition of a sample."""
+    ours, theirs = (
+        train(rule, storage, compiled=compiled, max_grad_norm=1.0, audit_every=2)
+        for compiled in (True, False)
+    )
     assert set(ours.ran_compiled().values()) == {language}
     assert set(theirs.ran_compiled().values()) == {"definition: compile=False"}
     assert ours.num_skipped == theirs.num_skipped == 2
-    assert_same_bits(everything(ours), everything(theirs))
-
-
-@pytest.mark.usefixtures("language")
-@pytest.mark.parametrize(
-    ("rule", "storage"), [("adamw", "word"), ("adam", "compact"), ("muon", "word")]
-)
-def test_an_audit_reads_the_same_and_changes_no_bit(rule: str, storage: str) -> None:
-    """However a step runs, its audit is the definition of a sample."""
-    ours = train(rule, storage, compiled=True, steps=2, audit_every=1)
-    theirs = train(rule, storage, compiled=False, steps=2, audit_every=1)
     assert_same_bits(everything(ours), everything(theirs))
     for name, reading in ng.audit(theirs).items():
         assert astuple(ng.audit(ours)[name]) == pytest.approx(astuple(reading), nan_ok=True), name
@@ -216,7 +208,6 @@ def test_the_norm_has_the_bits_of_the_definition(dtype: torch.dtype) -> None:
     for value in (1.0, -torch.inf, torch.nan):
         tensors[0][2, 2] = value
         assert_same_bits({"": exact_squares(tensors, table=squares)}, {"": exact_squares(tensors)})
-        assert squares.finite(tensors[::-1])() == [True, True, value == 1.0]
 
 
 def test_a_step_is_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
