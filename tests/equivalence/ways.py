@@ -240,7 +240,7 @@ def recorded(recipe: str) -> dict[str, str]:
     often = {"gauges_every": 1, "fingerprints_every": 1}
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with ng.RunRecorder(f"{folder}/run", *training, recipe=recipe, **often) as recorder:
+        with ng.RunRecorder(f"{folder}/run", *training, **often) as recorder:
             for step in range(STEPS):
                 loss = differentiate(training, tokens(step))
                 update(training)

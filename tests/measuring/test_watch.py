@@ -112,7 +112,8 @@ def test_the_stored_share_is_that_of_a_twin_in_float32(kind: Any) -> None:
             share = float((meant * stored).sum() / meant.square().sum())
             assert shares[name] == pytest.approx(share, rel=0.02, abs=2e-3)
     numbers = loop.watcher.numbers()
-    assert numbers["effective_lr/group0"] / numbers["lr/group0"] < 0.9 or kind is torch.optim.SGD
+    assert numbers["lr"] > 0
+    assert numbers["stored_share"] < 0.9 or kind is torch.optim.SGD
 
 
 def test_our_optimizers_have_the_rate_of_their_audit() -> None:
@@ -126,10 +127,9 @@ def test_our_optimizers_have_the_rate_of_their_audit() -> None:
             return optimizer
 
     loop = Ours().run(6)
-    numbers = loop.watcher.numbers()
+    share = loop.watcher.numbers()["stored_share"]
     total = ng.audit(loop.optimizer).total
     assert total is not None
-    share = numbers["effective_lr/group0"] / numbers["lr/group0"]
     assert share == pytest.approx(total.edq, rel=1e-6) and share < 0.5
 
 

@@ -131,7 +131,7 @@ def test_an_audit_of_all_ranks_is_joined_within_its_step(monkeypatch: pytest.Mon
     """
     optimizer = ng.AdamW(parameters("word", [(8, 8)]), audit_every=2)
     joined: list[int] = []
-    there = Decision(SimpleNamespace(is_cpu=False), None, None)  # type: ignore[arg-type]
+    there = Decision(SimpleNamespace(is_cpu=False), None)  # type: ignore[arg-type]
     monkeypatch.setattr(optimizer, "_control", lambda *_, **__: there)
     monkeypatch.setattr(
         "narrowgauge.optim.optimizer.Step", lambda *_: SimpleNamespace(run=lambda work: None)

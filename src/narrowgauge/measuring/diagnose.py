@@ -7,14 +7,13 @@ lists what the record shows, and what it does not.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from narrowgauge.measuring.columns import rows_of
 from narrowgauge.measuring.kinds import KINDS
 from narrowgauge.measuring.laws import Laws
-from narrowgauge.measuring.reading import STAGES, Reading, Readings, measured
+from narrowgauge.measuring.reading import STAGES, Reading, Readings
 from narrowgauge.measuring.step import Step
 from narrowgauge.measuring.two_runs import TwoRuns
 from narrowgauge.runs.finding import counted, sentences
@@ -133,7 +132,7 @@ def diagnose(run: str | Path | Run, other: str | Path | Run | None = None) -> Di
         >>> import tempfile, narrowgauge as ng
         >>> folder = Path(tempfile.mkdtemp(), "first")
         >>> from narrowgauge.runs import RunWriter
-        >>> with RunWriter.create(folder, {"recipe": "bfloat16/word"}) as writer:
+        >>> with RunWriter.create(folder, {"config": {"recipe": "bfloat16/word"}}) as writer:
         ...     for step in range(1, 81):
         ...         _ = writer.append("steps", {"step": step, "loss": 9.0 if step == 60 else 3.0 + 1.0 / step})
         >>> [(reading.step, reading.stage, reading.what) for reading in ng.diagnose(folder).readings]
@@ -173,7 +172,7 @@ def readings_of(run: Run) -> list[Reading]:
         for reading in last:
             if KINDS[reading.what].over != "run":
                 first.setdefault(reading.what, reading)
-    readings = [*first.values(), *_resumes(run)]
+    readings = [*first.values()]
     readings += [reading for reading in last if KINDS[reading.what].over == "run"]
     by_laws = {reading.what for reading in readings}
     readings += [reading for reading in _logged(run) if reading.what not in by_laws]
@@ -205,21 +204,6 @@ _OF_ROWS = {
 }
 _OF_ROWS.discard("lost-updates")
 """Kinds that the laws read again."""
-
-
-def _resumes(run: Run) -> Iterator[Reading]:
-    """Compare hashes around a resume: it hashes the loaded state, which must equal the saved state
-    bit for bit.
-    """
-    for before, row in pairwise(rows_of(run, "fingerprints")):
-        if step_of(row) != step_of(before):
-            continue
-        loaded = row.get("tensors") or {}
-        for key, entry in (before.get("tensors") or {}).items():
-            if key in loaded and loaded[key][0] != entry[0]:
-                sizes = number(loaded[key][1]), number(entry[1])
-                yield measured("resume-differs", key, *sizes, step=step_of(row) + 1)
-                return
 
 
 def _is_shown(run: Run, place: str) -> bool:

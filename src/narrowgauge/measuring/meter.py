@@ -49,8 +49,7 @@ class Meter(Listener):
         number: steps that are done.
         names: of all parameters.
         unseen: what is not measured, with the reason.
-        shares: of each group of the optimizers, the share of its update that was stored in its last
-            sample.
+        share: of the update, that was stored in the last sample; ``None`` before the first.
         last: the newest row.
     """
 
@@ -62,7 +61,7 @@ class Meter(Listener):
         self._listen = listen
         self.number = 0
         self.unseen: dict[str, str] = {}
-        self.shares: dict[int, float] = {}
+        self.share: float | None = None
         self.last: Row = {}
         self._undo = ExitStack()
         self._control: Tensor | None = None  # of our optimizer's last step
@@ -314,7 +313,7 @@ class Meter(Listener):
         self._reached |= with_gradient
         outputs = read.get("output", empty)
         row: Row = {
-            "rate": max(float(group.get("lr") or 0.0) for group in self.groups()),
+            "rate": self._largest_rate(),
             "skipped": bool(control.get("skipped", 0.0)),
             "zero": sorted(zero),
             "bad": [name for name in norms if not math.isfinite(norms[name])],
@@ -332,24 +331,21 @@ class Meter(Listener):
             row[what] = _true(read.get(what, empty))
         return row
 
-    def groups(self) -> list[dict[str, Any]]:
-        """Return the groups of all optimizers, in their order."""
-        groups: list[dict[str, Any]] = []
+    def _largest_rate(self) -> float:
+        rates = [0.0]
         for optimizer in self.hub.optimizers:
-            groups += optimizer.param_groups
-        return groups
+            rates += [float(group.get("lr") or 0.0) for group in optimizer.param_groups]
+        return max(rates)
 
     def _shares(self, meant: dict[str, float], stored: dict[str, float]) -> dict[str, float]:
-        """Return the share of each tensor's update that was stored, and keep that of each group."""
+        """Return the share of each tensor's update that was stored, and keep that of all."""
         shares = {}
         for name, x in meant.items():
             if 0 < x < math.inf:
                 shares[name] = shortened(stored[name] / x)
-        for number, group in enumerate(self.groups()):
-            names = [self.names[p] for p in group["params"] if self.names[p] in shares]
-            if names:
-                total = sum(map(stored.__getitem__, names))
-                self.shares[number] = total / sum(map(meant.__getitem__, names))
+        if shares:
+            total = sum(map(stored.__getitem__, shares))
+            self.share = total / sum(map(meant.__getitem__, shares))
         return shares
 
 

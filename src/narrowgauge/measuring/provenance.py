@@ -17,9 +17,14 @@ from torch import nn
 
 import narrowgauge
 from narrowgauge.distributed.ranks import all_ranks
+from narrowgauge.errors import RecipeError
+from narrowgauge.matmul.linear import Linear
 from narrowgauge.measuring.arithmetic import measure_arithmetic
+from narrowgauge.optim.optimizer import Optimizer
+from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.storages import STORAGES
 from narrowgauge.torch_support.machine import installed_version
 
 
@@ -53,10 +58,10 @@ def describe_process(device: torch.device) -> dict[str, Any]:
 def describe_run(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    recipe: Recipe | None,
     settings: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return the content of ``run.toml``."""
+    recipe = _recipe_in_use(model, optimizer)
     group = optimizer.param_groups[0]
     config = {"model": type(model).__name__, "seed": group.get("seed", 0)}
     if recipe is not None:
@@ -75,3 +80,16 @@ def describe_run(
         },
         "recorder": {"program": Path(sys.argv[0]).name},
     }
+
+
+def _recipe_in_use(model: nn.Module, optimizer: torch.optim.Optimizer) -> Recipe | None:
+    """Return the compute and storage of a model in a user's loop; ``None`` if unknown."""
+    if not isinstance(optimizer, Optimizer):
+        return None
+    storage = STORAGES.get(optimizer.param_groups[0]["storage"])
+    linears = [module for module in model.modules() if isinstance(module, Linear)]
+    compute = linears[0].compute if linears else COMPUTES["bfloat16"]
+    try:
+        return None if storage is None else Recipe(compute, storage)
+    except RecipeError:
+        return None

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.sharding import fingerprint_whole, fsdp_modules
-from narrowgauge.errors import RecipeError, RecordError
-from narrowgauge.matmul.linear import Linear
+from narrowgauge.errors import RecordError
 from narrowgauge.measuring.casts import Gauges
 from narrowgauge.measuring.diagnose import ignored, steps_of
 from narrowgauge.measuring.fingerprints import Fingerprints
@@ -31,20 +30,13 @@ from narrowgauge.measuring.resume import Certificate
 from narrowgauge.measuring.step import Step
 from narrowgauge.measuring.step_row import batch_checksum, bytes_per_param, columns_of, summary_of
 from narrowgauge.measuring.watch import SEEN_AT, Watch, show
-from narrowgauge.optim.audit import (
-    MOST_AT_END,
-    Alarm,
-)
+from narrowgauge.optim.audit import MOST_AT_END, Alarm
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.finding import counted
 from narrowgauge.runs.places import is_run
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.runs.schema import Row
 from narrowgauge.runs.writer import RunWriter
-from narrowgauge.spec.computes import COMPUTES
-from narrowgauge.spec.notation import parse
-from narrowgauge.spec.recipes import Recipe
-from narrowgauge.spec.storages import STORAGES
 from narrowgauge.spec.values import require_number
 from narrowgauge.torch_support.torch_hooks import members_of
 
@@ -67,10 +59,9 @@ class RunRecorder:
         optimizer: one of Narrowgauge's or of ``torch.optim``'s, possibly in a framework's wrapper;
             or a list of several. Rows, gauges and checkpoints are of the last one, which steps at
             the end. Only ours has an audit.
-        recipe: the recipe with which the model was prepared. ``None``: read it from the model and
-            the optimizer, if possible.
         settings: of your loop, such as ``{"lr": 1e-3, "steps": 400}``. Comparisons show the
-            settings in which runs differ, and pair runs of one ``seed``.
+            settings in which runs differ, and pair runs of one ``seed``. The ``recipe`` is read from
+            the model and our optimizer, if it is not among them.
         gauges_every: steps between samples of what tensors hold and casts lose
             (:class:`narrowgauge.measuring.casts.Gauges`); 0 for none.
         max_grad_norm, ignore: as in :func:`narrowgauge.watch`.
@@ -94,8 +85,7 @@ class RunRecorder:
 
     Raises:
         RecordError: the folder is in use.
-        RecipeError: the optimizer's storage is not the recipe's, or ``ignore`` has an unknown kind
-            of reading.
+        RecipeError: ``ignore`` has an unknown kind of reading.
 
     Cost: that of :func:`narrowgauge.watch`, about 0.1 ms per step, reading the loss from the device,
         and with a reduction one gather over its ranks. Fingerprints take 3 ns an element on one CPU
@@ -105,7 +95,7 @@ class RunRecorder:
         >>> import tempfile, torch, narrowgauge as ng
         >>> model, optimizer = ng.prepare(torch.nn.Linear(16, 4), "bfloat16/word", lr=1e-3)
         >>> folder = Path(tempfile.mkdtemp(), "mine")
-        >>> with RunRecorder(folder, model, optimizer, recipe="bfloat16/word", settings={"steps": 3}) as recorder:
+        >>> with RunRecorder(folder, model, optimizer, settings={"steps": 3}) as recorder:
         ...     for _ in range(3):
         ...         loss = model(torch.ones(8, 16, dtype=torch.bfloat16)).float().square().mean()
         ...         loss.backward()
@@ -124,7 +114,6 @@ class RunRecorder:
         model: nn.Module,
         optimizer: Any,
         *,
-        recipe: str | Path | Recipe | None = None,
         settings: Mapping[str, Any] | None = None,
         gauges_every: int = 0,
         fingerprints_every: int = 1000,
@@ -153,15 +142,13 @@ class RunRecorder:
             undo.callback(self._watch.meter.end)
             self.model = hub.model
             self.optimizer = hub.optimizers[-1]
-            self.recipe = _recipe_in_use(model, self.optimizer) if recipe is None else parse(recipe)
-            _require_fit(self.recipe, self.optimizer)
             self._certificate = Certificate(model, self.optimizer)
             self._prints = Fingerprints(hub, fingerprints_every)
             undo.callback(self._prints.end)
             if gauges_every:
                 self._gauges = Gauges(hub, self.optimizer, gauges_every, self._write_gauges)
                 undo.callback(self._gauges.end)
-            content = describe_run(self.model, self.optimizer, self.recipe, settings or {})
+            content = describe_run(self.model, self.optimizer, settings or {})
             content |= {"watch": {"ignore": list(ignore)}, **dict(tables or {})}
             earlier = self._here.of_first(lambda: self._open(content, resume))
             hub.say = self._note
@@ -493,33 +480,6 @@ def _reading_of(alarm: Alarm, step: int) -> Reading:
     return measured("lost-updates", alarm.tensor, updates.edq, 1.0, step=step)
 
 
-def _recipe_in_use(model: nn.Module, optimizer: torch.optim.Optimizer) -> Recipe | None:
-    """Return the compute and storage of a model in a user's loop; ``None`` if unknown."""
-    if not isinstance(optimizer, Optimizer):
-        return None
-    storage = STORAGES.get(optimizer.param_groups[0]["storage"])
-    linears = [module for module in model.modules() if isinstance(module, Linear)]
-    compute = linears[0].compute if linears else COMPUTES["bfloat16"]
-    try:
-        return None if storage is None else Recipe(compute, storage)
-    except RecipeError:
-        return None
-
-
-def _require_fit(recipe: Recipe | None, optimizer: Any) -> None:
-    """Refuse a recipe with another storage. The record would describe another run."""
-    if recipe is None or not isinstance(optimizer, Optimizer):
-        return
-    names = [group["storage"].rpartition("/")[2] for group in optimizer.param_groups]
-    storage = recipe.storage.name.rpartition("/")[2]
-    if storage not in names:
-        raise RecipeError(
-            f"a record of recipe '{recipe.name}' was requested, and the optimizer's storage is "
-            f"'{names[0]}'.",
-            "Name the recipe that was given to prepare, or leave it out.",
-        )
-
-
 def folder_for(folder: Path, *, goes_on: bool) -> Path:
     """Return the first free folder of ``folder``, ``folder-2`` ….
 
@@ -598,7 +558,7 @@ def watch(
         ...         model(torch.ones(4, 64, dtype=torch.bfloat16)).float().square().mean().backward()
         ...         optimizer.step()
         ...         optimizer.zero_grad()
-        >>> str(caught[0].message).split(":")[0], watch.numbers()["lr/group0"]
+        >>> str(caught[0].message).split(":")[0], watch.numbers()["lr"]
         ('step 6', 1e-05)
     """
     options |= {"called": called, "max_grad_norm": max_grad_norm, "ignore": ignore}

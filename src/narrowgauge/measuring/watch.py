@@ -79,39 +79,37 @@ class Watch:
     def numbers(self) -> dict[str, float]:
         """Return the newest numbers by name, for Weights & Biases, TensorBoard or MLflow.
 
-        ``lr/groupN`` is the group's rate of now, and ``effective_lr/groupN`` that times the share of
-        the update that was stored in its last sample. ``grad_norm`` is of the gradients that reached
-        the last step.
+        ``lr`` is the rate of the first group of the last optimizer, ``stored_share`` the share of the
+        update that its formats stored in the last sample, and ``grad_norm`` is of the gradients that
+        reached the last step.
         """
-        numbers: dict[str, float] = {}
-        windows: dict[Tensor, Iterable[Tensor]] = {}
-        for optimizer in self.hub.optimizers:
-            if isinstance(optimizer, Optimizer):
-                windows |= optimizer.auditor.windows
-        for number, group in enumerate(self.meter.groups()):
-            audited: list[Tensor] = []
-            for p in group["params"]:
-                audited += windows.get(p, ())
-            share = self.meter.shares.get(number)
-            if audited:
-                meant, stored = torch.stack(audited).sum(0).tolist()[:2]
-                share = stored / meant if meant else None
-            if isinstance(group.get("lr"), (int, float)):
-                numbers[f"lr/group{number}"] = float(group["lr"])
-                if share is not None:
-                    numbers[f"effective_lr/group{number}"] = float(group["lr"]) * share
-        if "arrived" in self.meter.last:
-            numbers["grad_norm"] = self.meter.last["arrived"]
-        return numbers
+        row = self.meter.last
+        numbers = {
+            "lr": row.get("lr"), "stored_share": self._stored_share(), "grad_norm": row.get("arrived")
+        }  # fmt: skip
+        return {name: x for name, x in numbers.items() if x is not None}
+
+    def _stored_share(self) -> float | None:
+        """Return the share of the last sample, or that of the last optimizer's audit."""
+        last = self.hub.optimizers[-1]
+        audited: list[Tensor] = []
+        if isinstance(last, Optimizer):
+            for window in last.auditor.windows.values():
+                audited += window
+        if not audited:
+            return self.meter.share
+        meant, stored = torch.stack(audited).sum(0).tolist()[:2]
+        return stored / meant if meant else None
 
     def unseen(self) -> dict[str, str]:
         """Return what is not measured, each with its reason."""
+        unseen = {**self.meter.unseen}
         last = self.hub.optimizers[-1]
-        reason = f"{type(last).__name__} is not repeated"
         if isinstance(last, Optimizer):
-            reason = "the optimizer's audit has it"
-        share = {} if self.meter.shares else {"stored share of the step": reason}
-        return self.meter.unseen | share
+            unseen["stored share of the step"] = "the optimizer's audit has it"
+        elif self.meter.share is None:
+            unseen["stored share of the step"] = f"{type(last).__name__} is not repeated"
+        return unseen
 
     def remove(self) -> None:
         """Tell of the last step, and remove every hook."""

@@ -8,7 +8,7 @@ does not wait.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,24 +20,16 @@ from narrowgauge.numerics.rounding import reciprocal, sqrt
 from narrowgauge.optim.norm import SquaresTable, sums_on
 from narrowgauge.torch_support.torch_names import to_device
 
-Finite = Callable[[], list[bool]]
-"""Returns which gradients of a step were finite, without storing the gradients.
-
-It waits for the device.
-"""
-
 
 class Decision(NamedTuple):
     """Say what a step does with its gradients.
 
     ``control`` holds the scalars of ``CONTROL``, float32 ``[2]``. ``norm`` is the norm of all
-    unscaled gradients, if it is used. ``finite`` is ``None`` on a CPU, where the gradients
-    themselves can be read after the step.
+    unscaled gradients, if it is used.
     """
 
     control: Tensor
     norm: Tensor | None
-    finite: Finite | None
 
 
 def decide(norm: Tensor, options: Iterable[Tensor]) -> Tensor:
@@ -86,19 +78,13 @@ class StepControl:
         values = [1.0, 0.0, max_norm, skip_above]
         limits = to_device(torch.tensor(values, dtype=torch.float32, device="cpu"), device)
         if not needs_norm and grad_scale is found_inf is None:
-            return Decision(limits[:2], None, None)
+            return Decision(limits[:2], None)
         table = None
         if has_kernel and needs_norm and sums_on(gradients):
             table = self._table_of(device)
         norm = limits.new_zeros(())
-        finite = None
         if needs_norm:
             norm = sqrt(exact_squares(gradients, table=table)).float()
-            if table is not None:
-                finite = table.finite(gradients)
-        if finite is None and device.type != "cpu":
-            flags = [local_of(gradient).isfinite().all() for gradient in gradients]
-            finite = torch.stack(flags).tolist
         no_scale, no_inf, *options = limits.unbind()
         for scalar, default in ((grad_scale, no_scale), (found_inf, no_inf)):
             if scalar is None:
@@ -106,8 +92,8 @@ class StepControl:
             options.append(scalar.to(default).view(()))
         control, unscaled = decide(norm, options).split([2, 1])
         if not needs_norm:
-            return Decision(control, None, finite)
-        return Decision(control, unscaled.view(()), finite)
+            return Decision(control, None)
+        return Decision(control, unscaled.view(()))
 
     def _table_of(self, device: torch.device) -> SquaresTable:
         if self._table is None or self._table.programs.device != device:

@@ -7,7 +7,7 @@ atomically: their sum does not depend on the order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -38,8 +38,9 @@ class SquaresTable(Squares):
 
         ``peaks`` holds the magnitudes of the tensors, in the groups' order.
         """
-        self._members = [tensor for _, members in groups for tensor in members]
-        self._tensors = [local_of(tensor).contiguous() for tensor in self._members]
+        self._tensors = []
+        for _, members in groups:
+            self._tensors += [local_of(tensor).contiguous() for tensor in members]
         counts = [len(members) for _, members in groups]
         numbers = torch.arange(len(groups)).repeat_interleave(torch.tensor(counts))
         self.programs.lay_out([(x.numel(), SPAN) for x in self._tensors])
@@ -59,6 +60,7 @@ class SquaresTable(Squares):
         """Return the squares in steps of the grids of :func:`grid_scales`, int64 ``[groups, 2]``."""
         sums = torch.zeros(self._num_groups, SLOTS, 2, dtype=torch.int64, device=scales.device)
         self._call("squares", scales, sums, SLOTS)
+        self._tensors = []
         return sums.sum(1)
 
     def _call(self, name: str, *arguments: Any) -> None:
@@ -67,23 +69,6 @@ class SquaresTable(Squares):
             self.programs.call(getattr(norm_functions(), name), *arguments)
         else:
             self.programs.call(getattr(module, name), *arguments, BLOCK=module.BLOCK)
-
-    def finite(self, tensors: Sequence[Tensor]) -> Callable[[], list[bool]]:
-        """Drop the last tensors.
-
-        Return a function that waits for the device and returns which of them were finite.
-        """
-        places = {id(tensor): place for place, tensor in enumerate(self._members)}
-        order = [places[id(tensor)] for tensor in tensors]
-        peaks = self.peaks
-        self._members = []
-        self._tensors = []
-
-        def flags() -> list[bool]:
-            finite: list[bool] = peaks.isfinite().tolist()
-            return [finite[place] for place in order]
-
-        return flags
 
 
 def sums_on(tensors: Sequence[Tensor]) -> bool:

@@ -22,7 +22,7 @@ from narrowgauge.numerics.dtensor import gradient_of, local_of, placed_like, sen
 from narrowgauge.numerics.hashing import step_seed
 from narrowgauge.optim import validation
 from narrowgauge.optim.audit import Alarm, Auditor, warn_of
-from narrowgauge.optim.clip import Decision, Finite, StepControl
+from narrowgauge.optim.clip import Decision, StepControl
 from narrowgauge.optim.kernel import Kernel
 from narrowgauge.optim.loading import OPTIONS, saved_states, torch_states
 from narrowgauge.optim.low_bits import fill_states, has_low_bits, without_low_bits
@@ -149,7 +149,6 @@ class Optimizer(torch.optim.Optimizer):
         self.skip_above = math.inf
         self.num_skipped = 0
         self.num_calls = 0  # calls of step(): torch.amp.GradScaler may leave one out
-        self.last_overflow: list[str] = []
         self.last_audit: Tensor | None = None
         self.auditor = Auditor()
         self.on_alarm: Callable[[list[Alarm]], None] = warn_of
@@ -514,7 +513,7 @@ class Optimizer(torch.optim.Optimizer):
             placed.append(gradients[state.owner])
             steps.append(state.entry["step"])
         has_kernel = not why_by_definition(self.compile, states)
-        self.last_control, norm, finite = self._decide(placed, has_kernel, **scaling)
+        self.last_control, norm = self._decide(placed, has_kernel, **scaling)
         control = self.last_control
         # Autocast would round the operands of matrix rules.
         with torch.autocast(device.type, enabled=False):
@@ -527,7 +526,7 @@ class Optimizer(torch.optim.Optimizer):
         skip = None
         if may_skip:
             skip = HostCopy(control[1])
-        self._pending = _Pending(skip, states, finite)
+        self._pending = _Pending(skip, states)
         # A CPU has nothing to wait for. An audit that all ranks join is joined now: later, one rank
         # may ask for it alone.
         if control.is_cpu or (self.auditor.is_joined and self._is_audited(states)):
@@ -579,18 +578,12 @@ class Optimizer(torch.optim.Optimizer):
         """
         if self._pending is None:
             return
-        skip, states, finite = self._pending
+        skip, states = self._pending
         self._pending = None
         self.last_audit = None
         if skip is not None and skip.item() != 0.0:
             self.num_skipped += 1
-            self.last_overflow = []
-            names = self.parameter_names()
-            flags = None if finite is None else finite()
-            for place, state in enumerate(states):
-                is_finite = flags[place] if flags else bool(state.gradient.isfinite().all())
-                if not is_finite and state.owner in names:
-                    self.last_overflow.append(names[state.owner])
+            for state in states:
                 state.entry["step"] -= 1
             self.auditor.fresh.clear()
             return
@@ -693,13 +686,10 @@ class Optimizer(torch.optim.Optimizer):
 
 
 class _Pending(NamedTuple):
-    """Hold what :meth:`Optimizer.settle` reads after a step: whether it was skipped, its states,
-    and a function that returns whose gradients were finite.
-    """
+    """Hold what :meth:`Optimizer.settle` reads after a step: whether it was skipped, and its states."""
 
     skip: HostCopy | None
     states: list[LocalState]
-    finite: Finite | None
 
 
 _COPIED = (

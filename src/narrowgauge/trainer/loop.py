@@ -115,7 +115,7 @@ def _recorder_of(run: Session, entry: Entry, progress: Progress) -> RunRecorder:
     settings = run.settings
     goes_on = run.here.of_first(lambda: _has_record(entry))
     recorder = RunRecorder(
-        entry.folder, run.model, run.optimizer, recipe=settings.recipe, settings=settings.to_dict(),
+        entry.folder, run.model, run.optimizer, settings=settings.to_dict(),
         gauges_every=settings.gauges_every, fingerprints_every=settings.fingerprints_every,
         on_row=progress.row, resume=goes_on, tables={"data": run.tokens.table(), "recorder": None},
     )  # fmt: skip
