@@ -4,7 +4,7 @@
 row                                 optimizer
 ==================================  =================================================================
 ``word``, ``float8-row/word``       ours, over bfloat16 weights (``float32/float32``: float32 ones)
-``galore/word rank=32``             another rule of ours, with options; embedding and head keep AdamW
+``galore/word rank=32``             our GaLore, with options; embedding and head keep AdamW
 ``autocast``                        ``torch.optim.AdamW`` over float32 weights, under autocast
 ``autocast exp_avg_sq=e5m2``        the same, where a tensor is rounded after each step
 ``torch AdamW bfloat16``            a peer of ``_peers.py``, over bfloat16 weights
@@ -32,11 +32,9 @@ import narrowgauge as ng
 from narrowgauge.numerics.rounding import round_nearest, round_stochastic
 from narrowgauge.optim import GaLore
 from narrowgauge.spec.formats import get_format
-from narrowgauge.spec.update_rules import UPDATE_RULES
 
 FORMULAS = {f"published/{name}": row for name, row in PUBLISHED.items()} | CONTROLS
 PEERS_BY_NAME = {peer.name: peer for peer in PEERS}
-CLASSES = {"muon": ng.Muon, "lion": ng.Lion, "galore": GaLore}
 Options = dict[str, Any]
 
 
@@ -199,19 +197,14 @@ def ours(row: Row, model: nn.Module, seed: int, options: Options) -> torch.optim
     recipe = row.name if storage else f"bfloat16/{row.name}"
     decay = options.pop("weight_decay")
     kind: Any = ng.AdamW
-    extra: Options = {}
-    groups = decayed
-    if rule in CLASSES:
+    groups_before = decayed(model, decay)
+    if rule == "galore":
         recipe = f"bfloat16/{storage}"
-        kind = CLASSES[rule]
-        extra |= {name: float(value) for name, value in row.options.items() if name == "scale"}
-        extra |= {name: int(value) for name, value in row.options.items() if name != "scale"}
-        if UPDATE_RULES[rule].is_matrix:
-            groups = with_rule
-        if rule in ("muon", "lion"):
-            options = {name: options[name] for name in ("lr", "max_grad_norm")}
+        kind = GaLore
+        groups_before = with_rule(model, decay)
+        for name, value in row.options.items():
+            options[name] = float(value) if name == "scale" else int(value)
     names = {p: name for name, p in model.named_parameters()}
-    groups_before = groups(model, decay)
 
     def grouped(named: list[tuple[str, Tensor]], **others: Any) -> ng.Optimizer:
         """Group parameters as those of the model, by name."""
@@ -229,7 +222,6 @@ def ours(row: Row, model: nn.Module, seed: int, options: Options) -> torch.optim
         seed=seed,
         low_bits="random" if row.is_random else "zero",
         **options,
-        **extra,
     )
     return optimizer
 

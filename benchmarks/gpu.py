@@ -23,7 +23,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -161,9 +160,8 @@ def correctness(report: Report, device: str, options: Any) -> bool:
     if device == "cpu":
         rows = [check(*job) for job in jobs]
     else:
-        spawn = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(PROCESSES, spawn) as pool:
-            rows = [future.result() for future in [pool.submit(check, *job) for job in jobs]]
+        with multiprocessing.get_context("spawn").Pool(PROCESSES) as pool:
+            rows = pool.starmap(check, jobs)
     report.add("tensors with other bits than the CPU's; of layers the relative error", rows)
     return all(row["passes"] == "yes" for row in rows)
 

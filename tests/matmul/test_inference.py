@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -121,18 +122,22 @@ def test_code_that_reads_a_weight_gets_the_stored_one(name: str) -> None:
         layer.weight.add_(1)
 
 
-def test_a_layer_whose_forward_was_replaced_is_refused_before_any_change() -> None:
-    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
-    model[1].forward = lambda x: x  # as accelerate's hooks do
-    with pytest.raises(RecipeError, match="replaced its forward"):
-        quantize_for_inference(model, "int8-row")
-    assert type(model[0]) is nn.Linear
+def replaced(layer: nn.Linear) -> nn.Module:
+    layer.forward = lambda x: x  # type: ignore[method-assign,assignment]  # as accelerate's hooks do
+    return layer
 
 
-def test_a_computed_weight_is_refused_before_any_change() -> None:
-    model = nn.Sequential(
-        nn.Linear(32, 32), torch.nn.utils.parametrizations.weight_norm(nn.Linear(32, 32))
-    )
-    with pytest.raises(RecipeError, match="computed in every call"):
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        (replaced, "replaced its forward"),
+        (torch.nn.utils.parametrizations.weight_norm, "computed in every call"),
+    ],
+)
+def test_a_layer_that_is_more_than_its_weight_is_refused_before_any_change(
+    change: Callable[[nn.Linear], nn.Module], line: str
+) -> None:
+    model = nn.Sequential(nn.Linear(32, 32), change(nn.Linear(32, 32)))
+    with pytest.raises(RecipeError, match=line):
         quantize_for_inference(model, "int8-row")
     assert type(model[0]) is nn.Linear

@@ -96,39 +96,26 @@ def test_a_sweep_of_float32(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(expectations.FLOATS))
-def test_float64_is_rounded_once(name: str) -> None:
-    grid = grid_of(name)
-    row = FORMATS[name]
-    wide = decisive(name).double()
-    wide = wide[wide.isfinite()][:: max(1, len(wide) // 1000)]
-    # Far below float32's resolution, yet it decides a tie.
-    near = [wide, wide * (1 + 2.0**-48), wide * (1 - 2.0**-48)]
-    x = torch.cat([*near, torch.tensor([1e300, -1e300, 1e-300, 5e-324], dtype=torch.float64)])
-    for value, ours in zip(x.tolist(), round_to(x, name, saturate=True).tolist(), strict=True):
-        nearest = grid.nearest(value)
-        assert ours == (math.copysign(row.max, value) if nearest is None else nearest), value.hex()
-
-
-@pytest.mark.parametrize("name", sorted(expectations.FLOATS))
 def test_toward_zero_and_saturated_against_fractions(name: str) -> None:
+    """Float32, and float64 with parts far below float32's resolution that decide a tie: rounded
+    once.
+    """
     grid = grid_of(name)
-    row = FORMATS[name]
-    x = torch.cat([decisive(name), sweep()[:: 1 << 10]])
-    x = x[x.isfinite()][:: max(1, len(decisive(name)) // 3000)]
-    cut = round_to(x, name, "toward_zero").tolist()
-    wide = round_to(x.double(), name, "toward_zero").tolist()
-    saturated = round_to(x, name, saturate=True).tolist()
-    for value, toward_zero, from_wide, nearest in zip(
-        x.tolist(), cut, wide, saturated, strict=True
-    ):
-        expected = grid.toward_zero(value)
-        if abs(value) > row.max:
-            expected = math.copysign(row.max, value)
-        assert toward_zero == from_wide == expected, value.hex()
-        rounded = grid.nearest(value)
-        assert nearest == (math.copysign(row.max, value) if rounded is None else rounded), (
-            value.hex()
-        )
+    largest = FORMATS[name].max
+    places = decisive(name)
+    narrow = torch.cat([places, sweep()[:: 1 << 10]])
+    narrow = narrow[narrow.isfinite()][:: max(1, len(places) // 3000)]
+    wide = places[places.isfinite()].double()[:: max(1, len(places) // 1000)]
+    beyond = torch.tensor([1e300, -1e300, 1e-300, 5e-324], dtype=torch.float64)
+    wide = torch.cat([wide, wide * (1 + 2.0**-48), wide * (1 - 2.0**-48), beyond])
+    for x in (narrow, wide):
+        cut = round_to(x, name, "toward_zero").tolist()
+        saturated = round_to(x, name, saturate=True).tolist()
+        for value, toward_zero, nearest in zip(x.tolist(), cut, saturated, strict=True):
+            end = math.copysign(largest, value)
+            assert toward_zero == grid.toward_zero(value), value.hex()
+            rounded = grid.nearest(value)
+            assert nearest == (end if rounded is None else rounded), value.hex()
 
 
 def test_scales() -> None:

@@ -43,16 +43,11 @@ def with_signs(bits: list[int]) -> oracle.Integers:
 
 
 @pytest.fixture(scope="module")
-def patterns() -> oracle.Integers:
-    """Every bfloat16, a million float32 a prime stride apart, and what is special; NaNs included."""
+def numbers() -> oracle.Integers:
+    """Every bfloat16, a million float32 a prime stride apart, and what is special; no NaN."""
     every = np.arange(2**16, dtype=np.int64) * 2**16
     strided = np.arange(0, 2**32, 4093, dtype=np.int64)
-    assert len(strided) > 1_000_000
-    return np.concatenate([every, strided, with_signs(SPECIAL + NANS)])
-
-
-@pytest.fixture(scope="module")
-def numbers(patterns: oracle.Integers) -> oracle.Integers:
+    patterns = np.concatenate([every, strided, with_signs(SPECIAL)])
     return patterns[~oracle.is_nan(patterns)]
 
 
@@ -64,6 +59,12 @@ def test_cut_to_the_nearest_is_division_with_remainder(
     result = unsigned(cut(x, dropped, None))
     expected = oracle.cut(numbers, dropped) if dropped else numbers
     assert np.array_equal(result, expected)
+    if dropped == 16:
+        assert np.array_equal(
+            unsigned(narrowed(x, torch.bfloat16).float().view(torch.int32)), expected
+        )
+        crossed = x[:6].view(2, 3).t()
+        assert torch.equal(narrowed(crossed, torch.bfloat16), crossed.bfloat16())
 
 
 @pytest.mark.parametrize("dropped", [8, 16, 18, 20])
@@ -86,17 +87,6 @@ def test_every_nan_is_rounded_to_the_quiet_one_of_its_format(
     x = float_of(from_unsigned(with_signs(NANS * 5)))[:71]
     assert (narrowed(x, dtype).view(torch.int16) == quiet_one).all()
     assert (narrowed(x, torch.float32).view(torch.int32) == 0x7FC00000).all()
-
-
-def test_narrowed_to_bfloat16(patterns: oracle.Integers) -> None:
-    result = narrowed(float_of(from_unsigned(patterns)), torch.bfloat16)
-    assert result.dtype is torch.bfloat16
-    nan = oracle.is_nan(patterns)
-    assert np.array_equal(result.isnan().numpy(), nan)
-    expected = oracle.cut(patterns[~nan], 16) // 2**16
-    assert np.array_equal(result.view(torch.int16).numpy()[~nan].astype(np.int64) % 2**16, expected)
-    crossed = torch.arange(6.0).reshape(2, 3).t()
-    assert torch.equal(narrowed(crossed, torch.bfloat16).float(), crossed)
 
 
 def test_random_bits_are_the_written_hash() -> None:

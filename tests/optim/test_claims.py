@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
@@ -13,7 +11,7 @@ from narrowgauge.optim import AuditedUpdates, UpdateLossWarning
 from narrowgauge.spec.storages import STORAGES
 from narrowgauge.torch_support.machine import compiler_missing
 from optim.pairs import parameters
-from optim.scenarios import OPTIMIZERS, stall
+from optim.scenarios import OPTIMIZERS, arrived, stall
 from oracles.adamw import AdamW64
 
 # Of the stored displacement, relative; no storage of weights without a tail can hold more, see
@@ -73,16 +71,14 @@ def late_slope(
     generator = torch.Generator().manual_seed(0)
     for step in range(30):
         if step == 20:
-            start = pair[0].stored(ours).double(), plain.detach().double()
+            start = pair[0].stored(ours), plain.detach().double()
         gradient = (0.5 + torch.randn(32, 32, generator=generator)) * sizes
         ours.grad = gradient.to(ours.dtype)
         plain.grad = ours.grad.float()
         for optimizer in pair:
             optimizer.step()
-    moved = pair[0].stored(ours).double() - start[0]
     exact = plain.detach().double() - start[1]
-    slope = float((moved * exact).sum() / exact.square().sum())
-    return slope, ng.audit(pair[0])["param 0"]
+    return arrived(start[0], pair[0].stored(ours), exact), ng.audit(pair[0])["param 0"]
 
 
 def held(storage: str) -> list[float]:
@@ -156,7 +152,7 @@ def test_second_moment_of_a_constant_gradient(storage: str, bound: float) -> Non
     """From 5 % below its limit on, where short dithers stop short: what stands still is off by more
     than the bound at the end.
 
-    Kernels are compiled. A step that is skipped on the way leaves no trace.
+    Kernels are compiled.
     """
     side = 64
     beta2 = 0.999
@@ -167,7 +163,7 @@ def test_second_moment_of_a_constant_gradient(storage: str, bound: float) -> Non
     values = (torch.arange(side * side) + 0x3F00).to(torch.int16).view(torch.bfloat16)
     weight = torch.nn.Parameter(values.view(side, side))
     compile = not compiler_missing()
-    options = {"lr": 1e-30, "betas": (0.9, beta2), "audit_every": 0, "max_grad_norm": math.inf}
+    options = {"lr": 1e-30, "betas": (0.9, beta2), "audit_every": 0}
     optimizer = ng.AdamW([weight], **options, storage=storage, compile=compile)
     # A first step with beta2 = 0 and a gradient of the right size puts the moment near where it
     # will end.
@@ -176,9 +172,6 @@ def test_second_moment_of_a_constant_gradient(storage: str, bound: float) -> Non
     optimizer.step()
     start = float(optimizer.stored(weight, "exp_avg_sq").double().mean())
     optimizer.param_groups[0]["betas"] = (0.9, beta2)
-    weight.grad = torch.full_like(weight, torch.inf)
-    optimizer.step()
-    assert optimizer.num_skipped == 1
     steps = 1000
     for _ in range(steps):
         weight.grad = gradient.clone()
@@ -206,22 +199,18 @@ def test_bounds_are_averaged_peaks(storage: str, beta2: float, shape: tuple[int,
     (weight,) = parameters(storage, [shape])
     options = {"lr": 1e-4, "betas": (0.9, beta2), "max_grad_norm": 1.0}
     optimizer = ng.AdamW([weight], **options, storage=storage, compile=False, audit_every=0)
-    exact = AdamW64(weight.detach(), 1e-4, betas=(0.9, beta2))
     peaks = AdamW64(torch.zeros(shape[0], 1), 1e-4, betas=(0.9, beta2))
     for step in range(150):
         weight.grad = (torch.randn(shape, generator=generator) * size).bfloat16()
         optimizer.step()
         clipped = weight.grad.double() / (weight.grad.double().norm() + 1e-6)
-        exact.step(clipped)
         peaks.step(clipped.abs().amax(1, keepdim=True))
         if step % 10:
             continue
         saved = optimizer.state_dict()["state"][0]
         for name in ("exp_avg", "exp_avg_sq"):
             bound = saved[f"{name}_bound"].double()
-            peak = getattr(peaks, name)
-            torch.testing.assert_close(bound, peak, rtol=1e-5, atol=0)
-            assert (getattr(exact, name).abs() <= bound * (1 + 1e-5)).all()
+            torch.testing.assert_close(bound, getattr(peaks, name), rtol=1e-5, atol=0)
             code = STORAGES[storage].code(name)
             end = 2.0 ** bound.log2().ceil() * (2 - 2.0**-code.mantissa_bits)
             assert (optimizer.stored(weight, name).abs() < end).all()

@@ -10,52 +10,35 @@ import math
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import narrowgauge as ng
 from narrowgauge.torch_support.machine import compiler_missing
 from optim.pairs import build, everything, parameters
-from tensors import assert_same_bits, parameters_of, peak_bytes, step_gradients, take_steps
+from tensors import (
+    assert_same_bits,
+    parameters_of,
+    peak_bytes,
+    set_gradients,
+    step_gradients,
+    take_steps,
+)
 
 
-class Tied(nn.Module):
-    """An embedding whose weight is also the output's."""
-
-    def __init__(self, storage: str) -> None:
-        super().__init__()
-        self.embedding, self.output = nn.Embedding(12, 10), nn.Linear(10, 12, bias=False)
-        self.embedding.weight = self.output.weight = parameters(storage, [(12, 10)])[0]
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        output: Tensor = self.output(self.embedding(tokens))
-        return output.float().square().mean()
-
-
-def test_tied_weights_are_one() -> None:
-    """As ``named_parameters`` gives them, and given twice, of which torch warns: clipped, stepped
-    and counted once.
-    """
-    rule = "adamw"
-    storage = "word"
-    model = Tied(storage)
-    plain = [("embedding.weight", *parameters(storage, [(12, 10)]))]
-    optimizer, twin = (
-        build(rule, p, storage, max_grad_norm=0.1) for p in (model.named_parameters(), plain)
-    )
-    names = Tied(storage).named_parameters(remove_duplicate=False)
+def test_a_tied_weight_that_is_given_twice_is_one() -> None:
+    """Torch warns of it; it is clipped, stepped and counted once."""
+    (plain,), (tied,) = parameters("word", [(12, 10)]), parameters("word", [(12, 10)])
+    twin = build("adamw", [("embedding", plain)], "word", max_grad_norm=0.1)
+    names = [("embedding", tied), ("output", tied)]
     with pytest.warns(UserWarning, match="duplicate parameters"):
-        doubled = build(rule, list(names), storage, max_grad_norm=0.1)
+        doubled = build("adamw", names, "word", max_grad_norm=0.1)
     for step in range(3):
-        optimizer.zero_grad()
-        model(torch.arange(4) + step).backward()
-        for stepper in (twin, doubled):
-            parameters_of(stepper)[0].grad = parameters_of(optimizer)[0].grad
-        for stepper in (optimizer, twin, doubled):
-            stepper.step()
-    assert model.embedding.weight is model.output.weight
-    for stepper in (optimizer, doubled):
-        assert_same_bits(everything(twin), everything(stepper))
-        assert list(stepper.parameter_names().values()) == ["embedding.weight"]
+        set_gradients([plain], step)
+        set_gradients([tied], step)
+        for optimizer in (twin, doubled):
+            optimizer.step()
+    assert_same_bits(everything(twin), everything(doubled))
+    assert list(doubled.parameter_names().values()) == ["embedding"]
 
 
 def test_a_wrong_group_leaves_the_optimizer_as_it_was() -> None:
@@ -94,9 +77,7 @@ def test_steps_have_the_same_bits_under_autocast_and_any_default_dtype_and_devic
         optimizer = build(rule, parameters(storage), storage, max_grad_norm=0.5, audit_every=3)
         optimizer.compile = compile
         ran = False
-        slopes = []
-        for step in range(3):
-            slopes.append(step_gradients(parameters_of(optimizer), step))
+        slopes = [step_gradients(parameters_of(optimizer), step) for step in range(3)]
         torch.set_default_dtype(dtype)
         torch.set_default_device(device)
         try:
@@ -196,16 +177,11 @@ def test_a_float16_loss_that_nobody_scaled_is_refused_and_nothing_changes(recipe
     layers = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
     model, optimizer = ng.prepare(layers, recipe, compile=False)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**6)
-    for gradient, scales in ((0.0, False), (1.0, True)):
-        for p in model.parameters():
-            p.grad = torch.full_like(p, gradient)
-        if scales:
-            before = everything(optimizer)
-            with pytest.raises(ng.errors.RecipeError, match="GradScaler"):
-                optimizer.step()
-            assert_same_bits(before, everything(optimizer))
-            scaler.scale(torch.zeros(()))
-            scaler.step(optimizer)
-        else:
-            optimizer.step()
+    take_steps(optimizer, range(1), scale=0.0)
+    before = everything(optimizer)
+    with pytest.raises(ng.errors.RecipeError, match="GradScaler"):
+        take_steps(optimizer, range(1))
+    assert_same_bits(before, everything(optimizer))
+    scaler.scale(torch.zeros(()))
+    scaler.step(optimizer)
     assert all(optimizer.num_steps(p) == 2 for p in model.parameters())

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 import narrowgauge as ng
-from narrowgauge.optim import step_cpp
-from narrowgauge.torch_support import cpp, proof
 from optim.pairs import everything, kernel_of, parameters
 from script_modules import benchmark_module
 from tensors import assert_same_bits, take_steps
@@ -26,24 +22,6 @@ def test_a_chunk_boundary_changes_nothing(monkeypatch: pytest.MonkeyPatch, stora
         results.append(everything(optimizer))
     assert_same_bits(results[0], results[1])
     assert_same_bits(results[0], results[2])
-
-
-def test_without_a_compiler_the_definition_runs_and_says_so(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path))  # a library that is there is loaded
-    monkeypatch.setattr("shutil.which", lambda name: None)
-    cpp.build.cache_clear()
-    monkeypatch.setattr(proof, "_reasons", {})
-    step_cpp.functions.cache_clear()
-    proof._warn_once.cache_clear()
-    optimizer = ng.AdamW(parameters("word", [(80, 80)]), storage="word", compile=True)
-    with pytest.warns(UserWarning, match="no C\\+\\+ compiler"):
-        take_steps(optimizer, range(2), scale=0.01)
-    eager = ng.AdamW(parameters("word", [(80, 80)]), storage="word", compile=False)
-    take_steps(eager, range(2), scale=0.01)
-    assert_same_bits(everything(optimizer), everything(eager))
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from narrowgauge.torch_support import proof as proofs
 from narrowgauge.torch_support.machine import compiler_missing
 from optim.pairs import PAIRS, RULES, everything, kernel_of, over, parameters
 from optim.scenarios import REPRESENTATIVES
-from tensors import assert_same_bits, gaussian
+from tensors import assert_same_bits, gaussian, take_steps
 
 # NumPy's, of infinities in the interpreter.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -230,21 +230,33 @@ def test_a_step_is_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls == [9, 9, 9]
 
 
-def test_where_no_library_may_run_the_definition_steps(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("words", ["no C\\+\\+ compiler", "which is mounted noexec: set"])
+def test_where_no_library_is_or_may_run_the_definition_steps(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: str
 ) -> None:
     monkeypatch.setattr(proofs, "_reasons", {})
     cpp.build.cache_clear()
     step_cpp.functions.cache_clear()
-    monkeypatch.setattr(cpp, "_allows_programs", lambda folder: False)
-    monkeypatch.setattr(cpp, "_own_folder", lambda: tmp_path)
-    weights = parameters("word", [(8, 8)])
-    weights[0].grad = torch.ones_like(weights[0])
-    optimizer = ng.SGD(weights, lr=1e-3, storage="word", compile=True)
-    with pytest.warns(UserWarning, match=f"from {tmp_path}, which is mounted noexec: set"):
-        optimizer.step()
-    (ran,) = optimizer.ran_compiled().values()
-    assert ran.startswith("definition: Cannot compile") and optimizer.num_steps(weights[0]) == 1
+    proofs._warn_once.cache_clear()
+    if "noexec" in words:
+        monkeypatch.setattr(cpp, "_allows_programs", lambda folder: False)
+        monkeypatch.setattr(cpp, "_own_folder", lambda: tmp_path)
+    else:
+        monkeypatch.setenv("CXX", "no-such-compiler")
+        monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path))  # a library that is there is loaded
+        monkeypatch.setattr("shutil.which", lambda name: None)
+    results = []
+    for compile in (True, False):
+        optimizer = ng.SGD(parameters("word", [(80, 80)]), lr=1e-3, storage="word", compile=compile)
+        if compile:
+            with pytest.warns(UserWarning, match=words):
+                take_steps(optimizer, range(2))
+            (ran,) = optimizer.ran_compiled().values()
+            assert ran.startswith("definition: Cannot compile")
+        else:
+            take_steps(optimizer, range(2))
+        results.append(everything(optimizer))
+    assert_same_bits(*results)
 
 
 @pytest.mark.usefixtures("interpreted")

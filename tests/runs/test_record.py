@@ -23,11 +23,8 @@ from narrowgauge.runs.writer import RunWriter
 from trainer.tiny_runs import bytes_of
 
 RUN = {
-    "recipe": "bfloat16/word",
-    "lr": 1e-3,
-    "eval_every": None,
+    "config": {"recipe": "bfloat16/word", "lr": 1e-3, "eval_every": None, "out": Path("a")},
     "versions": {"torch": "2.13.0"},
-    "out": Path("a"),
 }
 
 
@@ -50,11 +47,10 @@ def folder(tmp_path: Path) -> Path:
 
 def test_everything_comes_back(folder: Path) -> None:
     run = read_run(folder)
-    settings = {"recipe": "bfloat16/word", "lr": 1e-3, "versions": {"torch": "2.13.0"}, "out": "a"}
-    assert run.run == {"schema_version": VERSION, **settings}
-    assert (
-        run.config["recipe"] == "bfloat16/word"
-    )  # without a table [config] the settings stand alone
+    config = {"recipe": "bfloat16/word", "lr": 1e-3, "out": "a"}
+    versions = {"torch": "2.13.0"}
+    assert run.run == {"schema_version": VERSION, "config": config, "versions": versions}
+    assert run.config == config
     assert run.steps == [{"step": step, "loss": 1 / step} for step in range(1, 5)]
     assert [row["step"] for row in run.evals] == [2, 4]
     assert run.events == [START]

@@ -132,7 +132,7 @@ def diagnose(run: str | Path | Run, other: str | Path | Run | None = None) -> Di
         >>> import tempfile, narrowgauge as ng
         >>> folder = Path(tempfile.mkdtemp(), "first")
         >>> from narrowgauge.runs import RunWriter
-        >>> with RunWriter.create(folder, {"recipe": "bfloat16/word"}) as writer:
+        >>> with RunWriter.create(folder, {"config": {"recipe": "bfloat16/word"}}) as writer:
         ...     for step in range(1, 81):
         ...         _ = writer.append("steps", {"step": step, "loss": 9.0 if step == 60 else 3.0 + 1.0 / step})
         >>> [(reading.step, reading.stage, reading.what) for reading in ng.diagnose(folder).readings]

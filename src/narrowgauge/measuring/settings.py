@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from narrowgauge.errors import NarrowgaugeError
-from narrowgauge.runs.record import Run, config_of
+from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import UNAVAILABLE, Row, short
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
@@ -48,7 +48,7 @@ def settings_diff(first_run: Row, second_run: Row) -> Iterator[SettingDifference
 
     Skip entries that only one has, and paths: what is there is in another table.
     """
-    settings = {*config_of(first_run), *config_of(second_run)}
+    settings = {*_table(first_run, "config"), *_table(second_run, "config")}
     for table in TABLES:
         for difference in _of_table(table, _table(first_run, table), _table(second_run, table)):
             # The optimizer's groups and the data repeat settings, such as the seed.
@@ -62,8 +62,6 @@ def settings_diff(first_run: Row, second_run: Row) -> Iterator[SettingDifference
 
 def _table(run: Row, name: str) -> Row:
     table = run.get(name)
-    if name == "config":
-        return config_of(run)
     if not isinstance(table, dict):
         return {}
     if name == "arithmetic":

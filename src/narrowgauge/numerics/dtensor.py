@@ -24,11 +24,6 @@ def is_sharded(tensor: Tensor) -> bool:
     return hasattr(tensor, "device_mesh")
 
 
-def is_split_over_ranks(tensor: Any) -> bool:
-    """Return whether other ranks hold other elements of a tensor."""
-    return is_sharded(tensor) and any(map(_splits, tensor.placements))
-
-
 def _splits(placement: Any) -> bool:
     # Not `is_shard()`, which is false for a dimension that two mesh axes split together.
     return not (placement.is_replicate() or placement.is_partial())

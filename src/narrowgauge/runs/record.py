@@ -74,21 +74,13 @@ class Run:
 
     @property
     def config(self) -> Row:
-        """Return the settings, as :func:`config_of`."""
-        return config_of(self.run)
+        """Return the settings: the table ``[config]`` of ``run.toml``."""
+        return dict(self.run.get("config", {}))
 
     @property
     def data_fingerprint(self) -> str:
         """Return the fingerprint of the tokens at the start of the run; empty if it is lost."""
         return str(self.run.get("data", {}).get("fingerprint", ""))
-
-
-def config_of(run: Row) -> Row:
-    """Return the settings in a ``run.toml``: the ``[config]`` table, or the entries outside of
-    tables if there is none.
-    """
-    outside = {name: value for name, value in run.items() if not isinstance(value, dict)}
-    return dict(run.get("config", outside))
 
 
 def read_run(path: str | Path) -> Run:
@@ -106,7 +98,7 @@ def read_run(path: str | Path) -> Run:
         >>> import tempfile, narrowgauge as ng
         >>> folder = Path(tempfile.mkdtemp(), "first")
         >>> from narrowgauge.runs import RunWriter
-        >>> with RunWriter.create(folder, {"recipe": "bfloat16/word"}) as writer:
+        >>> with RunWriter.create(folder, {"config": {"recipe": "bfloat16/word"}}) as writer:
         ...     _ = writer.append("steps", {"step": 1, "loss": float("nan")})
         >>> read_run(folder).steps
         [{'step': 1, 'loss': nan}]
@@ -153,7 +145,8 @@ def wrong_setting(run: Row) -> str:
     for name in ("config", "data"):
         if not isinstance(run.get(name, {}), dict):
             return f"its '{name}' is not a table"
-    counts = {"schema_version": run.get("schema_version"), "seed": 0, "steps": 0, **config_of(run)}
+    counts = {"seed": 0, "steps": 0, **run.get("config", {})}
+    counts["schema_version"] = run.get("schema_version")
     for name in ("schema_version", "seed", "steps"):
         if not is_whole(counts[name]):
             return f"its {name} = {short(counts[name])} is not a whole number"
