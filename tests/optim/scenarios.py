@@ -34,6 +34,12 @@ def shifts(storage: Storage) -> dict[str, int]:
     return shift_of
 
 
+def arrived(start: torch.Tensor, end: torch.Tensor, exact: torch.Tensor) -> float:
+    """Return the fraction of an exact change that is stored after a training."""
+    moved = end.double() - start.double()
+    return float((moved * exact).sum() / exact.square().sum())
+
+
 def stall(
     storage: str, *, seed: int = 1, lr: float = 1e-5, steps: int = 400, side: int = 256
 ) -> tuple[float, Any]:

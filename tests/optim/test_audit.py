@@ -19,7 +19,7 @@ from narrowgauge.optim.clip import Decision
 from narrowgauge.spec.significance import MIN_EDQ
 from narrowgauge.spec.storages import STORAGES
 from optim.pairs import parameters
-from optim.scenarios import REPRESENTATIVES
+from optim.scenarios import REPRESENTATIVES, arrived
 from tensors import gaussian, take_steps
 
 
@@ -159,16 +159,14 @@ def test_the_sums_are_of_the_exact_change_and_of_what_is_stored(storage: str) ->
         before = [optimizer.stored(p).double() for p in params]
         seen = [p.detach().double() for p in params]
         take_steps(optimizer, range(step, step + 1), 1e-2)
-        d, e, v = [], [], []
-        for p, q, stored, visible in zip(params, exact, before, seen, strict=True):
+        for p, q, stored in zip(params, exact, before, strict=True):
             q.data = stored.clone()
             q.grad = p.grad.double()
-            e.append((optimizer.stored(p).double() - stored).flatten())
-            v.append((p.detach().double() - visible).flatten())
         reference.step()
-        for q, stored in zip(exact, before, strict=True):
-            d.append((q.detach().double() - stored).flatten())
-        expected = update_sums(torch.cat(d), torch.cat(e), torch.cat(v))
+        expected = torch.zeros(len(UPDATE_SUMS), dtype=torch.float64)
+        for p, q, stored, visible in zip(params, exact, before, seen, strict=True):
+            change = optimizer.stored(p).double() - stored
+            expected += update_sums(q.detach() - stored, change, p.detach().double() - visible)
         sums = dict(zip(UPDATE_SUMS, optimizer.last_audit.tolist(), strict=True))
         names = ["dd", "de", "ee", "nonzero", "lost", "unseen", "elements"]
         for name in names:
@@ -215,16 +213,15 @@ def follow(storage: str, size: float | None, lr: float) -> tuple[float, float, l
     drift = torch.randn(64, 64)
     for step in range(1, 101):
         if step == 51:
-            starts = optimizer.stored(weight).double(), exact.detach().double()
+            starts = optimizer.stored(weight), exact.detach().double()
         for p in weights:
             p.grad = torch.full_like(p, 1e-2)
         weight.grad = ((drift + torch.randn(64, 64)) * scale).to(dtype)
         exact.grad = weight.grad.float()
         optimizer.step()
         reference.step()
-    stored = optimizer.stored(weight).double() - starts[0]
     intended = exact.detach().double() - starts[1]
-    slope = float((stored * intended).sum() / intended.square().sum())
+    slope = arrived(starts[0], optimizer.stored(weight), intended)
     assert all(name == "tensor" for _, name in told)
     readings = ng.audit(optimizer)
     return readings["tensor"].edq, slope, [step for step, _ in told], str(readings)
@@ -254,15 +251,14 @@ def test_rows_that_are_hit_rarely_are_stored_and_not_told(storage: str) -> None:
     reference = torch.optim.AdamW([exact], **options)
     for step in range(1100):
         if step == 500:
-            starts = optimizer.stored(weight).double(), exact.detach().double()
+            starts = optimizer.stored(weight), exact.detach().double()
         row_is_hit = (torch.arange(20) == step // 25 % 20)[:, None] * (step % 25 == 0)
         weight.grad = ((torch.randn(20, 256) + 1) * row_is_hit).bfloat16()
         exact.grad = weight.grad.float()
         optimizer.step()  # an alarm is a warning, and an error here
         reference.step()
-    stored = optimizer.stored(weight).double() - starts[0]
     intended = exact.detach().double() - starts[1]
-    assert float((stored * intended).sum() / intended.square().sum()) == pytest.approx(1, abs=0.05)
+    assert arrived(starts[0], optimizer.stored(weight), intended) == pytest.approx(1, abs=0.05)
 
 
 def test_a_state_that_a_script_has_changed_is_no_fault() -> None:

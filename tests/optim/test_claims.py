@@ -11,7 +11,7 @@ from narrowgauge.optim import AuditedUpdates, UpdateLossWarning
 from narrowgauge.spec.storages import STORAGES
 from narrowgauge.torch_support.machine import compiler_missing
 from optim.pairs import parameters
-from optim.scenarios import OPTIMIZERS, stall
+from optim.scenarios import OPTIMIZERS, arrived, stall
 from oracles.adamw import AdamW64
 
 # Of the stored displacement, relative; no storage of weights without a tail can hold more, see
@@ -71,16 +71,14 @@ def late_slope(
     generator = torch.Generator().manual_seed(0)
     for step in range(30):
         if step == 20:
-            start = pair[0].stored(ours).double(), plain.detach().double()
+            start = pair[0].stored(ours), plain.detach().double()
         gradient = (0.5 + torch.randn(32, 32, generator=generator)) * sizes
         ours.grad = gradient.to(ours.dtype)
         plain.grad = ours.grad.float()
         for optimizer in pair:
             optimizer.step()
-    moved = pair[0].stored(ours).double() - start[0]
     exact = plain.detach().double() - start[1]
-    slope = float((moved * exact).sum() / exact.square().sum())
-    return slope, ng.audit(pair[0])["param 0"]
+    return arrived(start[0], pair[0].stored(ours), exact), ng.audit(pair[0])["param 0"]
 
 
 def held(storage: str) -> list[float]:
