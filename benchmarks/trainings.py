@@ -11,9 +11,9 @@ and seed; ``word`` for a compute over ``word``.
 
 Run: ``./dev bench trainings SETTING --row ROW … [--lr RATE …] [--seeds 0 1 2]`` trains what has no
 record of this processor, or of the GPU where there is one. Settings are in :data:`SETTINGS`, rows in
-``_rows.py``. A run of ``llama-1m`` takes one to five minutes of a core, of ``llama-8m`` ten to
-thirty, a step of SmolLM2 2.5 seconds with AVX512. ``--quick`` trains six steps and keeps nothing;
-``--page`` draws README's picture.
+``_rows.py``. A stopped run of ours goes on where it was. A run of ``llama-1m`` takes one to five
+minutes of a core, of ``llama-8m`` ten to thirty, a step of SmolLM2 2.5 seconds with AVX512.
+``--quick`` trains six steps and keeps nothing; ``--page`` draws README's picture.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 from _rows import Float8Sums, bytes_per_param, prepared, row_of
-from _starts import BYTES, SMOLLM2, Start, start_of
+from _starts import BYTES, RUNS, SMOLLM2, Start, start_of
 from _timing import exit_by
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -42,6 +42,7 @@ from torch.nn.functional import cross_entropy
 import narrowgauge as ng
 from narrowgauge.matmul.gemm import EmulationNotice
 
+CHECKPOINT_EVERY = 100
 FILE = Path(__file__).with_name("trainings.jsonl")
 IMAGE = Path(__file__).parents[1] / "docs" / "images" / "fine-tune.svg"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -168,6 +169,7 @@ class Training:
             self.sums = Float8Sums(self.model.parameters(), rounding, seed)
         self.losses: dict[str, float | None] = {}
         self.outliers: dict[str, dict[str, float]] = {}
+        self.first_loss = math.nan
         self.rose: int | None = None
         self.alarm = ""
 
@@ -210,16 +212,39 @@ class Training:
             self.outliers[str(step)] = outliers(self.model, self.start.held_out[:64])
         print(step, loss, flush=True)
 
-    def run(self, is_watched: bool) -> None:
-        """Train to the end, or until a loss is not finite."""
+    def save(self, step: int, place: Path) -> None:
+        """Write a checkpoint, whole or not at all."""
+        values = {
+            name: getattr(self, name) for name in ("losses", "outliers", "first_loss", "rose")
+        }
+        states = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        place.parent.mkdir(parents=True, exist_ok=True)
+        torch.save({"step": step, "values": values, **states}, place.with_suffix(".new"))
+        place.with_suffix(".new").rename(place)
+
+    def go_on(self, place: Path) -> int:
+        """Continue from a checkpoint, and return its step."""
+        states = torch.load(place, weights_only=False)
+        self.model.load_state_dict(states["model"])
+        self.optimizer.load_state_dict(states["optimizer"])
+        vars(self).update(states["values"])
+        return int(states["step"])
+
+    def run(self, is_watched: bool, place: Path | None) -> None:
+        """Train to the end, or until a loss is not finite; checkpoints lie at ``place``."""
         watch = ng.watch(self.model, self.optimizer) if is_watched else None
-        first_loss = math.nan
-        self.evaluate(0)
-        for step in range(1, self.setting.steps + 1):
+        if self.sums is not None or is_watched or not self.is_ours:
+            place = None
+        done = 0
+        if place is not None and place.is_file():
+            done = self.go_on(place)
+        else:
+            self.evaluate(0)
+        for step in range(done + 1, self.setting.steps + 1):
             loss = self.take_step(step - 1)
             if step == 1:
-                first_loss = loss
-            if self.rose is None and not loss < first_loss + 1:
+                self.first_loss = loss
+            if self.rose is None and not loss < self.first_loss + 1:
                 self.rose = step
             if watch is not None:
                 with warnings.catch_warnings(record=True) as notices:
@@ -231,6 +256,8 @@ class Training:
                 self.evaluate(step)
                 if self.losses[str(step)] is None:
                     break
+            if place is not None and step % CHECKPOINT_EVERY == 0:
+                self.save(step, place)
 
     def edq(self) -> float | None:
         """Return the effective descent quality of the last audit."""
@@ -345,7 +372,8 @@ def train(name: str, row: str, lr: float, seed: int, options: argparse.Namespace
     print(name, row, lr, seed, flush=True)
     start = start_of(setting.model, seed, setting.held_out, setting.length)
     training = Training(row, lr, seed, setting, start)
-    training.run(options.watch)
+    place = RUNS / "trainings" / f"{name} {row} {lr:g} {seed}.pt".replace("/", "-")
+    training.run(options.watch, None if options.quick else place)
     head |= {
         "beta2": setting.betas[1],
         "steps": setting.steps,
@@ -364,6 +392,7 @@ def train(name: str, row: str, lr: float, seed: int, options: argparse.Namespace
     with FILE.open("a") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
         stream.write(json.dumps(head) + "\n")
+    place.unlink(missing_ok=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
