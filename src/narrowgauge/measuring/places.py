@@ -36,6 +36,8 @@ bfloat16 give 2.0.
 MOST = 0.7
 LEFT = 1 / 3
 """A place is the one if it gives this share of the error, and leaves at most that share without it."""
+LEAST_SHARE = 0.005
+"""A place of less of the error is not printed."""
 SATURATED = 1 / 8
 """Share of a cast's values beyond the end of its format: delayed and rounded scales leave a few."""
 OUTSIDE = 2.0
@@ -113,6 +115,8 @@ class Roundings:
         while sites and len(lines) < number and left > self.unit * self.length:
             site = self._largest(sites, left)
             share = self._alone([site]) / self.error
+            if share < LEAST_SHARE:
+                break
             rest = [other for other in rest if other != site]
             left = self._alone(rest)
             self.is_most |= not lines and share >= MOST and left <= LEFT * self.error
@@ -154,8 +158,11 @@ def add_roundings(roundings: Roundings, findings: Findings, number: int) -> None
     alone = []
     for name in roundings.names:
         gradient = roundings.first.gradients[name]
-        if gradient.ndim > 1 and roundings.of([name]) > MOST * float(gradient.double().norm()) > 0:
-            alone.append(name)
+        if gradient.ndim > 1 and name in roundings.first.shadows:
+            norm = float(gradient.double().norm())
+            without = float(roundings.first.shadows[name].double().norm())
+            if roundings.of([name]) > MOST * norm > 0 and without < (1 - MOST) * norm:
+                alone.append(name)
     if roundings.number <= bound and roundings.is_most and not flips:
         bound = OF_SUMS
     if roundings.number > bound:
