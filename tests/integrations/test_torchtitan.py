@@ -1,5 +1,5 @@
-"""torchtitan's own Trainer, on its debug model with fewer layers, with its clipping, schedule and
-checkpoints.
+"""torchtitan's own Trainer, on its debug model with fewer layers, with its clipping and schedule; its
+checkpoints: ``test_torchtitan_on_ranks``.
 """
 
 from __future__ import annotations

@@ -42,7 +42,6 @@ _BY_VALUE = (
 _TO_INTEGERS = ("round", "floor", "ceil", "trunc", "sign")
 _PACKED = ("mkldnn_rnn_layer", "_cudnn_rnn")
 """Kernels whose packed weights are no float64, and crash."""
-_ENDS = {torch.finfo(dtype).max for dtype in UNITS}
 _EIGHT_BITS = {dtype for dtype in UNITS if dtype.itemsize == 1}
 _KINKS = ("relu", "relu_", "leaky_relu", "clamp_min", "hardtanh", "threshold_backward")
 _FEWEST = 64
@@ -215,11 +214,6 @@ class Wide:
             if self.is_smooth and name != "sign":
                 return args[0]
             return op.result
-        if name in ("clamp", "hardtanh") and not op.written:
-            # A clamp that ends where a narrow format does belongs to the cast that follows.
-            ends = {abs(a) for a in args[1:] if isinstance(a, (int, float))}
-            if len(ends) == 1 and ends <= _ENDS:
-                return args[0]
         if name == "_amp_foreach_non_finite_check_and_unscale_":
             return [x.mul_(args[2]) for x in args[0]]
         if name == "_scaled_mm":
