@@ -78,6 +78,7 @@ def test_saved_and_loaded_it_gives_the_same_bits(row: str, tmp_path: Path) -> No
 @pytest.mark.parametrize("row", ["int8-outlier-codes", "nvfp4"])
 def test_the_gradient_is_that_of_a_frozen_weight(row: str, compiled: bool) -> None:
     """In place too, as adapters add to an output; and of no rows."""
+    pytest.importorskip("peft")
     model = holder()
     plain = holder()["fc"]
     model["fc"].weight.requires_grad_(False)

@@ -193,7 +193,7 @@ def _add_casts(wide: Wide, findings: Findings) -> None:
 
 
 def _words(losses: Sequence[float]) -> str:
-    return f"{losses[0]:.1%} of its values are beyond the format's end, {losses[1]:.1%} became 0"
+    return f"{losses[0]:.1%} of its values reach the format's end, {losses[1]:.1%} became 0"
 
 
 def add_nonfinite(first: Pass, finite: Finite, findings: Findings) -> None:
