@@ -30,7 +30,7 @@ def test_a_page_holds_the_figures_of_the_evidence(page: Path) -> None:
 def test_every_row_says_how_it_was_measured() -> None:
     """A page beside RESULTS cites each figure, but for misses."""
     results = (ROOT / "RESULTS.md").read_text(encoding="utf-8")
-    cited = {column.get("key") for column in load_toml(TABLES)["first screen"]["rows"]}
+    cited = set(re.findall(r'key = "(.+?)"', TABLES))
     for page in evidence.pages():
         if page.name != "RESULTS.md":
             cited |= {match[2] for match in evidence.CITATION.finditer(page.read_text("utf-8"))}
