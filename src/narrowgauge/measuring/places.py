@@ -39,7 +39,7 @@ LEFT = 1 / 3
 LEAST_SHARE = 0.005
 """A place of less of the error is not printed."""
 SATURATED = 1 / 8
-"""Share of a cast's values beyond the end of its format: delayed and rounded scales leave a few."""
+"""Share of a cast's values that reach the end of its format: delayed and rounded scales leave a few."""
 OUTSIDE = 2.0
 """Roundings of its input that a cast may err: one where nothing ends, and as much again."""
 

@@ -185,11 +185,6 @@ def fsdp_parameters(group: Any) -> list[Tensor]:
     return [parameter.sharded_param for parameter in group.fsdp_params]
 
 
-def fsdp_gathered(group: Any) -> list[Tensor]:
-    """Return the parameters that replace a group's sharded ones in the modules while gathered."""
-    return [p._unsharded_param for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
-
-
 def renew_fsdp_group(group: Any) -> None:
     """Make a parameter group of FSDP2 use its modules' current parameters. None may be gathered.
 

@@ -59,7 +59,7 @@ class Wide:
 
     Attributes:
         rounds: names of the operations that round, by site.
-        casts: what a site's casts to a narrow format lose: largest shares of values beyond the end of
+        casts: what a site's casts to a narrow format lose: largest shares of values that reach the end of
             an 8-bit format and of values that became zero, and largest error in roundings.
         working: unit roundoff of the coarsest product in forward, or of a cast to 8 bits.
         cuts: operations that are not followed.
@@ -296,7 +296,7 @@ class Wide:
 
 
 def _losses(values: Tensor, exact: Tensor, source: Tensor) -> tuple[float, float, float]:
-    """Return what a cast loses: shares beyond the end and flushed to zero, and its error.
+    """Return what a cast loses: shares that reach the end or became zero, and its error.
 
     Args:
         exact: the shadow of the result.
@@ -306,8 +306,8 @@ def _losses(values: Tensor, exact: Tensor, source: Tensor) -> tuple[float, float
     at_end = error = 0.0
     if values.element_size() == 1:  # in 16 bits a mask ends there, and infinity is told
         # Values that a clamp has put there are at the end.
-        beyond = exact.abs() >= torch.finfo(values.dtype).max * (1 - 2.0**-12)
-        at_end = float(beyond.double().mean())
+        reaching = exact.abs() >= torch.finfo(values.dtype).max * (1 - 2.0**-12)
+        at_end = float(reaching.double().mean())
     zeros = float(((wide == 0) & (exact != 0)).double().mean())
     if source.shape == values.shape:
         finite = wide.isfinite() & source.isfinite()  # a mask may overflow; infinity is told
