@@ -11,8 +11,9 @@ row                                 optimizer
 ``published/coat``                  published states by their formula (``_published_states.py``)
 ==================================  =================================================================
 
-Words after a row: ``random`` draws the low bits that the bfloat16 weights lack; ``lora`` before it
-trains adapters of rank 16 alone; ``sums=nearest`` or ``sums=stochastic`` keeps sums of gradients in
+Words after a row: ``random`` draws the low bits that the bfloat16 weights lack; ``lora`` or
+``dora`` before it trains adapters of rank 16 alone, and ``dora galore/word rank=4`` is GradNormLoRP
+(2412.19616) as its authors' scripts run it; ``sums=nearest`` or ``sums=stochastic`` keeps sums of gradients in
 e5m2, with a scale a tensor, as FP8-LM does (2310.18313).
 """
 
@@ -43,7 +44,7 @@ class Row:
     """A row's name in parts: ``lora float8-row/word random rank=32``."""
 
     name: str
-    is_lora: bool
+    adapters: str
     is_random: bool
     options: dict[str, str] = field(default_factory=dict)
 
@@ -51,10 +52,10 @@ class Row:
 def row_of(text: str) -> Row:
     """Split the name of a row."""
     words = text.split()
-    is_lora = words[0] == "lora"
+    adapters = words.pop(0) if words[0] in ("lora", "dora") else ""
     options = dict(word.split("=") for word in words if "=" in word)
-    name = " ".join(word for word in words[is_lora:] if "=" not in word and word != "random")
-    return Row(name, is_lora, "random" in words, options)
+    name = " ".join(word for word in words if "=" not in word and word != "random")
+    return Row(name, adapters, "random" in words, options)
 
 
 # ── roundings ─────────────────────────────────────────────────────────────────────────────────────
@@ -171,12 +172,13 @@ def with_rule(model: nn.Module, decay: float) -> list[Options]:
     return groups
 
 
-def give_adapters(model: nn.Module, seed: int) -> None:
-    """Add LoRA adapters of rank 16 to all linear layers, and freeze the rest."""
+def give_adapters(model: nn.Module, kind: str, seed: int) -> None:
+    """Add LoRA or DoRA adapters of rank 16 to all linear layers, and freeze the rest."""
     from peft import LoraConfig, inject_adapter_in_model
 
     torch.manual_seed(seed)
-    inject_adapter_in_model(LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"), model)
+    config = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", use_dora=kind == "dora")
+    inject_adapter_in_model(config, model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_" in name)
 
@@ -233,8 +235,8 @@ def prepared(text: str, model: nn.Module, seed: int, options: Options) -> torch.
         options: ``lr``, ``betas``, ``weight_decay`` of matrices, and ``max_grad_norm``.
     """
     row = row_of(text)
-    if row.is_lora:
-        give_adapters(model, seed)
+    if row.adapters:
+        give_adapters(model, row.adapters, seed)
     others = {"lr": options["lr"], "betas": options["betas"], "eps": 1e-8}
     decay = options["weight_decay"]
     if row.name == "autocast":
