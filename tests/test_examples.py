@@ -116,43 +116,7 @@ def test_many_ranks_have_the_bits_of_one() -> None:
 
 
 @pytest.mark.frameworks
-def test_lightning_training_learns(capfd: pytest.CaptureFixture[str]) -> None:
-    losses, sizes = lines_of("lightning_training", capfd)[-2:]
-    first, last = (float(losses.split()[k]) for k in (1, 4))
-    assert last < 0.8 * first and float(sizes.split()[0]) < 8.5
-
-
-@pytest.mark.frameworks
-def test_accelerate_loop_learns_and_resumes(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    first, last, resumed = lines_of("accelerate_loop", capfd)
-    assert float(last.split()[1]) < 0.5 * float(first.split()[1])
-    assert resumed == "resumed with the same bits: True"
-
-
-@pytest.mark.frameworks
-def test_peft_adapters_learn_over_every_base_and_merge(capfd: pytest.CaptureFixture[str]) -> None:
-    *bases, merged = lines_of("peft_adapters", capfd)
-    rows = [line.split() for line in bases]
-    assert [row[0] for row in rows] == ["bfloat16", "int8-outlier-codes", "nvfp4"]
-    assert all(float(row[4]) < float(row[2]) for row in rows)
-    assert len({row[-2] for row in rows}) == 1
-    sizes = [int(row[5].replace(",", "")) for row in rows]
-    assert sizes == sorted(sizes, reverse=True) and sizes[-1] < 0.6 * sizes[0]
-    assert merged == "merged: LlamaForCausalLM, 0 adapters left"
-
-
-@pytest.mark.frameworks
-@pytest.mark.parametrize(
-    ("name", "last"),
-    [("huggingface_trainer", "a run folder of 20 steps"), ("trl_sft", "28 adapters")],
-)
-def test_hugging_faces_trainers_run(
-    name: str, last: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    lines = lines_of(name, capfd)
-    assert lines[-1].startswith(last)
-    assert name == "trl_sft" or "resumed at step 10: the same bits True" in lines
+def test_trl_learns_with_adapters(capfd: pytest.CaptureFixture[str]) -> None:
+    losses, sizes = lines_of("trl_sft", capfd)[-2:]
+    first, last = (float(losses.split()[k]) for k in (1, 3))
+    assert last < first and sizes.startswith("28 adapters have states, 8.0 bytes")
