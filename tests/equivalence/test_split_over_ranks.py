@@ -45,7 +45,7 @@ RULES = (
     "muon word",
     "galore stochastic",
     "galore states8",
-    "gradnorm_lorp exact",
+    "galore exact",
 )
 """Other rules and odd storages, with stacks of matrices."""
 WAYS = {
@@ -87,7 +87,7 @@ def start(case: str, mesh: Any = None, seed: int = 0, **options: Any) -> Trainin
     if "fsdp2" in names:
         fully_shard(model, mesh=mesh["fsdp2"])
     options = {"max_grad_norm": 3.0, **OPTIONS, **options}
-    if rule in ("galore", "gradnorm_lorp"):
+    if rule == "galore":
         options |= LOW_RANK
     if rule == "muon":
         options["adjust_lr_fn"] = "match_rms_adamw"

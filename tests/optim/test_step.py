@@ -41,8 +41,7 @@ KERNELS = [
     (rule, storage)
     for rule, storage in PAIRS
     if STORAGES[storage].arithmetic != "float64"
-    if rule not in ("nesterov", "own")
-    and (rule not in ("galore", "gradnorm_lorp") or storage in FEW_OF)
+    if rule not in ("nesterov", "own") and (rule != "galore" or storage in FEW_OF)
 ]
 FEW = [("adamw", "word"), ("adam", "compact"), ("muon", "word"), ("galore", "compact")]
 """Flat and by row, elementwise and of matrices: by which a table lies."""
