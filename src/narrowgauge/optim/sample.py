@@ -194,7 +194,7 @@ def _decay(inputs: Inputs, stored: Tensor) -> tuple[Tensor, Tensor]:
     factor = scalars[rule.decay]
     audited = torch.where(factor != 0, factor.clamp(max=-least_decay(storage)), factor)
     leading = isinstance(rule, Rule)
-    weight = codes.read(storage, lane, ()).weight if leading else codes.read_weight(storage, lane)
+    weight = codes.read(storage, lane).weight if leading else codes.read_weight(storage, lane)
     without = advance(inputs._replace(scalars={**scalars, rule.decay: factor - audited}))
     return finite_or_zero(weight) * audited, stored - codes.changes(storage, lane, without)[1]
 
