@@ -26,7 +26,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
 
 import torch
 from torch import Tensor
@@ -500,20 +499,3 @@ def changes(storage: Storage, lane: Lane, written: Written) -> tuple[Tensor, Ten
     stored = read_weight(storage, after) - read_weight(storage, lane)
     old, new = [visible_value(storage.visible, bits) for bits in (lane.visible, written.visible)]
     return written.intended, stored, new - old
-
-
-def num_at_end(storage: Storage, written: Written, lane: Lane) -> Tensor:
-    """Return 1.0 for each element with a state at the end of its window, where larger values stop.
-
-    Codes that follow their row have no such end.
-    """
-    at_ends = []
-    for name, _ in storage.states:
-        code = storage.code(name)
-        if code.is_window and not code.scaled:
-            shift = lane.fields[name][1]
-            steps = (written.fields[name] >> shift) & _last_step(code)
-            at_ends.append((steps == _last_step(code)).to(written.intended.dtype))
-    if not at_ends:
-        return torch.zeros_like(written.intended)
-    return reduce(torch.maximum, at_ends)
