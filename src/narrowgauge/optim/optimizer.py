@@ -464,7 +464,7 @@ class Optimizer(torch.optim.Optimizer):
                 the model lacks them.
 
         Cost: transient memory. Elementwise rules take at most 64 MiB for any model. Matrix rules take float32 copies of the
-            largest parameter: Muon and GaLore 4, GradNormLoRP 8.
+            largest parameter: Muon and GaLore 4.
         """
         if self._uncompiled is None:  # not earlier, since the import takes a second
             self._uncompiled = torch.compiler.disable(self._close_and_step)
