@@ -39,7 +39,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.matmul.linear import matrix_of
 from narrowgauge.numerics.metrics import power_of_rms
 from narrowgauge.torch_support.extension import extended_class
 from narrowgauge.torch_support.torch_names import map_tensors
@@ -329,7 +328,9 @@ class _Linear(_Ruled):
     """
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        weight = matrix_of(self)
+        weight = self.weight
+        if getattr(self, "is_transposed", not isinstance(self, nn.Linear)):
+            weight = weight.t()
         outputs, inputs = weight.shape
         size = power_of_rms(weight)
         scale = (x.scale if isinstance(x, Scaled) else _one(x)) * size
