@@ -102,9 +102,6 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a matrix rule": (lambda: ng.Muon(weights(torch.float32), storage="float64"), RecipeError, "compute in float32"),
     "no parameters": (lambda: ng.AdamW([]), ValueError, "empty"),
     # models
-    "spectral norm": (
-        lambda: ng.prepare(nn.utils.parametrizations.spectral_norm(layers()[0])), RecipeError, "keep_float32"
-    ),
     "a model of float16": (lambda: ng.prepare(layers().half(), "bfloat16/word"), RecipeError, "bfloat16/word.*float16"),
     "inference": (lambda: quantize_for_inference(layers(), "int7"), RecipeError, "'int7'"),
     "a model in float16": (in_float16, RecipeError, "float8-row.*float16.*bfloat16 weights"),
