@@ -30,7 +30,7 @@ from narrowgauge.measuring.resume import Certificate
 from narrowgauge.measuring.step import Step
 from narrowgauge.measuring.step_row import batch_checksum, bytes_per_param, columns_of, summary_of
 from narrowgauge.measuring.watch import SEEN_AT, Watch, show
-from narrowgauge.optim.audit import MOST_AT_END, Alarm
+from narrowgauge.optim.audit import Alarm
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.finding import counted
 from narrowgauge.runs.places import is_run
@@ -172,8 +172,6 @@ class RunRecorder:
     def _hear(self, optimizer: Optimizer) -> None:
         """Log the alarms of an optimizer's audit, in addition to its user's callback."""
         optimizer.name_parameters(self.model)
-        if self._here.size > 1:
-            optimizer.auditor.is_joined = True
         before = optimizer.on_alarm
 
         def alarmed(alarms: list[Alarm]) -> None:
@@ -474,10 +472,7 @@ class RunRecorder:
 
 def _reading_of(alarm: Alarm, step: int) -> Reading:
     """Return an alarm of an audit as a reading."""
-    updates = alarm.reading
-    if updates.at_end > MOST_AT_END:
-        return measured("range-end", alarm.tensor, updates.at_end, step=step)
-    return measured("lost-updates", alarm.tensor, updates.edq, 1.0, step=step)
+    return measured("lost-updates", alarm.tensor, alarm.reading.edq, 1.0, step=step)
 
 
 def folder_for(folder: Path, *, goes_on: bool) -> Path:

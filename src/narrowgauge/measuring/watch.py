@@ -92,13 +92,9 @@ class Watch:
     def _stored_share(self) -> float | None:
         """Return the share of the last sample, or that of the last optimizer's audit."""
         last = self.hub.optimizers[-1]
-        audited: list[Tensor] = []
-        if isinstance(last, Optimizer):
-            for window in last.auditor.windows.values():
-                audited += window
-        if not audited:
+        if not isinstance(last, Optimizer) or not last.auditor.total:
             return self.meter.share
-        meant, stored = torch.stack(audited).sum(0).tolist()[:2]
+        meant, stored = torch.stack(list(last.auditor.total)).sum(0).tolist()[:2]
         return stored / meant if meant else None
 
     def unseen(self) -> dict[str, str]:
