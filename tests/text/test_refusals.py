@@ -124,12 +124,6 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a matrix rule": (lambda: ng.Muon(weights(torch.float32), storage="float64"), RecipeError, "compute in float32"),
     "no parameters": (lambda: ng.AdamW([]), ValueError, "empty"),
     # models
-    "spectral norm": (
-        lambda: ng.prepare(nn.utils.parametrizations.spectral_norm(layers()[0])), RecipeError, "keep_float32"
-    ),
-    "an older spectral norm": (
-        lambda: ng.prepare(nn.utils.spectral_norm(layers()[0])), RecipeError, "keep_float32"
-    ),
     "a model of float16": (lambda: ng.prepare(layers().half(), "bfloat16/word"), RecipeError, "bfloat16/word.*float16"),
     "an option of another rule": (
         lambda: ng.prepare(layers(), "bfloat16/word", betas=(0.9, 0.9), optimizer=ng.SGD), TypeError, "SGD.*betas"
