@@ -43,7 +43,7 @@ def told(steps: Iterable[Step], laws: Laws | None = None) -> list[Reading]:
     laws = laws or Laws()
     readings = []
     for step in steps:
-        readings += laws.fresh(laws.read(step))
+        readings += laws.fresh(step)
     return readings
 
 
