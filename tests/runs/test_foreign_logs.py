@@ -58,7 +58,7 @@ def state(**changes: Any) -> str:
     ("name", "text", "reason"),
     [
         ("trainer_state.json", state()[:-9], "is damaged"),
-        ("trainer_state.json", state(log_history=[{"loss": 1.0}]), "is damaged"),
+        ("trainer_state.json", state(log_history=[{"loss": 1.0}]), "holds no loss"),
         ("metrics.csv", "", "has no rows"),
         ("metrics.csv", "step,loss\n,1.0\n", "holds no loss"),
         ("metrics.csv", "step,loss\n\x000,1.0\n", "holds no loss"),

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from narrowgauge.errors import RecordError
-from narrowgauge.measuring.intervals import PairedDifference, interval, shown_loss
+from narrowgauge.measuring.intervals import PairedDifference, interval
 from narrowgauge.measuring.labels import run_labels, seed_of
 from narrowgauge.measuring.settings import recipe_of, settings_diff
 from narrowgauge.runs.record import Run
@@ -120,9 +120,9 @@ class Comparison:
 def _loss_cell(row: Row) -> str:
     if row["val_loss"] is None:
         return str(row["verdict"])
-    text = shown_loss(row["val_loss"])
+    text = f"{row['val_loss']:#.5g}"
     if row["val_loss_std"] is not None:
-        text += f" (std {shown_loss(row['val_loss_std'])})"
+        text += f" (std {row['val_loss_std']:#.2g})"
     return text
 
 

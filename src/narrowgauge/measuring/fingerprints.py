@@ -176,9 +176,7 @@ class Fingerprints(Listener):
             self._row["ranks"] = ranks
 
 
-def _stored(
-    optimizer: torch.optim.Optimizer, p: Tensor, step: int
-) -> Iterator[tuple[str, Tensor]]:
+def _stored(optimizer: torch.optim.Optimizer, p: Tensor, step: int) -> Iterator[tuple[str, Tensor]]:
     """Yield the weight and, once stepped, the states of a parameter, by their kinds."""
     stored: dict[str, Any] = {"weight": p.detach()}
     if step > 0 and isinstance(optimizer, Optimizer):

@@ -110,7 +110,8 @@ def _entries(row: Row, step: int) -> dict[str, tuple[Any, float, int]]:
             norm = math.nan
         if kind == "grad":
             norm /= number(row.get("loss_scale")) or 1.0
-        entries[key] = bits, norm, int(numel)
+        if kind in STAGE_OF:
+            entries[key] = bits, norm, int(numel)
     return entries
 
 

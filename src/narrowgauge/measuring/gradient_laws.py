@@ -67,9 +67,7 @@ def gradients_kept(tell: Tell) -> Law:
     return _shares(tell, "gradients-kept", "kept-share", names_of)
 
 
-def _shares(
-    tell: Tell, kind: str, note: str, names_of: Callable[[Step], list[str] | None]
-) -> Law:
+def _shares(tell: Tell, kind: str, note: str, names_of: Callable[[Step], list[str] | None]) -> Law:
     """Count the steps of a run in which something is so, of the whole step ("") or of tensors.
 
     Where all steps are so, the reading is an error. Else it is a note with the largest share:

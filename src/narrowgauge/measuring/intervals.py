@@ -53,13 +53,3 @@ class PairedDifference:
         if not math.isfinite(self.half):
             return mean
         return f"{mean}\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}{self.half:.4f}"
-
-
-def shown_loss(loss: float) -> str:
-    """Format a loss or a standard deviation.
-
-    Example:
-        >>> shown_loss(4.1), shown_loss(0.0012345), shown_loss(1.5e30)
-        ('4.1000', '0.0012345', '1.5000e+30')
-    """
-    return f"{loss:#.5g}"

@@ -63,6 +63,7 @@ class Meter(Listener):
         self.last: Row = {}
         self.is_broken = False
         self._undo = ExitStack()
+        self._control: Tensor | None = None  # of our optimizer's last step
         self._name_all()
         self.go_on_after(0)
         blocks = {name for name, _ in hub.model.named_modules() if _is_block(name)}
@@ -250,8 +251,10 @@ class Meter(Listener):
     def _after(self, optimizer: torch.optim.Optimizer) -> None:
         control = getattr(optimizer, "last_control", None)
         overflow = getattr(optimizer, "found_inf", None)
-        if isinstance(optimizer, Optimizer) and control is not None:
-            self._numbers.set("control", ["clip", "skipped"], control[:2])
+        if isinstance(optimizer, Optimizer):
+            if control is not self._control:  # a step without gradients has none
+                self._numbers.set("control", ["clip", "skipped"], control[:2])
+            self._control = control
         elif isinstance(overflow, Tensor):
             self._numbers.set("control", ["skipped"], overflow)
         for sample in self._samples.pop(optimizer, ()):

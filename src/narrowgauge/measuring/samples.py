@@ -113,7 +113,9 @@ def samples_of(
     return [*kinds.values()]
 
 
-def _states_of(optimizer: torch.optim.Optimizer, members: Sequence[Tensor]) -> dict[str, Any] | None:
+def _states_of(
+    optimizer: torch.optim.Optimizer, members: Sequence[Tensor]
+) -> dict[str, Any] | None:
     """Return the states of the elements, if a step of samples can be the step of these.
 
     What an optimizer holds that is no number may be shared with it. Ours has an audit.

@@ -81,7 +81,8 @@ class TwoRuns(Readings):
                 break
 
     def _verdict(self) -> str:
-        for at in self.readings:
+        if self.readings:
+            at = self.readings[0]
             size = " by rounding" if self.is_rounding else ""
             ranks = f" of rank {', '.join(map(str, self.ranks))}" if self.ranks else ""
             place = f"{at.tensor or at.what} ({at.stage})"
@@ -114,11 +115,6 @@ class TwoRuns(Readings):
         for at in self.readings:
             if at.what == "only-in-one-run":
                 yield f"Only {self.names[int(at.value or 0)]} has {at.tensor}."
-            elif at.value is not None and at.expected is not None and at.bound:
-                size = max(abs(at.value), abs(at.expected)) or 1.0
-                distance = abs(at.value - at.expected) / size
-                reach = at.bound / size
-                yield f"The relative difference is {distance:.2g}; rounding reaches {reach:.2g}."
         if abs(self.factor - 1) > LEAST:
             yield f"All gradients of {self.names[1]} are {self.factor:.6g} times the others."
         if self.unlike:
