@@ -40,7 +40,6 @@ the step is skipped.
 """
 ELEMENTWISE = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 MATRIX_OPTIONS: dict[str, dict[str, Any]] = {"galore": {"rank": 4, "update_proj_gap": 5}}
-MATRIX_OPTIONS["gradnorm_lorp"] = MATRIX_OPTIONS["galore"]
 
 
 def hashed(shape: tuple[int, ...], key: int) -> Tensor:

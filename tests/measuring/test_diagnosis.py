@@ -187,7 +187,7 @@ def test_what_a_record_does_not_show_is_said() -> None:
     run = healthy_run()
     assert "casts of layers" in ng.diagnose(run).areas
     run.gauges.clear()
-    assert ng.diagnose(run).unseen["casts of layers"] == ""
+    assert ng.diagnose(run).unseen["casts of layers"] == "gauges_every=20"
     run.events.append(
         {"what": "unseen", "step": 3, "tensor": "the clip", "text": "no limit", "severity": "note"}
     )

@@ -77,7 +77,7 @@ CASES: dict[str, tuple[list[Step], str, int]] = {
 
 
 def test_every_kind_of_a_law_has_a_case_and_a_sentence() -> None:
-    elsewhere = {"zero-share", "kept-share", "range-end", "not-restored"}
+    elsewhere = {"zero-share", "kept-share", "not-restored"}
     calls = ("ng.check", "ng.same", "ng.teaches")
     elsewhere |= {kind.name for kind in KINDS.values() if kind.by.startswith(calls)}
     assert not set(KINDS) - set(CASES) - elsewhere

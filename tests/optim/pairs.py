@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import narrowgauge as ng
-from narrowgauge.optim import GaLore, GradNormLoRP
+from narrowgauge.optim import GaLore
 from narrowgauge.spec.storages import STORAGES
 from script_modules import script_module
 from tensors import parameters_of
@@ -65,7 +65,6 @@ RULES = {
         ng.Muon, {"lr": 0.5, "weight_decay": 0.0, "adjust_lr_fn": "match_rms_adamw"}, matrix=True
     ),
     "galore": Row(GaLore, SUBSPACE, matrix=True),
-    "gradnorm_lorp": Row(GradNormLoRP, SUBSPACE, matrix=True),
 }
 
 

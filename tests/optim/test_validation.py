@@ -31,7 +31,6 @@ LATER: dict[str, dict[str, Any]] = {
     "own": {"lr": 0.07, "betas": (0.5, 0.6, 0.7), "alpha": 9.0},
     "muon": {**ADAM, "momentum": 0.3, "nesterov": False, "ns_steps": 2, "ns_dtype": "float32", "adjust_lr_fn": "original"},
     "galore": LOW_RANK,
-    "gradnorm_lorp": LOW_RANK,
 }  # fmt: skip
 
 

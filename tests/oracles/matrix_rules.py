@@ -98,26 +98,3 @@ class GaLore:
     def step(self, w: Matrix, g: Matrix) -> Matrix:
         decay = self.subspace.adam.lr * self.weight_decay
         return w + self.subspace.step(g) - decay * w
-
-
-@dataclass
-class WeightNormalised:
-    """Lengths and directions of the columns, each with its own Adam; the direction's sees a
-    subspace.
-
-    ``W = M V / ‖V‖`` (Huang et al. 2024, 2412.19616) in the dense form: every step begins with ``V
-    = W``.
-    """
-
-    subspace: Subspace
-    lengths: Adam
-    weight_decay: float
-
-    def step(self, w: Matrix, g: Matrix) -> Matrix:
-        norms = np.sqrt((w**2).sum(0))
-        unit = w / norms
-        along = (g * unit).sum(0)
-        direction = w + self.subspace.step(g - unit * along)
-        length = norms * (1 - self.lengths.lr * self.weight_decay) + self.lengths.step(along)
-        self.lengths.m = np.where(length < 0, -self.lengths.m, self.lengths.m)
-        return length * direction / np.sqrt((direction**2).sum(0))

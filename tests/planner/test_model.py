@@ -5,7 +5,6 @@ of their configuration.
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -102,10 +101,13 @@ def test_a_preset_is_the_class_of_its_configuration(name: str) -> None:
     preset = read_model(name)
     read = of_config(CLASSES[name], name)
     fields = ("num_parameters", "parameters", "largest_layer", "num_heads", "num_kv_heads", "query_dim", "value_dim",
-              "is_gated", "intermediate_size", "is_latent", "mixture",
+              "is_gated", "is_latent", "num_experts",
               "tie_embeddings", "positions")  # fmt: skip
     assert {f: getattr(preset, f) for f in fields} == {f: getattr(read, f) for f in fields}
     assert preset.flops_per_token(4096) == read.flops_per_token(4096)
+    for ours, theirs in zip(preset.layers, read.layers, strict=True):
+        fields = ("vectors", "count", "inner_size", "experts", "chosen", "has_attention")
+        assert {f: getattr(ours, f) for f in fields} == {f: getattr(theirs, f) for f in fields}
 
 
 def test_models_of_the_trainer_and_of_folders_are_counted_alike(tmp_path: Path) -> None:
@@ -136,7 +138,7 @@ def test_causal_attention_is_half_and_windows_are_counted() -> None:
     )
     sizes: dict[str, Any] = {"num_layers": 1, "hidden_size": 8, "num_heads": 1, "vocab_size": 8}
     [layers] = decoder("near", **sizes).layers
-    near = replace(layers, window=16)
+    near = layers._replace(window=16)
     keys = [min(position + 1, 16) for position in range(64)]
     assert near.mean_keys(64) == pytest.approx(
         sum(keys) / 64, rel=0.04

@@ -43,7 +43,7 @@ def test_the_peak_and_the_operations_are_those_of_a_real_step() -> None:
     module = Residual()
     before = {key: value.clone() for key, value in module.state_dict().items()}
     plan = planned(module)
-    live = LiveBytes(list(module.parameters()))
+    live = LiveBytes(module)
     with live:
         output = module(TOKENS)
         output.float().sum().backward()

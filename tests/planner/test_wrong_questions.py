@@ -55,7 +55,7 @@ def test_values_that_no_question_has_are_refused(name: str) -> None:
 
 def test_a_program_is_read_with_its_fields() -> None:
     program = read_program("torchtitan, loss=chunked, release=true")
-    assert (program.gathered, program.loss, program.release) == ("bfloat16", "chunked", True)
+    assert (program.gathers_bfloat16, program.loss, program.release) == (True, "chunked", True)
 
 
 # ── chips of files ────────────────────────────────────────────────────────────────────────────────

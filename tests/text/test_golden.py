@@ -37,7 +37,6 @@ COMMANDS = {
     "show-compute-nvfp4": "show compute nvfp4",
     "plan-state": "show storages --params 10e9",
     "plan-run": f"plan run --model llama-8b {WORD} --chips 8 --tokens 1e12",
-    "plan-run-explain": f"plan run --model llama-8b {WORD} --chips 8 --explain",
     "plan-run-too-large": f"plan run --model llama-70b {WORD} --chips 8",
     "plan-two-clusters": "plan run --model llama-33b --chip A100-SXM4-80GB,A100-SXM4-40GB --chips 32 "
     "--recipe bfloat16/master,bfloat16/word",

@@ -65,6 +65,13 @@ def call(*words: str) -> Result:
     return CliRunner().invoke(main, list(words), prog_name="narrowgauge")
 
 
+def refused(*words: str, status: int = 2) -> str:
+    """Return the one line of a command that is refused."""
+    result = call(*words)
+    assert (result.exit_code, result.stderr.count("\n")) == (status, 1), result.output
+    return result.stderr
+
+
 def _signal_after(step: int, number: int) -> None:
     """Let this process get a signal when its recorder has seen so many steps."""
     from narrowgauge.measuring.recorder import RunRecorder

@@ -58,7 +58,9 @@ def _train(settings: dict[str, Any]) -> None:
         # Before PyTorch is loaded: refuse what is wrong, and say that a run is finished.
         entry = enter(settings)
         if entry.is_finished:
-            return click.echo(f"{entry.folder} is finished: {counted(entry.step, 'step')}.")
+            return click.echo(
+                f"{entry.settings.folder} is finished: {counted(entry.step, 'step')}."
+            )
     from narrowgauge.trainer import loop
 
     keep_pages()
@@ -326,10 +328,10 @@ def report(runs: tuple[Path, ...], out: Path | None, table: bool, inline: bool) 
 def export(folder: Path, out: Path) -> None:
     """Export the model of the run in DIR to a Hugging Face folder OUT."""
     _require_one_process("export")
-    from narrowgauge.trainer.checkpoints import require_checkpoint
+    from narrowgauge.trainer import checkpoints
 
     require_empty(out)
-    require_checkpoint(folder)
+    checkpoints.require(folder)
     from narrowgauge.trainer import export as exporting
 
     click.echo(exporting.export(folder, out))

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from narrowgauge.errors import FormatError, RecipeError
 from narrowgauge.matmul.experts import projections
-from narrowgauge.matmul.gemm import warn_if_emulated
-from narrowgauge.matmul.layer_matmuls import Call, multiply_input, register
+from narrowgauge.matmul.gemm import multiply, warn_if_emulated
+from narrowgauge.matmul.layer_matmuls import Call, add_outliers, register
 from narrowgauge.matmul.linear import (
     is_linear,
     is_transposed,
@@ -67,7 +67,13 @@ def is_packed(right: Cast) -> bool:
 # ── the product ───────────────────────────────────────────────────────────────────────────────────
 
 
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
 class _Product(torch.autograd.Function):
+    """Multiply rows ``[tokens, in]`` by stored codes: ``[tokens, out]``.
+
+    The gradient of ``x`` is the output's gradient times the widened codes, as of a frozen weight.
+    """
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, bias: Tensor | None, rows: int, name: str, *stored: Any
@@ -78,7 +84,13 @@ class _Product(torch.autograd.Function):
         if weight.inner is not None:
             # A copy: adapters add to the output in place, which a view from here forbids.
             return linear(x, values_of(weight, shape).to(x.dtype), bias).clone()
-        return multiply_input(x, weight, bias, rows, Call(name))[0]
+        call = Call(name)
+        product = call.compute.output
+        lhs = call.cast(x, "output.left")
+        y = multiply(lhs, weight, product, (x.shape[0], rows), x.dtype, bias)
+        if product.left.outliers:
+            y = add_outliers(y, x, product.left.outliers, weight.data, weight.outer)
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -87,16 +99,6 @@ class _Product(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             by_bias = bias_gradient(grads[0])
         return matmul(grads[0], weight.to(grads[0].dtype)), by_bias, *[None] * 5
-
-
-@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
-def multiply_codes(*arguments: Any) -> Tensor:
-    """Multiply rows ``[tokens, in]`` by stored codes, with the arguments of ``_Product.forward``:
-    ``[tokens, out]``.
-
-    The gradient of ``x`` is the output's gradient times the widened codes, as of a frozen weight.
-    """
-    return cast(Callable[..., Tensor], _Product.apply)(*arguments)
 
 
 # ── the layer ─────────────────────────────────────────────────────────────────────────────────────
@@ -160,9 +162,8 @@ class QuantizedLinear(nn.Linear):
         if not x.numel():  # no tokens, as of an expert that gets none
             return x.new_zeros(*x.shape[:-1], self.out_features) + x.sum()
         rows = x.reshape(-1, self.in_features)
-        y: Tensor = multiply_codes(
-            rows, self.bias, self.out_features, self.registered_name, *self.stored()
-        )
+        run: Any = _Product.apply
+        y: Tensor = run(rows, self.bias, self.out_features, self.registered_name, *self.stored())
         return y.view(*x.shape[:-1], self.out_features)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:

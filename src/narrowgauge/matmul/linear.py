@@ -67,7 +67,9 @@ class NarrowLayer(nn.Module):
     def _keys_on(self, device: torch.device | None) -> Tensor:
         return layer_keys(self.names, self.seed, device)[0].clone()
 
-    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None, key: Tensor) -> Tensor:
+    def product(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, key: Tensor | None = None
+    ) -> Tensor:
         """Multiply ``[..., in]``, in its dtype or autocast's, by a weight ``[out, in]``.
 
         Raise if the dtype is not the compute's: float16 needs a loss scale.
@@ -91,9 +93,12 @@ class NarrowLayer(nn.Module):
         x = x.to(dtype)
         if not x.numel() or dtype is self.plain_dtype:
             return linear(x, weight, bias)
+        if key is None:
+            key = self.key
         call = layer_matmuls.Call(self.registered_name, key if self.is_stochastic else None)
-        y = layer_matmuls.multiply_layer(x.reshape(-1, x.shape[-1]), weight, bias, call)
-        return cast(Tensor, y.view(*x.shape[:-1], weight.shape[0]))
+        multiply: Any = layer_matmuls.LayerProduct.apply
+        y: Tensor = multiply(x.reshape(-1, x.shape[-1]), weight, bias, call)
+        return y.view(*x.shape[:-1], weight.shape[0])
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         had_memory = not self.key.is_meta
@@ -121,22 +126,14 @@ class Linear(NarrowLayer, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Multiply ``[..., in]`` to ``[..., out]``."""
-        return self.multiply(input, self.weight, self.bias)
-
-    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return the layer's product with the caller's weight: ``[..., in]``, ``[out, in]`` to
-        ``[..., out]``.
-
-        Raises:
-            RecipeError: autocast requests a dtype that is not the compute's.
-        """
+        weight: Tensor = self.weight
         if self.is_transposed:
             weight = weight.t()
         if is_sharded(weight):
             from narrowgauge.matmul.tensor_parallel import multiply_parts
 
-            return multiply_parts(self, x, weight, bias)
-        return self.product(x, weight, bias, self.key)
+            return multiply_parts(self, input, weight, self.bias)
+        return self.product(input, weight, self.bias)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, compute={self.compute.name!r}"

@@ -26,6 +26,8 @@ AREAS = {
     "casts of layers": ("gauges", "tensors"), "hashes of weights": ("fingerprints", "tensors"),
 }  # fmt: skip
 """What a record may show, and the file and column that show it."""
+FLAGS = {"casts of layers": "gauges_every=20", "hashes of weights": "fingerprints_every=20"}
+"""Options of the recorder that some areas need."""
 OUTSIDE = {
     "the gradient itself": "ng.check(model, optimizer, batch=…, loss=…)",
     "labels and masks": "",
@@ -53,7 +55,7 @@ class Diagnosis(Readings):
 
     def __init__(self, run: Run) -> None:
         self.areas = [name for name, place in AREAS.items() if _is_shown(run, *place)]
-        unseen = {name: "" for name in AREAS if name not in self.areas}
+        unseen = {name: FLAGS.get(name, "") for name in AREAS if name not in self.areas}
         for row in run.events:
             if row["what"] == "unseen":
                 unseen[str(row.get("tensor"))] = str(row.get("text") or "").rstrip(".")

@@ -30,7 +30,7 @@ from narrowgauge.measuring.resume import Certificate
 from narrowgauge.measuring.step import Step
 from narrowgauge.measuring.step_row import batch_checksum, bytes_per_param, columns_of, summary_of
 from narrowgauge.measuring.watch import SEEN_AT, Watch, show
-from narrowgauge.optim.audit import MOST_AT_END, Alarm
+from narrowgauge.optim.audit import Alarm
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.finding import counted
 from narrowgauge.runs.places import is_run
@@ -189,18 +189,13 @@ class RunRecorder:
     def _hear(self, optimizer: Optimizer) -> None:
         """Log the alarms of an optimizer's audit, in addition to its user's callback."""
         optimizer.name_parameters(self.model)
-        if self._here.size > 1:
-            optimizer.auditor.is_joined = True
         before = optimizer.on_alarm
 
         def alarmed(alarms: list[Alarm]) -> None:
             before(alarms)
             for alarm in alarms:
-                updates = alarm.reading
-                numbers: tuple[Any, ...] = "lost-updates", alarm.tensor, updates.edq, 1.0
-                if updates.at_end > MOST_AT_END:
-                    numbers = "range-end", alarm.tensor, updates.at_end
-                self._log(measured(*numbers, step=self.num_steps + 1))
+                numbers = alarm.tensor, alarm.reading.edq, 1.0
+                self._log(measured("lost-updates", *numbers, step=self.num_steps + 1))
 
         optimizer.on_alarm = alarmed
 

@@ -86,12 +86,8 @@ class Watch:
         row = self.meter.last
         share = self.meter.share
         last = self.hub.optimizers[-1]
-        audits: list[Tensor] = []
-        if isinstance(last, Optimizer):
-            for window in last.auditor.windows.values():
-                audits += window
-        if audits:
-            meant, stored = torch.stack(audits).sum(0).tolist()[:2]
+        if isinstance(last, Optimizer) and last.auditor.total:
+            meant, stored = torch.stack([*last.auditor.total]).sum(0).tolist()[:2]
             share = stored / meant if meant else None
         numbers = {"lr": row.get("lr"), "stored_share": share, "grad_norm": row.get("arrived")}
         return {name: x for name, x in numbers.items() if x is not None}

@@ -2,5 +2,4 @@ from .audit import Alarm as Alarm
 from .audit import AuditedUpdates as AuditedUpdates
 from .audit import UpdateLossWarning as UpdateLossWarning
 from .optimizers import GaLore as GaLore
-from .optimizers import GradNormLoRP as GradNormLoRP
 from .rules.elementwise import Rule as Rule

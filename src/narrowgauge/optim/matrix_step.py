@@ -11,17 +11,15 @@ Weights and states are decoded piece by piece.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from narrowgauge.numerics.dtensor import gathered, own_part
-from narrowgauge.optim import codes
 from narrowgauge.optim.kernel import Numbers
 from narrowgauge.optim.rules.matrix import MatrixRule, Options, matrix_shape
 from narrowgauge.optim.state import LocalState
-from narrowgauge.optim.values import extra_values, read, store_extra
+from narrowgauge.optim.values import extra_values, store_extra
 
 Batch = Mapping[LocalState, Numbers]
 """States with the numbers of their step."""
@@ -42,12 +40,11 @@ def step_matrices(
         if not owner.numel():
             continue
         alone = {state: numbers[state]}
-        measures = _measures(state, options)
         state.change = state.parameter.new_empty(state.parameter.shape, dtype=torch.float32)
         average(alone)
         matrix = gathered(owner, state.change).reshape(matrix_shape(owner.shape))
         state.change = None
-        _direct(state, matrix, measures, options, numbers[state])
+        _direct(state, matrix, options, numbers[state])
         state.change = own_part(owner, matrix.view(owner.shape))
         del matrix
         write(alone)
@@ -59,36 +56,21 @@ def _rule(state: LocalState) -> MatrixRule:
     return state.kernel.rule
 
 
-def _measures(state: LocalState, options: Options) -> list[Tensor] | None:
-    """Return what a rule reads of each matrix of a weight."""
-    rule = _rule(state)
-    measure = rule.measure and rule.measure(options)
-    if measure is None:
-        return None
-    part = read(state, partial(codes.read_weight, state.storage)).view(state.parameter.shape)
-    weight = gathered(state.owner, part).reshape(matrix_shape(state.owner.shape))
-    return list(map(measure, _matrices(weight)))
-
-
 def _matrices(values: Tensor) -> Sequence[Tensor]:
     """Return a matrix, or those of a stack."""
     return (values,) if values.ndim == 2 else values.unbind(0)
 
 
-def _direct(
-    state: LocalState, gradient: Tensor, measures: list[Tensor] | None, options: Options,
-    numbers: Numbers,
-) -> None:  # fmt: skip
+def _direct(state: LocalState, gradient: Tensor, options: Options, numbers: Numbers) -> None:
     """Replace the gradients of whole matrices by their steps, and store extras."""
     rule = _rule(state)
     skip = numbers.values[1] != 0
     for place, matrix in enumerate(_matrices(gradient)):
         index = (place,) if gradient.ndim == 3 else ()
-        measure = measures[place] if measures else None
         extras = {}
         for name in state.extras:
             extras[name] = extra_values(state, name, index)
-        change, new = rule.direction(matrix, measure, extras, options, state.step + 1)
+        change, new = rule.direction(matrix, extras, options, state.step + 1)
         for name, values in new.items():
             store_extra(state, name, values, numbers.seed, skip, index)
         matrix.copy_(change)

@@ -1,6 +1,6 @@
 """The named optimizers: a rule, its options, and their defaults.
 
-:class:`Muon`, :class:`GaLore` and :class:`GradNormLoRP` step matrices. A
+:class:`Muon` and :class:`GaLore` step matrices. A
 parameter of three dims is a stack of matrices, such as the experts of a mixture: each matrix steps
 as if it were a parameter of its own, one after the other. More dims (``nn.Conv2d``) are flattened
 to columns. AdamW steps parameters of fewer than two dims, with the same learning rate and the
@@ -22,7 +22,7 @@ from narrowgauge.optim.optimizer import Optimizer, Params
 from narrowgauge.optim.pairing import Group
 from narrowgauge.optim.rules.elementwise import ADAM, ADAMW, LION, PLAIN_SGD
 from narrowgauge.optim.rules.elementwise import SGD as MOMENTUM_SGD
-from narrowgauge.optim.rules.matrix import GALORE, GRADNORM_LORP, MUON
+from narrowgauge.optim.rules.matrix import GALORE, MUON
 
 
 class AdamW(Optimizer):
@@ -275,43 +275,3 @@ class GaLore(Optimizer):
             "weight_decay": weight_decay,
         }  # fmt: skip
         super().__init__(params, self._rule, defaults, **options)
-
-
-class GradNormLoRP(GaLore):
-    """After GradNormLoRP: train column lengths and directions of a weight separately, directions in
-    a low-rank subspace.
-
-    The paper trains ``W = M (W0 + I J) / ‖W0 + I J‖_col`` with thin factors ``I``, ``J``, and
-    projects gradients from both sides. Here the direction is the weight itself, projected from one
-    side, and weight decay acts on lengths alone.
-
-    Args:
-        params, lr, weight_decay, betas, eps, options: as in :class:`GaLore`.
-        rank, update_proj_gap: for the directions' subspace, as in :class:`GaLore`.
-        scale: factor of the directions' step.
-
-    Cost: as :class:`GaLore`, and ``8 · cols`` bytes. Transient memory holds eight float32 copies of
-    the matrix.
-
-    Example:
-        >>> import torch, narrowgauge as ng
-        >>> weight = torch.nn.Parameter(torch.eye(8).bfloat16())
-        >>> optimizer = GradNormLoRP([weight], lr=1e-2, rank=2, weight_decay=0.0, low_bits="zero")
-        >>> weight.grad = torch.eye(8).bfloat16()  # along the columns: they become shorter by lr
-        >>> optimizer.step()
-        >>> round(optimizer.stored(weight).diagonal().mean().item(), 4)
-        0.99
-
-    Source:
-        Huang et al., AAAI 2025 (2412.19616).
-    """
-
-    _rule = GRADNORM_LORP
-
-    def __init__(
-        self, params: Params, lr: float | Tensor = 1e-3, rank: int = 128, update_proj_gap: int = 200, scale: float = 1.0,
-        betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.01, **options: Any,
-    ) -> None:  # fmt: skip
-        super().__init__(
-            params, lr, rank, update_proj_gap, scale, betas, eps, weight_decay, **options
-        )

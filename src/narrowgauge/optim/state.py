@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.numerics.dtensor import is_sharded, local_of, placed_like, split_groups
+from narrowgauge.numerics.dtensor import local_of, placed_like, split_groups
 from narrowgauge.optim.extras import alone_dtype, saved_as
 from narrowgauge.optim.kernel import Kernel
 from narrowgauge.optim.planes import as_rows, planes_of, row_dims
@@ -52,6 +52,12 @@ def new_state(parameter: Tensor, storage: Storage, extras: Extras) -> State:
         zeros = torch.zeros_like(local, dtype=plane.dtype)
         state[plane.name] = placed_like(parameter, zeros)
     dims = row_dims(parameter.shape)
+    if storage.scaled and split_groups(parameter, columns=dims):
+        raise RecipeError(
+            f"Cannot use storage '{storage.name}' for a parameter whose rows ranks share: its codes "
+            "have a scale for each row.",
+            f"Shard it along its first dimension, or use '{storage.fallback}'.",
+        )
     for name in storage.scaled:
         zeros = local.new_zeros(_shape_of_bounds(local, dims), dtype=torch.float32)
         state[f"{name}_bound"] = placed_like(parameter, zeros, row_dims=dims)
@@ -192,10 +198,3 @@ class LocalState:
     def names(self) -> list[str]:
         """Return the names of the rule's states."""
         return [*dict(self.storage.states), *self.extras]
-
-    @property
-    def column_groups(self) -> list[Any]:
-        """Return the process groups that share the rows of this parameter."""
-        if not self.row_dims or not is_sharded(self.owner):
-            return []
-        return split_groups(self.owner, columns=self.row_dims)

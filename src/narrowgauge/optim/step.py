@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from narrowgauge.numerics.hashing import step_seed
-from narrowgauge.optim import compiled, definition, proof
+from narrowgauge.optim import definition, proof
 from narrowgauge.optim.audit import Auditor
 from narrowgauge.optim.kernel import Kernel, Numbers
 from narrowgauge.optim.matrix_step import Batch, step_matrices
@@ -94,13 +94,13 @@ class Step:
     def write(self, batch: Batch) -> None:
         """Step elementwise rules, or write the changes of matrices."""
         if self.audit_every:
-            self.auditor.samples.before(batch, self.audit_every)
+            self.auditor.before(batch, self.audit_every)
         for state in self._launch(batch):
             if state.kernel.how_it_ran == TORCH:
-                compiled.run(state, batch[state])
+                definition.run_compiled(state, batch[state])
             else:
                 definition.run(state, batch[state])
-        self.auditor.fresh += self.auditor.samples.after()
+        self.auditor.after()
 
     def _launch(self, batch: Batch) -> list[LocalState]:
         """Step by one launch for each kernel. Return the states that no launch steps."""
@@ -115,10 +115,8 @@ class Step:
                 continue
             if kernel not in self.tables:
                 self.tables[kernel] = Table(kernel.rule, kernel.storage, self.control.device)
-            table = self.tables[kernel]
-            table.set(alike)
-            table.launch(self.control)
-            table.end()
+            self.tables[kernel].set(alike)
+            self.tables[kernel].launch(self.control)
         return refused
 
     def _choose(self, kernel: Kernel, states: Sequence[LocalState]) -> str:
@@ -126,10 +124,10 @@ class Step:
         reason = why_by_definition(self.compile, states)
         device = self.control.device
         way = language_on(device)
-        if has_kernel(kernel.rule, kernel.storage, way):
+        if has_kernel(kernel.rule, kernel.storage):
             reason = reason or proof.why_not(kernel.rule, kernel.storage, device)
         else:
             way = TORCH
-            reason = reason or compiled.why_not(states, self.compile is True)
+            reason = reason or definition.why_not_compiled(states, self.compile is True)
         kernel.how_it_ran = f"definition: {reason}" if reason else way
         return reason

@@ -1,6 +1,6 @@
 """The step of all tensors on a GPU: each code, weight and rule, and one walk over the elements.
 
-It computes what ``step.h`` does, but for Collage, whose definition is compiled on a GPU. A *program*
+It computes what ``step.h`` does. A *program*
 steps ``BLOCK`` elements, or one row that has scales: then it reads the gradient twice. Words stand
 at the bottom of 32-bit integers. ``div_rn`` and ``sqrt_rn`` round as on a CPU, and a launch fuses no
 multiply-add. Triton's interpreter runs this file on a CPU
@@ -17,7 +17,7 @@ import triton.language as tl
 
 BLOCK = 1024
 """Elements that a program steps at a time: 16 bytes of a 16-bit tensor for each of 128 threads."""
-SIZES = tl.constexpr(7)
+SIZES = tl.constexpr(6)
 """Columns of the table after the addresses (:data:`narrowgauge.optim.table.SIZES`)."""
 SIGN = tl.constexpr(-(1 << 31))
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
@@ -94,12 +94,12 @@ def cut(bits, random, field: tl.constexpr):
 @triton.jit
 def bits_of(word, seen: tl.constexpr):
     bits = word << seen.gap
-    return ((bits & MAGNITUDE) >> seen.up) | (bits & SIGN)
+    return ((bits & MAGNITUDE) >> (seen.gap - seen.below)) | (bits & SIGN)
 
 
 @triton.jit
 def word_of(bits, seen: tl.constexpr):
-    return (((bits << seen.up) & MAGNITUDE) | (bits & SIGN)) >> seen.gap
+    return (((bits << (seen.gap - seen.below)) & MAGNITUDE) | (bits & SIGN)) >> seen.gap
 
 
 @triton.jit
@@ -373,29 +373,20 @@ def bounds_at(row_of_bounds, place):
 
 @triton.jit
 def set_bounds(
-    tile, sizes, place, control, joined, s, row: tl.constexpr, IS_WHOLE: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """Set the bounds of a row, or take those that ranks have joined.
-
-    Return the multipliers of both codes: into their windows, and back.
-    """
-    STATES: tl.constexpr = row.layout.num_scaled
-    first, second = bounds_at(sizes - STATES, place), bounds_at(sizes - 1, place)
+    tile, sizes, place, control, s, row: tl.constexpr, IS_WHOLE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Set the bounds of a row. Return the multipliers of both codes: into their windows, and back."""
+    first, second = bounds_at(sizes - row.layout.num_scaled, place), bounds_at(sizes - 1, place)
     m, v = tl.load(first), tl.load(second)
-    joined += (tl.load(sizes + 3) + place) * STATES
-    if tl.load(sizes + 3) >= 0:
-        new_m, new_v = tl.load(joined), tl.load(joined + STATES - 1)
-    else:
-        format = tl.load(sizes + 4)
-        peak = peak_of(tile, 1, format, IS_WHOLE, BLOCK) * tl.abs(tl.load(control))
-        weight = peak
-        if row.is_penalized:
-            weight = peak_of(tile, 0, row.layout.visible.number, IS_WHOLE, BLOCK)
-        _, plus_m, plus_v = update(weight, peak, m, v, s, row.rule)
-        _, minus_m, minus_v = update(weight, -1.0 * peak, m, v, s, row.rule)
-        _, added_m, added_v = update(weight, peak, 0.0, 0.0, s, row.rule)
-        new_m = bound_of(plus_m, minus_m, m, added_m == 0)
-        new_v = bound_of(plus_v, minus_v, v, added_v == 0)
+    peak = peak_of(tile, 1, tl.load(sizes + 3), IS_WHOLE, BLOCK) * tl.abs(tl.load(control))
+    weight = peak
+    if row.is_penalized:
+        weight = peak_of(tile, 0, row.layout.number, IS_WHOLE, BLOCK)
+    _, plus_m, plus_v = update(weight, peak, m, v, s, row.rule)
+    _, minus_m, minus_v = update(weight, -1.0 * peak, m, v, s, row.rule)
+    _, added_m, added_v = update(weight, peak, 0.0, 0.0, s, row.rule)
+    new_m = bound_of(plus_m, minus_m, m, added_m == 0)
+    new_v = bound_of(plus_v, minus_v, v, added_v == 0)
     is_stepped = tl.load(control + 1) == 0
     tl.store(second, new_v, mask=is_stepped)
     tl.store(first, new_m, mask=is_stepped)
@@ -404,11 +395,10 @@ def set_bounds(
 
 @triton.jit
 def walk(
-    tile, sizes, place, numbers, control, joined, row: tl.constexpr, IS_WHOLE: tl.constexpr, BLOCK: tl.constexpr
+    tile, sizes, place, numbers, control, row: tl.constexpr, IS_WHOLE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Step the elements of a tile."""
     L: tl.constexpr = row.layout
-    seen: tl.constexpr = L.visible
     s = (numbers,)
     NUM_SCALARS: tl.constexpr = row.scalars
     for k in tl.static_range(0, NUM_SCALARS):
@@ -417,17 +407,17 @@ def walk(
     seed = int_of(tl.load(numbers + row.scalars))
     scales = 1.0, 1.0, 1.0, 1.0
     if L.num_scaled > 0:
-        scales = set_bounds(tile, sizes, place, control, joined, s, row, IS_WHOLE, BLOCK)
+        scales = set_bounds(tile, sizes, place, control, s, row, IS_WHOLE, BLOCK)
     for start in range(0, tl.where(tl.load(control + 1) == 0, tile[2], 0), BLOCK):
         at = start + tl.arange(0, BLOCK)
-        bits = bits_of(load(tile, at, 0, L.bytes[0], IS_WHOLE), seen)
-        gradient = load_values(tile, at, 1, tl.load(sizes + 4), IS_WHOLE)
+        bits = bits_of(load(tile, at, 0, L.bytes[0], IS_WHOLE), L)
+        gradient = load_values(tile, at, 1, tl.load(sizes + 3), IS_WHOLE)
         words = load_planes(tile, at, L, IS_WHOLE)
-        x, low = read_weight(words, bits, seen, L.fields[0])
+        x, low = read_weight(words, bits, L, L.fields[0])
         m, v = decode(words, L.fields[1], scales[1]), decode(words, L.fields[2], scales[3])
         mantissa = int_of(gradient) >> 16 & 0x7F
-        if seen.below != 16:
-            mantissa = int_of(times_power(gradient, seen.exponent)) & 0x7FFFFF
+        if L.below != 16:
+            mantissa = int_of(times_power(gradient, L.exponent)) & 0x7FFFFF
         random = random_bits(int_of(x) ^ mantissa, seed)
         g = gradient * tl.load(control)
         change, m, v = update(finite_or_zero(x), g, m, v, s, row.rule)
@@ -436,13 +426,13 @@ def walk(
             if row.scalars > 0:
                 whole = x + low if L.fields[0].name == "weight_low" else x
                 change += finite_or_zero(whole) * s[0]
-        bits, beside = write_weight(x, low, change, random, seen, L.fields[0])
+        bits, beside = write_weight(x, low, change, random, L, L.fields[0])
         new_words = (
             beside,
             encode(m, random, L.fields[1], scales[0]),
             encode(v, random, L.fields[2], scales[2]),
         )
-        store(tile, at, 0, L.bytes[0], IS_WHOLE, word_of(bits, seen))
+        store(tile, at, 0, L.bytes[0], IS_WHOLE, word_of(bits, L))
         for k in tl.static_range(1, len(L.bytes)):
             word = at & 0
             for j in tl.static_range(0, 3):
@@ -458,14 +448,14 @@ def store(tile, at, COLUMN: tl.constexpr, BYTES: tl.constexpr, IS_WHOLE: tl.cons
 
 
 @triton.jit
-def step(table, tiles, numbers, control, joined, row: tl.constexpr, BLOCK: tl.constexpr):
-    """Step the elements of a program. ``joined`` are the new bounds of rows that ranks share."""
+def step(table, tiles, numbers, control, row: tl.constexpr, BLOCK: tl.constexpr):
+    """Step the elements of a program."""
     tile, sizes, place = find(table, tiles, row.addresses)
-    numbers += tl.load(sizes + 6) * (row.scalars + 1)
-    if tl.load(sizes + 5) != 0:
-        walk(tile, sizes, place, numbers, control, joined, row, True, BLOCK)
+    numbers += tl.load(sizes + 5) * (row.scalars + 1)
+    if tl.load(sizes + 4) != 0:
+        walk(tile, sizes, place, numbers, control, row, True, BLOCK)
     else:
-        walk(tile, sizes, place, numbers, control, joined, row, False, BLOCK)
+        walk(tile, sizes, place, numbers, control, row, False, BLOCK)
 
 
 # ── the norm of gradients: squares on two grids of integers, whose sums no order changes ──────────
@@ -474,10 +464,10 @@ def step(table, tiles, numbers, control, joined, row: tl.constexpr, BLOCK: tl.co
 @triton.jit
 def largest(table, tiles, peaks, BLOCK: tl.constexpr):
     tile, sizes, _ = find(table, tiles, 2)
-    if tl.load(sizes + 5) != 0:
-        peak = peak_of(tile, 1, tl.load(sizes + 4), True, BLOCK)
+    if tl.load(sizes + 4) != 0:
+        peak = peak_of(tile, 1, tl.load(sizes + 3), True, BLOCK)
     else:
-        peak = peak_of(tile, 1, tl.load(sizes + 4), False, BLOCK)
+        peak = peak_of(tile, 1, tl.load(sizes + 3), False, BLOCK)
     tl.atomic_max(peaks + tl.load(tiles + tl.program_id(0)), int_of(peak))
 
 
@@ -498,10 +488,10 @@ def squares_of(tile, format, scales, IS_WHOLE: tl.constexpr, BLOCK: tl.constexpr
 @triton.jit
 def squares(table, tiles, scales, sums, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
     tile, sizes, _ = find(table, tiles, 2)
-    if tl.load(sizes + 5) != 0:
-        coarse, fine = squares_of(tile, tl.load(sizes + 4), scales, True, BLOCK)
+    if tl.load(sizes + 4) != 0:
+        coarse, fine = squares_of(tile, tl.load(sizes + 3), scales, True, BLOCK)
     else:
-        coarse, fine = squares_of(tile, tl.load(sizes + 4), scales, False, BLOCK)
-    slot = sums + (tl.load(sizes + 6) * SLOTS + tl.program_id(0) % SLOTS) * 2
+        coarse, fine = squares_of(tile, tl.load(sizes + 3), scales, False, BLOCK)
+    slot = sums + (tl.load(sizes + 5) * SLOTS + tl.program_id(0) % SLOTS) * 2
     tl.atomic_add(slot, coarse)
     tl.atomic_add(slot + 1, fine)

@@ -141,8 +141,7 @@ def _bounded(state: LocalState, name: str, values: Tensor) -> Tensor:
     """Return values in the dtype of the rule, and set the bounds of their rows."""
     value = values.detach().to(codes.value_dtype(state.storage))
     if name in state.bounds:
-        (peaks,) = peaks_of_rows([state], [value])
-        state.bounds[name].copy_(peaks)
+        state.bounds[name].copy_(peaks_of_rows(state, value))
     return value
 
 

@@ -65,18 +65,8 @@ class Span:
             gradient = gradient.float()
         return codes.lane_of(self.storage, word_of(self.weight), gradient, words, self.scales)
 
-    def store(
-        self,
-        fields: Mapping[str, Tensor],
-        visible: Tensor | None = None,
-        skip: Tensor | None = None,
-    ) -> None:
-        """Write fields in place, and the weight if its bits are given, unless ``skip`` (0-d bool).
-
-        Other fields stay.
-        """
-        if visible is not None:
-            _put(self.weight, codes.weight_word(self.storage.visible, visible), skip)
+    def store(self, fields: Mapping[str, Tensor]) -> None:
+        """Write fields in place. Other fields stay."""
         for plane in planes_of(self.storage):
             values = self.planes[plane.name]
             kept_bits = 0
@@ -90,13 +80,7 @@ class Span:
                 continue
             if kept_bits:
                 new.append(word_of(values) & ((kept_bits + (1 << 31)) % (1 << 32) - (1 << 31)))
-            _put(values, reduce(or_, new), skip)
-
-
-def _put(values: Tensor, word: Tensor, skip: Tensor | None) -> None:
-    if skip is not None:
-        word = torch.where(skip, word_of(values), word)
-    integers_of(values).copy_(word)
+            integers_of(values).copy_(reduce(or_, new))
 
 
 def spans(

@@ -14,7 +14,6 @@ from typing import Any
 from narrowgauge.errors import RecipeError
 from narrowgauge.planner.layouts import read_fields
 from narrowgauge.planner.shapes import Architecture, Weight
-from narrowgauge.spec.sums import ACCUMULATION_DTYPES
 from narrowgauge.spec.toml import load_data
 from narrowgauge.spec.values import require_choice, require_number
 
@@ -35,8 +34,6 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "kernels": ("eager", "compiled", "fused"),
     "loss": tuple(LOGIT_BYTES),
     "attention": ("flash", "eager"),
-    "gathered": ("", "bfloat16"),
-    "sums": ("weight", *ACCUMULATION_DTYPES),
     "release": (False, True),
     "offload": (False, True),
 }
@@ -56,8 +53,7 @@ class Program:
         kernels: of layers: one operation after the other, compiled by layer, or fused by hand.
         loss: over all logits in eager operations, over all logits compiled, or in chunks.
         attention: a flash kernel, which saves no scores, or matmuls around a softmax.
-        gathered: dtype of gathered float32 shards under FSDP; empty for float32 under autocast.
-        sums: dtype of the gradient sum over micro-batches; ``"weight"`` for the parameter's.
+        gathers_bfloat16: FSDP gathers float32 shards so; else they stay float32 under autocast.
         release: each layer's gradient is freed after its update, within backward.
         offload: gradients, optimizer states and their update are on the host, and with adapters
             the frozen weights too.
@@ -75,8 +71,7 @@ class Program:
     kernels: str = "compiled"
     loss: str = "compiled"
     attention: str = "flash"
-    gathered: str = ""
-    sums: str = "float32"
+    gathers_bfloat16: bool = False
     release: bool = False
     offload: bool = False
     layout: str = ""
@@ -113,7 +108,7 @@ class Tuning:
         require_number("lora", self.lora, is_whole=True)
         require_choice("base", self.base, FROZEN_BITS)
         require_choice("experts", self.experts, FROZEN_BITS)
-        if not self.lora and (self.base, self.experts) != ("bfloat16", "bfloat16"):
+        if not self.lora and {self.base, self.experts} != {"bfloat16"}:
             raise RecipeError(
                 "Cannot store weights in fewer bits because they train.",
                 "Train adapters over them: --lora 16.",

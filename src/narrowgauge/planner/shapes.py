@@ -6,23 +6,12 @@ A hybrid is a list of several kinds.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
 Part = Literal["attention", "mlp", "experts", "head", "embeddings", "norms"]
-
-
-class Mixture(NamedTuple):
-    """Describe the experts of a layer: a router chooses ``experts_per_token`` of ``num_experts``.
-
-    ``shared_size`` is the total intermediate size of the experts that every token visits.
-    """
-
-    num_experts: int
-    experts_per_token: int
-    expert_size: int
-    shared_size: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,26 +43,28 @@ class Weight:
         return 2 * self.num_parameters * self.tokens_share
 
 
-@dataclass(frozen=True, slots=True)
-class Layers:
+class Layers(NamedTuple):
     """Describe equal layers.
 
     Args:
         matmuls: every multiplied weight of one layer.
         vectors: parameters of norms, biases and other vectors in one layer.
         count: number of layers.
+        inner_size: intermediate size that a token meets: of an MLP, or of all chosen and shared
+            experts together.
+        experts, chosen: number of experts, and of those that a token visits; 0 without a mixture.
         has_attention: else the matmuls of its part "attention" are those of another mixer.
         window: attended tokens; None for all.
-        inner_size: intermediate size of a dense MLP; 0 without one.
     """
 
     matmuls: tuple[Weight, ...]
     vectors: int
-    count: int = 1
+    count: int
+    inner_size: int
+    experts: int = 0
+    chosen: int = 0
     has_attention: bool = True
     window: int | None = None
-    inner_size: int = 0
-    mixture: Mixture | None = None
 
     @property
     def mixer_width(self) -> int:
@@ -91,9 +82,12 @@ class Layers:
         shortens the causal mean to ``w - w² / 2s``.
         """
         near = min(self.window or sequence_length, sequence_length)
-        if is_causal:
-            return near - near**2 / (2 * sequence_length)
-        return near
+        return near - is_causal * near**2 / (2 * sequence_length)
+
+
+def parameters_of(weights: Iterable[Weight]) -> int:
+    """Count the parameters of all weights."""
+    return sum(weight.num_parameters for weight in weights)
 
 
 @dataclass(frozen=True)
@@ -128,23 +122,19 @@ class Architecture:
         return hash((self.name, self.num_parameters))
 
     @cached_property
-    def layer_matmuls(self) -> tuple[Weight, ...]:
+    def layer_matmuls(self) -> list[Weight]:
         """Return the matmuls of all layers: all but the head."""
         matmuls = []
         for layers in self.layers:
             for matmul in layers.matmuls:
                 matmuls.append(replace(matmul, count=layers.count * matmul.count))
-        return tuple(matmuls)
+        return matmuls
 
     @cached_property
-    def head(self) -> Weight:
-        """Return the head's weight; a tied one is the embedding."""
-        return Weight("lm_head", self.hidden_size, self.vocab_size, "head")
-
-    @cached_property
-    def matmuls(self) -> tuple[Weight, ...]:
-        """Return every multiplied weight, the head last, also if tied to the embedding."""
-        return (*self.layer_matmuls, self.head)
+    def matmuls(self) -> list[Weight]:
+        """Return every multiplied weight, the head last, also if it is tied to the embedding."""
+        head = Weight("lm_head", self.hidden_size, self.vocab_size, "head")
+        return [*self.layer_matmuls, head]
 
     @cached_property
     def weights(self) -> dict[str, list[Weight]]:
@@ -163,16 +153,13 @@ class Architecture:
         for matmul in self.layer_matmuls:
             places["experts" if matmul.is_expert else "layers"].append(matmul)
         if not self.tie_embeddings:
-            places["last"].append(self.head)
+            places["last"].append(self.matmuls[-1])
         return places
 
     @cached_property
     def parameters(self) -> dict[str, int]:
         """Count the parameters of each place of ``weights``."""
-        counts = dict.fromkeys(self.weights, 0)
-        for place, weights in self.weights.items():
-            counts[place] = sum(weight.num_parameters for weight in weights)
-        return counts
+        return {place: parameters_of(weights) for place, weights in self.weights.items()}
 
     @cached_property
     def num_parameters(self) -> int:
@@ -184,10 +171,8 @@ class Architecture:
         """Count the parameters of the largest layer without its experts."""
         largest = 0
         for layers in self.layers:
-            size = layers.vectors
-            for matmul in layers.matmuls:
-                size += 0 if matmul.is_expert else matmul.num_parameters
-            largest = max(largest, size)
+            dense = [matmul for matmul in layers.matmuls if not matmul.is_expert]
+            largest = max(largest, layers.vectors + parameters_of(dense))
         return largest
 
     @cached_property
@@ -196,17 +181,12 @@ class Architecture:
 
     @cached_property
     def num_mixture_layers(self) -> int:
-        return sum(layers.count for layers in self.layers if layers.mixture)
+        return sum(layers.count for layers in self.layers if layers.experts)
 
     @cached_property
-    def mixture(self) -> Mixture | None:
-        """Return the experts of a layer; None without any."""
-        return next((layers.mixture for layers in self.layers if layers.mixture), None)
-
-    @property
-    def intermediate_size(self) -> int:
-        """Return the intermediate size of a dense MLP."""
-        return max(layers.inner_size for layers in self.layers)
+    def num_experts(self) -> int:
+        """Return the experts of a layer; 0 in a dense model."""
+        return max(layers.experts for layers in self.layers)
 
     def attention_flops(self, sequence_length: int, *, is_causal: bool = True) -> float:
         """Count operations of scores and values per token, forward and backward, in all layers.

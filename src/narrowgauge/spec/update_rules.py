@@ -119,11 +119,6 @@ _RULES = (
         {**_SUBSPACE, "scale": 0.25},
         is_matrix=True, moments=(), source="Zhao et al., ICML 2024 (2403.03507)",
     ),
-    UpdateRule(
-        "gradnorm_lorp", "GradNormLoRP", "after the paper: columns as lengths and low-rank directions", _ADAM,
-        {**_SUBSPACE, "scale": 1.0},
-        is_matrix=True, moments=(), source="Huang et al., AAAI 2025 (2412.19616)",
-    ),
 )  # fmt: skip
 
 UPDATE_RULES: dict[str, UpdateRule] = {row.name: row for row in _RULES}

@@ -162,9 +162,10 @@ def _cut(side: int) -> int:
 
 
 def place_of(arguments: Sequence[Tensor | None]) -> Literal["cpu", "gpu"]:
-    if all(x is None or x.is_cpu for x in arguments):
-        return "cpu"
-    return "gpu"
+    for x in arguments:
+        if x is not None and not x.is_cpu:
+            return "gpu"
+    return "cpu"
 
 
 @contextlib.contextmanager

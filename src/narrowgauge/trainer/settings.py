@@ -29,12 +29,9 @@ FIXED = ("model", "recipe", "batch_size", "sequence_length", "seed")
 _KINDS: dict[str, type] = {"str": str, "int": int, "float": float}
 
 
-def setting(
-    default: Any, help: str, least: float = 0, below: float = 10**9, *, is_open: bool = False
-) -> Any:
-    """Return a field; a number lies in ``[least, below)``, or in ``(least, below)``."""
-    table = {"help": help, "bounds": (least, below), "is_open": is_open}
-    return dataclasses.field(default=default, metadata=table)
+def setting(default: Any, help: str, least: float = 0, below: float = 10**9) -> Any:
+    """Return a field; a number lies in ``[least, below)``."""
+    return dataclasses.field(default=default, metadata={"help": help, "bounds": (least, below)})
 
 
 def kind_of(field: dataclasses.Field[Any]) -> type:
@@ -67,7 +64,7 @@ class Settings:
         1, "Micro-batches per optimizer step, at least one for each rank; must divide the batch size.", 1)
     lr: float | None = setting(
         None, "Peak learning rate.  [default: by parameters: 0.003 below 4 million, 0.001 below 60, 0.0006 below 600, else "
-        "0.0003]", 0, math.inf, is_open=True)
+        "0.0003]", 1e-30, math.inf)
     warmup_steps: int | None = setting(None, "Warm-up steps of the learning rate.  [default: a tenth of the steps, at most 100]")
     weight_decay: float = setting(0.1, "Weight decay of matrices.")
     max_grad_norm: float = setting(1.0, "Maximum gradient norm for clipping; 0 disables it.")
@@ -89,18 +86,18 @@ class Settings:
             value = getattr(self, field.name)
             if value is None and field.default is None:
                 continue
-            if kind_of(field) is not str:
-                require_number(
-                    field.name, value, *field.metadata["bounds"], is_whole=kind_of(field) is int,
-                    is_open=field.metadata["is_open"],
-                )  # fmt: skip
-            elif not isinstance(value, str) or not value:
-                raise RecipeError(f"Cannot use {field.name} = {value!r}: it is empty, or no text.")
+            kind = kind_of(field)
+            if kind is not str:
+                bounds = field.metadata["bounds"]
+                require_number(field.name, value, *bounds, is_whole=kind is int)
+            elif not isinstance(value, str):
+                raise RecipeError(f"Cannot use {field.name} = {value!r}: it must be text.")
         require_choice("report_to", self.report_to, ("none", "tensorboard", "wandb"))
 
     @property
     def folder(self) -> Path:
-        return Path(str(self.out))
+        default = f"runs/{Path(self.model).name}-{self.recipe.replace('/', '-')}"
+        return Path(self.out or default)
 
     @property
     def micro_batch_size(self) -> int:
@@ -126,7 +123,6 @@ class Settings:
             NarrowgaugeError: an invalid value.
         """
         require_package("transformers")
-        model = known_model(self.model)
         parts = self.gradient_accumulation_steps
         if self.batch_size % parts or parts < num_ranks:
             raise RankError(
@@ -135,12 +131,10 @@ class Settings:
                 "Choose a --gradient-accumulation-steps that divides --batch-size and is at least "
                 "the number of ranks.",
             )
+        model = known_model(self.model)
         open_tokens(self.data).require(self.sequence_length)
-        out = self.out
-        if out is None:
-            out = f"runs/{Path(model).name}-{self.recipe.replace('/', '-')}"
         data = str(Path(self.data).resolve())
-        return replace(self, model=model, data=data, out=out)
+        return replace(self, model=model, data=data, out=str(self.folder))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings that are not None."""
@@ -162,22 +156,17 @@ def read_settings(path: str | Path) -> dict[str, Any]:
 
 
 def known_model(name: str) -> str:
-    """Return the full name of a preset, the path of a model folder, or its place in the hub's cache.
-
-    A folder may be given by its ``config.json``.
-    """
-    path = Path(name).expanduser()
-    if name.strip().lower() in MODELS or not (path.exists() or "/" in name):
+    """Return the full name of a preset, the path of a model folder, or its place in the hub's cache."""
+    folder = Path(name).expanduser()
+    if name in MODELS or not (folder.exists() or "/" in name):
         return get_model(name).name
-    if not path.exists() and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
+    if not folder.exists() and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
         from huggingface_hub import try_to_load_from_cache
 
-        path = Path(str(try_to_load_from_cache(name, "config.json")))
-    folder = path if path.is_dir() else path.parent
+        folder = Path(str(try_to_load_from_cache(name, "config.json"))).parent
     if not (folder / "config.json").is_file():
-        problem = "holds no config.json" if path.exists() else "does not exist"
         raise DataError(
-            f"the model folder {name} {problem}.",
+            f"Cannot find the model {name}: no config.json is in its folder.",
             "Name a Hugging Face model folder, a preset (narrowgauge show models), or a model of "
             f"the hub after hf download {name}.",
         )

@@ -11,7 +11,6 @@ changes. So no generator state is saved, and batch 7,000 needs none of those bef
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -21,8 +20,8 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from narrowgauge.errors import DataError, require_package
-from narrowgauge.runs.atomic_io import disk_errors
-from narrowgauge.runs.places import require_no_file
+from narrowgauge.runs.atomic_io import digest
+from narrowgauge.runs.places import new_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -31,9 +30,6 @@ SUFFIXES = (".jsonl", ".md", ".py", ".txt")
 END_OF_TEXT = "<|endoftext|>"
 _PIECE = 1 << 16
 """Characters that are encoded at once. A tokenizer may take quadratic time on a longer text."""
-_MOST = 10_000_000
-_SAMPLE = 1 << 20
-"""Number of tokens that a fingerprint covers, spread evenly."""
 _ADVICE = "Make them from text: narrowgauge tokenize TEXT OUT, then --data OUT."
 
 
@@ -47,10 +43,8 @@ def read_texts(source: Path) -> Iterator[str]:
     Raises:
         DataError: a source or file that cannot be read, or is not UTF-8 text.
     """
-    files = [source]
-    if source.is_dir():
-        files = [file for file in source.rglob("*") if file.suffix in SUFFIXES]
-    for file in sorted(files):
+    files = [file for file in source.rglob("*") if file.suffix in SUFFIXES]
+    for file in sorted(files) or [source]:
         try:
             text = file.read_text(encoding="utf-8-sig")
             if file.suffix != ".jsonl":
@@ -114,7 +108,6 @@ def write_tokens(texts: Iterable[str], tokenizer: PreTrainedTokenizerFast, out: 
 
     Cost: about 0.5 s per MB on two cores.
     """
-    require_no_file(out, ["tokens.npy", "tokenizer.json"], "write tokens in")
     coder = tokenizer.backend_tokenizer
     dtype = np.uint16 if len(tokenizer) <= 1 << 16 else np.uint32
     end = np.array([tokenizer.eos_token_id], dtype)
@@ -127,13 +120,9 @@ def write_tokens(texts: Iterable[str], tokenizer: PreTrainedTokenizerFast, out: 
     coder.encode_special_tokens = False
     if not parts:
         raise DataError("Cannot write tokens because there is no text.", "Give .txt files.")
-    with disk_errors(out):
-        out.mkdir(parents=True, exist_ok=True)
-        tokenizer.save_pretrained(out)
-        # The tokens come last: without them a folder is no data.
-        temporary = out / "tokens.tmp.npy"
-        np.save(temporary, np.concatenate(parts))
-        temporary.replace(out / "tokens.npy")
+    with new_folder(out) as folder:
+        tokenizer.save_pretrained(folder)
+        np.save(folder / "tokens.npy", np.concatenate(parts))
     return out
 
 
@@ -177,7 +166,7 @@ class Tokens:
         windows = []
         for place in range(first, first + num_sequences):
             windows.append(order_of_epoch(seed, place // count, count)[place % count])
-        return _windows(self.train, np.array(windows), sequence_length)
+        return _windows(self.train, windows, sequence_length)
 
     def validation(self, limit: int, sequence_length: int) -> np.ndarray:
         """Return at most ``limit`` validation sequences, spread evenly over the held-out tokens."""
@@ -188,10 +177,10 @@ class Tokens:
     def unigram_loss(self) -> float:
         """Return the loss in nats per token of guessing by the frequencies of training tokens.
 
-        A model must beat it. One is added to each count, of the first ten million tokens.
+        A model must beat it. One is added to each count.
         """
-        held_out = np.bincount(self.held_out[:_MOST], minlength=self.vocab_size)
-        counts = np.bincount(self.train[:_MOST], minlength=self.vocab_size) + 1.0
+        held_out = np.bincount(self.held_out, minlength=self.vocab_size)
+        counts = np.bincount(self.train, minlength=self.vocab_size) + 1.0
         return float(-(held_out * np.log(counts / counts.sum())).sum() / held_out.sum())
 
     def table(self) -> dict[str, Any]:
@@ -202,28 +191,27 @@ class Tokens:
         }  # fmt: skip
 
 
-def _windows(ids: np.ndarray, windows: np.ndarray, sequence_length: int) -> np.ndarray:
-    places = windows[:, None] * sequence_length + np.arange(sequence_length + 1)
+def _windows(ids: np.ndarray, windows: Any, sequence_length: int) -> np.ndarray:
+    starts = np.array(windows) * sequence_length
+    places = starts[:, None] + np.arange(sequence_length + 1)
     return ids[places].astype(np.int64)
 
 
 def open_tokens(folder: str | Path) -> Tokens:
-    """Open the tokens in a folder without reading them.
+    """Open the tokens in a folder.
 
     Raises:
         DataError: there are none, or the file is damaged.
     """
     folder = Path(folder).resolve()
+    file = folder / "tokens.npy"
     try:
-        ids = np.load(folder / "tokens.npy", mmap_mode="r")
-        if ids.ndim != 1 or ids.dtype.kind not in "ui" or not len(ids):
+        ids = np.load(file, mmap_mode="r")
+        vocab_size = int(ids.max()) + 1
+        if ids.ndim != 1 or ids.dtype.kind not in "ui":
             raise ValueError(f"it holds {ids.dtype} of shape {ids.shape}")
     except (OSError, ValueError, EOFError) as error:
         raise DataError(f"Cannot use the tokens in {folder}: {error}.", _ADVICE) from error
-    sample = np.ascontiguousarray(ids[:: max(1, len(ids) // _SAMPLE)])
-    fingerprint = hashlib.blake2b(f"{len(ids)} {ids.dtype}".encode(), digest_size=16)
-    fingerprint.update(sample.tobytes())
-    vocab_size = int(ids.max()) + 1
     if (folder / "tokenizer.json").is_file():
         require_package("tokenizers")
         from tokenizers import Tokenizer
@@ -231,4 +219,4 @@ def open_tokens(folder: str | Path) -> Tokens:
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         vocab_size = max(vocab_size, tokenizer.get_vocab_size())
     cut = len(ids) - len(ids) // 20
-    return Tokens(ids[:cut], ids[cut:], vocab_size, folder, fingerprint.hexdigest())
+    return Tokens(ids[:cut], ids[cut:], vocab_size, folder, digest(file))

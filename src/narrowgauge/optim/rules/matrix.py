@@ -9,7 +9,6 @@ its first dim against all others. A parameter of fewer than two is stepped by Ad
 |---|---|---|
 | ``muon`` | one moment | the whole matrix: every singular value of the step becomes about 1 |
 | ``galore`` | ``rank · (shorter + 2 · longer side)`` values | its leading singular vectors |
-| ``gradnorm_lorp`` | the same and ``2 · cols`` values | the same, and the lengths of its columns |
 """
 
 from __future__ import annotations
@@ -54,27 +53,24 @@ class MatrixRule:
     Args:
         states: ``((rows, cols), options) -> states by name``; ``None`` if all are beside the
             weight.
-        direction: ``(gradient [rows, cols], measure, states, options, step) -> (step to take, new
-            states)``; steps count from
-            1. The gradient may be overwritten, states may not.
+        direction: ``(gradient [rows, cols], states, options, step) -> (step to take, new states)``; steps
+            count from 1. The gradient may be overwritten, states may not.
         scalars, prepare: as in :class:`~narrowgauge.optim.rules.elementwise.Rule`, of ``average`` and of the decay.
         decay: as in :class:`~narrowgauge.optim.rules.elementwise.Rule`. With it, ``lr · weight_decay · weight`` is subtracted
             from the step.
         beside: states with the weight's shape, packed and sharded with the weight in its code for first moments.
         average: ``(gradient, states, scalars) -> (gradient for direction, new states)``: an elementwise part that comes
             before ``direction`` and updates the states beside the weight. Ranks run it on their shards.
-        measure: ``options -> function of the weight [rows, cols]``, whose value ``direction`` reads.
     """
 
     name: str
     states: Callable[[tuple[int, int], Options], dict[str, MatrixState]] | None
-    direction: Callable[[Tensor, Tensor | None, States, Options, int], Result]
+    direction: Callable[[Tensor, States, Options, int], Result]
     scalars: tuple[str, ...] = ()
     prepare: Callable[[Options, int], tuple[float, ...]] = lambda options, step: ()
     decay: str = ""
     beside: tuple[str, ...] = ()
     average: Callable[[Tensor, States, Scalars], Result] | None = None
-    measure: Callable[[Options], Callable[[Tensor], Tensor] | None] | None = None
 
     @property
     def stored_states(self) -> tuple[tuple[str, str], ...]:
@@ -187,7 +183,7 @@ def _momentum(g: Tensor, states: States, scalars: Scalars) -> Result:
     return gradient, {"momentum_buffer": m}
 
 
-def _muon(g: Tensor, measure: Tensor | None, states: States, options: Options, step: int) -> Result:
+def _muon(g: Tensor, states: States, options: Options, step: int) -> Result:
     size = float(options["lr"]) * LR_SCALES[options["adjust_lr_fn"] or "original"](*g.shape[-2:])
     return orthogonalise(g, options["ns_steps"], getattr(torch, options["ns_dtype"])).mul_(
         -size
@@ -220,9 +216,7 @@ def _galore_states(shape: tuple[int, int], options: Options) -> dict[str, Matrix
     }
 
 
-def _galore(
-    g: Tensor, measure: Tensor | None, states: States, options: Options, step: int
-) -> Result:
+def _galore(g: Tensor, states: States, options: Options, step: int) -> Result:
     """Return Adam's step for ``g`` in the subspace, lifted back, and the new states."""
     basis = refreshed(states["projector"], g, step, options["update_proj_gap"])
     m = states["projected_exp_avg"]
@@ -232,68 +226,7 @@ def _galore(
     return lifted, {"projector": basis, "projected_exp_avg": m, "projected_exp_avg_sq": v}
 
 
-def _gradnorm_lorp_states(shape: tuple[int, int], options: Options) -> dict[str, MatrixState]:
-    lengths = MatrixState(shape[1:])
-    return {
-        **_galore_states(shape, options),
-        "magnitude_exp_avg": lengths,
-        "magnitude_exp_avg_sq": lengths,
-    }
-
-
-def _gradnorm_lorp(
-    g: Tensor, w: Tensor | None, states: States, options: Options, step: int
-) -> Result:
-    """Step the lengths of a weight's columns and, within a subspace, their directions.
-
-    Every step begins with ``V = W``, which keeps a direction's rate at ``lr / M``. A separate ``V``
-    would grow, since its gradient is at right angles to it, and the rate would fall. The gradients
-    of lengths and directions are ``dM_j = ⟨G_j, V_j⟩ / ‖V_j‖`` and ``dV = (M / ‖V‖) (G - V dM /
-    ‖V‖)``. Decay acts on lengths alone.
-    """
-    assert w is not None
-    norms = _column_lengths(w)
-    unit = w / norms.float().clamp(min=TINY)
-    along = (g * unit).sum(0)
-    turn, new = _galore(g.sub_(unit.mul_(along)), None, states, options, step)
-    stretch, m, v = adam_step(
-        along, states["magnitude_exp_avg"], states["magnitude_exp_avg_sq"], options, step
-    )
-    longer = stretch.double() - norms * decay_of(options)
-    # A length that passes through zero comes out on the other side as a turned direction, whose
-    # slope has the other sign.
-    m = torch.where(norms + longer < 0, -m, m)
-    scale = _scale_minus_one(w, turn, norms, longer).float()
-    return w * scale + turn * (scale + 1), {
-        **new,
-        "magnitude_exp_avg": m,
-        "magnitude_exp_avg_sq": v,
-    }
-
-
-def _column_lengths(x: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(x, dim=0, dtype=torch.float64)  # type: ignore[no-any-return]
-
-
-def _scale_minus_one(w: Tensor, turn: Tensor, norms: Tensor, longer: Tensor) -> Tensor:
-    """Return the factor, less 1, that gives each column of ``w + turn`` the length ``norms +
-    longer``; float64.
-
-    Subtracting the old weight from the new one would leave two digits. Adding only differences
-    keeps float32's precision.
-    """
-    grown = ((2 * w + turn) * turn).sum(0, dtype=torch.float64)  # ‖w + turn‖² - ‖w‖²
-    turned = _column_lengths(w + turn)
-    scale = (longer - grown / (turned + norms)) / turned
-    # A column of zeros has no direction: it takes the step unchanged.
-    return torch.where(norms == 0, 0.0, torch.where(turned == 0, -1.0, scale))
-
-
 # ── The table ─────────────────────────────────────────────────────────────────────────────────────
-
-
-def _weight_itself(options: Options) -> Callable[[Tensor], Tensor]:
-    return lambda weight: weight
 
 
 def _decay_scalars(options: Options, step: int) -> tuple[float, ...]:
@@ -318,6 +251,3 @@ MUON = MatrixRule(
     _momentum,
 )
 GALORE = MatrixRule("galore", _galore_states, _galore, **_DECAY)
-GRADNORM_LORP = MatrixRule(
-    "gradnorm_lorp", _gradnorm_lorp_states, _gradnorm_lorp, measure=_weight_itself
-)
