@@ -173,6 +173,15 @@ class GradientReduction:
         self.is_absent = False
         self._sums: list[ExactSum] = []
         self._buckets: dict[ExactSum, list[Tensor]] = {}
+        self._params = [p for p in self._model.parameters() if p.requires_grad]
+        self._sharded: list[Tensor] = []
+        self._whole: list[Tensor] = []
+        self._sort()
+        self._undo: list[Callable[[], object]] = []
+        self._install()
+
+    def _sort(self) -> None:
+        """Tell parameters whose gradients FSDP2 sums over shards from whole ones."""
         in_groups: set[int] = set()
         for module, group in self._fsdp:
             _require_own_dtypes(module, group)
@@ -181,16 +190,11 @@ class GradientReduction:
         meshes = [torch_names.fsdp_mesh(group) for _, group in self._fsdp]
         # Over one shard FSDP2 sums nothing.
         self._sums_shards = any(mesh.size(shard_dim) > 1 for mesh, shard_dim, _ in meshes)
-        self._params = [p for p in self._model.parameters() if p.requires_grad]
-        self._sharded: list[Tensor] = []
-        self._whole: list[Tensor] = []
         for parameter in self._params:
             if self._sums_shards and id(parameter) in in_groups:
                 self._sharded.append(parameter)
             else:
                 self._whole.append(parameter)
-        self._undo: list[Callable[[], object]] = []
-        self._install()
 
     def _install(self) -> None:
         """Let our sums reduce FSDP2's parameter groups, and watch whole gradients arrive."""

@@ -69,6 +69,13 @@ def multiply(
             return torch.addmm(bias.to(dtype), a, b)
         else:
             values = torch.mm(a, b)
+    return _scaled(values, left, right, bias, dtype)
+
+
+def _scaled(
+    values: Tensor, left: Tensor | None, right: Tensor | None, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:  # fmt: skip
+    """Return sums times the outer scales of both operands, plus a bias."""
     if left is right is bias is None:
         y = values.to(dtype)
         if y._is_view():  # which the model could not change in place
@@ -78,7 +85,7 @@ def multiply(
         left = left.reshape(-1, 1)
     if right is not None:
         right = right.reshape(1, -1)
-    y = torch.empty(values.shape, dtype=dtype, device=device)
+    y = torch.empty(values.shape, dtype=dtype, device=values.device)
     fused(values.numel(), _scale, values, left, right, bias, y)
     return y
 
