@@ -243,7 +243,7 @@ def our_layers(name: str, model: nn.Module) -> None:
     compute = COMPUTES[name.removesuffix(" fast")]
     if name.endswith(" fast"):
         compute = compute.accumulating("fast")  # as torchao's rowwise
-    ng.swap_linears(model, compute, keep_roles=False)
+    ng.swap_linears(model, lambda _: compute)
 
 
 def layers(device: str, options: Any) -> None:

@@ -201,17 +201,10 @@ def warn_if_emulated(compute: Compute, device: torch.device) -> None:
             is_native = device.type != "cpu" or all(map(multiplies, both))
         if not is_native:
             formats |= both
-    if not formats or device.type == "meta":
-        return
-    how = "with the same values, and no faster than bfloat16"
-    if {"bfloat16", "float16", "int8"}.issuperset(formats):
-        how = "by float32 products (same values, float32's speed)"
-    chip = "this CPU"
-    if device.type == "cuda":
-        chip = f"this {torch.cuda.get_device_name(device)}"
-    warnings.warn(
-        f"{compute.name} multiplies {' and '.join(sorted(formats))}, which {chip} cannot; it is "
-        f"emulated here {how}.",
-        EmulationNotice,
-        stacklevel=4,
-    )
+    if formats and device.type != "meta":
+        warnings.warn(
+            f"{compute.name} multiplies {' and '.join(sorted(formats))}, which this {device.type} "
+            "cannot; it is emulated here with the same values, and no faster than a plain layer.",
+            EmulationNotice,
+            stacklevel=4,
+        )
