@@ -22,10 +22,6 @@ LAST_LINES = {
 }
 IN_FRAMEWORKS = {
     "jamba": r"step 40 loss [01]\.\d+",  # a minute
-    "lightning_training": r"[78]\.\d .*",
-    "accelerate_loop": "resumed with the same bits: True",
-    "peft_adapters": "merged: LlamaForCausalLM, 0 adapters left",
-    "huggingface_trainer": "a run folder of 20 steps.*",
     "trl_sft": "28 adapters.*",
 }
 
