@@ -144,9 +144,8 @@ def advance(inputs: Inputs) -> Written:
             return in_expansions(inputs)
         return in_floats(inputs)
     assert change is not None
-    if rule.decay:
-        weight = finite_or_zero(codes.read_weight(storage, lane))
-        change = change + weight * scalars[rule.decay]
+    weight = finite_or_zero(codes.read_weight(storage, lane))
+    change = change + weight * scalars[rule.decay]
     states = average(rule, storage, lane, scalars)[1]
     return codes.write(storage, lane, codes.read(storage, lane), change, states, seed)
 

@@ -405,9 +405,8 @@ def walk(tile, numbers, control, row: tl.constexpr):
         change, m, v = update(finite_or_zero(x), g, m, v, s, row.rule)
         if row.is_given:
             change = float_of(load(tile, at, 1 + len(L.bytes), 4))
-            if row.scalars > 0:
-                whole = x + low if L.fields[0].name == "weight_low" else x
-                change += finite_or_zero(whole) * s[0]
+            whole = x + low if L.fields[0].name == "weight_low" else x
+            change += finite_or_zero(whole) * s[0]
         bits, beside = write_weight(x, low, change, random, L, L.fields[0])
         first = encode(m, random, L.fields[1], scales[0])
         second = encode(v, random, L.fields[2], scales[2])
