@@ -421,7 +421,7 @@ def test_rows_hold_exact_counts_whatever_the_chunks(monkeypatch: pytest.MonkeyPa
     after[[3, 98]] = 7.0
     after[50] = before[50] = math.nan
     for size in (1 << 17, 7):
-        monkeypatch.setattr("narrowgauge.measuring.fit.CHUNK", size)
+        monkeypatch.setattr("narrowgauge.measuring.weights.CHUNK", size)
         (row,) = ng.same({"a": before}, {"a": after}).rows
         assert (row["differ"], row["nonfinite"], row["values"]) == (2, 1, 100)
 
