@@ -280,8 +280,8 @@ def test_rows_of_micro_batches_are_no_skipped_steps(count: int) -> None:
 @pytest.mark.parametrize(
     "row",
     [
-        {"tensors": None, "updates": {}},
-        {"tensors": {"grad:w": []}, "updates": {"w": [None] * 6}},
+        {"tensors": None, "attention": {}},
+        {"tensors": {"grad:w": []}, "attention": {"w": [None]}},
         {"tensors": {"unheard-of:w": [0.0] * 20}, "attention": {"a": [None, None]}},
         {"unheard-of": {"w": [math.nan]}},
     ],
