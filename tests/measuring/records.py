@@ -9,7 +9,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.runs import RunWriter
+from narrowgauge.runs import Record
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import METRICS
 
@@ -85,7 +85,7 @@ def healthy_run(recipe: str = "bfloat16/word") -> Run:
 
 def written(run: Run, folder: Path) -> Path:
     """A record as a run folder."""
-    with RunWriter.create(folder, {"config": run.config}) as writer:
+    with Record.create(folder, {"config": run.config}) as writer:
         for row in run.steps:
             writer.append("steps", row)
         for sample in run.gauges:

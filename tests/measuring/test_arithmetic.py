@@ -12,7 +12,7 @@ from narrowgauge.measuring.arithmetic import measure_arithmetic
 from narrowgauge.measuring.provenance import describe_process
 from narrowgauge.measuring.settings import settings_diff
 from narrowgauge.runs.record import read_run
-from narrowgauge.runs.writer import RunWriter
+from narrowgauge.runs.writer import Record
 from narrowgauge.spec.toml import load_data
 
 CPU = torch.device("cpu")
@@ -41,7 +41,7 @@ def test_flushed_subnormals_are_seen() -> None:
 
 def test_a_run_records_it(tmp_path: Path) -> None:
     present = describe_process(CPU)
-    RunWriter.create(tmp_path / "run", {"config": {}, **present}).close()
+    Record.create(tmp_path / "run", {"config": {}, **present}).close()
     table = read_run(tmp_path / "run").run["arithmetic"]
     assert table == present["arithmetic"] and table["settings"]["torch"] == torch.__version__
 
