@@ -103,26 +103,10 @@ def other_scale(model: Any) -> None:
     model.model.layers[1].self_attn.scaling *= 1.5
 
 
-def window(model: Any) -> Any:
-    windowed = model_of(sliding_window=6, use_sliding_window=True, max_window_layers=1)
-    windowed.load_state_dict(model.state_dict())
-    return windowed
-
-
-def no_bias(model: Any) -> None:
-    model.model.layers[1].self_attn.k_proj.bias = None
-
-
 def merged_twice(model: Any) -> None:
     layer = model.model.layers[1].self_attn.v_proj
     up = layer.lora_B["default"].weight
     layer.base_layer.weight.data += 2.0 * up.data @ layer.lora_A["default"].weight.data
-
-
-def one_step_old(model: Any) -> None:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    model(input_ids=TOKENS, labels=TOKENS).loss.backward()
-    optimizer.step()
 
 
 def untied(model: Any) -> None:
@@ -131,10 +115,6 @@ def untied(model: Any) -> None:
 
 def float8(model: Any) -> None:
     ng.swap_linears(model, "float8-row")
-
-
-def nvfp4(model: Any) -> None:
-    ng.swap_linears(model, "nvfp4")
 
 
 def one_head(model: Any) -> None:
@@ -147,12 +127,8 @@ CASES: dict[str, tuple[Callable[[Any], Any], str, str]] = {
     "norm": (narrow_norm, "model.layers.1.input_layernorm", "other-outputs"),
     "rotary": (narrow_rotary, "model.rotary_emb", "other-outputs"),
     "scale": (other_scale, ATTENTION, "other-outputs"),
-    "window": (window, ATTENTION, "other-outputs"),
-    "bias": (no_bias, "model.layers.1.self_attn.k_proj", "other-outputs"),
     "twice": (merged_twice, "model.layers.1.self_attn.v_proj", "adapter-times"),
-    "old": (one_step_old, "model.embed_tokens", "other-outputs"),
     "float8": (float8, "model.layers.0.self_attn.q_proj", "other-outputs"),
-    "nvfp4": (nvfp4, "model.layers.0.self_attn.q_proj", "other-outputs"),
     "head": (one_head, "model.layers.1.self_attn.q_proj", "other-outputs"),
 }
 """What the second model changes; the place that is named, and by which reading."""
