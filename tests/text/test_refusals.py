@@ -115,7 +115,6 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a reduction": (lambda: parse("bfloat16/word/reproducibl"), RecipeError, "'reproducibl'"),
     "a compute": (lambda: parse("float8-rwo"), RecipeError, "mean 'float8-row'"),
     "two meanings": (lambda: get_compute("float8"), RecipeError, "float8-row.*float8-tensor"),
-    "no such storage of a weight": (lambda: parse("float16-throughout/float32"), RecipeError, "'stochastic'"),
     # optimizers
     "lr": (lambda: ng.AdamW(weights(), lr=-1.0), RecipeError, "lr = -1.*at least 0"),
     "beta": (lambda: ng.AdamW(weights(), betas=(0.9, 1.0)), RecipeError, r"beta2 = 1\.0.*below 1"),
