@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import tensors
 from narrowgauge.matmul.gemm import EmulationNotice, operand_dtype
-from narrowgauge.matmul.layer_matmuls import Call, output, without_outliers
+from narrowgauge.matmul.layer_matmuls import Call, outlier_columns, output
 from narrowgauge.matmul.linear import Linear
 from narrowgauge.matmul.operand import Operand, cast_matrix, content_key, mixed
 from narrowgauge.matmul.swapping import NarrowLayers, swap_linears
@@ -146,7 +146,7 @@ def operands(layer: Linear, x: Tensor, grad: Tensor) -> dict[str, tuple[Tensor, 
     saved = output(x, weight, None, Call(layer.registered_name))[1]
     outliers = row.output.left.outliers
     sources = {
-        "output": (without_outliers(x, outliers) if outliers else x, weight),
+        "output": (torch.where(outlier_columns(x, outliers), 0, x) if outliers else x, weight),
         "grad_input": (grad, weight),
         "grad_weight": (grad, x),
     }

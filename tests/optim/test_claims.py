@@ -9,7 +9,6 @@ import expectations
 import narrowgauge as ng
 from narrowgauge.optim import AuditedUpdates, UpdateLossWarning
 from narrowgauge.spec.storages import STORAGES
-from narrowgauge.torch_support.machine import compiler_missing
 from optim.pairs import parameters
 from optim.scenarios import OPTIMIZERS, arrived, stall
 from oracles.adamw import AdamW64
@@ -95,9 +94,7 @@ def test_a_storage_takes_the_rules_step_wherever_it_says_so(storage: str) -> Non
     """A window has two ends."""
     slopes = {}
     for size in held(storage):
-        slope, reading = late_slope(storage, size)
-        slopes[size] = slope
-        assert reading.at_end == 0
+        slopes[size] = late_slope(storage, size)[0]
     spread = 10.0 ** torch.arange(-6, 6).repeat(100)[:1024]
     ends = torch.tensor(STORAGES[storage].gradients)
     if STORAGES[storage].visible != "float16":
@@ -121,21 +118,19 @@ def test_every_rule_takes_its_step_at_both_ends(rule: str) -> None:
     assert {name: slope for name, slope in slopes.items() if not 0.97 < slope < 1.03} == {}
 
 
-@pytest.mark.parametrize(("storage", "factor"), [("word", 4), ("float16/naive", 64)])
+@pytest.mark.parametrize(("storage", "factor"), [("word", 4), ("float16/naive", 16)])
 def test_gradients_beyond_a_storages_range_raise_an_alarm(storage: str, factor: float) -> None:
     size = factor * STORAGES[storage].gradients[1]
-    with pytest.warns(
-        UpdateLossWarning, match=rf"too large for storage '{storage}': .* '.*split' would"
-    ):
+    with pytest.warns(UpdateLossWarning, match=rf"storage '{storage}' rounds .* '.*split' would"):
         _, reading = late_slope(storage, size)
-    assert reading.at_end > 0.01
+    assert not 0.9 < reading.edq < 1.1
 
 
 @pytest.mark.parametrize("storage", STALLED)
 def test_storages_that_stall_warn_and_name_one_that_does_not(storage: str) -> None:
     fallback = STORAGES[storage].fallback
     with pytest.warns(
-        UpdateLossWarning, match=rf"'weight' loses \d+% .* '{fallback}' would keep it"
+        UpdateLossWarning, match=rf"'weight' stores \d+% .* '{fallback}' would keep it"
     ):
         error, reading = stall(storage, side=64)
     bare = storage in (
@@ -162,9 +157,8 @@ def test_second_moment_of_a_constant_gradient(storage: str, bound: float) -> Non
     # is over their hashes.
     values = (torch.arange(side * side) + 0x3F00).to(torch.int16).view(torch.bfloat16)
     weight = torch.nn.Parameter(values.view(side, side))
-    compile = not compiler_missing()
     options = {"lr": 1e-30, "betas": (0.9, beta2), "audit_every": 0}
-    optimizer = ng.AdamW([weight], **options, storage=storage, compile=compile)
+    optimizer = ng.AdamW([weight], **options, storage=storage, compile=True)
     # A first step with beta2 = 0 and a gradient of the right size puts the moment near where it
     # will end.
     optimizer.param_groups[0]["betas"] = (0.9, 0.0)

@@ -183,13 +183,6 @@ def test_an_unfit_state_is_refused_and_nothing_is_lost(
     assert_same_bits(everything(trained(storage, steps=5)), everything(optimizer))
 
 
-def test_an_audit_of_all_ranks_stays_one_after_a_load() -> None:
-    optimizer = ng.AdamW([torch.nn.Parameter(torch.ones(2))], storage="float32", compile=False)
-    optimizer.auditor.is_joined = True
-    optimizer.load_state_dict(optimizer.state_dict())
-    assert optimizer.auditor.is_joined
-
-
 def test_moments_of_another_window_are_refused() -> None:
     optimizer = trained("word")
     saved = optimizer.state_dict()

@@ -183,15 +183,14 @@ def show_step(storage: str, rule: str) -> None:
 @click.option("--cuda", is_flag=True, help="Measure the GPU, not the CPU.")
 @flags.json_object
 def show_arithmetic(cuda: bool, as_json: bool) -> None:
-    """Measure this machine's arithmetic: the bits that sums and functions give on fixed numbers,
-    and what the number of threads changes.
+    """Measure this machine's arithmetic: the bits that sums and functions give on fixed numbers.
 
-    On two machines or versions, compare the outputs with diff; of two runs, narrowgauge diagnose
-    RUN OTHER compares it.
+    On two machines, versions or numbers of threads (OMP_NUM_THREADS), compare the outputs with diff;
+    of two runs, narrowgauge diagnose RUN OTHER compares it.
     """
     import torch
 
-    from narrowgauge.measuring.arithmetic import measure_arithmetic, measure_changes
+    from narrowgauge.measuring.arithmetic import measure_arithmetic
 
     if cuda and not torch.cuda.is_available():
         raise ChipError(
@@ -199,14 +198,11 @@ def show_arithmetic(cuda: bool, as_json: bool) -> None:
             "Leave --cuda out to measure this CPU.",
         )
     table = measure_arithmetic(torch.device("cuda" if cuda else "cpu"))
-    changes = {} if cuda else measure_changes()
     if as_json:
-        return tables.write_json({**table, "changes": changes})
+        return tables.write_json(table)
     for part in table.values():
         for name, text in part.items():
             click.echo(f"{name}: {text}")
-    for setting, probes in changes.items():
-        click.echo(f"{setting} changes: {', '.join(probes) or 'nothing'}")
     return None
 
 

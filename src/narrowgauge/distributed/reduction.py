@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from narrowgauge.distributed.exact_sum import ExactSum
 from narrowgauge.distributed.ranks import all_ranks, has_group
@@ -90,7 +91,19 @@ def reduce_gradients_with(
             "Cannot sum gradients because a reduction sums this model's gradients already.",
             "Call close() of that one first; prepare() installs one as optimizer.reduction.",
         )
+    require_no_statistics(model)
     return GradientReduction(model, average, mesh)
+
+
+def require_no_statistics(model: nn.Module) -> None:
+    """Refuse running statistics, which depend on which micro-batches a rank has seen."""
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and module.track_running_stats and module.training:
+            raise RecipeError(
+                f"Cannot have the same bits on any number of ranks because '{name}' has running "
+                "statistics, which depend on the micro-batches that a rank has seen.",
+                "Replace it by a layer norm or group norm, or take another reduction.",
+            )
 
 
 def reduction_of(model: nn.Module) -> GradientReduction | None:

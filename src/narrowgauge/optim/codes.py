@@ -436,17 +436,3 @@ def changes(storage: Storage, lane: Lane, written: Written) -> tuple[Tensor, Ten
     stored = read_weight(storage, after) - read_weight(storage, lane)
     old = visible_value(storage.visible, lane.visible)
     return written.intended, stored, visible_value(storage.visible, written.visible) - old
-
-
-def num_at_end(storage: Storage, written: Written, lane: Lane) -> Tensor:
-    """Return 1.0 for each element with a state at the end of its window, where larger values stop.
-
-    Codes that follow their row have no such end.
-    """
-    at_end = torch.zeros_like(written.intended)
-    for name, _ in storage.states:
-        code = storage.code(name)
-        if code.is_window and not code.scaled:
-            steps = (written.fields[name] >> lane.fields[name][1]) & _last_step(code)
-            at_end = at_end.maximum((steps == _last_step(code)).to(at_end.dtype))
-    return at_end

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from narrowgauge.numerics.rounding import Addend, bits_of, dither, quiet, random_bits
+from narrowgauge.numerics.rounding import Addend, bits_of, quiet, random_bits
 from narrowgauge.optim.codes import MANTISSA, decode, encode, multipliers
 from narrowgauge.optim.planes import INTEGER, dropped_bits
 from narrowgauge.spec.storages import BFLOAT16, FLOAT32, Code, width_of
@@ -61,7 +61,7 @@ def encode_alone(code: Code, values: Tensor, seed: Tensor, bound: Tensor | None 
         # Modulo 2^32: the numbers of a matrix of more elements begin again.
         place = (row[:, None] * columns + column).view(value.shape[-2:])
         random = random_bits(place ^ (bits_of(value) & MANTISSA), seed)
-        addend = dither(random, 32 - dropped, dropped, dropped)
+        addend = (random >> (32 - dropped)) & ((1 << dropped) - 1)
     dtype = alone_dtype(code)
     into = None
     if bound is not None:

@@ -108,11 +108,11 @@ def in_expansions(inputs: Inputs) -> Written:
     # NaNs of weights and gradients may have any payload. Rounding to few bits would carry it into
     # the sign.
     high, low = map(quiet, codes.read(storage, lane))
-    moments = [codes.read_parts(storage, lane, name) for name in rule.states]
+    first, second = [codes.read_parts(storage, lane, name) for name in rule.states]
     gradient = quiet(lane.gradient * scalars["gradient_scale"])
     rounding = NearestEven(dropped_bits(storage.weight))
     weight = finite_or_zero(high), low
-    change, stepped, *new = collage_adamw(weight, gradient, *moments, scalars, rounding)
+    change, stepped, *new = collage_adamw(weight, gradient, first, second, scalars, rounding)
     is_finite = high.abs() < math.inf
     visible = codes.encode_visible(storage, torch.where(is_finite, stepped[0], high), None)
     fields = codes.write_low(storage, lane, visible, torch.where(is_finite, stepped[1], low))

@@ -518,7 +518,6 @@ class Optimizer(torch.optim.Optimizer):
         # Autocast would round the operands of matrix rules.
         with torch.autocast(device.type, enabled=False):
             Step(control, self.auditor, self.audit_every, self._tables, self.compile).run(work)
-        self.auditor.start_copy()
         torch._foreach_add_(steps, 1)
         for state in states:
             state.step += 1
@@ -527,9 +526,7 @@ class Optimizer(torch.optim.Optimizer):
         if may_skip:
             skip = HostCopy(control[1])
         self._pending = _Pending(skip, states)
-        # A CPU has nothing to wait for. An audit that all ranks join is joined now: later, one rank
-        # may ask for it alone.
-        if control.is_cpu or (self.auditor.is_joined and self._is_audited(states)):
+        if control.is_cpu:  # which has nothing to wait for
             self.settle()
         for state in states:
             state.end()
@@ -587,17 +584,11 @@ class Optimizer(torch.optim.Optimizer):
                 state.entry["step"] -= 1
             self.auditor.fresh.clear()
             return
-        # Ranks without audited elements take part too.
-        if self.auditor.is_joined and self._is_audited(states):
-            self.auditor.join(list(self._parameters()))
         self.last_audit = self.auditor.collect()
         if self.last_audit is not None:
             alarms = self.auditor.alarms(self.parameter_names, self.storage_of)
             if alarms:
                 self.on_alarm(alarms)
-
-    def _is_audited(self, states: list[LocalState]) -> bool:
-        return any(self.audit_every and state.step % self.audit_every == 0 for state in states)
 
     # ── saving and loading ────────────────────────────────────────────────────────────────────────
 
@@ -681,7 +672,7 @@ class Optimizer(torch.optim.Optimizer):
         if is_copy:
             self.kernels = Kernels(self.rule)
         self._pending = None
-        self.auditor = Auditor(self.auditor.is_joined)
+        self.auditor = Auditor()
         self._tables.clear()
 
 

@@ -94,13 +94,13 @@ class Step:
     def write(self, batch: Batch) -> None:
         """Step elementwise rules, or write the changes of matrices."""
         if self.audit_every:
-            self.auditor.samples.before(batch, self.audit_every)
+            self.auditor.before(batch, self.audit_every)
         for state in self._launch(batch):
             if state.kernel.how_it_ran == TORCH:
                 definition.run_compiled(state, batch[state])
             else:
                 definition.run(state, batch[state])
-        self.auditor.fresh += self.auditor.samples.after()
+        self.auditor.after()
 
     def _launch(self, batch: Batch) -> list[LocalState]:
         """Step by one launch for each kernel. Return the states that no launch steps."""
