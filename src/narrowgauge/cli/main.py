@@ -114,7 +114,7 @@ def show_group(context: click.Context) -> None:
     help_without_command(context)
 
 
-def _print(as_json: bool, rows: list[tables.Row], parts: tables.Table | list[tables.Table]) -> None:
+def _print(as_json: bool, rows: Any, parts: tables.Table | list[tables.Table]) -> None:
     if as_json:
         tables.write_json(rows)
     else:
@@ -161,16 +161,12 @@ def show_checks(as_json: bool) -> None:
     _print(as_json, table.rows, table)
 
 
-def _print_page(page: Any, name: str, as_json: bool) -> None:
-    _print(as_json, *page(name))
-
-
-for _name, _page, _help in (
-    ("recipe", show.page_recipe, "What the recipe NAME stores, computes and loses."),
-    ("compute", show.page_compute, "How the compute NAME casts each operand of a layer's matmuls."),
-):
-    _command = click.argument("name")(flags.json_list(partial(_print_page, _page)))
-    show_group.command(_name, help=_help)(_command)
+@show_group.command("recipe")
+@click.argument("name")
+@flags.json_object
+def show_recipe(name: str, as_json: bool) -> None:
+    """What the recipe NAME stores, computes and loses."""
+    _print(as_json, *show.page_recipe(name))
 
 
 @show_group.command("step", short_help="The step of a storage: what runs on CPUs.")
