@@ -275,8 +275,8 @@ def test_spikes_become_the_level_if_they_last_without_a_break() -> None:
 @pytest.mark.parametrize(
     "row",
     [
-        {"tensors": None, "updates": {}},
-        {"tensors": {"grad:w": []}, "updates": {"w": [None] * 6}},
+        {"tensors": None, "attention": {}},
+        {"tensors": {"grad:w": []}, "attention": {"w": [None]}},
         {"tensors": {"unheard-of:w": [0.0] * 20}, "attention": {"a": [None, None]}},
         {"unheard-of": {"w": [math.nan]}},
     ],
