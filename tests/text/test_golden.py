@@ -31,6 +31,7 @@ COMMANDS = {
     "show-formats": "show formats",
     "show-storages": "show storages",
     "show-recipe-word": "show recipe float8-row/word",
+    "show-recipe-nvfp4": "show recipe nvfp4",
     "plan-state": "show storages --params 10e9",
     "plan-run": f"plan run --model llama-8b {WORD} --chips 8 --tokens 1e12",
     "plan-run-too-large": f"plan run --model llama-70b {WORD} --chips 8",
@@ -59,11 +60,11 @@ def with_validation(recipe: str, losses: tuple[float, ...], step_seconds: float)
 
 def compared() -> list[Run]:
     alarm = Reading(10, "storage", "norm.weight", "lost-updates", 0.3, 1.0, 0.1)
-    lost: dict[str, Any] = {"edq": (1.0, 0.4, 0.3, 0.3), "events": [alarm.to_dict()]}
+    lost: dict[str, Any] = {"edq": 0.3, "events": [alarm.to_dict()]}
     return [
         *with_validation("bfloat16/master", (4.0, 4.1, 4.2), 0.5),
         *with_validation("bfloat16/word", (4.01, 4.09, 4.2), 0.25),
-        *seeds("bfloat16/compact", (4.013, 4.1, 4.197), noise=5.0),
+        *seeds("bfloat16/compact", (4.013, 4.1, 4.197)),
         *seeds("bfloat16/naive", (4.1, 4.2, 4.31), skipped=1, **lost),
         *seeds("float8-row/word", (4.02, 4.121, 4.22)),
     ]
