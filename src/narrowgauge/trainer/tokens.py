@@ -144,7 +144,6 @@ class Tokens:
     train: np.ndarray
     held_out: np.ndarray
     vocab_size: int
-    folder: Path | None = None
     fingerprint: str = ""
 
     def require(self, sequence_length: int) -> None:
@@ -186,7 +185,7 @@ class Tokens:
     def table(self) -> dict[str, Any]:
         """Return the table ``data`` of the record."""
         return {
-            "folder": str(self.folder), "fingerprint": self.fingerprint, "tokens": len(self.train),
+            "fingerprint": self.fingerprint, "tokens": len(self.train),
             "vocab_size": self.vocab_size, "unigram_loss": self.unigram_loss(),
         }  # fmt: skip
 
@@ -219,4 +218,4 @@ def open_tokens(folder: str | Path) -> Tokens:
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         vocab_size = max(vocab_size, tokenizer.get_vocab_size())
     cut = len(ids) - len(ids) // 20
-    return Tokens(ids[:cut], ids[cut:], vocab_size, folder, digest(file))
+    return Tokens(ids[:cut], ids[cut:], vocab_size, digest(file))
