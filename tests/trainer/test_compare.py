@@ -81,7 +81,7 @@ NAMES = [f"bfloat16-{name}-seed{seed}" for seed in (0, 1) for name in ("word", "
 def base(place: Path, one_thread: None) -> dict[str, Any]:
     """The settings that all runs share."""
     short = {"steps": 4, "eval_every": 2, "checkpoint_every": 1, "gauges_every": 0}
-    table = settings(place, Path("nowhere"), **short).to_dict()
+    table = vars(settings(place, Path("nowhere"), **short))
     return {name: value for name, value in table.items() if name not in OF_A_RUN}
 
 

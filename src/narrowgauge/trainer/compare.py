@@ -177,7 +177,7 @@ def compare_recipes(
     say = partial(print, file=stream, flush=True)
     say(f"{counted(len(entries), 'run')} in {folder}. The same command goes on after a stop.")
     for number, entry in enumerate(entries, 1):
-        run = loop.train(entry.settings.to_dict(), is_verbose=False)
+        run = loop.train(vars(entry.settings), is_verbose=False)
         loss = (read_run(run).summary or {})["val_loss"]
         name = f"{entry.settings.recipe}, seed {entry.settings.seed}"
         took = "  trained earlier" if entry.is_finished else ""
