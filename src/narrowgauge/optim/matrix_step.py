@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from narrowgauge.numerics.dtensor import gathered, own_part
+from narrowgauge.optim.extras import extra_values, store_extra
 from narrowgauge.optim.kernel import Numbers
 from narrowgauge.optim.rules.matrix import MatrixRule, Options, matrix_shape
 from narrowgauge.optim.state import LocalState
-from narrowgauge.optim.values import extra_values, store_extra
 
 Batch = Mapping[LocalState, Numbers]
 """States with the numbers of their step."""

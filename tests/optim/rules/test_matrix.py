@@ -18,7 +18,6 @@ from narrowgauge.optim.rules.matrix import (
     GALORE,
     MUON,
     MatrixRule,
-    shapes_of_states,
 )
 from narrowgauge.optim.rules.subspaces import leading_basis
 from narrowgauge.spec.storages import STORAGES
@@ -61,7 +60,7 @@ def train(
     for step in range(1, steps + 1):
         parameter.grad = gradient(parameter.detach(), step)
         optimizer.step()
-    names = shapes_of_states(rule, parameter.shape, group)
+    names = optimizer.local_state(parameter).names  # type: ignore[union-attr]
     return parameter.detach(), {name: optimizer.stored(parameter, name) for name in names}
 
 
@@ -191,15 +190,6 @@ COPIES = {"Muon": 4, "GaLore": 4}
 """Transient memory of a matrix rule, at most, in float32 copies of the matrix, as the docstrings
 say.
 """
-
-
-@EVERY
-def test_states_have_their_shapes_before_the_first_step(rule: MatrixRule) -> None:
-    weight = nn.Parameter(torch.ones(8, 16))
-    options = options_of(rule)
-    optimizer = Optimizer([weight], rule, options, storage="float32")
-    for name, shape in shapes_of_states(rule, weight.shape, options).items():
-        assert torch.equal(optimizer.stored(weight, name), torch.zeros(shape)), name
 
 
 @pytest.mark.parametrize("rule", COPIES)
