@@ -89,7 +89,10 @@ def torch_states(
             entry = state_dict["state"].get(key)
             if not entry:
                 continue
-            if set(entry) != {"step", *STATE_NAMES} or type(local_of(entry["exp_avg"])) is not Tensor:
+            if (
+                set(entry) != {"step", *STATE_NAMES}
+                or type(local_of(entry["exp_avg"])) is not Tensor
+            ):
                 raise DataError(
                     f"Cannot load a state of {', '.join(sorted(entry))}.",
                     "Give the state of torch's Adam or AdamW, in plain tensors.",

@@ -14,7 +14,8 @@ element's position in the whole tensor. So sharding and resuming change none, an
 different ones. They are uniform in the *bits*. Below a power of two an ulp is half as large: a
 value uniform in its cell would leave it too fast on one side, too slowly on the other.
 
-Zeros stay zeros. A vector of ones and zeros, as gains and biases begin, stays as it is.
+Zeros stay zeros. A vector of one value, or of ones and zeros, stays as it is: so gains and
+biases begin.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.numerics.chunks import chunk_size
-from narrowgauge.numerics.dtensor import local_of, place_along
+from narrowgauge.numerics.dtensor import is_sharded, local_of, place_along
 from narrowgauge.numerics.hashing import named_seed
 from narrowgauge.numerics.rounding import random_bits
 from narrowgauge.optim.values import store_low_bits
@@ -77,7 +78,9 @@ def _wrapped(number: int) -> int:
 def fill_states(states: Mapping[Any, str], seed: int) -> None:
     """Fill the low bits of new states, each with the name of its parameter."""
     for state, name in states.items():
-        seen = state.parameter.detach().float()
-        is_initial = seen.ndim < 2 and torch.equal(seen.square(), seen.abs())
-        if has_low_bits(state.storage) and not is_initial:
+        seen = state.parameter.detach().float().reshape(-1)
+        stays = torch.equal(seen.square(), seen.abs())
+        if not is_sharded(state.owner):
+            stays |= torch.equal(seen[1:], seen[:-1])
+        if has_low_bits(state.storage) and not (stays and state.owner.ndim < 2):
             store_low_bits(state, random_of(state.owner, seed, name))

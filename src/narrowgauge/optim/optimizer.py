@@ -162,8 +162,8 @@ class Optimizer(torch.optim.Optimizer):
         self.loss_scale: Tensor | None = None  # that of the last step, if there was one
         self._stepped = False
         self._uncompiled: Callable[..., Any] | None = None
-        # Whether the last step was skipped, while this is on a device, and its states.
-        self._pending: tuple[HostCopy | None, list[LocalState]] | None = None
+        # Whether the last step was skipped, while this is on a device, and its counts of steps.
+        self._pending: tuple[HostCopy | None, list[Tensor]] | None = None
         # The visible format of each parameter to be rounded, until all groups are checked.
         self._to_round = None
         self.rounded: list[str] = []  # names of the float32 parameters that it has rounded
@@ -491,13 +491,12 @@ class Optimizer(torch.optim.Optimizer):
         # Autocast would round the operands of matrix rules.
         with torch.autocast(device.type, enabled=False):
             Step(control, self.auditor, self.audit_every, self._tables, self.compile).run(work)
-        torch._foreach_add_([state.entry["step"] for state in states], 1)
+        counts = [state.entry["step"] for state in states]
+        torch._foreach_add_(counts, 1)
         may_skip = decision.norm is not None or found_inf is not None
-        self._pending = (HostCopy(control[1]) if may_skip else None, states)
+        self._pending = (HostCopy(control[1]) if may_skip else None, counts)
         if control.is_cpu:  # which has nothing to wait for
             self.settle()
-        for state in states:
-            state.end()
 
     def _with_gradient(self, group: Group, gradients: list[Tensor]) -> list[LocalState]:
         """Return the states of a group's parameters that have a gradient, with it.
@@ -528,13 +527,12 @@ class Optimizer(torch.optim.Optimizer):
         """
         if self._pending is None:
             return
-        skip, states = self._pending
+        skip, counts = self._pending
         self._pending = None
         self.last_audit = None
         if skip is not None and skip.item() != 0.0:
             self.num_skipped += 1
-            for state in states:
-                state.entry["step"] -= 1
+            torch._foreach_add_(counts, -1)
             self.auditor.fresh.clear()
             return
         self.last_audit = self.auditor.collect()

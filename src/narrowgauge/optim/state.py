@@ -26,8 +26,6 @@ from narrowgauge.spec.storages import FLOAT32, WINDOW, Code, Storage
 
 Extras = Mapping[str, MatrixState]
 """The states of a matrix rule that have shapes of their own, by name."""
-NO_GRADIENT = torch.empty(0, dtype=torch.float32, device="cpu")
-"""Stands for the gradient of a step that has ended, which can be freed then."""
 
 
 class State(dict[str, Any]):
@@ -59,6 +57,9 @@ class Spec(NamedTuple):
 def specs_of(parameter: Tensor, kernel: Kernel, extras: Extras) -> list[Spec]:
     """Return the local tensors of a parameter's state."""
     shape = local_of(parameter).shape
+    key = shape, parameter.shape
+    if key in kernel.specs and not extras:  # each step asks for each tensor
+        return kernel.specs[key]
     specs = [Spec("planes", x.name, x.name, x.dtype, shape) for x in kernel.planes]
     for name in kernel.scaled:
         dims = row_dims(parameter.shape)
@@ -66,11 +67,12 @@ def specs_of(parameter: Tensor, kernel: Kernel, extras: Extras) -> list[Spec]:
         specs.append(Spec("bounds", name, f"{name}_bound", torch.float32, rows))
     for name, extra in extras.items():
         code = code_of_extra(kernel.storage, extra)
-        key = saved_as(name, code)
-        specs.append(Spec("extras", name, key, alone_dtype(code), extra.shape))
+        key_of_extra = saved_as(name, code)
+        specs.append(Spec("extras", name, key_of_extra, alone_dtype(code), extra.shape))
         if code.scaled:
             rows = (*extra.shape[:-1], 1)
             specs.append(Spec("extra_bounds", name, f"{name}_bound", torch.float32, rows))
+    kernel.specs[key] = specs
     return specs
 
 
@@ -156,7 +158,7 @@ class LocalState:
         self.storage = kernel.storage
         self.parameter = local_of(owner)
         self.step = int(entry["step"])
-        self.gradient = NO_GRADIENT
+        self.gradient: Any = None
         self.change: Any = None
         strange = kernel.packed_names & entry.keys()
         if strange:
@@ -172,40 +174,25 @@ class LocalState:
         self.extras: dict[str, Tensor] = {}
         self.extra_bounds: dict[str, Tensor] = {}
         self.extra_codes = {name: code_of_extra(self.storage, x) for name, x in extras.items()}
-        for spec in specs_of(owner, kernel, extras):
-            self._take(spec)
-        for name, bound in self.bounds.items():
-            self.bounds[name] = bound.view(-1, 1)
-
-    def _take(self, spec: Spec) -> None:
-        """Read a local tensor of the state. Move it if the model has moved."""
-        value: Any = self.entry.get(spec.name)
-        local = value
-        if type(value) is not Tensor:  # each step asks for each tensor
+        device = self.parameter.device
+        for kind, field, name, dtype, shape in specs_of(owner, kernel, extras):
+            value = entry.get(name)
             local = local_of(value)
-        if (
-            not isinstance(local, Tensor)
-            or local.dtype is not spec.dtype
-            or local.shape != spec.shape
-        ):
-            check_tensor(spec.name, local, spec.dtype, spec.shape, self.kernel)
-        if local.device != self.parameter.device:
-            self.entry[spec.name] = value.to(self.parameter.device)
-            local = local_of(self.entry[spec.name])
-        self.tensors[spec.name] = local
-        getattr(self, spec.kind)[spec.field] = local
+            if not isinstance(local, Tensor) or local.dtype is not dtype or local.shape != shape:
+                check_tensor(name, local, dtype, shape, kernel)
+            if local.device != device:  # the model has moved
+                entry[name] = value.to(device)
+                local = local_of(entry[name])
+            self.tensors[name] = local
+            if kind == "bounds":
+                local = local.view(-1, 1)
+            getattr(self, kind)[field] = local
 
     def in_rows(self, values: Tensor) -> Tensor:
         """Return a tensor in the parameter's shape as rows and columns: its own memory if that is
         dense and in order.
         """
         return values.contiguous().view(self.form)
-
-    def end(self) -> None:
-        """Drop the tensors after a step, so that what a script removes is freed at once."""
-        self.gradient = NO_GRADIENT
-        for tensors in (self.tensors, self.planes, self.bounds, self.extras, self.extra_bounds):
-            tensors.clear()
 
     @property
     def names(self) -> list[str]:
