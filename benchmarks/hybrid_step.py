@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _timing import Report, Row, parser
+from _timing import Row, begin, parser, show
 from torch.distributed import tensor as placements
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import parallel
@@ -222,11 +222,11 @@ def planned(sharding: int, tensor: int, length: int, units: Parts) -> Parts:
 def main(arguments: Sequence[str]) -> int:
     """Print the tables."""
     options = parser(__doc__, rounds=9).parse_args(arguments)
-    report = Report("hybrid_step", options)
+    begin("hybrid_step", options)
     length = 32 if options.quick else 256
     units, measured = on_ranks(on_a_rank, 4, length, options.rounds)
     rates = {name: 1e-9 / seconds for name, seconds in units.items()}
-    report.add("what a rank reaches, 10⁹ a second", [rates])
+    show("what a rank reaches, 10⁹ a second", [rates])
     rows: list[Row] = [{"seconds": "measured"} | measured]
     total = sum(measured.values())
     for name, ranks in LAYOUTS.items():
@@ -234,8 +234,8 @@ def main(arguments: Sequence[str]) -> int:
         apart = sum(abs(plan[part] - measured[part]) for part in plan)
         share = sum(plan.values()) / total
         rows.append({"seconds": name} | plan | {"share": share, "distance": apart / total})
-    report.add("a step measured, and three plans", rows)
-    return report.end()
+    show("a step measured, and three plans", rows)
+    return 0
 
 
 if __name__ == "__main__":

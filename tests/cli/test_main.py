@@ -15,7 +15,7 @@ import torch
 
 from narrowgauge.errors import Terminated
 from narrowgauge.runs.atomic_io import digest
-from narrowgauge.runs.writer import RunWriter
+from narrowgauge.runs.writer import Record
 from narrowgauge.trainer import loop
 from narrowgauge.trainer.settings import Settings
 from narrowgauge.trainer.tokens import load_tokenizer, open_tokens, write_tokens
@@ -86,10 +86,10 @@ FINISHED = ["train --out done", "train --out done --steps 1"]
 
 
 def test_what_is_refused_or_finished_says_so_before_torch_is_loaded(tmp_path: Path) -> None:
-    RunWriter.create(tmp_path / "odd", {"recorder": {"program": "mine.py"}}).close()
+    Record.create(tmp_path / "odd", {"recorder": {"program": "mine.py"}}).close()
     tokens = write_tokens(["text " * 2000], load_tokenizer(None), tmp_path / "tokens")
     config = {"recipe": "bfloat16/word", "data": str(tokens), "steps": 1}
-    with RunWriter.create(tmp_path / "done", {"config": config}) as writer:
+    with Record.create(tmp_path / "done", {"config": config}) as writer:
         writer.summary({"steps": 1, "val_loss": 4.0})
     checkpoint = tmp_path / "done" / "checkpoints" / "step-00000001"
     checkpoint.mkdir(parents=True)

@@ -12,7 +12,6 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from matmul.scenarios import (
     EIGHT,
@@ -25,7 +24,6 @@ from matmul.scenarios import (
     same,
 )  # fmt: skip
 from narrowgauge.errors import RecipeError
-from narrowgauge.matmul.cast_cache import cached_weights
 from narrowgauge.matmul.swapping import COMPILE_OPTIONS, swap_linears
 from narrowgauge.numerics.quantization import quantize
 from narrowgauge.spec.computes import COMPUTES, Cast, Compute, Product
@@ -222,8 +220,6 @@ def test_patterns_hold_under_a_wrapper_and_a_transform_is_no_swap() -> None:
     for compute in ("scalify", "scalify-float16"):
         with pytest.raises(RecipeError, match=r"ng\.prepare"):
             swap_linears(Model(), compute)
-        with pytest.raises(RecipeError, match=r"ng\.prepare"):
-            kept.set_compute(lambda name, chosen=compute: COMPUTES[chosen])  # type: ignore[misc]
 
 
 class Halved(nn.Linear):
@@ -298,9 +294,8 @@ def test_a_second_derivative_is_refused(keep: tuple[str, ...]) -> None:
     model = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1))
     swap_linears(model, "float8-row", keep=keep)
     x = torch.randn(4, 32, requires_grad=True)
-    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
     with pytest.raises(RecipeError, match="second derivative"):
-        slope.square().sum().backward()
+        torch.autograd.grad(model(x).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="functorch"):
         torch.func.grad(lambda x: model(x).square().sum())(x.detach())
 
@@ -321,24 +316,3 @@ def test_an_encoder_takes_a_mask_of_padding_in_evaluation() -> None:
     is_padding[1, 2] = True
     with torch.no_grad():
         assert model(torch.randn(2, 3, 32), src_key_padding_mask=is_padding).shape == (2, 3, 32)
-
-
-def test_a_weight_that_changes_is_cast_again_within_cached_weights() -> None:
-    layer, _ = make_layer(COMPUTES["int8-row"])
-    x = gaussian(4, 65, seed=3)
-    with cached_weights(), torch.no_grad():
-        before = layer(x)
-        assert torch.equal(layer(x), before)
-        layer.weight.mul_(2)
-        layer.bias.mul_(2)
-        assert torch.equal(layer(x), 2 * before)
-
-
-def test_a_tied_weight_may_be_used_transposed_within_cached_weights() -> None:
-    model = nn.Sequential(nn.Linear(32, 32), Conv1D(32, 32)).bfloat16()
-    model[1].weight = model[0].weight
-    swap_linears(model, "int8-row", keep=())
-    x = gaussian(4, 32)
-    before = model(x)
-    with cached_weights():
-        assert torch.equal(model(x), before)

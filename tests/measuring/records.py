@@ -9,7 +9,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.runs import RunWriter
+from narrowgauge.runs import Record
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import METRICS
 
@@ -24,14 +24,12 @@ ATTENTION = "model.layers.1.self_attn"
 
 HEALTHY: Row = {
     "tensor": {"underflow": 0.002, "overflow": 0.0, "sqnr_db": 31.5, "outlier": 9.0},
-    "update": {"edq": 1.0, "noise": 0.006, "lost_fraction": 0.0, "unseen_fraction": 0.9,
-               "imprecision_share": 0.9, "lost_decay": 0.01},
     "attention": {"max_logit": 12.0},
 }  # fmt: skip
 
 
 def gauges(step: int, **wrong: Any) -> Row:
-    """A row of two layers; ``input=…``, ``update=…`` and so on change figures of the second one."""
+    """A row of two layers; ``input=…`` and so on change figures of the second one."""
 
     def figures(kind: str, name: str, bad: bool) -> list[float | None]:
         healthy = HEALTHY["tensor" if name == "tensors" else kind]
@@ -44,11 +42,9 @@ def gauges(step: int, **wrong: Any) -> Row:
     for kind in ("input", "output_grad"):
         for layer in (OTHER, LAYER):
             tensors[f"{kind}:{layer}"] = figures(kind, "tensors", layer == LAYER)
-    pairs = ((OTHER, False), (LAYER, True))
     return {
         "step": step,
         "tensors": tensors,
-        "updates": {f"{layer}.weight": figures("update", "updates", bad) for layer, bad in pairs},
         "attention": {ATTENTION: figures("attention", "attention", True)},
     }
 
@@ -89,7 +85,7 @@ def healthy_run(recipe: str = "bfloat16/word") -> Run:
 
 def written(run: Run, folder: Path) -> Path:
     """A record as a run folder."""
-    with RunWriter.create(folder, {"config": run.config}) as writer:
+    with Record.create(folder, {"config": run.config}) as writer:
         for row in run.steps:
             writer.append("steps", row)
         for sample in run.gauges:

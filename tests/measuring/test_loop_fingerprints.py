@@ -107,8 +107,8 @@ def test_masters_of_a_loops_own_and_states_of_any_optimizer_are_recorded(tmp_pat
         recorder.step(loss)
     rows = ng.read_run(tmp_path / "a").fingerprints
     for row in rows:
-        assert "weight:master of 1.weight" in row["tensors"]
-    assert "state:momentum_buffer:master of 1.weight" in rows[1]["tensors"]
+        assert "weight:1.weight" in row["tensors"]
+    assert "state:momentum_buffer:1.weight" in rows[1]["tensors"]
 
 
 def test_a_module_with_parameters_may_return_its_loss(tmp_path: Path) -> None:

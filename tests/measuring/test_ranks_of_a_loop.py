@@ -59,9 +59,8 @@ def test_the_step_the_tensor_and_the_rank_of_a_fault_are_told(tmp_path: Path) ->
     healthy, _, _, plain = run_ranks(train_all, 2, tmp_path / "ranks", tmp_path)[0]
     for fault in ("after", "before"):
         runs = TwoRuns(ng.read_run(tmp_path / "healthy"), ng.read_run(tmp_path / fault))
-        difference = runs.difference
-        assert difference is not None
-        assert (difference.step, difference.key) == (AT, f"grad:{NAME}")
+        (difference,) = runs.readings
+        assert (difference.step, difference.tensor) == (AT, f"grad:{NAME}")
         assert runs.ranks == ([1] if fault == "after" else [])
     for mine, its in zip(healthy, plain, strict=True):  # hooks change no bit
         assert mine.equal(its)

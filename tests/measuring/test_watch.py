@@ -19,6 +19,7 @@ import narrowgauge as ng
 from measuring.plain_loop import Loop
 from narrowgauge.measuring import laws, meter, numbers
 from narrowgauge.measuring.hooks import RunNotice
+from narrowgauge.measuring.samples import take
 from ranks import run_ranks
 
 pytestmark = [
@@ -101,14 +102,13 @@ def test_the_stored_share_is_that_of_a_twin_in_float32(kind: Any) -> None:
     loop.update()
     twin.step()
     loop.watcher.step()
-    sampler = loop.watcher.meter._sampler
     shares = loop.watcher.meter.last["stored"]
     assert len(shares) >= 8
     for (name, old), x in zip(before.items(), wide, strict=True):
         if name in shares:
-            meant = sampler.take(x.detach() - old.float()).double()
+            meant = take(x.detach() - old.float()).double()
             now = loop.model.get_parameter(name).detach()
-            stored = sampler.take(now.float() - old.float()).double()
+            stored = take(now.float() - old.float()).double()
             share = float((meant * stored).sum() / meant.square().sum())
             assert shares[name] == pytest.approx(share, rel=0.02, abs=2e-3)
     numbers = loop.watcher.numbers()
@@ -338,10 +338,23 @@ def test_a_step_of_another_optimizer_is_no_skipped_step() -> None:
     assert loop.watcher.meter.last["skipped"] is False
 
 
+def test_a_tensor_that_never_has_a_gradient_is_a_note_with_its_share() -> None:
+    class Unused(Loop):
+        def prepare(self) -> None:
+            self.model.unused = nn.Linear(4, 4)
+            self.model.blocks[0].up.weight.register_hook(torch.zeros_like)
+            self.optimizer = self.make_optimizer()
+
+    readings = Unused().run(25).readings
+    assert {(r.what, r.value, r.severity) for r in readings} == {("zero-share", 1.0, "note")}
+    assert readings[-1].tensor == "blocks.0.up.weight and 2 others"
+    assert readings[-1].step == 1
+
+
 # ── errors of ours, and ranks ─────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("place", ["_take_gradients", "_take_control", "_measured"])
+@pytest.mark.parametrize("place", ["_take_gradients", "_after", "_measured"])
 def test_an_error_of_ours_ends_the_watch_and_not_the_loop(
     place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,7 +23,6 @@ from narrowgauge.optim.shown import step_text
 from narrowgauge.spec.storages import STORAGES
 from narrowgauge.torch_support import cpp, triton
 from narrowgauge.torch_support import proof as proofs
-from narrowgauge.torch_support.machine import compiler_missing
 from optim.pairs import PAIRS, RULES, everything, kernel_of, over, parameters
 from optim.scenarios import REPRESENTATIVES
 from tensors import assert_same_bits, gaussian, take_steps
@@ -50,7 +49,8 @@ def small_programs() -> Iterator[None]:
     """Let tensors have several programs. A kernel is proved once for all tests."""
     with pytest.MonkeyPatch.context() as patch:
         if importlib.util.find_spec("triton"):
-            patch.setattr(triton.load(table.TRITON_MODULE, True), "BLOCK", 128)
+            kernels = triton.load(table.TRITON_MODULE, True)
+            patch.setattr(kernels.BLOCK, "value", 128)
         patch.setattr(step_cpp, "TILE", 32)
         patch.setattr(proofs, "_reasons", {})
         yield
@@ -68,8 +68,6 @@ def language(request: pytest.FixtureRequest) -> str:
     """Run them in the language of a CPU or of a GPU."""
     if request.param == "Triton":
         request.getfixturevalue("interpreted")
-    elif compiler_missing():
-        pytest.skip(compiler_missing())
     return request.param
 
 
@@ -233,14 +231,12 @@ def test_where_no_library_is_or_may_run_the_definition_steps(
     monkeypatch.setattr(proofs, "_reasons", {})
     cpp.build.cache_clear()
     step_cpp.functions.cache_clear()
-    proofs._warn_once.cache_clear()
     if "noexec" in words:
         monkeypatch.setattr(cpp, "_allows_programs", lambda folder: False)
         monkeypatch.setattr(cpp, "_own_folder", lambda: tmp_path)
     else:
         monkeypatch.setenv("CXX", "no-such-compiler")
         monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path))  # a library that is there is loaded
-        monkeypatch.setattr("shutil.which", lambda name: None)
     results = []
     for compile in (True, False):
         optimizer = ng.SGD(parameters("word", [(80, 80)]), lr=1e-3, storage="word", compile=compile)
@@ -273,8 +269,6 @@ def test_a_step_keeps_no_gradient(max_grad_norm: float | None) -> None:
 
 
 def test_a_rule_of_the_users_own_is_compiled_and_has_the_bits_of_its_definition() -> None:
-    if compiler_missing():
-        pytest.skip(compiler_missing())
     rule = Rule(
         "odd",
         ("average",),
@@ -327,8 +321,6 @@ def test_other_bits_are_noticed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fault: str
 ) -> None:
     """Also a last bit, which shows in one of a thousand weights of 16 bits."""
-    if compiler_missing():
-        pytest.skip(compiler_missing())
     right, wrong, storage = FAULTS[fault]
     text = step_cpp.STEP_H.read_text()
     assert right in text
@@ -346,8 +338,6 @@ def test_other_bits_are_noticed(
 
 def test_an_error_that_passes_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as a full disk."""
-    if compiler_missing():
-        pytest.skip(compiler_missing())
     monkeypatch.setattr(proofs, "_reasons", {})
     step_cpp.functions.cache_clear()
     kernel = kernel_of("adamw", "exact")

@@ -61,7 +61,7 @@ def test_what_a_loop_may_return(returned: Any, loss: float | None) -> None:
 
 LOOPS: dict[str, tuple[Any, dict[str, Any]]] = {
     "gave no validation loss for mine, but 'abc'": ("abc", {}),
-    "not one number": ({"val_loss": torch.ones(2)}, {}),
+    "gave no validation loss for mine, but {": ({"val_loss": torch.ones(2)}, {}),
     r"bfloat16/word, bfloat16/word with seeds = \[0\]": (2.0, {"recipes": ["bf16/word", "bfloat16/word"]}),
     "Cannot compare no recipe": (2.0, {"recipes": []}),
 }  # fmt: skip

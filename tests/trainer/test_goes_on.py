@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.record import Run, read_run
-from narrowgauge.runs.writer import RunWriter
+from narrowgauge.runs.writer import Record
 from narrowgauge.spec.models import WEIGHTS
 from narrowgauge.trainer import checkpoints, loop
 from narrowgauge.trainer.export import export
@@ -194,9 +194,9 @@ def test_a_save_that_fails_leaves_the_ones_before(
 def test_a_second_writer_and_a_run_of_another_program_are_refused(
     stopped: Path, place: Path, tmp_path: Path
 ) -> None:
-    with RunWriter.open(stopped):
+    with Record.open(stopped):
         assert "is writing it" in refused("train", "--out", str(stopped))
-    RunWriter.create(tmp_path / "mine", {"recorder": {"program": "mine.py"}}).close()
+    Record.create(tmp_path / "mine", {"recorder": {"program": "mine.py"}}).close()
     with pytest.raises(RecordError, match=r"RunRecorder\(…, resume=True\) in its program"):
         trained(place, tmp_path / "mine")
 

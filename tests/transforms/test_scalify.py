@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from matmul import zoo
 from narrowgauge.assembly.preparation import prepare
 from narrowgauge.errors import RecipeError
+from narrowgauge.matmul.linear import matrix_of
 from narrowgauge.trainer.language_model import build, loss_sum
 from narrowgauge.transforms.scalify import Scaled, scalify
 from tensors import gradients, random_tokens, relative_error, rms
@@ -144,13 +145,12 @@ class RecordedLinear(nn.Linear):
     is_transposed = False
 
     def forward(self, input: Tensor) -> Tensor:
-        return self.multiply(input, self.weight, self.bias)
+        return self.product(input, matrix_of(self), self.bias)
 
-    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         assert type(x) is Tensor
-        matrix = weight.t() if self.is_transposed else weight
-        self.seen = {"x": x.detach(), "weight": matrix.detach()}
-        y = x @ matrix.t()
+        self.seen = {"x": x.detach(), "weight": weight.detach()}
+        y = x @ weight.t()
         y.register_hook(lambda gradient: self.seen.update(gradient=gradient))
         return y if bias is None else y + bias
 

@@ -97,6 +97,7 @@ class Operation:
         name: without namespace and overload.
         operands: all tensors among the arguments. ``written`` are those that it writes in place,
             ``read`` those whose values it reads.
+        arguments: by their names in the schema.
         layer: the call of one of our narrow layers, whose products are one operation. Their
             arguments are as before their casts.
         draws: whether its result is random numbers; a dropout's mask is one of its results.
@@ -110,6 +111,7 @@ class Operation:
         self.site = site
         self.result: Any = None
         self.notes: dict[Any, Any] = {}
+        self.arguments: dict[str, Any] = {}
         self.operands = self.read = tensors_in((args, kwargs))
         self.written: list[Tensor] = []
         self.layer: Any = None
@@ -123,10 +125,11 @@ class Operation:
         is_random = torch.Tag.nondeterministic_seeded in func.tags
         self.draws = is_random and self.name != "native_dropout"
         self.is_collective = "c10d" in func.namespace
-        values = dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
+        names = [argument.name for argument in schema.arguments]
+        self.arguments = dict(zip(names, args, strict=False)) | kwargs
         for argument in schema.arguments:
             if argument.alias_info is not None and argument.alias_info.is_write:
-                self.written += tensors_in(values.get(argument.name))
+                self.written += tensors_in(self.arguments.get(argument.name))
         if self.is_collective and self.name.endswith("_"):
             self.written = tensors_in(args[0])  # its schema does not say so
         if self.name in _OVERWRITES or schema.overload_name.endswith("out"):

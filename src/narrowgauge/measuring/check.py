@@ -16,7 +16,6 @@ from __future__ import annotations
 from itertools import chain
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from narrowgauge.distributed.ranks import all_ranks
@@ -33,7 +32,7 @@ from narrowgauge.measuring.passes import (
     micro_batches,
     trained_leaves,
 )
-from narrowgauge.measuring.places import Roundings, add_nonfinite, add_roundings
+from narrowgauge.measuring.places import add_nonfinite, add_roundings
 from narrowgauge.measuring.policies.finite import Finite
 from narrowgauge.measuring.policies.wide import Wide
 from narrowgauge.measuring.reading import Readings, words_of
@@ -120,9 +119,14 @@ def _compare(
 ) -> Gradients:
     """Compare the gradients of one configured step, and return them."""
     leaves = trained_leaves(set_up.model) | set_up.outside
-    reason = _not_compared(leaves)
-    if reason:
-        findings.unseen["the gradient"] = reason
+    for p in leaves.values():
+        if is_sharded(p) or isinstance(getattr(p, "main_grad", None), Tensor):
+            words = "not followed through shards and main_grad; check before they are made"
+            findings.unseen["the gradient"] = words
+            return {}
+    apart = unlike({name: fingerprint(spread(p)) for name, p in leaves.items()})
+    if apart:
+        findings.unseen["the gradient"] = f"ranks hold unlike weights, such as {apart[0]}"
         return {}
     parts = micro_batches(set_up.model, batch, loss)
     passes = Passes(set_up.model, leaves, parts, loss, set_up.optimizers, batch, backward)
@@ -136,9 +140,8 @@ def _compare(
         return {}
     add_nonfinite(first, finite, findings)
     ranks = all_ranks()
-    roundings = Roundings(first, lambda sites: passes.run(passes.step, Wide(sites)))
-    add_roundings(roundings, findings, int(ranks.size == 1))  # ranks would take turns of their own
-    gradients = _above_noise(first)
+    number = int(ranks.size == 1)  # ranks would take turns of their own
+    add_roundings(first, lambda sites: passes.run(passes.step, Wide(sites)), number, findings)
     all_parts = [*chain.from_iterable(ranks.gather(parts))]
     model = unwrapped_model(set_up.model)
     alone = Passes(model, leaves, all_parts, loss, policies=[Alone()])
@@ -151,36 +154,7 @@ def _compare(
         raise
     except Exception as error:  # whatever the loss raises of an unwrapped model
         findings.unseen["the gradient"] = words_of(error)
-    return gradients
-
-
-def _not_compared(leaves: dict[str, Any]) -> str:
-    """Return why gradients are not compared; empty if they are."""
-    prints = {}
-    for name, p in leaves.items():
-        if isinstance(getattr(p, "main_grad", None), Tensor):
-            return "a kernel adds to main_grad, where a copy has none"
-        if is_sharded(p):
-            return "not followed through shards; check before they are made"
-        prints[name] = fingerprint(spread(p))
-    apart = unlike(prints)
-    if apart:
-        return f"ranks hold unlike weights, such as {', '.join(apart[:2])}"
-    return ""
-
-
-def _above_noise(first: Pass) -> Gradients:
-    """Return the gradients of a pass, with zeros for those that are rounding alone.
-
-    A bias in front of a batch norm has a gradient of zero, and gets the noise of a sum. No storage
-    need keep what it would do.
-    """
-    gradients = dict(first.gradients)
-    for name, shadow in first.shadows.items():
-        noise = gradients[name].double() - shadow
-        if noise.norm() > shadow.norm():
-            gradients[name] = torch.zeros_like(gradients[name])
-    return gradients
+    return first.gradients
 
 
 def _add_loss(plain: Pass | None, findings: Findings) -> None:

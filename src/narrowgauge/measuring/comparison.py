@@ -17,17 +17,13 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
 
 from narrowgauge.errors import RecordError
-from narrowgauge.measuring.columns import column
-from narrowgauge.measuring.intervals import PairedDifference, interval, shown_loss
+from narrowgauge.measuring.intervals import PairedDifference, interval
 from narrowgauge.measuring.labels import run_labels, seed_of
 from narrowgauge.measuring.settings import recipe_of, settings_diff
 from narrowgauge.runs.record import Run
-from narrowgauge.runs.schema import SUMMARY, Row, finite_number, number
+from narrowgauge.runs.schema import SUMMARY, Row, number
 from narrowgauge.spec.significance import MIN_EDQ
 from narrowgauge.spec.tables import Column, Table, json_value
 
@@ -46,11 +42,16 @@ _FREE = ("recipe", "seed", "warmup_steps")
 _ALIKE = (("data", "fingerprint"), ("machine", "device"), ("machine", "num_threads"))
 """Entries of other tables of ``run.toml`` that may not."""
 _OVER_SEEDS: dict[str, Callable[[list[float]], float]] = {
-    "val_loss": statistics.fmean, "val_loss_std": statistics.stdev, "late_edq": statistics.median,
-    "tokens_per_second": statistics.median, "bytes_per_param": statistics.median,
-    "step_memory_bytes": max, "step_ratio": statistics.median,
+    "val_loss": statistics.fmean, "edq": statistics.median, "tokens_per_second": statistics.median,
+    "bytes_per_param": statistics.median, "step_memory_bytes": max, "step_ratio": statistics.median,
 }  # fmt: skip
 """The metrics of a row, and how they are taken over the seeds that count."""
+
+
+_TITLES = {
+    "bytes_per_param": "bytes/param", "tokens_per_second": "tokens/s",
+    "step_ratio": "step, x bfloat16", "step_memory_bytes": "MiB a step", "edq": "late EDQ",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,8 @@ class Comparison:
     Args:
         rows: a row per recipe: ``recipe``, ``val_loss`` (mean over the seeds that count),
             ``val_loss_std`` (between seeds), ``tokens_per_second`` (median), ``bytes_per_param``,
-            ``step_memory_bytes``, ``step_ratio`` (time of a step over bfloat16's), ``late_edq``
-            (the audit's last values), ``diverged`` (whether any seed did), ``num_seeds``,
+            ``step_memory_bytes``, ``step_ratio`` (time of a step over bfloat16's), ``edq`` (of the
+            last audits), ``diverged`` (whether any seed did), ``num_seeds``,
             ``difference`` from the baseline's loss with its 95 % ``difference_interval`` (``None``
             with one pair), ``verdict``. Unknown values are ``None``.
         baseline: baseline of all comparisons; ``None`` if no run counts.
@@ -97,14 +98,9 @@ class Comparison:
             Column("val. loss", _loss_cell, right=True),
             Column(f"minus {self.baseline}", lambda row: minus.get(row["recipe"], "–"), right=True),
         ]
-        for name in ("bytes_per_param", "tokens_per_second", "step_ratio"):
-            columns.append(Column(SUMMARY[name].label, SUMMARY[name].cell, right=True))
-        columns += [
-            Column("MiB a step", SUMMARY["step_memory_bytes"].cell, right=True),
-            Column("late EDQ", _edq_cell, right=True),
-            Column("seeds", "num_seeds", right=True),
-            Column("verdict", "verdict"),
-        ]
+        for name, title in _TITLES.items():
+            columns.append(Column(title, SUMMARY[name].cell, right=True))
+        columns += [Column("seeds", "num_seeds", right=True), Column("verdict", "verdict")]
         shown = []
         for entry in columns:  # a column in which no run has a value says nothing
             if any(entry.cell(row) not in ("", "–") for row in self.rows):
@@ -124,16 +120,10 @@ class Comparison:
 def _loss_cell(row: Row) -> str:
     if row["val_loss"] is None:
         return str(row["verdict"])
-    text = shown_loss(row["val_loss"])
+    text = f"{row['val_loss']:#.5g}"
     if row["val_loss_std"] is not None:
-        text += f" (std {shown_loss(row['val_loss_std'])})"
+        text += f" (std {row['val_loss_std']:#.2g})"
     return text
-
-
-def _edq_cell(row: Row) -> str:
-    if row["late_edq"] is None:
-        return "–"
-    return f"{row['late_edq']:.3f}"
 
 
 def compare_runs(runs: Sequence[Run]) -> Comparison:
@@ -163,10 +153,11 @@ def compare_runs(runs: Sequence[Run]) -> Comparison:
         bfloat16/word is the cheapest within the noise: 8.00 bytes per parameter, where bfloat16/master takes 16.00.
     """
     if not runs:
-        raise RecordError("no run was named.", "Name run folders, or the folder of a comparison.")
-    labels = run_labels(runs)
+        raise RecordError(
+            "Cannot compare because no run was named.", "Name run folders, or a comparison's."
+        )
     groups = dict[str, list[Run]]()
-    for run, label in zip(runs, labels, strict=True):
+    for run, label in zip(runs, run_labels(runs), strict=True):
         groups.setdefault(label, []).append(run)
     rows = {label: _row(label, group) for label, group in groups.items()}
     baseline = _widest(groups, rows)
@@ -191,14 +182,7 @@ def compare_runs(runs: Sequence[Run]) -> Comparison:
     return Comparison(tuple(rows.values()), baseline, tuple(differences), sentences)
 
 
-# ── one run ───────────────────────────────────────────────────────────────────────────────────────
-
-
-def _has_diverged(run: Run) -> bool:
-    """Return whether the record names a divergence, or the validation loss is not finite."""
-    loss = number((run.summary or {}).get("val_loss"))
-    is_named = any(event.get("what") == "divergence" for event in run.events)
-    return is_named or (loss is not None and not math.isfinite(loss))
+# ── one recipe ────────────────────────────────────────────────────────────────────────────────────
 
 
 def _counts(run: Run) -> bool:
@@ -206,61 +190,46 @@ def _counts(run: Run) -> bool:
     return (run.summary or {}).get("val_loss") is not None and not _has_diverged(run)
 
 
-def _late_edq(run: Run) -> float | None:
-    """Return the median of the last tenth of audited values, else the summary's value: large first
-    steps dominate sums over a run.
-    """
-    values = column(run, "steps", "edq").finite
-    if len(values):
-        return float(np.median(values[-max(3, len(values) // 10) :]))
-    return finite_number((run.summary or {}).get("edq"))
-
-
-# ── one recipe ────────────────────────────────────────────────────────────────────────────────────
+def _has_diverged(run: Run) -> bool:
+    """Return whether the record names a divergence, or the validation loss is not finite."""
+    loss = number((run.summary or {}).get("val_loss"))
+    is_named = any(event["what"] == "divergence" for event in run.events)
+    return is_named or (loss is not None and not math.isfinite(loss))
 
 
 def _row(label: str, group: Sequence[Run]) -> Row:
-    ended = [run for run in group if run.summary is not None]
-    counting = list(filter(_counts, ended))
-    row: Row = {"recipe": label, **dict.fromkeys(_OVER_SEEDS)}
+    ended = [run.summary or {} for run in group if run.summary is not None]
+    counting = [run.summary or {} for run in group if _counts(run)]
+    row: Row = {"recipe": label, "val_loss_std": None}
     for name, reduce in _OVER_SEEDS.items():
-        summaries = [run.summary or {} for run in counting or ended]
-        if name in ("val_loss", "val_loss_std"):  # diverged runs also have a known speed and size
-            summaries = [run.summary or {} for run in counting]
-        values: list[Any] = [summary.get(name.removesuffix("_std")) for summary in summaries]
-        if name == "late_edq":
-            values = list(map(_late_edq, counting))
-        values = [value for value in values if value is not None and math.isfinite(value)]
-        if len(values) > (name == "val_loss_std"):
-            row[name] = reduce(values)
+        summaries = counting
+        if name not in ("val_loss", "edq"):  # diverged runs also have a known speed and size
+            summaries = counting or ended
+        values = [summary[name] for summary in summaries if summary.get(name) is not None]
+        row[name] = reduce(values) if values else None
+    if len(counting) > 1:
+        row["val_loss_std"] = statistics.stdev(summary["val_loss"] for summary in counting)
     row |= {
         "diverged": any(map(_has_diverged, group)), "num_seeds": len(counting), "difference": None,
         "difference_interval": None,
     }  # fmt: skip
-    return row | {"verdict": _fault(row, counting)}
+    return row | {"verdict": _fault(row, counting, group)}
 
 
-def _fault(row: Row, runs: Sequence[Run]) -> str:
+def _fault(row: Row, summaries: Sequence[Row], group: Sequence[Run]) -> str:
     """Return why a recipe is not to be used, by its own runs alone; empty if it may be."""
-    taken = 0
-    skipped = 0
-    level = math.inf
-    for run in runs:
-        summary = run.summary or {}
-        taken += summary.get("steps") or 0
-        skipped += summary.get("num_skipped") or 0
-        level = min(level, (run.run.get("data") or {}).get("unigram_loss") or math.inf)
+    taken = sum(summary.get("steps", 0) for summary in summaries)
+    skipped = sum(summary.get("num_skipped", 0) for summary in summaries)
+    level = min(run.run.get("data", {}).get("unigram_loss", math.inf) for run in group)
     if row["diverged"]:
         return "diverged"
-    if not runs:
+    if not summaries:
         return "no loss"
-    if row["late_edq"] is not None and row["late_edq"] < MIN_EDQ:
+    if row["edq"] is not None and row["edq"] < MIN_EDQ:
         return "loses its updates"
     if skipped > MAX_SKIPPED * taken:
         return "skips steps"
-    if row["val_loss"] >= level:
-        return "no better than token frequencies"
-    return ""
+    return "no better than token frequencies" if row["val_loss"] >= level else ""
 
 
 def _widest(groups: Mapping[str, Sequence[Run]], rows: Mapping[str, Row]) -> str | None:
@@ -269,16 +238,12 @@ def _widest(groups: Mapping[str, Sequence[Run]], rows: Mapping[str, Row]) -> str
     def width(label: str) -> tuple[bool, bool, bool, float, int]:
         row = rows[label]
         recipe = recipe_of(groups[label][0])
-        bits = 0
-        if recipe is not None:
-            bits = _WIDTHS.get(recipe.compute.name, 0)
+        bits = 0 if recipe is None else _WIDTHS.get(recipe.compute.name, 0)
         size = round(row["bytes_per_param"] or 0.0, 1)
         return row["num_seeds"] > 0, not row["verdict"], bits > 0, size, bits
 
     widest = max(groups, key=width)
-    if not rows[widest]["num_seeds"]:
-        return None
-    return widest
+    return widest if rows[widest]["num_seeds"] else None
 
 
 def _verdict(difference: PairedDifference | None, loss: float) -> str:
@@ -286,9 +251,7 @@ def _verdict(difference: PairedDifference | None, loss: float) -> str:
     if difference is None or not math.isfinite(difference.half):
         return "no interval"
     if difference.low > 0 and difference.high > NEGLIGIBLE * loss:
-        if difference.mean > ACCEPTABLE * loss:
-            return "worse by more than 1 %"
-        return "worse"
+        return "worse by more than 1 %" if difference.mean > ACCEPTABLE * loss else "worse"
     if difference.high < 0 and -difference.low > NEGLIGIBLE * loss:
         return "better"
     if difference.high > ACCEPTABLE * loss:
@@ -302,17 +265,16 @@ def _paired_difference(
     """Return a recipe's loss minus the baseline's over common seeds on the same data; ``None``
     without any.
     """
-    base = dict(zip(map(seed_of, baseline), baseline, strict=True))
+    base = {seed_of(run): run for run in baseline if _counts(run)}
     pairs = []
     for run in filter(_counts, group):
         other = base.get(seed_of(run))
-        if other is not None and _counts(other):
-            fingerprints = {run.data_fingerprint, other.data_fingerprint}
-            if len(fingerprints) == 1 or "" in fingerprints:
-                pairs.append((run.summary or {})["val_loss"] - (other.summary or {})["val_loss"])
-    if not pairs:
-        return None
-    return PairedDifference(label, *interval(pairs), len(pairs))
+        if other is None:
+            continue
+        data = {run.data_fingerprint, other.data_fingerprint}
+        if len(data) == 1 or "" in data:
+            pairs.append((run.summary or {})["val_loss"] - (other.summary or {})["val_loss"])
+    return PairedDifference(label, *interval(pairs), len(pairs)) if pairs else None
 
 
 # ── the verdict ───────────────────────────────────────────────────────────────────────────────────
@@ -322,29 +284,24 @@ def _cheapest(rows: Sequence[Row], baseline: Row) -> str:
     """Return the sentence about the cheapest recipe that is as good as the baseline: in bytes per
     parameter, then in time. Less than a tenth of a byte is a few norm weights, not a saving.
     """
+
+    def cost(row: Row) -> tuple[float, float]:
+        size = row["bytes_per_param"] or math.inf
+        return round(size, 1), -(row["tokens_per_second"] or 0.0)
+
+    name = baseline["recipe"]
     size = SUMMARY["bytes_per_param"].cell
     if baseline["verdict"] != BASELINE:
-        return f"No recipe is named. {baseline['recipe']}: {baseline['verdict']}."
-    best = baseline
-    for row in rows:
-        if (
-            row["verdict"] in FIT
-            and row["bytes_per_param"] is not None
-            and _cost(row) < _cost(best)
-        ):
-            best = row
+        return f"No recipe is named. {name}: {baseline['verdict']}."
+    fit = [row for row in rows if row["verdict"] in FIT and row["bytes_per_param"] is not None]
+    best = min([baseline, *fit], key=cost)
     if best is baseline:
-        words = f"No smaller recipe is known to be as good as {baseline['recipe']}"
+        words = f"No smaller recipe is known to be as good as {name}"
         return f"{words}: {size(baseline)} bytes per parameter."
     return (
         f"{best['recipe']} is the cheapest within the noise: {size(best)} bytes per parameter, "
-        f"where {baseline['recipe']} takes {size(baseline)}."
+        f"where {name} takes {size(baseline)}."
     )
-
-
-def _cost(row: Row) -> tuple[float, float]:
-    size = row["bytes_per_param"] or math.inf
-    return round(size, 1), -(row["tokens_per_second"] or 0.0)
 
 
 def _other_settings(runs: Sequence[Run]) -> Iterator[str]:

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 
 from narrowgauge.spec.significance import student_t
 
-MINUS = "\N{MINUS SIGN}"
-
 
 def interval(differences: Sequence[float]) -> tuple[float, float]:
     """Return the mean of one difference per seed, and the half width of its 95 % interval; infinite
@@ -51,39 +49,7 @@ class PairedDifference:
 
     @property
     def text(self) -> str:
-        return shown_difference(self.mean, self.half)
-
-
-def shown_loss(loss: float) -> str:
-    """Format a loss or a standard deviation: four decimals, three digits if small, an exponent if
-    huge.
-
-    Example:
-        >>> shown_loss(4.1), shown_loss(0.0012345), shown_loss(1.5e30)
-        ('4.1000', '0.00123', '1.50e+30')
-    """
-    if loss == 0 or 0.01 <= abs(loss) < 1e5:
-        return f"{loss:.4f}"
-    return f"{loss:#.3g}"
-
-
-def shown_difference(mean: float, half: float) -> str:
-    """Format a difference and its half interval: four decimals, or exponents if both are tiny or
-    one is huge.
-
-    Example:
-        >>> shown_difference(0.0024, 0.0021).replace("\N{NO-BREAK SPACE}", " ")
-        '+0.0024 ± 0.0021'
-        >>> shown_difference(-0.00002, math.inf), shown_difference(-0.0, math.inf)
-        ('−2.0e-05', '0.0000')
-    """
-    largest = max(map(abs, filter(math.isfinite, (mean, half))), default=0.0)
-    form = ".1e"
-    if largest == 0 or 1e-3 <= largest < 1e5:
-        form = ".4f"
-    text = f"{abs(mean):{form}}"
-    if float(text):  # zero has no sign
-        text = f"{MINUS if mean < 0 else '+'}{text}"
-    if math.isfinite(half):
-        text += f"\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}{half:{form}}"
-    return text
+        mean = f"{self.mean:+.4f}".replace("-", "\N{MINUS SIGN}")
+        if not math.isfinite(self.half):
+            return mean
+        return f"{mean}\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}{self.half:.4f}"

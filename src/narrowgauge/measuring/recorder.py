@@ -34,13 +34,11 @@ from narrowgauge.optim.audit import Alarm
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.finding import counted
 from narrowgauge.runs.places import is_run
-from narrowgauge.runs.record import Run, read_run
+from narrowgauge.runs.record import Run, read_run, read_settings
 from narrowgauge.runs.schema import Row
-from narrowgauge.runs.writer import RunWriter
+from narrowgauge.runs.writer import Record
 from narrowgauge.spec.values import require_number
 from narrowgauge.torch_support.torch_hooks import members_of
-
-_MOST = 1 << 63
 
 
 class RunRecorder:
@@ -124,15 +122,17 @@ class RunRecorder:
         resume: bool = False,
         tables: Mapping[str, Mapping[str, Any] | None] | None = None,
     ) -> None:
-        require_number("gauges_every", gauges_every, 0, _MOST, is_whole=True)
-        require_number("fingerprints_every", fingerprints_every, 0, _MOST, is_whole=True)
+        require_number("gauges_every", gauges_every, is_whole=True)
+        require_number("fingerprints_every", fingerprints_every, is_whole=True)
         self.folder = Path(folder)
+        self.num_steps = 0
         self._here = all_ranks()
         self._on_row = on_row
-        self._writer: RunWriter | None = None
+        self._record: Record | None = None
         self._gauges: Gauges | None = None
+        self._started = time.perf_counter()
+        self._tokens = 0
         with ExitStack() as undo:
-            self._undo = undo
             self._watch = Watch(
                 model, optimizer, called=called, max_grad_norm=max_grad_norm, ignore=ignore,
                 listen=self._write,
@@ -150,24 +150,41 @@ class RunRecorder:
                 undo.callback(self._gauges.end)
             content = describe_run(self.model, self.optimizer, settings or {})
             content |= {"watch": {"ignore": list(ignore)}, **dict(tables or {})}
-            earlier = self._here.of_first(lambda: self._open(content, resume))
+            goes_on = self._here.of_first(lambda: self._open(content, settings or {}, resume))
+            if self._record is not None:
+                undo.callback(self._record.close)
             hub.say = self._note
             self._watch.laws = Laws(ignore, say=self._note)
             if isinstance(self.optimizer, Optimizer):
+                undo.callback(setattr, self.optimizer, "on_alarm", self.optimizer.on_alarm)
                 self._hear(self.optimizer)
-            self._begin(content, earlier, settings or {})
+            self._is_open = True
+            self._begin(content, goes_on)
             self._undo = undo.pop_all()
 
-    def _open(self, content: Row, resume: bool) -> Run | None:
-        """Open the folder on rank 0, and return the run that it holds, if this one goes on with it."""
-        earlier = None
-        if resume and is_run(self.folder):
-            self._writer = RunWriter.open(self.folder)
-            earlier = read_run(self.folder)
-        else:
-            self._writer = RunWriter.create(self.folder, content)
-        self._undo.callback(self._writer.close)
-        return earlier
+    def _begin(self, content: Row, goes_on: bool) -> None:
+        """Write what is known before the first step."""
+        self._must_go_back = goes_on and self._here.of_first(self._has_steps)
+        if not goes_on:
+            self.event("start", str(content["config"]["model"]))
+        if not self._must_go_back:
+            self._begin_at(0)
+
+    def _open(self, content: Row, settings: Mapping[str, Any], resume: bool) -> bool:
+        """Open the folder on rank 0, and return whether this run goes on with the one in it."""
+        if not resume or not is_run(self.folder):
+            self._record = Record.create(self.folder, content)
+            return False
+        self._record = Record.open(self.folder)
+        earlier = read_settings(self.folder)
+        config = {**earlier.get("config", {}), **settings}
+        self._record.amend({**content, **earlier, "config": config})
+        return True
+
+    def _has_steps(self) -> bool:
+        """Return whether any row is of a step: rows of lost steps tell of them too."""
+        run = read_run(self.folder)
+        return any(row["step"] for row in (*run.steps, *run.evals, *run.events))
 
     def _hear(self, optimizer: Optimizer) -> None:
         """Log the alarms of an optimizer's audit, in addition to its user's callback."""
@@ -177,30 +194,10 @@ class RunRecorder:
         def alarmed(alarms: list[Alarm]) -> None:
             before(alarms)
             for alarm in alarms:
-                self._log(_reading_of(alarm, self.num_steps + 1))
+                numbers = alarm.tensor, alarm.reading.edq, 1.0
+                self._log(measured("lost-updates", *numbers, step=self.num_steps + 1))
 
         optimizer.on_alarm = alarmed
-        self._undo.callback(setattr, optimizer, "on_alarm", before)
-
-    def _begin(self, content: Row, earlier: Run | None, settings: Mapping[str, Any]) -> None:
-        """Write what is known before the first step."""
-        self._started = time.perf_counter()
-        self._is_open = True
-        self.num_steps = 0
-        self._tokens = 0
-        self._seconds = 0.0
-        self._must_go_back = False
-        if earlier is None:
-            self.event("start", str(content["config"]["model"]))
-        else:
-            # Its steps may be lost, and other rows tell of them.
-            rows = [*earlier.steps, *earlier.evals, *earlier.events]
-            self._must_go_back = any(row["step"] for row in rows)
-            if self._writer is not None:
-                config = {**earlier.config, **settings}
-                self._writer.amend({**content, **earlier.run, "config": config})
-        if not self._must_go_back:
-            self._begin_at(0)
 
     # ── the loop calls these ──────────────────────────────────────────────────────────────────────
 
@@ -230,37 +227,34 @@ class RunRecorder:
         """
         if "step" in columns:
             raise RecordError(
-                "step was given a column 'step', which the record counts itself.", "Leave it out."
+                "Cannot record a column 'step' because the record counts it itself.",
+                "Leave it out.",
             )
         if tokens is not None:
-            require_number("tokens", tokens, 0, _MOST, is_whole=True)
+            require_number("tokens", tokens, is_whole=True)
             columns["tokens"] = self._tokens + tokens
         if batch is not None:
             columns["batch_crc"] = batch_checksum(batch)
         self._require_step()
-        told = {name: x for name, x in columns.items() if x is not None}
-        self._watch.step(loss, **told)
+        self._watch.step(loss, **columns)
 
     def _require_step(self) -> None:
         """Refuse a step of a resumed run that was not told where it goes on."""
         if self._must_go_back:
             raise RecordError(
-                f"{self.folder} holds steps already, and the step from which the loop continues is "
-                "unknown.",
-                "Call recorder.go_back(step) with the step of the checkpoint that was loaded, or "
-                "0.",
+                f"Cannot record a step because {self.folder} holds steps already, and the step "
+                "from which the loop continues is unknown.",
+                "Call recorder.go_back(step) with the step of the loaded checkpoint, or 0.",
             )
 
     def _write(self, row: Row) -> None:
         """Write the row of a step that has ended, and let the laws read it."""
         self._require_step()
         row = columns_of(self.model, self.optimizer) | row
-        tokens = row.get("tokens", 0) - self._tokens
-        if tokens > 0 and row["seconds"]:
-            row.setdefault("tokens_per_second", tokens / row["seconds"])
+        if row.get("tokens", 0) > self._tokens and row["seconds"]:
+            row.setdefault("tokens_per_second", (row["tokens"] - self._tokens) / row["seconds"])
+        self._tokens = row.get("tokens", self._tokens)
         self.num_steps = row["step"]
-        self._tokens += max(tokens, 0)
-        self._seconds += row["seconds"]
         self._append("steps", row)
         self._read(Step.of(row))
         if self._gauges is not None and self._gauges.step != self.num_steps:
@@ -277,9 +271,7 @@ class RunRecorder:
             loss: validation loss in nats per token.
             columns: further columns of the row.
         """
-        row: Row = {"step": self.num_steps, "seconds": self._seconds, "val_loss": loss}
-        if self._tokens:
-            row["tokens"] = self._tokens
+        row = {"step": self.num_steps, "val_loss": loss, "tokens": self._tokens or None}
         self._append("evals", row | columns)
         self._watch.meter.restart_clock()
 
@@ -294,8 +286,7 @@ class RunRecorder:
         """
         stage = "between steps" if self.num_steps else "start"
         row = {"step": self.num_steps, "stage": stage, "what": what, "severity": "note"}
-        row |= {name: x for name, x in fields.items() if x not in (None, "")}
-        self._append("events", row | {"text": words})
+        self._append("events", {**row, **fields, "text": words})
 
     def saved(self, path: str | Path, **objects: Any) -> None:
         """Certify a checkpoint that the loop has saved: write hashes of every state beside it.
@@ -324,15 +315,13 @@ class RunRecorder:
             tokens: trained on in these steps; ``None``: as the last row says.
             objects: the loaded ones, by the names that :meth:`saved` was given.
         """
-        require_number("step", step, 0, _MOST, is_whole=True)
+        require_number("step", step, is_whole=True)
         goes_on = self._must_go_back or self.num_steps > 0 or step > 0
         run = self._here.of_first(lambda: self._rewound(step))
         self._watch.laws = Laws(ignored(run), steps_of(run), self._note)
-        self._tokens = run.steps[-1].get("tokens") or 0 if run.steps else 0
-        if tokens is not None:
-            self._tokens = tokens
-        self._seconds = sum(row.get("seconds") or 0.0 for row in run.steps)
-        self._started = time.perf_counter() - self._seconds
+        last = run.steps[-1] if run.steps else {}
+        self._tokens = last.get("tokens", 0) if tokens is None else tokens
+        self._started = time.perf_counter() - sum(row.get("seconds", 0.0) for row in run.steps)
         self.num_steps = step
         self._watch.meter.go_on_after(step)
         if self._gauges is not None:
@@ -348,11 +337,11 @@ class RunRecorder:
 
     def _rewound(self, step: int) -> Run:
         """Delete the rows after a step, on rank 0, and return the run that is left."""
-        assert self._writer is not None
-        self._writer.rewind(step)
-        for note in self._writer.notes:
+        assert self._record is not None
+        self._record.rewind(step)
+        for note in self._record.notes:
             self._note(note)
-        self._writer.notes.clear()
+        self._record.notes.clear()
         return read_run(self.folder)
 
     def _compare_states(self, path: str, objects: Mapping[str, Any]) -> None:
@@ -377,7 +366,7 @@ class RunRecorder:
         if not self._is_open:
             return
         self._is_open = False
-        try:
+        with self._undo:
             if self._must_go_back:
                 return
             self._watch.remove()
@@ -385,8 +374,6 @@ class RunRecorder:
                 self._finish(columns)
             else:
                 self.event("stop", "the loop ended before its last step")
-        finally:
-            self._undo.close()
 
     remove = close
 
@@ -399,21 +386,21 @@ class RunRecorder:
     # ── writing ───────────────────────────────────────────────────────────────────────────────────
 
     def _append(self, kind: str, row: Row) -> None:
-        if self._writer is not None:
-            written = self._writer.append(kind, row)
-            if self._on_row is not None:
+        if self._record is not None:
+            written = self._record.append(kind, row)
+            if self._on_row is not None and kind != "fingerprints":
                 self._on_row(kind, written)
 
     def _read(self, step: Step) -> None:
         """Let the laws read a step, and log and show what is new."""
-        for reading in self._watch.laws.fresh(self._watch.laws.read(step)):
+        readings = self._watch.laws.fresh(step)
+        for reading in readings:
             self._log(reading)
-            if self._here.is_first:
-                show([reading])
+        if self._here.is_first:
+            show(readings)
 
     def _log(self, reading: Reading) -> None:
-        row = {name: x for name, x in reading.to_dict().items() if x not in (None, "")}
-        self._append("events", row)
+        self._append("events", reading.to_dict())
 
     def _note(self, text: str) -> None:
         """Log a note, and show it."""
@@ -437,8 +424,8 @@ class RunRecorder:
     def _write_fingerprint(self) -> None:
         """Write the newest row of ``fingerprints.jsonl``, if the step has one."""
         row = self._prints.take(self.num_steps)
-        if row is not None and self._writer is not None:
-            self._writer.append("fingerprints", row)
+        if row is not None:
+            self._append("fingerprints", row)
 
     def _finish(self, columns: Row) -> None:
         """Write the last event and ``summary.json``, which makes the run finished."""
@@ -450,11 +437,11 @@ class RunRecorder:
             "wall_seconds": time.perf_counter() - self._started, **summary_of(run), **columns,
         }  # fmt: skip
         text = f"after {counted(self.num_steps, 'step')}"
-        if summary.get("val_loss") is not None:
+        if "val_loss" in summary:
             text = f"validation loss {summary['val_loss']:.4f}"
         self.event("finish", text)
-        if self._writer is not None:
-            self._writer.summary(summary)
+        if self._record is not None:
+            self._record.summary(summary)
 
     def _fingerprint_of_weights(self) -> str | None:
         """Return the fingerprint of all weights; ``None`` if an optimizer steps others."""
@@ -468,11 +455,6 @@ class RunRecorder:
             holder = holders.pop(p, None)
             stored[name] = holder.stored(p) if isinstance(holder, Optimizer) else p
         return None if holders else fingerprint_whole(stored)
-
-
-def _reading_of(alarm: Alarm, step: int) -> Reading:
-    """Return an alarm of an audit as a reading."""
-    return measured("lost-updates", alarm.tensor, alarm.reading.edq, 1.0, step=step)
 
 
 def folder_for(folder: Path, *, goes_on: bool) -> Path:

@@ -84,18 +84,13 @@ class Watch:
         reached the last step.
         """
         row = self.meter.last
-        numbers = {
-            "lr": row.get("lr"), "stored_share": self._stored_share(), "grad_norm": row.get("arrived")
-        }  # fmt: skip
-        return {name: x for name, x in numbers.items() if x is not None}
-
-    def _stored_share(self) -> float | None:
-        """Return the share of the last sample, or that of the last optimizer's audit."""
+        share = self.meter.share
         last = self.hub.optimizers[-1]
-        if not isinstance(last, Optimizer) or not last.auditor.total:
-            return self.meter.share
-        meant, stored = torch.stack(list(last.auditor.total)).sum(0).tolist()[:2]
-        return stored / meant if meant else None
+        if isinstance(last, Optimizer) and last.auditor.total:
+            meant, stored = torch.stack([*last.auditor.total]).sum(0).tolist()[:2]
+            share = stored / meant if meant else None
+        numbers = {"lr": row.get("lr"), "stored_share": share, "grad_norm": row.get("arrived")}
+        return {name: x for name, x in numbers.items() if x is not None}
 
     def unseen(self) -> dict[str, str]:
         """Return what is not measured, each with its reason."""
@@ -116,7 +111,7 @@ class Watch:
 
     def _read(self, row: Row) -> None:
         """Show what the laws read anew."""
-        readings = self.laws.fresh(self.laws.read(Step.of(row)))
+        readings = self.laws.fresh(Step.of(row))
         if all_ranks().is_first:
             show(readings)
             if self.meter.number == SEEN_AT:

@@ -24,7 +24,6 @@ from narrowgauge.optim.state import LocalState
 from narrowgauge.optim.walk import integers_of, spans, widened
 from narrowgauge.spec.storages import Storage
 from narrowgauge.torch_support.compile import COMPILE_ELEMENTS, compiled
-from narrowgauge.torch_support.proof import can_compile
 
 AT_ONCE = 1 << 22
 """Elements of a call of compiled code. More gain nothing, and each temporary has as many."""
@@ -93,11 +92,8 @@ def _walk(
 def why_not_compiled(states: Sequence[LocalState], is_asked: bool) -> str:
     """Return why the definition of states runs uncompiled, or an empty string."""
     count = sum(state.parameter.numel() for state in states)
-    place = _place_of(states[0])
-    if place == "cpu" and count < COMPILE_ELEMENTS and not is_asked:
+    if _place_of(states[0]) == "cpu" and count < COMPILE_ELEMENTS and not is_asked:
         return f"{count:,} elements, and no kernel is written for the rule or storage"
-    if not can_compile(place):
-        return "there is no compiler"
     return ""
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from narrowgauge.numerics.rounding import Addend, bits_of, dither, quiet, random_bits
+from narrowgauge.numerics.rounding import Addend, bits_of, quiet, random_bits
 from narrowgauge.optim.codes import MANTISSA, decode, encode, multipliers
 from narrowgauge.optim.planes import INTEGER, dropped_bits
 from narrowgauge.spec.storages import BFLOAT16, FLOAT32, Code, width_of
@@ -75,7 +75,7 @@ def store_extra(
         mantissa = bits_of(value) & MANTISSA
         random = random_bits(place.view(value.shape[-2:]) ^ mantissa, seed)
         dropped = dropped_bits(code)
-        addend = dither(random, 32 - dropped, dropped, dropped)
+        addend = (random >> (32 - dropped)) & ((1 << dropped) - 1)
     tensor = state.extras[name]
     new = encode(code, value, addend, 0, into).to(INTEGER[8 * tensor.dtype.itemsize])
     for memory, result in ((tensor, new.view(tensor.dtype)), (state.extra_bounds.get(name), bound)):

@@ -22,7 +22,7 @@ from narrowgauge.optim.kernel import Kernel
 from narrowgauge.optim.planes import as_rows, row_dims
 from narrowgauge.optim.rules.matrix import MatrixState
 from narrowgauge.spec.formats import dtype_name
-from narrowgauge.spec.storages import FLOAT32, WINDOW, Code, Storage
+from narrowgauge.spec.storages import WINDOW
 
 Extras = Mapping[str, MatrixState]
 """The states of a matrix rule that have shapes of their own, by name."""
@@ -66,7 +66,7 @@ def specs_of(parameter: Tensor, kernel: Kernel, extras: Extras) -> list[Spec]:
         rows = (*shape[: len(shape) - dims], *[1] * max(1, dims))
         specs.append(Spec("bounds", name, f"{name}_bound", torch.float32, rows))
     for name, extra in extras.items():
-        code = code_of_extra(kernel.storage, extra)
+        code = kernel.storage.code(extra.role)
         key_of_extra = saved_as(name, code)
         specs.append(Spec("extras", name, key_of_extra, alone_dtype(code), extra.shape))
         if code.scaled:
@@ -74,11 +74,6 @@ def specs_of(parameter: Tensor, kernel: Kernel, extras: Extras) -> list[Spec]:
             specs.append(Spec("extra_bounds", name, f"{name}_bound", torch.float32, rows))
     kernel.specs[key] = specs
     return specs
-
-
-def code_of_extra(storage: Storage, extra: MatrixState) -> Code:
-    """Return the code in which a storage holds a matrix rule's own state."""
-    return FLOAT32 if extra.role is None else storage.code(extra.role)
 
 
 def new_state(parameter: Tensor, kernel: Kernel, extras: Extras) -> State:
@@ -94,7 +89,7 @@ def new_state(parameter: Tensor, kernel: Kernel, extras: Extras) -> State:
         )
     state = State(step=torch.tensor(0.0, dtype=torch.float32, device="cpu"))
     used = [storage.code(name) for name, _ in storage.states]
-    used += [code_of_extra(storage, extra) for extra in extras.values()]
+    used += [storage.code(extra.role) for extra in extras.values()]
     if any(code.lowest in (WINDOW, 2 * WINDOW) for code in used):
         state["window"] = torch.tensor(float(WINDOW), dtype=torch.float32, device="cpu")
     for spec in specs_of(parameter, kernel, extras):
@@ -173,7 +168,7 @@ class LocalState:
         self.bounds: dict[str, Tensor] = {}
         self.extras: dict[str, Tensor] = {}
         self.extra_bounds: dict[str, Tensor] = {}
-        self.extra_codes = {name: code_of_extra(self.storage, x) for name, x in extras.items()}
+        self.extra_codes = {name: self.storage.code(x.role) for name, x in extras.items()}
         device = self.parameter.device
         for kind, field, name, dtype, shape in specs_of(owner, kernel, extras):
             value = entry.get(name)

@@ -17,7 +17,7 @@ from narrowgauge.measuring.labels import run_labels, seed_of
 from narrowgauge.measuring.reading import Reading
 from narrowgauge.report.curves import PageRun, curves_of
 from narrowgauge.report.interval_figure import interval_figure
-from narrowgauge.runs.finding import counted, sentences, told
+from narrowgauge.runs.finding import counted, told
 from narrowgauge.runs.places import PAGE_MARK
 from narrowgauge.runs.record import Run
 from narrowgauge.spec.tables import Table, cell_text
@@ -175,7 +175,7 @@ def _finding(label: str, what: str, members: list[tuple[int, Reading]]) -> str:
         value = getattr(reading, name)
         if value is not None:
             words.append(f"{name} {cell_text(value)}")
-    sentence = escape(sentences(reading.text or what))
+    sentence = escape(reading.text or f"{what}.")
     return (
         f'<li><p>{sentence}</p><p class="muted">{escape(" · ".join(filter(None, words)))}</p></li>'
     )

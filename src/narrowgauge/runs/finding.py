@@ -1,21 +1,8 @@
-"""Numbers, names and durations in sentences."""
+"""Counts, names and durations in sentences."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-
-
-def sentences(message: str, advice: str = "") -> str:
-    """Return a message and its advice as sentences, each with a full stop.
-
-    Example:
-        >>> sentences("the loss is not finite", "Go back to a checkpoint."), sentences("the run began.")
-        ('the loss is not finite. Go back to a checkpoint.', 'the run began.')
-    """
-    words = []
-    for part in filter(None, (message, advice)):
-        words.append(part if part.endswith(("?", "!")) else f"{part.rstrip('.')}.")
-    return " ".join(words)
 
 
 def counted(number: int, thing: str) -> str:
@@ -52,14 +39,3 @@ def told(names: Iterable[str], most: int = 3) -> str:
     text = ", ".join(distinct[:most])
     rest = len(distinct) - most
     return f"{text} and {counted(rest, 'other')}" if rest > 0 else text
-
-
-def listed(parts: Iterable[str]) -> str:
-    """Join names for a sentence.
-
-    Example:
-        >>> listed(["a", "b", "c"])
-        'a, b and c'
-    """
-    *first, last = parts
-    return " and ".join(filter(None, [", ".join(first), last]))

@@ -21,7 +21,6 @@ from pathlib import Path
 import torch
 
 from narrowgauge.torch_support.machine import (
-    compiler_missing,
     compiler_name,
     instruction_sets,
     processor_name,
@@ -136,14 +135,14 @@ def build(text: str) -> ctypes.CDLL:
 
 
 def _compile(library: Path, text: str) -> None:
-    missing = compiler_missing(by_pytorch=False)
-    if missing:
-        raise CompilerError(missing)
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         source = Path(folder) / "step.cpp"
         source.write_text(text)
         part = source.with_suffix(".so")
-        command = [*_command(compiler_name()), "-o", str(part), str(source)]
+        try:
+            command = [*_command(compiler_name()), "-o", str(part), str(source)]
+        except FileNotFoundError as error:
+            raise CompilerError(f"no C++ compiler ('{compiler_name()}') is on PATH") from error
         result = subprocess.run(command, capture_output=True, check=False, text=True)
         if result.returncode:
             lines = [line for line in result.stderr.splitlines() if "error" in line]

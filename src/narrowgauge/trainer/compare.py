@@ -23,7 +23,7 @@ from narrowgauge.report.publishing import publish, read_runs
 from narrowgauge.runs.finding import counted
 from narrowgauge.runs.places import is_run, require_comparison, require_free
 from narrowgauge.runs.record import Run, read_run
-from narrowgauge.runs.writer import RunWriter, plain
+from narrowgauge.runs.writer import Record, plain
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.trainer.entry import enter
 from narrowgauge.trainer.settings import Settings
@@ -67,10 +67,9 @@ def compare(
     Args:
         train_function: called as ``train_function(recipe, seed, record)``. It trains once and
             returns the last validation loss, or a dict of summary metrics (``val_loss``,
-            ``bytes_per_param``, ``tokens_per_second``, ``step_memory_bytes``, ``edq``, ``noise``,
-            ``lost_fraction``), or nothing if a recorder evaluated. ``with record(model, optimizer)
-            as recorder:`` opens a :class:`narrowgauge.RunRecorder` of the run, which takes its
-            options too.
+            ``bytes_per_param``, ``tokens_per_second``, ``step_memory_bytes``, ``edq``), or nothing
+            if a recorder evaluated. ``with record(model, optimizer) as recorder:`` opens a
+            :class:`narrowgauge.RunRecorder` of the run, which takes its options too.
         recipes: the function's arguments: names of recipes or any other names.
         seeds: how many, from 0 on, or a sequence of seeds.
         out: a folder without these runs, for them, ``compare.json`` and ``report.html``; ``None``
@@ -123,9 +122,9 @@ def _finished(folder: Path, config: dict[str, Any], returned: Any) -> Run:
     metrics = {"recipe": config["recipe"]}
     if is_run(folder):
         metrics |= read_run(folder).summary or {}
-        writer = RunWriter.open(folder)
+        writer = Record.open(folder)
     else:
-        writer = RunWriter.create(folder, {"config": config})
+        writer = Record.create(folder, {"config": config})
     if isinstance(returned, Mapping):
         metrics |= plain(returned)
     elif returned is not None:

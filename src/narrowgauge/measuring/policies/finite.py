@@ -13,7 +13,7 @@ from narrowgauge.measuring.beside import (
     Operation,
     floats_in,
     is_finite,
-    storage_key,
+    is_float,
 )
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.torch_support.torch_names import plain_name
@@ -30,11 +30,12 @@ class Finite:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._names: dict[int, str] = {}
-        for name, x in (*model.named_parameters(), *model.named_buffers()):
-            self._names[storage_key(x)] = plain_name(name)
         self._causes = ByStorage()
         self._count = 0
+        for name, x in (*model.named_parameters(), *model.named_buffers()):
+            if is_float(x) and not is_finite(x):
+                words = f"{plain_name(name)} is not finite before any operation"
+                self._causes.set(x, (False, 0, words))
 
     def first(self, tensors: Iterable[Tensor]) -> str:
         """Return the earliest cause that reached one of some tensors; empty if none is known."""
@@ -43,8 +44,8 @@ class Finite:
 
     def before(self, op: Operation) -> None:
         bad = [x for x in floats_in(op.read) if not is_finite(x)]
-        causes = filter(None, map(self._causes.get, bad))
-        op.notes[self] = bad, any(map(_has_nan, bad)), min(causes, default=None)
+        first = min(filter(None, map(self._causes.get, bad)), default=None)
+        op.notes[self] = bad, any(map(_has_nan, bad)), first
 
     def after(self, op: Operation) -> None:
         self._count += 1
@@ -55,36 +56,28 @@ class Finite:
             if is_finite(x):
                 self._causes.drop(x)
                 continue
-            is_new = not bad or (_has_nan(x) and not had_nan)
             cause = first
-            if is_new and (first is None or first[0]):
-                cause = self._made(op, x)
-            elif first is None:
-                name = self._names.get(storage_key(bad[0]), "a tensor that the step was given")
-                words = f"{name} is not finite before any operation; {op} reads it"
-                cause = (False, self._count, words)
+            is_new = not bad or (_has_nan(x) and not had_nan)
+            if first is None or (is_new and first[0]):
+                cause = self._made(op, x, is_new)
             self._causes.set(x, cause)
 
-    def _made(self, op: Operation, x: Tensor) -> tuple[bool, int, str]:
+    def _made(self, op: Operation, x: Tensor, is_new: bool) -> tuple[bool, int, str]:
+        if not is_new:
+            return False, self._count, f"{op} reads a value that no operation made"
         is_nan = _has_nan(x)
-        number = int(_real(x).isinf().sum())
-        kind = "infinity"
-        if is_nan:
-            number = int(_real(x).isnan().sum())
-            kind = "NaN"
+        number = int(_wide(x).isnan().sum() if is_nan else _wide(x).isinf().sum())
+        kind = "NaN" if is_nan else "infinity"
         words = f"{op} made {kind} in {number} of {x.numel()} values ({dtype_name(x.dtype)})"
-        operands = [f"{dtype_name(y.dtype)} {list(y.shape)}" for y in floats_in(op.operands)[:3]]
-        if operands:
-            words += f" from {', '.join(operands)}"
         numbers = (*op.args, *op.kwargs.values())
         asks = any(isinstance(a, float) and math.isinf(a) for a in numbers)
         return asks and not is_nan, self._count, words
 
 
 def _has_nan(x: Tensor) -> bool:
-    return bool(_real(x).isnan().any())
+    return bool(_wide(x).isnan().any())
 
 
-def _real(x: Tensor) -> Tensor:
-    """Return real numbers that are as finite."""
-    return x.abs() if x.is_complex() else x.float()
+def _wide(x: Tensor) -> Tensor:
+    """Return a tensor that can be asked for infinity."""
+    return x if x.is_complex() else x.float()
