@@ -264,7 +264,7 @@ def stored_values(optimizer: ng.Optimizer, p: Tensor) -> list[np.ndarray]:
     lane = span.lane()
     values = [codes.read(state.storage, lane).weight]
     values += [codes.read_state(state.storage, lane, name) for name in STATE_NAMES]
-    return [value.view(p.shape).numpy() for value in values]
+    return [value.clone().view(p.shape).numpy() for value in values]
 
 
 def spacings(
