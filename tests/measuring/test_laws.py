@@ -63,7 +63,6 @@ CASES: dict[str, tuple[list[Step], str, int]] = {
     "nonfinite": (stepped(lambda s: {"loss": math.nan} if 400 <= s < 424 else {}), "", 400),
     "divergence": (stepped(lambda s: OVERFLOW | {"loss": math.nan} if s >= 400 else SCALED), "", 424),
     "skipped-steps": (stepped(lambda s: {"skipped": s >= 400}), "", 400),
-    "scale-halvings": (stepped(lambda s: {"loss_scale": 2.0 ** (16 - sum(s >= k for k in (400, 420, 440)))}), "", 440),
     "loss-scale-anew": (stepped(lambda s: {"loss_scale": 2.0**16 if s >= 400 else 2.0**13}), "", 400),
     "zero-gradients": (stepped(lambda s: {"arrived": 0.0}, 40), "", 1),
     "gradients-kept": (stepped(lambda s: {"kept": True}, 40), "", 1),

@@ -10,7 +10,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,6 @@ from narrowgauge.runs.record import Run, read_run
 from narrowgauge.runs.schema import Row
 from narrowgauge.runs.writer import Record, plain
 from narrowgauge.spec.values import require_number
-from narrowgauge.torch_support.torch_hooks import members_of
 from narrowgauge.torch_support.torch_names import is_compiled_model, unwrapped_model
 
 SEEN_AT = 3
@@ -279,9 +278,7 @@ class RunRecorder:
     def _tell_unseen(self) -> None:
         """Tell what is not measured, each with its reason."""
         unseen = {**self.meter.unseen}
-        if isinstance(self.optimizer, Optimizer):
-            unseen["stored share of the step"] = "the optimizer's audit has it"
-        elif self.meter.share is None:
+        if self.meter.share is None and not isinstance(self.optimizer, Optimizer):
             reason = f"{type(self.optimizer).__name__} is not repeated"
             unseen["stored share of the step"] = reason
         for area, reason in unseen.items():
@@ -481,18 +478,16 @@ class RunRecorder:
         if self._record is not None:
             self._record.summary(summary)
 
-    def _fingerprint_of_weights(self) -> str | None:
-        """Return the fingerprint of all weights; ``None`` if an optimizer steps others."""
+    def _fingerprint_of_weights(self) -> str:
+        """Return the fingerprint of all weights, with the low bits that our optimizer holds."""
         for module in fsdp_modules(self.model):  # an evaluation leaves the weights gathered
             module.reshard()
-        holders: dict[Any, torch.optim.Optimizer] = {}
-        for optimizer in self.hub.optimizers:
-            holders |= dict.fromkeys(members_of(optimizer), optimizer)
-        stored = {}
-        for name, p in self.model.named_parameters():
-            holder = holders.pop(p, None)
-            stored[name] = holder.stored(p) if isinstance(holder, Optimizer) else p
-        return None if holders else fingerprint_whole(stored)
+        stored: dict[str, Tensor] = dict(self.model.named_parameters())
+        if isinstance(self.optimizer, Optimizer):
+            for name, p in stored.items():
+                with suppress(KeyError):  # another optimizer's, or frozen
+                    stored[name] = self.optimizer.stored(p)
+        return fingerprint_whole(stored)
 
 
 def show(readings: Iterable[Reading]) -> None:
