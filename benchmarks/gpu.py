@@ -19,6 +19,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -139,10 +140,9 @@ def correctness(device: str, options: Any) -> bool:
     casts: dict[Cast, None] = {}
     for compute in COMPUTES.values():
         casts |= {cast: None for cast in compute.casts.values() if not cast.is_wide}
-    computes = [name for name, compute in COMPUTES.items() if not compute.owns_storages]
     jobs: list[tuple[Any, ...]] = [(step_error, name, device, 12) for name in STORAGES]
     jobs += [(cast_error, cast, device) for cast in casts]
-    jobs += [(layer_error, name, device) for name in computes]
+    jobs += [(layer_error, name, device) for name in COMPUTES]
     if options.quick:
         jobs = [(step_error, "word", device, 5), *jobs[1 :: len(jobs) // 5]]
     if device == "cpu":
@@ -165,8 +165,8 @@ def compiled_row(rule: Any, storage: Storage, sm: int) -> Row:
     from triton.backends.compiler import GPUTarget
 
     types = {"table": "*i64", "tiles": "*i32"}
-    types |= dict.fromkeys(("numbers", "control", "joined"), "*fp32")
-    values = {"row": table.row_of(rule, storage), "BLOCK": step_triton.BLOCK}
+    types |= dict.fromkeys(("numbers", "control"), "*fp32")
+    values = {"row": table.row_of(rule, storage)}
     aligned = {(place,): [["tt.divisibility", 16]] for place in range(len(types))}
     signature = types | dict.fromkeys(values, "constexpr")
     source = triton.compiler.ASTSource(step_triton.step, signature, values, aligned)
@@ -242,7 +242,10 @@ def torchao_layers(recipe: str, model: nn.Module) -> None:
 def our_layers(name: str, model: nn.Module) -> None:
     compute = COMPUTES[name.removesuffix(" fast")]
     if name.endswith(" fast"):
-        compute = compute.accumulating("fast")  # as torchao's rowwise
+        products = {}
+        for place, product in compute.products.items():
+            products[place] = replace(product, accumulation="fast")
+        compute = replace(compute, **products)  # as torchao's rowwise
     ng.swap_linears(model, compute, keep_roles=False)
 
 

@@ -95,7 +95,6 @@ STORAGES: dict[str, Storage] = {
     "float64": Storage(
         32, 1e-13, beside=("master",), vectors_whole=False, stands_for="words of 64 bits, a full copy beside a float32"
     ),
-    "master64": Storage(28, 1e-13, beside=("master",), vectors_whole=False, stands_for="words of 64 bits beside two lanes"),
     "float16/master": Storage(16, 0.002, beside=("master",), stands_for="float16 with a full copy"),
     "float16/split": Storage(12, 0.01, tail_bits=13, beside=("tail",), stands_for="float16 with a tail"),
     "float16/naive": Storage(8, "lost", vectors_whole=False, stands_for="float16, and nothing beside it"),
@@ -103,7 +102,7 @@ STORAGES: dict[str, Storage] = {
     "float16/collage-plus": Storage(
         12, 0.002, 8, beside=_LOW, vectors_whole=False, stands_for="the arithmetic of expansions in float16"
     ),
-    "float16-throughout/stochastic": Storage(
+    "float16/stochastic": Storage(
         8, "noisy", 8, vectors_whole=False, dealt={"weight": (0, 13)}, stands_for="float16 with scales by row, stochastic"
     ),
     "scalify-float16/scaled16": Storage(8, "lost", 8, stands_for="float16 with scales by row"),
@@ -138,7 +137,6 @@ COMPUTES: dict[str, Compute] = {
     "float32": Compute(4, default_storage="float32"),
     "bfloat16": Compute(2),
     "float16": Compute(2, default_storage="split", has=("scaled loss",)),
-    "float16-throughout": Compute(2, default_storage="stochastic", has=("scaled loss",)),
     "float8-tensor": Compute(1, _ALL, has=("served",)),
     "float8-row": Compute(2, has=("served",)),
     "float8-block": Compute(2, ("weight",)),

@@ -54,7 +54,7 @@ def test_tails_come_from_the_float32_weights(recipe: str) -> None:
 
 @pytest.mark.parametrize(
     ("recipe", "dtype"),
-    [("float32", "float32"), ("bfloat16/word", "bfloat16"), ("bf16-mixed", "bfloat16"), ("fp16-throughout", "float16"),
+    [("float32", "float32"), ("bfloat16/word", "bfloat16"), ("bf16-mixed", "bfloat16"), ("fp16/stochastic", "float16"),
      ("fp16-mixed", "float16")],
 )  # fmt: skip
 def test_matmuls_run_in_the_recipes_compute(recipe: str, dtype: str) -> None:

@@ -37,7 +37,7 @@ MORE = (
     "float8-tensor/split",
     "mxfp8/states8",
     "scalify/split",
-    "bfloat16/master64",
+    "float32/float64",
     "float16/collage-plus",
 )
 """Recipes whose scales or factors could depend on how a model is shared out, or be forgotten when

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
+from matmul import zoo
 from matmul.scenarios import names, with_threshold
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.inference import quantize_for_inference
@@ -96,13 +97,6 @@ def test_a_token_gets_the_weighted_sum_of_what_its_experts_layers_say(row: Compu
         sums[token, place] = layers["down_proj"](nn.functional.silu(gate) * up).float()
     assert torch.equal(y, (sums * shares[..., None]).sum(1).bfloat16())
     assert experts(x[:0], chosen[:0], shares[:0]).shape == (0, 32)
-
-
-def test_experts_that_cannot_be_swapped_are_refused() -> None:
-    spread = mixtral()
-    spread.model.layers[0].mlp.experts._is_expert_parallel = True
-    with pytest.raises(RecipeError, match="expert parallelism"):
-        swap_experts(spread, "float8-row")
 
 
 # ── experts that a module multiplies in its own code ──────────────────────────────────────────────
@@ -208,8 +202,27 @@ def test_each_class_of_transformers_that_stacks_weights_is_narrow(name: str) -> 
     assert all(weight.grad.any() for weight in experts.parameters())
 
 
-def test_experts_are_not_stored_as_codes() -> None:
-    with pytest.raises(RecipeError, match=r"keep=\(\"\*\.experts\""):
-        quantize_for_inference(mixtral())
-    served = quantize_for_inference(mixtral(), keep=("*.experts",))
-    assert served(TOKENS).logits.isfinite().all()
+@pytest.mark.parametrize("compute", ["int8-row", "float8-tensor", "int8-outlier-codes"])
+@pytest.mark.parametrize("name", ["Mixtral", "GptOss"])
+def test_stored_experts_multiply_as_those_in_training(name: str, compute: str) -> None:
+    """Of both memory orders; saved and loaded too."""
+    trained, served, loaded = (zoo.build(name).bfloat16().eval() for _ in range(3))
+    inputs = zoo.inputs_of(name)
+    swap_linears(trained, compute)
+    quantize_for_inference(served, compute)
+    with torch.no_grad():
+        for parameter in loaded.parameters():
+            parameter.zero_()
+        quantize_for_inference(loaded, compute).load_state_dict(served.state_dict())
+        expected = trained(**inputs).logits
+        assert torch.equal(served(**inputs).logits, expected)
+        assert torch.equal(copy.deepcopy(loaded)(**inputs).logits, expected)
+    sizes = {p.ndim for p in served.parameters()}
+    assert 3 not in sizes and served.bfloat16().float().dtype is torch.float32
+
+
+def test_experts_that_do_not_say_how_their_weights_lie_are_not_stored() -> None:
+    with pytest.raises(RecipeError, match=r"Llama4TextExperts.*keep=\(\"\*\.experts\""):
+        quantize_for_inference(zoo.build("Llama4"))
+    served = quantize_for_inference(zoo.build("Llama4"), keep=("*.experts",))
+    assert served(**zoo.inputs_of("Llama4")).logits.isfinite().all()

@@ -208,7 +208,6 @@ def test_a_compute_chooses_the_accumulation_of_its_kernels(monkeypatch: pytest.M
     expected = {
         row: [False] * 3,
         COMPUTES["float8-tensor"]: [True, False, False],
-        row.accumulating("fast"): [True] * 3,
     }
     for compute, of_matmuls in expected.items():
         layer, _ = make_layer(compute, 64, 80)

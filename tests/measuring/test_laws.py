@@ -264,7 +264,7 @@ def test_spikes_become_the_level_if_they_last_without_a_break() -> None:
 def test_rows_with_holes_are_normal() -> None:
     steps = [Step.of({"step": 1, "loss": "low", "stored": [], "bad": None})]
     for tables in (
-        {"tensors": None, "updates": {}},
+        {"tensors": None, "attention": {}},
         {"tensors": {"grad:w": []}, "attention": {"a": [None, None]}},
         {"unheard-of": {"w": [math.nan]}},
     ):

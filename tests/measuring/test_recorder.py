@@ -70,7 +70,7 @@ def test_a_killed_loop_goes_on_from_its_checkpoint_with_the_same_record(tmp_path
         recorder.evaluate(2.5)
     whole, cut = (ng.read_run(tmp_path / name) for name in ("whole", "cut"))
     assert lasting(whole) == lasting(cut) and whole.steps[-1]["tokens"] == 24
-    assert [row["step"] for row in cut.gauges] == [2, 4, 6] and "updates" in cut.gauges[0]
+    assert [row["step"] for row in cut.gauges] == [2, 4, 6]
     assert whole.summary is not None and cut.summary is not None
     for name in ("tokens", "weights_fingerprint", "val_loss", "steps", "bytes_per_param"):
         assert whole.summary[name] == cut.summary[name], name

@@ -257,6 +257,7 @@ def test_a_step_is_the_papers_and_only_what_is_kept_is_cut(storage: Storage) -> 
 def stored_values(optimizer: ng.Optimizer, p: Tensor) -> list[np.ndarray]:
     """The stored weight and moments, as a step reads them."""
     state = optimizer.local_state(p)
+    assert state is not None
     values = []
     for name in ("weight", *STATE_NAMES):
 

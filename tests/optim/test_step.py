@@ -49,7 +49,8 @@ def small_programs() -> Iterator[None]:
     """Let tensors have several programs. A kernel is proved once for all tests."""
     with pytest.MonkeyPatch.context() as patch:
         if importlib.util.find_spec("triton"):
-            patch.setattr(triton.load(table.TRITON_MODULE, True), "BLOCK", 128)
+            kernels = triton.load(table.TRITON_MODULE, True)
+            patch.setattr(kernels.BLOCK, "value", 128)
         patch.setattr(step_cpp, "TILE", 32)
         patch.setattr(proofs, "_reasons", {})
         yield

@@ -16,7 +16,7 @@ every_storage = pytest.mark.parametrize("storage", STORAGES.values(), ids=STORAG
 def test_every_row_has_its_figures() -> None:
     figures = {}
     for n, row in STORAGES.items():
-        figures[n] = (row.bytes_per_param, row.bytes_per_row, row.tail_bits, row.beside)
+        figures[n] = (row.bytes_per_param, 4 * len(row.scaled), row.tail_bits, row.beside)
     expected = {}
     for n, row in expectations.STORAGES.items():
         expected[n] = (row.bytes_per_param, row.row_bytes, row.tail_bits, row.beside)

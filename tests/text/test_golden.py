@@ -31,6 +31,7 @@ COMMANDS = {
     "show-formats": "show formats",
     "show-storages": "show storages",
     "show-recipe-word": "show recipe float8-row/word",
+    "show-recipe-nvfp4": "show recipe nvfp4",
     "plan-state": "show storages --params 10e9",
     "plan-run": f"plan run --model llama-8b {WORD} --chips 8 --tokens 1e12",
     "plan-run-too-large": f"plan run --model llama-70b {WORD} --chips 8",

@@ -114,7 +114,7 @@ def show_group(context: click.Context) -> None:
     help_without_command(context)
 
 
-def _print(as_json: bool, rows: list[tables.Row], parts: tables.Table | list[tables.Table]) -> None:
+def _print(as_json: bool, rows: Any, parts: tables.Table | list[tables.Table]) -> None:
     if as_json:
         tables.write_json(rows)
     else:
@@ -161,16 +161,12 @@ def show_checks(as_json: bool) -> None:
     _print(as_json, table.rows, table)
 
 
-def _print_page(page: Any, name: str, as_json: bool) -> None:
-    _print(as_json, *page(name))
-
-
-for _name, _page, _help in (
-    ("recipe", show.page_recipe, "What the recipe NAME stores, computes and loses."),
-    ("compute", show.page_compute, "How the compute NAME casts each operand of a layer's matmuls."),
-):
-    _command = click.argument("name")(flags.json_list(partial(_print_page, _page)))
-    show_group.command(_name, help=_help)(_command)
+@show_group.command("recipe")
+@click.argument("name")
+@flags.json_object
+def show_recipe(name: str, as_json: bool) -> None:
+    """What the recipe NAME stores, computes and loses."""
+    _print(as_json, *show.page_recipe(name))
 
 
 @show_group.command("step", short_help="The step of a storage: what runs on CPUs.")
@@ -187,15 +183,14 @@ def show_step(storage: str, rule: str) -> None:
 @click.option("--cuda", is_flag=True, help="Measure the GPU, not the CPU.")
 @flags.json_object
 def show_arithmetic(cuda: bool, as_json: bool) -> None:
-    """Measure this machine's arithmetic: the bits that sums and functions give on fixed numbers,
-    and what the number of threads changes.
+    """Measure this machine's arithmetic: the bits that sums and functions give on fixed numbers.
 
-    On two machines or versions, compare the outputs with diff; of two runs, narrowgauge diagnose
-    RUN OTHER compares it.
+    On two machines, versions or numbers of threads (OMP_NUM_THREADS), compare the outputs with diff;
+    of two runs, narrowgauge diagnose RUN OTHER compares it.
     """
     import torch
 
-    from narrowgauge.measuring.arithmetic import measure_arithmetic, measure_changes
+    from narrowgauge.measuring.arithmetic import measure_arithmetic
 
     if cuda and not torch.cuda.is_available():
         raise ChipError(
@@ -203,14 +198,11 @@ def show_arithmetic(cuda: bool, as_json: bool) -> None:
             "Leave --cuda out to measure this CPU.",
         )
     table = measure_arithmetic(torch.device("cuda" if cuda else "cpu"))
-    changes = {} if cuda else measure_changes()
     if as_json:
-        return tables.write_json({**table, "changes": changes})
+        return tables.write_json(table)
     for part in table.values():
         for name, text in part.items():
             click.echo(f"{name}: {text}")
-    for setting, probes in changes.items():
-        click.echo(f"{setting} changes: {', '.join(probes) or 'nothing'}")
     return None
 
 

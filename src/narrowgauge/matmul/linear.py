@@ -54,13 +54,12 @@ class NarrowLayer(nn.Module):
         self.names = tuple(names)
         self.seed = seed
         self.register_buffer("key", self._keys_on(device), persistent=False)
-        self.set_compute(compute)
-
-    def set_compute(self, compute: Compute) -> None:
-        """Continue in another compute."""
         self.compute = compute
-        self.registered_name = layer_matmuls.register(self.compute)
-        self.plain_dtype = plain_dtype(self.compute)
+        self.registered_name = layer_matmuls.register(compute)
+        self.plain_dtype = None
+        formats = {cast.format for cast in compute.casts.values()}
+        if compute.is_wide and len(formats) == 1:
+            self.plain_dtype = getattr(torch, formats.pop())
         # Here, since a compiler breaks its graph where a property is computed first.
         self.is_stochastic = compute.is_stochastic
 
@@ -139,16 +138,6 @@ class Linear(NarrowLayer, nn.Linear):
         return f"{super().extra_repr()}, compute={self.compute.name!r}"
 
 
-def plain_dtype(compute: Compute) -> torch.dtype | None:
-    """Return the dtype in which a compute equals a plain linear layer without casts; ``None`` if
-    there is none.
-    """
-    formats = {cast.format for cast in compute.casts.values()}
-    if compute.is_wide and len(formats) == 1:
-        return getattr(torch, formats.pop(), None)
-    return None
-
-
 def is_linear(module: nn.Module) -> bool:
     """Return whether a module is a linear layer that can be swapped.
 
@@ -188,18 +177,6 @@ def keep_from_fused_kernels(model: nn.Module) -> None:
             module.use_nested_tensor = False
 
 
-def _narrow_class(plain: type[Any]) -> type[Linear]:
-    """Return :class:`Linear` for a layer of that class.
-
-    It keeps the additions of a subclass, such as FSDP2's methods.
-    """
-    if issubclass(plain, Linear):
-        return plain
-    if plain is nn.Linear or not issubclass(plain, nn.Linear):
-        return Linear
-    return cast(type[Linear], extended_class(Linear, cast(Any, plain)))
-
-
 def refuse_replaced_forward(name: str, module: nn.Module, compute: Compute) -> None:
     """Raise RecipeError for a layer whose forward a framework has replaced: it would not multiply
     as the compute says.
@@ -224,7 +201,11 @@ def made_narrow(name: str, module: nn.Module, compute: Compute, seed: int = 0) -
     transposed = is_transposed(module)
     weight = cast(Tensor, module.weight)
     kind: Any = type(module)
-    module.__class__ = _narrow_class(kind)
+    if kind is nn.Linear or not isinstance(module, nn.Linear):
+        kind = Linear
+    elif not issubclass(kind, Linear):  # keep the additions of a subclass, such as FSDP2's methods
+        kind = extended_class(cast(Any, Linear), kind)
+    module.__class__ = kind
     layer = cast(Linear, module)
     layer.is_transposed = transposed
     layer.out_features, layer.in_features = matrix_of(layer).shape

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -87,16 +87,6 @@ class NarrowLayers:
             line += f" and {len(kept) - _MOST_NAMES} more"
         return line
 
-    def set_compute(self, choose: Callable[[str], Compute]) -> None:
-        """Continue in other computes. ``choose`` maps a layer's name to its compute."""
-        chosen = {}
-        for name, layer in self.layers.items():
-            chosen[layer] = choose(name)
-            if not layer.compute.transform:
-                _refuse_transform(chosen[layer])
-        for layer, compute in chosen.items():
-            layer.set_compute(compute)
-
 
 def read_elsewhere(model: nn.Module) -> dict[str, str]:
     """Return the matrices that are no layer's: the classes whose own code reads them, by name.
@@ -153,14 +143,25 @@ def swap_linears(
     roles: Mapping[str, str] = {}
     if not callable(compute):
         compute = get_compute(compute)
-        _refuse_transform(compute)
+        if compute.transform:
+            raise RecipeError(
+                f"Cannot swap layers to '{compute.name}' alone because its static scales need the "
+                "whole model changed.",
+                f'Use ng.prepare(model, "{compute.name}/word").',
+            )
         if keep_roles and not compute.is_wide:
             roles = roles_of(model, compute.keep_last, warns=True)
     choose = chooser(model, compute, keep, roles)
     layers: dict[str, Layer] = {}
     for name, module in list(model.named_modules()):
         if is_linear(module) and (chosen := choose(name)) is not None:
-            _warn_if_narrow(name, module, chosen)
+            before = getattr(module, "compute", chosen)
+            if isinstance(module, Linear) and before != chosen and not before.is_wide:
+                warnings.warn(
+                    f"'{name}' was narrow already: from now on it multiplies in {chosen.name}, and "
+                    f"not in {before.name}, in every model that holds it.",
+                    stacklevel=2,
+                )
             layers[name] = made_narrow(plain_name(name), module, chosen, seed)
     layers |= experts.grouped_layers(model, choose, seed)
     if not layers:
@@ -181,51 +182,11 @@ def swap_linears(
     return linears
 
 
-def _warn_if_narrow(name: str, module: nn.Module, compute: Compute) -> None:
-    """Warn of a layer that is narrow already, perhaps as a part of another model."""
-    before = getattr(module, "compute", None)
-    if isinstance(module, Linear) and before != compute and not module.compute.is_wide:
-        warnings.warn(
-            f"'{name}' was narrow already: from now on it multiplies in {compute.name}, and not in "
-            f"{module.compute.name}, in every model that holds it.",
-            stacklevel=3,
-        )
-
-
-def _refuse_transform(compute: Compute) -> None:
-    """Raise RecipeError for a compute whose casts need a transformed model."""
-    if compute.transform:
-        raise RecipeError(
-            f"Cannot swap layers to '{compute.name}' alone because its static scales need the "
-            "whole model changed.",
-            f'Use ng.prepare(model, "{compute.name}/word").',
-        )
-
-
-def linears_of(model: nn.Module) -> NarrowLayers | None:
-    """Return a handle on a model's narrow layers, for code that has only the model.
-
-    Args:
-        model: any module.
-    Returns:
-        The handle; ``None`` if no layer is narrow.
-    Example:
-        >>> linears_of(nn.Linear(2, 2)) is None
-        True
-    """
-    linears = NarrowLayers(model)
-    if linears.layers:
-        return linears
-    return None
-
-
-def _matches(name: str, pattern: str) -> bool:
+def _matches(name: str, patterns: Iterable[str]) -> bool:
     """Return whether a pattern matches a layer's name, or that of a module that contains it."""
-    if fnmatch.fnmatchcase(name, pattern):
-        return True
     place = plain_name(name).removesuffix(".base_layer")  # of PEFT
     while place:
-        if fnmatch.fnmatchcase(place, pattern):
+        if any(fnmatch.fnmatchcase(place, pattern) for pattern in patterns):
             return True
         place = place.rpartition(".")[0]
     return False
@@ -245,7 +206,7 @@ def chooser(
         )
     names = list(multiplied(model))
     for pattern in keep:
-        if not any(_matches(name, pattern) for name in names):
+        if not any(_matches(name, [pattern]) for name in names):
             raise RecipeError(
                 f"Cannot keep '{pattern}' because it matches no linear layer of "
                 f"{type(model).__name__}.",
@@ -253,13 +214,11 @@ def chooser(
             )
 
     def choose(name: str) -> Compute | None:
-        if name in roles or any(_matches(name, pattern) for pattern in keep):
+        if name in roles or _matches(name, keep):
             return None
         chosen: Any = compute
         if callable(compute):
             chosen = compute(name)
-        if chosen is None:
-            return None
-        return get_compute(chosen)
+        return None if chosen is None else get_compute(chosen)
 
     return choose

@@ -8,7 +8,7 @@ compiled are not seen.
 
 A logit is a product of a query and a key, so the largest norms of both bound it. Rotary embeddings
 keep norms. Attention modules are known by the name of their class. Not seen are modules that do not
-state the width of a head, and those that never call their projections, such as
+state the width of a head (``head_dim``), and those that never call their projections, such as
 ``nn.MultiheadAttention``.
 """
 
@@ -28,9 +28,7 @@ from narrowgauge.matmul.linear import Linear
 from narrowgauge.measuring.hooks import Hub, Listener
 from narrowgauge.numerics import metrics
 from narrowgauge.numerics.exact_sums import largest_magnitude
-from narrowgauge.optim.audit import audit
-from narrowgauge.optim.optimizer import Optimizer
-from narrowgauge.runs.schema import METRICS, Row
+from narrowgauge.runs.schema import Row
 from narrowgauge.spec.computes import Cast, first_of_input
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.torch_support.machine import require_float64
@@ -119,7 +117,7 @@ class Gauges(Listener):
         for name, layer in self._layers.items():
             first = first_of_input(name)
             is_first = first == name or first not in self._layers
-            self._hook(layer, partial(self._see_layer, name, is_first=is_first))
+            self._hook(layer, partial(self._see_layer, name, is_first))
         for name, heads in self._heads.items():
             self._hook(heads.query, partial(self._see_heads, name, "query"))
             self._hook(heads.key, partial(self._see_heads, name, "key"))
@@ -132,7 +130,7 @@ class Gauges(Listener):
 
         self._undo.callback(module.register_forward_hook(OwnHook(hook)).remove)
 
-    def _see_layer(self, name: str, args: Any, output: Any, *, is_first: bool) -> None:
+    def _see_layer(self, name: str, is_first: bool, args: Any, output: Any) -> None:
         if is_first and args:
             self._record("input", name, args[0])
 
@@ -165,12 +163,12 @@ class Gauges(Listener):
 
     def _tables(self) -> Row:
         """Return the tables of a row. Copy all numbers to the host, in one transfer."""
-        numbers = {}
-        if self._numbers:
-            sizes = list(map(len, self._numbers.values()))
-            pieces = torch.cat([*self._numbers.values()]).cpu().split(sizes)
-            numbers = dict(zip(self._numbers, pieces, strict=True))
         row: Row = {}
+        if not self._numbers:
+            return row
+        sizes = list(map(len, self._numbers.values()))
+        pieces = torch.cat([*self._numbers.values()]).cpu().split(sizes)
+        numbers = dict(zip(self._numbers, pieces, strict=True))
         for (table, name), sums in numbers.items():
             if table == "tensors":
                 loss = metrics.cast_loss(sums[:-1])
@@ -179,12 +177,6 @@ class Gauges(Listener):
             elif table == "query" and ("key", name) in numbers:
                 bound = self._heads[name].scale * float(sums) * float(numbers["key", name])
                 row.setdefault("attention", {})[name] = [rounded(bound, keep_nan=True)]
-        if isinstance(self.optimizer, Optimizer):
-            for name, reading in audit(self.optimizer).items():
-                edq, *rest = [getattr(reading, metric) for metric in METRICS["updates"]]
-                # EDQ is NaN if no update was intended.
-                values = [rounded(edq, keep_nan=True), *map(rounded, rest)]
-                row.setdefault("updates", {})[name] = values
         return row
 
 
@@ -263,21 +255,14 @@ def heads_of(module: Any) -> Heads | None:
     """Return where a module's queries and keys are; ``None`` if it is not attention or does not
     say.
     """
-    if "attention" not in type(module).__name__.lower():
+    width = getattr(module, "head_dim", 0)
+    if "attention" not in type(module).__name__.lower() or not width:
         return None
-    width = getattr(module, "head_dim", 0) or getattr(module, "attention_head_size", 0)
-    count = getattr(module, "num_heads", 0) or getattr(module, "n_head", 0)
     children = dict(module.named_children())
-    for names in _PAIRS:
-        query: Any = children.get(names[0])
-        key = children.get(names[1])
-        if not width and count and hasattr(query, "out_features"):
-            width = query.out_features // count
-            if query is key:
-                width //= 3
-        if query is not None and key is not None and width:
+    for query, key in _PAIRS:
+        if query in children and key in children:
             scale = getattr(module, "scaling", None)
             if not isinstance(scale, float):
                 scale = width**-0.5
-            return Heads(query, key, width, scale)
+            return Heads(children[query], children[key], width, scale)
     return None

@@ -7,6 +7,7 @@ one: a buffer that was rounded computes something else.
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -21,7 +22,6 @@ from torch import Tensor, nn
 
 from narrowgauge.errors import RecordError
 from narrowgauge.measuring.adapters import is_adapted, name_without_adapters, product_of
-from narrowgauge.measuring.fit import fit
 from narrowgauge.measuring.kinds import KINDS
 from narrowgauge.measuring.reading import Reading, measured
 from narrowgauge.measuring.units import unit_of
@@ -30,6 +30,8 @@ from narrowgauge.runs.finding import counted, told
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.tables import Row, Table, name_columns, number_columns
 
+CHUNK = 1 << 17
+"""Elements that are compared at once: they stay in the cache."""
 MOST_ROWS = 8
 """Printed tensors."""
 Weights = str | Path | nn.Module | Mapping[str, Any]
@@ -191,19 +193,39 @@ def _row(name: str, before: Tensors, after: Tensors) -> list[Row]:
     dtype = max(dtypes, key=unit_of)
     if name in before.buffers | after.buffers or not y.is_floating_point():
         dtype = torch.promote_types(*dtypes)
-    result = fit(x.to(dtype), y.to(dtype))
     row: Row = {
         "name": name, "dtype": " → ".join(dict.fromkeys(map(dtype_name, dtypes))), "values": y.numel(),
-        "differ": result.differing, "nonfinite": result.nonfinite,
-        "change": result.relative, "factor": result.factor,
         "is_one": y.ndim == 1 and bool((y == 1).all()), "adapter_times": None,
+        **_difference(x.to(dtype), y.to(dtype)),
     }  # fmt: skip
-    products = {**before.products, **after.products}
+    products = before.products | after.products
     if name in products:
-        row["adapter_times"] = fit(products[name], y.double() - x.double()).factor
-        if result.relative <= unit_of(dtype):
+        row["adapter_times"] = _difference(products[name], y.double() - x.double())["factor"]
+        if row["change"] <= unit_of(dtype):
             row["differ"] = 0  # the merge rounded once
     return [row]
+
+
+def _difference(x: Tensor, y: Tensor) -> Row:
+    """Return how far a tensor is from another one, and the multiple of that which is nearest."""
+    square = product = off = 0.0
+    differ = nonfinite = 0
+    for first, second in zip(x.flatten().split(CHUNK), y.flatten().split(CHUNK), strict=True):
+        a = first.to(second.device).double()  # which holds values of every format
+        b = second.double()
+        square += float(a @ a)
+        product += float(a @ b)
+        off += float((b - a).square().sum())
+        differ += int((a != b).sum())
+        bad = int((~b.isfinite()).sum())
+        if bad:
+            nonfinite += bad
+            differ -= int((a.isnan() & b.isnan()).sum())
+    change = 0.0
+    if off:
+        change = math.sqrt(off / square) if square else math.inf
+    factor = product / square if square else 0.0
+    return {"differ": differ, "nonfinite": nonfinite, "change": change, "factor": factor}
 
 
 def _readings(rows: list[Row]) -> Iterable[Reading]:

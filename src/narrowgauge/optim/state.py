@@ -22,7 +22,7 @@ from narrowgauge.optim.kernel import Kernel
 from narrowgauge.optim.planes import as_rows, planes_of, row_dims
 from narrowgauge.optim.rules.matrix import MatrixState
 from narrowgauge.spec.formats import dtype_name
-from narrowgauge.spec.storages import FLOAT32, WINDOW, Code, Storage
+from narrowgauge.spec.storages import WINDOW, Code, Storage
 
 Extras = Mapping[str, MatrixState]
 """The states of a matrix rule that have shapes of their own, by name."""
@@ -45,7 +45,7 @@ def new_state(parameter: Tensor, storage: Storage, extras: Extras) -> State:
     local = local_of(parameter.detach())
     state = State(step=_number(0.0))
     used = [storage.code(name) for name in dict(storage.states)]
-    used += [code_of_extra(storage, extra) for extra in extras.values()]
+    used += [storage.code(extra.role) for extra in extras.values()]
     if any(code.lowest in (WINDOW, 2 * WINDOW) for code in used):
         state["window"] = _number(float(WINDOW))
     for plane in planes_of(storage):
@@ -62,7 +62,7 @@ def new_state(parameter: Tensor, storage: Storage, extras: Extras) -> State:
         zeros = local.new_zeros(_shape_of_bounds(local, dims), dtype=torch.float32)
         state[f"{name}_bound"] = placed_like(parameter, zeros, row_dims=dims)
     for name, extra in extras.items():
-        code = code_of_extra(storage, extra)
+        code = storage.code(extra.role)
         key = saved_as(name, code)
         state[key] = local.new_zeros(extra.shape, dtype=alone_dtype(code))
         if code.scaled:
@@ -73,11 +73,6 @@ def new_state(parameter: Tensor, storage: Storage, extras: Extras) -> State:
 
 def _number(value: float) -> Tensor:
     return torch.tensor(value, dtype=torch.float32, device="cpu")
-
-
-def code_of_extra(storage: Storage, extra: MatrixState) -> Code:
-    """Return the code in which a storage holds a matrix rule's own state."""
-    return FLOAT32 if extra.role is None else storage.code(extra.role)
 
 
 def _shape_of_bounds(local: Tensor, dims: int) -> tuple[int, ...]:
@@ -160,7 +155,7 @@ class LocalState:
         self.extras: dict[str, Tensor] = {}
         self.extra_bounds: dict[str, Tensor] = {}
         for name, extra in extras.items():
-            code = code_of_extra(self.storage, extra)
+            code = self.storage.code(extra.role)
             key = saved_as(name, code)
             self.extra_codes[name] = code
             self.extras[name] = self._here(key, alone_dtype(code), extra.shape)

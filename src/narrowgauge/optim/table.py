@@ -182,7 +182,7 @@ class Table:
         states = list(batch)
         places = {numbers: place for place, numbers in enumerate(dict.fromkeys(batch.values()))}
         self._batch = batch
-        tile = step_cpp.TILE if self.module is None else int(self.module.BLOCK)
+        tile = step_cpp.TILE if self.module is None else self.module.BLOCK.value
         sizes = []
         for state in states:
             extent = max(1, state.form[1]) if self.storage.scaled else tile
@@ -232,8 +232,7 @@ class Table:
             function = step_cpp.functions(self.rule, self.storage).step
             self.programs.call(function, numbers, control)
         else:
-            constants = {"row": self.row, "BLOCK": self.module.BLOCK}
-            self.programs.call(self.module.step, numbers, control, **constants)
+            self.programs.call(self.module.step, numbers, control, row=self.row)
         for tensor, memory in self._copies:
             tensor.copy_(memory)
         # Autograd notices a weight that was written between forward and backward pass.

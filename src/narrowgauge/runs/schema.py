@@ -6,7 +6,7 @@ The console and the documentation print these tables. Rows may hold further colu
 A row of ``gauges.jsonl`` names each tensor once, as ``KIND:NAME``, and lists its metrics in the
 order of :data:`METRICS`::
 
-    {"step": 20, "tensors": {"input:model.layers.0.mlp.down_proj": [4.2, 0.9, 0, ...]}, "updates": {...}, ...}
+    {"step": 20, "tensors": {"input:model.layers.0.mlp.down_proj": [4.2, 0.9, 0, ...]}, ...}
 
 A metric that does not apply is null. An empty table is left out.
 """
@@ -100,21 +100,18 @@ def numbers_of(kind: str, row: Row) -> dict[str, float]:
     """Return the numbers of a row under their tags, as experiment trackers draw them.
 
     Args:
-        kind: ``"steps"``, ``"evals"``, ``"gauges"`` or ``"events"``. The number of an event is its
-            value, or 1.
+        kind: ``"steps"``, ``"evals"`` or ``"events"``; others have none. The number of an event is
+            its value, or 1.
     Example:
-        >>> numbers_of("evals", {"step": 3, "val_loss": 2.5}), numbers_of("gauges", {"step": 1, "updates": {"w": [1.0]}})
-        ({'validation/loss': 2.5}, {'edq/w': 1.0})
+        >>> numbers_of("evals", {"step": 3, "val_loss": 2.5})
+        {'validation/loss': 2.5}
     """
     numbers: dict[str, Any] = {}
     if kind == "events":
         numbers[f"events/{row['what']}"] = row.get("value") or 1
     elif kind == "evals":
         numbers["validation/loss"] = row.get("val_loss")
-    elif kind == "gauges":
-        for tensor, values in row.get("updates", {}).items():
-            numbers[f"edq/{tensor}"] = values[0]
-    else:
+    elif kind == "steps":
         for name, value in row.items():
             if name in STEP and STEP[name].type == "number":
                 numbers[f"train/{name}"] = value

@@ -151,7 +151,7 @@ _MX = "OCP Microscaling Formats (MX) Specification v1.0"
 _INT = "Two's complement; ISO/IEC 9899:2024, section 6.2.6.2"
 
 _FORMATS = (
-    Format("float64", 64, 11, 52, 1023, "ieee", "exact sums, norms, subspaces, audits; masters of float64 and master64", _IEEE),
+    Format("float64", 64, 11, 52, 1023, "ieee", "exact sums, norms, subspaces, audits; masters of float64", _IEEE),
     Format("float32", 32, 8, 23, 127, "ieee", "the baseline; master weights and accumulation", _IEEE),
     Format("tfloat32", 19, 8, 10, 127, "ieee", "float32 matmuls on tensor cores", "NVIDIA A100 whitepaper, 2020"),
     Format("float16", 16, 5, 10, 15, "ieee", "fine steps, short range: needs loss scaling", _IEEE),

@@ -38,12 +38,11 @@ class MatrixState:
 
     Every rank has the whole of it. A stack has one per matrix.
 
-    It is stored in the storage's code for the moment ``role`` (``"exp_avg"`` or ``"exp_avg_sq"``),
-    or in float32 for ``None``.
+    It is stored in the storage's code for the moment ``role``: ``"exp_avg"`` or ``"exp_avg_sq"``.
     """
 
     shape: tuple[int, ...]
-    role: str | None = None
+    role: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +55,8 @@ class MatrixRule:
         direction: ``(gradient [rows, cols], states, options, step) -> (step to take, new states)``; steps
             count from 1. The gradient may be overwritten, states may not.
         scalars, prepare: as in :class:`~narrowgauge.optim.rules.elementwise.Rule`, of ``average`` and of the decay.
-        decay: as in :class:`~narrowgauge.optim.rules.elementwise.Rule`. With it, ``lr · weight_decay · weight`` is subtracted
-            from the step.
+        decay: as in :class:`~narrowgauge.optim.rules.elementwise.Rule`: ``lr · weight_decay · weight`` is subtracted from
+            the step.
         beside: states with the weight's shape, packed and sharded with the weight in its code for first moments.
         average: ``(gradient, states, scalars) -> (gradient for direction, new states)``: an elementwise part that comes
             before ``direction`` and updates the states beside the weight. Ranks run it on their shards.
@@ -66,9 +65,9 @@ class MatrixRule:
     name: str
     states: Callable[[tuple[int, int], Options], dict[str, MatrixState]] | None
     direction: Callable[[Tensor, States, Options, int], Result]
-    scalars: tuple[str, ...] = ()
-    prepare: Callable[[Options, int], tuple[float, ...]] = lambda options, step: ()
-    decay: str = ""
+    scalars: tuple[str, ...]
+    prepare: Callable[[Options, int], tuple[float, ...]]
+    decay: str = NEGATIVE_DECAY
     beside: tuple[str, ...] = ()
     average: Callable[[Tensor, States, Scalars], Result] | None = None
 
@@ -234,20 +233,13 @@ def _decay_scalars(options: Options, step: int) -> tuple[float, ...]:
 
 
 # By functions with names, by which rules are pickled.
-_DECAY: dict[str, Any] = {
-    "scalars": (NEGATIVE_DECAY,),
-    "prepare": _decay_scalars,
-    "decay": NEGATIVE_DECAY,
-}
-_AVERAGE = (NEGATIVE_DECAY, "momentum", "one_minus_momentum", "nesterov")
 MUON = MatrixRule(
-    "muon",
-    None,
-    _muon,
-    _AVERAGE,
-    _muon_scalars,
-    NEGATIVE_DECAY,
-    ("momentum_buffer",),
-    _momentum,
+    name="muon",
+    states=None,
+    direction=_muon,
+    scalars=(NEGATIVE_DECAY, "momentum", "one_minus_momentum", "nesterov"),
+    prepare=_muon_scalars,
+    beside=("momentum_buffer",),
+    average=_momentum,
 )
-GALORE = MatrixRule("galore", _galore_states, _galore, **_DECAY)
+GALORE = MatrixRule("galore", _galore_states, _galore, (NEGATIVE_DECAY,), _decay_scalars)
