@@ -246,7 +246,7 @@ def our_layers(name: str, model: nn.Module) -> None:
         for place, product in compute.products.items():
             products[place] = replace(product, accumulation="fast")
         compute = replace(compute, **products)  # as torchao's rowwise
-    ng.swap_linears(model, compute, keep_roles=False)
+    ng.swap_linears(model, lambda _: compute)
 
 
 def layers(device: str, options: Any) -> None:

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from narrowgauge.distributed.job import joined, require_same, threads_of
+from narrowgauge.distributed.job import require_same, threads_of
 from narrowgauge.errors import RankError
 from ranks import run_ranks
 from trainer.tiny_runs import call
@@ -33,26 +32,6 @@ def test_rank_0_prints_the_error(
         result = call(*words)
         assert result.exit_code == 2
         assert result.stderr.startswith(expected) and result.stderr.count("\n") == bool(expected)
-
-
-@pytest.mark.parametrize("local_rank", [0, 1, 3])
-def test_a_rank_joins_with_a_gpu_of_its_node(
-    local_rank: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In turn, where there are fewer. What runs on GPUs, on this CPU."""
-    devices = []
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "set_device", devices.append)
-    for name in ("barrier", "destroy_process_group"):
-        monkeypatch.setattr(dist, name, lambda: None)
-    monkeypatch.setattr(
-        dist, "init_process_group", lambda _, device_id, **options: devices.append(device_id)
-    )
-    with joined():
-        assert devices == [torch.device("cuda", local_rank % 2)] * 2
 
 
 def other_settings(rank: int) -> list[str]:

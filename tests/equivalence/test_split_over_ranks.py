@@ -32,7 +32,6 @@ from torch.distributed.tensor.parallel import (
 
 import narrowgauge as ng
 from equivalence.ways import HALF, STEPS, Training, fingerprint, load_dcp, save_dcp
-from narrowgauge.distributed.sharding import fingerprint_whole
 from narrowgauge.spec.storages import STORAGES
 from optim.scenarios import OPTIMIZERS, REPRESENTATIVES
 from ranks import run_ranks
@@ -165,15 +164,6 @@ def zero(storage: str) -> list[Tensor]:
     return [p.detach() for p in resumed.parameters()]
 
 
-def zero_of_float32() -> tuple[list[str], str]:
-    """Return the formats of float32 weights after a step of ZeRO-1, and their fingerprint."""
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=ng.AdamW, lr=1e-2)
-    train(Training(model, optimizer), range(2))
-    weights = {name: p.detach() for name, p in model.named_parameters()}
-    return [str(p.dtype) for p in weights.values()], fingerprint_whole(weights)
-
-
 def after_an_overflow(mesh: Any) -> tuple[dict[str, str], int]:
     """Step once more with an infinity in the last row, which the last rank has."""
     training = train(start("word", mesh), range(STEPS))
@@ -238,8 +228,6 @@ def on_a_rank(rank: int, folder: Path) -> dict[tuple[str, str], Any]:
             results[way, storage] = split(storage, mesh, folder / way / storage)
     for storage in WAYS["zero-1"]:
         results["zero-1", storage] = zero(storage)
-    torch.manual_seed(0)
-    results["zero-1", "of float32"] = zero_of_float32()
     for layout, (shape, placements) in LAYOUTS.items():
         results["muon", layout] = muon_in_float32(init_device_mesh("cpu", shape), placements)
     results["fsdp2", "overflow"] = after_an_overflow(meshes["fsdp2"])
@@ -282,15 +270,6 @@ def test_zero_redundancy(results: Results) -> None:
         for result in results:
             pairs = zip(result["zero-1", storage], alone.model.parameters(), strict=True)
             assert all(torch.equal(*pair) for pair in pairs), storage
-
-
-def test_zero_redundancy_of_float32_weights_ends_in_one_format(
-    results: Results,
-) -> None:
-    """Each rank has an optimizer for some of the weights, and all ranks hold all weights."""
-    formats, weights = zip(*(result["zero-1", "of float32"] for result in results), strict=True)
-    assert len(set(weights)) == 1
-    assert {name for names in formats for name in names} == {"torch.float32"}
 
 
 def test_matrices_laid_out_in_other_ways(results: Results) -> None:

@@ -171,19 +171,19 @@ def _local_fingerprint(tensor: Any) -> tuple[int, Any]:
 
 
 def require_mesh(mesh: Any, sharding: str = "full") -> None:
-    """Refuse a mesh of over two axes or of two without names, and an unknown ``sharding``."""
+    """Refuse an unknown ``sharding``, and a mesh that cannot hold one or lacks this rank."""
     if sharding not in SHARDINGS:
         raise RecipeError(f"Cannot shard by {sharding!r}. Try one of {', '.join(SHARDINGS)}.")
-    if mesh.ndim > 2:
+    if mesh.ndim > 2 or (mesh.ndim == 2 and mesh.mesh_dim_names is None):
         raise RecipeError(
-            f"a mesh of {mesh.ndim} axes was given, and a model is sharded over one, or over "
-            "replicas and shards.",
-            'Pass a part of it, such as mesh["replicate", "shard"].',
+            "Cannot shard over a mesh of more than two axes, or of two without names.",
+            'Take a part of it, or init_device_mesh(…, mesh_dim_names=("replicate", "shard")).',
         )
-    if mesh.ndim == 2 and mesh.mesh_dim_names is None:
+    if mesh.get_coordinate() is None:
         raise RecipeError(
-            "a mesh of two axes without names was given.",
-            'Name them: init_device_mesh(…, mesh_dim_names=("replicate", "shard")).',
+            "Cannot prepare a model on this rank because the mesh has only ranks "
+            f"{mesh.mesh.flatten().tolist()}.",
+            "Call prepare on the ranks of the mesh alone.",
         )
 
 

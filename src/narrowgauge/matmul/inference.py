@@ -41,22 +41,19 @@ of rows or of the tensor; or two codes a byte, padded to whole blocks, with scal
 
 def codes_of(weight: Tensor, right: Cast) -> Operand:
     """Return a weight ``[out, in]`` in a cast."""
-    dtype = PAIRS
-    if not is_packed(right):
-        dtype = getattr(torch, right.format)
-    operand = cast_matrix(weight, right, 1, dtype)
-    if operand.outer is None:
-        operand = operand._replace(outer=operand.data.new_ones(1, 1, dtype=torch.float32))
-    return operand
+    dtype = PAIRS if is_packed(right) else getattr(torch, right.format)
+    return cast_matrix(weight, right, 1, dtype)
 
 
 def values_of(operand: Operand, shape: tuple[int, int]) -> Tensor:
     """Return the weight that an operand holds: float32 ``[out, in]``."""
-    assert operand.outer is not None
     codes = operand.data
     if operand.inner is not None:
         codes = block_values(operand)
-    return (codes.float() * operand.outer)[: shape[0], : shape[1]]
+    values = codes.float()
+    if operand.outer is not None:
+        values = values * operand.outer
+    return values[: shape[0], : shape[1]]
 
 
 def is_packed(right: Cast) -> bool:
