@@ -17,7 +17,6 @@ from narrowgauge.trainer.tokens import (
     load_tokenizer,
     open_tokens,
     order_of_epoch,
-    pieces,
     read_texts,
     write_tokens,
 )
@@ -39,13 +38,6 @@ def test_a_text_comes_back_from_its_tokens(tmp_path: Path) -> None:
     assert again(TEXTS[0])["input_ids"] == tokenizer(TEXTS[0])["input_ids"]
     with pytest.raises(RecordError, match=r"which is not to be overwritten"):
         write_tokens(["text"], tokenizer, tmp_path)
-
-
-def test_pieces_are_the_text_and_end_at_newlines() -> None:
-    for text in TEXTS:
-        assert "".join(pieces(text)) == text
-    assert all(piece.endswith("\n") for piece in pieces(TEXTS[1]))
-    assert max(map(len, pieces(TEXTS[2]))) == 1 << 16
 
 
 def test_a_folder_and_lines_of_json_are_read_by_name(tmp_path: Path) -> None:
