@@ -15,24 +15,9 @@ from torch import Tensor
 from narrowgauge.numerics.rounding import Addend, bits_of, quiet, random_bits
 from narrowgauge.optim.codes import MANTISSA, decode, encode, multipliers
 from narrowgauge.optim.planes import INTEGER, dropped_bits
-from narrowgauge.spec.storages import BFLOAT16, FLOAT32, Code, width_of
 
 if TYPE_CHECKING:
     from narrowgauge.optim.state import LocalState
-
-
-def alone_dtype(code: Code) -> torch.dtype:
-    """Return PyTorch's dtype with the same bits, if there is one."""
-    if code == FLOAT32:
-        return torch.float32
-    if code == BFLOAT16:
-        return torch.bfloat16
-    return INTEGER[width_of(((code.name, code.bits),))]
-
-
-def saved_as(name: str, code: Code) -> str:
-    """Return the name of a separate state in a checkpoint. Integers are named ``…_codes``."""
-    return name if alone_dtype(code).is_floating_point else f"{name}_codes"
 
 
 def extra_values(state: LocalState, name: str, index: tuple[int, ...] = ()) -> Tensor:

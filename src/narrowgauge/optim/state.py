@@ -17,12 +17,11 @@ from torch import Tensor
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.dtensor import local_of, placed_like, split_groups
-from narrowgauge.optim.extras import alone_dtype, saved_as
 from narrowgauge.optim.kernel import Kernel
-from narrowgauge.optim.planes import as_rows, row_dims
+from narrowgauge.optim.planes import INTEGER, as_rows, row_dims
 from narrowgauge.optim.rules.matrix import MatrixState
 from narrowgauge.spec.formats import dtype_name
-from narrowgauge.spec.storages import WINDOW
+from narrowgauge.spec.storages import BFLOAT16, FLOAT32, WINDOW, Code, width_of
 
 Extras = Mapping[str, MatrixState]
 """The states of a matrix rule that have shapes of their own, by name."""
@@ -74,6 +73,20 @@ def specs_of(parameter: Tensor, kernel: Kernel, extras: Extras) -> list[Spec]:
             specs.append(Spec("extra_bounds", name, f"{name}_bound", torch.float32, rows))
     kernel.specs[key] = specs
     return specs
+
+
+def alone_dtype(code: Code) -> torch.dtype:
+    """Return PyTorch's dtype with the same bits, if there is one."""
+    if code == FLOAT32:
+        return torch.float32
+    if code == BFLOAT16:
+        return torch.bfloat16
+    return INTEGER[width_of(((code.name, code.bits),))]
+
+
+def saved_as(name: str, code: Code) -> str:
+    """Return the name of a separate state in a checkpoint. Integers are named ``…_codes``."""
+    return name if alone_dtype(code).is_floating_point else f"{name}_codes"
 
 
 def new_state(parameter: Tensor, kernel: Kernel, extras: Extras) -> State:
