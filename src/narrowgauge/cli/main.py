@@ -282,7 +282,7 @@ def compare(
     if as_json:
         return tables.write_json(comparison.rows)
     tables.write(comparison.table())
-    return click.echo(f"\n{comparison.text()}\n\n{page}")
+    return click.echo(f"\n{comparison.verdict}\n\n{page}")
 
 
 @main.command("report", short_help="Write one HTML page about runs.")

@@ -82,12 +82,11 @@ def html_table(table: Table) -> str:
 
 
 def _verdict(comparison: Comparison, runs: Sequence[Run]) -> Iterator[str]:
-    first, *others = [*comparison.verdict, *learned(comparison, runs)]
     items = ""
-    for sentence in others:
+    for sentence in learned(comparison, runs):
         items += f"<li>{escape(sentence)}</li>"
     figure = interval_figure(comparison)
-    parts = [f'<p class="lead">{escape(first)}</p>', f"<ul>{items}</ul>"]
+    parts = [f'<p class="lead">{escape(comparison.verdict)}</p>', f"<ul>{items}</ul>"]
     if figure:
         caption = (
             "A bar is the 95 % interval of the mean over seeds. Inside the band a recipe is as good "
