@@ -18,7 +18,6 @@ COLOURS = (
 """The colour of each recipe in every figure. Each is readable on white and on near black."""
 FAR = 15.0
 """The axis ends at this multiple of the threshold, or the recipes inside would overlap."""
-_WIDTH = 440
 _ROW = 44
 _FRAME = """\
 <svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 440 {height}" role="img" \
@@ -60,14 +59,12 @@ def interval_figure(comparison: Comparison) -> str:
     drawn = [pair for pair in comparison.differences if math.isfinite(pair.mean)]
     if not drawn or not 0 < threshold < math.inf:
         return ""
-    limit = 1.5 * threshold
-    for pair in drawn:
-        limit = max(limit, abs(pair.mean) + _half(pair))
-    limit = 1.1 * min(limit, FAR * threshold)
+    farthest = max(abs(pair.mean) + _half(pair) for pair in drawn)
+    limit = 1.1 * min(max(farthest, 1.5 * threshold), FAR * threshold)
 
     def x_of(value: float) -> float:
-        inside = max(-limit, min(limit, value))
-        return round(_WIDTH / 2 + inside / limit * (_WIDTH / 2 - 10), 1)
+        inside = max(-1.0, min(1.0, value / limit))
+        return round(220 + 210 * inside, 1)
 
     marks = []
     y = 8
