@@ -39,7 +39,6 @@ from narrowgauge.runs.places import is_run
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.runs.schema import Row
 from narrowgauge.runs.writer import Record, plain
-from narrowgauge.spec.values import require_number
 from narrowgauge.torch_support.torch_names import is_compiled_model, unwrapped_model
 
 SEEN_AT = 3
@@ -129,8 +128,6 @@ class RunRecorder:
         resume: bool = False,
         tables: Mapping[str, Mapping[str, Any] | None] | None = None,
     ) -> None:
-        require_number("gauges_every", gauges_every, is_whole=True)
-        require_number("fingerprints_every", fingerprints_every, is_whole=True)
         self.folder = None if folder is None else Path(folder)
         self.laws = Laws(ignore, say=self._note)
         self.model = unwrapped_model(model)
@@ -237,13 +234,7 @@ class RunRecorder:
         Raises:
             RecordError: the run is resumed, and :meth:`go_back` was not called.
         """
-        if "step" in columns:
-            raise RecordError(
-                "Cannot record a column 'step' because the record counts it itself.",
-                "Leave it out.",
-            )
         if tokens is not None:
-            require_number("tokens", tokens, is_whole=True)
             columns["tokens"] = self._tokens + tokens
         if batch is not None:
             columns["batch_crc"] = batch_checksum(batch)
@@ -339,7 +330,6 @@ class RunRecorder:
             tokens: trained on in these steps; ``None``: as the last row says.
             objects: the loaded ones, by the names that :meth:`saved` was given.
         """
-        require_number("step", step, is_whole=True)
         goes_on = self._must_go_back or self.num_steps > 0 or step > 0
         run = self._here.of_first(lambda: self._rewound(step))
         self.laws = Laws(ignored(run), steps_of(run), self._note)
