@@ -14,7 +14,6 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from narrowgauge.distributed.ranks import all_ranks
@@ -32,7 +31,7 @@ from narrowgauge.measuring.resume import Certificate
 from narrowgauge.measuring.set_up import set_up_of
 from narrowgauge.measuring.step import Step
 from narrowgauge.measuring.step_row import batch_checksum, bytes_per_param, columns_of, summary_of
-from narrowgauge.optim.audit import Alarm
+from narrowgauge.optim.audit import Alarm, audit
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.finding import counted
 from narrowgauge.runs.places import is_run
@@ -373,9 +372,9 @@ class RunRecorder:
         """
         row = self.meter.last
         share = self.meter.share
-        if isinstance(self.optimizer, Optimizer) and self.optimizer.auditor.total:
-            meant, stored = torch.stack([*self.optimizer.auditor.total]).sum(0).tolist()[:2]
-            share = stored / meant if meant else None
+        if isinstance(self.optimizer, Optimizer):
+            total = audit(self.optimizer).total
+            share = None if total is None else total.edq
         numbers = {"lr": row.get("lr"), "stored_share": share, "grad_norm": row.get("arrived")}
         return {name: x for name, x in numbers.items() if x is not None}
 
