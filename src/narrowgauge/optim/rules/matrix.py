@@ -1,6 +1,6 @@
 """Matrix rules: update rules that read the whole matrix, as pure functions of float32 tensors.
 
-Every rank gathers the matrix and computes the step (:mod:`narrowgauge.optim.matrix_step`). A
+Every rank gathers the matrix and computes the step (:mod:`narrowgauge.optim.step`). A
 parameter of three dims is a stack of matrices, such as a mixture's experts. Each is stepped as if
 it were a parameter of its own. A parameter of more dims, such as a convolution, is the matrix of
 its first dim against all others. A parameter of fewer than two is stepped by AdamW.
