@@ -128,7 +128,7 @@ def _loss_cell(row: Row) -> str:
 def compare_runs(runs: Sequence[Run]) -> Comparison:
     """Compare runs by recipe and seed.
 
-    The baseline is the most precise recipe with a finished run, no divergence and no lost updates.
+    The baseline is the most precise recipe with a finished run, a finite loss and no lost updates.
     Recipes without low-precision matmuls come first. Then more bytes per parameter, then the wider
     compute, then the order decide. Losses never decide, or the intervals would not hold (see the
     module).
@@ -181,16 +181,15 @@ def compare_runs(runs: Sequence[Run]) -> Comparison:
 # ── one recipe ────────────────────────────────────────────────────────────────────────────────────
 
 
+def _loss_of(run: Run) -> float | None:
+    """Return the last validation loss of a finished run."""
+    return number((run.summary or {}).get("val_loss"))
+
+
 def _counts(run: Run) -> bool:
     """Return whether averages may include a run."""
-    return (run.summary or {}).get("val_loss") is not None and not _has_diverged(run)
-
-
-def _has_diverged(run: Run) -> bool:
-    """Return whether the record names a divergence, or the validation loss is not finite."""
-    loss = number((run.summary or {}).get("val_loss"))
-    is_named = any(event["what"] == "divergence" for event in run.events)
-    return is_named or (loss is not None and not math.isfinite(loss))
+    loss = _loss_of(run)
+    return loss is not None and math.isfinite(loss)
 
 
 def _row(label: str, group: Sequence[Run]) -> Row:
@@ -205,8 +204,9 @@ def _row(label: str, group: Sequence[Run]) -> Row:
         row[name] = reduce(values) if values else None
     if len(counting) > 1:
         row["val_loss_std"] = statistics.stdev(summary["val_loss"] for summary in counting)
+    losses = [loss for loss in map(_loss_of, group) if loss is not None]
     row |= {
-        "diverged": any(map(_has_diverged, group)), "num_seeds": len(counting), "difference": None,
+        "diverged": not all(map(math.isfinite, losses)), "num_seeds": len(counting), "difference": None,
         "difference_interval": None,
     }  # fmt: skip
     return row | {"verdict": _fault(row, counting, group)}
@@ -266,7 +266,7 @@ def _paired_differences(group: Sequence[Run], baseline: Sequence[Run]) -> list[f
             continue
         data = {run.data_fingerprint, other.data_fingerprint}
         if len(data) == 1 or "" in data:
-            pairs.append((run.summary or {})["val_loss"] - (other.summary or {})["val_loss"])
+            pairs.append((_loss_of(run) or 0.0) - (_loss_of(other) or 0.0))
     return pairs
 
 
