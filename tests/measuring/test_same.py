@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -166,10 +165,6 @@ def test_the_place_of_a_difference_is_named_with_its_number(case: str, dtype: to
     assert all(p.grad is None for p in trainer.parameters()) and trainer.training
 
 
-def in_one(model: Any) -> Callable[[Tensor], Tensor]:
-    return lambda tokens: torch.cat([model(row[None]).logits for row in tokens])
-
-
 def with_cache(model: Any) -> Callable[[Tensor], Tensor]:
     def run(tokens: Tensor) -> Tensor:
         cache = None
@@ -201,7 +196,6 @@ def eager(model: Any) -> Any:
 
 WAYS: dict[str, Callable[[Any], Any]] = {
     "a copy": copy.deepcopy,
-    "sequences one by one": in_one,
     "a cache of keys and values": with_cache,
     "padding on the left": padded,
     "eager attention": eager,
@@ -313,22 +307,6 @@ def test_a_merged_server_holds_the_adapters_once() -> None:
     plain = model_of(torch.bfloat16)
     (missing,) = [r for r in ng.same(trainer, plain) if r.what == "adapter-times"]
     assert missing.value == pytest.approx(-1, abs=1e-3)
-
-
-@exhaustive("storage", ["word", "exact", "split", "compact", "states8", "kahan"])
-def test_an_export_has_the_bits_that_trained(storage: str) -> None:
-    model = model_of(num_hidden_layers=1)
-    optimizer = ng.AdamW(model.parameters(), lr=1e-3, storage=storage, compile=False)
-    with torch.autocast("cpu", torch.bfloat16):
-        model(input_ids=TOKENS, labels=TOKENS).loss.backward()
-    optimizer.step()
-    full = ng.full_weights(model, optimizer)
-    with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
-        assert not len(ng.same(model, folder))
-        model.save_pretrained(folder, state_dict=dict(full))  # which it empties
-        result = ng.same(model, Path(folder) / "model.safetensors")
-    assert len(result) == 0 and any("bfloat16 → float32" in line for line in result.lines), result
 
 
 def test_what_cannot_be_compared_is_refused() -> None:

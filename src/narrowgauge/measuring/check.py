@@ -130,7 +130,7 @@ def _compare(
         return {}
     parts = micro_batches(set_up.model, batch, loss)
     passes = Passes(set_up.model, leaves, parts, loss, set_up.optimizers, batch, backward)
-    finite = Finite(set_up.model)
+    finite = Finite()
     first = passes.run(passes.step, Wide(), finite)
     if first.changed:
         what = "step-order"

@@ -15,13 +15,13 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from narrowgauge.errors import RecordError
 from narrowgauge.measuring.intervals import PairedDifference, interval
 from narrowgauge.measuring.labels import run_labels, seed_of
-from narrowgauge.measuring.settings import recipe_of, settings_diff
+from narrowgauge.measuring.settings import recipe_of
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import SUMMARY, Row, number
 from narrowgauge.spec.significance import MIN_EDQ
@@ -37,10 +37,6 @@ BASELINE = "the baseline"
 FIT = (BASELINE, "better", "within the noise")
 """Verdicts of recipes that are known to be as good as the baseline."""
 _WIDTHS = {"float32": 32, "float16": 16, "bfloat16": 16}
-_FREE = ("recipe", "seed", "warmup_steps")
-"""Settings that may differ between compared runs."""
-_ALIKE = (("data", "fingerprint"), ("machine", "device"), ("machine", "num_threads"))
-"""Entries of other tables of ``run.toml`` that may not."""
 _OVER_SEEDS: dict[str, Callable[[list[float]], float]] = {
     "val_loss": statistics.fmean, "edq": statistics.median, "tokens_per_second": statistics.median,
     "bytes_per_param": statistics.median, "step_memory_bytes": max, "step_ratio": statistics.median,
@@ -67,8 +63,7 @@ class Comparison:
             with one pair), ``verdict``. Unknown values are ``None``.
         baseline: baseline of all comparisons; ``None`` if no run counts.
         differences: from the baseline, one per other recipe with a common seed.
-        verdict: the cheapest recipe that is as good, and the settings in which runs of one seed
-            differ, a sentence each.
+        verdict: the cheapest recipe that is as good, in a sentence.
 
     Example:
         >>> from pathlib import Path
@@ -80,7 +75,7 @@ class Comparison:
     rows: tuple[Row, ...]
     baseline: str | None
     differences: tuple[PairedDifference, ...]
-    verdict: tuple[str, ...]
+    verdict: str
 
     @property
     def acceptable(self) -> float:
@@ -106,10 +101,6 @@ class Comparison:
             if any(entry.cell(row) not in ("", "–") for row in self.rows):
                 shown.append(entry)
         return Table(tuple(shown), list(self.rows))
-
-    def text(self) -> str:
-        """Return the verdict, one sentence per line."""
-        return "\n".join(self.verdict)
 
     def json(self) -> bytes:
         """Return ``compare.json``: the rows, valid JSON for all values."""
@@ -149,7 +140,7 @@ def compare_runs(runs: Sequence[Run]) -> Comparison:
         >>> losses |= {("bfloat16/word", 0): 2.001, ("bfloat16/word", 1): 2.0995}
         >>> sizes = {"bfloat16/master": 16.0, "bfloat16/word": 8.0}
         >>> comparison = compare_runs([run(name, seed, loss, sizes[name]) for (name, seed), loss in losses.items()])
-        >>> print(comparison.verdict[0])
+        >>> print(comparison.verdict)
         bfloat16/word is the cheapest within the noise: 8.00 bytes per parameter, where bfloat16/master takes 16.00.
     """
     if not runs:
@@ -178,8 +169,7 @@ def compare_runs(runs: Sequence[Run]) -> Comparison:
     )
     if differences:
         verdict = _cheapest(list(rows.values()), rows[str(baseline)])
-    sentences = (verdict, *_other_settings(runs))
-    return Comparison(tuple(rows.values()), baseline, tuple(differences), sentences)
+    return Comparison(tuple(rows.values()), baseline, tuple(differences), verdict)
 
 
 # ── one recipe ────────────────────────────────────────────────────────────────────────────────────
@@ -302,17 +292,3 @@ def _cheapest(rows: Sequence[Row], baseline: Row) -> str:
         f"{best['recipe']} is the cheapest within the noise: {size(best)} bytes per parameter, "
         f"where {name} takes {size(baseline)}."
     )
-
-
-def _other_settings(runs: Sequence[Run]) -> Iterator[str]:
-    """Name the settings that differ between runs of one seed. Skip those that one run lacks."""
-    first_of_seed = dict[int, Run]()
-    names = dict[str, None]()
-    for run in runs:
-        first = first_of_seed.setdefault(seed_of(run), run)
-        for setting in settings_diff(first.run, run.run):
-            is_config = setting.table == "config" and setting.name not in _FREE
-            if is_config or (setting.table, setting.name) in _ALIKE:
-                names[f"{setting.table}.{setting}"] = None
-    if names:
-        yield f"The runs differ in more than recipe and seed: {'; '.join(names)}."

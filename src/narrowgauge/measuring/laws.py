@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.measuring import gradient_laws, loss_laws, update_laws
+from narrowgauge.measuring.kinds import KINDS
 from narrowgauge.measuring.reading import Reading, failure_of, measured
 from narrowgauge.measuring.step import Law, Step, Tell
 
@@ -49,6 +51,12 @@ class Laws:
         say: Callable[[str], object] | None = None,
     ) -> None:
         self.ignore = frozenset(ignore)
+        for name in self.ignore:
+            if name not in KINDS:
+                raise RecipeError(
+                    f"Cannot ignore '{name}' because no kind of reading has this name.",
+                    suggestion(name, KINDS) or "Try narrowgauge show checks, which lists them.",
+                )
         self._say = say
         self._step = 0
         self._readings: list[Reading] = []

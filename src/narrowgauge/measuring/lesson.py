@@ -55,7 +55,6 @@ def teaches(
     loss: Loss,
     *,
     backward: Backward | None = None,
-    loss_scale: float = 1.0,
 ) -> Lesson:
     """Read what a loss teaches: which token each row of logits learns, with which weight, in which
     format.
@@ -70,7 +69,7 @@ def teaches(
         backward: ``backward(model, batch)`` computes the gradients of a step as the loop does, by
             calls of ``.backward()``, without the optimizer's step. ``None``: each micro-batch's
             loss, divided by their number.
-        loss_scale: factor of the losses on which ``backward`` begins.
+            A loss scale of ``backward`` is a factor of the weights.
     Returns:
         Warnings and lines. ``taught`` is a flat dict of the facts, for assertions: ``shift``,
             ``learned``, ``weight_sum`` … It is empty, and the reason printed, where the loss calls
@@ -102,7 +101,7 @@ def teaches(
     if not softmaxes:
         words = "no gradient reached a cross_entropy or log_softmax of logits"
         return Lesson({}, [], [f"what the loss teaches is not read: {words}"])
-    facts = _facts(softmaxes, loss_scale, _padding_of(model))
+    facts = _facts(softmaxes, _padding_of(model))
     return Lesson(facts, _readings(facts), Table(_COLUMNS, [facts]).plain().splitlines())
 
 
@@ -199,10 +198,10 @@ class _Trace(TorchFunctionMode):
 # ── the facts ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def _facts(softmaxes: list[_Softmax], loss_scale: float, padding: Any) -> dict[str, Any]:
+def _facts(softmaxes: list[_Softmax], padding: Any) -> dict[str, Any]:
     """Return how many rows learn, which token, with which weights, and in which format."""
     learned = torch.cat([softmax.learned for softmax in softmaxes])
-    weights = learned[learned[:, 3] > 0, 0] / loss_scale
+    weights = learned[learned[:, 3] > 0, 0]
     narrowest = min(softmaxes, key=lambda softmax: softmax.dtype.itemsize)
     is_padding = (learned[:, 1] == padding) & (learned[:, 2:] > 0).all(1)
     facts = {

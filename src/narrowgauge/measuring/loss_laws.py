@@ -53,29 +53,18 @@ def failed(tell: Tell) -> Law:
             tell("divergence", "", in_a_row)
 
 
-def loss_scale(tell: Tell, settling: int = 100) -> Law:
-    """Read a loss scale that is halved often, and one that began anew.
-
-    The first steps search for a scale.
-    """
+def loss_scale(tell: Tell) -> Law:
+    """Read a loss scale that began anew."""
     number = 0
     last = math.inf
-    halvings: deque[int] = deque()
     while True:
         step = yield
-        scale = step.loss_scale
-        if not scale:
-            continue
-        if last * 2.0 ** min(step.step - number, 60) < scale < math.inf:
-            tell("loss-scale-anew", "", scale, last, last)
-        if scale < last < math.inf and step.step > settling:
-            halvings += [step.step] * max(1, round(math.log2(last / scale)))
-        number = step.step
-        last = scale
-        while halvings and halvings[0] <= step.step - settling:
-            halvings.popleft()
-        if len(halvings) >= KINDS["scale-halvings"].bound:
-            tell("scale-halvings", "", len(halvings))
+        if step.loss_scale:
+            doublings = min(step.step - number, 60)
+            if last * 2.0**doublings < step.loss_scale < math.inf:
+                tell("loss-scale-anew", "", step.loss_scale, last, last)
+            number = step.step
+            last = step.loss_scale
 
 
 def loss_spikes(tell: Tell) -> Law:

@@ -64,7 +64,7 @@ class TwoRuns(Readings):
         self.names = [run.path.name for run in (first, second)]
         if self.names[0] == self.names[1]:
             self.names = [str(run.path) for run in (first, second)]
-        self.settings = tuple(settings_diff(first.run, second.run))
+        self.settings = settings_diff(first.run, second.run)
         self.verdict = self._verdict()
         self.lines = [f"{' and '.join(self.names)}: {self.verdict}"]
 
@@ -103,7 +103,7 @@ class TwoRuns(Readings):
             "ranks": self.ranks,
             "is_rounding": self.is_rounding,
             "factor": self.factor,
-            "settings": [setting._asdict() for setting in self.settings],
+            "settings": self.settings,
             "num_common": self.num_common,
         }
 
@@ -120,6 +120,7 @@ class TwoRuns(Readings):
         if self.unlike:
             yield f"Other recorded numbers of the step differ: {', '.join(self.unlike)}."
         if self.settings:
-            yield f"Recorded settings that differ: {told(map(str, self.settings), _NAMED)}."
+            words = [f"{name} {a} and {b}" for name, (a, b) in self.settings.items()]
+            yield f"Recorded settings that differ: {told(words, _NAMED)}."
         elif self.readings:
             yield "No recorded setting differs."

@@ -1,6 +1,6 @@
 """Matrix rules: update rules that read the whole matrix, as pure functions of float32 tensors.
 
-Every rank gathers the matrix and computes the step (:mod:`narrowgauge.optim.matrix_step`). A
+Every rank gathers the matrix and computes the step (:mod:`narrowgauge.optim.step`). A
 parameter of three dims is a stack of matrices, such as a mixture's experts. Each is stepped as if
 it were a parameter of its own. A parameter of more dims, such as a convolution, is the matrix of
 its first dim against all others. A parameter of fewer than two is stepped by AdamW.
@@ -87,15 +87,6 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, ...]:
     if len(shape) == 3:
         return tuple(shape)
     return shape[0], math.prod(shape[1:])
-
-
-def shapes_of_states(
-    rule: AnyRule, shape: Sequence[int], options: Options
-) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a rule's states for a parameter of ``shape``, by name."""
-    beside = rule.beside if isinstance(rule, MatrixRule) else rule.states
-    extra_shapes = {name: state.shape for name, state in extras_of(rule, shape, options).items()}
-    return {**dict.fromkeys(beside, tuple(shape)), **extra_shapes}
 
 
 def extras_of(rule: AnyRule, shape: Sequence[int], options: Options) -> dict[str, MatrixState]:
