@@ -149,7 +149,6 @@ class _Stored(nn.Module):
             if buffer is not None and after.dtype != buffer.dtype:
                 self._buffers[name] = buffer.to(after.device)
         self.dtype = fn(torch.empty(0, dtype=self.dtype, device="cpu")).dtype
-        require_float64(self._buffers.values())
         return self
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
