@@ -10,6 +10,7 @@ import math
 from html import escape
 
 from narrowgauge.measuring.comparison import Comparison
+from narrowgauge.measuring.intervals import PairedDifference
 
 COLOURS = (
     "#3b82c4", "#d4732a", "#1f9d7c", "#b4559a", "#a58412", "#3ba3c4", "#7565d0", "#7d838e",
@@ -41,6 +42,13 @@ def colour_of(index: int) -> str:
     return COLOURS[index % len(COLOURS)]
 
 
+def _half(pair: PairedDifference) -> float:
+    """Return half of an interval; a single seed has none."""
+    if pair.num_pairs > 1:
+        return pair.high - pair.mean
+    return 0.0
+
+
 def interval_figure(comparison: Comparison) -> str:
     """Return an SVG of the paired differences with their 95 % intervals; empty without any.
 
@@ -52,12 +60,10 @@ def interval_figure(comparison: Comparison) -> str:
     drawn = [pair for pair in comparison.differences if math.isfinite(pair.mean)]
     if not drawn or not 0 < threshold < math.inf:
         return ""
-    ends = [1.5 * threshold]
+    limit = 1.5 * threshold
     for pair in drawn:
-        if pair.num_pairs > 1:
-            ends += [abs(pair.low), abs(pair.high)]
-        ends.append(abs(pair.mean))
-    limit = 1.1 * min(max(ends), FAR * threshold)
+        limit = max(limit, abs(pair.mean) + _half(pair))
+    limit = 1.1 * min(limit, FAR * threshold)
 
     def x_of(value: float) -> float:
         inside = max(-limit, min(limit, value))
@@ -66,15 +72,13 @@ def interval_figure(comparison: Comparison) -> str:
     marks = []
     y = 8
     for pair in drawn:
-        low = pair.mean
-        high = pair.mean
-        if pair.num_pairs > 1:
-            low = pair.low
-            high = pair.high
-        colour = colour_of(labels.index(pair.recipe))
-        texts = {"recipe": escape(pair.recipe), "words": escape(pair.text), "colour": colour}
-        places = {"low": x_of(low), "mean": x_of(pair.mean), "high": x_of(high)}
-        marks.append(_MARK.format(y=y + 30, text_y=y + 18, **texts, **places))
+        half = _half(pair)
+        mark = _MARK.format(
+            y=y + 30, text_y=y + 18, recipe=escape(pair.recipe), words=escape(pair.text),
+            colour=colour_of(labels.index(pair.recipe)), low=x_of(pair.mean - half),
+            mean=x_of(pair.mean), high=x_of(pair.mean + half),
+        )  # fmt: skip
+        marks.append(mark)
         y += _ROW
     for value in (-threshold, 0.0, threshold):
         marks.append(_TICK.format(x=x_of(value), y=y, text_y=y + 20, value=value))
