@@ -219,6 +219,6 @@ def row_dims(shape: tuple[int, ...]) -> int:
 
 @lru_cache
 def as_rows(shape: tuple[int, ...], num_row_dims: int) -> tuple[int, int]:
-    """Return rows and columns of a parameter in memory order. Without bounds it is one row."""
-    first = len(shape) - num_row_dims if num_row_dims else 0
+    """Return rows and columns of a parameter in memory order. Without bounds each element is a row."""
+    first = len(shape) - num_row_dims
     return math.prod(shape[:first]), math.prod(shape[first:])

@@ -79,7 +79,7 @@ def _drawn(
     if kernel.storage.visible != "float16":  # which reads infinity as 65536
         weight[-1, :2] = torch.tensor([math.inf, -math.inf])
     weight = weight.to(device)
-    state = LocalState(weight, new_state(weight, kernel.storage, {}), kernel, {})
+    state = LocalState(weight, new_state(weight, kernel, {}), kernel, {})
     begin(state)
     for name, tensor in state.tensors.items():
         form = tensor.shape[0], tensor.shape[1]
