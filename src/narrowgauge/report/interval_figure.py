@@ -7,9 +7,11 @@ the colour of the text around them, so one drawing serves a light and a dark pag
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from html import escape
 
 from narrowgauge.measuring.comparison import Comparison, shown_difference
+from narrowgauge.runs.schema import Row
 
 COLOURS = (
     "#3b82c4", "#d4732a", "#1f9d7c", "#b4559a", "#a58412", "#3ba3c4", "#7565d0", "#7d838e",
@@ -40,6 +42,15 @@ def colour_of(index: int) -> str:
     return COLOURS[index % len(COLOURS)]
 
 
+def _drawn(comparison: Comparison) -> Iterator[tuple[Row, float, float, float]]:
+    """Yield each row that has a finite difference, with its mean and the ends of its interval."""
+    for row in comparison.rows:
+        mean = row["difference"]
+        if mean is not None and math.isfinite(mean):
+            low, high = row["difference_interval"] or (mean, mean)
+            yield row, mean, low, high
+
+
 def interval_figure(comparison: Comparison) -> str:
     """Return an SVG of the paired differences with their 95 % intervals; empty without any.
 
@@ -48,11 +59,7 @@ def interval_figure(comparison: Comparison) -> str:
     """
     threshold = comparison.acceptable
     labels = [row["recipe"] for row in comparison.rows]
-    drawn = []
-    for row in comparison.rows:
-        mean = row["difference"]
-        if mean is not None and math.isfinite(mean):
-            drawn.append((row, mean, *(row["difference_interval"] or (mean, mean))))
+    drawn = list(_drawn(comparison))
     if not drawn or not 0 < threshold < math.inf:
         return ""
     farthest = max(max(abs(low), abs(high)) for _, _, low, high in drawn)
