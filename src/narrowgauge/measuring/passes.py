@@ -118,11 +118,8 @@ class Passes:
 
     Args:
         leaves: the tensors whose gradients are read, by name.
-        parts: micro-batches.
+        parts: micro-batches of this rank.
         batch: what the loop's ``backward`` takes.
-        policies: of each pass.
-
-    Attributes:
         is_training: whether passes are in training mode.
     """
 
@@ -133,7 +130,6 @@ class Passes:
     optimizers: Sequence[torch.optim.Optimizer] = ()
     batch: Any = None
     backward: Backward | None = None
-    policies: Sequence[Any] = ()
     is_training: bool = True
 
     def step(self) -> Any:
@@ -142,11 +138,15 @@ class Passes:
             return self.backward(self.model, self.batch)
         return divided_losses(self.model, self.parts, self.loss, self.optimizers)
 
+    def plain_loss(self, batch: Any) -> Any:
+        """Return the loss of the model without wrappers, such as DistributedDataParallel."""
+        return self.loss(torch_names.unwrapped_model(self.model), batch)
+
     def plain(self, batch: Any, factor: float = 1.0) -> Callable[[], Tensor]:
         """Return a call that computes the gradient of the plain loss, without the loop's hooks."""
 
         def call() -> Tensor:
-            value = self.loss(self.model, batch)
+            value = self.plain_loss(batch)
             start = torch.full_like(value, factor)
             nodes = torch_names.graph_nodes(value)
             if any("CheckpointFunction" in node.name() for node in nodes):
@@ -179,7 +179,7 @@ class Passes:
             if not self.is_training:  # of a step that begins with train()
                 vars(self.model)["train"] = lambda mode=True: self.model
             before = generators()
-            undo.enter_context(Beside(wide, *self.policies, *policies))
+            undo.enter_context(Beside(wide, *policies))
             with Constants(wide) if has_constants else nullcontext():
                 loss = call()
             gradients: Gradients = {}

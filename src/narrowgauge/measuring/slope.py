@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.measuring.beside import is_finite
-from narrowgauge.measuring.passes import Findings, Gradients, Pass, Passes, concatenated
+from narrowgauge.measuring.passes import Alone, Findings, Gradients, Pass, Passes, concatenated
 from narrowgauge.measuring.policies.wide import Wide
 from narrowgauge.torch_support.torch_hooks import OwnHook
 
@@ -49,15 +49,15 @@ class Slope(NamedTuple):
     differs: bool
 
 
-def compare_slope(passes: Passes, findings: Findings) -> None:
-    """Tell where the loss does not change as its gradient says."""
-    batch = concatenated(passes.parts)
+def compare_slope(passes: Passes, parts: list[Any], findings: Findings) -> None:
+    """Tell where the loss of all micro-batches does not change as its gradient says."""
+    batch = concatenated(parts)
     if batch is None:
-        batch = passes.parts[0]
+        batch = parts[0]
     try:
         for has_constants in (True, False):
             run = partial(_run, passes, has_constants)
-            loss_at = partial(run, lambda: passes.loss(passes.model, batch))
+            loss_at = partial(run, lambda: passes.plain_loss(batch))
             exact, moved = _gradient(passes, run, batch)
             slope = _along(loss_at, moved, exact, SEED)
             if slope.differs:
@@ -81,7 +81,7 @@ def compare_slope(passes: Passes, findings: Findings) -> None:
 
 def _run(passes: Passes, has_constants: bool, call: Callable[[], Any], shifts: Any = ()) -> Pass:
     wide = Wide(shifts=shifts, is_smooth=True)
-    return passes.run(call, wide, has_constants=has_constants)
+    return passes.run(call, wide, Alone(), has_constants=has_constants)
 
 
 def _gradient(
