@@ -5,7 +5,6 @@ interpreted here.
 from __future__ import annotations
 
 import importlib.util
-import re
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -203,26 +202,22 @@ def test_a_step_is_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls[-3:] == [9, 9, 9]  # the first step proves its kernels
 
 
-@pytest.mark.parametrize("words", ["no C\\+\\+ compiler", "which is mounted noexec: set"])
-def test_where_no_library_is_or_may_run_the_definition_steps(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: str
+def test_where_no_library_is_the_definition_steps(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(proofs, "_reasons", {})
     cpp.build.cache_clear()
     step_cpp.functions.cache_clear()
-    if "noexec" in words:
-        monkeypatch.setattr(cpp, "_allows_programs", lambda folder: False)
-        monkeypatch.setattr(cpp, "_own_folder", lambda: tmp_path)
-    else:
-        monkeypatch.setenv("CXX", "no-such-compiler")
-        monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path))  # a library that is there is loaded
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path))  # a library that is there is loaded
     results = []
     for compile in (None, False):
         optimizer = ng.SGD(parameters("word", [(80, 80)] * 3), storage="word", compile=compile)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             take_steps(optimizer, range(2))
-        assert any(re.search(words, str(warning.message)) for warning in caught) == (not results)
+        said = " ".join(str(warning.message) for warning in caught)
+        assert ("no C++ compiler" in said) == (not results)
         results.append(everything(optimizer))
     assert_same_bits(*results)
 

@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -169,4 +169,5 @@ class Kernel:
         # Each step asks these for each tensor.
         self.planes = planes_of(storage)
         self.scaled = storage.scaled
+        self.specs: dict[Any, Any] = {}  # tensors of a state, by shapes
         self.packed_names = dict(storage.states).keys() - {plane.name for plane in self.planes}

@@ -23,12 +23,12 @@ from narrowgauge.numerics.dtensor import gathered, own_part
 from narrowgauge.numerics.hashing import step_seed
 from narrowgauge.optim import definition, proof
 from narrowgauge.optim.audit import Auditor
+from narrowgauge.optim.extras import extra_values, store_extra
 from narrowgauge.optim.kernel import Kernel, Numbers
 from narrowgauge.optim.rules.matrix import MatrixRule, matrix_shape
 from narrowgauge.optim.state import LocalState
 from narrowgauge.optim.step_cpp import has_kernel
 from narrowgauge.optim.table import Table
-from narrowgauge.optim.values import extra_values, store_extra
 from narrowgauge.torch_support.proof import TORCH, language_on
 
 Batch = Mapping[LocalState, Numbers]

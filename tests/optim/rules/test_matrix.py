@@ -18,7 +18,6 @@ from narrowgauge.optim.rules.matrix import (
     GALORE,
     MUON,
     MatrixRule,
-    shapes_of_states,
 )
 from narrowgauge.optim.rules.subspaces import leading_basis
 from narrowgauge.spec.storages import STORAGES
@@ -61,7 +60,7 @@ def train(
     for step in range(1, steps + 1):
         parameter.grad = gradient(parameter.detach(), step)
         optimizer.step()
-    names = shapes_of_states(rule, parameter.shape, group)
+    names = optimizer.local_state(parameter).names  # type: ignore[union-attr]
     return parameter.detach(), {name: optimizer.stored(parameter, name) for name in names}
 
 

@@ -89,15 +89,6 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, ...]:
     return shape[0], math.prod(shape[1:])
 
 
-def shapes_of_states(
-    rule: AnyRule, shape: Sequence[int], options: Options
-) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a rule's states for a parameter of ``shape``, by name."""
-    beside = rule.beside if isinstance(rule, MatrixRule) else rule.states
-    extra_shapes = {name: state.shape for name, state in extras_of(rule, shape, options).items()}
-    return {**dict.fromkeys(beside, tuple(shape)), **extra_shapes}
-
-
 def extras_of(rule: AnyRule, shape: Sequence[int], options: Options) -> dict[str, MatrixState]:
     """Return the states of a rule that are separate from the weight, by name."""
     if not isinstance(rule, MatrixRule) or rule.states is None:
