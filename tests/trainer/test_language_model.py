@@ -90,7 +90,7 @@ def test_model_code_never_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     (folder / "own.py").write_text(OWN_CODE.format(mark=str(mark)))
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr("builtins.input", lambda *_: "y")
-    with pytest.raises(DataError, match=r"has code of its own \(auto_map in config\.json: own"):
+    with pytest.raises(DataError, match=r"names code of its own \(auto_map"):
         build(str(folder), seed=0)
     assert not mark.exists()
 

@@ -31,6 +31,10 @@ _LOGIT_BYTES = {"whole": 38, "compiled": 12, "chunked": 38}  # that a loss reads
 _HOST_SHARE = 0.85  # 55 of 63 GB/s over PCIe5 (ml-engineering)
 _HOST_UPDATES = 4e9  # parameters a second of a node's processors: ZeRO-Offload, 2101.06840, table 4
 _ALL_REDUCE_SHOWN = 0.3  # of a sum between replicas, after the last backward pass
+_EXPERT_SHOWN = 0.5
+"""Fraction of the exchange of tokens between experts that computing does not hide: 0.2 to 0.8 plan the
+published mixtures alike.
+"""
 TENSOR_SHOWN = 0.6
 """Fraction of an exchange between tensor ranks that computing does not hide: asynchronous tensor
 parallelism hides a part.
@@ -78,11 +82,11 @@ def _computing(ask: Ask, shares: Shares, again: float) -> Groups:
             speed = shares["float8"] if is_narrow else 1.0
         if matmul.is_expert:
             size = min(matmul.in_features, matmul.out_features)
-            speed *= program.experts * size / (size + shares["experts"])
+            speed *= size / (size + shares["experts"])
         work += matmul.flops_per_token * passes / speed
     if ask.tuning.lora:
         work *= shares["adapters"]
-    flops = a.attention_flops(ask.sequence_length, is_causal=program.attention == "flash") / 3
+    flops = a.attention_flops(ask.sequence_length) / 3
     flops *= _ATTENTION_PASSES + again
     # Attention reaches more of the peak over longer sequences of a rank, by their logarithm.
     short, long = shares["attention"]
@@ -123,8 +127,8 @@ def _rate(ask: Ask, shares: Shares, ranks: int, stride: int = 1) -> float:
 
 
 def exchanges_of_batch(ask: Ask, shares: Shares, again: float) -> Groups:
-    """Return what a micro-batch shows of its exchanges between tensor ranks, context ranks, experts
-    and stages.
+    """Return what a micro-batch shows of its exchanges between tensor ranks, context ranks, stages
+    and experts.
     """
     a = ask.architecture
     layout = ask.layout
@@ -144,13 +148,9 @@ def exchanges_of_batch(ask: Ask, shares: Shares, again: float) -> Groups:
         rate = _rate(ask, shares, 2, layout.num_ranks // layout.pipeline)
         seconds["pipeline"] = sent / rate
     if layout.expert > 1:
-        chosen = max(layers.chosen for layers in a.layers)
-        copies = chosen * (1 - 1 / layout.expert) / tensor
-        hidden = ask.program.interleaved_overlap
-        if layout.interleave == 1:
-            hidden = ask.program.expert_overlap
+        copies = max(layers.chosen for layers in a.layers) * (1 - 1 / layout.expert) / tensor
         rate = _rate(ask, shares, layout.expert, layout.context * layout.expert_tensor_ranks)
-        seconds["expert"] = a.num_mixture_layers * stream * copies * (1 - hidden) / rate
+        seconds["expert"] = _EXPERT_SHOWN * a.num_mixture_layers * stream * copies / rate
     return seconds
 
 
