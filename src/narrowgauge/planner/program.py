@@ -48,7 +48,8 @@ class Program:
         mixture_seconds: wait of a mixture's layer for its router and launches, forward or backward.
         kernels: of layers: one operation after the other, compiled by layer, or fused by hand.
         loss: over all logits in eager operations, over all logits compiled, or in chunks.
-        saves_scores: attention of 2021, which keeps its softmax; norms lie on every tensor rank.
+        saves_scores: attention of 2021, which computes the whole square and keeps its softmax; norms lie
+            on every tensor rank.
         gathers_bfloat16: FSDP gathers float32 shards so; else they stay float32 under autocast.
         release: each layer's gradient is freed after its update, within backward.
         offload: gradients, optimizer states and their update are on the host, and with adapters

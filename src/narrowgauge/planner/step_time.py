@@ -87,7 +87,7 @@ def _computing(ask: Ask, shares: Shares, again: float) -> Groups:
     if ask.tuning.lora:
         work *= shares["adapters"]
     flops = a.attention_flops(ask.sequence_length) / 3
-    flops *= _ATTENTION_PASSES + again
+    flops *= (_ATTENTION_PASSES + again) * (1 + program.saves_scores)  # of the whole square
     # Attention reaches more of the peak over longer sequences of a rank, by their logarithm.
     short, long = shares["attention"]
     doublings = math.log2(max(1.0, ask.sequence_length / ask.layout.context / 32_768))

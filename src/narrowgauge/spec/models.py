@@ -77,7 +77,18 @@ WEIGHTS = (
     "pytorch_model.bin.index.json",
 )
 """The files of weights that are read from a model folder: the first that exists."""
-_KINDS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".npz", ".distcp")
+_KINDS = (
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".h5",
+    ".msgpack",
+    ".gguf",
+    ".npz",
+    ".distcp",
+)
 # Other files of training, and prepared data.
 _BESIDE = ("optimizer", "scheduler", "scaler", "rng_state", "training_args", "train.", "valid.")
 
