@@ -31,9 +31,10 @@ _LOGIT_BYTES = {"whole": 38, "compiled": 12, "chunked": 38}  # that a loss reads
 _HOST_SHARE = 0.85  # 55 of 63 GB/s over PCIe5 (ml-engineering)
 _HOST_UPDATES = 4e9  # parameters a second of a node's processors: ZeRO-Offload, 2101.06840, table 4
 _ALL_REDUCE_SHOWN = 0.3  # of a sum between replicas, after the last backward pass
-_EXPERT_SHOWN = 0.5
-"""Fraction of the exchange of tokens between experts that computing does not hide: 0.2 to 0.8 plan the
-published mixtures alike.
+_EXPERT_SHOWN = 0.8
+_INTERLEAVED_SHOWN = 0.2
+"""Fractions of the exchange of tokens between experts that computing does not hide: of mixtures in
+view, the second with interleaved stages.
 """
 TENSOR_SHOWN = 0.6
 """Fraction of an exchange between tensor ranks that computing does not hide: asynchronous tensor
@@ -150,7 +151,8 @@ def exchanges_of_batch(ask: Ask, shares: Shares, again: float) -> Groups:
     if layout.expert > 1:
         copies = max(layers.chosen for layers in a.layers) * (1 - 1 / layout.expert) / tensor
         rate = _rate(ask, shares, layout.expert, layout.context * layout.expert_tensor_ranks)
-        seconds["expert"] = _EXPERT_SHOWN * a.num_mixture_layers * stream * copies / rate
+        shown = _INTERLEAVED_SHOWN if layout.interleave > 1 else _EXPERT_SHOWN
+        seconds["expert"] = shown * a.num_mixture_layers * stream * copies / rate
     return seconds
 
 
