@@ -165,8 +165,8 @@ def compiled_row(rule: Any, storage: Storage, sm: int) -> Row:
     from triton.backends.compiler import GPUTarget
 
     types = {"table": "*i64", "tiles": "*i32"}
-    types |= dict.fromkeys(("numbers", "control", "joined"), "*fp32")
-    values = {"row": table.row_of(rule, storage), "BLOCK": step_triton.BLOCK}
+    types |= dict.fromkeys(("numbers", "control"), "*fp32")
+    values = {"row": table.row_of(rule, storage)}
     aligned = {(place,): [["tt.divisibility", 16]] for place in range(len(types))}
     signature = types | dict.fromkeys(values, "constexpr")
     source = triton.compiler.ASTSource(step_triton.step, signature, values, aligned)
@@ -246,7 +246,7 @@ def our_layers(name: str, model: nn.Module) -> None:
         for place, product in compute.products.items():
             products[place] = replace(product, accumulation="fast")
         compute = replace(compute, **products)  # as torchao's rowwise
-    ng.swap_linears(model, compute, keep_roles=False)
+    ng.swap_linears(model, lambda _: compute)
 
 
 def layers(device: str, options: Any) -> None:

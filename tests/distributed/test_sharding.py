@@ -165,4 +165,4 @@ def on_a_part(rank: int) -> str:
 def test_a_part_of_the_ranks_trains_and_the_others_are_refused(tmp_path: Path) -> None:
     first, second, outside = run_ranks(on_a_part, 3, tmp_path)
     assert first == second
-    assert "on rank 2 because the mesh has only ranks [0, 1]" in outside
+    assert "on this rank because the mesh has only ranks [0, 1]" in outside

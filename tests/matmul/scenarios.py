@@ -7,7 +7,6 @@ from __future__ import annotations
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -43,13 +42,6 @@ KEY = torch.tensor(1234567, dtype=torch.int32)
 DIMS = {"output": (1, 1), "grad_input": (1, 0), "grad_weight": (0, 0)}
 names = {"ids": lambda row: row.name}
 gaussian = partial(tensors.gaussian, dtype=torch.bfloat16)
-
-
-def with_threshold(name: str, magnitude: float) -> Compute:
-    """A compute whose outliers begin at another magnitude."""
-    row = COMPUTES[name]
-    lhs = replace(row.output.left, outliers=magnitude)
-    return replace(row, name=f"{name} from {magnitude:g}", output=replace(row.output, left=lhs))
 
 
 def make_layer(

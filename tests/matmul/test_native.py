@@ -23,7 +23,7 @@ from torch._functorch.aot_autograd import make_boxed_compiler
 from matmul.scenarios import CPU, cast_operands, gaussian, make_layer, passed, same
 from narrowgauge.matmul import native
 from narrowgauge.matmul.gemm import multiply, operand_dtype
-from narrowgauge.matmul.operand import PAIRS, Operand, block_values
+from narrowgauge.matmul.operand import Operand, block_values
 from narrowgauge.spec.computes import COMPUTES, PLACES, Compute
 from narrowgauge.spec.kernels import kernel_for, needs_kernel
 from oracles import cuda_matmuls as device_rules
@@ -95,22 +95,6 @@ def test_which_computes_each_chip_multiplies_itself() -> None:
             if of and all(kernel_for(product, architecture) for product in of):
                 native.add(name)
         assert native == computes, architecture
-
-
-@every_way
-@pytest.mark.usefixtures("untried")
-def test_a_chip_that_has_the_kernel_is_asked_once_and_then_gets_codes(
-    row: Compute, chip: str
-) -> None:
-    assert not native.kernel_here(row.output, CPU)
-    with device(chip):
-        for product in row.products.values():
-            assert native.kernel_here(product, CPU)
-            for cast in (product.left, product.right):
-                codes = PAIRS if cast.format == "float4_e2m1fn" else getattr(torch, cast.format)
-                assert operand_dtype(cast, product, CPU) == codes
-        tried = native._works.cache_info().misses
-        assert native.kernel_here(row.output, CPU) and native._works.cache_info().misses == tried
 
 
 @every_way

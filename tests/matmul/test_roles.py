@@ -139,7 +139,7 @@ def test_a_pattern_adds_to_the_roles_and_one_that_matches_nothing_is_refused() -
     assert "blocks.0.gate" in linears.layers
     with pytest.raises(RecipeError, match=r"Cannot keep 'lm_haed'.*blocks\.0\.gate"):
         swap_linears(Model(), "float8-row", keep=("lm_haed",))
-    linears = swap_linears(Model().bfloat16(), "float8-row", keep_roles=False)
+    linears = swap_linears(Model().bfloat16(), lambda _: "float8-row")
     assert {"to_vocabulary", "blocks.1.scores"} <= set(linears.layers)
 
 

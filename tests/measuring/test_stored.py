@@ -107,13 +107,6 @@ def test_decay_below_a_quarter_of_a_spacing_is_swallowed(lr: float, share: float
     assert prediction.decay == share
 
 
-@pytest.mark.parametrize(("beta2", "share"), [(0.999, 0.0), (0.95, 1.0)])
-def test_a_second_moment_of_our_own_in_16_bits_is_told(beta2: float, share: float) -> None:
-    model = nn.Linear(16, 16).bfloat16()
-    optimizer = ng.AdamW(model.parameters(), lr=1e-3, betas=(0.9, beta2), storage="kahan")
-    assert predictions(model, optimizer)[0][2:5] == (1.0, None, share)
-
-
 class MyAdamW(torch.optim.AdamW):
     """A class with a step of the user's own, whose module is no known library."""
 

@@ -8,6 +8,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +23,7 @@ from narrowgauge.numerics.rounding import bits_of, float_of, quiet
 from narrowgauge.optim import codes, extras
 from narrowgauge.optim.planes import dropped_bits
 from narrowgauge.optim.rules.elementwise import ADAMW
-from narrowgauge.optim.values import read
+from narrowgauge.optim.walk import spans
 from narrowgauge.spec.storages import STATE_NAMES, STORAGES, Code, Storage
 from optim.scenarios import shifts as shifts_in_planes
 from oracles import codes as oracle
@@ -257,16 +259,12 @@ def test_a_step_is_the_papers_and_only_what_is_kept_is_cut(storage: Storage) -> 
 def stored_values(optimizer: ng.Optimizer, p: Tensor) -> list[np.ndarray]:
     """The stored weight and moments, as a step reads them."""
     state = optimizer.local_state(p)
-    values = []
-    for name in ("weight", *STATE_NAMES):
-
-        def value(lane: codes.Lane, name: str = name) -> Tensor:
-            if name == "weight":
-                return codes.read(state.storage, lane).weight
-            return codes.read_state(state.storage, lane, name)
-
-        values.append(read(state, value).view(p.shape).numpy())
-    return values
+    assert state is not None
+    (span,) = spans(state)
+    lane = span.lane()
+    values = [codes.read(state.storage, lane).weight]
+    values += [codes.read_state(state.storage, lane, name) for name in STATE_NAMES]
+    return [value.clone().view(p.shape).numpy() for value in values]
 
 
 def spacings(
@@ -330,11 +328,16 @@ def test_the_fields_random_bits_are_fair_and_independent(name: str, row: str) ->
 def test_the_random_bits_of_a_separate_state_number_the_elements_of_each_matrix() -> None:
     stack = torch.linspace(-1, 1, 3 * 5 * 7).view(3, 5, 7)
     seed = torch.tensor(5, dtype=torch.int32)
-    code = STORAGES["word"].exp_avg
-    alone = [extras.encode_alone(code, matrix, seed) for matrix in stack]
-    assert torch.equal(extras.encode_alone(code, stack, seed), torch.stack(alone))
-    values = extras.alone_value(code, extras.encode_alone(code, stack, seed))
-    halves = extras.alone_value(code, extras.encode_alone(code, stack / 32, seed))
-    assert torch.equal(values / 32, halves)  # a power of two changes no random bit
-    repeated = extras.encode_alone(code, torch.full((5, 7), 1 / 3), seed)
-    assert len(repeated.unique()) == 2  # neighbours in their window: no element has another's bits
+
+    def rounded(values: Tensor) -> Tensor:
+        memory = torch.zeros(values.shape, dtype=torch.int16)
+        codes_of = {"x": STORAGES["word"].exp_avg}
+        state: Any = SimpleNamespace(extras={"x": memory}, extra_codes=codes_of, extra_bounds={})
+        extras.store_extra(state, "x", values, seed)
+        return extras.extra_values(state, "x")
+
+    alone = [rounded(matrix) for matrix in stack]
+    assert torch.equal(rounded(stack), torch.stack(alone))
+    assert torch.equal(rounded(stack[0].flatten()).view(5, 7), alone[0])
+    assert torch.equal(rounded(stack) / 32, rounded(stack / 32))  # changes no random bit
+    assert len(rounded(torch.full((5, 7), 1 / 3)).unique()) == 2  # no element has another's bits

@@ -40,17 +40,6 @@ def test_a_tied_weight_that_is_given_twice_is_one() -> None:
     assert list(doubled.parameter_names().values()) == ["embedding"]
 
 
-def test_a_wrong_group_leaves_the_optimizer_as_it_was() -> None:
-    optimizer = build("adamw", parameters("word"), "word")
-    wide = parameters("float32")
-    unfit = nn.Parameter(torch.ones(2, dtype=torch.float64))
-    for group in ({"params": [*wide, unfit]}, {"params": parameters("exact"), "storage": "exakt"}):
-        with pytest.raises(ng.errors.RecipeError):
-            optimizer.add_param_group(group)
-    assert len(optimizer.param_groups) == 1 and {p.dtype for p in wide} == {torch.float32}
-    take_steps(optimizer, range(1))
-
-
 @pytest.mark.parametrize(
     ("rule", "storage", "compile"),
     [

@@ -114,11 +114,6 @@ def test_autocast_trains_it() -> None:
     assert losses[-1] < losses[0] - 1 and losses == pytest.approx(reference, abs=1e-2)
 
 
-def on_one_memory(model: Model) -> nn.Module:
-    model.up.weight = nn.Parameter(model.head.weight.detach().t()[:, :8])
-    return model
-
-
 HOLDERS: list[Callable[[Model], nn.Module]] = [
     nn.parallel.DistributedDataParallel,
     lambda model: fully_shard(model, mesh=init_device_mesh("cpu", (1,))),
@@ -182,17 +177,6 @@ def test_cast_weights_are_narrow_in_a_process_group() -> None:
     assert {group["storage"] for group in optimizer.param_groups} == {"word"}
 
 
-def test_parameters_on_one_memory_are_refused() -> None:
-    """Nothing is changed, and a storage of float32 takes them."""
-    model = on_one_memory(Model())
-    first = nn.Parameter(torch.ones(3, 3))
-    with pytest.raises(ng.errors.RecipeError, match="share their memory"):
-        ng.AdamW([{"params": [first]}, {"params": list(model.parameters())}])
-    assert {p.dtype for p in (first, *model.parameters())} == {torch.float32}
-    ng.AdamW(model.parameters(), storage="float32")
-    ng.AdamW(model.parameters(), keep_float32=lambda name, parameter: True)
-
-
 @pytest.mark.parametrize("kind", [ng.AdamW, ng.Muon, ng.SGD])
 def test_maximize_is_the_step_of_the_negated_gradient(kind: Any) -> None:
     weights = []
@@ -205,15 +189,6 @@ def test_maximize_is_the_step_of_the_negated_gradient(kind: Any) -> None:
     assert (
         torch.equal(*weights) and ((weights[0] - 0.999) * weights[0].grad).sum() > 0
     )  # less a decay
-
-
-def test_a_first_step_in_inference_mode_is_refused() -> None:
-    weight = nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16))
-    weight.grad = torch.ones_like(weight)
-    optimizer = ng.AdamW([weight])
-    with torch.inference_mode(), pytest.raises(ng.errors.RecipeError, match="no_grad"):
-        optimizer.step()
-    optimizer.step()
 
 
 def test_an_optimizer_like_an_earlier_one_begins_with_its_weights() -> None:
@@ -278,13 +253,3 @@ def test_an_average_without_its_model_is_refused() -> None:
         copied.update_parameters(model)
     copied.optimizer = average.optimizer
     copied.update_parameters(model)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_expanded_parameter_is_refused(dtype: torch.dtype) -> None:
-    weight = nn.Parameter(torch.randn(1, 4).to(dtype).expand(3, 4))
-    weight.grad = torch.ones(3, 4, dtype=dtype)
-    before = weight.detach().clone()
-    with pytest.raises(ng.errors.RecipeError, match="elements share their memory"):
-        ng.AdamW([weight], compile=False).step()
-    assert weight.dtype is dtype and torch.equal(weight, before)

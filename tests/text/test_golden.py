@@ -72,7 +72,7 @@ def compared() -> list[Run]:
 
 def verdict(runs: list[Run]) -> str:
     comparison = compare_runs(runs)
-    return f"{comparison.table().plain()}\n{comparison.text()}\n"
+    return f"{comparison.table().plain()}\n{comparison.verdict}\n"
 
 
 def spiked_run() -> Run:

@@ -45,7 +45,7 @@ def test_your_own_training_loop_is_compared_in_order_and_kept(tmp_path: Path) ->
     # Each audit stands in the row of its own step, and in no other.
     assert [row["step"] for row in run.steps if "edq" in row] == [2, 4, 6]
     assert (run.summary["val_loss"], run.summary["steps"]) == (4.1, 6)
-    assert compare_runs(read_runs([tmp_path])).text() == comparison.text()
+    assert compare_runs(read_runs([tmp_path])).verdict == comparison.verdict
     with pytest.raises(RecordError, match="a run is there already"):
         compare(watched, ["bfloat16/word"], out=tmp_path)
 
@@ -62,8 +62,7 @@ def test_what_a_loop_may_return(returned: Any, loss: float | None) -> None:
 LOOPS: dict[str, tuple[Any, dict[str, Any]]] = {
     "gave no validation loss for mine, but 'abc'": ("abc", {}),
     "gave no validation loss for mine, but {": ({"val_loss": torch.ones(2)}, {}),
-    r"bfloat16/word, bfloat16/word with seeds = \[0\]": (2.0, {"recipes": ["bf16/word", "bfloat16/word"]}),
-    "Cannot compare no recipe": (2.0, {"recipes": []}),
+    "Cannot compare 0 recipes": (2.0, {"recipes": []}),
 }  # fmt: skip
 
 
@@ -82,7 +81,7 @@ NAMES = [f"bfloat16-{name}-seed{seed}" for seed in (0, 1) for name in ("word", "
 def base(place: Path, one_thread: None) -> dict[str, Any]:
     """The settings that all runs share."""
     short = {"steps": 4, "eval_every": 2, "checkpoint_every": 1, "gauges_every": 0}
-    table = settings(place, Path("nowhere"), **short).to_dict()
+    table = vars(settings(place, Path("nowhere"), **short))
     return {name: value for name, value in table.items() if name not in OF_A_RUN}
 
 

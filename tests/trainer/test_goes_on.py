@@ -19,7 +19,7 @@ from narrowgauge.errors import RecordError
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.runs.writer import Record
 from narrowgauge.spec.models import WEIGHTS
-from narrowgauge.trainer import checkpoints, loop
+from narrowgauge.trainer import checkpoints, loop, session
 from narrowgauge.trainer.export import export
 from narrowgauge.trainer.tokens import load_tokenizer, write_tokens
 from ranks import run_ranks
@@ -27,7 +27,6 @@ from tensors import assert_same_bits
 from trainer.tiny_runs import (
     CASES,
     assert_same_run,
-    begun,
     bytes_of,
     call,
     kill,
@@ -65,27 +64,35 @@ def test_a_killed_run_is_the_same(
     folder = tmp_path / "run"
     words = words_of(settings(place, folder, **CASES[name]))
     for rows in (1, 2, 5, 8):
-        process = begun(words, tmp_path / "output")
-        kill(process, folder / "steps.jsonl", rows)
+        kill(words, folder / "steps.jsonl", rows)
     assert call(*words).exit_code == 0
     assert_same_run(read_run(folder), uninterrupted[name])
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interruption_saves_and_the_same_command_goes_on(
-    number: signal.Signals, place: Path, uninterrupted: dict[str, Run], tmp_path: Path
+    number: int,
+    status: int,
+    place: Path,
+    uninterrupted: dict[str, Run],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder = tmp_path / "run"
     words = words_of(settings(place, folder, **CASES["naive"], checkpoint_every=0))
-    process = begun(words, tmp_path / "output", (3, number))
-    process.join()
-    status = process.exitcode
-    lines = (tmp_path / "output").read_text().splitlines()
-    assert status == {signal.SIGINT: 130, signal.SIGTERM: 143}[number], lines
-    assert "The same command goes on" in lines[-2] and lines[-1].startswith("Interrupted")
-    run = read_run(folder)
-    assert run.events[-1]["what"] == "stop" and len(run.steps) == 3
-    assert [path.name for path in checkpoints.folders(folder)] == [f"step-{len(run.steps):08d}"]
+    true_step = session.train_step
+
+    def train_step(run: session.Session) -> Any:
+        if run.step == 2:
+            signal.raise_signal(number)
+        return true_step(run)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(session, "train_step", train_step)
+        interrupted = call(*words)
+    assert interrupted.exit_code == status
+    assert "The same command goes on" in interrupted.stdout
+    assert [path.name for path in checkpoints.folders(folder)] == ["step-00000003"]
     assert call(*words).exit_code == 0
     assert_same_run(read_run(folder), uninterrupted["naive"])
 

@@ -122,7 +122,7 @@ def prepare(
         )
     _require_trainable(model, policy, mesh, shard)
     visible = policy.storage.visible
-    copies = {}
+    copies: dict[str, Tensor] = {}
     for name, parameter in _trained(model).items():
         copies[name] = nn.Parameter(rounded(parameter.detach(), visible))
     stepper = optimizer(list(copies.items()), storage=policy.storage.name, seed=seed, **options)
@@ -143,16 +143,23 @@ def prepare(
 
         scalify.scalify(model)
 
+    _hand_over(stepper, model, copies, values)
+    if policy.reduction.order_invariant:
+        stepper.reduction = reduce_gradients_with(model, average=average, mesh=mesh)
+    stepper.scales_loss = policy.compute.scales_loss
+    return model, stepper
+
+
+def _hand_over(
+    stepper: Optimizer, model: nn.Module, copies: dict[str, Tensor], values: dict[str, Tensor]
+) -> None:
+    """Give an optimizer of copies the model's own parameters, and the values that they had."""
     trained = _trained(model)
     names = {copy: name for name, copy in copies.items()}
     for group in stepper.param_groups:
         group["params"] = [trained[names[copy]] for copy in group["params"]]
     stepper.name_parameters(model)
     stepper.adopt({p: own_part(p, values[name]) for name, p in trained.items()})
-    if policy.reduction.order_invariant:
-        stepper.reduction = reduce_gradients_with(model, average=average, mesh=mesh)
-    stepper.scales_loss = policy.compute.scales_loss
-    return model, stepper
 
 
 def _require_trainable(model: nn.Module, recipe: Recipe, mesh: Any, shard: str) -> None:

@@ -85,11 +85,6 @@ class ExactSum:
         if self._sums is not None:
             self._sums.clear_()
 
-    def num_bytes(self) -> int:
-        if self._sums is None:
-            return 0
-        return self._sums.num_bytes
-
     def seconds(self) -> float:
         """Return how long this step's sums took: to send, to wait for other ranks, and to add."""
         total = 0.0

@@ -69,6 +69,13 @@ def multiply(
             return torch.addmm(bias.to(dtype), a, b)
         else:
             values = torch.mm(a, b)
+    return _scaled(values, left, right, bias, dtype)
+
+
+def _scaled(
+    values: Tensor, left: Tensor | None, right: Tensor | None, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:  # fmt: skip
+    """Return sums times the outer scales of both operands, plus a bias."""
     if left is right is bias is None:
         y = values.to(dtype)
         if y._is_view():  # which the model could not change in place
@@ -78,7 +85,7 @@ def multiply(
         left = left.reshape(-1, 1)
     if right is not None:
         right = right.reshape(1, -1)
-    y = torch.empty(values.shape, dtype=dtype, device=device)
+    y = torch.empty(values.shape, dtype=dtype, device=values.device)
     fused(values.numel(), _scale, values, left, right, bias, y)
     return y
 
@@ -194,17 +201,10 @@ def warn_if_emulated(compute: Compute, device: torch.device) -> None:
             is_native = device.type != "cpu" or all(map(multiplies, both))
         if not is_native:
             formats |= both
-    if not formats or device.type == "meta":
-        return
-    how = "with the same values, and no faster than bfloat16"
-    if {"bfloat16", "float16", "int8"}.issuperset(formats):
-        how = "by float32 products (same values, float32's speed)"
-    chip = "this CPU"
-    if device.type == "cuda":
-        chip = f"this {torch.cuda.get_device_name(device)}"
-    warnings.warn(
-        f"{compute.name} multiplies {' and '.join(sorted(formats))}, which {chip} cannot; it is "
-        f"emulated here {how}.",
-        EmulationNotice,
-        stacklevel=4,
-    )
+    if formats and device.type != "meta":
+        warnings.warn(
+            f"{compute.name} multiplies {' and '.join(sorted(formats))}, which this {device.type} "
+            "cannot; it is emulated here with the same values, and no faster than a plain layer.",
+            EmulationNotice,
+            stacklevel=4,
+        )

@@ -172,24 +172,6 @@ def _(y: Tensor, *_: Any) -> Tensor:
 # ── autograd ──────────────────────────────────────────────────────────────────────────────────────
 
 
-class _Once(torch.autograd.Function):
-    """Call :func:`gradients`, and refuse to differentiate it: casts are detached, so a second
-    derivative would lack terms.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Any:
-        return gradients(*arguments)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise RecipeError(
-            "Cannot take a second derivative of a narrow layer because its casts have no rule for "
-            "it.",
-            "Use backward() once, or leave the layer plain: keep=.",
-        )
-
-
 # Dynamo puts the call into its graph unchanged. AOTAutograd traces the operations inside: no guards
 # on computes and casts.
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
@@ -208,9 +190,12 @@ class LayerProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        if torch.is_grad_enabled():  # with create_graph=True
+            raise RecipeError(
+                "Cannot take a second derivative of a narrow layer because its casts have no rule "
+                "for it.",
+                "Leave out create_graph=True, or leave the layer plain: keep=.",
+            )
         *saved, weight, key = ctx.saved_tensors
         call = Call(ctx.compute_name, key)
-        run: Any = gradients
-        if torch.is_grad_enabled():  # with create_graph=True
-            run = _Once.apply
-        return *run(grads[0], Operand(*saved), weight, call, ctx.needs_input_grad[:3]), None
+        return *gradients(grads[0], Operand(*saved), weight, call, ctx.needs_input_grad[:3]), None

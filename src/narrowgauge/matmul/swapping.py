@@ -110,7 +110,6 @@ def swap_linears(
     compute: Choice,
     *,
     keep: tuple[str, ...] = (),
-    keep_roles: bool = True,
     seed: int = 0,
 ) -> NarrowLayers:
     """Make a model's linear layers and experts multiply in the formats of a compute, in place.
@@ -122,9 +121,9 @@ def swap_linears(
         compute: a compute, its name, or a function from a layer's name to either (``None`` leaves
             it alone). A projection of experts is called ``….experts.down_proj``.
         keep: name patterns (shell wildcards) of layers to leave alone, or of modules around them.
-        keep_roles: also leave layers outside the blocks, routers, adapters and last blocks alone
-            (see :mod:`narrowgauge.matmul.roles`); not if ``compute`` is a function, or casts
-            nothing below 16 bits.
+            Layers outside the blocks, routers, adapters and last blocks are left alone too (see
+            :mod:`narrowgauge.matmul.roles`), but not if ``compute`` is a function, or casts nothing
+            below 16 bits.
         seed: of stochastic casts.
     Returns:
         A handle on the narrow layers. ``print(linears)`` says what stays wide, and why. A warning
@@ -149,7 +148,7 @@ def swap_linears(
                 "whole model changed.",
                 f'Use ng.prepare(model, "{compute.name}/word").',
             )
-        if keep_roles and not compute.is_wide:
+        if not compute.is_wide:
             roles = roles_of(model, compute.keep_last, warns=True)
     choose = chooser(model, compute, keep, roles)
     layers: dict[str, Layer] = {}

@@ -13,7 +13,7 @@ import os
 import sys
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -38,33 +38,25 @@ UNKNOWN = "an unknown line"
 _OVERWRITES = ("fill_", "zero_", "set_", "_foreach_zero_", "copy_")
 
 
-class Site(NamedTuple):
-    """A line of the user's code, in forward or in backward."""
-
-    line: str
-    is_backward: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.line}, backward" if self.is_backward else self.line
-
-
 class Sites:
     """Name the site of the current operation, and remember the lines of forward for backward."""
 
     def __init__(self) -> None:
         self._lines: dict[int, str] = {}
 
-    def now(self) -> Site:
+    def now(self) -> tuple[str, bool]:
+        """Return the site, and whether it is in backward."""
         line, is_backward = _user_line()
         if line:  # forward, a recomputed forward, or a backward that the user wrote
             self._lines[torch_names.next_sequence_number()] = line
-            return Site(line, is_backward)
-        node = torch_names.autograd_node()
-        if node is None or "AccumulateGrad" in node.name():
-            return Site(SUM, True)
-        number = torch_names.sequence_number(node)
-        line = self._lines.get(number) or self._lines.get(number + 1) or UNKNOWN
-        return Site(line, True)
+        else:
+            is_backward = True
+            node = torch_names.autograd_node()
+            if node is None or "AccumulateGrad" in node.name():
+                return SUM, True
+            number = torch_names.sequence_number(node)
+            line = self._lines.get(number) or self._lines.get(number + 1) or UNKNOWN
+        return (f"{line}, backward" if is_backward else line), is_backward
 
 
 def _user_line() -> tuple[str, bool]:
@@ -100,15 +92,16 @@ class Operation:
         arguments: by their names in the schema.
         layer: the call of one of our narrow layers, whose products are one operation. Their
             arguments are as before their casts.
+        site: the line, and ``is_backward`` whether that is in backward.
         draws: whether its result is random numbers; a dropout's mask is one of its results.
         notes: what a policy keeps between ``before`` and ``after``.
     """
 
-    def __init__(self, func: Any, args: Any, kwargs: Any, site: Site) -> None:
+    def __init__(self, func: Any, args: Any, kwargs: Any, site: tuple[str, bool]) -> None:
         self.func = func
         self.args = args
         self.kwargs = kwargs
-        self.site = site
+        self.site, self.is_backward = site
         self.result: Any = None
         self.notes: dict[Any, Any] = {}
         self.arguments: dict[str, Any] = {}

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.measuring import gradient_laws, loss_laws, update_laws
+from narrowgauge.measuring.kinds import KINDS
 from narrowgauge.measuring.reading import Reading, failure_of, measured
 from narrowgauge.measuring.step import Law, Step, Tell
 
@@ -17,7 +19,7 @@ TWICE = 2.0
 """A fault is told again when it is so many times as far beyond its bound."""
 LAWS: tuple[Callable[[Tell], Law], ...] = (
     gradient_laws.nonfinite, update_laws.lost_updates, update_laws.drift, loss_laws.skipped,
-    loss_laws.failed, loss_laws.loss_scale, gradient_laws.zero_gradients, gradient_laws.gradients_kept,
+    loss_laws.loss_scale, gradient_laws.zero_gradients, gradient_laws.gradients_kept,
     gradient_laws.clip_norm, gradient_laws.ranks, gradient_laws.jump, loss_laws.loss_spikes,
     loss_laws.gradient_spikes, loss_laws.throughput, loss_laws.idle_device, update_laws.sampled,
 )  # fmt: skip
@@ -49,6 +51,12 @@ class Laws:
         say: Callable[[str], object] | None = None,
     ) -> None:
         self.ignore = frozenset(ignore)
+        for name in self.ignore:
+            if name not in KINDS:
+                raise RecipeError(
+                    f"Cannot ignore '{name}' because no kind of reading has this name.",
+                    suggestion(name, KINDS) or "Try narrowgauge show checks, which lists them.",
+                )
         self._say = say
         self._step = 0
         self._readings: list[Reading] = []

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from narrowgauge.measuring.beside import SUM, Site, is_finite, tensors_in
+from narrowgauge.measuring.beside import SUM, is_finite, tensors_in
 from narrowgauge.measuring.kinds import KINDS
 from narrowgauge.measuring.passes import Findings, Gradients, Pass, Passes, trained_leaves
 from narrowgauge.measuring.policies.finite import Finite
@@ -39,14 +39,14 @@ LEFT = 1 / 3
 LEAST_SHARE = 0.005
 """A place of less of the error is not printed."""
 
-Repeat = Callable[[Collection[Site]], Pass]
+Repeat = Callable[[Collection[str]], Pass]
 """Run a step again, with sites whose shadows are rounded."""
 
 
 class Place(NamedTuple):
     """A site, its share of the error, and the share that is left without it and those before it."""
 
-    site: Site
+    site: str
     share: float
     left: float
 
@@ -79,7 +79,7 @@ def add_roundings(first: Pass, repeat: Repeat, number: int, findings: Findings) 
         f"{roundings:.3g} roundings of {format_of(wide.working)}; most in {worst}"
     )
 
-    def alone(sites: Collection[Site]) -> float:
+    def alone(sites: Collection[str]) -> float:
         """Return the error that some sites give."""
         reached = _distance(repeat(sites).shadows, first.shadows, list(errors))
         return math.inf if math.isnan(reached) else reached
@@ -124,7 +124,7 @@ def _ranked(
     error: float,
     unit: float,
     number: int,
-    alone: Callable[[Collection[Site]], float],
+    alone: Callable[[Collection[str]], float],
 ) -> list[Place]:
     """Return the places that do most of an error, the largest first, until one rounding is left.
 
@@ -138,7 +138,7 @@ def _ranked(
     rest = list(wide.rounds)
     sites = rest
     if error <= (OF_FLOAT32 if wide.working == FINEST else RANKED) * unit:
-        sites = [site for site in rest if site.line == SUM and error > OF_SUMS * unit]
+        sites = [site for site in rest if site == SUM and error > OF_SUMS * unit]
     places: list[Place] = []
     left = error
     while sites and len(places) < number and left > unit:
@@ -167,30 +167,25 @@ def _add_casts(wide: Wide, findings: Findings) -> None:
         losses = {}
         for site, loss in wide.casts.items():
             if loss[what] - expected > KINDS[what].bound:
-                losses[str(site)] = loss[what]
+                losses[site] = loss[what]
         sites = sorted(losses, key=losses.__getitem__, reverse=True)
         if sites:
             findings.add(what, sites, losses[sites[0]], expected)
     for site in wide.misread:
-        findings.add("misread-bytes", str(site), 1)
+        findings.add("misread-bytes", site, 1)
 
 
 def add_nonfinite(first: Pass, finite: Finite, findings: Findings) -> None:
-    """Tell gradients or a loss that are not finite, with the operation that began it."""
+    """Tell gradients or a loss that are not finite, with the operations that began it."""
     bad = [name for name in reversed(first.gradients) if not is_finite(first.gradients[name])]
-    loss = [x for x in tensors_in(first.loss) if not is_finite(x)]
-    cause = finite.first([*loss, *(first.gradients[name] for name in bad)])
-    if cause:
-        findings.lines.append(f"not finite first: {cause}")
-    if bad:
-        shadow = first.shadows.get(bad[0])
-        if shadow is not None and is_finite(shadow):
-            findings.lines.append(
-                f"without roundings that of {bad[0]} is finite: a format's range ends"
-            )
-        findings.add("nonfinite", bad, len(bad))
-    elif loss:
-        findings.add("nonfinite", "the loss", 1)
+    is_loss_bad = not all(map(is_finite, tensors_in(first.loss)))
+    if bad or is_loss_bad:
+        findings.lines += [f"not finite first: {words}" for words in finite.made.values()]
+        findings.add("nonfinite", bad or "the loss", len(bad) or 1)
+    if bad and bad[0] in first.shadows and is_finite(first.shadows[bad[0]]):
+        findings.lines.append(
+            f"without roundings that of {bad[0]} is finite: a format's range ends"
+        )
 
 
 def ranked_places(model: nn.Module, step: Callable[[], Any]) -> Readings:
@@ -238,7 +233,7 @@ def ranked_places(model: nn.Module, step: Callable[[], Any]) -> Readings:
             p.grad = gradient
         return value
 
-    finite = Finite(model)
+    finite = Finite()
     first = passes.run(call, Wide(), finite)
     findings = Findings()
     add_nonfinite(first, finite, findings)

@@ -4,7 +4,6 @@ of all steps.
 
 from __future__ import annotations
 
-import hashlib
 from statistics import fmean, median
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.reduction import reduction_of
 from narrowgauge.numerics.dtensor import local_of
+from narrowgauge.numerics.hashing import fingerprint
 from narrowgauge.optim.audit import figures_of
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.record import Run
@@ -65,13 +65,9 @@ def batch_checksum(batch: Tensor) -> str:
         >>> batch_checksum(torch.zeros(2, 3)) == batch_checksum(torch.ones(2, 3))
         False
     """
-    values = batch.detach().cpu()
-    if values.is_floating_point():
-        values = values.float().view(torch.int32)  # the bits
-    total = 0
-    for row in values.to(torch.int32).reshape(-1, values.shape[-1]).numpy():
-        total += int.from_bytes(hashlib.blake2b(row.tobytes(), digest_size=8).digest(), "big")
-    return f"{sum(all_ranks().gather(total)) % 2**64:016x}"
+    sequences = batch.detach().cpu().reshape(-1, batch.shape[-1])
+    total = sum(all_ranks().gather(sum(map(fingerprint, sequences))))
+    return f"{total % 2**64:016x}"
 
 
 def summary_of(run: Run) -> Row:

@@ -126,19 +126,10 @@ def _rounds_alone(stepped: Stepped) -> bool:
 
 def _second_moment(stepped: Stepped) -> float | None:
     """Return 0 for a second moment whose decay is less than half the gap between two values."""
-    _, p, group, optimizer = stepped
-    half_gap = 0.0
-    if _rounds_alone(stepped):
-        half_gap = torch.finfo(p.dtype).eps / 2
-    if isinstance(optimizer, Optimizer):
-        row = optimizer.storage_of(p)
-        code = row.exp_avg_sq
-        if "exp_avg_sq" in dict(row.states) and code.parts == 1 and code.rounding == "nearest":
-            half_gap = 2.0 ** -(code.mantissa_bits + 1)
-    betas: Any = group.get("betas") or ()
-    if len(betas) < 2 or not half_gap:
+    betas: Any = stepped.group.get("betas") or ()
+    if len(betas) < 2 or not _rounds_alone(stepped):
         return None
-    return float(not 0 < 1 - float(betas[1]) < half_gap)
+    return float(not 0 < 1 - float(betas[1]) < torch.finfo(stepped.parameter.dtype).eps / 2)
 
 
 def _is_fused(group: Mapping[str, Any]) -> bool:
@@ -252,7 +243,7 @@ def _table(groups: Mapping[tuple[Any, ...], list[str]]) -> list[str]:
     rows: list[Row] = []
     for values, names in groups.items():
         fields = (of_all(names), *values)
-        rows.append(dict(zip((column.key for column in _COLUMNS), fields, strict=True)))
+        rows.append(dict(zip((str(column.key) for column in _COLUMNS), fields, strict=True)))
     rows.sort(key=lambda row: (row["step"] is None, row["step"]))
     lines = Table(_COLUMNS, rows[:NUMBER]).plain().splitlines()
     if len(rows) > NUMBER:

@@ -54,7 +54,9 @@ QUIET_NAN64 = 0x7FF8 << 48
 
 def value_dtype(storage: Storage) -> torch.dtype:
     """Return the dtype in which a rule computes."""
-    return torch.float64 if storage.arithmetic == "float64" else torch.float32
+    if storage.arithmetic == "float64":
+        return torch.float64
+    return torch.float32
 
 
 # ── one code: the upper bits of a float32 are a window of all its exponents ───────────────────────
@@ -113,7 +115,9 @@ def _last_step(code: Code) -> int:
 
 
 def _times_power(x: Tensor, exponent: int) -> Tensor:
-    return x * 2.0**exponent if exponent else x
+    if exponent:
+        return x * 2.0**exponent
+    return x
 
 
 def multipliers(bound: Tensor) -> tuple[Tensor, Tensor]:
@@ -291,7 +295,9 @@ def read(storage: Storage, lane: Lane) -> Values:
 def read_weight(storage: Storage, lane: Lane) -> Tensor:
     """Return the stored weight with all its parts."""
     weight, low = read(storage, lane)
-    return weight if low is None else weight + low
+    if low is not None:
+        weight = weight + low
+    return weight
 
 
 def read_parts(storage: Storage, lane: Lane, name: str) -> list[Tensor]:
@@ -405,7 +411,9 @@ def write_state(
     parts = [value]
     if storage.code(name).parts == 2:
         part, code, into, _ = next(_parts_of(storage, lane, name))
-        back = None if into is None else reciprocal(into)
+        back = into
+        if into is not None:
+            back = reciprocal(into)
         shift = lane.fields[part][1]
         parts.append(value - decode(code, encode(code, value, addend, shift, into), shift, back))
     return write_parts(storage, lane, name, parts, addend)

@@ -21,7 +21,6 @@ from narrowgauge.optim.planes import planes_of
 from narrowgauge.optim.row_bounds import set_bounds
 from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule
 from narrowgauge.optim.state import LocalState
-from narrowgauge.optim.values import at_once
 from narrowgauge.optim.walk import integers_of, spans, widened
 from narrowgauge.spec.storages import Storage
 from narrowgauge.torch_support.compile import COMPILE_ELEMENTS, compiled
@@ -64,7 +63,7 @@ def step_words(rule: AnyRule, storage: Storage) -> Callable[..., None]:
 
 def run(state: LocalState, numbers: Numbers) -> None:
     """Step in place. The state has its gradient. That of a matrix rule has its change."""
-    _walk(state, numbers, step_words(state.kernel.rule, state.storage), at_once(state))
+    _walk(state, numbers, step_words(state.kernel.rule, state.storage))
 
 
 def run_compiled(state: LocalState, numbers: Numbers) -> None:
@@ -75,7 +74,9 @@ def run_compiled(state: LocalState, numbers: Numbers) -> None:
         _walk(state, numbers, step, AT_ONCE)
 
 
-def _walk(state: LocalState, numbers: Numbers, step: Callable[..., None], elements: int) -> None:
+def _walk(
+    state: LocalState, numbers: Numbers, step: Callable[..., None], elements: int | None = None
+) -> None:
     scales = set_bounds(state, numbers.values)
     changes = [state.change] if state.kernel.is_matrix else []
     walk = spans(state, state.gradient, *changes, scales=scales, at_once=elements, writes=True)
@@ -105,6 +106,6 @@ def average_gradient(state: LocalState, numbers: Numbers) -> None:
     rule = state.kernel.rule
     assert isinstance(rule, MatrixRule)
     scalars = named(rule, numbers.values)
-    for span in spans(state, state.gradient, state.change, at_once=at_once(state)):
+    for span in spans(state, state.gradient, state.change):
         gradient, into = span.arguments
         into.copy_(average(rule, state.storage, span.lane(gradient), scalars)[0])

@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -107,12 +107,14 @@ def in_expansions(inputs: Inputs) -> Written:
     assert isinstance(rule, Rule)
     # NaNs of weights and gradients may have any payload. Rounding to few bits would carry it into
     # the sign.
-    high, low = map(quiet, codes.read(storage, lane))
+    weight, rest = codes.read(storage, lane)
+    assert rest is not None
+    high, low = quiet(weight), quiet(rest)
     first, second = [codes.read_parts(storage, lane, name) for name in rule.states]
     gradient = quiet(lane.gradient * scalars["gradient_scale"])
     rounding = NearestEven(dropped_bits(storage.weight))
-    weight = finite_or_zero(high), low
-    change, stepped, *new = collage_adamw(weight, gradient, first, second, scalars, rounding)
+    pair = finite_or_zero(high), low
+    change, stepped, *new = collage_adamw(pair, gradient, first, second, scalars, rounding)
     is_finite = high.abs() < math.inf
     visible = codes.encode_visible(storage, torch.where(is_finite, stepped[0], high), None)
     fields = codes.write_low(storage, lane, visible, torch.where(is_finite, stepped[1], low))
@@ -142,9 +144,8 @@ def advance(inputs: Inputs) -> Written:
             return in_expansions(inputs)
         return in_floats(inputs)
     assert change is not None
-    if rule.decay:
-        weight = finite_or_zero(codes.read_weight(storage, lane))
-        change = change + weight * scalars[rule.decay]
+    weight = finite_or_zero(codes.read_weight(storage, lane))
+    change = change + weight * scalars[rule.decay]
     states = average(rule, storage, lane, scalars)[1]
     return codes.write(storage, lane, codes.read(storage, lane), change, states, seed)
 
@@ -168,4 +169,5 @@ class Kernel:
         # Each step asks these for each tensor.
         self.planes = planes_of(storage)
         self.scaled = storage.scaled
+        self.specs: dict[Any, Any] = {}  # tensors of a state, by shapes
         self.packed_names = dict(storage.states).keys() - {plane.name for plane in self.planes}

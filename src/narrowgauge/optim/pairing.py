@@ -13,7 +13,7 @@ from narrowgauge.numerics.dtensor import local_of
 from narrowgauge.optim import validation
 from narrowgauge.optim.kernel import Kernel
 from narrowgauge.optim.rules.elementwise import ADAMW, PLAIN_SGD, SGD
-from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule, extras_of, shapes_of_states
+from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule, extras_of
 from narrowgauge.optim.state import LocalState, State, new_state
 from narrowgauge.optim.values import begin
 from narrowgauge.spec.formats import dtype_name
@@ -47,12 +47,12 @@ class Kernels:
             self._by_options[key] = kernel
         return self._by_options[key]
 
-    def row_of(self, group: Group, parameter: Tensor) -> Storage:
-        row = validation.known_row(group["storage"])
-        return for_vectors(row) if parameter.ndim < 2 else row
-
     def storage_in(self, group: Group, parameter: Tensor, visible: str | None = None) -> Storage:
-        return for_format(self.row_of(group, parameter), visible or dtype_name(parameter.dtype))
+        """Return the storage of a parameter, or of one in another format."""
+        row = validation.known_row(group["storage"])
+        if parameter.ndim < 2:
+            row = for_vectors(row)
+        return for_format(row, visible or dtype_name(parameter.dtype))
 
     def rule_in(self, group: Group, parameter: Tensor) -> AnyRule:
         """Return the rule that steps a parameter under a group's options."""
@@ -75,7 +75,13 @@ class Kernels:
         refuse_pair(
             rule.name, storage, is_matrix=isinstance(rule, MatrixRule), is_adamw=rule == ADAMW
         )
-        validation.check_bounded(rule, storage)
+        if storage.scaled and not getattr(rule, "monotone", True):
+            raise RecipeError(
+                f"Cannot step rule '{rule.name}' in storage '{storage.name}' because its states have "
+                "scales by row, and the rule does not say that it is monotone.",
+                "Take a storage such as 'word', or Rule(…, monotone=True) if larger gradients and "
+                "states always give larger new states.",
+            )
         return rule, storage
 
     def local_part(self, group: Group, parameter: Tensor, state: dict[str, Any]) -> LocalState:
@@ -86,16 +92,10 @@ class Kernels:
 
     def new_state(self, group: Group, parameter: Tensor) -> State:
         """Return a state of zeros under a group's options, with the parameter as its master."""
-        if torch.is_inference_mode_enabled():
-            raise RecipeError(
-                "Cannot make states in torch.inference_mode() because they could not change "
-                "outside of it.",
-                "Take torch.no_grad().",
-            )
         require_float64([parameter])
         kernel = self.kernel_of(group, parameter)
         extras = extras_of(kernel.rule, parameter.shape, group)
-        state = new_state(parameter, kernel.storage, extras)
+        state = new_state(parameter, kernel, extras)
         begin(LocalState(parameter, state, kernel, extras))
         return state
 
@@ -109,13 +109,13 @@ class Kernels:
         formats: dict[Tensor, str] = {}
         for parameter in group["params"]:
             validation.check_real(parameter)
-            visible = self.row_of(group, parameter).visible
-            is_wide = parameter.requires_grad and parameter.dtype is torch.float32
-            if not is_wide or visible == "float32":
+            if not parameter.requires_grad or parameter.dtype is not torch.float32:
                 continue
+            row = validation.known_row(group["storage"])
+            visible = (for_vectors(row) if parameter.ndim < 2 else row).visible
             if keep_float32 is None or not keep_float32(names[parameter], parameter):
                 formats[parameter] = visible
-        return formats
+        return {p: visible for p, visible in formats.items() if visible != "float32"}
 
     def check_values(
         self, group: Group, parameter: Tensor, weight: Tensor, states: Mapping[str, Any]
@@ -124,20 +124,15 @@ class Kernels:
         states here.
         """
         rule = self.rule_in(group, parameter)
-        shape = tuple(local_of(parameter).shape)
-        shapes = {"weight": shape}
-        for name in shapes_of_states(rule, parameter.shape, group):
-            shapes[name] = shape
-        for name, extra in extras_of(rule, parameter.shape, group).items():
-            shapes[name] = extra.shape
+        local_shape = local_of(parameter).shape
+        extras = extras_of(rule, parameter.shape, group)
+        names = [*dict(rule.stored_states), *extras]
         for name, value in {"weight": weight, **states}.items():
-            if name == "step":
-                continue
-            if name not in shapes:
-                has = ", ".join(list(shapes)[1:]) or "no states"
-                raise RecipeError(f"Cannot adopt '{name}': rule '{rule.name}' has {has}.")
-            if tuple(local_of(value).shape) != shapes[name]:
+            shape = extras[name].shape if name in extras else local_shape
+            is_known = name in ("weight", "step", *names)
+            if not is_known or (name != "step" and local_of(value).shape != shape):
                 raise RecipeError(
-                    f"Cannot adopt a '{name}' of shape {tuple(value.shape)} for a parameter of "
-                    f"shape {tuple(parameter.shape)}."
+                    f"Cannot adopt a '{name}' of shape {tuple(getattr(value, 'shape', ()))} for a "
+                    f"parameter of shape {tuple(parameter.shape)}: rule '{rule.name}' has "
+                    f"{', '.join(names) or 'no states'}."
                 )

@@ -62,7 +62,9 @@ def planes_of(storage: Storage) -> tuple[Plane, ...]:
             fields.append((name, shift, bits))
             shift += bits
         num_packed += 1
-        title = f"packed{num_packed}" if num_packed > 1 else "packed"
+        title = "packed"
+        if num_packed > 1:
+            title = f"packed{num_packed}"
         width = width_of(group)
         planes.append(Plane(title, width, tuple(fields), INTEGER[width]))
     return tuple(planes)
@@ -167,7 +169,9 @@ def layout_of(storage: Storage) -> Layout:
         share = random.get(state)
         fields.append(Field(name, code, *places[name], drop, share, last, code.lowest + 126))
     fields += [Field()] * (3 - len(fields))
-    end = 31 << 23 if storage.visible == "float16" else 0x7FFFFFFF
+    end = 0x7FFFFFFF
+    if storage.visible == "float16":
+        end = 31 << 23
     number = NUMBERS.index(storage.visible)
     num_scaled = len(storage.scaled)
     return Layout(number, tuple(sizes), below, exponent, 32 - size, end, tuple(fields), num_scaled)
@@ -215,6 +219,6 @@ def row_dims(shape: tuple[int, ...]) -> int:
 
 @lru_cache
 def as_rows(shape: tuple[int, ...], num_row_dims: int) -> tuple[int, int]:
-    """Return rows and columns of a parameter in memory order. Without bounds it is one row."""
-    first = len(shape) - num_row_dims if num_row_dims else 0
+    """Return rows and columns of a parameter in memory order. Without bounds each element is a row."""
+    first = len(shape) - num_row_dims
     return math.prod(shape[:first]), math.prod(shape[first:])

@@ -506,15 +506,12 @@ struct Muon : Rule<1, false, true> {
   BEGIN { return next.first = toward<LESS>(old_m, g, s.one_minus_momentum); }
   CHANGE { return waits + w * s.negative_decay; }
 };
-// A matrix rule whose states have shapes of their own: only the decay is left, or nothing.
-template <bool HAS_DECAY> struct Given : Rule<0, false, true> {
-  struct Scalars { float negative_decay[HAS_DECAY]; };
+// A matrix rule whose states have shapes of their own: only the decay is left.
+struct Given : Rule<0, false, true> {
+  struct Scalars { float negative_decay; };
   IS_LESS { return true; }
   BEGIN { return g; }
-  CHANGE {
-    if constexpr (HAS_DECAY) return waits + w * s.negative_decay[0];
-    else return waits;
-  }
+  CHANGE { return waits + w * s.negative_decay; }
 };
 
 // ── storages: a visible format, a weight, codes of states, and the planes of their fields ─────────

@@ -26,16 +26,15 @@ RULES: dict[AnyRule, str] = {
     elementwise.SGD: "SGD",
     elementwise.PLAIN_SGD: "PlainSGD",
     elementwise.LION: "Lion",
+    MUON: "Muon",
 }
-"""The struct of each elementwise rule. Another rule runs by its definition."""
+"""The struct of each rule. Another elementwise rule runs by its definition."""
 
 
 def struct_of(rule: AnyRule) -> str:
     """Return the struct of a rule, or an empty string."""
     if isinstance(rule, MatrixRule) and rule.average is None:
-        return f"Given<{str(bool(rule.decay)).lower()}>"
-    if rule == MUON:
-        return "Muon"
+        return "Given"
     return RULES.get(rule, "")
 
 

@@ -7,8 +7,8 @@ The kernel is ``step.h`` on CPUs (:mod:`narrowgauge.optim.step_cpp`), and
     numbers  float32 [kinds, scalars]   the rule's scalars and the seed, for each param group and step count
     tiles    int32 [programs]           the tensor of each program; a tensor's programs follow one another
 
-A GPU's table and numbers are one buffer, copied to the device once a step. A matrix rule has one
-more address, of its float32 change.
+A GPU's are copied to the device at each step. A matrix rule has one more address, of its float32
+change.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from narrowgauge.optim.state import LocalState
 from narrowgauge.spec.storages import Storage
 from narrowgauge.torch_support import triton
 from narrowgauge.torch_support.proof import CPP, language_on
-from narrowgauge.torch_support.torch_names import send
+from narrowgauge.torch_support.torch_names import to_device
 
 SIZES = ("extent", "numel", "first", "format", "aligned", "number")
 """The table after the addresses.
@@ -111,33 +111,28 @@ class Programs:
         if sizes == self._sizes and num_numbers == len(self.numbers):
             return
         self._sizes = list(sizes)
-        size = len(sizes) * self.width
-        start = size + size % 2  # the numbers begin at 16 bytes
-        num_floats = num_numbers * self.numbers.shape[1]
-        self._memory = np.zeros(start + -(-num_floats // 2), np.int64)
-        self.rows = self._memory[:size].reshape(-1, self.width)
-        numbers = self._memory[start:].view(np.float32)[:num_floats]
-        self.numbers = numbers.reshape(num_numbers, self.numbers.shape[1])
+        self.rows = np.zeros((len(sizes), self.width), np.int64)
+        self.numbers = np.zeros((num_numbers, self.numbers.shape[1]), np.float32)
         numels, extents = np.array(sizes, np.int64).reshape(-1, 2).T
         counts = -(-numels // extents)
-        for name, values in (
-            ("extent", extents),
-            ("numel", numels),
-            ("first", np.cumsum(counts) - counts),
-        ):
-            self.rows[:, PLACE[name]] = values
-        tiles = torch.from_numpy(np.repeat(np.arange(len(sizes), dtype=np.int32), counts))
-        self.tiles = tiles
-        if not self.is_cpp:
-            self.tiles = torch.empty_like(tiles, device=self.device)
-            send(tiles, self.tiles)
-            self._buffer = torch.empty(len(self._memory), dtype=torch.int64, device=self.device)
+        self.rows[:, PLACE["extent"]] = extents
+        self.rows[:, PLACE["numel"]] = numels
+        self.rows[:, PLACE["first"]] = np.cumsum(counts) - counts
+        tiles = np.repeat(np.arange(len(sizes), dtype=np.int32), counts)
+        self.tiles = to_device(torch.from_numpy(tiles), self.device)
 
     def find_aligned(self, num_bounds: int = 0) -> None:
         """Find the tensors that a GPU reads in whole vectors. The last addresses are of bounds."""
         end = self.width - len(SIZES) - num_bounds
         whole = self.rows[:, [*range(end), PLACE["extent"], PLACE["numel"]]]
         self.rows[:, PLACE["aligned"]] = (whole % 16 == 0).all(1)
+
+    def send(self) -> Any:
+        """Copy the table and the numbers to a GPU. Return where the numbers are."""
+        if self.is_cpp:
+            return self.numbers.ctypes.data
+        self._table = to_device(torch.from_numpy(self.rows), self.device)
+        return to_device(torch.from_numpy(self.numbers), self.device)
 
     def call(self, function: Any, *arguments: Any, **constants: Any) -> None:
         """Run a kernel over all programs, with its arguments after the table and the programs."""
@@ -151,16 +146,8 @@ class Programs:
             return
         with torch.cuda.device_of(self.tiles):
             function[(len(self.tiles),)](
-                self._buffer, self.tiles, *arguments, **constants, **triton.LAUNCH
+                self._table, self.tiles, *arguments, **constants, **triton.LAUNCH
             )
-
-    def send(self) -> Any:
-        """Copy the table and the numbers to a GPU. Return where the numbers are."""
-        if self.is_cpp:
-            return self.numbers.ctypes.data
-        send(torch.from_numpy(self._memory), self._buffer)
-        start = len(self._memory) - -(-self.numbers.size // 2)
-        return self._buffer[start:].view(torch.float32)
 
 
 class Table:
@@ -182,7 +169,7 @@ class Table:
         states = list(batch)
         places = {numbers: place for place, numbers in enumerate(dict.fromkeys(batch.values()))}
         self._batch = batch
-        tile = step_cpp.TILE if self.module is None else int(self.module.BLOCK)
+        tile = step_cpp.TILE if self.module is None else self.module.BLOCK.value
         sizes = []
         for state in states:
             extent = max(1, state.form[1]) if self.storage.scaled else tile
@@ -232,8 +219,7 @@ class Table:
             function = step_cpp.functions(self.rule, self.storage).step
             self.programs.call(function, numbers, control)
         else:
-            constants = {"row": self.row, "BLOCK": self.module.BLOCK}
-            self.programs.call(self.module.step, numbers, control, **constants)
+            self.programs.call(self.module.step, numbers, control, row=self.row)
         for tensor, memory in self._copies:
             tensor.copy_(memory)
         # Autograd notices a weight that was written between forward and backward pass.

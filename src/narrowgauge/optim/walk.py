@@ -90,7 +90,7 @@ def spans(
     at_once: int | None = None,
     writes: bool = False,
 ) -> Iterator[Span]:
-    """Walk over a state: rows of ``[rows, columns]``, or elements of ``[1, columns]``.
+    """Walk over rows of a state, ``[rows, columns]``.
 
     Args:
         arguments: tensors in the parameter's shape.
@@ -99,32 +99,21 @@ def spans(
         writes: whether the weight is written. A copy of one that is not dense is then written back.
     """
     visible = getattr(torch, state.storage.visible)
-    weight = state.in_rows(state.parameter.detach().to(visible))
-    names = list(state.planes)
-    planes_in_rows = [state.in_rows(state.planes[name]) for name in names]
-    tensors = [weight, *planes_in_rows, *map(state.in_rows, arguments)]
+    live = [state.parameter.detach().to(visible), *state.planes.values()]
+    tensors = [state.in_rows(tensor) for tensor in (*live, *arguments)]
     if scales is None:
         scales = {name: codes.multipliers(bound) for name, bound in state.bounds.items()}
-    rows, columns = tensors[0].shape
-    most = at_once or chunk_size(weight.device)
-    parts_of_tensors: list[tuple[slice, slice]] = []
-    if rows > 1:
-        most = max(1, most // max(1, columns))
-        for start in range(0, rows if columns else 0, most):
-            parts_of_tensors.append((slice(start, start + most), slice(None)))
-    elif rows:
-        for start in range(0, columns, most):
-            parts_of_tensors.append((slice(None), slice(start, start + most)))
-    for lines, width in parts_of_tensors:
-        first, *parts = [tensor[lines, width] for tensor in tensors]
-        planes = dict(zip(names, parts, strict=False))
-        local = {name: (into[lines], back[lines]) for name, (into, back) in scales.items()}
-        yield Span(state.storage, first, planes, local, parts[len(names) :])
-    live = list(state.planes.values())
-    copies = list(planes_in_rows)
-    if writes:
-        live.append(state.parameter.detach())
-        copies.append(weight)
-    for tensor, memory in zip(live, copies, strict=True):
+    rows, columns = state.form
+    # Beside whole matrices, temporaries are to be few.
+    at_once = at_once or chunk_size(live[0].device) // (4 if state.kernel.is_matrix else 1)
+    most = max(1, at_once // max(1, columns))
+    for start in range(0, rows if columns else 0, most):
+        part = slice(start, start + most)
+        weight, *others = [tensor[part] for tensor in tensors]
+        planes = dict(zip(state.planes, others, strict=False))
+        local = {name: (into[part], back[part]) for name, (into, back) in scales.items()}
+        yield Span(state.storage, weight, planes, local, others[len(planes) :])
+    first = 0 if writes else 1
+    for tensor, memory in list(zip(live, tensors, strict=False))[first:]:
         if memory.data_ptr() != tensor.data_ptr():  # a copy of what is not dense
             tensor.copy_(memory.view(tensor.shape))

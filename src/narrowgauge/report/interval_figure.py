@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from html import escape
 
-from narrowgauge.measuring.comparison import Comparison
+from narrowgauge.measuring.comparison import Comparison, shown_difference
 
 COLOURS = (
     "#3b82c4", "#d4732a", "#1f9d7c", "#b4559a", "#a58412", "#3ba3c4", "#7565d0", "#7d838e",
@@ -49,14 +49,16 @@ def interval_figure(comparison: Comparison) -> str:
     """
     threshold = comparison.acceptable
     labels = [row["recipe"] for row in comparison.rows]
-    drawn = [pair for pair in comparison.differences if math.isfinite(pair.mean)]
+    drawn = []
+    for row in comparison.rows:
+        mean = row["difference"]
+        if mean is not None and math.isfinite(mean):
+            drawn.append((row, mean, *(row["difference_interval"] or (mean, mean))))
     if not drawn or not 0 < threshold < math.inf:
         return ""
     ends = [1.5 * threshold]
-    for pair in drawn:
-        if pair.num_pairs > 1:
-            ends += [abs(pair.low), abs(pair.high)]
-        ends.append(abs(pair.mean))
+    for _, _, low, high in drawn:
+        ends += [abs(low), abs(high)]
     limit = 1.1 * min(max(ends), FAR * threshold)
 
     def x_of(value: float) -> float:
@@ -65,15 +67,11 @@ def interval_figure(comparison: Comparison) -> str:
 
     marks = []
     y = 8
-    for pair in drawn:
-        low = pair.mean
-        high = pair.mean
-        if pair.num_pairs > 1:
-            low = pair.low
-            high = pair.high
-        colour = colour_of(labels.index(pair.recipe))
-        texts = {"recipe": escape(pair.recipe), "words": escape(pair.text), "colour": colour}
-        places = {"low": x_of(low), "mean": x_of(pair.mean), "high": x_of(high)}
+    for row, mean, low, high in drawn:
+        colour = colour_of(labels.index(row["recipe"]))
+        words = escape(shown_difference(row))
+        texts = {"recipe": escape(row["recipe"]), "words": words, "colour": colour}
+        places = {"low": x_of(low), "mean": x_of(mean), "high": x_of(high)}
         marks.append(_MARK.format(y=y + 30, text_y=y + 18, **texts, **places))
         y += _ROW
     for value in (-threshold, 0.0, threshold):

@@ -144,13 +144,11 @@ def _case(
     for seed, like in enumerate(arguments):
         if like is None:
             case.append(None)
-            continue
-        if like.numel() <= 16:
+        elif like.numel() <= 16:
             case.append(like.clone())
-            continue
-        order = sorted(range(like.ndim), key=like.stride, reverse=True)
-        values = draw(like.dtype, [cut(like.shape[dim]) for dim in order], edges=edges, seed=seed)
-        case.append(values.to(like.device).permute([order.index(dim) for dim in range(like.ndim)]))
+        else:
+            part = torch.empty_like(like[tuple([slice(cut(side)) for side in like.shape])])
+            case.append(part.copy_(draw(like.dtype, part.shape, edges=edges, seed=seed)))
     return case
 
 

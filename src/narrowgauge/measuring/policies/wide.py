@@ -19,7 +19,6 @@ from narrowgauge.measuring.beside import (
     ALLOCATES,
     ByStorage,
     Operation,
-    Site,
     floats_in,
     is_float,
     storage_key,
@@ -68,19 +67,19 @@ class Wide:
 
     def __init__(
         self,
-        chosen: Collection[Site] = (),
+        chosen: Collection[str] = (),
         shifts: Iterable[tuple[Tensor, Tensor]] = (),
         *,
         is_smooth: bool = False,
     ) -> None:
         self.chosen = chosen
         self.is_smooth = is_smooth
-        self.rounds: dict[Site, set[str]] = {}
-        self.casts: dict[Site, dict[str, float]] = {}
+        self.rounds: dict[str, set[str]] = {}
+        self.casts: dict[str, dict[str, float]] = {}
         self.working = FINEST
         self.cuts: dict[str, None] = {}
         self.draws = self.flips = False
-        self.misread: set[Site] = set()
+        self.misread: set[str] = set()
         self._shadows = ByStorage()
         """By memory: its format, and the flat shadow; ``None`` if it is not followed."""
         self._inputs = ByStorage()
@@ -217,8 +216,6 @@ class Wide:
         if name == "_scaled_mm":
             a, b, scale_a, scale_b, bias = [*args, None][:5]
             return torch.nn.functional.linear(a * scale_a, (b * scale_b).t(), bias)
-        if name == "multiply_plain":  # ours computes in float32
-            return torch.nn.functional.linear(args[0], args[1].t(), args[2])
         if name in _BY_INDEX and isinstance(op.result, (tuple, list)):
             indices = op.result[1]
             dim = op.arguments.get("dim", -1)
@@ -239,7 +236,7 @@ class Wide:
             return
         first = narrow[0]
         self.rounds.setdefault(op.site, set()).add(op.name)
-        is_product = op.name in _PRODUCTS and not op.site.is_backward
+        is_product = op.name in _PRODUCTS and not op.is_backward
         if is_product or first.element_size() == 1:
             self.working = max(self.working, unit_of(first.dtype))
         if op.site in self.chosen:
