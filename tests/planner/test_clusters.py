@@ -22,7 +22,7 @@ def test_a_file_describes_a_cluster(tmp_path: Path) -> None:
 
 def test_chips_fill_whole_nodes() -> None:
     assert cluster_of("H100-SXM", 4).chips_per_node == 4
-    # 128 and 256 GB200s run in published steps (benchmarks/published_runs_later.toml), in racks of
+    # 128 and 256 GB200s run in published steps, in racks of
     # 72. Otherwise nodes fill evenly; the last one may lack chips.
     for chip, sizes in (
         ("GB200", {128: 64, 144: 72, 256: 64, 73: 37, 127: 64, 146: 49}),
