@@ -157,7 +157,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "a state without a weight": (adopting("exp_avg", 2, 3, weight=ones), "states and no weight"),
     "a value of another shape": (adopting("weight", 3, 2), "'weight' of shape"),
     "a state of another shape": (adopting("exp_avg", 3, 2), "'exp_avg' of shape"),
-    "a state of another rule": (adopting("momentum", 2, 3), "has exp_avg, exp_avg_sq"),
+    "a state of another rule": (adopting("momentum", 2, 3), "has weight, exp_avg, exp_avg_sq"),
     "a basis of another shape": (adopting("projector", 3, 1, rule=GaLore, rank=1), "'projector' of shape"),
 }  # fmt: skip
 

@@ -184,7 +184,7 @@ class LocalState:
         self.extra_codes = {name: self.storage.code(x.role) for name, x in extras.items()}
         device = self.parameter.device
         for kind, field, name, dtype, shape in specs_of(owner, kernel, extras):
-            value = entry.get(name)
+            value: Any = entry.get(name)
             local = local_of(value)
             if not isinstance(local, Tensor) or local.dtype is not dtype or local.shape != shape:
                 check_tensor(name, local, dtype, shape, kernel)
