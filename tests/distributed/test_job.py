@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 
-from narrowgauge.distributed.job import require_same, threads_of
+from narrowgauge.distributed.job import joined, require_same, threads_of
 from narrowgauge.errors import RankError
 from ranks import run_ranks
 from trainer.tiny_runs import call
@@ -59,3 +60,13 @@ def test_an_order_invariant_run_takes_one_thread() -> None:
             seen.append(torch.get_num_threads())
     assert seen == [1, 2] and torch.get_num_threads() == 2
     torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_0_alone_shows_warnings(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", str(rank))
+    for name in ("init_process_group", "barrier", "destroy_process_group"):
+        monkeypatch.setattr(torch.distributed, name, lambda *_, **__: None)
+    with joined():
+        assert (warnings.filters[0][:3] == ("ignore", None, Warning)) == (rank == 1)

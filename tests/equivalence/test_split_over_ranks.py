@@ -49,18 +49,12 @@ RULES = (
 """Other rules and odd storages, with stacks of matrices."""
 WAYS = {
     "two tensor ranks": tuple(s for s in REPRESENTATIVES if not STORAGES[s].scaled),
-    "four tensor ranks": SOME,
+    "four tensor ranks": (*SOME, "muon word"),
     "fsdp2": (*SOME, *RULES),
     "fsdp2 and tensor": SOME,
     "zero-1": SOME,
 }
 """The storages that are tried in each way to split a model, with the rule if it is not AdamW."""
-LAYOUTS = {
-    "replicated": ((NUM_RANKS,), [Replicate()]),
-    "replicas of shards": ((2, 2), [Replicate(), Shard(0)]),
-    "columns": ((NUM_RANKS,), [Shard(1)]),
-}
-"""Meshes, and how matrices lie on them."""
 STACKS = {"lone": (1, 8), "deep": (3, 4, 2), "one": (1, 3, 5), "kernel": (3, 2, 2, 2)}
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "compile": False, "audit_every": 2}
 LOW_RANK = {"rank": 2, "update_proj_gap": 2}
@@ -175,23 +169,6 @@ def after_an_overflow(mesh: Any) -> tuple[dict[str, str], int]:
     return fingerprint(training), training.optimizer.num_skipped
 
 
-def muon_in_float32(mesh: Any = None, placements: Any = None) -> dict[str, str]:
-    """Train matrices with Muon, whose products are float32, laid out in some way; whole without a
-    mesh.
-    """
-    torch.manual_seed(0)
-    weights = []
-    for shape in ((8, 6), (6, 8), (4, 2, 6)):
-        weight = torch.randn(shape).bfloat16()
-        if mesh is not None:
-            weight = distribute_tensor(weight, mesh, placements, src_data_rank=None)
-        weights.append(nn.Parameter(weight))
-    model = nn.ParameterList(weights)
-    named = list(model.named_parameters())
-    optimizer = ng.Muon(named, ns_dtype="float32", storage="word", **OPTIONS)
-    return fingerprint(train(Training(model, optimizer), range(STEPS)))
-
-
 def other_seeds(rank: int, mesh: Any) -> dict[str, str]:
     """Return what a first step says where each rank has a seed of its own, by how ranks share the
     weight.
@@ -228,8 +205,6 @@ def on_a_rank(rank: int, folder: Path) -> dict[tuple[str, str], Any]:
             results[way, storage] = split(storage, mesh, folder / way / storage)
     for storage in WAYS["zero-1"]:
         results["zero-1", storage] = zero(storage)
-    for layout, (shape, placements) in LAYOUTS.items():
-        results["muon", layout] = muon_in_float32(init_device_mesh("cpu", shape), placements)
     results["fsdp2", "overflow"] = after_an_overflow(meshes["fsdp2"])
     results["fsdp2", "seeds"] = other_seeds(rank, meshes["fsdp2"])
     weight = distribute_tensor(torch.ones(4, 8).bfloat16(), meshes["fsdp2"], [Shard(1)])
@@ -270,12 +245,6 @@ def test_zero_redundancy(results: Results) -> None:
         for result in results:
             pairs = zip(result["zero-1", storage], alone.model.parameters(), strict=True)
             assert all(torch.equal(*pair) for pair in pairs), storage
-
-
-def test_matrices_laid_out_in_other_ways(results: Results) -> None:
-    expected = muon_in_float32()
-    for result in results:
-        assert [name for name in LAYOUTS if result["muon", name] != expected] == []
 
 
 def test_an_overflow_on_one_rank_skips_the_step_on_all(

@@ -134,19 +134,6 @@ def channels_last(storage: str) -> dict[str, str]:
     return fingerprint(train(training))
 
 
-def moved_to_a_device(storage: str) -> dict[str, str]:
-    """Find states of the second group made for another device, and those of the first one missing,
-    in the first step.
-    """
-    training = start(storage)
-    p = training.optimizer.param_groups[1]["params"][0]
-    training.optimizer.make_missing(training.optimizer.param_groups[1], [p])
-    state = training.optimizer.state[p]
-    for name, value in list(state.items()):
-        state[name] = value.clone()
-    return fingerprint(train(training))
-
-
 def in_micro_batches(storage: str) -> dict[str, str]:
     """Sum 64 micro-batches, of which most cancel.
 
@@ -186,7 +173,7 @@ def with_a_rate_in_a_tensor(storage: str) -> dict[str, str]:
 
 
 WAYS = [
-    deep_copied, pickled, copied_before_the_first_step, in_float32, as_main_grad, channels_last, moved_to_a_device,
+    deep_copied, pickled, copied_before_the_first_step, in_float32, as_main_grad, channels_last,
     in_micro_batches, in_two_threads, with_a_rate_in_a_tensor,
 ]  # fmt: skip
 

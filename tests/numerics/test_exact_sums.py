@@ -89,6 +89,8 @@ def test_sums_of_as_many_as_there_may_be_do_not_overflow() -> None:
         sums.clear_()
         sums.add_(rows[:1])
         assert sums.total().item() == value
+    wide = torch.ones(2, MOST_ADDENDS + 1)  # of elements there may be more
+    assert torch.equal(sum_rows(wide, torch.empty(wide.shape[1])), wide.sum(0))
 
 
 def test_no_order_no_grouping_and_no_chunk_changes_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:

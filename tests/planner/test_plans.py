@@ -237,6 +237,16 @@ def test_the_same_run_is_moved_towards_what_was_measured() -> None:
         rate = factor * free.job.tokens_per_second
         told = ng.MeasuredRun(**{**TITAN, "tokens_per_second": rate}).next()
         assert told.tokens_per_second / free.job.tokens_per_second == pytest.approx(factor**0.8)
+    counted = free.counted_gb
+    for peak, expected in ((0.0, counted), (counted + 10, counted + 5)):
+        told = ng.MeasuredRun(**{**TITAN, "peak_gb": peak}).next()
+        assert told.peak_gb == pytest.approx(expected)
+
+
+def test_a_chip_of_its_own_gathers_nothing() -> None:
+    zeros = ({"zero": zero} for zero in (0, 3))
+    plain, sharded = (ng.plan("llama-8b", chip="H200", chips=1, layout=zero).best for zero in zeros)
+    assert sharded.memory == plain.memory
 
 
 def test_what_differs_most_decides_the_interval() -> None:

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
+import pytest
+
 from narrowgauge.spec import notation, show
+from narrowgauge.spec.tables import cell_text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, ""), (True, "yes"), (1 / 3, "0.333333"), ({"a": (1, 12_345)}, "a=1, 12,345")],
+)
+def test_a_cell_shows_a_value(value: object, text: str) -> None:
+    assert cell_text(value) == text
 
 
 def test_parts_of_a_recipe_sum_to_its_bytes() -> None:

@@ -140,7 +140,7 @@ CLUSTERS = [
     ("chips = 8", "does not say its chip"),
     (f"{NODES}chps = 8", "mean 'chips'"),
     (f"{NODES}chips = 8\nchips_per_node = 0", "chips_per_node = 0"),
-    ("[[nodes", r"cluster\.toml"),
+    ("[[nodes", r"cluster\.toml: Expected"),
 ]
 
 

@@ -54,7 +54,7 @@ def test_bad_input_writes_nothing(
 
 def test_the_record_holds_what_was_promised(place: Path, tmp_path: Path) -> None:
     chosen = settings(place, tmp_path / "run", **CASES["word, accumulated"], steps=20)
-    run = read_run(loop.train(chosen.to_dict()))
+    run = read_run(loop.train(vars(chosen)))
     summary = run.summary or {}
     assert (summary["recipe"], summary["steps"], summary["tokens"]) == ("bfloat16/word", 20, 1280)
     assert 0 < summary["val_loss"] < math.log(280) + 0.5

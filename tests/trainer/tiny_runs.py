@@ -47,13 +47,13 @@ def trained(place: Path, out: Path, *, is_verbose: bool = True, **changes: Any) 
     """Train a run, or go on with it, and return its folder."""
     from narrowgauge.trainer import loop
 
-    return loop.train(settings(place, out, **changes).to_dict(), is_verbose=is_verbose)
+    return loop.train(vars(settings(place, out, **changes)), is_verbose=is_verbose)
 
 
 def words_of(chosen: Settings) -> list[str]:
     """The command line that says the same."""
     words = ["train"]
-    for name, value in chosen.to_dict().items():
+    for name, value in vars(chosen).items():
         words += [f"--{name.replace('_', '-')}", str(value)]
     return words
 

@@ -28,6 +28,7 @@ from narrowgauge.runs.places import require_empty
 from narrowgauge.runs.record import read_run
 from narrowgauge.spec import show, tables
 from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.toml import read_file
 
 _path = flags.PATH
 _count = click.IntRange(min=1)
@@ -237,10 +238,10 @@ def train(file: Path | None, **settings: Any) -> None:
 
     torchrun --nproc-per-node 2 -m narrowgauge train --gradient-accumulation-steps 2 --out runs/a
     """
-    from narrowgauge.trainer.settings import read_settings
-
-    given = {} if file is None else read_settings(file)
-    _train({**given, **flags.given(settings)})
+    named: dict[str, Any] = {}
+    if file is not None:
+        named = read_file(file, "settings file", "Name a UTF-8 TOML file.")
+    _train(named | flags.given(settings))
 
 
 @main.command(

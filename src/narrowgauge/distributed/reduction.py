@@ -32,12 +32,6 @@ from narrowgauge.spec.formats import dtype_name
 from narrowgauge.torch_support import torch_names
 from narrowgauge.torch_support.torch_hooks import OwnHook
 
-_TWO_PASSES = RecipeError(
-    "two backward passes were met in one micro-batch, whose gradients are one addend of an exact "
-    "sum.",
-    "Add the losses, and call backward() once.",
-)
-
 
 def reduce_gradients_with(
     model: nn.Module,
@@ -129,17 +123,13 @@ class _GroupSum:
     def __init__(self, reduction: GradientReduction, exact_sum: ExactSum) -> None:
         self.reduction = reduction
         self.exact_sum = exact_sum
-        self.last_summed = -1
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *_: Any, **__: Any) -> None:
         """Sum ``input_tensor`` of all ranks, ``[shards * n]``, into this rank's piece ``[n]``."""
-        self.reduction.require_open("in a backward pass")
-        if self.last_summed == self.reduction.count:
-            raise _TWO_PASSES
-        self.last_summed = self.reduction.count
+        self.reduction.arrive(self)
         if self.reduction.is_absent:
             input_tensor.zero_()
         self.exact_sum.add(input_tensor, output_tensor, is_last=self.reduction.is_last)
@@ -150,7 +140,6 @@ class GradientReduction:
 
     Attributes:
         size: the number of ranks whose gradients are summed.
-        count: micro-batches begun.
         is_last, is_absent: of the micro-batch whose block is open.
     """
 
@@ -165,10 +154,10 @@ class GradientReduction:
         self.size = prod(group.size() for group in self._groups)
         self._divisor = self.size if average else 1
         self._place = 0  # of the next micro-batch in its step
-        self._arrived: set[Tensor] = set()  # whole parameters with a gradient of this micro-batch
+        # Whole parameters and groups of FSDP2 with a gradient of this micro-batch.
+        self._arrived: set[Any] = set()
         self._used: set[Tensor] = set()  # those with one of this step
         self._is_open = False
-        self.count = 0
         self.is_last = True
         self.is_absent = False
         self._sums: list[ExactSum] = []
@@ -212,7 +201,7 @@ class GradientReduction:
         for bucket in by_kind.values():
             self._buckets[self._new_sum(num_whole)] = bucket
         # A strong reference in a parameter's hook would keep model and reduction forever.
-        arrive: Any = weakref.WeakMethod(self._arrive)
+        arrive: Any = weakref.WeakMethod(self.arrive)
         for parameter in self._whole:
             hook = OwnHook(lambda p: arrive()(p))
             self._undo.append(parameter.register_post_accumulate_grad_hook(hook).remove)
@@ -252,7 +241,6 @@ class GradientReduction:
         self._is_open = True
         self.is_last = is_last
         self.is_absent = is_absent
-        self.count += 1
         try:
             before = self._generators()
             yield
@@ -308,7 +296,7 @@ class GradientReduction:
                 "Use every parameter in every micro-batch, times 0 where one leaves it out; freeze "
                 "it; or keep it whole on every rank: ignored_params=… of fully_shard.",
             )
-        if any(p.grad is None for p in self._arrived):
+        if any(p in self._arrived and p.grad is None for p in self._whole):
             raise RecipeError(
                 "a gradient was cleared in backward, before it was summed over ranks and "
                 "micro-batches.",
@@ -407,11 +395,16 @@ class GradientReduction:
                 "backward pass needs torch.no_grad().",
             )
 
-    def _arrive(self, parameter: Tensor) -> None:
+    def arrive(self, source: Any) -> None:
+        """Refuse a second gradient of a parameter, or of a group of FSDP2, in one micro-batch."""
         self.require_open("in a backward pass")
-        if parameter in self._arrived:
-            raise _TWO_PASSES
-        self._arrived.add(parameter)
+        if source in self._arrived:
+            raise RecipeError(
+                "two backward passes were met in one micro-batch, whose gradients are one addend of "
+                "an exact sum.",
+                "Add the losses, and call backward() once.",
+            )
+        self._arrived.add(source)
 
     def discard(self) -> None:
         """Forget the micro-batches since the last step, and all gradients."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.utils import _sync_module_states
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.dtensor import is_sharded
@@ -19,6 +20,9 @@ from narrowgauge.numerics.hashing import fingerprint, fingerprint_all
 from narrowgauge.spec.sums import SHARDINGS
 from narrowgauge.torch_support import torch_names
 from narrowgauge.torch_support.anatomy import parts
+
+_BUCKET = 1 << 28
+"""Bytes of a broadcast."""
 
 
 def shard(
@@ -96,19 +100,10 @@ def make_equal(model: nn.Module, mesh: Any) -> None:
     """Broadcast the parameters and buffers of a mesh's first rank, so that replicas begin with
     equal bits.
     """
-    tensors = dict.fromkeys([*model.parameters(), *model.buffers()])
     for axis in reversed(range(mesh.ndim)):
         group = mesh.get_group(axis)
-        if group.size() == 1:
-            continue
-        for tensor in tensors:
-            if tensor.is_meta:
-                continue
-            data = tensor.detach()
-            sent = data.contiguous().to(mesh.device_type)
-            torch.distributed.broadcast(sent.view(-1).view(torch.uint8), group=group, group_src=0)
-            if sent.data_ptr() != data.data_ptr():
-                data.copy_(sent)
+        if group.size() > 1:
+            _sync_module_states(model, group, _BUCKET, 0, ())
 
 
 def fingerprint_whole(named: Mapping[str, Tensor]) -> str:

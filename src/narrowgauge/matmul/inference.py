@@ -41,7 +41,9 @@ of rows or of the tensor; or two codes a byte, padded to whole blocks, with scal
 
 def codes_of(weight: Tensor, right: Cast) -> Operand:
     """Return a weight ``[out, in]`` in a cast."""
-    dtype = PAIRS if is_packed(right) else getattr(torch, right.format)
+    dtype = PAIRS
+    if not is_packed(right):
+        dtype = getattr(torch, right.format)
     return cast_matrix(weight, right, 1, dtype)
 
 
@@ -147,7 +149,6 @@ class _Stored(nn.Module):
             if buffer is not None and after.dtype != buffer.dtype:
                 self._buffers[name] = buffer.to(after.device)
         self.dtype = fn(torch.empty(0, dtype=self.dtype, device="cpu")).dtype
-        require_float64(self._buffers.values())
         return self
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
@@ -219,8 +220,10 @@ class QuantizedExperts(_Stored, Projection):
     def stand_in(self) -> Tensor:
         """Return a tensor of the weight's shape and dtype, without memory."""
         codes = self.stored().data
-        shape = codes.transpose(1, 2).shape if self.is_transposed else codes.shape
-        return torch.empty((), dtype=self.dtype, device=codes.device).expand(shape)
+        stack = torch.empty((), dtype=self.dtype, device=codes.device).expand(codes.shape)
+        if self.is_transposed:
+            stack = stack.transpose(1, 2)
+        return stack
 
     def of_expert(self, x: Tensor, weight: Tensor, bias: Tensor | None, expert: int) -> Tensor:
         codes, scales, _ = self.stored()
@@ -308,13 +311,11 @@ def _quantize_experts(owner: Any, name: str, compute: Compute) -> None:
     weights = owner._parameters[name]
     layer = QuantizedExperts()
     layer.is_transposed = owner.is_transposed
-    codes = []
-    scales = []
-    for weight in weights.detach():
-        matrix = weight.t() if layer.is_transposed else weight
-        operand = codes_of(matrix, compute.output.right)
-        codes.append(operand.data)
-        scales.append(operand.outer)
+    matrices = weights.detach()
+    if layer.is_transposed:
+        matrices = matrices.transpose(1, 2)
+    operands = [codes_of(matrix, compute.output.right) for matrix in matrices]
+    codes, scales, _ = map(list, zip(*operands, strict=True))
     layer.store(Operand(torch.stack(codes), torch.stack(scales)), weights, compute)
     owner._parameters[name] = None
     take_over(owner, name, layer)

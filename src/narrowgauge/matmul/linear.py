@@ -22,7 +22,6 @@ from narrowgauge.numerics.widening import linear
 from narrowgauge.spec.computes import Compute
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.torch_support.extension import extended_class
-from narrowgauge.torch_support.machine import require_float64
 
 
 class NarrowLayer(nn.Module):
@@ -102,7 +101,6 @@ class NarrowLayer(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         had_memory = not self.key.is_meta
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        require_float64(self._buffers.values())
         if not had_memory:  # to_empty() does not set values
             self.key = self._keys_on(self.key.device)
         return self

@@ -87,7 +87,7 @@ def changed_settings(before: Settings, settings: Settings) -> dict[str, str]:
         {'lr': 'lr was 0.003 and is 0.007'}
     """
     changes = {}
-    for name, new in settings.to_dict().items():
+    for name, new in vars(settings).items():
         old = getattr(before, name)
         if name not in ("out", "data", "stop_after", "report_to") and new != old:
             changes[name] = f"{name} was {old} and is {new}"

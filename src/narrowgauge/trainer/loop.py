@@ -97,7 +97,7 @@ def save(run: Session) -> None:
         verify_replicas(kept_tensors(run.optimizer), run.step)
     settings = run.settings
     notes = {
-        "step": run.step, "settings": replace(settings, out=None, stop_after=None).to_dict(),
+        "step": run.step, "settings": vars(replace(settings, out="", stop_after=0)),
         "tokens": run.tokens.fingerprint, "vocab_size": run.tokens.vocab_size, "scaler": run.scaler.state_dict(),
     }  # fmt: skip
     checkpoints.save(settings.folder, run.model, run.optimizer, notes, settings.keep_checkpoints)
@@ -111,7 +111,7 @@ def _recorder_of(run: Session, entry: Entry, progress: Progress) -> RunRecorder:
     settings = run.settings
     goes_on = run.here.of_first(lambda: _has_record(entry))
     recorder = RunRecorder(
-        settings.folder, run.model, run.optimizer, settings=settings.to_dict(),
+        settings.folder, run.model, run.optimizer, settings=vars(settings),
         gauges_every=settings.gauges_every, fingerprints_every=settings.fingerprints_every,
         on_row=progress.row, resume=goes_on, tables={"data": run.tokens.table(), "recorder": None},
     )  # fmt: skip
@@ -132,7 +132,7 @@ def _has_record(entry: Entry) -> bool:
     except RecordError:
         if entry.checkpoint is None:
             return False
-        table = {"schema_version": VERSION, "config": entry.settings.to_dict()}
+        table = {"schema_version": VERSION, "config": vars(entry.settings)}
         write_whole(folder / "run.toml", tomli_w.dumps(table).encode())
     return True
 

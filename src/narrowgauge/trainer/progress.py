@@ -92,6 +92,6 @@ def listener(settings: Settings) -> Callable[[str, Row], object]:
 
     name = settings.folder.name
     run = wandb.init(
-        project="narrowgauge", name=name, id=name, resume="allow", config=settings.to_dict()
+        project="narrowgauge", name=name, id=name, resume="allow", config=vars(settings)
     )
     return lambda kind, row: run.log(numbers_of(kind, row), step=row["step"])

@@ -18,7 +18,7 @@ from narrowgauge.errors import DataError, NarrowgaugeError, RankError, RecipeErr
 from narrowgauge.runs.finding import counted
 from narrowgauge.spec.models import MODELS, get_model, refuse_own_code
 from narrowgauge.spec.notation import parse
-from narrowgauge.spec.toml import read_file, refuse_unknown
+from narrowgauge.spec.toml import refuse_unknown
 from narrowgauge.spec.values import require_choice, require_number
 from narrowgauge.trainer.tokens import open_tokens
 
@@ -26,7 +26,6 @@ OF_A_RUN = ("recipe", "seed", "out", "stop_after")
 """Settings that the runs of a comparison do not share."""
 FIXED = ("model", "recipe", "batch_size", "sequence_length", "seed")
 """Settings that decide the numbers of a run from its first step on."""
-_KINDS: dict[str, type] = {"str": str, "int": int, "float": float}
 
 
 def setting(default: Any, help: str, least: float = 0, below: float = 10**9) -> Any:
@@ -34,16 +33,11 @@ def setting(default: Any, help: str, least: float = 0, below: float = 10**9) -> 
     return dataclasses.field(default=default, metadata={"help": help, "bounds": (least, below)})
 
 
-def kind_of(field: dataclasses.Field[Any]) -> type:
-    """Return the type of a setting that is not None: ``str``, ``int`` or ``float``."""
-    return _KINDS[str(field.type).split(" ")[0]]
-
-
 @dataclass(frozen=True)
 class Settings:
     """The settings of a training run; ``narrowgauge train --help`` explains each.
 
-    ``Settings.from_dict(settings.to_dict()) == settings``, also through a TOML file.
+    ``Settings.from_dict(vars(settings)) == settings``, also through a TOML file.
 
     Example:
         >>> Settings(steps=400, lr=1e-3).learning_rate(400)
@@ -56,16 +50,16 @@ class Settings:
         "llama-1m", "A preset (narrowgauge show models), a Hugging Face folder, or ORG/NAME in the hub's cache; weights are "
         "used, if there are any.")
     recipe: str = setting("bfloat16/word", "A recipe (narrowgauge show recipes).")
-    out: str | None = setting(None, "Run folder: new, or with a run, which goes on.  [default: runs/MODEL-RECIPE]")
+    out: str = setting("", "Run folder: new, or with a run, which goes on.  [default: runs/MODEL-RECIPE]")
     steps: int = setting(400, "Optimizer steps.", 1)
     batch_size: int = setting(8, "Sequences per optimizer step.", 1)
     sequence_length: int = setting(256, "Tokens per sequence.", 1)
     gradient_accumulation_steps: int = setting(
         1, "Micro-batches per optimizer step, at least one for each rank; must divide the batch size.", 1)
-    lr: float | None = setting(
-        None, "Peak learning rate.  [default: by parameters: 0.003 below 4 million, 0.001 below 60, 0.0006 below 600, else "
-        "0.0003]", 1e-30, math.inf)
-    warmup_steps: int | None = setting(None, "Warm-up steps of the learning rate.  [default: a tenth of the steps, at most 100]")
+    lr: float = setting(
+        0.0, "Peak learning rate.  [default: 0, which is by parameters: 0.003 below 4 million, 0.001 below 60, 0.0006 below "
+        "600, else 0.0003]", 0, math.inf)
+    warmup_steps: int = setting(-1, "Warm-up steps of the learning rate.  [default: a tenth of the steps, at most 100]", -1)
     weight_decay: float = setting(0.1, "Weight decay of matrices.")
     max_grad_norm: float = setting(1.0, "Maximum gradient norm for clipping; 0 disables it.")
     seed: int = setting(0, "Seed of the initial weights, the order of the data and stochastic rounding.", 0, 1 << 32)
@@ -76,7 +70,7 @@ class Settings:
     gauges_every: int = setting(20, "Steps between samples of the gauges; 0: none.")
     fingerprints_every: int = setting(
         0, "Steps between fingerprints of every tensor, by which narrowgauge diagnose compares two runs; 0: none.")
-    stop_after: int | None = setting(None, "Stop after this step with a checkpoint, as if interrupted.  [default: never]", 1)
+    stop_after: int = setting(0, "Stop after this step with a checkpoint, as if interrupted.  [default: never]")
     report_to: str = setting("none", "Also send the numbers to tensorboard or wandb.")
     # fmt: on
 
@@ -84,9 +78,7 @@ class Settings:
         object.__setattr__(self, "recipe", parse(self.recipe).name)  # an alias, or a Recipe
         for field in fields(self):
             value = getattr(self, field.name)
-            if value is None and field.default is None:
-                continue
-            kind = kind_of(field)
+            kind = type(field.default)
             if kind is not str:
                 bounds = field.metadata["bounds"]
                 require_number(field.name, value, *bounds, is_whole=kind is int)
@@ -109,8 +101,9 @@ class Settings:
 
     def learning_rate(self, step: int) -> float:
         """Return the rate of a step, from 1 on: a linear warm-up, then a cosine to a tenth."""
-        assert self.lr is not None
-        warmup = min(self.steps // 10, 100) if self.warmup_steps is None else self.warmup_steps
+        warmup = self.warmup_steps
+        if warmup < 0:
+            warmup = min(self.steps // 10, 100)
         if step <= warmup:
             return self.lr * step / warmup
         progress = min((step - warmup) / (self.steps - warmup), 1.0)
@@ -136,23 +129,12 @@ class Settings:
         data = str(Path(self.data).resolve())
         return replace(self, model=model, data=data, out=str(self.folder))
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the settings that are not None."""
-        return {name: value for name, value in vars(self).items() if value is not None}
-
     @classmethod
     def from_dict(cls, table: Mapping[str, Any], where: str = "the settings") -> Settings:
         """Read a table, in which missing keys have their defaults; messages call it ``where``."""
         names = [field.name for field in fields(cls)]
         refuse_unknown(table, names, where, NarrowgaugeError)
         return cls(**table)
-
-
-def read_settings(path: str | Path) -> dict[str, Any]:
-    """Return the settings that a UTF-8 TOML file names. Check each."""
-    table = read_file(path, "settings file", "Name a UTF-8 TOML file.")
-    Settings.from_dict(table, str(path))
-    return table
 
 
 def known_model(name: str) -> str:

@@ -51,8 +51,8 @@ def read_texts(source: Path) -> Iterator[str]:
                 yield text
                 continue
             for line in text.splitlines():
-                yield json.loads(line)["text"].encode(errors="replace").decode()
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+                yield json.loads(line)["text"]
+        except (OSError, ValueError, LookupError, TypeError) as error:
             raise DataError(
                 f"Cannot read the text in {file}: {type(error).__name__}: {error}.",
                 'Give UTF-8 text, or .jsonl with one object per line, such as {"text": "…"}.',
@@ -71,7 +71,7 @@ def pieces(text: str) -> Iterator[str]:
 
 
 def load_tokenizer(path: Path | None) -> PreTrainedTokenizerFast:
-    """Read the tokenizer in a Hugging Face folder, or that of a ``tokenizer.json`` in one.
+    """Read the tokenizer in a Hugging Face folder.
 
     ``None`` makes a tokenizer of 257 tokens: the bytes and the end of text.
     """
@@ -86,16 +86,15 @@ def load_tokenizer(path: Path | None) -> PreTrainedTokenizerFast:
         of_bytes.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         of_bytes.decoder = decoders.ByteLevel()
         return PreTrainedTokenizerFast(tokenizer_object=of_bytes, eos_token=END_OF_TEXT)
-    folder = path if path.is_dir() else path.parent
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
         if tokenizer.eos_token is None:
             raise ValueError("it names no eos_token")
         tokenizer.backend_tokenizer.no_truncation()
     except Exception as error:  # transformers and tokenizers raise any kind
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise DataError(
-            f"Cannot read the tokenizer in {folder}: {reason}.",
+            f"Cannot read the tokenizer in {path}: {reason}.",
             "Name a folder with tokenizer.json, and with eos_token in its tokenizer_config.json.",
         ) from error
     return cast("PreTrainedTokenizerFast", tokenizer)
@@ -117,7 +116,6 @@ def write_tokens(texts: Iterable[str], tokenizer: PreTrainedTokenizerFast, out: 
         for encoding in coder.encode_batch_fast([*pieces(text)], add_special_tokens=False):
             parts.append(np.array(encoding.ids, dtype))
         parts.append(end)
-    coder.encode_special_tokens = False
     if not parts:
         raise DataError("Cannot write tokens because there is no text.", "Give .txt files.")
     with new_folder(out) as folder:
@@ -144,7 +142,6 @@ class Tokens:
     train: np.ndarray
     held_out: np.ndarray
     vocab_size: int
-    folder: Path | None = None
     fingerprint: str = ""
 
     def require(self, sequence_length: int) -> None:
@@ -186,7 +183,7 @@ class Tokens:
     def table(self) -> dict[str, Any]:
         """Return the table ``data`` of the record."""
         return {
-            "folder": str(self.folder), "fingerprint": self.fingerprint, "tokens": len(self.train),
+            "fingerprint": self.fingerprint, "tokens": len(self.train),
             "vocab_size": self.vocab_size, "unigram_loss": self.unigram_loss(),
         }  # fmt: skip
 
@@ -219,4 +216,4 @@ def open_tokens(folder: str | Path) -> Tokens:
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         vocab_size = max(vocab_size, tokenizer.get_vocab_size())
     cut = len(ids) - len(ids) // 20
-    return Tokens(ids[:cut], ids[cut:], vocab_size, folder, digest(file))
+    return Tokens(ids[:cut], ids[cut:], vocab_size, digest(file))
