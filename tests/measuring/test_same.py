@@ -397,7 +397,6 @@ def test_folders_shards_modules_and_wrappers_name_the_same_tensors(tmp_path: Pat
         model.save_pretrained(tmp_path / name, max_shard_size=size)
     sharded = tmp_path / "shards"
     assert len([*sharded.glob("*.safetensors")]) > 1
-    save_file({"stale": torch.ones(1)}, sharded / "stale.safetensors")
     others = (
         tmp_path / "one",
         dict(model.named_parameters()),

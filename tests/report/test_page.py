@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from narrowgauge.measuring.comparison import compare_runs
+from narrowgauge.measuring.comparison import compare_runs, shown_difference
 from narrowgauge.report.curves import axis_range, curves_of
 from narrowgauge.report.interval_figure import interval_figure
 from narrowgauge.report.page import learned, page_runs, render
@@ -68,8 +68,8 @@ def test_the_interval_figure_shows_each_difference_with_its_interval(make_run: M
             runs.append(run)
     comparison = compare_runs(runs)
     figure = interval_figure(comparison)
-    (pair,) = comparison.differences
-    assert f"<title>{pair.text} nats</title>" in figure and "loss minus bfloat16/master" in figure
+    words = shown_difference(comparison.rows[1])
+    assert f"<title>{words} nats</title>" in figure and "loss minus bfloat16/master" in figure
     low, high = re.search(r'<path d="M([\d.]+) \d+H([\d.]+)"', figure).groups()
     centre = float(re.search(r'<circle cx="([\d.]+)"', figure)[1])
     assert float(low) < centre < float(high)

@@ -65,10 +65,6 @@ class Diagnosis(Readings):
         self.is_finished = is_finished(run)
         self.verdict = self._verdict(counted(len(run.steps), "row"))
         self.lines = [f"{self.name}: {self.verdict}"]
-        for row in run.events:
-            if row.get("severity", "note") != "note" and row["what"] not in KINDS:
-                text = str(row.get("text")).rstrip(".")
-                self.lines.append(f"step {row['step']}: {row['what']}: {text}.")
 
     def _verdict(self, rows: str) -> str:
         end = "" if self.is_finished else " The run is not finished."

@@ -148,7 +148,7 @@ def _compare_passes(first: Any, second: Any, batch: Any, result: Same) -> list[R
     served, served_values = _run(second, batch, {})
     ours = recording.outputs
     theirs = served.outputs
-    log_probs = [_log_probs(x, batch) for x in (values, served_values)]
+    log_probs = _log_probs(values, batch), _log_probs(served_values, batch)
     forced = {}
     if ours.keys() == theirs.keys() and all(are_alike(ours, theirs, place) for place in ours):
         forced = ours
@@ -173,7 +173,7 @@ def _compare_passes(first: Any, second: Any, batch: Any, result: Same) -> list[R
     return readings + _compare_log_probs(*log_probs, noise, result.lines)
 
 
-def _are_equal(ours: Outputs, theirs: Outputs, paired: Outputs, log_probs: list[Any]) -> bool:
+def _are_equal(ours: Outputs, theirs: Outputs, paired: Outputs, log_probs: tuple[Any, Any]) -> bool:
     """Return whether all outputs and log probabilities of two passes have the same bits."""
     if paired.keys() != ours.keys() or any(distance(ours, theirs, place) for place in paired):
         return False

@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 from html import escape
 
-from narrowgauge.measuring.comparison import Comparison
-from narrowgauge.measuring.intervals import PairedDifference
+from narrowgauge.measuring.comparison import Comparison, shown_difference
 
 COLOURS = (
     "#3b82c4", "#d4732a", "#1f9d7c", "#b4559a", "#a58412", "#3ba3c4", "#7565d0", "#7d838e",
@@ -42,13 +41,6 @@ def colour_of(index: int) -> str:
     return COLOURS[index % len(COLOURS)]
 
 
-def _half(pair: PairedDifference) -> float:
-    """Return half of an interval; a single seed has none."""
-    if pair.num_pairs > 1:
-        return pair.high - pair.mean
-    return 0.0
-
-
 def interval_figure(comparison: Comparison) -> str:
     """Return an SVG of the paired differences with their 95 % intervals; empty without any.
 
@@ -57,13 +49,17 @@ def interval_figure(comparison: Comparison) -> str:
     """
     threshold = comparison.acceptable
     labels = [row["recipe"] for row in comparison.rows]
-    drawn = [pair for pair in comparison.differences if math.isfinite(pair.mean)]
+    drawn = []
+    for row in comparison.rows:
+        mean = row["difference"]
+        if mean is not None and math.isfinite(mean):
+            drawn.append((row, mean, *(row["difference_interval"] or (mean, mean))))
     if not drawn or not 0 < threshold < math.inf:
         return ""
-    limit = 1.5 * threshold
-    for pair in drawn:
-        limit = max(limit, abs(pair.mean) + _half(pair))
-    limit = 1.1 * min(limit, FAR * threshold)
+    ends = [1.5 * threshold]
+    for _, _, low, high in drawn:
+        ends += [abs(low), abs(high)]
+    limit = 1.1 * min(max(ends), FAR * threshold)
 
     def x_of(value: float) -> float:
         inside = max(-limit, min(limit, value))
@@ -71,14 +67,12 @@ def interval_figure(comparison: Comparison) -> str:
 
     marks = []
     y = 8
-    for pair in drawn:
-        half = _half(pair)
-        mark = _MARK.format(
-            y=y + 30, text_y=y + 18, recipe=escape(pair.recipe), words=escape(pair.text),
-            colour=colour_of(labels.index(pair.recipe)), low=x_of(pair.mean - half),
-            mean=x_of(pair.mean), high=x_of(pair.mean + half),
-        )  # fmt: skip
-        marks.append(mark)
+    for row, mean, low, high in drawn:
+        colour = colour_of(labels.index(row["recipe"]))
+        words = escape(shown_difference(row))
+        texts = {"recipe": escape(row["recipe"]), "words": words, "colour": colour}
+        places = {"low": x_of(low), "mean": x_of(mean), "high": x_of(high)}
+        marks.append(_MARK.format(y=y + 30, text_y=y + 18, **texts, **places))
         y += _ROW
     for value in (-threshold, 0.0, threshold):
         marks.append(_TICK.format(x=x_of(value), y=y, text_y=y + 20, value=value))

@@ -216,8 +216,6 @@ class Wide:
         if name == "_scaled_mm":
             a, b, scale_a, scale_b, bias = [*args, None][:5]
             return torch.nn.functional.linear(a * scale_a, (b * scale_b).t(), bias)
-        if name == "multiply_plain":  # ours computes in float32
-            return torch.nn.functional.linear(args[0], args[1].t(), args[2])
         if name in _BY_INDEX and isinstance(op.result, (tuple, list)):
             indices = op.result[1]
             dim = op.arguments.get("dim", -1)
