@@ -183,8 +183,6 @@ def _multiply(
     """Multiply by the swapped projection of a stack, or of the expert whose part it is."""
     weight = stack.as_subclass(Tensor)
     is_batch = func in _MATMUL and weight.ndim == 3
-    if is_batch and x.ndim != 3:
-        return func(x, weight, *rest, **options)
     origin.multiplied.add(origin.name)
     layer = origin.layer
     if func is not F.linear:
@@ -194,7 +192,7 @@ def _multiply(
         return layer.of_expert(x, weight, bias, origin.expert)
     if not is_batch:
         return layer(x, weight, [*rest, options.get("offs")][0])
-    experts, tokens = len(weight), x.shape[1]
+    experts, tokens = len(weight), x.shape[-2]
     rows = x.expand(experts, -1, -1).reshape(experts * tokens, -1)
     ends = torch.arange(1, experts + 1, dtype=torch.int32) * tokens
     return layer(rows, weight, ends).view(experts, tokens, -1)
