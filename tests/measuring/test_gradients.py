@@ -91,12 +91,6 @@ def test_gradients_that_a_kernel_adds_elsewhere_are_not_accused() -> None:
     assert not len(result) and "main_grad" in result.unseen["the gradient"]
 
 
-@pytest.mark.parametrize("loss", [lambda model, batch: 1.0, lambda model, batch: torch.ones(2)])
-def test_a_loss_that_is_no_number_with_a_graph_is_refused(loss: Callable[..., Any]) -> None:
-    with pytest.raises(ng.errors.RecipeError, match="returned"):
-        check(Model(), tokens_of(0), loss=loss)
-
-
 class Pair(NamedTuple):
     tokens: Tensor
     labels: Tensor

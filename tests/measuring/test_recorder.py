@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import narrowgauge as ng
-from narrowgauge.errors import NarrowgaugeError, RecordError
+from narrowgauge.errors import RecordError
 from narrowgauge.measuring import recorder as recorder_module
 from narrowgauge.measuring.hooks import RunNotice
 from ranks import run_ranks
@@ -149,25 +148,9 @@ def test_the_recipe_is_read_and_a_recorder_that_fails_leaves_nothing(tmp_path: P
         ng.RunRecorder(tmp_path / "run", model, optimizer)
 
 
-COUNTS: dict[str, Callable[[Path, Any], Any]] = {
-    "gauges_every": lambda folder, n: ng.RunRecorder(folder, *small(), gauges_every=n),
-    "tokens": lambda folder, n: ng.RunRecorder(folder, *small()).step(2.5, tokens=n),
-    "step": lambda folder, n: ng.RunRecorder(folder, *small()).go_back(n),
-}
-
-
-@pytest.mark.parametrize("name", COUNTS)
-def test_what_is_no_count_is_refused(name: str, tmp_path: Path) -> None:
-    for place, number in enumerate((-1, 1.5, "5", True, math.nan)):
-        with pytest.raises(NarrowgaugeError, match=f"{name} = "):
-            COUNTS[name](tmp_path / str(place), number)
-
-
 def test_a_closed_record_refuses_and_stays(tmp_path: Path) -> None:
     recorder = ng.RunRecorder(tmp_path / "run", *small())
     recorder.step(3.0)
-    with pytest.raises(RecordError, match="'step'"):
-        recorder.step(1.0, step=9)
     recorder.close()
     before = {path: path.read_bytes() for path in (tmp_path / "run").iterdir()}
     calls = (recorder.step, recorder.evaluate, lambda loss: recorder.event("note", "late"))

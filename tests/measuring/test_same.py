@@ -310,10 +310,6 @@ def test_a_merged_server_holds_the_adapters_once() -> None:
 
 
 def test_what_cannot_be_compared_is_refused() -> None:
-    with pytest.raises(ng.errors.RecipeError, match="there is no batch"):
-        ng.same(lambda batch: batch, lambda batch: batch)
-    with pytest.raises(ng.errors.RecipeError, match="Cannot call weights"):
-        ng.same({}, model_of(), TOKENS)
     trainer = model_of()
     with pytest.raises(ng.errors.DataError, match="gives another number"):
         ng.same(trainer, lambda tokens: trainer(tokens[:4]).logits, TOKENS)
@@ -397,7 +393,6 @@ def test_folders_shards_modules_and_wrappers_name_the_same_tensors(tmp_path: Pat
         model.save_pretrained(tmp_path / name, max_shard_size=size)
     sharded = tmp_path / "shards"
     assert len([*sharded.glob("*.safetensors")]) > 1
-    save_file({"stale": torch.ones(1)}, sharded / "stale.safetensors")
     others = (
         tmp_path / "one",
         dict(model.named_parameters()),

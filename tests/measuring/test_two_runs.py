@@ -167,22 +167,6 @@ def test_equal_records_are_the_same_run() -> None:
     assert not TwoRuns(*paths).settings, "the text is compared, and not its place"
 
 
-def on_ranks(name: str, hashes: list[int], changed: Any = None) -> Run:
-    run = make_run(name, changed)
-    run.fingerprints[3]["ranks"] = {"weight": hashes}
-    return run
-
-
-def test_the_rank_is_named_that_alone_differs() -> None:
-    healthy = on_ranks("a", [100, 101, 102])
-    changed = {(4, "weight:layers.0"): 1.5}
-    runs = TwoRuns(healthy, on_ranks("b", [100, 7, 102], changed))
-    assert runs.to_dict()["ranks"] == [1] and "(optimizer step) of rank 1." in runs.verdict
-    for hashes in ([7, 8, 9], [100, 101]):  # other shards, another number of ranks
-        assert not TwoRuns(healthy, on_ranks("b", hashes, changed)).to_dict()["ranks"]
-        assert not TwoRuns(healthy, on_ranks("b", hashes)).readings
-
-
 def test_what_only_one_run_has_is_the_answer() -> None:
     first, second = make_run("a"), make_run("b")
     for row in first.fingerprints:

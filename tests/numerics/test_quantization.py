@@ -21,12 +21,11 @@ from narrowgauge.numerics.quantization import (
     Quantized,
     quantize,
     random_words,
-    rotate,
     spread,
     uniform,
 )
 from narrowgauge.numerics.rounding import round_nearest, round_stochastic, round_to
-from narrowgauge.spec.computes import COMPUTES, ROTATION_SIZE, Cast
+from narrowgauge.spec.computes import COMPUTES, Cast
 from narrowgauge.spec.formats import FORMATS
 from narrowgauge.torch_support.compile import compiled
 from oracles import casting as oracle
@@ -100,17 +99,13 @@ def same(ours: Tensor, theirs: Tensor) -> bool:
 # ── random words ──────────────────────────────────────────────────────────────────────────────────
 
 
-@exhaustive("key", [0, 1, -77, 2**31 - 1, -(2**31)])
+@exhaustive("key", [0, -77, 2**31 - 1, -(2**31)])
 def test_words_are_hashes_of_logical_indices(key: int) -> None:
     words = random_words(5, 7, torch.tensor(key, dtype=torch.int32))
     column_key = hashed(0x2545F491, key)
-    by_row = [hashed(row, key) // 2**16 / 2**16 for row in range(5)]
-    by_column = []
-    for column in range(7):
-        by_column.append((hashed(column, column_key) // 2**16 + 0.5) / 2**16)
-    assert words[0].tolist() == [[word] for word in by_row] and words[1].tolist() == [by_column]
-    drawn = uniform(words).double() * 2**16 - 0.5
-    assert drawn.equal(drawn.round()) and drawn.min() >= 0 and drawn.max() < 2**16
+    by_row = [[hashed(row, key) // 2**16 / 2**16] for row in range(5)]
+    by_column = [(hashed(column, column_key) // 2**16 + 0.5) / 2**16 for column in range(7)]
+    assert words[0].tolist() == by_row and words[1].tolist() == [by_column]
     expected = (words[0].double() + words[1].double()) % 1
     assert uniform(words).double().equal(expected)
 
@@ -261,19 +256,6 @@ def test_codes_that_serve_two_matmuls_are_those_of_both() -> None:
             second = ours(x, second_cast, 0)
             assert same(first.codes, second.codes) and same(first.values(), second.values())
     assert num_served >= 5
-
-
-@each_dim
-def test_a_rotation_is_orthogonal_and_leaves_products_as_they_are(dim: int) -> None:
-    """Exactly: entries are ± 1/4, and the products are of small integers."""
-    matrix = rotate(torch.eye(ROTATION_SIZE), 1)
-    assert matrix.abs().eq(0.25).all() and (matrix @ matrix.t()).equal(torch.eye(ROTATION_SIZE))
-    a, b = (
-        torch.randint(-8, 9, (24, 48), generator=torch.Generator().manual_seed(seed)).float()
-        for seed in (0, 1)
-    )
-    rotated_a, rotated_b = (rotate(v if dim == 1 else v.t().contiguous(), dim) for v in (a, b))
-    assert (rotated_a @ rotated_b.t() if dim == 1 else rotated_a.t() @ rotated_b).equal(a @ b.t())
 
 
 # ── exactness in bfloat16 ─────────────────────────────────────────────────────────────────────────

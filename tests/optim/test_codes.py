@@ -144,7 +144,7 @@ def test_up_to_its_bound_nothing_of_a_row_saturates_and_what_is_held_stays(
 
 # ── weights ───────────────────────────────────────────────────────────────────────────────────────
 
-WHOLE = [r for r in STORAGES.values() if r.master or r.weight.parts == 1]
+WHOLE = [r for r in STORAGES.values() if r.visible != "float16" if r.master or r.weight.parts == 1]
 
 
 def patterns() -> Tensor:
@@ -170,7 +170,7 @@ def through_words(storage: Storage, x: Tensor, addend: int | None) -> tuple[Tens
     return seen, codes.read_weight(storage, replace(lane, visible=seen))
 
 
-@exhaustive("storage", [row for row in WHOLE if row.visible != "float16"])
+@exhaustive("storage", WHOLE)
 def test_a_weight_is_seen_as_the_nearest_and_kept_whole(storage: Storage) -> None:
     x = patterns()
     dropped = dropped_bits(storage.weight)
@@ -188,33 +188,6 @@ def test_a_weight_is_seen_as_the_nearest_and_kept_whole(storage: Storage) -> Non
             # A tie goes up where more is kept: a tail has no room for both ends of a cell.
             visible = oracle.cut(expected, 16, 2**15 if storage.beside else None)
         assert np.array_equal(unsigned(seen)[finite], visible)
-
-
-@exhaustive("storage", [row for row in WHOLE if row.visible == "float16"])
-def test_a_float16_weight_is_seen_as_the_nearest(storage: Storage) -> None:
-    """Every float16, every tie, and their float32 neighbours; beside a tail or a master ties go up.
-
-    Below float16's normal numbers a kernel's float32, scaled to float16's exponents, is itself a
-    subnormal: a multiple of 2^-37.
-    """
-    values = np.array([float(m) for m in oracle.magnitudes(5, 10, -14)])[: 0x7C00 + 1]
-    places = np.concatenate([values, (values[1:] + values[:-1]) / 2]).astype(np.float32)
-    near = [places, np.nextafter(places, np.float32(0)), np.nextafter(places, np.float32(np.inf))]
-    x = torch.from_numpy(np.concatenate(near))
-    seen, stored = through_words(storage, x, 0)
-    shown = codes.weight_word("float16", seen).to(torch.int16).view(torch.float16).double()
-    exact = stored.abs().double().numpy()
-    exact = np.where(exact < 2.0**-14, np.rint(exact * 2.0**37) * 2.0**-37, exact)
-    nearest = oracle.nearest_steps(values, exact)
-    if storage.beside:
-        nearest = np.searchsorted((values[1:] + values[:-1]) / 2, exact, side="right")
-        inside = stored < 65520
-        kept = x[inside].double().numpy()
-        if storage.tail_bits:
-            kept = np.where(kept < 2.0**-14, np.rint(kept * 2.0**37) * 2.0**-37, kept)
-        assert np.array_equal(stored[inside].double().numpy(), kept)
-    expected = np.where(values[nearest] == 65536.0, np.inf, values[nearest])
-    assert np.array_equal(shown.numpy(), expected)
 
 
 # ── a step ────────────────────────────────────────────────────────────────────────────────────────
@@ -287,25 +260,24 @@ def spacings(
 DEALT = {name: row.dealt for name, row in expectations.STORAGES.items() if row.dealt}
 
 
-def regime(name: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights, gradients and seeds, to be broadcast: about 2^18 draws, no (key, seed) twice."""
-    unit_weight = torch.ones(1, 1)
-    count = {"zero weight": 1 << 18, "all weights 1, every gradient": 1 << 11, "gaussian": 4}[name]
-    seeds = torch.tensor([step_seed(0, step) for step in range(count)], dtype=torch.int32)
-    if name == "zero weight":
-        return unit_weight * 0, unit_weight, seeds
+def draws(name: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights, gradients and seeds, to be broadcast: 2^18 draws, no (key, seed) twice."""
+    weight = torch.zeros(1, 1)
+    gradient = torch.ones(1, 1)
+    count = 1 << 18
     if name == "all weights 1, every gradient":
-        return unit_weight, float_of(torch.arange(128, dtype=torch.int32) << 16)[:, None], seeds
-    normal = torch.randn(1 << 16, 1, generator=torch.Generator().manual_seed(11))
-    weight = float_of(torch.unique(bits_of(normal) & -256))[:, None]
-    return weight, gaussian(*weight.shape, dtype=torch.bfloat16).float(), seeds
+        weight = weight + 1
+        gradient = float_of(torch.arange(128, dtype=torch.int32) << 16)[:, None]
+        count = 1 << 11
+    seeds = [step_seed(0, step) for step in range(count)]
+    return weight, gradient, torch.tensor(seeds, dtype=torch.int32)
 
 
 @exhaustive("row", ["word", "states8"])
-@exhaustive("name", ["zero weight", "all weights 1, every gradient", "gaussian"])
+@exhaustive("name", ["zero weight", "all weights 1, every gradient"])
 def test_the_fields_random_bits_are_fair_and_independent(name: str, row: str) -> None:
     """Every |z| < 5.5 over some 600 readings a regime: one false failure in 20,000 such tests."""
-    dealt = codes.addends(STORAGES[row], *regime(name))
+    dealt = codes.addends(STORAGES[row], *draws(name))
     fields = np.stack([torch.as_tensor(dealt[n]).numpy() for n in DEALT[row]]).astype(np.float64)
     # Addends 0 … 2^d - 1 have the mean (2^d - 1)/2, which is no bias: remainders are whole numbers
     # too.

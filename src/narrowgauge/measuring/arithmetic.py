@@ -121,11 +121,13 @@ def settings_in_force(device: torch.device) -> dict[str, str]:
         "deterministic": str(torch.are_deterministic_algorithms_enabled()).lower(),
     }
     if device.type == "cuda":
-        reduced = torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+        matmul = torch.backends.cuda.matmul
         settings["device"] = torch.cuda.get_device_name(device)
         settings["cuda"] = str(torch.version.cuda or torch.version.hip)
         settings["cudnn"] = str(torch.backends.cudnn.version())
-        settings["reduced sums of bfloat16"] = str(reduced).lower()
+        settings["reduced sums of bfloat16"] = str(
+            matmul.allow_bf16_reduced_precision_reduction
+        ).lower()
     for name in _VARIABLES:
         if os.environ.get(name):
             settings[name] = os.environ[name]

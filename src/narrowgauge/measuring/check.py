@@ -22,7 +22,6 @@ from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.errors import NarrowgaugeError, RecipeError
 from narrowgauge.measuring.beside import is_finite
 from narrowgauge.measuring.passes import (
-    Alone,
     Backward,
     Findings,
     Gradients,
@@ -45,7 +44,6 @@ from narrowgauge.numerics.dtensor import is_sharded
 from narrowgauge.numerics.hashing import fingerprint
 from narrowgauge.runs.finding import counted
 from narrowgauge.torch_support.torch_hooks import has_own_hooks
-from narrowgauge.torch_support.torch_names import unwrapped_model
 
 LOSS = 2.0**-14
 """Half of float32's digits: a loss that is off by more was rounded in a 16-bit format."""
@@ -81,8 +79,7 @@ def check(
         The readings beyond their bound. ``ok`` is true if none is worse than a note; ``require()``
         raises otherwise. What was not followed is in ``unseen``.
     Raises:
-        RecipeError: ``model`` is not a module, ``optimizer`` not an optimizer; ``batch`` without
-            ``loss``.
+        RecipeError: ``batch`` without ``loss``.
 
     Cost: reads each parameter once, and samples 16,384 elements. With ``batch``: four calls of the
         loss, about 12 more to find the line of an unusual rounding, and 8 bytes for each value of a
@@ -143,13 +140,11 @@ def _compare(
     number = int(ranks.size == 1)  # ranks would take turns of their own
     add_roundings(first, lambda sites: passes.run(passes.step, Wide(sites)), number, findings)
     all_parts = [*chain.from_iterable(ranks.gather(parts))]
-    model = unwrapped_model(set_up.model)
-    alone = Passes(model, leaves, all_parts, loss, policies=[Alone()])
-    compare_ranks(passes, alone, first, findings)
+    compare_ranks(passes, first, findings)
     try:
-        plain = compare_structure(passes, alone, first, findings)
+        plain = compare_structure(passes, all_parts, first, findings)
         _add_loss(plain, findings)
-        compare_slope(alone, findings)
+        compare_slope(passes, all_parts, findings)
     except NarrowgaugeError:
         raise
     except Exception as error:  # whatever the loss raises of an unwrapped model

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from narrowgauge.errors import RecordError
-from narrowgauge.measuring.intervals import PairedDifference, interval
+from narrowgauge.measuring.intervals import interval
 from narrowgauge.measuring.labels import run_labels, seed_of
 from narrowgauge.measuring.settings import recipe_of
 from narrowgauge.runs.record import Run
@@ -62,8 +62,8 @@ class Comparison:
             ``difference`` from the baseline's loss with its 95 % ``difference_interval`` (``None``
             with one pair), ``verdict``. Unknown values are ``None``.
         baseline: baseline of all comparisons; ``None`` if no run counts.
-        differences: from the baseline, one per other recipe with a common seed.
         verdict: the cheapest recipe that is as good, in a sentence.
+        acceptable: excess over the baseline's loss that is a price, in nats.
 
     Example:
         >>> from pathlib import Path
@@ -74,24 +74,15 @@ class Comparison:
 
     rows: tuple[Row, ...]
     baseline: str | None
-    differences: tuple[PairedDifference, ...]
     verdict: str
-
-    @property
-    def acceptable(self) -> float:
-        """Return the acceptable excess over the baseline's loss, in nats."""
-        for row in self.rows:
-            if row["recipe"] == self.baseline:
-                return ACCEPTABLE * abs(float(row["val_loss"]))
-        return 0.0
+    acceptable: float
 
     def table(self) -> Table:
         """Return the rows as the table of the terminal and the page."""
-        minus = {difference.recipe: difference.text for difference in self.differences}
         columns = [
             Column("recipe", "recipe", code=True),
             Column("val. loss", _loss_cell, right=True),
-            Column(f"minus {self.baseline}", lambda row: minus.get(row["recipe"], "–"), right=True),
+            Column(f"minus {self.baseline}", shown_difference, right=True),
         ]
         for name, title in _TITLES.items():
             columns.append(Column(title, SUMMARY[name].cell, right=True))
@@ -108,6 +99,17 @@ class Comparison:
         return f"{json.dumps(rows, indent=1, allow_nan=False, ensure_ascii=False)}\n".encode()
 
 
+def shown_difference(row: Row) -> str:
+    """Format the difference of a row with half of its interval."""
+    if row["difference"] is None:
+        return "–"
+    text = f"{row['difference']:+.4f}".replace("-", "\N{MINUS SIGN}")
+    if row["difference_interval"] is not None:
+        half = row["difference_interval"][1] - row["difference"]
+        text += f"\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}{half:.4f}"
+    return text
+
+
 def _loss_cell(row: Row) -> str:
     if row["val_loss"] is None:
         return str(row["verdict"])
@@ -120,7 +122,7 @@ def _loss_cell(row: Row) -> str:
 def compare_runs(runs: Sequence[Run]) -> Comparison:
     """Compare runs by recipe and seed.
 
-    The baseline is the most precise recipe with a finished run, no divergence and no lost updates.
+    The baseline is the most precise recipe with a finished run, a finite loss and no lost updates.
     Recipes without low-precision matmuls come first. Then more bytes per parameter, then the wider
     compute, then the order decide. Losses never decide, or the intervals would not hold (see the
     module).
@@ -152,39 +154,39 @@ def compare_runs(runs: Sequence[Run]) -> Comparison:
         groups.setdefault(label, []).append(run)
     rows = {label: _row(label, group) for label, group in groups.items()}
     baseline = _widest(groups, rows)
-    differences = []
     for label, row in rows.items():
         if baseline is None or label == baseline:
             row["verdict"] = row["verdict"] or BASELINE
             continue
-        pair = _paired_difference(label, groups[label], groups[baseline])
-        row["verdict"] = row["verdict"] or _verdict(pair, abs(rows[baseline]["val_loss"]))
-        if pair is not None:
-            differences.append(pair)
-            row["difference"] = pair.mean
-            if pair.num_pairs > 1:
-                row["difference_interval"] = [pair.low, pair.high]
+        pairs = _paired_differences(groups[label], groups[baseline])
+        if pairs:
+            row["difference"], half = interval(pairs)
+            if math.isfinite(half):
+                row["difference_interval"] = [row["difference"] - half, row["difference"] + half]
+        row["verdict"] = row["verdict"] or _verdict(row, abs(rows[baseline]["val_loss"]))
     verdict = (
         "No two recipes have finished runs of one seed on the same data, so nothing is compared."
     )
-    if differences:
+    if any(row["difference"] is not None for row in rows.values()):
         verdict = _cheapest(list(rows.values()), rows[str(baseline)])
-    return Comparison(tuple(rows.values()), baseline, tuple(differences), verdict)
+    loss = 0.0
+    if baseline is not None:
+        loss = abs(rows[baseline]["val_loss"])
+    return Comparison(tuple(rows.values()), baseline, verdict, ACCEPTABLE * loss)
 
 
 # ── one recipe ────────────────────────────────────────────────────────────────────────────────────
 
 
+def _loss_of(run: Run) -> float | None:
+    """Return the last validation loss of a finished run."""
+    return number((run.summary or {}).get("val_loss"))
+
+
 def _counts(run: Run) -> bool:
     """Return whether averages may include a run."""
-    return (run.summary or {}).get("val_loss") is not None and not _has_diverged(run)
-
-
-def _has_diverged(run: Run) -> bool:
-    """Return whether the record names a divergence, or the validation loss is not finite."""
-    loss = number((run.summary or {}).get("val_loss"))
-    is_named = any(event["what"] == "divergence" for event in run.events)
-    return is_named or (loss is not None and not math.isfinite(loss))
+    loss = _loss_of(run)
+    return loss is not None and math.isfinite(loss)
 
 
 def _row(label: str, group: Sequence[Run]) -> Row:
@@ -199,8 +201,9 @@ def _row(label: str, group: Sequence[Run]) -> Row:
         row[name] = reduce(values) if values else None
     if len(counting) > 1:
         row["val_loss_std"] = statistics.stdev(summary["val_loss"] for summary in counting)
+    losses = [loss for loss in map(_loss_of, group) if loss is not None]
     row |= {
-        "diverged": any(map(_has_diverged, group)), "num_seeds": len(counting), "difference": None,
+        "diverged": not all(map(math.isfinite, losses)), "num_seeds": len(counting), "difference": None,
         "difference_interval": None,
     }  # fmt: skip
     return row | {"verdict": _fault(row, counting, group)}
@@ -236,25 +239,22 @@ def _widest(groups: Mapping[str, Sequence[Run]], rows: Mapping[str, Row]) -> str
     return widest if rows[widest]["num_seeds"] else None
 
 
-def _verdict(difference: PairedDifference | None, loss: float) -> str:
+def _verdict(row: Row, loss: float) -> str:
     """Return a recipe's verdict from its difference to the baseline's loss."""
-    if difference is None or not math.isfinite(difference.half):
+    if row["difference_interval"] is None:
         return "no interval"
-    if difference.low > 0 and difference.high > NEGLIGIBLE * loss:
-        return "worse by more than 1 %" if difference.mean > ACCEPTABLE * loss else "worse"
-    if difference.high < 0 and -difference.low > NEGLIGIBLE * loss:
+    low, high = row["difference_interval"]
+    if low > 0 and high > NEGLIGIBLE * loss:
+        return "worse by more than 1 %" if row["difference"] > ACCEPTABLE * loss else "worse"
+    if high < 0 and -low > NEGLIGIBLE * loss:
         return "better"
-    if difference.high > ACCEPTABLE * loss:
+    if high > ACCEPTABLE * loss:
         return "not distinguishable"
     return "within the noise"
 
 
-def _paired_difference(
-    label: str, group: Sequence[Run], baseline: Sequence[Run]
-) -> PairedDifference | None:
-    """Return a recipe's loss minus the baseline's over common seeds on the same data; ``None``
-    without any.
-    """
+def _paired_differences(group: Sequence[Run], baseline: Sequence[Run]) -> list[float]:
+    """Return a recipe's losses minus the baseline's, of common seeds on the same data."""
     base = {seed_of(run): run for run in baseline if _counts(run)}
     pairs = []
     for run in filter(_counts, group):
@@ -263,8 +263,8 @@ def _paired_difference(
             continue
         data = {run.data_fingerprint, other.data_fingerprint}
         if len(data) == 1 or "" in data:
-            pairs.append((run.summary or {})["val_loss"] - (other.summary or {})["val_loss"])
-    return PairedDifference(label, *interval(pairs), len(pairs)) if pairs else None
+            pairs.append((_loss_of(run) or 0.0) - (_loss_of(other) or 0.0))
+    return pairs
 
 
 # ── the verdict ───────────────────────────────────────────────────────────────────────────────────

@@ -6,8 +6,7 @@ first, and after the update the stored weights and moments. ``narrowgauge diagno
 compares from the first different entry on.
 
 A fingerprint is a sum over elements of a hash of their bits and their place in the whole tensor. So
-it depends neither on sharding nor on which rank computed which micro-batch. To show the rank on
-which two runs diverge, each rank also hashes its own tensors, in one number for each kind.
+it depends neither on sharding nor on which rank computed which micro-batch.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from narrowgauge.distributed.sharding import fingerprints_whole_and_own
 from narrowgauge.measuring.hooks import Hub, Listener
 from narrowgauge.measuring.set_up import SetUp
 from narrowgauge.numerics.dtensor import gradient_of, is_sharded, whole
-from narrowgauge.numerics.hashing import combine, fingerprint, fingerprint_all
+from narrowgauge.numerics.hashing import combine, fingerprint
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.schema import Row
 from narrowgauge.torch_support.torch_names import is_compiled_model, plain_name
@@ -72,8 +71,6 @@ class Fingerprints(Listener):
         self._num_sequences = 0
         self._first_sequence = 0
         self._entries = Entries()
-        # Fingerprints of this rank's parts alone.
-        self._own: dict[str, int] = {}
 
     # ── the recorder calls these ──────────────────────────────────────────────────────────────────
 
@@ -145,14 +142,11 @@ class Fingerprints(Listener):
         entry[0] = combine([int(entry[0]), fingerprint(x, offset=place)])
         entry[1] += _sum_of_squares(x)
         entry[2] += x.numel()
-        self._own[key] = int(entry[0])
 
     def _record(self, named: Mapping[str, Tensor]) -> None:
         """Record whole tensors, of which a rank may hold a part."""
-        numbers, own = fingerprints_whole_and_own(named)
-        for key, number in numbers.items():
+        for key, number in fingerprints_whole_and_own(named)[0].items():
             self._entries[key] = [number, _sum_of_squares(named[key]), named[key].numel()]
-        self._own |= own
 
     def _end_row(self) -> None:
         """Record the stored tensors after a step, kind by kind, and make its row."""
@@ -165,15 +159,8 @@ class Fingerprints(Listener):
                 by_kind.setdefault(kind, {})[f"{kind}:{name}"] = tensor
         for tensors in by_kind.values():
             self._record(tensors)
-        own: dict[str, dict[str, int]] = {}
-        for key, number in self._own.items():
-            own.setdefault(key.partition(":")[0], {})[key] = number
-        digests = {kind: int(fingerprint_all(numbers), 16) for kind, numbers in own.items()}
-        of_ranks = self.hub.here.gather((self._entries, digests))
-        self._row = {"step": self._step, "tensors": _joined([entries for entries, _ in of_ranks])}
-        if len(of_ranks) > 1:
-            ranks = {kind: [of_rank.get(kind) for _, of_rank in of_ranks] for kind in digests}
-            self._row["ranks"] = ranks
+        joined = _joined(self.hub.here.gather(self._entries))
+        self._row = {"step": self._step, "tensors": joined}
 
 
 def _stored(optimizer: torch.optim.Optimizer, p: Tensor, step: int) -> Iterator[tuple[str, Tensor]]:

@@ -1,9 +1,8 @@
-"""The first difference of two runs that should be equal: step, stage, tensor and rank, from the rows
-and fingerprints of both.
+"""The first difference of two runs that should be equal: step, stage and tensor, from the rows and
+fingerprints of both.
 
 Each column and each kind of fingerprint belongs to one stage of a step, and fingerprints are in the
-order of computation. So the first differing fingerprint shows where the runs diverged, and hashes
-by rank show whether only one rank differs.
+order of computation. So the first differing fingerprint shows where the runs diverged.
 
 A norm of n elements, each rounded independently with unit roundoff u, moves by about u/√n, as does
 a mean over n tokens. The first step that differs is judged so, and later ones not at all: training
@@ -170,12 +169,3 @@ def other_numbers(first: Row, second: Row) -> Iterator[str]:
         size = 1.0 if name in STEP else max(abs(here), abs(there))
         if abs(here - there) > AGREES * size:
             yield f"{name} {here:.4g} and {there:.4g}"
-
-
-def odd_ranks(first: Row, second: Row, kind: str) -> list[int]:
-    """Return the ranks that alone differ in a kind of tensor. If all do, their shards may be others."""
-    here, there = (row.get("ranks", {}).get(kind, []) for row in (first, second))
-    odd = []
-    if len(here) == len(there):
-        odd = [rank for rank, bits in enumerate(here) if bits != there[rank]]
-    return [] if len(odd) == len(here) else odd

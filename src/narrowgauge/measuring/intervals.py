@@ -1,4 +1,4 @@
-"""The 95 % interval of paired differences over a few seeds, and how losses are printed.
+"""The 95 % interval of paired differences over a few seeds.
 
 Two runs of one seed share initial weights and batches, so most of a seed's effect cancels in their
 difference. The rest varies between seeds, and its mean gets an interval by Student's t. With two
@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from narrowgauge.spec.significance import student_t
 
@@ -24,32 +23,3 @@ def interval(differences: Sequence[float]) -> tuple[float, float]:
     if number < 2 or not math.isfinite(mean):
         return mean, math.inf
     return mean, student_t(number - 1) * math.sqrt(statistics.variance(differences) / number)
-
-
-@dataclass(frozen=True)
-class PairedDifference:
-    """Hold a recipe's validation loss minus the baseline's: the mean over ``num_pairs`` common
-    seeds.
-
-    ``half`` is half the width of the 95 % interval; infinite for fewer than two seeds.
-    """
-
-    recipe: str
-    mean: float
-    half: float
-    num_pairs: int
-
-    @property
-    def low(self) -> float:
-        return self.mean - self.half
-
-    @property
-    def high(self) -> float:
-        return self.mean + self.half
-
-    @property
-    def text(self) -> str:
-        mean = f"{self.mean:+.4f}".replace("-", "\N{MINUS SIGN}")
-        if not math.isfinite(self.half):
-            return mean
-        return f"{mean}\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}{self.half:.4f}"

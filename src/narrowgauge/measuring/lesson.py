@@ -128,11 +128,6 @@ class _Softmax:
     ids: Tensor | None
     learned: Any = None
 
-    def read(self, gradient: Tensor) -> None:
-        """Read what each row learns from a gradient on log-probabilities."""
-        blocks = gradient.split(max(1, _BLOCK // self.classes))
-        self.learned = torch.cat([_learned(-block.double()) for block in blocks]).cpu()
-
 
 def _learned(target: Tensor) -> Tensor:
     """Return weight, label, form and presence of rows w · target."""
@@ -160,14 +155,12 @@ class _Trace(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is Tensor.backward:
-            self._is_backward = True
-            try:
-                return func(*args, **kwargs)  # type: ignore[no-untyped-call]
-            finally:
-                self._is_backward = False
-        result = func(*args, **kwargs)
         name = getattr(func, "__name__", "")
+        self._is_backward |= func is Tensor.backward
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            self._is_backward &= func is not Tensor.backward
         if self._is_backward or not torch.is_grad_enabled():
             return result
         if name == "embedding" and args[0].ndim:
@@ -180,19 +173,22 @@ class _Trace(TorchFunctionMode):
         return result
 
     def _note(self, name: str, logits: Tensor, dim: Any, result: Tensor) -> None:
-        nodes = graph_nodes(result)
-        node = next((node for node in nodes if node.name() == "LogSoftmaxBackward0"), None)
-        if node is None or type(logits) is not Tensor:
+        if type(logits) is not Tensor:
             return  # of shards nothing is read
         classes = logits.shape[dim]
         softmax = _Softmax(name, classes, result.dtype, self._ids.get(classes))
-        self.softmaxes.append(softmax)
 
         def read(gradients: Any) -> None:
             if self._is_backward:  # not inside a fused loss
-                softmax.read(gradients[0].detach().movedim(dim, -1).reshape(-1, classes))
+                rows = -gradients[0].detach().movedim(dim, -1).reshape(-1, classes)
+                blocks = rows.split(max(1, _BLOCK // classes))
+                softmax.learned = torch.cat([_learned(x.double()) for x in blocks]).cpu()
 
-        node.register_prehook(read)
+        for node in graph_nodes(result):
+            if node.name() == "LogSoftmaxBackward0":
+                self.softmaxes.append(softmax)
+                node.register_prehook(read)
+                return
 
 
 # ── the facts ─────────────────────────────────────────────────────────────────────────────────────

@@ -33,26 +33,6 @@ def skipped(tell: Tell) -> Law:
             tell("skipped-steps", "", count, None, bound, step=since)
 
 
-def failed(tell: Tell) -> Law:
-    """Read a run whose loss or gradient is not finite for long.
-
-    An overflow is no failure as long as the loss scaler can lower the scale. A scale of 1 and below
-    leaves float16 none of its advantage.
-    """
-    in_a_row = 0
-    while True:
-        step = yield
-        if step.loss is None and step.grad_norm is None:
-            continue
-        has_loss = math.isfinite(step.loss or 0.0)
-        is_bad = not has_loss or not math.isfinite(step.grad_norm or 0.0)
-        if has_loss and step.loss_scale and step.loss_scale < math.inf:
-            is_bad = step.loss_scale <= 1 and (is_bad or bool(step.skipped))
-        in_a_row = in_a_row + 1 if is_bad else 0
-        if in_a_row >= KINDS["divergence"].bound:
-            tell("divergence", "", in_a_row)
-
-
 def loss_scale(tell: Tell) -> Law:
     """Read a loss scale that began anew."""
     number = 0

@@ -1,7 +1,7 @@
 """The meter of a loop: it reads the hooks, and gives each step as plain numbers to one listener.
 
-Numbers stay on their device until the step has ended, and go to the host in one vector. So a GPU is
-waited for only where a sampled step finds a master for the first time.
+Numbers stay on their device until the step has ended, and go to the host in one vector. A GPU is
+waited for only where an optimizer holds states that may be masters.
 """
 
 from __future__ import annotations
@@ -88,7 +88,6 @@ class Meter(Listener):
     def go_on_after(self, step: int) -> None:
         """Take the step that comes for the first after a checkpoint was loaded."""
         self.number = step
-        self._homes: dict[Tensor, str] = {}
         self._frozen: dict[Tensor, Tensor] = {}
         self._seen: Tensor | None = None  # the gradient of the probe in the last step
         self._begin()
@@ -175,7 +174,7 @@ class Meter(Listener):
             self._name_all()
         gradients = self._take_gradients(optimizer)
         self._take_outputs()
-        self._samples[optimizer] = samples_of(optimizer, gradients, self.number, self._homes)
+        self._samples[optimizer] = samples_of(optimizer, gradients, self.number)
         if optimizer is self.hub.optimizers[0]:
             self._take_frozen()
         if self._ranks is not None:
@@ -280,7 +279,7 @@ class Meter(Listener):
             self._guard(lambda: row.update(self._measured(self._numbers.read())))
         elif told.get("loss_scale"):  # else the step may be another optimizer's, or a micro-batch
             row["skipped"] = True
-        row |= told
+        row |= {**told, "step": self.number}
         self.last = {name: x for name, x in row.items() if x not in _NOTHING}
         self._begin()
         self._listen(self.last)

@@ -18,7 +18,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from narrowgauge.distributed.ranks import all_ranks
-from narrowgauge.errors import RecipeError
 from narrowgauge.measuring.beside import Beside, is_float, storage_key, tensors_in
 from narrowgauge.measuring.policies.wide import Wide
 from narrowgauge.measuring.reading import Reading, measured
@@ -119,11 +118,8 @@ class Passes:
 
     Args:
         leaves: the tensors whose gradients are read, by name.
-        parts: micro-batches.
+        parts: micro-batches of this rank.
         batch: what the loop's ``backward`` takes.
-        policies: of each pass.
-
-    Attributes:
         is_training: whether passes are in training mode.
     """
 
@@ -134,7 +130,6 @@ class Passes:
     optimizers: Sequence[torch.optim.Optimizer] = ()
     batch: Any = None
     backward: Backward | None = None
-    policies: Sequence[Any] = ()
     is_training: bool = True
 
     def step(self) -> Any:
@@ -143,11 +138,15 @@ class Passes:
             return self.backward(self.model, self.batch)
         return divided_losses(self.model, self.parts, self.loss, self.optimizers)
 
+    def plain_loss(self, batch: Any) -> Any:
+        """Return the loss of the model without wrappers, such as DistributedDataParallel."""
+        return self.loss(torch_names.unwrapped_model(self.model), batch)
+
     def plain(self, batch: Any, factor: float = 1.0) -> Callable[[], Tensor]:
         """Return a call that computes the gradient of the plain loss, without the loop's hooks."""
 
         def call() -> Tensor:
-            value = scalar(self.loss(self.model, batch))
+            value: Tensor = self.plain_loss(batch)
             start = torch.full_like(value, factor)
             nodes = torch_names.graph_nodes(value)
             if any("CheckpointFunction" in node.name() for node in nodes):
@@ -180,7 +179,7 @@ class Passes:
             if not self.is_training:  # of a step that begins with train()
                 vars(self.model)["train"] = lambda mode=True: self.model
             before = generators()
-            undo.enter_context(Beside(wide, *self.policies, *policies))
+            undo.enter_context(Beside(wide, *policies))
             with Constants(wide) if has_constants else nullcontext():
                 loss = call()
             gradients: Gradients = {}
@@ -247,19 +246,6 @@ def _scalers_put_back() -> Iterator[None]:
 # ── batches ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def scalar(result: Any) -> Tensor:
-    """Return what the user's ``loss`` returned, if a backward pass can begin there."""
-    if isinstance(result, Tensor) and result.numel() == 1 and result.requires_grad:
-        return result
-    kind = f"a {type(result).__name__}"
-    if isinstance(result, Tensor):
-        kind = f"shape {tuple(result.shape)}, requires_grad {result.requires_grad}"
-    raise RecipeError(
-        f"Cannot compare gradients because loss(model, batch) returned {kind}.",
-        "Return the mean loss over the batch, a tensor of one element.",
-    )
-
-
 def divided_losses(
     model: nn.Module,
     parts: Sequence[Any],
@@ -277,7 +263,7 @@ def divided_losses(
         elif not is_last:
             waits = getattr(model, "no_sync", nullcontext)()
         with waits:
-            value = scalar(loss(model, part))
+            value = loss(model, part)
             (value / len(parts)).backward()
     return value
 
@@ -295,7 +281,7 @@ def micro_batches(model: nn.Module, batch: Any, loss: Loss) -> list[Any]:
 
 
 def concatenated(parts: Sequence[Any]) -> Any:
-    """Return micro-batches as one; ``None`` if they have unlike shapes or an unknown type.
+    """Return micro-batches as one; ``None`` if they have unlike shapes.
 
     Concatenate tensors along their first dim; dicts, tuples and lists item by item.
 
@@ -315,6 +301,4 @@ def concatenated(parts: Sequence[Any]) -> Any:
 def _joined(first: Any, *others: Any) -> Any:
     if isinstance(first, Tensor) and first.ndim:
         return torch.cat([first, *(x.to(first.device) for x in others)])
-    if first is None or isinstance(first, (int, float, str, Tensor)):
-        return first
-    raise TypeError
+    return first

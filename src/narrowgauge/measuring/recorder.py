@@ -14,7 +14,6 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from narrowgauge.distributed.ranks import all_ranks
@@ -32,14 +31,13 @@ from narrowgauge.measuring.resume import Certificate
 from narrowgauge.measuring.set_up import set_up_of
 from narrowgauge.measuring.step import Step
 from narrowgauge.measuring.step_row import batch_checksum, bytes_per_param, columns_of, summary_of
-from narrowgauge.optim.audit import Alarm
+from narrowgauge.optim.audit import Alarm, audit
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.finding import counted
 from narrowgauge.runs.places import is_run
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.runs.schema import Row
 from narrowgauge.runs.writer import Record, plain
-from narrowgauge.spec.values import require_number
 from narrowgauge.torch_support.torch_names import is_compiled_model, unwrapped_model
 
 SEEN_AT = 3
@@ -129,8 +127,6 @@ class RunRecorder:
         resume: bool = False,
         tables: Mapping[str, Mapping[str, Any] | None] | None = None,
     ) -> None:
-        require_number("gauges_every", gauges_every, is_whole=True)
-        require_number("fingerprints_every", fingerprints_every, is_whole=True)
         self.folder = None if folder is None else Path(folder)
         self.laws = Laws(ignore, say=self._note)
         self.model = unwrapped_model(model)
@@ -237,13 +233,7 @@ class RunRecorder:
         Raises:
             RecordError: the run is resumed, and :meth:`go_back` was not called.
         """
-        if "step" in columns:
-            raise RecordError(
-                "Cannot record a column 'step' because the record counts it itself.",
-                "Leave it out.",
-            )
         if tokens is not None:
-            require_number("tokens", tokens, is_whole=True)
             columns["tokens"] = self._tokens + tokens
         if batch is not None:
             columns["batch_crc"] = batch_checksum(batch)
@@ -339,7 +329,6 @@ class RunRecorder:
             tokens: trained on in these steps; ``None``: as the last row says.
             objects: the loaded ones, by the names that :meth:`saved` was given.
         """
-        require_number("step", step, is_whole=True)
         goes_on = self._must_go_back or self.num_steps > 0 or step > 0
         run = self._here.of_first(lambda: self._rewound(step))
         self.laws = Laws(ignored(run), steps_of(run), self._note)
@@ -383,9 +372,9 @@ class RunRecorder:
         """
         row = self.meter.last
         share = self.meter.share
-        if isinstance(self.optimizer, Optimizer) and self.optimizer.auditor.total:
-            meant, stored = torch.stack([*self.optimizer.auditor.total]).sum(0).tolist()[:2]
-            share = stored / meant if meant else None
+        if isinstance(self.optimizer, Optimizer):
+            total = audit(self.optimizer).total
+            share = None if total is None else total.edq
         numbers = {"lr": row.get("lr"), "stored_share": share, "grad_norm": row.get("arrived")}
         return {name: x for name, x in numbers.items() if x is not None}
 
@@ -499,7 +488,8 @@ def show(readings: Iterable[Reading]) -> None:
     for reading in readings:
         if reading.severity != "note":
             step = max(step, reading.step)
-            parts.append(reading.words)
+            words = f"{reading.tensor}: {reading.text}".removeprefix(": ")
+            parts.append(words.rstrip("."))
     if parts:
         words = f"step {step}: {'; '.join(parts)}"
         warnings.warn_explicit(words, RunNotice, "narrowgauge.watch", step)

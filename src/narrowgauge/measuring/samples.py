@@ -76,10 +76,7 @@ class Sample:
 
 
 def samples_of(
-    optimizer: torch.optim.Optimizer,
-    gradients: Mapping[Tensor, Tensor],
-    number: int,
-    homes: dict[Tensor, str],
+    optimizer: torch.optim.Optimizer, gradients: Mapping[Tensor, Tensor], number: int
 ) -> list[Sample]:
     """Return samples of some of what an optimizer is about to step: each of its tensors in turn.
 
@@ -87,71 +84,55 @@ def samples_of(
 
     Args:
         number: steps that are done.
-        homes: the homes of parameters, which are found once: that waits for a device.
     """
-    members = []
+    candidates = []
     for group in optimizer.param_groups:
         for p in group["params"]:
             is_dense = p in gradients and not gradients[p].is_sparse
             if is_dense and p.is_floating_point() and local_of(p).numel():
-                members.append((group, p))
-    kinds: dict[Any, Sample] = {}
-    for group, p in in_turn(members, number):
+                candidates.append((group, p))
+    kinds: dict[Any, tuple[dict[str, Any], list[Any]]] = {}
+    for group, p in in_turn(candidates, number):
         key = id(group), p.dtype, gradients[p].dtype, p.device, *optimizer.state.get(p, {})
-        sample = kinds.setdefault(key, Sample(group, [], p, p))
-        sample.members.append(p)
-    for sample in kinds.values():
-        first = sample.members[0]
-        sample.weights = join(sample.members)
-        sample.gradients = join(map(gradients.__getitem__, sample.members))
-        if number > 0 or optimizer.state.get(first):
-            sample.states = _states_of(optimizer, sample.members)
-        if sample.states is not None:
-            if first not in homes:
-                homes[first] = _home(sample)
-            sample.home = homes[first]
-    return [*kinds.values()]
+        kinds.setdefault(key, (group, []))[1].append(p)
+    samples = []
+    for group, members in kinds.values():
+        parts = map(gradients.__getitem__, members)
+        sample = Sample(group, members, join(members), join(parts))
+        if number > 0 or optimizer.state.get(members[0]):
+            _add_states(optimizer, sample)
+        samples.append(sample)
+    return samples
 
 
-def _states_of(
-    optimizer: torch.optim.Optimizer, members: Sequence[Tensor]
-) -> dict[str, Any] | None:
-    """Return the states of the elements, if a step of samples can be the step of these.
+def _add_states(optimizer: torch.optim.Optimizer, sample: Sample) -> None:
+    """Take the states of the elements, if a step of samples can be the step of these.
 
     What an optimizer holds that is no number may be shared with it. Ours has an audit.
     """
-    if isinstance(optimizer, Optimizer):
-        return None
     for name, x in vars(optimizer).items():
         is_own = not name.startswith("_") and name not in _OF_EVERY_OPTIMIZER
         if is_own and isinstance(x, (list, dict, Tensor, nn.Module)):
-            return None
+            return
+    if isinstance(optimizer, Optimizer):
+        return
+    first = sample.members[0]
     states: dict[str, Any] = {}
-    for name, x in (optimizer.state.get(members[0]) or {}).items():
-        if not _is_by_element(x):
+    for name, x in (optimizer.state.get(first) or {}).items():
+        if not isinstance(x, Tensor) or x.ndim == 0:
             states[name] = copy.deepcopy(x)
-        elif x.shape != members[0].shape or x.element_size() == 1:
-            return None
-        else:
-            states[name] = join(_named(optimizer, members, name))
-    return states
-
-
-def _is_by_element(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.ndim > 0
+            continue
+        if x.shape != first.shape or x.element_size() == 1:
+            return
+        states[name] = join(_named(optimizer, sample.members, name))
+        is_wider = x.element_size() > first.element_size()
+        if is_wider and torch.equal(states[name].to(first.dtype), sample.weights):
+            sample.home = name
+    sample.states = states
 
 
 def _named(optimizer: torch.optim.Optimizer, members: Sequence[Tensor], name: str) -> list[Tensor]:
     return [optimizer.state[p][name] for p in members]
-
-
-def _home(sample: Sample) -> str:
-    """Return the state that holds the weight in a wider format; empty without one."""
-    for name, x in (sample.states or {}).items():
-        is_wider = _is_by_element(x) and x.element_size() > sample.weights.element_size()
-        if is_wider and torch.equal(x.to(sample.weights.dtype), sample.weights):
-            return name
-    return ""
 
 
 def measured(optimizer: torch.optim.Optimizer, sample: Sample) -> dict[str, Tensor]:

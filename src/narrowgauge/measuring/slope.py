@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.measuring.beside import is_finite
-from narrowgauge.measuring.passes import Findings, Gradients, Pass, Passes, concatenated
+from narrowgauge.measuring.passes import Alone, Findings, Gradients, Pass, Passes, concatenated
 from narrowgauge.measuring.policies.wide import Wide
 from narrowgauge.torch_support.torch_hooks import OwnHook
 
@@ -49,39 +49,47 @@ class Slope(NamedTuple):
     differs: bool
 
 
-def compare_slope(passes: Passes, findings: Findings) -> None:
-    """Tell where the loss does not change as its gradient says."""
-    batch = concatenated(passes.parts)
+def compare_slope(passes: Passes, parts: list[Any], findings: Findings) -> None:
+    """Tell where the loss of all micro-batches does not change as its gradient says."""
+    batch = concatenated(parts)
     if batch is None:
-        batch = passes.parts[0]
+        batch = parts[0]
     try:
-        for has_constants in (True, False):
-            run = partial(_run, passes, has_constants)
-            loss_at = partial(run, lambda: passes.loss(passes.model, batch))
-            exact, moved = _gradient(passes, run, batch)
-            slope = _along(loss_at, moved, exact, SEED)
-            if slope.differs:
-                # Gradients may arrive where nothing is asked, as of losses attached in backward.
-                for name, gradient in run(passes.plain(batch, 0.0)).shadows.items():
-                    exact[name] = exact[name] - gradient
-                slope = _along(loss_at, moved, exact, SEED)
-            if not slope.differs:
-                findings.lines.append(
-                    f"slope: the loss changes as the gradient of {len(moved)} tensors says, "
-                    f"within {slope.off:.1g}"
-                )
-                return
-        limit = abs(slope.measured - slope.predicted) / PART
-        name, slope = _last_wrong(moved, lambda *args: _along(loss_at, *args, limit), exact)
+        slope, along, moved = _measured(passes, True, batch)
+        if slope.differs:
+            slope, along, moved = _measured(passes, False, batch)
+        if not slope.differs:
+            findings.lines.append(
+                f"slope: the loss changes as the gradient of {len(moved)} tensors says, "
+                f"within {slope.off:.1g}"
+            )
+            return
+        name, slope = _last_wrong(moved, along, abs(slope.measured - slope.predicted) / PART)
         limit = BOUND * abs(slope.measured)
         findings.add("slope", name, slope.predicted, slope.measured, limit)
     except ArithmeticError as reason:
         findings.unseen["the slope of the loss"] = str(reason)
 
 
+def _measured(
+    passes: Passes, has_constants: bool, batch: Any
+) -> tuple[Slope, Callable[..., Slope], dict[str, Any]]:
+    """Return the slope along all weights, a call for that along others, and the weights."""
+    run = partial(_run, passes, has_constants)
+    exact, moved = _gradient(passes, run, batch)
+    along = partial(_along, partial(run, lambda: passes.plain_loss(batch)), exact)
+    slope = along(moved, SEED)
+    if slope.differs:
+        # Gradients may arrive where nothing is asked, as of losses attached in backward.
+        for name, gradient in run(passes.plain(batch, 0.0)).shadows.items():
+            exact[name] = exact[name] - gradient
+        slope = along(moved, SEED)
+    return slope, along, moved
+
+
 def _run(passes: Passes, has_constants: bool, call: Callable[[], Any], shifts: Any = ()) -> Pass:
     wide = Wide(shifts=shifts, is_smooth=True)
-    return passes.run(call, wide, has_constants=has_constants)
+    return passes.run(call, wide, Alone(), has_constants=has_constants)
 
 
 def _gradient(
@@ -103,8 +111,8 @@ def _gradient(
 
 def _along(
     loss_at: Callable[..., Pass],
-    leaves: dict[str, Any],
     exact: Gradients,
+    leaves: dict[str, Any],
     seed: int,
     limit: float = 0.0,
 ) -> Slope:
@@ -123,6 +131,7 @@ def _along(
             predicted += float((exact[name] * direction).sum())
             squares += float(exact[name].square().sum() * direction.square().mean())
     slopes = []
+    measured = size = distance = 0.0
     for step in (STEP, STEP / 10):
         above = loss_at([(p, step * x) for p, x in directions]).value
         below = loss_at([(p, -step * x) for p, x in directions]).value
@@ -145,14 +154,14 @@ def _direction(p: Tensor, seed: int) -> Tensor:
 
 
 def _last_wrong(
-    leaves: dict[str, Any], along: Callable[..., Slope], exact: Gradients
+    leaves: dict[str, Any], along: Callable[..., Slope], limit: float
 ) -> tuple[str, Slope]:
     """Return the last tensor in forward whose slope is another, by halving."""
 
     def wrong(names: list[str]) -> Slope | None:
         """Return a slope that differs along one of two directions: along one they may cancel."""
         for seed in (SEED, 2 * SEED):
-            slope = along({name: leaves[name] for name in names}, exact, seed)
+            slope = along({name: leaves[name] for name in names}, seed, limit)
             if slope.differs:
                 return slope
         return None

@@ -243,7 +243,7 @@ def _table(groups: Mapping[tuple[Any, ...], list[str]]) -> list[str]:
     rows: list[Row] = []
     for values, names in groups.items():
         fields = (of_all(names), *values)
-        rows.append(dict(zip((column.key for column in _COLUMNS), fields, strict=True)))
+        rows.append(dict(zip((str(column.key) for column in _COLUMNS), fields, strict=True)))
     rows.sort(key=lambda row: (row["step"] is None, row["step"]))
     lines = Table(_COLUMNS, rows[:NUMBER]).plain().splitlines()
     if len(rows) > NUMBER:

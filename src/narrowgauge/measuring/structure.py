@@ -17,10 +17,11 @@ from torch import Tensor
 
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.measuring.beside import is_finite
-from narrowgauge.measuring.passes import Findings, Gradients, Pass, Passes, concatenated
+from narrowgauge.measuring.passes import Alone, Findings, Gradients, Pass, Passes, concatenated
 from narrowgauge.measuring.policies.wide import Wide
 from narrowgauge.measuring.reading import of_all
 from narrowgauge.numerics.hashing import fingerprint
+from narrowgauge.torch_support.torch_names import unwrapped_model
 
 SAME = 2.0**-20
 """Shadows are float64. What a loop counts by itself in float32, such as a denominator, leaves 16 of
@@ -30,14 +31,15 @@ MOST_PARTS = 16
 """Micro-batches of all ranks whose weights are fitted."""
 
 
-def compare_ranks(passes: Passes, alone: Passes, first: Pass, findings: Findings) -> None:
+def compare_ranks(passes: Passes, first: Pass, findings: Findings) -> None:
     """Tell gradients that differ between ranks, where the loop's sums were made, and compare them no
     further.
     """
     differing = unlike({name: fingerprint(x) for name, x in first.gradients.items()})
     for name in differing:
         first.shadows.pop(name, None)
-    if differing and (passes.model is not alone.model or passes.backward is not None):
+    is_wrapped = unwrapped_model(passes.model) is not passes.model
+    if differing and (is_wrapped or passes.backward is not None):
         findings.add("ranks-unsummed", differing, len(differing))
     elif differing:
         findings.unseen["sums over ranks"] = "the loop makes them; pass backward="
@@ -50,16 +52,14 @@ def unlike(prints: Mapping[str, int]) -> list[str]:
 
 
 def compare_structure(
-    passes: Passes, alone: Passes, first: Pass, findings: Findings
+    passes: Passes, parts: list[Any], first: Pass, findings: Findings
 ) -> Pass | None:
     """Compare a step with the plain loss, and return the pass of that, if it was made.
 
     Args:
-        passes: of the loop.
-        alone: of one process, over the micro-batches of all ranks.
+        parts: the micro-batches of all ranks.
         first: the pass of the step in training mode.
     """
-    parts = alone.parts
     if passes.backward is None and len(parts) == 1:
         _add_missing(passes.leaves, first.gradients, first.shadows, findings)
         return first
@@ -69,13 +69,13 @@ def compare_structure(
         return None
     step = first
     if all_ranks().largest(int(first.draws)):
-        passes.is_training = alone.is_training = False
+        passes.is_training = False
         step = passes.run(passes.step, Wide())
-    plain = alone.run(alone.plain(batch), Wide())
+    plain = passes.run(passes.plain(batch), Wide(), Alone())
     terms = []
     if 1 < len(parts) <= MOST_PARTS and not plain.draws:
-        terms = [alone.run(alone.plain(part), Wide()) for part in parts]
-    passes.is_training = alone.is_training = True
+        terms = [passes.run(passes.plain(part), Wide(), Alone()) for part in parts]
+    passes.is_training = True
     if plain.draws:
         words = "evaluation mode draws random numbers too"
         findings.unseen["the structure of the gradient"] = words

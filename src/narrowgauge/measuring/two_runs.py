@@ -12,8 +12,6 @@ from narrowgauge.measuring.first_difference import (
     LEAST,
     factor_of,
     first_difference,
-    kind_of,
-    odd_ranks,
     other_numbers,
     records_of,
     roundoff,
@@ -37,7 +35,6 @@ class TwoRuns(Readings):
         is_rounding: the runs differ only within rounding, both round alike, and every recorded
             number of that step agrees.
         is_complete: both runs finished with equal hashes of the final weights.
-        ranks: that alone differ in this kind of tensor; empty if all differ or unknown.
         factor: of all gradients of that step, second run over first, if they share one; else 1.
         unlike: other recorded numbers of that step that differ by more than 5 %.
         num_common: number of steps that both recorded.
@@ -51,7 +48,6 @@ class TwoRuns(Readings):
         steps = [{row["step"] for row in run.steps} for run in (first, second)]
         self.num_common = len(steps[0] & steps[1])
         self.factor = 1.0
-        self.ranks: list[int] = []
         self.unlike: list[str] = []
         self._search(records_of(first), records_of(second), max(units))
         ends = [(run.summary or {}).get("weights_fingerprint") for run in (first, second)]
@@ -76,7 +72,6 @@ class TwoRuns(Readings):
             if difference is not None:
                 self.readings = [difference]
                 self.factor = factor_of(*rows)
-                self.ranks = odd_ranks(*rows, kind_of(difference))
                 self.unlike = list(other_numbers(*rows))
                 break
 
@@ -84,9 +79,8 @@ class TwoRuns(Readings):
         if self.readings:
             at = self.readings[0]
             size = " by rounding" if self.is_rounding else ""
-            ranks = f" of rank {', '.join(map(str, self.ranks))}" if self.ranks else ""
             place = f"{at.tensor or at.what} ({at.stage})"
-            return f"The runs first differ{size} at step {at.step}, in {place}{ranks}."
+            return f"The runs first differ{size} at step {at.step}, in {place}."
         if self.is_complete:
             return "The same run, bit for bit to the last weight."
         if not self.num_common:
@@ -100,7 +94,6 @@ class TwoRuns(Readings):
             "runs": self.names,
             "verdict": self.verdict,
             "same": not self.readings,
-            "ranks": self.ranks,
             "is_rounding": self.is_rounding,
             "factor": self.factor,
             "settings": self.settings,

@@ -6,7 +6,6 @@ one: a buffer that was rounded computes something else.
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -123,8 +122,6 @@ def _read_files(path: Path, tensors: Tensors) -> None:
     files = {path}
     if path.is_dir():
         files = set(path.glob("*.safetensors"))
-    for index in path.glob("*.safetensors.index.json"):
-        files = set(map(path.joinpath, json.loads(index.read_bytes())["weight_map"].values()))
     for file in sorted(files):
         opened = safe_open(file, "pt")
         for name in opened.keys():  # type: ignore[no-untyped-call]  # noqa: SIM118

@@ -98,7 +98,7 @@ def new_state(parameter: Tensor, kernel: Kernel, extras: Extras) -> State:
         raise RecipeError(
             f"Cannot use storage '{storage.name}' for a parameter whose rows ranks share: its codes "
             "have a scale for each row.",
-            f"Shard it along its first dimension, or use '{storage.fallback}'.",
+            f"Shard matrices along their first dimension, or use '{storage.fallback}'.",
         )
     state = State(step=torch.tensor(0.0, dtype=torch.float32, device="cpu"))
     used = [storage.code(name) for name, _ in storage.states]

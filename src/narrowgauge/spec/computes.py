@@ -592,24 +592,6 @@ SLOTS: dict[str, Slot] = {
 """Operands by ``matmul.side``, as in :attr:`Compute.casts`."""
 
 
-_SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-
-
-def first_of_input(layer: str) -> str:
-    """Return the first layer with the same input as a layer: the layer itself if no other layer has
-    its input.
-
-    Example:
-        >>> first_of_input("layers.0.self_attn.v_proj"), first_of_input("layers.0.mlp.down_proj")
-        ('layers.0.self_attn.q_proj', 'layers.0.mlp.down_proj')
-    """
-    parent, dot, leaf = layer.rpartition(".")
-    for names in _SAME_INPUT:
-        if leaf in names:
-            leaf = names[0]
-    return parent + dot + leaf
-
-
 # ── weights without training: codes and scales ────────────────────────────────────────────────────
 
 

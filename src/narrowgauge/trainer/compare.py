@@ -75,7 +75,7 @@ def compare(
             report``.
 
     Returns:
-        The comparison: ``rows``, a ``verdict`` in sentences, ``differences`` from the ``baseline``.
+        The comparison: ``rows`` with their differences from the ``baseline``, and a ``verdict``.
     Raises:
         NarrowgaugeError: no recipe or seed, duplicates, or a function without a loss.
         RecordError: ``out`` holds one of the runs, or a file that would be overwritten.

@@ -57,8 +57,8 @@ class Settings:
     gradient_accumulation_steps: int = setting(
         1, "Micro-batches per optimizer step, at least one for each rank; must divide the batch size.", 1)
     lr: float = setting(
-        0.0, "Peak learning rate.  [default: by parameters: 0.003 below 4 million, 0.001 below 60, 0.0006 below 600, else "
-        "0.0003]", 0, math.inf)
+        0.0, "Peak learning rate.  [default: 0, which is by parameters: 0.003 below 4 million, 0.001 below 60, 0.0006 below "
+        "600, else 0.0003]", 0, math.inf)
     warmup_steps: int = setting(-1, "Warm-up steps of the learning rate.  [default: a tenth of the steps, at most 100]", -1)
     weight_decay: float = setting(0.1, "Weight decay of matrices.")
     max_grad_norm: float = setting(1.0, "Maximum gradient norm for clipping; 0 disables it.")

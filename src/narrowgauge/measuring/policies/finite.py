@@ -30,18 +30,22 @@ class Finite:
         if op.name in ALLOCATES or op.is_view or any(map(math.isinf, numbers)):
             return
         for x in floats_in(op.written or op.result):
-            if is_finite(x):
-                continue
-            values = x if x.is_complex() else x.float()
-            kind = ""
             if _has_nan(x) and not had_nan:
-                kind, number = "NaN", values.isnan().sum()
-            elif not had_infinity:
-                kind, number = "infinity", values.isinf().sum()
-            if kind:
-                where = f"{int(number)} of {x.numel()} values ({dtype_name(x.dtype)})"
-                self.made.setdefault(kind, f"{op} made {kind} in {where}")
+                self._note("NaN", op, x, _wide(x).isnan())
+            elif not had_infinity and not is_finite(x):
+                self._note("infinity", op, x, _wide(x).isinf())
+
+    def _note(self, kind: str, op: Operation, x: Tensor, are_bad: Tensor) -> None:
+        where = f"{int(are_bad.sum())} of {x.numel()} values ({dtype_name(x.dtype)})"
+        self.made.setdefault(kind, f"{op} made {kind} in {where}")
 
 
 def _has_nan(x: Tensor) -> bool:
-    return bool((x if x.is_complex() else x.float()).isnan().any())
+    return bool(_wide(x).isnan().any())
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Return values that can be asked whether they are finite."""
+    if x.is_complex():
+        return x
+    return x.float()
