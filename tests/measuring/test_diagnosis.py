@@ -159,7 +159,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], int, str]] = {
     "no row": (write("steps.jsonl", ""), 0, "Nothing found: 0 rows watched; looked at casts of layers."),
     "a broken row": (write("steps.jsonl", '{"step": 1\n{"step": 2}\n{"step": 3}\n'), 0, "1 damaged row of 3, "),
     "short gauges": (write("gauges.jsonl", '{"step": 20, "tensors": {"grad:a": [null, 1]}}\n'), 0, "loss-spike"),
-    "events without words": (write("events.jsonl", '{"step": 3}\n'), 0, "events.jsonl has 1 damaged row of 1"),
 }  # fmt: skip
 """What is done to a record with a spike, how the command ends, and what it says."""
 

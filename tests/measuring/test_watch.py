@@ -15,8 +15,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 import narrowgauge as ng
 from measuring.plain_loop import Loop, nothing
@@ -291,21 +289,6 @@ def test_steps_that_a_grad_scaler_skips_are_recorded(tmp_path: Path) -> None:
     run = ng.read_run(tmp_path / "run")
     assert [row["step"] for row in run.steps if row.get("skipped")] == [1, 3]
     assert any(row.get("stored") for row in run.steps) and ng.diagnose(run).ok
-
-
-def sharded(rank: int) -> tuple[list[Any], Any]:
-    def prepare(loop: Loop) -> None:
-        fully_shard(loop.model, mesh=init_device_mesh("cpu", (1,)))
-        loop.optimizer = loop.make()
-
-    kind = partial(ours, storage="float32", max_grad_norm=0.25, compile=False)
-    loop = Loop(prepare, kind=kind, max_grad_norm=0.25).run(4)
-    return loop.readings, loop.watcher.meter.unseen
-
-
-def test_a_sharded_loop_is_silent_and_says_what_is_not_watched(tmp_path: Path) -> None:
-    readings, unseen = run_ranks(sharded, 1, tmp_path / "ranks")[0]
-    assert not readings and "gradients that were not cleared" in unseen
 
 
 # ── errors of ours, and ranks ─────────────────────────────────────────────────────────────────────

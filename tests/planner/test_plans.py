@@ -48,10 +48,6 @@ def test_what_layers_keep_by_hand() -> None:
     """
     gpt = estimate("kernels=fused", model="gpt3-175b", recipe="bfloat16/master")
     assert layer_bytes(gpt) / 12_288 == pytest.approx(32, rel=0.15)
-    eager, flash = (
-        estimate(f"attention={kind}").memory["activations"] for kind in ("eager", "flash")
-    )
-    assert eager - flash == pytest.approx(32 * 5 * 32 * 4096 * 4096)
     kept = [
         estimate(layout=Layout(shard=8, micro_batch=8, recompute=how)).memory["activations"]
         for how in ("none", "selective", "full")

@@ -63,6 +63,7 @@ class Comparison:
             with one pair), ``verdict``. Unknown values are ``None``.
         baseline: baseline of all comparisons; ``None`` if no run counts.
         verdict: the cheapest recipe that is as good, in a sentence.
+        acceptable: excess over the baseline's loss that is a price, in nats.
 
     Example:
         >>> from pathlib import Path
@@ -74,14 +75,7 @@ class Comparison:
     rows: tuple[Row, ...]
     baseline: str | None
     verdict: str
-
-    @property
-    def acceptable(self) -> float:
-        """Return the acceptable excess over the baseline's loss, in nats."""
-        for row in self.rows:
-            if row["recipe"] == self.baseline:
-                return ACCEPTABLE * abs(float(row["val_loss"]))
-        return 0.0
+    acceptable: float
 
     def table(self) -> Table:
         """Return the rows as the table of the terminal and the page."""
@@ -175,7 +169,10 @@ def compare_runs(runs: Sequence[Run]) -> Comparison:
     )
     if any(row["difference"] is not None for row in rows.values()):
         verdict = _cheapest(list(rows.values()), rows[str(baseline)])
-    return Comparison(tuple(rows.values()), baseline, verdict)
+    loss = 0.0
+    if baseline is not None:
+        loss = abs(rows[baseline]["val_loss"])
+    return Comparison(tuple(rows.values()), baseline, verdict, ACCEPTABLE * loss)
 
 
 # ── one recipe ────────────────────────────────────────────────────────────────────────────────────

@@ -6,13 +6,12 @@ lists what the record shows, and what it does not.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from narrowgauge.measuring.kinds import KINDS
 from narrowgauge.measuring.laws import Laws
-from narrowgauge.measuring.reading import STAGES, Reading, Readings
+from narrowgauge.measuring.reading import Reading, Readings
 from narrowgauge.measuring.step import Step
 from narrowgauge.measuring.two_runs import TwoRuns
 from narrowgauge.runs.finding import counted
@@ -149,37 +148,30 @@ def readings_of(run: Run) -> list[Reading]:
     The events hold those that need more than the rows.
     """
     laws = Laws(ignored(run))
-    first: dict[str, Reading] = {}
+    readings: dict[tuple[str, str], Reading] = {}
     last: list[Reading] = []
     for step in steps_of(run):
         last = laws.read(step)
         for reading in last:
             if KINDS[reading.what].over != "run":
-                first.setdefault(reading.what, reading)
-    readings = [*first.values()]
-    readings += [reading for reading in last if KINDS[reading.what].over == "run"]
-    of_rows = {reading.what for reading in readings}
-    logged: dict[tuple[str, str], Reading] = {}
-    for reading in _logged(run):
-        if reading.what not in of_rows:
-            logged.setdefault((reading.what, reading.tensor), reading)
-    return [*readings, *logged.values()]
+                readings.setdefault((reading.what, ""), reading)
+    for reading in last:
+        if KINDS[reading.what].over == "run":
+            readings[reading.what, ""] = reading
+    for row in run.events:
+        kind = KINDS.get(row["what"])
+        if kind is None or kind.by.startswith(_OF_ROWS) or (kind.name, "") in readings:
+            continue
+        tensor = str(row.get("tensor") or "")
+        numbers = [number(row.get(name)) for name in ("value", "expected", "bound")]
+        reading = Reading(row["step"], kind.stage, tensor, kind.name, *numbers)
+        readings.setdefault((kind.name, tensor), reading)
+    return [*readings.values()]
 
 
 def ignored(run: Run) -> tuple[str, ...]:
     """Return the kinds that the recorded loop intends."""
     return tuple(run.run.get("watch", {}).get("ignore", ()))
-
-
-def _logged(run: Run) -> Iterator[Reading]:
-    """Yield the readings in the events of a record that its rows do not give."""
-    for row in run.events:
-        kind = KINDS.get(row["what"])
-        if kind is None or (kind.by.startswith(_OF_ROWS) and kind.name != "lost-updates"):
-            continue
-        stage = row["stage"] if row.get("stage") in STAGES else kind.stage
-        numbers = [number(row.get(name)) for name in ("value", "expected", "bound")]
-        yield Reading(row["step"], stage, str(row.get("tensor") or ""), kind.name, *numbers)
 
 
 def _is_shown(run: Run, table: str, name: str) -> bool:

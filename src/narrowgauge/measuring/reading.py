@@ -67,12 +67,6 @@ class Reading:
         return kind.text.format(**numbers)
 
     @property
-    def words(self) -> str:
-        """Return the sentence behind its tensor, for a line of a loop's own output."""
-        tensor = f"{self.tensor}: " if self.tensor else ""
-        return tensor + self.text.rstrip(".")
-
-    @property
     def severity(self) -> str:
         """Return how serious it is, by its kind."""
         return KINDS[self.what].severity if self.what in KINDS else "error"

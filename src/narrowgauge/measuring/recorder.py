@@ -488,7 +488,8 @@ def show(readings: Iterable[Reading]) -> None:
     for reading in readings:
         if reading.severity != "note":
             step = max(step, reading.step)
-            parts.append(reading.words)
+            words = f"{reading.tensor}: {reading.text}".removeprefix(": ")
+            parts.append(words.rstrip("."))
     if parts:
         words = f"step {step}: {'; '.join(parts)}"
         warnings.warn_explicit(words, RunNotice, "narrowgauge.watch", step)
