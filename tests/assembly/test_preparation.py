@@ -128,13 +128,6 @@ def test_batch_norm_computes_with_the_models_format() -> None:
     assert y.dtype is model[1].running_mean.dtype is torch.bfloat16
 
 
-def test_running_statistics_that_depend_on_ranks_are_refused_for_equal_bits() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
-    with pytest.raises(RecipeError, match="running statistics"):
-        ng.prepare(model, "bfloat16/word/reproducible")
-    ng.prepare(model.eval(), "bfloat16/word/reproducible")
-
-
 @pytest.mark.parametrize(
     "wrong",
     [

@@ -91,11 +91,7 @@ def test_the_members_of_a_container_have_the_rates() -> None:
     assert "Container" not in table
 
 
-def test_what_is_no_model_or_optimizer_is_refused() -> None:
+def test_a_batch_without_a_loss_is_refused() -> None:
     model = language_model()
-    optimizer = torch.optim.SGD(model.parameters())
-    for wrong in ((model, model), (model.parameters(), optimizer)):
-        with pytest.raises(ng.errors.RecipeError, match="Cannot check "):
-            ng.check(*wrong)
     with pytest.raises(ng.errors.RecipeError, match="batch= needs loss="):
-        ng.check(model, optimizer, batch=Tensor())
+        ng.check(model, torch.optim.SGD(model.parameters()), batch=Tensor())

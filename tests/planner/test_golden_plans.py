@@ -32,7 +32,7 @@ LAYOUTS = (
     Layout(shard=4, tensor=4, pipeline=4, interleave=2, micro_batches=16, expert=4, recompute="full"),
     Layout(shard=8, tensor=2, expert=16, micro_batches=4),
 )  # fmt: skip
-LOOPS = (*PROGRAMS, "offload=true,attention=eager", "release=true")
+LOOPS = (*PROGRAMS, "offload=true", "release=true")
 TUNED: tuple[dict[str, Any], ...] = (
     {},
     {},

@@ -48,10 +48,6 @@ def test_what_layers_keep_by_hand() -> None:
     """
     gpt = estimate("kernels=fused", model="gpt3-175b", recipe="bfloat16/master")
     assert layer_bytes(gpt) / 12_288 == pytest.approx(32, rel=0.15)
-    eager, flash = (
-        estimate(f"attention={kind}").memory["activations"] for kind in ("eager", "flash")
-    )
-    assert eager - flash == pytest.approx(32 * 5 * 32 * 4096 * 4096)
     kept = [
         estimate(layout=Layout(shard=8, micro_batch=8, recompute=how)).memory["activations"]
         for how in ("none", "selective", "full")
@@ -178,8 +174,9 @@ def test_rows_and_clusters_have_one_number_of_tokens_per_step(tmp_path: Path) ->
 
 def test_what_is_fixed_stays() -> None:
     fixed = {"tensor": 2, "recompute": "full", "micro_batch": 2, "zero": 1}
-    best = plan("llama-33b", chip="A100-SXM4-80GB", chips=32, layout=fixed).best
-    assert {name: getattr(best.layout, name) for name in fixed} == fixed
+    for asked in (fixed, {"zero": 0}):
+        best = plan("llama-33b", chip="A100-SXM4-80GB", chips=32, layout=asked, advise=False).best
+        assert {name: getattr(best.layout, name) for name in asked} == asked
 
 
 def test_the_host_has_an_end() -> None:

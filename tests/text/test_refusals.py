@@ -45,7 +45,7 @@ COMMANDS = [
     ("export nowhere out", "RecordError", "nowhere"),
     ("compare --seeds 2", "UsageError", "'--recipes'"),
     ("plan run", "UsageError", "--model"),
-    (f"{CHIP} --layout head", "RecipeError", "no name 'head'"),
+    (f"{CHIP} --layout head", "RecipeError", "layout = .head.*fsdp2"),
     (f"{CHIP} --lora 99999999", "RecipeError", "lora = 99999999"),
     ("show storages --params 0", "RecipeError", "params = 0"),
     (f"{CHIP} --chips eight", "UsageError", "'eight'"),

@@ -66,7 +66,7 @@ def is_packed(right: Cast) -> bool:
 # ── the product ───────────────────────────────────────────────────────────────────────────────────
 
 
-@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
+@torch.compiler.allow_in_graph
 class _Product(torch.autograd.Function):
     """Multiply rows ``[tokens, in]`` by stored codes: ``[tokens, out]``.
 
@@ -182,7 +182,7 @@ class _Copy(Tensor):
         if (changes or data or name in ("__set__", "__setitem__")) and isinstance(args[0], cls):
             raise RecipeError(
                 "Cannot change the weight of a layer that stores codes and scales.",
-                "To merge adapters, call dequantize_base(model) first; add adapters before "
+                "To merge adapters, load the base again in 16 bits; add adapters before "
                 "quantize_base.",
             )
         with torch._C.DisableTorchFunctionSubclass():
@@ -190,13 +190,7 @@ class _Copy(Tensor):
 
 
 class QuantizedLinear(_Stored, nn.Linear):
-    """A linear layer with codes and scales instead of a weight.
-
-    Attributes:
-        plain_class: its class with a weight: ``nn.Linear``, or transformers' ``Conv1D``.
-    """
-
-    plain_class: type[nn.Module]
+    """A linear layer with codes and scales instead of a weight."""
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
@@ -354,10 +348,6 @@ def quantize_layer(module: Any, compute: Compute, shared: dict[Tensor, Operand])
     for entries in (module._parameters, module._buffers, module._non_persistent_buffers_set):
         entries.clear()
     module.is_transposed = is_transposed(module)
-    # PEFT adds a transposed update to a Conv1D, even after its weight has come back.
-    module.plain_class = nn.Linear
-    if type(module).__name__ == "Conv1D":
-        module.plain_class = type(module)
     module.__class__ = QuantizedLinear
     module.out_features, module.in_features = matrix.shape
     module.store(shared[weight], weight, compute)

@@ -7,7 +7,7 @@
 
 :mod:`narrowgauge.spec.computes` says how each operand is cast. :meth:`Call.cast` casts a tensor to an
 operand ``[side, contraction]``, and :func:`~narrowgauge.matmul.gemm.multiply` multiplies two of them.
-``narrowgauge show compute`` prints the casts.
+``narrowgauge show recipe`` prints the casts.
 
 ``torch.compile`` sees through a layer: its casts are operations of the model's graph, and fuse with
 their neighbours. Two operators are opaque: widened products on a CPU, and outlier columns (their
@@ -174,7 +174,7 @@ def _(y: Tensor, *_: Any) -> Tensor:
 
 # Dynamo puts the call into its graph unchanged. AOTAutograd traces the operations inside: no guards
 # on computes and casts.
-@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
+@torch.compiler.allow_in_graph
 class LayerProduct(torch.autograd.Function):
     """Compute :func:`output`, and :func:`gradients` in backward."""
 

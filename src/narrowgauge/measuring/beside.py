@@ -188,29 +188,20 @@ class Beside(TorchDispatchMode):
 # ── tensors and their memory ──────────────────────────────────────────────────────────────────────
 
 
-class ByStorage:
+class ByStorage(dict[int, tuple[StorageWeakRef, Any]]):
     """Keep values by the memory of a tensor, for as long as that lives."""
 
-    def __init__(self) -> None:
-        self._entries: dict[int, tuple[StorageWeakRef, Any]] = {}
+    def of(self, x: Tensor) -> Any:
+        weak, value = self.get(storage_key(x), (None, None))
+        return value if weak is not None and not weak.expired() else None
 
-    def get(self, x: Tensor) -> Any:
-        weak, value = self._entries.get(storage_key(x), (None, None))
-        if weak is None or weak.expired():
-            return None
-        return value
-
-    def set(self, x: Tensor, value: Any) -> None:
-        if x.layout is not torch.strided:
-            return
-        self._entries[storage_key(x)] = StorageWeakRef(x.untyped_storage()), value
-        if len(self._entries) % 256 == 255:
-            for key, (weak, _) in list(self._entries.items()):
+    def put(self, x: Tensor, value: Any) -> None:
+        if x.layout is torch.strided:
+            self[storage_key(x)] = StorageWeakRef(x.untyped_storage()), value
+        if len(self) % 256 == 255:
+            for key, (weak, _) in list(self.items()):
                 if weak.expired():
-                    del self._entries[key]
-
-    def drop(self, x: Tensor) -> None:
-        self._entries.pop(storage_key(x), None)
+                    del self[key]
 
 
 def storage_key(x: Tensor) -> int:

@@ -79,8 +79,7 @@ def check(
         The readings beyond their bound. ``ok`` is true if none is worse than a note; ``require()``
         raises otherwise. What was not followed is in ``unseen``.
     Raises:
-        RecipeError: ``model`` is not a module, ``optimizer`` not an optimizer; ``batch`` without
-            ``loss``.
+        RecipeError: ``batch`` without ``loss``.
 
     Cost: reads each parameter once, and samples 16,384 elements. With ``batch``: four calls of the
         loss, about 12 more to find the line of an unusual rounding, and 8 bytes for each value of a

@@ -44,7 +44,7 @@ def norms_of(gradients: list[Tensor]) -> Tensor:
     wide = torch.float32
     for x in gradients:
         wide = torch.promote_types(wide, x.dtype)
-    norms = torch._foreach_norm(gradients, 2, wide)
+    norms = torch._foreach_norm(list(gradients), 2, wide)
     return torch.stack([norm.to(gradients[0].device) for norm in norms])
 
 

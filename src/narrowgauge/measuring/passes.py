@@ -146,7 +146,7 @@ class Passes:
         """Return a call that computes the gradient of the plain loss, without the loop's hooks."""
 
         def call() -> Tensor:
-            value = self.plain_loss(batch)
+            value: Tensor = self.plain_loss(batch)
             start = torch.full_like(value, factor)
             nodes = torch_names.graph_nodes(value)
             if any("CheckpointFunction" in node.name() for node in nodes):

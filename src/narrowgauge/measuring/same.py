@@ -6,7 +6,7 @@ The outputs of modules are compared with what rounding alone gives there
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from narrowgauge.errors import DataError, RecipeError
+from narrowgauge.errors import DataError
 from narrowgauge.measuring.beside import Beside
 from narrowgauge.measuring.outputs import Outputs, Recording, are_alike, distance, recorded
 from narrowgauge.measuring.policies.wide import Wide
 from narrowgauge.measuring.reading import Reading, Readings, measured, of_all
 from narrowgauge.measuring.resume import generators
 from narrowgauge.measuring.units import FINEST, unit_of
-from narrowgauge.measuring.weights import Weights, compare_weights
+from narrowgauge.measuring.weights import compare_weights
 from narrowgauge.runs.finding import counted
 from narrowgauge.spec.tables import Row
 from narrowgauge.torch_support.put_back import generators_put_back, put_back
@@ -56,8 +56,8 @@ class Same(Readings):
 
 
 def same(
-    first: Weights | Callable[[Any], Any],
-    second: Weights | Callable[[Any], Any],
+    first: Any,
+    second: Any,
     batch: Any = None,
 ) -> Same:
     """Compare two models, such as what trains with what serves it, or a checkpoint with a later
@@ -81,7 +81,6 @@ def same(
             no reading.
     Raises:
         DataError: log probabilities of other numbers of tokens.
-        RecipeError: functions and no batch, or weights beside a function.
         RecordError: a path holds no safetensors file, a damaged one, or tensors in parts.
 
     Cost: 7 ns a value. With a batch three passes, two more with shadows in float64, and memory for the
@@ -93,17 +92,13 @@ def same(
         >>> print(ng.same(trainer, trainer, torch.arange(8).view(2, 4)).lines[-1])
         The bits are equal.
     """
-    kinds = nn.Module, str, Path, Mapping
     result = Same()
-    if isinstance(first, kinds) and isinstance(second, kinds):
+    kinds = nn.Module, str, Path, Mapping
+    if batch is None or (isinstance(first, kinds) and isinstance(second, kinds)):
         rows, readings, lines = compare_weights(first, second)
         result = Same(readings, lines)
         result.rows = rows
-    elif batch is None:
-        raise RecipeError("Cannot compare functions because there is no batch.", "Pass batch=.")
     if batch is not None:
-        if not callable(first) or not callable(second):
-            raise RecipeError("Cannot call weights with a batch.", "Load them into a model first.")
         result.readings += _compare_passes(first, second, batch, result)
     return result
 

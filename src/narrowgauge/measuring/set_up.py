@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.errors import RecipeError
 from narrowgauge.measuring.passes import inner_name
 from narrowgauge.measuring.reading import Reading, measured
 from narrowgauge.numerics.dtensor import local_of
@@ -90,22 +89,16 @@ def name_of_master(master: Tensor, parameters: Mapping[str, Tensor]) -> str:
     return ""
 
 
-def set_up_of(model: Any, optimizer: Any) -> SetUp:
-    """Return the set-up. Refuse anything but a model and optimizers."""
-    if not isinstance(model, nn.Module):
-        raise RecipeError(
-            f"Cannot check {type(model).__name__} as a model.", "Pass the torch.nn.Module."
-        )
+def set_up_of(model: nn.Module, optimizer: Any) -> SetUp:
+    """Return the set-up of a model and an optimizer, or a list of them, possibly wrapped."""
     require_float64(model.parameters())
+    members = optimizer
+    if not isinstance(optimizer, (list, tuple)):
+        members = [optimizer]
     optimizers: list[torch.optim.Optimizer] = []
-    for inner in optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]:
+    for inner in members:
         while isinstance(getattr(inner, "optimizer", None), torch.optim.Optimizer):
             inner = inner.optimizer  # of Accelerate and Lightning
-        if not isinstance(inner, torch.optim.Optimizer):
-            raise RecipeError(
-                f"Cannot check {type(inner).__name__} as an optimizer.",
-                "Pass the torch.optim.Optimizer that steps the model, or a list of several.",
-            )
         # A container such as torchtitan's has members.
         optimizers += getattr(inner, "optimizers", None) or [inner]
     return SetUp(model, optimizers)
@@ -162,7 +155,7 @@ def _not_finite(set_up: SetUp) -> list[str]:
 def _rounded_buffers(model: nn.Module) -> list[str]:
     """Return the buffers of 16 bits that need the last bit of their format: they were rounded.
 
-    Masks and small integers do not. Statistics beside their count, and scales beside codes, are
+    Masks and integers do not. Statistics beside their count, and scales beside codes, are
     meant.
     """
     names = []
@@ -173,8 +166,7 @@ def _rounded_buffers(model: nn.Module) -> list[str]:
             if buffer.dtype in NARROW and not buffer.is_meta and not has_integers:
                 x = spread(buffer)
                 is_odd = x.view(torch.int16) % 2 != 0
-                is_count = (x == x.round()) & (x.abs() <= 256)
-                if bool((is_odd & ~is_count & (x.abs() < torch.finfo(x.dtype).max)).any()):
+                if bool((is_odd & (x != x.round())).any()):
                     names.append(inner_name(f"{owner}.{name}".lstrip(".")))
     return names
 

@@ -83,10 +83,10 @@ class Ask:
 
     @property
     def stream_ranks(self) -> int:
-        """Count the tensor ranks that share norms and residuals: all, but one before 2022, when
-        attention was not fused either (Korthikanti et al., arXiv 2205.05198).
+        """Count the tensor ranks that share norms and residuals: all, but one before 2022
+        (Korthikanti et al., arXiv 2205.05198).
         """
-        return 1 if self.program.attention == "eager" else self.layout.tensor
+        return 1 if self.program.saves_scores else self.layout.tensor
 
     @cached_property
     def weight_dtype(self) -> str:

@@ -11,7 +11,13 @@ from dataclasses import replace
 from typing import Any
 
 from narrowgauge.errors import DataError, NarrowgaugeError
-from narrowgauge.planner.shapes import Architecture, Layers, Weight, parameters_of
+from narrowgauge.planner.shapes import (
+    Architecture,
+    Layers,
+    Weight,
+    layers_of,
+    parameters_of,
+)
 
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k", "moe_top_k")  # fmt: skip
 _WHOLE = {"full_attention", "attention", "global"}
@@ -65,17 +71,9 @@ def _total(module: Any) -> int:
 
 def _architecture(model: Any, config: Any, name: str) -> Architecture:
     """Return the architecture of a model on the meta device, from its modules and parameters."""
-    from torch import nn
-
     hidden = _size(config, "hidden_size", "n_embd")
     heads = _size(config, "num_attention_heads", "n_head", "num_heads")
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    modules: Any = max(lists, key=_total, default=[])
-    types = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)
-    counts: Counter[Layers] = Counter()
-    for module, kind in zip(modules, types or [""] * len(modules), strict=True):
-        counts[_layer(module, kind, config, hidden)] += 1
-    kinds = tuple(layers._replace(count=count) for layers, count in counts.items())
+    kinds = tuple(_kinds(model, config, hidden))
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
     has_attention = any(layers.has_attention for layers in kinds)
@@ -85,27 +83,28 @@ def _architecture(model: Any, config: Any, name: str) -> Architecture:
             f"Count its state: narrowgauge show storages --params {_total(model)}.",
         )
     kv_heads = _size(config, "num_key_value_heads", "num_kv_heads", default=heads)
-    is_new = getattr(config, "new_decoder_architecture", False)
-    if getattr(config, "multi_query", False) and not is_new:  # of Falcon and StarCoder
-        kv_heads = 1
     dim = _size(config, "head_dim", default=hidden // heads)
     latent_dim = _size(config, "qk_nope_head_dim") + _size(config, "qk_rope_head_dim")
-    positions = 0
-    for path, module in model.named_modules():
-        if type(module).__name__.endswith("Embedding") and re.search("wpe|position", path):
-            positions += len(module.weight) * (module.weight.shape[1] == hidden)
-    wide = 0.0
-    for layers in kinds:
-        ups = [weight for weight in layers.matmuls if weight.name.endswith("up_proj")]
-        met = sum(weight.count * weight.tokens_share * weight.out_features for weight in ups)
-        wide = max(wide, met / (layers.inner_size or met or 1))
     result = Architecture(
         name, kinds, hidden, head.weight.shape[0], heads, kv_heads,
         query_dim=latent_dim or dim, value_dim=_size(config, "v_head_dim", default=dim),
-        is_gated=wide > 1.5, is_latent=latent_dim > 0,
-        tie_embeddings=head.weight is embedding.weight, positions=positions,
+        is_latent=latent_dim > 0, tie_embeddings=head.weight is embedding.weight,
     )  # fmt: skip
     return replace(result, outer_vectors=_total(model) - result.num_parameters)
+
+
+def _kinds(model: Any, config: Any, hidden: int) -> Iterator[Layers]:
+    """Yield the kinds of layers of the largest list of modules, with their numbers."""
+    from torch import nn
+
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    modules: Any = max(lists, key=_total, default=[])
+    types = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)
+    counts: Counter[Layers] = Counter()
+    for module, kind in zip(modules, types or [""] * len(modules), strict=True):
+        counts[_layer(module, kind, config, hidden)] += 1
+    for layers, count in counts.items():
+        yield layers._replace(count=count)
 
 
 def _layer(module: Any, kind: str, config: Any, hidden: int) -> Layers:
@@ -117,18 +116,9 @@ def _layer(module: Any, kind: str, config: Any, hidden: int) -> Layers:
     window = _size(config, "sliding_window", "attention_chunk_size", "window_size") or None
     if kind in _WHOLE or getattr(config, "use_sliding_window", True) is False:
         window = None
-    matmuls = tuple(_matmuls_of(module, config, hidden))
+    matmuls = list(_matmuls_of(module, config, hidden))
     vectors = _total(module) - parameters_of(matmuls)
-    inner_size = 0.0
-    experts = chosen = 0
-    for matmul in matmuls:
-        if matmul.name.endswith("down_proj"):
-            met = matmul.count * matmul.tokens_share
-            inner_size += met * matmul.in_features
-            if matmul.is_expert:
-                experts = matmul.count
-                chosen = round(met)
-    return Layers(matmuls, vectors, 1, round(inner_size), experts, chosen, has_attention, window)
+    return layers_of(matmuls, vectors, has_attention=has_attention, window=window)
 
 
 def _matmuls_of(layer: Any, config: Any, hidden: int) -> Iterator[Weight]:

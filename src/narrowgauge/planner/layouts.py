@@ -15,9 +15,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from narrowgauge.errors import RecipeError, suggestion
+from narrowgauge.errors import RecipeError
 from narrowgauge.planner.shapes import Architecture
 from narrowgauge.spec.sums import ACCUMULATION_DTYPES
+from narrowgauge.spec.toml import refuse_unknown
 from narrowgauge.spec.values import require_choice, require_number
 
 AXES = ("data", "shard", "tensor", "pipeline", "context", "expert")
@@ -191,14 +192,12 @@ def read_fields(
     values = dict[str, Any]()
     for part in filter(None, map(str.strip, text.split(","))):
         name, equals, value = map(str.strip, part.partition("="))
-        choices = list(allowed if equals else names)
-        if name not in choices:
-            advice = suggestion(name, choices) or f"It is one of {', '.join(choices)}."
-            raise RecipeError(f"a {noun} has no {'field' if equals else 'name'} '{name}'.", advice)
         if not equals:
+            require_choice(noun, name, names)
             named = name
-        elif value in ("true", "false"):
+            continue
+        values[name] = int(value) if value.isdecimal() else value
+        if value in ("true", "false"):
             values[name] = value == "true"
-        else:
-            values[name] = int(value) if value.isdecimal() else value
+    refuse_unknown(values, allowed, f"a {noun}", RecipeError)
     return named, values

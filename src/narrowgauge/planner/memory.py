@@ -97,8 +97,7 @@ def _worst_moment(ask: Ask, gradients: float, sums: float) -> Groups:
     a = ask.architecture
     layout = ask.layout
     stream = ask.stream_width * a.hidden_size / ask.stream_ranks
-    size = max(layers.inner_size for layers in a.layers)
-    inner = ask.matmul_width * size * (1 + a.is_gated) / layout.tensor
+    inner = ask.matmul_width * max(layers.wide_size for layers in a.layers) / layout.tensor
     layer = layer_bytes(ask)
     kept = _kept_bytes(ask, stream)
     again = 0.0 if layout.recompute == "none" else layer
@@ -158,15 +157,15 @@ def layer_bytes(ask: Ask, *, is_cheap_repeated: bool = False) -> float:
     queries = a.num_heads * a.query_dim
     keys = 2 * queries if a.is_latent else 2 * a.num_kv_heads * a.value_dim
     attention = width * (queries + keys + a.num_heads * a.value_dim)
-    gates = (4 - a.is_gated if is_eager else 1 + a.is_gated) * width + codes
+    down = codes
     if is_cheap_repeated:
-        norms = 0.0
-        gates -= codes
-    elif ask.program.attention == "eager":
+        norms = down = 0.0
+    elif ask.program.saves_scores:
         attention += _SCORE_BYTES * a.num_heads * ask.sequence_length
     total = 0.0
     for layers in a.layers:
-        rest = layers.mixer_width * width + gates * layers.inner_size
+        gates = 5 * layers.inner_size - layers.wide_size if is_eager else layers.wide_size
+        rest = (layers.mixer_width + gates) * width + down * layers.inner_size
         if layers.has_attention:
             rest += attention
         of_stream = norms + inputs * (1 + (layers.inner_size > 0))

@@ -9,14 +9,14 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import DataError, RecipeError, require_package, suggestion
 from narrowgauge.planner.built_models import of_config
-from narrowgauge.planner.shapes import Architecture, Layers, Weight
+from narrowgauge.planner.shapes import Architecture, Weight, layers_of
 from narrowgauge.spec.models import MODELS, refuse_own_code
 from narrowgauge.spec.toml import load_data
 
@@ -38,9 +38,9 @@ def decoder(
     intermediate_size: int = 0,
     is_gated: bool = True,
     has_biases: bool = False,
-    has_head_norms: bool = False,
+    attention: Sequence[tuple[int, int]] = (),
+    vectors: int = 0,
     mixture: Mapping[str, int] | None = None,
-    latent: Mapping[str, int] | None = None,
     **fields: Any,
 ) -> Architecture:
     """Return a usual decoder: layers of attention and an MLP (or a mixture) between an embedding
@@ -50,58 +50,42 @@ def decoder(
         num_kv_heads: 0 for the number of heads; head_dim: 0 for width over heads;
             intermediate_size: 0 for four times the width.
         has_biases: all matmuls but the head have biases, and norms too.
-        has_head_norms: queries and keys have norms, a gain for each dimension of a head.
-        mixture: ``num_experts``, ``experts_per_token``, ``expert_size``, and ``shared_size`` of the
-            experts that every token visits. The first ``dense_layers`` have an MLP instead.
-        latent: ``query_rank``, ``key_value_rank``, and ``plain_dim``, ``rotary_dim``, ``value_dim``
-            of a head.
+        attention: inputs and outputs of its projections; empty for those of queries, keys, values
+            and outputs.
+        vectors: parameters of a layer's norms beside those of its width.
+        mixture: ``num_experts``, ``experts_per_token``, ``expert_size``, ``shared_size`` of the
+            experts that every token visits, and the number of ``dense_layers`` with an MLP instead.
         fields: further fields of :class:`Architecture`.
     """
     kv_heads = num_kv_heads or num_heads
-    query_dim = value_dim = head_dim or hidden_size // num_heads
-    vectors = 2 * hidden_size + 2 * query_dim * has_head_norms
-    sizes = [(hidden_size, heads * query_dim) for heads in (num_heads, kv_heads, kv_heads)]
-    if latent:
-        query_rank = latent["query_rank"]
-        rank = latent["key_value_rank"]
-        value_dim = latent["value_dim"]
-        query_dim = latent["plain_dim"] + latent["rotary_dim"]
-        vectors += query_rank + rank
-        sizes = [
-            (hidden_size, query_rank),
-            (query_rank, num_heads * query_dim),
-            (hidden_size, rank + latent["rotary_dim"]),
-            (rank, num_heads * (latent["plain_dim"] + value_dim)),
-        ]
-    sizes.append((num_heads * value_dim, hidden_size))
-    attention = [Weight("attention", inner, out, "attention") for inner, out in sizes]
-    size = intermediate_size or 4 * hidden_size
+    dim = head_dim or hidden_size // num_heads
+    usual = [(hidden_size, heads * dim) for heads in (num_heads, kv_heads, kv_heads)]
+    matmuls = []
+    for inner, out in attention or (*usual, (num_heads * dim, hidden_size)):
+        matmuls.append(Weight("attention", inner, out, "attention"))
     gates = 1 + is_gated
-    dense = (*attention, *_mlp(hidden_size, size, gates))
+    vectors += 2 * hidden_size
+    dense = [*matmuls, *_mlp(hidden_size, intermediate_size or 4 * hidden_size, gates)]
     if has_biases:
         vectors += 2 * hidden_size + sum(weight.out_features for weight in dense)
-    row = mixture or {"dense_layers": num_layers}
-    dense_layers = row.get("dense_layers", 0)
-    kinds = [Layers(dense, vectors, dense_layers, size)] if dense_layers else []
+    kinds = [layers_of(dense, vectors, num_layers)]
     if mixture:
-        experts = row["num_experts"]
-        chosen = row["experts_per_token"]
-        shared_size = row.get("shared_size", 0)
-        matmuls = [*attention, Weight("router", hidden_size, experts, "experts")]
+        experts = mixture["num_experts"]
+        matmuls.append(Weight("router", hidden_size, experts, "experts"))
         matmuls += _mlp(
-            hidden_size, row["expert_size"], gates, "experts.",
-            part="experts", count=experts, tokens_share=chosen / experts,
+            hidden_size, mixture["expert_size"], gates, "experts.",
+            part="experts", count=experts, tokens_share=mixture["experts_per_token"] / experts,
         )  # fmt: skip
-        if shared_size:
-            matmuls += _mlp(hidden_size, shared_size, gates, "shared.")
-        inner = chosen * row["expert_size"] + shared_size
-        count = num_layers - dense_layers
-        kinds.append(Layers(tuple(matmuls), vectors, count, inner, experts, chosen))
+        if mixture["shared_size"]:
+            matmuls += _mlp(hidden_size, mixture["shared_size"], gates)
+        sparse = layers_of(matmuls, vectors, num_layers - mixture["dense_layers"])
+        kinds = [kinds[0]._replace(count=mixture["dense_layers"]), sparse]
+    outer = hidden_size * (1 + has_biases)
+    layers = tuple(kind for kind in kinds if kind.count)
+    dims = {"query_dim": dim, "value_dim": dim, **fields}
     return Architecture(
-        name, tuple(kinds), hidden_size,
-        num_heads=num_heads, num_kv_heads=kv_heads, query_dim=query_dim, value_dim=value_dim,
-        outer_vectors=hidden_size * (1 + has_biases), is_gated=is_gated, is_latent=bool(latent),
-        **fields,
+        name, layers, hidden_size,
+        num_heads=num_heads, num_kv_heads=kv_heads, outer_vectors=outer, **dims,
     )  # fmt: skip
 
 

@@ -33,7 +33,6 @@ default.
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "kernels": ("eager", "compiled", "fused"),
     "loss": tuple(LOGIT_BYTES),
-    "attention": ("flash", "eager"),
     "release": (False, True),
     "offload": (False, True),
 }
@@ -46,13 +45,11 @@ class Program:
 
     Args:
         factor: speed of the step over that of a compiled PyTorch loop on the same chip.
-        experts: speed of the experts' matmuls over the usual.
         mixture_seconds: wait of a mixture's layer for its router and launches, forward or backward.
-        expert_overlap, interleaved_overlap: fraction of the tokens' exchange that computing hides,
-            and that with interleaved stages.
         kernels: of layers: one operation after the other, compiled by layer, or fused by hand.
         loss: over all logits in eager operations, over all logits compiled, or in chunks.
-        attention: a flash kernel, which saves no scores, or matmuls around a softmax.
+        saves_scores: attention of 2021, which computes the whole square and keeps its softmax; norms lie
+            on every tensor rank.
         gathers_bfloat16: FSDP gathers float32 shards so; else they stay float32 under autocast.
         release: each layer's gradient is freed after its update, within backward.
         offload: gradients, optimizer states and their update are on the host, and with adapters
@@ -64,13 +61,10 @@ class Program:
 
     name: str
     factor: float = 1.0
-    experts: float = 1.0
     mixture_seconds: float = 3e-3
-    expert_overlap: float = 0.2
-    interleaved_overlap: float = 0.8
     kernels: str = "compiled"
     loss: str = "compiled"
-    attention: str = "flash"
+    saves_scores: bool = False
     gathers_bfloat16: bool = False
     release: bool = False
     offload: bool = False

@@ -88,20 +88,13 @@ def _shapes(ask: Estimate, fixed: Fixed) -> Iterator[Layout]:
     a = ask.architecture
     chips = ask.cluster.chips
     node = ask.cluster.chips_per_node
-    stages = [1]
-    if chips > node:
-        # Stages of equally many layers; embedding and head may count as a layer each.
-        for number in range(2, min(16, a.num_layers) + 1):
-            is_even = 0 in (a.num_layers % number, (a.num_layers + 2) % number)
-            if is_even or number in _STAGES:
-                stages.append(number)
     longest = min(_MOST_CONTEXT, max(1, ask.sequence_length // LEAST_PART))
     for tensor, pipeline, context in product(
         _values(fixed, "tensor", [number for number in _TENSOR if number <= node]),
-        _values(fixed, "pipeline", stages),
+        _values(fixed, "pipeline", _stages(a.num_layers) if chips > node else [1]),
         _values(fixed, "context", range(1, longest + 1)),
     ):
-        ranks = chips // (tensor * pipeline * context)
+        ranks = max(1, chips // (tensor * pipeline * context))
         data = fixed.get("data", ranks if fixed.get("zero") == 0 else 1)
         shard = max(1, fixed.get("shard", ranks // data))
         data = max(1, ranks // shard)
@@ -118,6 +111,17 @@ def _shapes(ask: Estimate, fixed: Fixed) -> Iterator[Layout]:
             is_asked = shape.num_ranks == chips and data == fixed.get("data", data)
             if is_asked and suits(a, shape, ask.sequence_length):
                 yield shape
+
+
+def _stages(layers: int) -> list[int]:
+    """Return numbers of stages of equally many layers, and the usual ones. Embedding and head may
+    count as a layer each.
+    """
+    stages = []
+    for number in range(1, min(16, layers) + 1):
+        if number in _STAGES or 0 in (layers % number, (layers + 2) % number):
+            stages.append(number)
+    return stages
 
 
 def _depths(layers: int, pipeline: int) -> list[int]:

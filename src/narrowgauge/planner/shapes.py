@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 Part = Literal["attention", "mlp", "experts", "head", "embeddings", "norms"]
 
@@ -44,14 +44,15 @@ class Weight:
 
 
 class Layers(NamedTuple):
-    """Describe equal layers.
+    """Describe equal layers, as :func:`layers_of` makes them.
 
     Args:
         matmuls: every multiplied weight of one layer.
         vectors: parameters of norms, biases and other vectors in one layer.
         count: number of layers.
-        inner_size: intermediate size that a token meets: of an MLP, or of all chosen and shared
-            experts together.
+        inner_size: inputs of the matmuls that end an MLP, or all chosen and shared experts, that a
+            token meets.
+        wide_size: outputs of the matmuls that begin them: twice as many with a gate.
         experts, chosen: number of experts, and of those that a token visits; 0 without a mixture.
         has_attention: else the matmuls of its part "attention" are those of another mixer.
         window: attended tokens; None for all.
@@ -60,9 +61,10 @@ class Layers(NamedTuple):
     matmuls: tuple[Weight, ...]
     vectors: int
     count: int
-    inner_size: int
-    experts: int = 0
-    chosen: int = 0
+    inner_size: float
+    wide_size: float
+    experts: int
+    chosen: int
     has_attention: bool = True
     window: int | None = None
 
@@ -75,19 +77,33 @@ class Layers(NamedTuple):
                 total += matmul.count * (matmul.in_features + matmul.out_features)
         return total
 
-    def mean_keys(self, sequence_length: int, *, is_causal: bool = True) -> float:
-        """Return the attended keys per token of a layer with attention.
-
-        This is half the sequence with the mask, all of it in Megatron's convention. A window ``w``
-        shortens the causal mean to ``w - w² / 2s``.
+    def mean_keys(self, sequence_length: int) -> float:
+        """Return the attended keys per token of a layer with attention: half the sequence. A window
+        ``w`` shortens the mean to ``w - w² / 2s``.
         """
         near = min(self.window or sequence_length, sequence_length)
-        return near - is_causal * near**2 / (2 * sequence_length)
+        return near - near**2 / (2 * sequence_length)
 
 
 def parameters_of(weights: Iterable[Weight]) -> int:
     """Count the parameters of all weights."""
     return sum(weight.num_parameters for weight in weights)
+
+
+def layers_of(matmuls: Iterable[Weight], vectors: int, count: int = 1, **fields: Any) -> Layers:
+    """Return equal layers. The matmuls of MLPs are named ``up_proj`` or ``down_proj``."""
+    inner = wide = 0.0
+    experts = chosen = 0
+    for matmul in matmuls:
+        met = matmul.count * matmul.tokens_share
+        if matmul.name.endswith("up_proj"):
+            wide += met * matmul.out_features
+        elif matmul.name.endswith("down_proj"):
+            inner += met * matmul.in_features
+            if matmul.is_expert:
+                experts = matmul.count
+                chosen = round(met)
+    return Layers(tuple(matmuls), vectors, count, inner, wide, experts, chosen, **fields)
 
 
 @dataclass(frozen=True)
@@ -99,7 +115,6 @@ class Architecture:
         num_heads, num_kv_heads, query_dim, value_dim: of attention.
         outer_vectors: other parameters outside the layers, without embedding, positions and head.
             They include norms, and parts that no text decoder has, such as a vision tower.
-        is_gated: the MLP multiplies two projections (SwiGLU, GeGLU) instead of one.
         is_latent: keys and values are expanded from a latent vector (MLA, arXiv 2405.04434).
         positions: number of learned positions; 0 for rotary or other fixed positions.
     """
@@ -113,7 +128,6 @@ class Architecture:
     query_dim: int
     value_dim: int
     outer_vectors: int = 0
-    is_gated: bool = True
     is_latent: bool = False
     tie_embeddings: bool = False
     positions: int = 0
@@ -188,11 +202,9 @@ class Architecture:
         """Return the experts of a layer; 0 in a dense model."""
         return max(layers.experts for layers in self.layers)
 
-    def attention_flops(self, sequence_length: int, *, is_causal: bool = True) -> float:
-        """Count operations of scores and values per token, forward and backward, in all layers.
-
-        ``is_causal`` counts the half below the diagonal, ``6 L h s``. Unfused attention computes
-        the whole.
+    def attention_flops(self, sequence_length: int) -> float:
+        """Count operations of scores and values per token, forward and backward, in all layers, of
+        the half below the diagonal: ``6 L h s``.
 
         Source: Narayanan et al., arXiv 2104.04473, appendix; Dao, FlashAttention-2, arXiv
         2307.08691, section 4.1 (causal half).
@@ -200,7 +212,7 @@ class Architecture:
         keys = 0.0
         for layers in self.layers:
             if layers.has_attention:
-                keys += layers.count * layers.mean_keys(sequence_length, is_causal=is_causal)
+                keys += layers.count * layers.mean_keys(sequence_length)
         return 6 * self.num_heads * (self.query_dim + self.value_dim) * keys
 
     def flops_per_token(self, sequence_length: int) -> float:

@@ -31,6 +31,11 @@ _LOGIT_BYTES = {"whole": 38, "compiled": 12, "chunked": 38}  # that a loss reads
 _HOST_SHARE = 0.85  # 55 of 63 GB/s over PCIe5 (ml-engineering)
 _HOST_UPDATES = 4e9  # parameters a second of a node's processors: ZeRO-Offload, 2101.06840, table 4
 _ALL_REDUCE_SHOWN = 0.3  # of a sum between replicas, after the last backward pass
+_EXPERT_SHOWN = 0.8
+_INTERLEAVED_SHOWN = 0.2
+"""Fractions of the exchange of tokens between experts that computing does not hide: of mixtures in
+view, the second with interleaved stages.
+"""
 TENSOR_SHOWN = 0.6
 """Fraction of an exchange between tensor ranks that computing does not hide: asynchronous tensor
 parallelism hides a part.
@@ -78,12 +83,12 @@ def _computing(ask: Ask, shares: Shares, again: float) -> Groups:
             speed = shares["float8"] if is_narrow else 1.0
         if matmul.is_expert:
             size = min(matmul.in_features, matmul.out_features)
-            speed *= program.experts * size / (size + shares["experts"])
+            speed *= size / (size + shares["experts"])
         work += matmul.flops_per_token * passes / speed
     if ask.tuning.lora:
         work *= shares["adapters"]
-    flops = a.attention_flops(ask.sequence_length, is_causal=program.attention == "flash") / 3
-    flops *= _ATTENTION_PASSES + again
+    flops = a.attention_flops(ask.sequence_length) / 3
+    flops *= (_ATTENTION_PASSES + again) * (1 + program.saves_scores)  # of the whole square
     # Attention reaches more of the peak over longer sequences of a rank, by their logarithm.
     short, long = shares["attention"]
     doublings = math.log2(max(1.0, ask.sequence_length / ask.layout.context / 32_768))
@@ -123,8 +128,8 @@ def _rate(ask: Ask, shares: Shares, ranks: int, stride: int = 1) -> float:
 
 
 def exchanges_of_batch(ask: Ask, shares: Shares, again: float) -> Groups:
-    """Return what a micro-batch shows of its exchanges between tensor ranks, context ranks, experts
-    and stages.
+    """Return what a micro-batch shows of its exchanges between tensor ranks, context ranks, stages
+    and experts.
     """
     a = ask.architecture
     layout = ask.layout
@@ -144,13 +149,10 @@ def exchanges_of_batch(ask: Ask, shares: Shares, again: float) -> Groups:
         rate = _rate(ask, shares, 2, layout.num_ranks // layout.pipeline)
         seconds["pipeline"] = sent / rate
     if layout.expert > 1:
-        chosen = max(layers.chosen for layers in a.layers)
-        copies = chosen * (1 - 1 / layout.expert) / tensor
-        hidden = ask.program.interleaved_overlap
-        if layout.interleave == 1:
-            hidden = ask.program.expert_overlap
+        copies = max(layers.chosen for layers in a.layers) * (1 - 1 / layout.expert) / tensor
         rate = _rate(ask, shares, layout.expert, layout.context * layout.expert_tensor_ranks)
-        seconds["expert"] = a.num_mixture_layers * stream * copies * (1 - hidden) / rate
+        shown = _INTERLEAVED_SHOWN if layout.interleave > 1 else _EXPERT_SHOWN
+        seconds["expert"] = shown * a.num_mixture_layers * stream * copies / rate
     return seconds
 
 

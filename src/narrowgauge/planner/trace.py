@@ -22,6 +22,8 @@ from narrowgauge.spec.toml import load_data
 _GROUPS = load_data("trace_names", "planner")
 _KERNELS = {"kernel", "gpu_memcpy", "gpu_memset"}
 _STEP = "ProfilerStep#"
+Span = tuple[float, float, str, str]
+"""The start, duration, device and name of a kernel, or of the mark of a step."""
 
 
 def is_trace(path: Path) -> bool:
@@ -42,8 +44,7 @@ def read_trace(path: Path, plan: Path | None = None) -> Table:
     """
     planned: dict[str, float] = {}
     try:
-        events = _load(path)["traceEvents"]
-        spans = sorted(_spans(events))
+        spans = sorted(_spans(_load(path)["traceEvents"]))
         if plan is not None:
             planned = dict(_load(plan)["options"][0]["step_seconds"])
             planned.pop("total")
@@ -53,36 +54,37 @@ def read_trace(path: Path, plan: Path | None = None) -> Table:
             "Name a file of profiler.export_chrome_trace, a run folder or a log, and the output of "
             "narrowgauge plan run … --json.",
         ) from error
-    starts = [start for start, _, _, name in spans if name.startswith(_STEP)]
-    seconds: dict[str, float] = defaultdict(float)
-    busy: dict[str, float] = {}
-    steps = 0
-    for start, duration, device, name in spans:
-        if name.startswith(_STEP):
-            continue
-        while starts and starts[0] <= start:
-            steps += 1
-            starts.pop(0)
-        before = busy.get(device, start)
-        busy[device] = max(before, start + duration)
-        seconds[_group(name)] += duration
-        seconds["gaps"] += max(0.0, start - before)
-    if not busy:
+    kernels = [span for span in spans if not span[3].startswith(_STEP)]
+    if not kernels:
         raise RecordError(
             f"Cannot divide {path}: it has no kernel of a GPU.",
             "Of a CPU, print profiler.key_averages().table().",
         )
-    scale = 1e-6 / max(1, steps) / len(busy)
-    total = scale * sum(seconds.values())
+    steps = sum(span <= kernels[-1] for span in spans) - len(kernels) or 1
+    seconds = _seconds(kernels, steps)
+    total = sum(seconds.values())
     rows = []
     for group in {**seconds, **planned}:
-        share = scale * seconds[group]
-        row = {"group": group, "seconds": share, "trace": duration_text(share)}
-        row["share"] = f"{share / total:.1%}"
+        row = {"group": group, "seconds": seconds[group], "trace": duration_text(seconds[group])}
+        row["share"] = f"{seconds[group] / total:.1%}"
         row["plan"] = duration_text(planned.get(group, 0.0)) if plan else ""
         rows.append(row)
-    title = f"{path.name}: {max(1, steps)} × {duration_text(total)}"
+    title = f"{path.name}: {steps} × {duration_text(total)}"
     return table_of(rows, title, hidden=("seconds",))
+
+
+def _seconds(kernels: list[Span], steps: int) -> dict[str, float]:
+    """Return the seconds of a step by group, the mean over devices."""
+    seconds: dict[str, float] = defaultdict(float)
+    busy: dict[str, float] = {}
+    for start, duration, device, name in kernels:
+        before = busy.get(device, start)
+        busy[device] = max(before, start + duration)
+        seconds[_group(name)] += duration
+        seconds["gaps"] += max(0.0, start - before)
+    for group in seconds:
+        seconds[group] *= 1e-6 / steps / len(busy)
+    return seconds
 
 
 def _load(path: Path) -> Any:
@@ -98,8 +100,8 @@ def _load(path: Path) -> Any:
         ) from error
 
 
-def _spans(events: Any) -> list[tuple[float, float, str, str]]:
-    """Return the start, duration, device and name of kernels and of marks of steps."""
+def _spans(events: Any) -> list[Span]:
+    """Return the kernels, and the marks of steps."""
     spans = []
     for row in events:
         with contextlib.suppress(AttributeError, LookupError, TypeError, ValueError):

@@ -78,8 +78,8 @@ def save(run: Path, model: Any, optimizer: Optimizer, notes: Row, keep: int = 2)
     Raises:
         RecordError: on all ranks; the disk is full, or cannot be written. Earlier ones are whole.
     """
-    import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.state_dict_saver import save as save_states
 
     from narrowgauge.distributed.ranks import all_ranks
 
@@ -108,7 +108,7 @@ def save(run: Path, model: Any, optimizer: Optimizer, notes: Row, keep: int = 2)
 
     try:
         ranks.of_first(clean)
-        dcp.save(_states_of(model, optimizer), checkpoint_id=new, no_dist=ranks.size == 1)
+        save_states(_states_of(model, optimizer), checkpoint_id=new, no_dist=ranks.size == 1)
         ranks.of_first(publish)
     except (OSError, CheckpointException) as error:  # DCP gives the errors of all ranks
         failures = getattr(error, "failures", {0: (error, None)})
@@ -117,10 +117,10 @@ def save(run: Path, model: Any, optimizer: Optimizer, notes: Row, keep: int = 2)
 
 def load(folder: Path, model: Any, optimizer: Optimizer) -> Row:
     """Load a good checkpoint, and return its notes. All ranks call it, however many wrote it."""
-    import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import set_state_dict
+    from torch.distributed.checkpoint.state_dict_loader import load as load_states
 
     states = _states_of(model, optimizer)
-    dcp.load(states, checkpoint_id=folder)
+    load_states(states, checkpoint_id=folder)
     set_state_dict(model, optimizer, **states)
     return notes_of(folder)

@@ -93,7 +93,7 @@ class Wide:
         """Return the shadow of a tensor: a view of its shape, or its own values in float64."""
         if not isinstance(x, Tensor) or x.layout is not torch.strided:
             return x
-        dtype, flat = self._shadows.get(x) or (None, None)
+        dtype, flat = self._shadows.of(x) or (None, None)
         if flat is None or dtype is not x.dtype.to_real():
             return x.to(_widened(x.dtype))
         if x.is_complex():
@@ -108,28 +108,28 @@ class Wide:
     def _own(self, x: Tensor) -> None:
         """Give the memory of a tensor a shadow that can be written."""
         dtype = x.dtype.to_real()
-        if (self._shadows.get(x) or (None,))[0] is not dtype:
+        if (self._shadows.of(x) or (None,))[0] is not dtype:
             values = torch.empty(0, dtype=dtype, device=x.device).set_(x.untyped_storage())
-            self._shadows.set(x, (dtype, values.to(_widened(dtype), copy=True)))
+            self._shadows.put(x, (dtype, values.to(_widened(dtype), copy=True)))
 
     def keep(self, x: Tensor, value: Tensor) -> None:
         """Keep a value as the shadow of a tensor."""
-        self._shadows.drop(x)
+        self._shadows.pop(storage_key(x), None)
         self._own(x)
         self.of(x).copy_(value)
 
     def forget(self, x: Tensor) -> None:
         """Make a tensor its own shadow."""
-        self._shadows.drop(x)
+        self._shadows.pop(storage_key(x), None)
 
     def follows(self, x: Tensor) -> bool:
         """Return whether the shadow of a tensor is known."""
-        entry = self._shadows.get(x)
+        entry = self._shadows.of(x)
         return entry is None or entry[1] is not None
 
     def _lose(self, tensors: Iterable[Tensor]) -> None:
         for x in tensors:
-            self._shadows.set(x, (x.dtype.to_real(), None))
+            self._shadows.put(x, (x.dtype.to_real(), None))
 
     def _cut(self, name: str, targets: list[Tensor]) -> None:
         self.cuts[name] = None
@@ -139,13 +139,17 @@ class Wide:
 
     def before(self, op: Operation) -> None:
         """Take the shadows of the operands, before what is written in place is written."""
-        has_shadows = any(_has_shadow(x) or self._shadows.get(x) for x in op.operands)
+        has_shadows = any(_has_shadow(x) or self._shadows.of(x) for x in op.operands)
         if op.layer or op.name in ALLOCATES or not has_shadows or op.draws:
             return
         op.notes[self] = None
         for x in op.read:
-            written = (self._shadows.get(x) or (x.dtype,))[0]
-            if written is not x.dtype and UNITS.keys() >= {x.dtype, written} and x.itemsize == 1:
+            written = (self._shadows.of(x) or (x.dtype,))[0]
+            if (
+                written is not x.dtype
+                and x.itemsize == written.itemsize == 1
+                and UNITS.keys() >= {x.dtype, written}
+            ):
                 self.misread.add(op.site)
         if not all(map(self.follows, op.operands)):
             return
@@ -265,7 +269,7 @@ class Wide:
         results = op.result
         if is_forward:
             results = results[:1]
-            self._inputs.set(op.result[1], self.of(first).clone())
+            self._inputs.put(op.result[1], self.of(first).clone())
         if not all(map(self.follows, op.operands)):
             self._lose(tensors_in(results))
             return
@@ -275,7 +279,7 @@ class Wide:
             shadows = [torch.nn.functional.linear(*map(self.of, op.args[:3]))]
         else:  # gradient, saved operand, weight
             grad = self.of(first)
-            x = self._inputs.get(second.data)
+            x = self._inputs.of(second.data)
             shadows = [grad @ self.of(third), grad.t() @ x, grad.sum(0)]
         for x, value in zip(results, shadows, strict=False):
             if x is not None:
