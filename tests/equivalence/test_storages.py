@@ -11,7 +11,6 @@ import functools
 import io
 import warnings
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -152,18 +151,6 @@ def in_micro_batches(storage: str) -> dict[str, str]:
     return fingerprint(train(start(storage), give=give))
 
 
-def in_two_threads(storage: str) -> dict[str, str]:
-    """Step two optimizers of one storage at the same time."""
-    trainings = [start(storage), start(storage)]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with ThreadPoolExecutor(2) as pool:
-            for step in range(STEPS):
-                list(pool.map(functools.partial(take_step, step=step), trainings))
-    prints = [fingerprint(training) for training in trainings]
-    return prints[0] if prints[0] == prints[1] else {}
-
-
 def with_a_rate_in_a_tensor(storage: str) -> dict[str, str]:
     training = start(storage)
     for group in training.optimizer.param_groups:
@@ -174,7 +161,7 @@ def with_a_rate_in_a_tensor(storage: str) -> dict[str, str]:
 
 WAYS = [
     deep_copied, pickled, copied_before_the_first_step, in_float32, as_main_grad, channels_last,
-    in_micro_batches, in_two_threads, with_a_rate_in_a_tensor,
+    in_micro_batches, with_a_rate_in_a_tensor,
 ]  # fmt: skip
 
 

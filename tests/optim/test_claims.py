@@ -9,9 +9,7 @@ import expectations
 import narrowgauge as ng
 from narrowgauge.optim import AuditedUpdates, UpdateLossWarning
 from narrowgauge.spec.storages import STORAGES
-from optim.pairs import parameters
 from optim.scenarios import OPTIMIZERS, arrived, stall
-from oracles.adamw import AdamW64
 
 # Of the stored displacement, relative; no storage of weights without a tail can hold more, see
 # below.
@@ -174,37 +172,3 @@ def test_second_moment_of_a_constant_gradient(storage: str, bound: float) -> Non
     mean = float(optimizer.stored(weight, "exp_avg_sq").double().mean())
     assert abs(start / limit - 0.95) < 0.02
     assert abs(mean / exact - 1) < bound
-
-
-@pytest.mark.parametrize(
-    ("storage", "beta2", "shape"),
-    [("compact", 0.95, (15, 61)), ("states8", 0.999, (16, 64))],
-    ids=["in copies", "where it lies"],
-)
-def test_bounds_are_averaged_peaks(storage: str, beta2: float, shape: tuple[int, int]) -> None:
-    """A row's bounds follow the rule from peak to peak, so no exact moment lies above them, and no
-    window ends below.
-    """
-    # Clipped to a norm that no step reaches: what counts is the gradient that the rule sees.
-    generator = torch.Generator().manual_seed(1)
-    size = torch.exp(
-        3 * torch.randn(shape[0], 1, generator=generator) + torch.randn(shape, generator=generator)
-    )
-    (weight,) = parameters(storage, [shape])
-    options = {"lr": 1e-4, "betas": (0.9, beta2), "max_grad_norm": 1.0}
-    optimizer = ng.AdamW([weight], **options, storage=storage, compile=False, audit_every=0)
-    peaks = AdamW64(torch.zeros(shape[0], 1), 1e-4, betas=(0.9, beta2))
-    for step in range(150):
-        weight.grad = (torch.randn(shape, generator=generator) * size).bfloat16()
-        optimizer.step()
-        clipped = weight.grad.double() / (weight.grad.double().norm() + 1e-6)
-        peaks.step(clipped.abs().amax(1, keepdim=True))
-        if step % 10:
-            continue
-        saved = optimizer.state_dict()["state"][0]
-        for name in ("exp_avg", "exp_avg_sq"):
-            bound = saved[f"{name}_bound"].double()
-            torch.testing.assert_close(bound, getattr(peaks, name), rtol=1e-5, atol=0)
-            code = STORAGES[storage].code(name)
-            end = 2.0 ** bound.log2().ceil() * (2 - 2.0**-code.mantissa_bits)
-            assert (optimizer.stored(weight, name).abs() < end).all()

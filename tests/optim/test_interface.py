@@ -97,17 +97,6 @@ def test_the_first_step_of_a_large_tensor_takes_little_memory() -> None:
     assert set(optimizer.ran_compiled().values()) == {"C++"}
 
 
-@pytest.mark.parametrize("storage", ["master", "float16/master", "float64"])
-def test_masters_begin_in_pieces(storage: str) -> None:
-    (weight,) = parameters(storage, [(1 << 11, 1 << 10)])
-    optimizer = ng.AdamW([weight], storage=storage, compile=False, low_bits="zero")
-    peak = peak_bytes(lambda: optimizer.make_missing(optimizer.param_groups[0], [weight]))
-    state = optimizer.local_state(weight)
-    assert state is not None
-    assert peak < sum(plane.nbytes for plane in state.planes.values()) + weight.nbytes
-    assert torch.equal(optimizer.stored(weight), weight.to(optimizer.stored(weight).dtype))
-
-
 SCALED = [
     ("adamw", "float16/split", ""), ("lion", "float16/split", ""),
     ("adamw", "float32", "unscaled before"),  # which torch does for float32 alone

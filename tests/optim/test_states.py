@@ -125,20 +125,6 @@ def test_a_skipped_step_does_not_count_whatever_is_read_first(read: str) -> None
     assert float(steps[read]()) == 2.0
 
 
-def test_adopted_states_of_two_parameters_are_rounded_by_other_random_bits() -> None:
-    weights = []
-    for _ in range(2):
-        weights.append(nn.Parameter(torch.linspace(1, 2, 64).view(8, 8).bfloat16()))
-    optimizer = ng.AdamW(weights, storage="word", compile=False)
-    values = torch.rand(8, 8, generator=torch.Generator().manual_seed(0))
-    optimizer.adopt(
-        {p: p.detach().float() for p in weights}, {p: {"exp_avg": values} for p in weights}
-    )
-    first, second = (optimizer.stored(p, "exp_avg") for p in weights)
-    torch.testing.assert_close(first, second, rtol=2.0**-4, atol=0)
-    assert not torch.equal(first, second)
-
-
 @pytest.mark.parametrize(
     ("storage", "place", "damaged"),
     [("word", 0, "packed"), ("compact", 0, "exp_avg_sq_bound"), ("collage-plus", 1, "exp_avg_sq_low")],

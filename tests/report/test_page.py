@@ -48,6 +48,7 @@ def test_a_value_that_is_not_finite_is_a_gap_and_a_spike_does_not_end_the_axis(
     (line,) = drawn([run])["Training loss"]
     assert [x for x, y in zip(line["x"], line["y"], strict=True) if math.isnan(y)] == [30, 31]
     assert axis_range([*range(100), 1e6], 0.0)[1] < 1000
+    assert axis_range([1.0, 2.0, 3.0, 4.0, 1000.0], 0.0) == pytest.approx([0.1, 16.9])
     assert axis_range([0.0, 1e-6], 0.001) == pytest.approx([-0.00112, 0.00112])
 
 

@@ -149,3 +149,9 @@ def test_the_current_folder_is_not_replaced(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(RecordError, match="current folder"), new_folder(Path()):
         raise AssertionError
+
+
+def test_a_new_folder_brings_its_parents(tmp_path: Path) -> None:
+    with new_folder(tmp_path / "a" / "b") as folder:
+        file_at(folder / "file")
+    assert (tmp_path / "a" / "b" / "file").read_text() == "mine"

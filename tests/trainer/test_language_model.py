@@ -53,7 +53,8 @@ def test_a_folder_with_a_config_alone_is_drawn_from_the_seed(tmp_path: Path) -> 
     folder = write_config(tmp_path / "shape")
     from_folder = build(str(folder), seed=1)
     assert from_folder.lm_head.weight.dtype == torch.float32
-    assert from_folder.config.attention_dropout == 0
+    config = from_folder.config
+    assert config.attention_dropout == 0 and config.rms_norm_eps == 1e-6
     assert build(str(folder), vocab_size=50, seed=1).lm_head.weight.shape == (50, 32)
 
 

@@ -183,8 +183,6 @@ def _multiply(
     """Multiply by the swapped projection of a stack, or of the expert whose part it is."""
     weight = stack.as_subclass(Tensor)
     is_batch = func in _MATMUL and weight.ndim == 3
-    if is_batch and x.ndim != 3:
-        return func(x, weight, *rest, **options)
     origin.multiplied.add(origin.name)
     layer = origin.layer
     if func is not F.linear:
@@ -194,7 +192,7 @@ def _multiply(
         return layer.of_expert(x, weight, bias, origin.expert)
     if not is_batch:
         return layer(x, weight, [*rest, options.get("offs")][0])
-    experts, tokens = len(weight), x.shape[1]
+    experts, tokens = len(weight), x.shape[-2]
     rows = x.expand(experts, -1, -1).reshape(experts * tokens, -1)
     ends = torch.arange(1, experts + 1, dtype=torch.int32) * tokens
     return layer(rows, weight, ends).view(experts, tokens, -1)
@@ -212,31 +210,16 @@ def take_over(owner: nn.Module, name: str, layer: Projection) -> None:
     owner.get_submodule(NARROW).add_module(name, layer)
 
 
-def grouped_layers(
-    model: nn.Module, choose: Callable[[str], Compute | None], seed: int
-) -> dict[str, GroupedLinear]:
+def swap_projections(model: nn.Module, choose: Callable[[str], Compute | None], seed: int) -> None:
     """Swap the experts whose projections get a compute from ``choose``: their modules' own forward
     then multiplies by layers.
-
-    Return the layers by the projections' names.
     """
-    layers: dict[str, GroupedLinear] = {}
     for name, owner in projections(model).items():
         compute = choose(name)
         if compute is not None:
             own_name = name.rpartition(".")[2]
-            layers[name] = GroupedLinear(owner.get_parameter(own_name), name, compute, seed)
-            take_over(owner, own_name, layers[name])
-    return layers
-
-
-def grouped_layers_of(model: nn.Module) -> dict[str, GroupedLinear]:
-    """Return the projections that are already swapped, by the names that ``choose`` got."""
-    layers = {}
-    for name, module in model.named_modules():
-        if isinstance(module, GroupedLinear):
-            layers[name.replace(f"{NARROW}.", "")] = module
-    return layers
+            layer = GroupedLinear(owner.get_parameter(own_name), name, compute, seed)
+            take_over(owner, own_name, layer)
 
 
 def projections(model: nn.Module) -> dict[str, nn.Module]:

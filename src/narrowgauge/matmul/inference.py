@@ -66,7 +66,7 @@ def is_packed(right: Cast) -> bool:
 # ── the product ───────────────────────────────────────────────────────────────────────────────────
 
 
-@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
+@torch.compiler.allow_in_graph
 class _Product(torch.autograd.Function):
     """Multiply rows ``[tokens, in]`` by stored codes: ``[tokens, out]``.
 

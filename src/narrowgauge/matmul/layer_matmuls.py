@@ -174,7 +174,7 @@ def _(y: Tensor, *_: Any) -> Tensor:
 
 # Dynamo puts the call into its graph unchanged. AOTAutograd traces the operations inside: no guards
 # on computes and casts.
-@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
+@torch.compiler.allow_in_graph
 class LayerProduct(torch.autograd.Function):
     """Compute :func:`output`, and :func:`gradients` in backward."""
 

@@ -190,8 +190,8 @@ def refuse_replaced_forward(name: str, module: nn.Module, compute: Compute) -> N
         )
 
 
-def made_narrow(name: str, module: nn.Module, compute: Compute, seed: int = 0) -> Linear:
-    """Return the module as a :class:`Linear`.
+def make_narrow(name: str, module: nn.Module, compute: Compute, seed: int) -> None:
+    """Make a linear layer a :class:`Linear`.
 
     It stays the same object, so hooks and references stay valid.
     """
@@ -208,4 +208,3 @@ def made_narrow(name: str, module: nn.Module, compute: Compute, seed: int = 0) -
     layer.is_transposed = transposed
     layer.out_features, layer.in_features = matrix_of(layer).shape
     layer.begin([name], weight.device, compute, seed)
-    return layer

@@ -12,14 +12,14 @@ from torch import nn
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul import experts
-from narrowgauge.matmul.experts import GroupedLinear
 from narrowgauge.matmul.gemm import warn_if_emulated
 from narrowgauge.matmul.layer_matmuls import TRACED
 from narrowgauge.matmul.linear import (
     Linear,
+    NarrowLayer,
     is_linear,
     keep_from_fused_kernels,
-    made_narrow,
+    make_narrow,
 )
 from narrowgauge.matmul.roles import multiplied, roles_of
 from narrowgauge.spec.computes import Compute
@@ -27,7 +27,6 @@ from narrowgauge.spec.notation import get_compute
 from narrowgauge.torch_support.machine import require_float64
 from narrowgauge.torch_support.torch_names import plain_name
 
-Layer = Linear | GroupedLinear
 Choice = str | Compute | Callable[[str], str | Compute | None]
 """A compute, its name, or a function from a layer's name to one of these; ``None`` leaves the layer
 alone.
@@ -51,12 +50,12 @@ class NarrowLayers:
         self.model = model
 
     @property
-    def layers(self) -> dict[str, Layer]:
+    def layers(self) -> dict[str, NarrowLayer]:
         """Return the layers by the names that they have now."""
-        layers = dict[str, Layer](experts.grouped_layers_of(self.model))
+        layers = {}
         for name, module in self.model.named_modules():
-            if isinstance(module, Linear):
-                layers[name] = module
+            if isinstance(module, NarrowLayer):
+                layers[name.replace(f"{experts.NARROW}.", "")] = module
         return layers
 
     @property
@@ -151,7 +150,6 @@ def swap_linears(
         if not compute.is_wide:
             roles = roles_of(model, compute.keep_last, warns=True)
     choose = chooser(model, compute, keep, roles)
-    layers: dict[str, Layer] = {}
     for name, module in list(model.named_modules()):
         if is_linear(module) and (chosen := choose(name)) is not None:
             before = getattr(module, "compute", chosen)
@@ -161,18 +159,19 @@ def swap_linears(
                     f"not in {before.name}, in every model that holds it.",
                     stacklevel=2,
                 )
-            layers[name] = made_narrow(plain_name(name), module, chosen, seed)
-    layers |= experts.grouped_layers(model, choose, seed)
+            make_narrow(plain_name(name), module, chosen, seed)
+    experts.swap_projections(model, choose, seed)
+    linears = NarrowLayers(model)
+    layers = linears.layers.values()
     if not layers:
         raise RecipeError(
             f"{type(model).__name__} has no linear layer to compute narrowly.",
             "Its layers must be nn.Linear or transformers' Conv1D, and not all be kept.",
         )
     keep_from_fused_kernels(model)
-    for layer in layers.values():
+    for layer in layers:
         warn_if_emulated(layer.compute, layer.key.device)
-    linears = NarrowLayers(model)
-    is_narrow = not all(layer.compute.is_wide for layer in layers.values())
+    is_narrow = not all(layer.compute.is_wide for layer in layers)
     if is_narrow and read_elsewhere(model):
         warnings.warn(
             f"{linears}. linears.kept lists all. Only layers of nn.Linear's own forward are swapped.",
@@ -199,10 +198,6 @@ def chooser(
 
     Refuse patterns of layers to leave alone that match none.
     """
-    if isinstance(keep, str):
-        raise RecipeError(
-            f"Cannot use keep = {keep!r} because it is not a tuple.", f'Give keep=("{keep}",).'
-        )
     names = list(multiplied(model))
     for pattern in keep:
         if not any(_matches(name, [pattern]) for name in names):

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.matmul.experts import GroupedLinear, grouped_layers_of
-from narrowgauge.matmul.linear import Linear
+from narrowgauge.matmul.experts import GroupedLinear
+from narrowgauge.matmul.swapping import NarrowLayers
 from narrowgauge.measuring.hooks import Hub, Listener
 from narrowgauge.numerics import metrics
 from narrowgauge.numerics.exact_sums import largest_magnitude
@@ -80,13 +80,13 @@ class Gauges(Listener):
         self._row: Row = {}
         self._norms: dict[str, float] = {}
         self._undo = ExitStack()
-        self._layers: dict[str, Any] = {**grouped_layers_of(hub.model)}
+        self._layers: dict[str, Any] = {}
+        for name, layer in NarrowLayers(hub.model).layers.items():
+            self._layers[plain_name(name)] = layer
         self._heads: dict[str, Heads] = {}
         for name, module in hub.model.named_modules():
             heads = heads_of(module)
-            if isinstance(module, Linear):
-                self._layers[plain_name(name)] = module
-            elif heads is not None:
+            if heads is not None:
                 self._heads[plain_name(name)] = heads
         hub.listeners.append(self)
         self.step = 0

@@ -87,7 +87,7 @@ def multiply_plain(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype
         values = torch.mm(a.float(), b.float())
     if bias is not None:
         values += bias.float()
-    return values.to(dtype, copy=True)
+    return values.to(dtype)
 
 
 @multiply_plain.register_fake

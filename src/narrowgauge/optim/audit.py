@@ -222,14 +222,13 @@ class Auditor:
 
         In a healthy run no name is asked for.
         """
-        last = torch.stack([window[-1] for window in self.windows.values()])
-        meant, stored, *_ = last.unbind(1)
-        is_off = (stored < MIN_EDQ * meant) | (MIN_EDQ * stored > meant)
         result = []
-        for owner, may_stall in zip(self.windows, is_off.tolist(), strict=True):
-            if not may_stall and owner not in self._alarmed:
+        for owner, window in self.windows.items():
+            meant, stored, *_ = window[-1].tolist()
+            is_whole = MIN_EDQ * meant <= stored <= meant / MIN_EDQ
+            if is_whole and owner not in self._alarmed:
                 continue
-            reading = read(self.windows[owner], self.seen[owner])
+            reading = read(window, self.seen[owner])
             if not reading.stalls:
                 self._alarmed.discard(owner)
                 continue

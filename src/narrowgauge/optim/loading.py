@@ -83,7 +83,7 @@ def torch_states(
     groups: list[Group], state_dict: Mapping[str, Any]
 ) -> dict[Tensor, dict[str, Tensor | int]]:
     """Return the moments of a state of torch's Adam or AdamW, by the parameters of our groups."""
-    states = {}
+    states: dict[Tensor, dict[str, Tensor | int]] = {}
     for ours, theirs in zip(groups, state_dict["param_groups"], strict=True):
         for parameter, key in zip(ours["params"], theirs["params"], strict=True):
             entry = state_dict["state"].get(key)
@@ -97,9 +97,9 @@ def torch_states(
                     f"Cannot load a state of {', '.join(sorted(entry))}.",
                     "Give the state of torch's Adam or AdamW, in plain tensors.",
                 )
-            states[parameter] = moments = {"step": int(entry["step"])}
+            states[parameter] = {"step": int(entry["step"])}
             for name in STATE_NAMES:
-                moments[name] = at_least_float32(entry[name]).contiguous()
+                states[parameter][name] = at_least_float32(entry[name]).contiguous()
     if state_dict["state"] and not states:
         raise DataError(
             "Cannot load a state whose keys are not numbers of its parameters.",

@@ -32,6 +32,7 @@ from narrowgauge.optim.parameter_formats import (
     ROUNDED,
     float32_row,
     is_shared_by_ranks,
+    keep_none,
     keeping_statistics,
     refuse_shared_memory,
     round_in_place,
@@ -96,8 +97,25 @@ class Optimizer(torch.optim.Optimizer):
             visible format, or the rule does not support its arithmetic.
     """
 
+    grad_norm: Tensor | None = None
+    last_control: Tensor | None = None
+    last_audit: Tensor | None = None
+    loss_scale: Tensor | None = None  # that of the last step, if there was one
+    # Skip a step whose gradient norm is above this. A loop that judges spikes sets it before each
+    # step.
+    skip_above = math.inf
+    num_skipped = 0
+    # Sums the gradients over ranks before a step, if set. `narrowgauge.prepare` sets it.
+    reduction: Any = None
+    # The loss must be scaled by torch.amp.GradScaler. `prepare` sets it for float16.
+    scales_loss = False
     _model: Callable[[], nn.Module | None]
-    _to_round: dict[Tensor, str] | None
+    _stepped = False
+    _uncompiled: Callable[..., Any] | None = None
+    # Whether the last step was skipped, while this is on a device, and its counts of steps.
+    _pending: tuple[HostCopy | None, list[Tensor]] | None = None
+    # The visible format of each parameter to be rounded, until all groups are checked.
+    _to_round: dict[Tensor, str] | None = None
 
     def __init__(
         self, params: Params, rule: AnyRule, defaults: dict[str, Any], *, storage: str | None = None,
@@ -119,7 +137,7 @@ class Optimizer(torch.optim.Optimizer):
             require_number("max_grad_norm", max_grad_norm, is_open=True)
         self._begin()
         if isinstance(params, nn.Module):
-            keep_float32 = keeping_statistics(params, keep_float32)
+            keep_float32 = keeping_statistics(params, keep_float32 or keep_none)
             self._model = weakref.ref(params)
             params = [pair for pair in params.named_parameters() if pair[1].requires_grad]
         self.rule = rule
@@ -127,12 +145,12 @@ class Optimizer(torch.optim.Optimizer):
         self.compile = compile
         self.max_grad_norm = max_grad_norm
         self.audit_every = audit_every
-        self.keep_float32 = keep_float32
+        self.keep_float32 = keep_float32 or keep_none
         self.maximize = bool(maximize)
-        self._to_round = {}
+        formats: dict[Tensor, str] = {}
+        self._to_round = formats
         options = {"storage": storage or "word", "seed": seed, "low_bits": low_bits}
         super().__init__(params, {**defaults, **options})
-        formats = self._to_round
         self._to_round = None
         self._round(formats)
         if like is not None:
@@ -142,30 +160,12 @@ class Optimizer(torch.optim.Optimizer):
 
     def _begin(self) -> None:
         """Set what an optimizer or a copy of one begins with."""
-        self.grad_norm: Tensor | None = None
-        self.last_control: Tensor | None = None
-        # Skip a step whose gradient norm is above this. A loop that judges spikes sets it before
-        # each step.
-        self.skip_above = math.inf
-        self.num_skipped = 0
-        self.last_audit: Tensor | None = None
         self.auditor = Auditor()
         self.on_alarm: Callable[[list[Alarm]], None] = warn_of
-        # Sums the gradients over ranks before a step, if set. `narrowgauge.prepare` sets it.
-        self.reduction: Any = None
+        self.rounded: list[str] = []  # names of the float32 parameters that it has rounded
         self._model = lambda: None
         self._tables: dict[Kernel, Table] = {}
         self._control = StepControl()
-        # The loss must be scaled by torch.amp.GradScaler. `prepare` sets it for float16.
-        self.scales_loss = False
-        self.loss_scale: Tensor | None = None  # that of the last step, if there was one
-        self._stepped = False
-        self._uncompiled: Callable[..., Any] | None = None
-        # Whether the last step was skipped, while this is on a device, and its counts of steps.
-        self._pending: tuple[HostCopy | None, list[Tensor]] | None = None
-        # The visible format of each parameter to be rounded, until all groups are checked.
-        self._to_round = None
-        self.rounded: list[str] = []  # names of the float32 parameters that it has rounded
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -335,8 +335,8 @@ class Optimizer(torch.optim.Optimizer):
                 "optimizer does not step it, or it has states and no weight.",
                 "Pass a weight for each parameter, by the parameters of this optimizer.",
             )
-        for p, value in values.items():
-            self.kernels.check_values(self.group_of(p), p, value, states.get(p, {}))
+        for p, weight in values.items():
+            self.kernels.check_values(self.group_of(p), p, weight, states.get(p, {}))
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p in values]
             with torch.no_grad():
@@ -405,7 +405,9 @@ class Optimizer(torch.optim.Optimizer):
     def num_steps(self, parameter: Tensor) -> int:
         """Return the number of steps that a parameter has taken. Wait for the last step."""
         self.settle()
-        return int(self.state[parameter]["step"]) if self.has_state(parameter) else 0
+        if not self.has_state(parameter):
+            return 0
+        return int(self.state[parameter]["step"])
 
     def bytes_per_param(self) -> float:
         """Return bytes per parameter of weights, gradients (in ``grad_dtype``) and the states that
@@ -492,8 +494,10 @@ class Optimizer(torch.optim.Optimizer):
             Step(control, self.auditor, self.audit_every, self._tables, self.compile).run(work)
         counts = [state.entry["step"] for state in states]
         torch._foreach_add_(counts, 1)
-        may_skip = decision.norm is not None or found_inf is not None
-        self._pending = (HostCopy(control[1]) if may_skip else None, counts)
+        skip = None
+        if decision.norm is not None or found_inf is not None:
+            skip = HostCopy(control[1])
+        self._pending = skip, counts
         if control.is_cpu:  # which has nothing to wait for
             self.settle()
 

@@ -47,12 +47,16 @@ class Kernels:
             self._by_options[key] = kernel
         return self._by_options[key]
 
-    def storage_in(self, group: Group, parameter: Tensor, visible: str | None = None) -> Storage:
-        """Return the storage of a parameter, or of one in another format."""
+    def row_of(self, group: Group, parameter: Tensor) -> Storage:
+        """Return the storage that a group asks for."""
         row = validation.known_row(group["storage"])
         if parameter.ndim < 2:
             row = for_vectors(row)
-        return for_format(row, visible or dtype_name(parameter.dtype))
+        return row
+
+    def storage_in(self, group: Group, parameter: Tensor, visible: str | None = None) -> Storage:
+        """Return the storage of a parameter, or of one in another format."""
+        return for_format(self.row_of(group, parameter), visible or dtype_name(parameter.dtype))
 
     def rule_in(self, group: Group, parameter: Tensor) -> AnyRule:
         """Return the rule that steps a parameter under a group's options."""
@@ -100,22 +104,17 @@ class Kernels:
         return state
 
     def formats_of_rounding(
-        self,
-        group: Group,
-        names: Mapping[Tensor, str],
-        keep_float32: Callable[[str, Tensor], bool] | None,
+        self, group: Group, names: Mapping[Tensor, str], keep_float32: Callable[[str, Tensor], bool]
     ) -> dict[Tensor, str]:
         """Return the visible format of each parameter of a group that is to be rounded to one."""
         formats: dict[Tensor, str] = {}
         for parameter in group["params"]:
             validation.check_real(parameter)
-            if not parameter.requires_grad or parameter.dtype is not torch.float32:
-                continue
-            row = validation.known_row(group["storage"])
-            visible = (for_vectors(row) if parameter.ndim < 2 else row).visible
-            if keep_float32 is None or not keep_float32(names[parameter], parameter):
+            visible = self.row_of(group, parameter).visible
+            is_wide = parameter.requires_grad and parameter.dtype is torch.float32
+            if is_wide and visible != "float32" and not keep_float32(names[parameter], parameter):
                 formats[parameter] = visible
-        return {p: visible for p, visible in formats.items() if visible != "float32"}
+        return formats
 
     def check_values(
         self, group: Group, parameter: Tensor, weight: Tensor, states: Mapping[str, Any]
@@ -124,15 +123,13 @@ class Kernels:
         states here.
         """
         rule = self.rule_in(group, parameter)
-        local_shape = local_of(parameter).shape
-        extras = extras_of(rule, parameter.shape, group)
-        names = [*dict(rule.stored_states), *extras]
+        names = ["weight", *dict(rule.stored_states)]
+        shapes: dict[str, Any] = dict.fromkeys(names, local_of(parameter).shape)
+        for name, extra in extras_of(rule, parameter.shape, group).items():
+            shapes[name] = extra.shape
         for name, value in {"weight": weight, **states}.items():
-            shape = extras[name].shape if name in extras else local_shape
-            is_known = name in ("weight", "step", *names)
-            if not is_known or (name != "step" and local_of(value).shape != shape):
+            if name != "step" and (name not in shapes or local_of(value).shape != shapes[name]):
                 raise RecipeError(
-                    f"Cannot adopt a '{name}' of shape {tuple(getattr(value, 'shape', ()))} for a "
-                    f"parameter of shape {tuple(parameter.shape)}: rule '{rule.name}' has "
-                    f"{', '.join(names) or 'no states'}."
+                    f"Cannot adopt a '{name}' of shape {tuple(value.shape)} for a parameter of shape "
+                    f"{tuple(parameter.shape)}: rule '{rule.name}' has {', '.join(shapes)}."
                 )

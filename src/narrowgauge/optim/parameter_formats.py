@@ -66,8 +66,13 @@ def cast_statistics(model: nn.Module, cast: Callable[[Tensor], Tensor]) -> None:
             module.running_var = cast(module.running_var)
 
 
+def keep_none(name: str, parameter: Tensor) -> bool:
+    """Say that no parameter stays in float32."""
+    return False
+
+
 def keeping_statistics(
-    model: nn.Module, keep_float32: Callable[[str, Tensor], bool] | None
+    model: nn.Module, keep_float32: Callable[[str, Tensor], bool]
 ) -> Callable[[str, Tensor], bool]:
     """Return a ``keep_float32`` that also keeps batch norms with running statistics in float32:
     PyTorch multiplies one format only.
@@ -78,7 +83,7 @@ def keeping_statistics(
             kept |= set(module.parameters(recurse=False))
 
     def keeps(name: str, parameter: Tensor) -> bool:
-        return parameter in kept or (keep_float32 is not None and keep_float32(name, parameter))
+        return parameter in kept or keep_float32(name, parameter)
 
     return keeps
 

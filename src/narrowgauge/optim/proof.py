@@ -57,15 +57,16 @@ def _has_the_bits(rule: AnyRule, storage: Storage, device: torch.device) -> bool
     table.set({actual: numbers for actual, _ in pairs})
     table.launch(to_device(control, device))
     for ours, theirs in pairs:
-        for actual_x, expected_x in zip(_tensors_of(ours), _tensors_of(theirs), strict=True):
-            if not torch.equal(integers_of(actual_x.cpu()), integers_of(expected_x)):
+        # What a step stores. A stored NaN has one pattern of bits.
+        stored = zip(
+            (ours.parameter, *ours.tensors.values()),
+            (theirs.parameter, *theirs.tensors.values()),
+            strict=True,
+        )
+        for x, y in stored:
+            if not torch.equal(integers_of(x.cpu()), integers_of(y)):
                 return False
     return True
-
-
-def _tensors_of(state: LocalState) -> list[Tensor]:
-    """Return what a step stores. A stored NaN has one pattern of bits."""
-    return [state.parameter, *state.tensors.values()]
 
 
 def _drawn(

@@ -119,11 +119,12 @@ class Sample:
         scale = scalars["gradient_scale"]
         gradient = self._read([state.gradient for state in states]).float()
         weight = scale.new_zeros(())
-        lane = None
+        self.lane = None
         if is_audited or getattr(rule, "coupled", False):  # or its moments depend on the weight
             lane = self._stored(states, gradient)
             weight = finite_or_zero(codes.read_weight(numbers.kernel.storage, lane))
-        self.lane = lane if is_audited else None
+            if is_audited:
+                self.lane = lane
         if not isinstance(rule, Rule):
             self.change = self._read([state.change for state in states])
             return

@@ -58,7 +58,8 @@ def specs_of(parameter: Tensor, kernel: Kernel, extras: Extras) -> list[Spec]:
     shape = local_of(parameter).shape
     key = shape, parameter.shape
     if key in kernel.specs and not extras:  # each step asks for each tensor
-        return kernel.specs[key]
+        known: list[Spec] = kernel.specs[key]
+        return known
     specs = [Spec("planes", x.name, x.name, x.dtype, shape) for x in kernel.planes]
     for name in kernel.scaled:
         dims = row_dims(parameter.shape)
@@ -184,8 +185,8 @@ class LocalState:
         self.extra_codes = {name: self.storage.code(x.role) for name, x in extras.items()}
         device = self.parameter.device
         for kind, field, name, dtype, shape in specs_of(owner, kernel, extras):
-            value = entry.get(name)
-            local = local_of(value)
+            value: Any = entry.get(name)
+            local: Any = local_of(value)
             if not isinstance(local, Tensor) or local.dtype is not dtype or local.shape != shape:
                 check_tensor(name, local, dtype, shape, kernel)
             if local.device != device:  # the model has moved

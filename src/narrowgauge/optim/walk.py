@@ -104,8 +104,10 @@ def spans(
     if scales is None:
         scales = {name: codes.multipliers(bound) for name, bound in state.bounds.items()}
     rows, columns = state.form
-    # Beside whole matrices, temporaries are to be few.
-    at_once = at_once or chunk_size(live[0].device) // (4 if state.kernel.is_matrix else 1)
+    if at_once is None:
+        at_once = chunk_size(live[0].device)
+        if state.kernel.is_matrix:  # beside whole matrices, temporaries are to be few
+            at_once //= 4
     most = max(1, at_once // max(1, columns))
     for start in range(0, rows if columns else 0, most):
         part = slice(start, start + most)

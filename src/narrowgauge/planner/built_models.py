@@ -83,19 +83,12 @@ def _architecture(model: Any, config: Any, name: str) -> Architecture:
             f"Count its state: narrowgauge show storages --params {_total(model)}.",
         )
     kv_heads = _size(config, "num_key_value_heads", "num_kv_heads", default=heads)
-    is_new = getattr(config, "new_decoder_architecture", False)
-    if getattr(config, "multi_query", False) and not is_new:  # of Falcon and StarCoder
-        kv_heads = 1
     dim = _size(config, "head_dim", default=hidden // heads)
     latent_dim = _size(config, "qk_nope_head_dim") + _size(config, "qk_rope_head_dim")
-    positions = 0
-    for path, module in model.named_modules():
-        if type(module).__name__.endswith("Embedding") and re.search("wpe|position", path):
-            positions += len(module.weight) * (module.weight.shape[1] == hidden)
     result = Architecture(
         name, kinds, hidden, head.weight.shape[0], heads, kv_heads,
         query_dim=latent_dim or dim, value_dim=_size(config, "v_head_dim", default=dim),
-        is_latent=latent_dim > 0, tie_embeddings=head.weight is embedding.weight, positions=positions,
+        is_latent=latent_dim > 0, tie_embeddings=head.weight is embedding.weight,
     )  # fmt: skip
     return replace(result, outer_vectors=_total(model) - result.num_parameters)
 

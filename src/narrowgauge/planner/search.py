@@ -94,7 +94,7 @@ def _shapes(ask: Estimate, fixed: Fixed) -> Iterator[Layout]:
         _values(fixed, "pipeline", _stages(a.num_layers) if chips > node else [1]),
         _values(fixed, "context", range(1, longest + 1)),
     ):
-        ranks = chips // (tensor * pipeline * context)
+        ranks = max(1, chips // (tensor * pipeline * context))
         data = fixed.get("data", ranks if fixed.get("zero") == 0 else 1)
         shard = max(1, fixed.get("shard", ranks // data))
         data = max(1, ranks // shard)

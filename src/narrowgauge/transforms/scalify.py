@@ -194,7 +194,9 @@ def _sum(
     for dim in dims or range(x.ndim):
         count = count * x.shape[dim]
     size = root_below(count)
-    return Scaled(torch.sum(x.raw, dims, keepdim, **kwargs) / size, x.scale * size)
+    return Scaled(
+        torch.ops.aten.sum.dim_IntList(x.raw, dims, keepdim, **kwargs) / size, x.scale * size
+    )
 
 
 # PyTorch must see views as aliases.
