@@ -6,9 +6,8 @@ import copy
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -64,19 +63,6 @@ def test_what_a_pass_changes_is_put_back() -> None:
     assert state == after
 
 
-def test_weights_that_a_pass_steps_are_put_back() -> None:
-    model = nn.Linear(8, 4)
-    before = model.weight.detach().clone()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def backward(model: nn.Module, x: Tensor) -> None:
-        model(x).square().mean().backward()
-        optimizer.step()
-
-    result = ng.check(model, optimizer, batch=torch.ones(2, 8), loss=loss, backward=backward)
-    assert [r.what for r in result] == ["step-order"] and torch.equal(model.weight, before)
-
-
 def test_a_slope_is_not_looked_at_where_a_hook_changes_a_gradient() -> None:
     model = Model()
     model.head.weight.register_hook(lambda gradient: 0.5 * gradient)
@@ -89,46 +75,6 @@ def test_gradients_that_a_kernel_adds_elsewhere_are_not_accused() -> None:
     model.head.weight.main_grad = torch.zeros_like(model.head.weight)
     result = check(model, tokens_of(0))
     assert not len(result) and "main_grad" in result.unseen["the gradient"]
-
-
-class Pair(NamedTuple):
-    tokens: Tensor
-    labels: Tensor
-
-
-def test_micro_batches_of_named_tuples_are_joined() -> None:
-    result = check(Model(), [Pair(*tokens_of(0)), Pair(*tokens_of(0))])
-    assert not len(result) and "6 of 6 gradients equal" in str(result) and not result.unseen
-
-
-@pytest.mark.parametrize("compute", ["int8-row", "nvfp4"])
-def test_a_factor_is_seen_where_casts_are_coarse(compute: str) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 64)).bfloat16()
-    ng.swap_linears(model, compute)
-    batch = (torch.randn(64, 32).bfloat16(), torch.randn(64, 64))
-
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        return (model(batch[0]).float() - batch[1]).square().mean()
-
-    for factor, kinds in ((1.0, set()), (0.5, {"gradient"})):
-        step = lambda model, batch, factor=factor: (factor * loss(model, batch)).backward()  # noqa: E731
-        optimizer = ng.AdamW(model.parameters())
-        result = ng.check(model, optimizer, batch=batch, loss=loss, backward=step)
-        assert {reading.what for reading in result} == kinds, result
-
-
-def test_small_networks_whose_units_flip_are_not_accused() -> None:
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return (model(batch[0]).float() - batch[1]).square().mean()
-
-    for seed in range(4):
-        torch.manual_seed(seed)
-        layers = nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4)
-        model = nn.Sequential(*layers)
-        batch = (torch.randn(16, 16), torch.randn(16, 4))
-        assert check(model, batch, loss=loss).ok, seed
 
 
 # ── two ranks ─────────────────────────────────────────────────────────────────────────────────────

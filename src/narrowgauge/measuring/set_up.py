@@ -155,7 +155,7 @@ def _not_finite(set_up: SetUp) -> list[str]:
 def _rounded_buffers(model: nn.Module) -> list[str]:
     """Return the buffers of 16 bits that need the last bit of their format: they were rounded.
 
-    Masks and small integers do not. Statistics beside their count, and scales beside codes, are
+    Masks and integers do not. Statistics beside their count, and scales beside codes, are
     meant.
     """
     names = []
@@ -166,8 +166,7 @@ def _rounded_buffers(model: nn.Module) -> list[str]:
             if buffer.dtype in NARROW and not buffer.is_meta and not has_integers:
                 x = spread(buffer)
                 is_odd = x.view(torch.int16) % 2 != 0
-                is_count = (x == x.round()) & (x.abs() <= 256)
-                if bool((is_odd & ~is_count & (x.abs() < torch.finfo(x.dtype).max)).any()):
+                if bool((is_odd & (x != x.round())).any()):
                     names.append(inner_name(f"{owner}.{name}".lstrip(".")))
     return names
 

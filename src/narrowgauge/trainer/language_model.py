@@ -68,7 +68,8 @@ def build(model: str, *, vocab_size: int | None = None, seed: int) -> PreTrained
             "Use the config.json and the tokenizer of these weights, or a folder with only "
             "config.json to start from random weights.",
         )
-    return built.train()
+    built.train()
+    return built
 
 
 def loss_sum(model: PreTrainedModel, tokens: Tensor) -> Tensor:
