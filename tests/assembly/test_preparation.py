@@ -105,7 +105,7 @@ def test_any_optimizer_takes_a_recipe_with_its_own_defaults_and_options_per_para
     assert {(g["momentum"], g["weight_decay"]) for g in optimizer.param_groups} == {
         (0.9, plain["weight_decay"])
     }
-    with pytest.raises(ng.errors.RecipeError, match="storage 'exact' beside a recipe"):
+    with pytest.raises(TypeError, match="multiple values for keyword argument 'storage'"):
         ng.prepare(net(), "bfloat16/word", storage="exact")
 
 

@@ -10,8 +10,8 @@ from narrowgauge.measuring.labels import run_name
 from narrowgauge.runs.record import Run
 
 COLUMNS = [
-    "recipe", "val_loss_std", "val_loss", "edq", "tokens_per_second", "bytes_per_param",
-    "step_memory_bytes", "step_ratio", "diverged", "num_seeds", "difference", "difference_interval",
+    "recipe", "val_loss_std", "val_loss", "bytes_per_param", "tokens_per_second", "step_ratio",
+    "step_memory_bytes", "edq", "diverged", "num_seeds", "difference", "difference_interval",
     "verdict",
 ]  # fmt: skip
 SIZES = {

@@ -46,7 +46,7 @@ def test_a_file_has_the_documented_columns_of_the_seeds_that_count() -> None:
     assert list(row) == COLUMNS
     assert (row["val_loss"], row["val_loss_std"]) == pytest.approx((4.2, 0.2))
     numbers = [row[name] for name in COLUMNS[3:10]]
-    assert numbers == [1.0, 400, 8.0, 1 << 20, None, False, 3]
+    assert numbers == [8.0, 400, None, 1 << 20, 1.0, False, 3]
     assert row["difference"] == pytest.approx(0.1) == sum(row["difference_interval"]) / 2
     assert (master["verdict"], master["difference"]) == ("the baseline", None)
     assert compact["difference_interval"] is None

@@ -86,17 +86,6 @@ def test_steps_have_the_same_bits_under_autocast_and_any_default_dtype_and_devic
         assert_same_bits(outcomes[0], outcome)
 
 
-def test_what_is_compiled_is_decided_at_each_step() -> None:
-    """A small model may take one step alone. All later ones are compiled."""
-    optimizer = ng.SGD(parameters("naive", [(64, 128)]), storage="naive", audit_every=0)
-    take_steps(optimizer, range(1))
-    first = "definition: a first step of 8,192 elements"
-    assert optimizer.ran_compiled() == {"sgd/naive": first}
-    take_steps(optimizer, range(1, 2))
-    (ran,) = optimizer.ran_compiled().values()
-    assert ran == "C++"
-
-
 def test_the_first_step_of_a_large_tensor_takes_little_memory() -> None:
     """It is proved on short cases."""
     (weight,) = parameters("exact", [(1 << 12, 1 << 10)])

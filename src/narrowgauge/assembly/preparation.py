@@ -45,10 +45,10 @@ def matrices_decay(named: Iterable[tuple[str, Tensor]], **options: Any) -> AdamW
     matrices: list[tuple[str, Tensor]] = []
     vectors: list[tuple[str, Tensor]] = []
     for name, parameter in named:
-        members = vectors
         if parameter.ndim >= 2:
-            members = matrices
-        members.append((name, parameter))
+            matrices.append((name, parameter))
+        else:
+            vectors.append((name, parameter))
     groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
     return AdamW([group for group in groups if group["params"]], **options)
 
@@ -115,11 +115,6 @@ def prepare(
         torch.bfloat16
     """
     policy = parse(recipe)
-    if "storage" in options:
-        raise RecipeError(
-            f"Cannot use storage '{options['storage']}' beside a recipe, which has a storage.",
-            "Name it in the recipe.",
-        )
     _require_trainable(model, policy, mesh, shard)
     visible = policy.storage.visible
     copies: dict[str, Tensor] = {}

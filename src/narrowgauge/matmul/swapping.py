@@ -198,10 +198,6 @@ def chooser(
 
     Refuse patterns of layers to leave alone that match none.
     """
-    if isinstance(keep, str):
-        raise RecipeError(
-            f"Cannot use keep = {keep!r} because it is not a tuple.", f'Give keep=("{keep}",).'
-        )
     names = list(multiplied(model))
     for pattern in keep:
         if not any(_matches(name, [pattern]) for name in names):

@@ -115,7 +115,7 @@ def _compare(
     set_up: SetUp, batch: Any, loss: Loss, backward: Backward | None, findings: Findings
 ) -> Gradients:
     """Compare the gradients of one configured step, and return them."""
-    leaves = trained_leaves(set_up.model) | set_up.outside
+    leaves = set_up.outside | trained_leaves(set_up.model)  # masters have their weights' names
     for p in leaves.values():
         if is_sharded(p) or isinstance(getattr(p, "main_grad", None), Tensor):
             words = "not followed through shards and main_grad; check before they are made"

@@ -38,16 +38,11 @@ FIT = (BASELINE, "better", "within the noise")
 """Verdicts of recipes that are known to be as good as the baseline."""
 _WIDTHS = {"float32": 32, "float16": 16, "bfloat16": 16}
 _OVER_SEEDS: dict[str, Callable[[list[float]], float]] = {
-    "val_loss": statistics.fmean, "edq": statistics.median, "tokens_per_second": statistics.median,
-    "bytes_per_param": statistics.median, "step_memory_bytes": max, "step_ratio": statistics.median,
+    "val_loss": statistics.fmean, "bytes_per_param": statistics.median,
+    "tokens_per_second": statistics.median, "step_ratio": statistics.median,
+    "step_memory_bytes": max, "edq": statistics.median,
 }  # fmt: skip
 """The metrics of a row, and how they are taken over the seeds that count."""
-
-
-_TITLES = {
-    "bytes_per_param": "bytes/param", "tokens_per_second": "tokens/s",
-    "step_ratio": "step, x bfloat16", "step_memory_bytes": "MiB a step", "edq": "late EDQ",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -84,8 +79,9 @@ class Comparison:
             Column("val. loss", _loss_cell, right=True),
             Column(f"minus {self.baseline}", shown_difference, right=True),
         ]
-        for name, title in _TITLES.items():
-            columns.append(Column(title, SUMMARY[name].cell, right=True))
+        for name in _OVER_SEEDS:
+            if name != "val_loss":
+                columns.append(Column(SUMMARY[name].label, SUMMARY[name].cell, right=True))
         columns += [Column("seeds", "num_seeds", right=True), Column("verdict", "verdict")]
         shown = []
         for entry in columns:  # a column in which no run has a value says nothing

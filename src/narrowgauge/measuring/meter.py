@@ -251,7 +251,7 @@ class Meter(Listener):
         control = getattr(optimizer, "last_control", None)
         overflow = getattr(optimizer, "found_inf", None)
         if isinstance(optimizer, Optimizer):
-            if control is not self._control:  # a step without gradients has none
+            if control is not None and control is not self._control:  # else it had no gradients
                 self._numbers.set("control", ["clip", "skipped"], control[:2])
             self._control = control
         elif isinstance(overflow, Tensor):

@@ -39,7 +39,7 @@ class Numbers:
         return read
 
 
-def norms_of(gradients: Sequence[Tensor]) -> Tensor:
+def norms_of(gradients: list[Tensor]) -> Tensor:
     """Return norms, in float32 or wider: squares overflow in float16."""
     wide = torch.float32
     for x in gradients:

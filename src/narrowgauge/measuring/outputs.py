@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as global_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from narrowgauge.measuring.adapters import name_without_adapters
@@ -78,21 +75,6 @@ class Recording:
         for k, x in zip(indices, self.forced[place], strict=True):
             leaves[k] = x.to(leaves[k].dtype, copy=True)
         return tree_unflatten(leaves, spec)
-
-
-@contextmanager
-def recorded(forced: Outputs, wide: Wide | None) -> Iterator[Recording]:
-    """Record what modules take and return, by place."""
-    recording = Recording(forced, wide)
-    handles = [
-        global_hooks.register_module_forward_pre_hook(recording.before),
-        global_hooks.register_module_forward_hook(recording.after),
-    ]
-    try:
-        yield recording
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def are_alike(first: Outputs, second: Outputs, place: str) -> bool:

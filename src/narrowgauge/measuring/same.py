@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules import module as global_hooks
 
 from narrowgauge.errors import DataError
 from narrowgauge.measuring.beside import Beside
-from narrowgauge.measuring.outputs import Outputs, Recording, are_alike, distance, recorded
+from narrowgauge.measuring.outputs import Outputs, Recording, are_alike, distance
 from narrowgauge.measuring.policies.wide import Wide
 from narrowgauge.measuring.reading import Reading, Readings, measured, of_all
 from narrowgauge.measuring.resume import generators
@@ -120,7 +121,12 @@ def _run(side: Any, batch: Any, forced: Outputs, wide: Wide | None = None) -> tu
         if isinstance(side, nn.Module):
             stack.enter_context(put_back(side))
             side.eval()
-        recording = stack.enter_context(recorded(forced, wide))
+        recording = Recording(forced, wide)
+        for handle in (
+            global_hooks.register_module_forward_pre_hook(recording.before),
+            global_hooks.register_module_forward_hook(recording.after),
+        ):
+            stack.callback(handle.remove)
         stack.enter_context(generators_put_back())
         before = generators()
         if wide is not None:

@@ -190,7 +190,8 @@ def _repeated(
     with torch.random.fork_rng(devices=[p.device] if p.is_cuda else []):
         type(optimizer).step(twin)
     end = state.get(sample.home, p.detach())
-    return (end.double() - start).view(-1, SIZE)
+    change: Tensor = end.double() - start
+    return change.view(-1, SIZE)
 
 
 def in_turn(items: Sequence[Any], number: int) -> list[Any]:

@@ -103,9 +103,12 @@ def _gradient(
             raise ArithmeticError("a hook may change a gradient")
         if is_finite(p) and (name in first.shadows or name not in first.gradients):
             moved[name] = p
-    if not math.isfinite(first.value) or not all(map(is_finite, first.shadows.values())):
-        cuts = ", ".join(first.wide.cuts)
-        raise ArithmeticError(f"not followed through {cuts}" if cuts else "it is not finite")
+    are_finite = math.isfinite(first.value) and all(map(is_finite, first.shadows.values()))
+    if not first.shadows or not are_finite:
+        reason = "it is not finite, or has no gradient"
+        if first.wide.cuts:
+            reason = f"not followed through {', '.join(first.wide.cuts)}"
+        raise ArithmeticError(reason)
     return first.shadows, moved
 
 

@@ -39,7 +39,7 @@ from narrowgauge.optim.parameter_formats import (
 )
 from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule
 from narrowgauge.optim.state import LocalState, State
-from narrowgauge.optim.step import Step, why_by_definition
+from narrowgauge.optim.step import Step
 from narrowgauge.optim.table import Table
 from narrowgauge.optim.values import store_state, store_weight, stored
 from narrowgauge.spec.storages import Storage
@@ -80,9 +80,8 @@ class Optimizer(torch.optim.Optimizer):
             steps.
         seed: seed of the stochastic rounding, the same on every rank.
         audit_every: steps between audits; 0 never audits.
-        compile: build and compile the steps. ``None`` leaves out a first step of fewer than 2¹⁴
-            elements on a CPU. :meth:`ran_compiled` returns the outcome. Storages in float64 never
-            run compiled.
+        compile: build and compile the steps. ``None`` leaves out steps on a CPU that have no kernel,
+            of fewer than 2¹⁸ elements. :meth:`ran_compiled` returns the outcome.
         low_bits: where a weight of 16 bits begins: at a ``"random"`` place in its rounding cell
             (:mod:`narrowgauge.optim.low_bits`), or at ``"zero"``, as a float32 copy begins. Low
             bits that are known stay.
@@ -301,8 +300,8 @@ class Optimizer(torch.optim.Optimizer):
             >>> weight = torch.nn.Parameter(torch.ones(8, 8, dtype=torch.bfloat16))
             >>> weight.grad, optimizer = torch.ones_like(weight), ng.AdamW([weight], lr=1e-3)
             >>> optimizer.step()
-            >>> optimizer.ran_compiled()  # it may be the only step
-            {'adamw/word': 'definition: a first step of 64 elements'}
+            >>> optimizer.ran_compiled()
+            {'adamw/word': 'C++'}
         """
         codes = {}
         for (rule, storage), kernel in self.kernels.used.items():
@@ -479,7 +478,7 @@ class Optimizer(torch.optim.Optimizer):
         for kernel in self.kernels.used.values():
             kernel.how_it_ran = None
         decision = self._control(
-            gradients, has_kernel=not why_by_definition(self.compile, states),
+            gradients, has_kernel=self.compile is not False,
             max_norm=self.max_grad_norm, skip_above=self.skip_above,
             grad_scale=self.loss_scale, found_inf=found_inf,
         )  # fmt: skip

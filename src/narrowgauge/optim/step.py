@@ -13,7 +13,7 @@ steps one parameter at a time, whole on every rank:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,19 +33,6 @@ from narrowgauge.torch_support.proof import TORCH, language_on
 
 Batch = Mapping[LocalState, Numbers]
 """States with the numbers of their step."""
-KERNEL_ELEMENTS = 1 << 14
-"""On a CPU a first step of fewer elements is not compiled, which takes a second once."""
-
-
-def why_by_definition(compile: bool | None, states: Iterable[LocalState]) -> str:
-    """Return why a step does not ask for compiled code, or an empty string."""
-    if compile is False:
-        return "compile=False"
-    count = sum(state.parameter.numel() for state in states)
-    is_first = all(state.step == 0 and state.parameter.is_cpu for state in states)
-    if compile is None and is_first and count < KERNEL_ELEMENTS:
-        return f"a first step of {count:,} elements"
-    return ""
 
 
 class Step:
@@ -137,7 +124,9 @@ class Step:
 
     def _choose(self, kernel: Kernel, states: Sequence[LocalState]) -> str:
         """Decide how states step. Return why their definition runs, or an empty string."""
-        reason = why_by_definition(self.compile, states)
+        reason = ""
+        if self.compile is False:
+            reason = "compile=False"
         device = self.control.device
         way = language_on(device)
         if has_kernel(kernel.rule, kernel.storage):

@@ -1,4 +1,4 @@
-"""Counts, names and durations in sentences."""
+"""Counts and names in sentences."""
 
 from __future__ import annotations
 
@@ -13,19 +13,6 @@ def counted(number: int, thing: str) -> str:
         ('1 run', '2 runs', '1,234 steps')
     """
     return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"
-
-
-def duration(seconds: float) -> str:
-    """Return a waiting time, rounded.
-
-    Example:
-        >>> [duration(seconds) for seconds in (0.4, 42, 200, 9000)]
-        ['1 s', '42 s', '3 min 20 s', '2 h 30 min']
-    """
-    minutes, rest = divmod(max(1, round(seconds)), 60)
-    if minutes >= 60:
-        return f"{minutes // 60} h {minutes % 60} min"
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 def told(names: Iterable[str], most: int = 3) -> str:
