@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -78,6 +79,7 @@ def test_a_fault_of_one_rank_is_located_and_parts_are_no_replicas(tmp_path: Path
     assert (difference.step, difference.tensor) == (AT, f"grad:{NAME}")
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_a_weight_without_a_gradient_has_no_sum() -> None:
     first, second = (torch.ones(2, requires_grad=True) for _ in range(2))
     sums = RankSums(ALONE, {first: "first", second: "second"})
