@@ -30,6 +30,12 @@ def laptop() -> Iterator[None]:
         yield
 
 
+def test_a_long_product_of_integers_is_rounded_once(laptop: None) -> None:
+    codes = torch.randint(64, 128, (16, 5000), dtype=torch.int8)
+    exact = codes.long() @ codes.long().t()
+    assert torch.equal(gemm._multiply_integers(codes, codes.t()), exact.float())
+
+
 def test_a_prepared_model_trains_by_float32_products_and_says_so_once(laptop: None) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

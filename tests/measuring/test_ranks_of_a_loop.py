@@ -9,6 +9,8 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import narrowgauge as ng
+from narrowgauge.distributed.ranks import ALONE
+from narrowgauge.measuring.rank_sums import RankSums
 from narrowgauge.measuring.two_runs import TwoRuns
 from ranks import run_ranks
 
@@ -74,3 +76,10 @@ def test_a_fault_of_one_rank_is_located_and_parts_are_no_replicas(tmp_path: Path
     runs = TwoRuns(ng.read_run(tmp_path / "healthy"), ng.read_run(tmp_path / "faulty"))
     (difference,) = runs.readings
     assert (difference.step, difference.tensor) == (AT, f"grad:{NAME}")
+
+
+def test_a_weight_without_a_gradient_has_no_sum() -> None:
+    first, second = (torch.ones(2, requires_grad=True) for _ in range(2))
+    sums = RankSums(ALONE, {first: "first", second: "second"})
+    sums.add_gradients({second: torch.ones(2)})
+    assert sums._sums[0].ne(0).tolist() == [False, True]

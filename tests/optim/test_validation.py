@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 import narrowgauge as ng
+from narrowgauge.errors import RecipeError
 from narrowgauge.optim import GaLore
 from narrowgauge.optim.rules.elementwise import ADAMW, Rule
-from narrowgauge.optim.validation import device_of_step
+from narrowgauge.optim.validation import device_of_step, refuse_unscaled
 from optim.pairs import RULES, build, everything, parameters
 from tables import exhaustive
 from tensors import assert_same_bits, parameters_of, take_steps
@@ -274,3 +275,9 @@ def test_notes_of_other_code_stay_beside_a_state() -> None:
     state["exp_avg"] = torch.zeros(4, 4)
     with pytest.raises(ng.errors.RecipeError, match="'exp_avg' is packed"):
         take_steps(optimizer, range(1, 2))
+
+
+def test_gradients_that_are_not_zero_need_a_scaled_loss_in_float16() -> None:
+    refuse_unscaled([torch.zeros(3)])
+    with pytest.raises(RecipeError, match="nobody scaled the loss"):
+        refuse_unscaled([torch.zeros(3), torch.ones(2)])

@@ -5,6 +5,7 @@ of their configuration.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +143,7 @@ def test_causal_attention_is_half_and_windows_are_counted() -> None:
     assert plain.attention_flops(4096) == 6 * 32 * 4096 * 4096
     sizes: dict[str, Any] = {"num_layers": 1, "hidden_size": 8, "num_heads": 1, "vocab_size": 8}
     [layers] = decoder("near", **sizes).layers
-    near = layers._replace(window=16)
+    near = replace(layers, window=16)
     keys = [min(position + 1, 16) for position in range(64)]
     assert near.mean_keys(64) == pytest.approx(
         sum(keys) / 64, rel=0.04

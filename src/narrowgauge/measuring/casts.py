@@ -147,7 +147,7 @@ class Gauges(Listener):
             * self._norms.get("query", math.nan)
             * heads.largest_norm(output.detach(), 1)
         )
-        self._row.setdefault("attention", {})[name] = [rounded(bound, keep_nan=True)]
+        self._row.setdefault("attention", {})[name] = [bound]
 
     @torch.no_grad()
     def _record(self, kind: str, name: str, x: Tensor) -> None:
@@ -184,7 +184,7 @@ def _has_one_scale(cast: Cast) -> bool:
     return cast.granularity == "tensor" or cast.scale == "float8_e4m3fn"
 
 
-def _losses(x: Tensor, cast: Cast) -> list[float | None]:
+def _losses(x: Tensor, cast: Cast) -> list[float]:
     """Return what a cast loses of evenly spaced rows, about ``SAMPLE`` values, and their largest
     magnitude over the rms.
     """
@@ -197,19 +197,7 @@ def _losses(x: Tensor, cast: Cast) -> list[float | None]:
         scale = largest_magnitude(x).view(1, 1)
     loss = metrics.cast_loss(metrics.cast_sums(sample, cast, amax=scale).sum(0))
     outlier = float(sample.abs().amax() / sample.square().mean().sqrt())
-    return list(map(rounded, (loss.underflow, loss.overflow, loss.sqnr_db, outlier)))
-
-
-def rounded(value: float | None, keep_nan: bool = False) -> float | None:
-    """Round to four digits, more than a sample can resolve; ``None`` for NaN unless ``keep_nan``.
-
-    Example:
-        >>> rounded(0.123456), rounded(float("nan"))
-        (0.1235, None)
-    """
-    if value is None or (math.isnan(value) and not keep_nan):
-        return None
-    return float(f"{value:.4g}")
+    return [loss.underflow, loss.overflow, loss.sqnr_db, outlier]
 
 
 # ── attention ─────────────────────────────────────────────────────────────────────────────────────

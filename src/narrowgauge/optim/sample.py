@@ -51,7 +51,7 @@ class Sample:
 
     Attributes:
         owners: the parameters.
-        places: of each state's elements in memory.
+        places, rows: of each state's elements in memory.
         moments: those of the rule that were never cut, flat. A matrix rule has none.
         lane: what was stored before an audited step, else ``None``.
         change: by the exact moments, or of a matrix rule.
@@ -62,6 +62,10 @@ class Sample:
         most = min(ELEMENTS, max(64, MOST_ELEMENTS // len(states)))
         turn = states[0].step // TURN
         self.places = [sample_of(state.parameter.numel(), most, turn) for state in states]
+        self.rows: list[Tensor] = []
+        for state, x in zip(states, self.places, strict=True):
+            places = torch.arange(x.start, x.stop, x.step, device=state.parameter.device)
+            self.rows.append(places // state.form[1])
         self.lane: Lane | None = None
         self.change: Any = None
         self.moments: list[Tensor] = []
@@ -103,9 +107,8 @@ class Sample:
         scales = {}
         for name in states[0].kernel.scaled:
             parts = []
-            for state, x in zip(states, self.places, strict=True):
-                places = torch.arange(x.start, x.stop, x.step, device=state.parameter.device)
-                parts.append(state.bounds[name].view(-1)[places // state.form[1]])
+            for state, rows in zip(states, self.rows, strict=True):
+                parts.append(state.bounds[name].view(-1).index_select(0, rows))
             scales[name] = codes.multipliers(torch.cat(parts))
         return scales
 

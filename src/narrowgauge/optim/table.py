@@ -172,7 +172,9 @@ class Table:
         tile = step_cpp.TILE if self.module is None else self.module.BLOCK.value
         sizes = []
         for state in states:
-            extent = max(1, state.form[1]) if self.storage.scaled else tile
+            extent = tile
+            if state.bounds:
+                extent = max(1, state.form[1])
             sizes.append((state.parameter.numel(), extent))
         programs.lay_out(sizes, len(places))
         rows = programs.rows

@@ -104,7 +104,7 @@ def _kinds(model: Any, config: Any, hidden: int) -> Iterator[Layers]:
     for module, kind in zip(modules, types or [""] * len(modules), strict=True):
         counts[_layer(module, kind, config, hidden)] += 1
     for layers, count in counts.items():
-        yield layers._replace(count=count)
+        yield replace(layers, count=count)
 
 
 def _layer(module: Any, kind: str, config: Any, hidden: int) -> Layers:

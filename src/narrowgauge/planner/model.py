@@ -79,7 +79,7 @@ def decoder(
         if mixture["shared_size"]:
             matmuls += _mlp(hidden_size, mixture["shared_size"], gates)
         sparse = layers_of(matmuls, vectors, num_layers - mixture["dense_layers"])
-        kinds = [kinds[0]._replace(count=mixture["dense_layers"]), sparse]
+        kinds = [replace(kinds[0], count=mixture["dense_layers"]), sparse]
     outer = hidden_size * (1 + has_biases)
     layers = tuple(kind for kind in kinds if kind.count)
     dims = {"query_dim": dim, "value_dim": dim, **fields}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 Part = Literal["attention", "mlp", "experts", "head", "embeddings", "norms"]
 
@@ -43,7 +43,8 @@ class Weight:
         return 2 * self.num_parameters * self.tokens_share
 
 
-class Layers(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Layers:
     """Describe equal layers, as :func:`layers_of` makes them.
 
     Args:

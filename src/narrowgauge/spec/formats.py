@@ -80,11 +80,6 @@ class Format:
         return self.kind == "float" and self.specials != "negative_zero"
 
     @property
-    def storage_bits(self) -> int:
-        """Bits per value in memory: the next power of two, as in arrays."""
-        return 1 << (self.bits - 1).bit_length()
-
-    @property
     def min_exponent(self) -> int:
         """Exponent of the smallest normal value (0 for integers)."""
         if self.kind == "int":
@@ -195,5 +190,5 @@ def get_format(name: str | Format) -> Format:
 
 @cache
 def bytes_per_number(name: str) -> float:
-    """Return the bytes that a number of a format takes in memory."""
-    return get_format(name).storage_bits / 8
+    """Return the bytes that a number of a format takes in memory: the next power of two of bits."""
+    return (1 << (get_format(name).bits - 1).bit_length()) / 8
