@@ -229,7 +229,8 @@ class RunRecorder:
                 ranks' checksums reveals repeated batches.
             columns: further columns. ``lr``, ``grad_norm`` (before clipping) and ``seconds``
                 replace those read here, which are the rate of the optimizer's first group, our
-                optimizer's norm, if it clips, and the time since the last call.
+                optimizer's norm, if it clips, and the time since the last call. With ``loss_scale``
+                a step that a ``torch.amp.GradScaler`` left out counts as skipped.
         Raises:
             RecordError: the run is resumed, and :meth:`go_back` was not called.
         """
