@@ -258,6 +258,8 @@ def bytes_per_param(optimizer: torch.optim.Optimizer) -> float:
     """Return the bytes of weight, gradient and states for each parameter."""
     if isinstance(optimizer, RoundedAdamW):
         return 16.0
-    if isinstance(optimizer, ng.Optimizer | PublishedAdamW):
+    if isinstance(optimizer, PublishedAdamW):
+        return optimizer.row.bytes_per_param
+    if isinstance(optimizer, ng.Optimizer):
         return float(optimizer.bytes_per_param())
     return bytes_held(optimizer)

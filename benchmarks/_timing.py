@@ -10,14 +10,12 @@ add to; where a device or other processes work too, it is the clock's.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -42,20 +40,17 @@ class Contender(NamedTuple):
         run: does the work once.
         before: called before each call, untimed.
         per_call: how many steps one call takes; times are per step.
-        rounds: takes part in so many rounds at most (for the very slow).
     """
 
     name: str
     run: Callable[[], object]
     before: Callable[[], object] = nothing
     per_call: int = 1
-    rounds: float = float("inf")
 
 
 def measure(
     contenders: Sequence[Contender],
     *,
-    baseline: str,
     rounds: int,
     warmup: int = 2,
     wait: Callable[[], object] = nothing,
@@ -64,9 +59,8 @@ def measure(
     """Time contenders in rounds; return a row per contender, in the order given.
 
     Args:
-        contenders: the baseline among them.
-        baseline: the name of the one that the others are divided by.
-        rounds: how many rounds are timed.
+        contenders: the first one is the baseline, by which the others are divided.
+        rounds: how many rounds are timed, two or more.
         warmup: calls of each before the first round.
         wait: waits for a device's work to end.
         clock: returns seconds.
@@ -80,37 +74,18 @@ def measure(
     for number in range(rounds):
         first = number % len(contenders)
         for contender in (*contenders[first:], *contenders[:first]):
-            if number < contender.rounds:
-                contender.before()
-                began = clock()
-                contender.run()
-                wait()
-                seconds[contender.name].append((clock() - began) / contender.per_call)
+            contender.before()
+            began = clock()
+            contender.run()
+            wait()
+            seconds[contender.name].append((clock() - began) / contender.per_call)
     rows = []
     for name, times in seconds.items():
-        # One with few rounds was in the first ones.
-        ratios = [a / b for a, b in zip(times, seconds[baseline], strict=False)]
-        if len(ratios) == 1:
-            ratios *= 2  # the quartiles of one value are that value
+        ratios = [a / b for a, b in zip(times, seconds[contenders[0].name], strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
         row = {"": name, "median ms": 1e3 * statistics.median(times), "ratio": middle}
-        rows.append(row | {"quartiles": f"{low:.3f}–{high:.3f}", "rounds": len(times)})
+        rows.append(row | {"quartiles": f"{low:.3f}–{high:.3f}"})
     return rows
-
-
-def machine() -> Row:
-    """Return what a reader must know beside the figures."""
-    return {
-        "narrowgauge": installed_version("narrowgauge"),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "processor": processor_name(),
-        "vectors": torch.backends.cpu.get_cpu_capability(),
-        "cpus": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "load": load(),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-    }
 
 
 def load() -> str:
@@ -127,60 +102,42 @@ def parser(doc: str | None, *, rounds: int) -> argparse.ArgumentParser:
     flags.add_argument("--quick", action="store_true", help="small sizes, which measure nothing")
     flags.add_argument("--rounds", type=int, default=rounds, help="timed rounds")
     flags.add_argument("--threads", type=int, help="threads of torch (default: torch's own choice)")
-    flags.add_argument("--json", type=Path, metavar="FILE", help="write what is printed there")
     return flags
 
 
-class Report:
-    """What a benchmark prints and, with ``--json``, writes.
+def begin(title: str, options: argparse.Namespace, peers: Sequence[str] = ()) -> None:
+    """Print what a reader must know beside the figures.
 
     Args:
-        title: its name.
+        title: the benchmark's name.
         options: the parsed flags.
         peers: packages that are measured beside ours.
     """
-
-    def __init__(self, title: str, options: argparse.Namespace, peers: Sequence[str] = ()) -> None:
-        if options.threads:
-            torch.set_num_threads(options.threads)
-        self.title = title
-        self.options = options
-        self.machine = machine() | {name: installed_version(name) for name in peers}
-        self.tables: dict[str, list[Row]] = {}
-        self.notes: list[str] = []
-        print(f"{title}{' (quick: no measurement)' if options.quick else ''}")
-        print("  ".join(f"{name} {value}" for name, value in self.machine.items()))
-
-    def add(self, title: str, rows: Sequence[Row]) -> None:
-        """Print a table and keep it."""
-        self.tables[title] = list(rows)
-        empty: Row = {name: None for row in rows for name in row}
-        shown = []
-        for row in rows:
-            shown.append(empty | {name: rounded(value) for name, value in row.items()})
-        print(f"\n{title}")
-        print(table_of(shown).plain(), end="", flush=True)
-
-    def note(self, line: str) -> None:
-        """Print a line and keep it."""
-        self.notes.append(line)
-        print(f"note: {line}", flush=True)
-
-    def end(self) -> int:
-        """Write the JSON file that was asked for, and return the exit status."""
-        print(f"\nload at the end: {load()}")
-        if self.options.json is not None:
-            names = ("title", "machine", "tables", "notes")
-            content = {name: getattr(self, name) for name in names}
-            content["quick"] = self.options.quick
-            content["load_at_the_end"] = load()
-            self.options.json.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
-        return 0
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    facts = {name: installed_version(name) for name in ("narrowgauge", "torch", *peers)}
+    facts |= {
+        "python": platform.python_version(),
+        "processor": processor_name(),
+        "vectors": torch.backends.cpu.get_cpu_capability(),
+        "cpus": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+    }
+    print(f"{title}{' (quick: no measurement)' if options.quick else ''}")
+    print("  ".join(f"{name} {value}" for name, value in facts.items()))
 
 
-def rounded(value: Any) -> Any:
-    """Round what a table shows to four digits."""
-    return float(f"{value:.4g}") if isinstance(value, float) else value
+def show(title: str, rows: Sequence[Row]) -> None:
+    """Print a table, of figures with four digits."""
+    shown = []
+    for row in rows:
+        line: Row = {name: None for other in rows for name in other}
+        for name, value in row.items():
+            line[name] = float(f"{value:.4g}") if isinstance(value, float) else value
+        shown.append(line)
+    print(f"\n{title} (load {load()})")
+    print(table_of(shown).plain(), end="", flush=True)
 
 
 def parameters(

@@ -6,9 +6,9 @@ and tokens under FSDP2 over four ranks and under tensor parallelism over four. T
 The distance is the sum over parts of |planned − measured| seconds, over those of the measured step.
 
 A rank is a process of this machine with one thread. Ranks talk over gloo, whose reduce-scatter is
-an all-reduce. A step is measured by ``torch.profiler``, and divided as ``narrowgauge diagnose
-TRACE`` divides it. An exchange counts as long as on the rank that came last; the rest of the other
-ranks' time in it is waiting. Figures are medians over rounds of the means over ranks.
+an all-reduce. ``torch.profiler`` measures a step, and the names of operations divide it. An exchange
+counts as long as on the rank that came last; the rest of the other ranks' time in it is waiting.
+Figures are medians over rounds of the means over ranks.
 
 Baseline: the plan for a chip whose rates were measured in the same rounds, while all ranks multiply,
 add, or gather at once. The plan takes them whole: published efficiencies and overlaps are of GPUs.
@@ -18,34 +18,35 @@ Run: ``./dev bench hybrid_step [--rounds N] [--quick]``; five minutes of two cor
 
 from __future__ import annotations
 
+import re
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from _timing import Report, Row, parser
+from _timing import Row, begin, parser, show
 from torch.distributed import tensor as placements
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import parallel
 from torch.nn.functional import cross_entropy
-from torch.profiler import profile, record_function
+from torch.profiler import profile
 
 import narrowgauge as ng
 from narrowgauge.distributed.sharding import shard
 from narrowgauge.planner.estimate import Estimate
 from narrowgauge.planner.layouts import Layout
 from narrowgauge.planner.machine import cluster_of
-from narrowgauge.planner.memory import groups_of
 from narrowgauge.planner.model import read_model
 from narrowgauge.planner.program import read_program
-from narrowgauge.planner.step_time import BETWEEN_TENSOR, SHARDED, TENSOR_SHOWN
-from narrowgauge.planner.trace import read_trace
+from narrowgauge.planner.step_time import (
+    TENSOR_SHOWN,
+    exchanges_of_batch,
+    exchanges_of_state,
+)
 from narrowgauge.spec.chips import get_chip
 from narrowgauge.spec.notation import parse
 from narrowgauge.trainer import language_model
@@ -75,7 +76,15 @@ TENSOR_PARALLEL = {
     "model.layers.*.mlp.up_proj": COLUMN,
     "model.layers.*.mlp.down_proj": ROW,
 }
-COMPUTING = ("matmuls", "attention", "elementwise", "loss", "optimizer")
+COMPUTING = {
+    "optimizer": r"^optimizer\.(step|zero_grad)",
+    "waiting": r"^(c10d|nccl|gloo|_c10d_functional|fsdp)\b|record_param_comms",
+    "loss": "log_?softmax|cross_?entropy|nll_?loss",
+    "attention": "attention|attn",
+    "matmuls": "^aten::(addmm|mm|bmm|matmul|linear)$",
+    "elementwise": "^aten::",
+}
+"""The first name that matches an operation, or one that calls it, says its part."""
 EXCHANGES = {
     "FSDP2": ("FSDP::",),
     "tensor parallel": ("_c10d_functional::all_reduce", "_c10d_functional::wait_tensor"),
@@ -112,18 +121,31 @@ def step_of(mesh: Any, num_sequences: int, length: int) -> Callable[[], None]:
     return step
 
 
-def traced(step: Callable[[], None], file: Path) -> Parts:
+def part_of(event: Any) -> str:
+    """Return the part of an operation; the outermost caller with a name of its own decides."""
+    caller = part_of(event.cpu_parent) if event.cpu_parent else ""
+    if caller not in ("", "matmuls", "elementwise"):
+        return caller
+    for part, pattern in COMPUTING.items():
+        if re.search(pattern, event.name, re.IGNORECASE):
+            return part
+    return caller
+
+
+def traced(step: Callable[[], None]) -> Parts:
     """Return the seconds of a step by part."""
     dist.barrier()
-    with profile() as profiler, record_function("ProfilerStep#1"):
+    with profile() as profiler:
         step()
-    profiler.export_chrome_trace(str(file))
-    seconds = {row["group"]: row["seconds"] for row in read_trace(file).rows}
-    parts = {part: seconds[part] for part in COMPUTING}
-    parts["waiting"] = seconds["communication"]
+    parts = dict.fromkeys(COMPUTING, 0.0)
+    events = sorted(profiler.events(), key=lambda event: event.time_range.start)
+    for event in events:
+        part = part_of(event)
+        if part and event.thread == events[0].thread:
+            parts[part] += 1e-6 * event.self_cpu_time_total
     for exchange, names in EXCHANGES.items():
         spans = []
-        for event in sorted(profiler.events(), key=lambda event: event.time_range.start):
+        for event in events:
             is_nested = event.cpu_parent and event.cpu_parent.name.startswith(names)
             if event.name.startswith(names) and not is_nested:
                 spans.append(event.cpu_time_total)
@@ -159,17 +181,16 @@ def unit_seconds(num_tokens: int, pair: Any) -> Parts:
     )
 
 
-def on_a_rank(length: int, rounds: int, folder: str) -> list[Parts]:
+def on_a_rank(length: int, rounds: int) -> list[Parts]:
     """Return the median seconds of a unit of work, and of a step by part."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
-    file = Path(folder, f"{dist.get_rank()}.json")
     step = step_of(mesh, 2, length)
     step()  # compiles
     units = []
     steps = []
     for _ in range(rounds):
         units.append(unit_seconds(2 * length, mesh.get_group("tensor")))
-        steps.append(traced(step, file))
+        steps.append(traced(step))
     medians = []
     for rows in (units, steps):
         medians.append({name: median(row[name] for row in rows) for name in rows[0]})
@@ -190,24 +211,22 @@ def planned(sharding: int, tensor: int, length: int, units: Parts) -> Parts:
         shares[name] = 1.0
     layout = Layout(shard=sharding, tensor=tensor, micro_batch=4 // sharding)
     ask = MODEL, parse("float32/float32"), layout, cluster_of(chip, 4), length, program
-    step = Estimate(*ask, shares=shares).step
-    parts = {part: groups_of(step).get(part, 0.0) for part in COMPUTING}
-    parts["FSDP2"] = step.get(SHARDED, 0.0)
-    sent = step.get(BETWEEN_TENSOR, 0.0)
+    job = Estimate(*ask, shares=shares)
+    parts = {part: job.step.get(part, 0.0) for part in COMPUTING}  # the plan has no waiting
+    parts["FSDP2"] = exchanges_of_state(job, shares, 0.0).get("shard", 0.0)
+    sent = exchanges_of_batch(job, shares, 0.0).get("tensor", 0.0)
     parts["tensor parallel"] = sent / TENSOR_SHOWN
-    parts["waiting"] = 0.0  # the plan has none
     return parts
 
 
 def main(arguments: Sequence[str]) -> int:
     """Print the tables."""
     options = parser(__doc__, rounds=9).parse_args(arguments)
-    report = Report("hybrid_step", options)
+    begin("hybrid_step", options)
     length = 32 if options.quick else 256
-    with tempfile.TemporaryDirectory() as folder:
-        units, measured = on_ranks(on_a_rank, 4, length, options.rounds, folder)
+    units, measured = on_ranks(on_a_rank, 4, length, options.rounds)
     rates = {name: 1e-9 / seconds for name, seconds in units.items()}
-    report.add("what a rank reaches, 10⁹ a second", [rates])
+    show("what a rank reaches, 10⁹ a second", [rates])
     rows: list[Row] = [{"seconds": "measured"} | measured]
     total = sum(measured.values())
     for name, ranks in LAYOUTS.items():
@@ -215,8 +234,8 @@ def main(arguments: Sequence[str]) -> int:
         apart = sum(abs(plan[part] - measured[part]) for part in plan)
         share = sum(plan.values()) / total
         rows.append({"seconds": name} | plan | {"share": share, "distance": apart / total})
-    report.add("a step measured, and three plans", rows)
-    return report.end()
+    show("a step measured, and three plans", rows)
+    return 0
 
 
 if __name__ == "__main__":

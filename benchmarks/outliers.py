@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 from _starts import held_out_blocks, smollm2
-from _timing import Report, Row, exit_by, parser
+from _timing import Row, begin, exit_by, parser, show
 from torch import Tensor, nn
 
 import narrowgauge as ng
@@ -130,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags.add_argument("--factors", type=int, nargs="+", default=FACTORS, help="powers of two")
     options = flags.parse_args(arguments)
     warnings.simplefilter("ignore", EmulationNotice)
-    report = Report("outliers", options, peers=("transformers", "bitsandbytes"))
+    begin("outliers", options, peers=("transformers", "bitsandbytes"))
     loaded, tokens = smollm2()
     blocks = held_out_blocks(tokens)[: 2 if options.quick else None]
     model = ng.cast_parameters(loaded, torch.bfloat16).eval()
@@ -153,8 +153,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             mean, half = interval(differences)
             rows[name][f"× {factor}"] = f"{mean:+.4f} ± {half:.4f}"
             print(rows[name], flush=True)
-    report.add("loss less bfloat16's, by the factor of one channel a layer", [*rows.values()])
-    return report.end()
+    show("loss less bfloat16's, by the factor of one channel a layer", [*rows.values()])
+    return 0
 
 
 if __name__ == "__main__":

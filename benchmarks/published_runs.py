@@ -37,8 +37,8 @@ from narrowgauge.spec.chips import get_chip
 from narrowgauge.spec.toml import load_toml
 
 HERE = Path(__file__).parent
-TOLERANCE = {"memory": 0.10, "speed": 0.15, "length": 0.15}
 _OF_CLUSTER = ("chip", "chips", "chips_per_node", "interconnect_gbit_per_second")
+Question = dict[str, Any]
 
 
 class Fact(NamedTuple):
@@ -60,54 +60,53 @@ class Fact(NamedTuple):
 
     @property
     def is_right(self) -> bool:
-        return self.error <= TOLERANCE[self.what]
+        return self.error <= (0.10 if self.what == "memory" else 0.15)
 
     @property
     def is_inside(self) -> bool:
         return self.ends[0] <= self.measured <= self.ends[1]
 
 
-def load(*, held_out: bool, stated: bool = False) -> list[dict[str, Any]]:
+def load(*, held_out: bool, stated: bool = False) -> list[Question]:
     """Return the runs and questions of a file, each with its question for the planner."""
     name = "published_held_out.toml" if held_out else "published.toml"
     table = load_toml((HERE / name).read_text(encoding="utf-8"))
     models = {name: of_config(config, name) for name, config in table["models"].items()}
-    rows = []
     for row in table["run"] + table["question"]:
         ask = row["ask"]
         ask["model"] = models.get(ask["model"], ask["model"])
-        where = {name: ask.pop(name) for name in _OF_CLUSTER if name in ask}
+        where = {"chips": 1} | {name: ask.pop(name) for name in _OF_CLUSTER if name in ask}
         if isinstance(where["chip"], dict):
             like = get_chip(where["chip"].pop("like"))
             where["chip"] = replace(like, **where["chip"])
-        ask["cluster"] = cluster_of(**{"chips": 1, **where})
+        ask["cluster"] = cluster_of(**where)
         if stated and "layout" in row:
             ask["layout"] = row["layout"]
-        rows.append({**row, "is_question": row in table["question"]})
-    return rows
+    for row in table["question"]:
+        row["name"] += " (question)"
+    return list(table["run"] + table["question"])
 
 
-def facts_of(row: dict[str, Any]) -> Iterator[Fact]:
-    """Yield the planner's answers beside the facts of a run."""
-    fact = row["fact"]
-    names = row["name"], row["publication"]
-    if "longest" in fact:
-        length = longest(row["ask"])
-        yield Fact(*names, "dense", "length", fact["longest"], length, (length, length))
-        return
-    job = plan(**row["ask"], advise=False).best
-    for name in ("allocated", "reserved"):
-        if f"{name}_gb" in fact:
-            planned = getattr(job, f"{name}_bytes") / 1e9
-            ends = [planned / job.peak_bytes * end for end in job.memory_interval]
-            yield Fact(*names, job.kind, "memory", fact[f"{name}_gb"], planned, ends)
-    if "rate" in fact:
-        ends = [end / job.num_chips for end in job.rate_interval]
-        planned = job.tokens_per_second / job.num_chips
-        yield Fact(*names, job.kind, "speed", fact["rate"], planned, ends)
+def facts_of(rows: Sequence[Question]) -> Iterator[Fact]:
+    """Yield the planner's answers beside the facts of runs."""
+    for row in rows:
+        names = row["name"], row["publication"]
+        fact = row["fact"]
+        if "longest" in fact:
+            length = longest(row["ask"])
+            yield Fact(*names, "dense", "length", fact["longest"], length, (length, length))
+            continue
+        job = plan(**row["ask"], advise=False).best
+        for name in {"allocated_gb", "reserved_gb"} & fact.keys():
+            planned = getattr(job, name.replace("gb", "bytes"))
+            ends = [1e-9 * planned / job.peak_bytes * end for end in job.memory_interval]
+            yield Fact(*names, job.kind, "memory", fact[name], planned / 1e9, ends)
+        if "rate" in fact:
+            rate = fact["rate"] * job.cluster.chips
+            yield Fact(*names, job.kind, "speed", rate, job.tokens_per_second, job.rate_interval)
 
 
-def longest(asked: dict[str, Any]) -> int:
+def longest(asked: Question) -> int:
     """Return the tokens of the longest sequence that fits, to 128."""
     least, most = 1, 1 << 13
     while most - least > 1:
@@ -119,18 +118,7 @@ def longest(asked: dict[str, Any]) -> int:
     return 128 * least
 
 
-def all_facts(rows: Sequence[dict[str, Any]]) -> list[Fact]:
-    """Return the facts of all rows, and print what cannot be asked."""
-    facts = []
-    for row in rows:
-        try:
-            facts += facts_of(row)
-        except NarrowgaugeError as error:
-            print(f"{row['name']:44} cannot be asked: {error}")
-    return facts
-
-
-def pairs_of(rows: Sequence[dict[str, Any]], *, stated: bool) -> list[Fact]:
+def pairs_of(rows: Sequence[Question], *, stated: bool) -> Iterator[Fact]:
     """Plan each run from every other one of its publication, chip and program: in the known run's
     layout, or in the one that its source states.
     """
@@ -140,14 +128,12 @@ def pairs_of(rows: Sequence[dict[str, Any]], *, stated: bool) -> list[Fact]:
         fact = row["fact"]
         if "rate" not in fact or "layout" not in asked:
             continue
-        names = [asked.get(name) for name in ("program", "base", "experts")]
         rate = fact["rate"] * asked["cluster"].chips
         peak = fact.get("allocated_gb", fact.get("reserved_gb", 0.0))
         with contextlib.suppress(NarrowgaugeError):
             run = MeasuredRun(tokens_per_second=rate, peak_gb=peak, **asked)
-            key = row["publication"], asked["cluster"].chip.name, bool(asked.get("lora"))
-            groups[(*key, *names, run.job.kind)].append((row, run))
-    pairs = []
+            program = run.job.program, run.job.tuning.base, run.job.tuning.lora > 0
+            groups[row["publication"], run.job.chip.name, program, run.job.kind].append((row, run))
     for runs in groups.values():
         for (_, known), (row, wanted) in permutations(runs, 2):
             changes = dict(wanted.asked)
@@ -158,11 +144,9 @@ def pairs_of(rows: Sequence[dict[str, Any]], *, stated: bool) -> list[Fact]:
                 told = known.next(**changes)
                 names = row["name"], row["publication"], told.difference
                 rates = wanted.tokens_per_second, told.tokens_per_second, told.rate_interval
-                pairs.append(Fact(*names, "speed", *rates))
+                yield Fact(*names, "speed", *rates)
                 if wanted.peak_gb and known.peak_gb:
-                    peaks = wanted.peak_gb, told.peak_gb, told.peak_interval
-                    pairs.append(Fact(*names, "memory", *peaks))
-    return pairs
+                    yield Fact(*names, "memory", wanted.peak_gb, told.peak_gb, told.peak_interval)
 
 
 def summary(facts: Sequence[Fact]) -> str:
@@ -202,15 +186,6 @@ def held_by_others(facts: Sequence[Fact], wider: float = 1.0) -> float:
     return inside / len(facts)
 
 
-def ends_text(facts: Sequence[Fact]) -> str:
-    """Write the ends of an interval, of memories widened."""
-    wider = 1.0
-    while facts[0].what == "memory" and held_by_others(facts, wider) < 0.8:
-        wider += 0.05
-    low, high = ends_of(facts, wider)
-    return f"ends = [{low:.3f}, {high:.3f}], runs = {len(facts)}"
-
-
 def main() -> int:
     """Print every fact and the summaries."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
@@ -218,21 +193,28 @@ def main() -> int:
         parser.add_argument(f"--{name}", action="store_true")
     options = parser.parse_args()
     rows = load(held_out=options.held_out, stated=options.stated or options.next)
-    facts = pairs_of(rows, stated=options.stated) if options.next else all_facts(rows)
+    facts = pairs_of(rows, stated=options.stated) if options.next else facts_of(rows)
     groups = defaultdict(list)
-    questions = {row["name"] for row in rows if row["is_question"]}
+    wrong = set()
     for fact in facts:
-        print(f"{fact.name:44} {fact.what:7} {fact.measured:10,.1f} {fact.planned:10,.1f}")
-        source = "questions" if fact.name in questions else "runs"
-        names = {fact.kind, "all", "all but mixtures" if fact.kind != "mixture" else "mixture"}
-        for name in names:
-            groups[f"{fact.what}, {name}"].append(fact)
-            groups[f"{fact.what}, {name}, {source}"].append(fact)
-    for name, chosen in sorted(groups.items()):
-        print(f"{name}: {summary(chosen)}")
-        if name in ("speed, dense", "speed, mixture", "memory, dense"):
-            print(f"{name}: {ends_text(chosen)}")
-    wrong = {fact.name for fact in facts if not fact.is_right}
+        print(f"{fact.name:55} {fact.what:7} {fact.measured:12,.1f} {fact.planned:12,.1f}")
+        source = "questions" if fact.name.endswith("(question)") else "runs"
+        kind = "mixture" if fact.kind == "mixture" else "all but mixtures"
+        for group in (fact.kind, kind, f"{kind}, {source}", source):
+            if fact not in groups[fact.what, group]:
+                groups[fact.what, group].append(fact)
+        if not fact.is_right:
+            wrong.add(fact.name)
+    for (what, group), chosen in sorted(groups.items()):
+        print(f"{what}, {group}: {summary(chosen)}")
+        if group in ("dense", "mixture"):
+            wider = 1.0
+            while what == "memory" and len(chosen) > 3 and held_by_others(chosen, wider) < 0.8:
+                wider += 0.05
+            print(
+                "ends = [{:.3f}, {:.3f}]".format(*ends_of(chosen, wider)), f"runs = {len(chosen)}"
+            )
+    questions = {row["name"] for row in rows if row["name"].endswith("(question)")}
     print(f"{len(questions)} questions: {len(questions - wrong)} right")
     return 0
 

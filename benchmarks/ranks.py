@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _timing import Contender, Report, Row, measure, parser
+from _timing import Contender, Row, begin, measure, parser, show
 from torch import multiprocessing, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -38,7 +38,6 @@ from narrowgauge.trainer import language_model
 
 LEAVES = 12
 STEPS = 3
-KINDS = ("plain DDP", "plain FSDP2", "ours, DDP", "ours, FSDP2", "ours, replicated")
 
 
 @dataclass(frozen=True)
@@ -126,92 +125,56 @@ def timed(case: Case, rounds: int) -> list[Row]:
         step = stepper(case, name.removesuffix(", again"))
         contenders.append(Contender(name, step, before=dist.barrier))
     settings: dict[str, Any] = {"warmup": 1, "wait": dist.barrier, "clock": time.perf_counter}
-    return measure(contenders, baseline="torch", rounds=rounds, **settings)
+    return measure(contenders, rounds=rounds, **settings)
 
 
 # ── how many models ───────────────────────────────────────────────────────────────────────────────
 
 
-def leaves_of(rank: int, size: int, contiguous: bool) -> list[int]:
-    """Return the micro-batches of a rank."""
-    count = LEAVES // size
-    if contiguous:
-        return list(range(rank * count, (rank + 1) * count))
-    return list(range(rank, LEAVES, size))
-
-
-def tiny() -> Any:
-    """Return a model of 150,000 parameters."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=256, **sizes, **heads))
-
-
 def final_model(kind: str, contiguous: bool) -> str:
     """Return the fingerprint of a small model after three steps of twelve micro-batches."""
     size = dist.get_world_size()
-    model = tiny()
-    called = model
-    if "FSDP2" in kind:
-        mesh = init_device_mesh("cpu", (size,))
-        for layer in model.model.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-    if "DDP" in kind:
+    called: Any = language_model.build("llama-1m", vocab_size=256, seed=0)
+    model = called
+    if kind == "DDP":
         called = nn.parallel.DistributedDataParallel(model)
+    else:
+        for part in (*model.model.layers, model):
+            fully_shard(part, mesh=init_device_mesh("cpu", (size,)))
     sums = None
-    share = LEAVES * 32 / size  # theirs divide by the number of ranks
-    if "ours" in kind:
+    share = LEAVES * 32
+    if kind == "reproducible":
         sums = ng.reduce_gradients_with(called, average=False)
-        share = LEAVES * 32
+    else:
+        share /= size  # theirs divide by the number of ranks
     settings: dict[str, Any] = {"storage": "float32", "max_grad_norm": 1.0, "compile": False}
     optimizer = ng.AdamW(model.parameters(), lr=1e-3, **settings)
     draw = torch.Generator().manual_seed(1)
-    leaves = leaves_of(dist.get_rank(), size, contiguous)
+    if contiguous:
+        leaves = torch.arange(LEAVES).chunk(size)[dist.get_rank()].tolist()
+    else:
+        leaves = torch.arange(LEAVES)[dist.get_rank() :: size].tolist()
     for _ in range(STEPS):
         tokens = torch.randint(256, (LEAVES, 1, 33), generator=draw)
         for leaf in leaves:
             is_last = leaf == leaves[-1]
-            if kind == "plain FSDP2":
+            if kind == "FSDP2":
                 model.set_requires_gradient_sync(is_last)
-            if kind == "plain DDP":
+            if kind == "DDP":
                 called.require_backward_grad_sync = is_last
             with sums.micro_batch(is_last=is_last) if sums else nullcontext():
-                logits = called(input_ids=tokens[leaf, :, :-1]).logits
-                targets = tokens[leaf, :, 1:]
-                loss = nn.functional.cross_entropy(logits.mT, targets, reduction="sum")
-                (loss / share).backward()
+                (language_model.loss_sum(called, tokens[leaf]) / share).backward()
         optimizer.step()
         optimizer.zero_grad()
     weights = {}
     for name, p in model.named_parameters():
-        weights[name] = (p.full_tensor() if hasattr(p, "full_tensor") else p).detach()
+        weights[name] = (p.full_tensor() if kind != "DDP" else p).detach()
     return fingerprint_all(weights)
 
 
-def final_models() -> dict[str, list[str]]:
-    """Return the fingerprints of each kind, in both assignments."""
-    prints = {}
-    for kind in KINDS:
-        prints[kind] = [final_model(kind, contiguous) for contiguous in (False, True)]
-    return prints
-
-
-def count_models(sizes: Sequence[int]) -> list[Row]:
-    """Return the table of final models over all numbers of ranks and assignments."""
-    prints: dict[str, list[str]] = {kind: [] for kind in (*KINDS, "ours, all of them")}
-    for size in sizes:
-        for kind, models in on_ranks(final_models, size).items():
-            prints[kind] += models
-            if "ours" in kind:
-                prints["ours, all of them"] += models
-    rows = []
-    for kind, models in prints.items():
-        rows.append({"": kind, "runs": len(models), "different models": len(set(models))})
-    return rows
+def final_models(kind: str) -> list[str]:
+    """Return the fingerprints of a kind, in both assignments."""
+    return [final_model(kind, contiguous) for contiguous in (False, True)]
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -219,14 +182,19 @@ def main(arguments: Sequence[str]) -> int:
     flags = parser(__doc__, rounds=4)
     flags.add_argument("--only", choices=("models", "time"), help="one of the two tables")
     options = flags.parse_args(arguments)
-    report = Report("ranks", options)
+    begin("ranks", options)
     if options.only != "time":
-        sizes = (1, 2) if options.quick else (1, 2, 3, 4, 6)
-        report.add(f"final models of {LEAVES} micro-batches on ranks", count_models(sizes))
+        rows: list[Row] = []
+        for kind in ("DDP", "FSDP2", "reproducible"):
+            models: list[str] = []
+            for size in (1, 2) if options.quick else (1, 2, 3, 4, 6):
+                models += on_ranks(final_models, size, kind)
+            rows.append({"": kind, "runs": len(models), "different models": len(set(models))})
+        show(f"final models of {LEAVES} micro-batches on ranks", rows)
     if options.only != "models" and not options.quick:
         for case in CASES:
-            report.add(str(case), on_ranks(timed, case.ranks, case, options.rounds))
-    return report.end()
+            show(str(case), on_ranks(timed, case.ranks, case, options.rounds))
+    return 0
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from unittest import mock
 
 import torch
 from _peers import PACKAGES, PEERS, reason
-from _timing import Contender, Report, Row, exit_by, measure, parameters, parser
+from _timing import Contender, Row, begin, exit_by, measure, parameters, parser, show
 from torch import Tensor, nn
 
 import narrowgauge as ng
@@ -56,7 +56,7 @@ SIZES = {
 # ── steps and layers ──────────────────────────────────────────────────────────────────────────────
 
 
-def clipped_steps(name: str, optimizer: torch.optim.Optimizer, **few: int) -> Contender:
+def clipped_steps(name: str, optimizer: torch.optim.Optimizer) -> Contender:
     """Return the steps of a round: clipped by torch, unless by the optimizer."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
 
@@ -66,10 +66,10 @@ def clipped_steps(name: str, optimizer: torch.optim.Optimizer, **few: int) -> Co
                 nn.utils.clip_grad_norm_(params, 1.0)
             optimizer.step()
 
-    return Contender(name, run, per_call=STEPS, **few)
+    return Contender(name, run, per_call=STEPS)
 
 
-def steps(shapes: Sequence[tuple[int, ...]], report: Report) -> list[Contender]:
+def steps(shapes: Sequence[tuple[int, ...]]) -> list[Contender]:
     """Return the step of each storage, and of each peer that works here."""
     fused = torch.optim.AdamW(parameters(shapes, torch.float32), fused=True, **OPTIONS)
     contenders = [clipped_steps(FUSED, fused)]
@@ -85,9 +85,9 @@ def steps(shapes: Sequence[tuple[int, ...]], report: Report) -> list[Contender]:
             optimizer = peer.make(parameters(shapes, torch.bfloat16), **OPTIONS)
             optimizer.step()
         except Exception as error:  # not installed, or not for this device
-            report.note(f"{peer.name}: {reason(error)}")
+            print(f"{peer.name}: {reason(error)}")
         else:
-            contenders.append(clipped_steps(peer.name, optimizer, rounds=2))
+            contenders.append(clipped_steps(peer.name, optimizer))
     return contenders
 
 
@@ -213,16 +213,16 @@ class Loop:
         loss.item()
 
 
-def watched(name: str, shape: tuple[int, int], rounds: int, report: Report) -> None:
+def watched(name: str, shape: tuple[int, int], rounds: int) -> None:
     """Report what a watch costs, and whether it changes a weight."""
     plain, loop = Loop(name, shape), Loop(name, shape)
     ng.watch(loop.model, loop.optimizer)
     contenders = [Contender("unwatched", plain.step), Contender("watched", loop.step)]
-    rows = measure(contenders, baseline="unwatched", rounds=rounds)
-    report.add(f"a watch of {name}, {shape[0]} × {shape[1]} tokens", rows)
+    rows = measure(contenders, rounds=rounds)
+    show(f"a watch of {name}, {shape[0]} × {shape[1]} tokens", rows)
     pairs = zip(plain.model.parameters(), loop.model.parameters(), strict=True)
     is_same = all(torch.equal(p, q) for p, q in pairs)
-    report.note(f"weights with and without the watch: {'the same bits' if is_same else 'DIFFER'}")
+    print(f"weights with and without the watch: {'the same bits' if is_same else 'DIFFER'}")
 
 
 # ── the command ───────────────────────────────────────────────────────────────────────────────────
@@ -230,7 +230,7 @@ def watched(name: str, shape: tuple[int, int], rounds: int, report: Report) -> N
 PARTS = ("steps", "layers", "first", "watch", "memory")
 
 
-def report_part(part: str, options: argparse.Namespace, report: Report) -> None:
+def report_part(part: str, options: argparse.Namespace) -> None:
     """Measure and print one part."""
     quick = options.quick
     rounds = 2 if quick else options.rounds
@@ -238,19 +238,19 @@ def report_part(part: str, options: argparse.Namespace, report: Report) -> None:
         for title, shapes in (
             {"20 tensors of 8,192": [(128, 64)] * 20} if quick else SIZES
         ).items():
-            rows = measure(steps(shapes, report), baseline=FUSED, rounds=rounds)
-            report.add(f"one step of {title}", rows)
+            rows = measure(steps(shapes), rounds=rounds)
+            show(f"one step of {title}", rows)
     elif part == "layers":
         for how in ("eager", "compiled"):
-            rows = measure(layers(how == "compiled"), baseline=LINEAR, rounds=20 * rounds)
-            report.add(f"forward and backward of a 64 × 64 layer, {how}", rows)
+            rows = measure(layers(how == "compiled"), rounds=20 * rounds)
+            show(f"forward and backward of a 64 × 64 layer, {how}", rows)
     elif part == "first":
-        report.add("first step", first_steps(STORAGES[:1] if quick else STORAGES))
+        show("first step", first_steps(STORAGES[:1] if quick else STORAGES))
     elif part == "watch":
         name, shape = ("llama-1m", (2, 64)) if quick else ("llama-8m", (8, 256))
-        watched(name, shape, rounds, report)
+        watched(name, shape, rounds)
     elif not quick:
-        report.add("memory of a step, bytes a parameter", memory())
+        show("memory of a step, bytes a parameter", memory())
 
 
 def main() -> int:
@@ -259,10 +259,10 @@ def main() -> int:
     flags.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="default: all")
     options = flags.parse_args()
     warnings.simplefilter("ignore")
-    report = Report("speed", options, peers=PACKAGES)
+    begin("speed", options, peers=PACKAGES)
     for part in options.only:
-        report_part(part, options, report)
-    return report.end()
+        report_part(part, options)
+    return 0
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from _peers import PACKAGES, PEERS, Peer, bytes_held, reason
 from _published_states import CONTROLS, PUBLISHED, PublishedAdamW, PublishedStates
-from _timing import Report, Row, exit_by, parser
+from _timing import Row, begin, exit_by, parser, show
 from torch import Tensor, nn
 
 import narrowgauge as ng
@@ -110,7 +110,7 @@ def published_row(case: Stall, name: str, published: PublishedStates) -> Row:
     weight = nn.Parameter(case.start.clone())
     optimizer = PublishedAdamW([weight], published, lr=LR, **OPTIONS)
     row = case.row(f"published {name}", weight, optimizer.step, lambda: optimizer.stored(weight))
-    return row | {"bytes per parameter": optimizer.bytes_per_param()}
+    return row | {"bytes per parameter": published.bytes_per_param}
 
 
 def peer_row(case: Stall, peer: Peer) -> Row:
@@ -131,15 +131,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags.add_argument("--gradients", type=float, default=0.1, help="their size (default 0.1)")
     options = flags.parse_args(arguments)
     warnings.simplefilter("ignore")
-    report = Report("stall", options, peers=PACKAGES)
+    begin("stall", options, peers=PACKAGES)
     side, steps = (64, 100) if options.quick else (256, 400)
     case = Stall(side, steps, options.scale, options.gradients)
     rows = [our_row(case, name) for name in STORAGES]
     rows += [published_row(case, *item) for item in (PUBLISHED | CONTROLS).items()]
     rows += [peer_row(case, peer) for peer in PEERS]
     title = f"weights of {options.scale:g}, gradients of {options.gradients:g}"
-    report.add(f"error of the stored displacement, {title}, {steps} steps", rows)
-    return report.end()
+    show(f"error of the stored displacement, {title}, {steps} steps", rows)
+    return 0
 
 
 if __name__ == "__main__":

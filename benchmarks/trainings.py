@@ -11,7 +11,7 @@ and seed; ``word`` for a compute over ``word``.
 
 Run: ``./dev bench trainings SETTING --row ROW … [--lr RATE …] [--seeds 0 1 2]`` trains what has no
 record of this processor, or of the GPU where there is one. Settings are in :data:`SETTINGS`, rows in
-``_rows.py``. A stopped run of ours goes on where it was. A run of ``llama-1m`` takes one to five
+``_rows.py``. A run of ``llama-1m`` takes one to five
 minutes of a core, of ``llama-8m`` ten to thirty, a step of SmolLM2 2.5 seconds with AVX512.
 ``--quick`` trains six steps and keeps nothing; ``--page`` draws README's picture.
 """
@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 from _rows import Float8Sums, bytes_per_param, prepared, row_of
-from _starts import BYTES, RUNS, SMOLLM2, Start, start_of
+from _starts import BYTES, SMOLLM2, Start, start_of
 from _timing import exit_by
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -42,7 +42,6 @@ from torch.nn.functional import cross_entropy
 import narrowgauge as ng
 from narrowgauge.matmul.gemm import EmulationNotice
 
-CHECKPOINT_EVERY = 100
 FILE = Path(__file__).with_name("trainings.jsonl")
 IMAGE = Path(__file__).parents[1] / "docs" / "images" / "fine-tune.svg"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -169,7 +168,6 @@ class Training:
             self.sums = Float8Sums(self.model.parameters(), rounding, seed)
         self.losses: dict[str, float | None] = {}
         self.outliers: dict[str, dict[str, float]] = {}
-        self.first_loss = math.nan
         self.rose: int | None = None
         self.alarm = ""
 
@@ -185,10 +183,8 @@ class Training:
         """Take one step, and return its loss."""
         rate = self.setting.rate(step, self.lr)
         for group in self.optimizer.param_groups:
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(rate)
-            else:
-                group["lr"] = rate
+            is_tensor = isinstance(group["lr"], Tensor)  # torchao's
+            group["lr"] = torch.tensor(rate) if is_tensor else rate
         parts = self.batch(step).chunk(self.setting.micro_batches if self.sums else 1)
         total = 0.0
         for part in parts:
@@ -205,46 +201,25 @@ class Training:
         self.optimizer.zero_grad()
         return total
 
-    def evaluate(self, step: int) -> None:
+    def evaluate(self, step: int) -> bool:
+        """Judge the held-out text, and return whether its loss is finite."""
         loss = validation_loss(self.model, self.start.held_out, self.is_wide)
         self.losses[str(step)] = loss if math.isfinite(loss) else None
         if self.setting.with_outliers:
             self.outliers[str(step)] = outliers(self.model, self.start.held_out[:64])
         print(step, loss, flush=True)
+        return math.isfinite(loss)
 
-    def save(self, step: int, place: Path) -> None:
-        """Write a checkpoint, whole or not at all."""
-        values = {
-            name: getattr(self, name) for name in ("losses", "outliers", "first_loss", "rose")
-        }
-        states = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-        place.parent.mkdir(parents=True, exist_ok=True)
-        torch.save({"step": step, "values": values, **states}, place.with_suffix(".new"))
-        place.with_suffix(".new").rename(place)
-
-    def go_on(self, place: Path) -> int:
-        """Continue from a checkpoint, and return its step."""
-        states = torch.load(place, weights_only=False)
-        self.model.load_state_dict(states["model"])
-        self.optimizer.load_state_dict(states["optimizer"])
-        vars(self).update(states["values"])
-        return int(states["step"])
-
-    def run(self, is_watched: bool, place: Path | None) -> None:
-        """Train to the end, or until a loss is not finite; checkpoints lie at ``place``."""
+    def run(self, is_watched: bool) -> None:
+        """Train to the end, or until a loss is not finite."""
         watch = ng.watch(self.model, self.optimizer) if is_watched else None
-        if self.sums is not None or is_watched or not self.is_ours:
-            place = None
-        done = 0
-        if place is not None and place.is_file():
-            done = self.go_on(place)
-        else:
-            self.evaluate(0)
-        for step in range(done + 1, self.setting.steps + 1):
+        self.evaluate(0)
+        first_loss = math.nan
+        for step in range(1, self.setting.steps + 1):
             loss = self.take_step(step - 1)
             if step == 1:
-                self.first_loss = loss
-            if self.rose is None and not loss < self.first_loss + 1:
+                first_loss = loss
+            if self.rose is None and not loss < first_loss + 1:
                 self.rose = step
             if watch is not None:
                 with warnings.catch_warnings(record=True) as notices:
@@ -252,12 +227,9 @@ class Training:
                     watch.step(loss)
                 if notices and not self.alarm:
                     self.alarm = f"step {step}: {notices[0].message}"
-            if step in (*self.setting.evaluations, self.setting.steps):
-                self.evaluate(step)
-                if self.losses[str(step)] is None:
-                    break
-            if place is not None and step % CHECKPOINT_EVERY == 0:
-                self.save(step, place)
+            is_judged = step in (*self.setting.evaluations, self.setting.steps)
+            if is_judged and not self.evaluate(step):
+                break
 
     def edq(self) -> float | None:
         """Return the effective descent quality of the last audit."""
@@ -307,49 +279,28 @@ SHOWN = (
     ("float32 master weights", "master", "#868e96"),
     ("ng.AdamW", "word random", "#1c7ed6"),
 )
-"""Titles, rows and colors of curves, from the highest to the lowest."""
-
-
-def mean_curve(row: str) -> dict[int, float]:
-    """Return the validation loss of a row of SmolLM2's fine-tune, the mean over its seeds."""
-    wanted = {"setting": "fine-tune", "model": SMOLLM2, "row": row, "lr": 2e-5}
-    runs = [run["losses"] for run in lines() if has(run, wanted)]
-    return {int(step): statistics.fmean(run[step] for run in runs) for step in runs[0]}
+"""Titles, rows and colors of curves."""
 
 
 def drawing() -> str:
-    """Return an SVG of curves, each with its name at its end."""
-    width, height, left, right, low = 720, 320, 60, 250, 40
-    curves = {row: mean_curve(row) for _, row, _ in SHOWN}
-    steps = sorted(curves["master"])
-    values = sorted(value for curve in curves.values() for value in curve.values())
-
-    def x(step: float) -> float:
-        return left + (step - steps[0]) * (width - left - right) / (steps[-1] - steps[0])
-
-    def y(value: float) -> float:
-        return low + (values[-1] - value) * (height - 2 * low) / (values[-1] - values[0])
-
+    """Return an SVG of the validation losses of SmolLM2's fine-tune, means over its seeds."""
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" font-size="14" viewBox="0 0 {width} {height}">',
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-        '<text x="8" y="20">validation loss</text>',
-        f'<path d="M{left} {low - 10}V{height - low}H{width - right}" fill="none" stroke="#444"/>',
+        '<svg xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" font-size="14" viewBox="0 0 720 320">',
+        '<rect width="720" height="320" fill="white"/>',
+        '<text x="8" y="20">validation loss over 100 steps</text>',
     ]
-    for step in (steps[0], steps[-1]):
-        place = f'x="{x(step):.0f}" y="{height - 20}"'
-        parts.append(f'<text {place} text-anchor="middle">{step} steps</text>')
-    for value in (values[0], values[-1]):
-        place = f'x="{left - 8}" y="{y(value) + 5:.0f}"'
-        parts.append(f'<text {place} text-anchor="end">{value:.3g}</text>')
-    free = 0.0
     for title, row, color in SHOWN:
-        points = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in curves[row].items())
+        wanted = {"setting": "fine-tune", "model": SMOLLM2, "row": row, "lr": 2e-5}
+        runs = [run["losses"] for run in lines() if has(run, wanted)]
+        points = []
+        for step in map(int, runs[0]):
+            loss = statistics.fmean(run[str(step)] for run in runs)
+            x, y = 20 + 4.5 * step, 40 + 1600 * (2.41 - loss)
+            points.append(f"{x:.1f},{y:.1f}")
         look = f'fill="none" stroke="{color}" stroke-width="2.5"'
-        parts.append(f'<polyline points="{points}" {look}/>')
-        free = max(y(curves[row][steps[-1]]) + 5, free + 18)
-        place = f'x="{x(steps[-1]) + 8:.0f}" y="{free:.0f}"'
-        parts.append(f'<text {place} fill="{color}">{title}</text>')
+        parts.append(f'<polyline points="{" ".join(points)}" {look}/>')
+        place = f'x="{x + 8:.0f}" y="{y + 5:.0f}" fill="{color}"'
+        parts.append(f"<text {place}>{title} {loss:.3f}</text>")
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
@@ -372,8 +323,7 @@ def train(name: str, row: str, lr: float, seed: int, options: argparse.Namespace
     print(name, row, lr, seed, flush=True)
     start = start_of(setting.model, seed, setting.held_out, setting.length)
     training = Training(row, lr, seed, setting, start)
-    place = RUNS / "trainings" / f"{name} {row} {lr:g} {seed}.pt".replace("/", "-")
-    training.run(options.watch, None if options.quick else place)
+    training.run(options.watch)
     head |= {
         "beta2": setting.betas[1],
         "steps": setting.steps,
@@ -392,7 +342,6 @@ def train(name: str, row: str, lr: float, seed: int, options: argparse.Namespace
     with FILE.open("a") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
         stream.write(json.dumps(head) + "\n")
-    place.unlink(missing_ok=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

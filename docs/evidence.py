@@ -21,7 +21,7 @@ import json
 import math
 import re
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import date
 from functools import cache
 from pathlib import Path
@@ -50,19 +50,20 @@ def lines_of(place: str) -> list[Row]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def section(name: str) -> list[Row]:
-    """Return the rows of a section: those held out from what was tuned stand first."""
-    return sorted(lines_of(f"evidence/{name}.jsonl"), key=lambda row: not row["held_out"])
+@cache
+def sections() -> dict[str, list[Row]]:
+    """Return the rows of each section: those held out from what was tuned stand first."""
+    rows = {}
+    for path in sorted((ROOT / "evidence").glob("*.jsonl")):
+        section = lines_of(f"evidence/{path.name}")
+        rows[path.stem] = sorted(section, key=lambda row: not row["held_out"])
+    return rows
 
 
 @cache
 def evidence() -> dict[str, Row]:
     """Return all rows by key."""
-    rows = {}
-    for path in sorted((ROOT / "evidence").glob("*.jsonl")):
-        for row in section(path.stem):
-            rows[row["key"]] = row
-    return rows
+    return {row["key"]: row for row in itertools.chain(*sections().values())}
 
 
 # ── a cell: the figure of some runs ───────────────────────────────────────────────────────────────
@@ -72,13 +73,11 @@ def chosen(runs: Iterable[Row], where: Row, step: int | None = None) -> list[Row
     """Return the runs with these fields, with ``loss`` as it was after a step, or at the end."""
     matching = []
     for run in runs:
-        if any(run.get(name) != value for name, value in where.items()):
-            continue
-        losses = run.get("losses", {})
-        if step is None:
-            matching.append({**run, "loss": losses.get(str(run.get("steps")))})
-        elif str(step) in losses:
-            matching.append({**run, "loss": losses[str(step)]})
+        if all(run.get(name) == value for name, value in where.items()):
+            losses = run.get("losses", {})
+            place = str(run.get("steps") if step is None else step)
+            if step is None or place in losses:
+                matching.append({**run, "loss": losses.get(place)})
     return matching
 
 
@@ -91,14 +90,6 @@ def pairs(runs: Iterable[Row], baseline: Iterable[Row]) -> Pairs:
     """Return each run with the baseline's of the same seed and machine, on all machines."""
     bases = {conditions(run): run for run in baseline if run["loss"] is not None}
     return [(run, bases[conditions(run)]) for run in runs if conditions(run) in bases]
-
-
-def by(both: Pairs, *fields: str) -> list[Pairs]:
-    """Return the pairs in groups that are equal in these fields."""
-    groups: dict[tuple[Any, ...], Pairs] = {}
-    for run, base in both:
-        groups.setdefault(tuple(map(run.get, fields)), []).append((run, base))
-    return list(groups.values())
 
 
 def half_interval(values: Sequence[float]) -> float:
@@ -126,13 +117,11 @@ def apart(both: Pairs) -> list[float]:
 
     Two machines repeat a seed's weights and text, so that their pairs are no two samples.
     """
-    means = []
-    for same_seed in by(both, "seed"):
-        losses = []
-        for run, base in same_seed:
-            losses.append(math.inf if run["loss"] is None else run["loss"] - base["loss"])
-        means.append(statistics.fmean(losses))
-    return means
+    by_seed: dict[int, list[float]] = {}
+    for run, base in both:
+        loss = math.inf if run["loss"] is None else run["loss"] - base["loss"]
+        by_seed.setdefault(run["seed"], []).append(loss)
+    return [statistics.fmean(losses) for losses in by_seed.values()]
 
 
 def less(both: Pairs) -> str:
@@ -142,10 +131,10 @@ def less(both: Pairs) -> str:
     of one seed has no interval and is not asked.
     """
     machines = {}
-    for same_machine in by(both, "vectors", "torch"):
-        losses = apart(same_machine)
+    for name in dict.fromkeys(run["vectors"] for run, _ in both):
+        losses = apart([pair for pair in both if pair[0]["vectors"] == name])
         if len(losses) > 1 and all(map(math.isfinite, losses)):
-            machines[same_machine[0][0]["vectors"]] = losses
+            machines[name] = losses
     text = interval(apart(both))
     for first, second in itertools.combinations(machines.values(), 2):
         means = statistics.fmean(first), statistics.fmean(second)
@@ -156,29 +145,18 @@ def less(both: Pairs) -> str:
     return text
 
 
-def fallen(both: Pairs, place: int) -> float:
-    """Return how far the losses of the runs, or of the baseline's, fell from the checkpoint's."""
-    # A format that rounds the weights begins above the checkpoint, where the baseline begins.
-    return statistics.fmean(pair[1]["losses"]["0"] - pair[place]["loss"] for pair in both)
+def kept(both: Pairs) -> float:
+    """Return which share of the fall of the baseline's losses the runs reach.
+
+    A format that rounds the weights begins above the checkpoint, where the baseline begins.
+    """
+    fall = statistics.fmean(base["losses"]["0"] - run["loss"] for run, base in both)
+    return fall / statistics.fmean(base["losses"]["0"] - base["loss"] for _, base in both)
 
 
-def mean(runs: list[Row], spec: Row) -> str:
-    values = [run[spec["field"]] for run in runs if run.get(spec["field"]) is not None]
-    return format(statistics.fmean(values), spec["form"]) if values else "–"
-
-
-SHOWN: dict[str, Callable[[list[Row], Pairs, Row], str]] = {
-    "text": lambda runs, both, spec: str(runs[0][spec["field"]] or "–"),
-    "seeds": lambda runs, both, spec: str(len({run["seed"] for run in runs})),
-    "mean": lambda runs, both, spec: mean(runs, spec),
-    "less": lambda runs, both, spec: less(both),
-    "ahead": lambda runs, both, spec: f"{-1e3 * statistics.fmean(apart(both)):+.2f}",
-    "kept": lambda runs, both, spec: format(fallen(both, 0) / fallen(both, 1), spec["form"]),
-}
-"""What a cell shows of its runs: the ``text`` or the ``mean`` of a field, the ``seeds``, the loss
-``less`` the baseline's, how far it is ``ahead`` in 0.001 nats, and which share of the baseline's
-fall is ``kept``.
-"""
+def mean(runs: list[Row], field: str, form: str) -> str:
+    values = [run[field] for run in runs if run.get(field) is not None]
+    return format(statistics.fmean(values), form) if values else "–"
 
 
 def cell(spec: Row) -> str:
@@ -187,9 +165,12 @@ def cell(spec: Row) -> str:
     Args:
         spec: ``records``, a file of ``benchmarks/``; ``where``, the fields of the runs; ``step``,
             after which their losses count; ``baseline``, whose runs of the same seed they are
-            compared with; what they ``show``, of which ``field``, in which ``form``. Or a ``key``.
+            compared with. What they ``show``: the ``text`` or the ``mean`` of a ``field``, the
+            ``seeds``, the loss ``less`` the baseline's, how far it is ``ahead`` in 0.001 nats, or
+            which share of the baseline's fall is ``kept``; in a ``form``. Or a ``key``.
     """
-    if spec["show"] == "evidence":
+    how = spec["show"]
+    if how == "evidence":
         return figure(evidence()[spec["key"]]) if "key" in spec else "–"
     records = lines_of(f"benchmarks/{spec['records']}.jsonl")
     runs = chosen(records, spec["where"], spec.get("step"))
@@ -200,16 +181,24 @@ def cell(spec: Row) -> str:
         runs = [run for run, _ in both]
     if not runs:
         return "–"
-    text = SHOWN[spec["show"]](runs, both, spec)
-    # Words and links keep their hyphens.
-    return text if spec["show"] == "text" else text.replace("-", "−").replace("%", " %")
+    if how == "text":
+        return str(runs[0][spec["field"]] or "–")
+    if how == "seeds":
+        return str(len({run["seed"] for run in runs}))
+    if how == "mean":
+        text = mean(runs, spec["field"], spec["form"])
+    elif how == "less":
+        text = less(both)
+    elif how == "ahead":
+        text = f"{-1e3 * statistics.fmean(apart(both)):+.2f}"
+    else:
+        text = format(kept(both), spec["form"])
+    return text.replace("-", "−").replace("%", " %")
 
 
 def figure(row: Row) -> str:
     """Return a row's figure, which is that of a cell or was written down, as text."""
-    if "cell" in row:
-        return cell(row["cell"])
-    return str(row["figure"])
+    return cell(row["cell"]) if "cell" in row else str(row["figure"])
 
 
 # ── tables ────────────────────────────────────────────────────────────────────────────────────────
@@ -232,17 +221,18 @@ def table(spec: Row) -> str:
     names = dict.fromkeys(run["row"] for run in chosen(records, spec["where"]))
     lines = []
     for row in spec.get("rows", names):
-        named = {"title": spec.get("title", "{}").format(row), "where": {"row": row}}
-        row = named if isinstance(row, str) else row
+        if isinstance(row, str):
+            row = {"title": spec.get("title", "{}").format(row), "where": {"row": row}}
         cells = [row["title"]]
         for column in spec["columns"]:
-            shared: Row = {**spec, **row, "where": spec["where"] | row.get("where", {})}
+            shared = {**spec, **row}
+            where = {**spec["where"], **row["where"]}
             if "records" in column:
-                shared = {}  # these runs have nothing in common with those of the other columns
-            where = shared.get("where", {}) | column.get("where", {})
-            where.setdefault("row", row["where"].get("row"))
+                # These runs have nothing else in common with those of the other columns.
+                shared, where = {}, {"row": where.get("row")}
             if "pick" in column:
                 where["row"] = row.get(column["pick"])
+            where |= column.get("where", {})
             cells.append(cell({**shared, **column, "where": where}))
         lines.append(cells)
     return markdown([spec["head"], *(column["title"] for column in spec["columns"])], lines)
@@ -304,7 +294,7 @@ def is_of_today(row: Row) -> bool:
 def section_table(name: str) -> str:
     """Return a section as RESULTS.md shows it."""
     lines = []
-    for row in section(name):
+    for row in sections()[name]:
         target = row["target"] or "–"
         if row["missed"]:
             target += ": **missed**"
@@ -345,13 +335,13 @@ def pages() -> list[Path]:
 def measured_today(keys: Sequence[str]) -> None:
     """Date rows of the evidence, and take today's digests of what their figures hold on."""
     for path in sorted((ROOT / "evidence").glob("*.jsonl")):
-        rows = lines_of(f"evidence/{path.name}")
-        for row in rows:
+        lines = []
+        for row in lines_of(f"evidence/{path.name}"):
             if row["key"] in keys:
                 row["date"] = date.today().isoformat()
                 row["holds"] = {name: digest(name) for name in row["holds"]}
-        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        path.write_text(text, encoding="utf-8")
+            lines.append(json.dumps(row, ensure_ascii=False) + "\n")
+        path.write_text("".join(lines), encoding="utf-8")
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ import torch
 from transformers import JambaConfig, JambaForCausalLM
 
 import narrowgauge as ng
-from narrowgauge.matmul import linears_of
+from narrowgauge.matmul import NarrowLayers
 
 torch.manual_seed(0)
 config = JambaConfig(
@@ -25,7 +25,7 @@ config = JambaConfig(
 )
 model = JambaForCausalLM(config)
 model, optimizer = ng.prepare(model, "float8-row/word", lr=3e-3)
-print(linears_of(model))
+print(NarrowLayers(model))
 
 tokens = torch.arange(33).repeat(8, 1) + torch.arange(8)[:, None]  # sequences that count
 for step in range(40):

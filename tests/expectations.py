@@ -1,5 +1,5 @@
 """What each row of a table must give, stated a second time and by hand: an entry per format,
-storage, compute, reduction, chip.
+storage, compute, reduction.
 
 Tests compare the tables of ``narrowgauge.spec`` with these entries, and read from them what they
 expect of a row. So a new row and its entry here are all that an addition takes (CONTRIBUTING.md). A
@@ -95,7 +95,6 @@ STORAGES: dict[str, Storage] = {
     "float64": Storage(
         32, 1e-13, beside=("master",), vectors_whole=False, stands_for="words of 64 bits, a full copy beside a float32"
     ),
-    "master64": Storage(28, 1e-13, beside=("master",), vectors_whole=False, stands_for="words of 64 bits beside two lanes"),
     "float16/master": Storage(16, 0.002, beside=("master",), stands_for="float16 with a full copy"),
     "float16/split": Storage(12, 0.01, tail_bits=13, beside=("tail",), stands_for="float16 with a tail"),
     "float16/naive": Storage(8, "lost", vectors_whole=False, stands_for="float16, and nothing beside it"),
@@ -103,7 +102,7 @@ STORAGES: dict[str, Storage] = {
     "float16/collage-plus": Storage(
         12, 0.002, 8, beside=_LOW, vectors_whole=False, stands_for="the arithmetic of expansions in float16"
     ),
-    "float16-throughout/stochastic": Storage(
+    "float16/stochastic": Storage(
         8, "noisy", 8, vectors_whole=False, dealt={"weight": (0, 13)}, stands_for="float16 with scales by row, stochastic"
     ),
     "scalify-float16/scaled16": Storage(8, "lost", 8, stands_for="float16 with scales by row"),
@@ -138,7 +137,6 @@ COMPUTES: dict[str, Compute] = {
     "float32": Compute(4, default_storage="float32"),
     "bfloat16": Compute(2),
     "float16": Compute(2, default_storage="split", has=("scaled loss",)),
-    "float16-throughout": Compute(2, default_storage="stochastic", has=("scaled loss",)),
     "float8-tensor": Compute(1, _ALL, has=("served",)),
     "float8-row": Compute(2, has=("served",)),
     "float8-block": Compute(2, ("weight",)),
@@ -174,40 +172,4 @@ REDUCTIONS: dict[str, Reduction] = {
     "native": Reduction((4, 2)),
     "float32": Reduction((4, 4)),
     "reproducible": Reduction((4, 2), order_invariant=True),
-}
-
-
-# ── chips ─────────────────────────────────────────────────────────────────────────────────────────
-
-# name: memory in GiB, its GB/s, TFLOP/s of the widest of bfloat16, float16; Gbit/s of a chip's
-# network, chips of a node.
-CHIPS: dict[str, tuple[int, float, float, float, int]] = {
-    "V100-SXM2-32GB": (32, 900, 125, 100, 8),
-    "A100-SXM4-40GB": (40, 1555, 312, 200, 8),
-    "A100-SXM4-80GB": (80, 2039, 312, 200, 8),
-    "A800-SXM4-80GB": (80, 2039, 312, 200, 8),
-    "H100-SXM5-80GB": (80, 3350, 989, 400, 8),
-    "H100-PCIe-80GB": (80, 2000, 756, 400, 8),
-    "H800-SXM5-80GB": (80, 3350, 989, 400, 8),
-    "H20-SXM5-96GB": (96, 4000, 148, 400, 8),
-    "H200-SXM-141GB": (141, 4800, 989, 400, 8),
-    "B200-SXM-180GB": (180, 8000, 2250, 400, 8),
-    "GB200-NVL72-per-GPU": (186, 8000, 2500, 400, 72),
-    "B300-SXM": (288, 8000, 2250, 800, 8),
-    "MI300X": (192, 5300, 1300, 400, 8),
-    "MI325X": (256, 6000, 1307.4, 400, 8),
-    "MI355X": (288, 8000, 2500, 400, 8),
-    "L4": (24, 300, 121, 25, 8),
-    "L40S": (48, 864, 362, 25, 8),
-    "RTX-4090": (24, 1008, 165.2, 25, 8),
-    "RTX-5090": (32, 1792, 209.5, 25, 8),
-    "TPU-v5e": (16, 819, 197, 25, 256),
-    "TPU-v5p": (95, 2765, 459, 25, 8960),
-    "T4": (16, 320, 65, 25, 8),
-    "A10G": (24, 600, 70, 25, 8),
-    "RTX-3090": (24, 936, 71, 25, 8),
-    "RTX-A6000": (48, 768, 154.8, 25, 8),
-    "GH200-96GB": (96, 4000, 989, 200, 1),
-    "GB300-NVL72-per-GPU": (288, 8000, 2500, 800, 72),
-    "TPU-v6e": (32, 1638, 918, 25, 256),
 }

@@ -13,7 +13,7 @@ import hashlib
 import json
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,9 @@ import torch
 from torch import Tensor, nn
 
 import narrowgauge as ng
-from narrowgauge.numerics.quantization import padded, quantize, random_words
 from narrowgauge.optim import optimizers
 from narrowgauge.spec import show
-from narrowgauge.spec.computes import COMPUTES, Cast, Compute
+from narrowgauge.spec.computes import COMPUTES, Compute
 from narrowgauge.spec.storages import STORAGES
 from narrowgauge.spec.toml import load_toml
 from narrowgauge.spec.update_rules import UPDATE_RULES
@@ -195,43 +194,7 @@ def linear(compute: Compute) -> str:
     return fingerprint(results)
 
 
-# ── sums ──────────────────────────────────────────────────────────────────────────────────────────
-
-
-class Given(nn.Module):
-    """A model whose gradients are given: the loss is the sum of products with them."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList(
-            [nn.Parameter(values(shape, 1).to(dtype)) for shape in SHAPES.values()]
-        )
-
-    def forward(self, key: int) -> Tensor:
-        products = []
-        for place, w in enumerate(self.weights):
-            products.append((w * values(w.shape, key + place).to(w.dtype)).sum())
-        return torch.stack(products).sum()
-
-
-def reproducible(rank: int, size: int) -> str:
-    """The exact sums of six micro-batches in two steps, of float32 and of bfloat16 weights."""
-    results = []
-    for dtype in (torch.float32, torch.bfloat16):
-        model = Given(dtype)
-        sums = ng.reduce_gradients_with(model, average=False)
-        for step in range(2):
-            mine = range(rank, 6, size)
-            for micro_batch in mine:
-                with sums.micro_batch(is_last=micro_batch == mine[-1]):
-                    model(10_000 * step + 100 * micro_batch).backward()
-            results += [weight.grad.clone() for weight in model.weights]
-            model.zero_grad()
-        sums.close()
-    return fingerprint(results)
-
-
-# ── roundings and casts ───────────────────────────────────────────────────────────────────────────
+# ── roundings ───────────────────────────────────────────────────────────────────────────
 
 
 def hard_values() -> Tensor:
@@ -250,7 +213,7 @@ def rounding(format: str) -> str:
     x = hard_values()
     results = []
     for source in (x, x.double() * (1 + 2.0**-40)):
-        for kind in ("nearest", "toward_zero", "stochastic"):
+        for kind in ("nearest", "stochastic"):
             for saturate in (False, True):
                 seed = 9 if kind == "stochastic" else None
                 results.append(ng.round_to(source, format, kind, seed=seed, saturate=saturate))
@@ -262,73 +225,37 @@ def formats() -> list[str]:
     return [name for name in ng.spec.FORMATS if name not in ("float32", "float64")]
 
 
-def casts() -> dict[str, Cast]:
-    """Every different cast of the computes' operands that has codes."""
-    named = {}
-    for row in computes().values():
-        for cast in row.casts.values():
-            if not cast.is_wide:
-                named[str(cast)] = cast
-    return named
-
-
-def quantization(cast: Cast) -> str:
-    """Codes and scales of one matrix, contracted along either dimension."""
-    results: list[Tensor] = []
-    for dim in (0, 1):
-        x = padded(values((70, 150), 4, binades=20, top=3), cast, dim)
-        words = random_words(*x.shape, torch.tensor(17)) if cast.rounding != "nearest" else None
-        quantized = quantize(x, cast, dim, words=words)
-        results += [part for part in quantized if part is not None]
-    return fingerprint(results)
-
-
 # ── the file ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def sections(two_ranks: Callable[[], str]) -> dict[str, dict[str, str]]:
+def sections() -> dict[str, dict[str, str]]:
     """Every fingerprint by section and name; those of matrix rules in a section of this kind of
     processor.
-
-    Args:
-        two_ranks: the fingerprint of :func:`reproducible` on two ranks.
     """
     threads = torch.get_num_threads()
     here = machine_key()
+    bits: dict[str, dict[str, str]] = {
+        "steps": {},
+        f"steps on {here}": {},
+        "linear layers": {},
+        f"linear layers on {here}": {},
+        "roundings": {name: rounding(name) for name in formats()},
+    }
     torch.set_num_threads(1)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # naive storages warn of lost updates, computes of emulation
-            elementwise = {}
-            for r, s in pairs():
-                if not UPDATE_RULES[r].is_matrix:
-                    elementwise[f"{r} {s}"] = steps(r, s)
-            matrix = {}
-            for r, s in pairs():
-                if UPDATE_RULES[r].is_matrix:
-                    matrix[f"{r} {s}"] = steps(r, s)
-            with pretending():
-                float32_products = {}
-                for name, compute in computes().items():
-                    float32_products[name] = linear(compute)
-            return {
-                "steps": elementwise,
-                f"steps on {here}": matrix,
-                "linear layers": float32_products,
-                f"linear layers on {here}": {
-                    name: linear(compute) for name, compute in computes().items()
-                },
-                "reductions": {
-                    "reproducible, 1 rank": reproducible(0, 1),
-                    "reproducible, 2 ranks": two_ranks(),
-                },
-                "roundings": {name: rounding(name) for name in formats()},
-                "quantizations": {name: quantization(cast) for name, cast in casts().items()},
-            }
+            # Naive storages warn of lost updates, computes of emulation.
+            warnings.simplefilter("ignore")
+            for rule, storage in pairs():
+                section = f"steps on {here}" if UPDATE_RULES[rule].is_matrix else "steps"
+                bits[section][f"{rule} {storage}"] = steps(rule, storage)
+            for name, compute in computes().items():
+                bits[f"linear layers on {here}"][name] = linear(compute)
+                with pretending():
+                    bits["linear layers"][name] = linear(compute)
     finally:
         torch.set_num_threads(threads)
+    return bits
 
 
 def write(path: Path, sections: Mapping[str, Mapping[str, str]]) -> None:

@@ -80,13 +80,6 @@ def relative_error(computed: Tensor, expected: Tensor) -> float:
     return ((computed - expected).norm() / expected.norm()).item()
 
 
-def largest_relative_error(computed: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
-    """The largest relative error of any tensor of the same names, none of which is zero."""
-    assert computed.keys() == expected.keys()
-    assert all(value.norm() > 0 for value in expected.values())
-    return max(relative_error(computed[name], expected[name]) for name in expected)
-
-
 def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
     """The gradient of a loss with respect to each parameter, by name; earlier gradients do not
     count.

@@ -51,7 +51,7 @@ ELSEWHERE = {
     "_alone": "locks a file (tests/machine)",
     "_corruption_recorded": "writes an event, and raises again (tests/trainer)",
     "Sites": "the base of others",
-    "RunWriter": "writes a folder (tests/runs)",
+    "Record": "writes a folder (tests/runs)",
     "RunRecorder": "writes a folder (tests/gauges)",
 }
 """Contexts of something that lives outside the process's settings, with the place of their tests."""

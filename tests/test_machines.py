@@ -22,19 +22,9 @@ MACHINES = Path(__file__).parent / "golden" / "arithmetic.toml"
 HEAD = "# Hashes of what operations give on fixed numbers, with one thread, by kind of processor.\n"
 
 
-@pytest.fixture
-def results() -> dict[str, str]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return measure_arithmetic(torch.device("cpu"))["results"]
-    finally:
-        torch.set_num_threads(threads)
-
-
-def test_a_kind_of_processor_has_the_recorded_arithmetic(
-    results: dict[str, str], update_golden: bool
-) -> None:
+@pytest.mark.usefixtures("one_thread")
+def test_a_kind_of_processor_has_the_recorded_arithmetic(update_golden: bool) -> None:
+    results = measure_arithmetic(torch.device("cpu"))["results"]
     key = re.sub(r", transformers .*", "", machine_key())
     recorded = load_toml(MACHINES.read_text(encoding="utf-8"))
     if update_golden:

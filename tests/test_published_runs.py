@@ -19,7 +19,7 @@ def published() -> Any:
 
 
 def test_runs_in_view_asked_by_name_are_planned_as_documented(published: Any) -> None:
-    facts = published.all_facts(published.load(held_out=False))
+    facts = list(published.facts_of(published.load(held_out=False)))
     speeds = [fact for fact in facts if fact.what == "speed"]
     assert len(speeds) == 181
     errors = [fact.error for fact in speeds]
@@ -34,6 +34,6 @@ def test_runs_in_view_asked_by_name_are_planned_as_documented(published: Any) ->
 def test_the_memory_of_stated_layouts_is_planned_as_documented(published: Any) -> None:
     """All runs ran. Printed peaks are what the allocator reserved."""
     rows = [row for row in published.load(held_out=False, stated=True) if len(row["fact"]) > 1]
-    facts = published.all_facts(rows)
+    facts = published.facts_of(rows)
     errors = [fact.error for fact in facts if fact.what == "memory"]
     assert len(errors) >= 30 and statistics.mean(errors) < 0.12

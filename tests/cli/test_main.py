@@ -15,7 +15,7 @@ import torch
 
 from narrowgauge.errors import Terminated
 from narrowgauge.runs.atomic_io import digest
-from narrowgauge.runs.writer import RunWriter
+from narrowgauge.runs.writer import Record
 from narrowgauge.trainer import loop
 from narrowgauge.trainer.settings import Settings
 from narrowgauge.trainer.tokens import load_tokenizer, open_tokens, write_tokens
@@ -53,7 +53,7 @@ def asked(calls: Calls, *words: str) -> dict[str, Any]:
     result = call("train", "--data", "tokens", *words)
     assert result.exit_code == 0, result.stderr
     [(named,)] = calls
-    return Settings.from_dict(named).to_dict()
+    return vars(Settings.from_dict(named))
 
 
 def test_a_flag_overrules_the_file_and_the_file_the_default(calls: Calls, tmp_path: Path) -> None:
@@ -80,16 +80,16 @@ REFUSED_AT_ONCE = [
     "compare --recipes bfloat16/wrod", "compare --recipes bfloat16/word --model lama", "compare --out nowhere",
     "compare --recipes bfloat16/word --steps 0", "compare --recipes bfloat16/word --data nowhere", "compare --recpies x",
     "plan run --model llama-1m --recipe bfloat16/word --chip h101", "report nowhere", "show recipe nowhere",
-    "train --out done --lr 1", "train --out done --seed 3", "train --out done --stop-after 0",
+    "train --out done --lr 1", "train --out done --seed 3",
 ]  # fmt: skip
 FINISHED = ["train --out done", "train --out done --steps 1"]
 
 
 def test_what_is_refused_or_finished_says_so_before_torch_is_loaded(tmp_path: Path) -> None:
-    RunWriter.create(tmp_path / "odd", {"recorder": {"program": "mine.py"}}).close()
+    Record.create(tmp_path / "odd", {"recorder": {"program": "mine.py"}}).close()
     tokens = write_tokens(["text " * 2000], load_tokenizer(None), tmp_path / "tokens")
     config = {"recipe": "bfloat16/word", "data": str(tokens), "steps": 1}
-    with RunWriter.create(tmp_path / "done", {"config": config}) as writer:
+    with Record.create(tmp_path / "done", {"config": config}) as writer:
         writer.summary({"steps": 1, "val_loss": 4.0})
     checkpoint = tmp_path / "done" / "checkpoints" / "step-00000001"
     checkpoint.mkdir(parents=True)

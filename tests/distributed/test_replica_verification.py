@@ -21,20 +21,23 @@ from ranks import run_ranks
 Damage = dict[int, str]
 """The tensor that is damaged on a rank."""
 CASES: dict[int, list[tuple[Damage, Any]]] = {
-    2: [({1: "gain"}, ("gain differs between rank 0 and rank 1 after step 7.", None, "gain"))],
+    2: [({1: "gain"}, ("gain of rank 0 differs from that of rank 1 after step 7.", None, "gain"))],
     3: [
         (
             {2: "gain"},
-            ("gain of rank 2 differs from that of 2 other ranks after step 7.", 2, "gain"),
+            ("gain of rank 2 differs from that of rank 0, 1 after step 7.", 2, "gain"),
         )
     ],
     4: [
         ({}, None),
-        ({3: "weight"}, ("weight differs between rank 1 and rank 3 after step 7.", None, "weight")),
+        (
+            {3: "weight"},
+            ("weight of rank 1 differs from that of rank 3 after step 7.", None, "weight"),
+        ),
         # A machine that can be named comes first.
         (
             {2: "weight", 3: "gain"},
-            ("gain of rank 3 differs from that of 3 other ranks after step 7.", 3, "gain"),
+            ("gain of rank 3 differs from that of rank 0, 1, 2 after step 7.", 3, "gain"),
         ),
     ],
 }

@@ -11,7 +11,6 @@ import functools
 import io
 import warnings
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -134,19 +133,6 @@ def channels_last(storage: str) -> dict[str, str]:
     return fingerprint(train(training))
 
 
-def moved_to_a_device(storage: str) -> dict[str, str]:
-    """Find states of the second group made for another device, and those of the first one missing,
-    in the first step.
-    """
-    training = start(storage)
-    p = training.optimizer.param_groups[1]["params"][0]
-    training.optimizer.make_missing(training.optimizer.param_groups[1], [p])
-    state = training.optimizer.state[p]
-    for name, value in list(state.items()):
-        state[name] = value.clone()
-    return fingerprint(train(training))
-
-
 def in_micro_batches(storage: str) -> dict[str, str]:
     """Sum 64 micro-batches, of which most cancel.
 
@@ -165,18 +151,6 @@ def in_micro_batches(storage: str) -> dict[str, str]:
     return fingerprint(train(start(storage), give=give))
 
 
-def in_two_threads(storage: str) -> dict[str, str]:
-    """Step two optimizers of one storage at the same time."""
-    trainings = [start(storage), start(storage)]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with ThreadPoolExecutor(2) as pool:
-            for step in range(STEPS):
-                list(pool.map(functools.partial(take_step, step=step), trainings))
-    prints = [fingerprint(training) for training in trainings]
-    return prints[0] if prints[0] == prints[1] else {}
-
-
 def with_a_rate_in_a_tensor(storage: str) -> dict[str, str]:
     training = start(storage)
     for group in training.optimizer.param_groups:
@@ -186,8 +160,8 @@ def with_a_rate_in_a_tensor(storage: str) -> dict[str, str]:
 
 
 WAYS = [
-    deep_copied, pickled, copied_before_the_first_step, in_float32, as_main_grad, channels_last, moved_to_a_device,
-    in_micro_batches, in_two_threads, with_a_rate_in_a_tensor,
+    deep_copied, pickled, copied_before_the_first_step, in_float32, as_main_grad, channels_last,
+    in_micro_batches, with_a_rate_in_a_tensor,
 ]  # fmt: skip
 
 

@@ -37,7 +37,7 @@ MORE = (
     "float8-tensor/split",
     "mxfp8/states8",
     "scalify/split",
-    "bfloat16/master64",
+    "float32/float64",
     "float16/collage-plus",
 )
 """Recipes whose scales or factors could depend on how a model is shared out, or be forgotten when
@@ -270,41 +270,6 @@ def checkpointed(recipe: str) -> dict[str, str]:
 
 
 # ── micro-batches ─────────────────────────────────────────────────────────────────────────────────
-
-
-def with_wide_gradients(recipe: str) -> Training:
-    """Return a training whose gradients are float32: of a tied weight autograd adds two."""
-    training = start(recipe)
-    for p in training.model.parameters():
-        p.grad_dtype = torch.float32
-    return training
-
-
-def accumulated(recipe: str) -> dict[str, str]:
-    """Have autograd sum micro-batches in float32."""
-    training = with_wide_gradients(recipe)
-    for step in range(STEPS):
-        for micro_batch in range(MICRO_BATCHES):
-            differentiate(training, tokens(step, micro_batch), 1 / MICRO_BATCHES)
-        update(training)
-    return fingerprint(training)
-
-
-def summed_by_hand(recipe: str) -> dict[str, str]:
-    """Sum micro-batches in float32 by hand: what ``accumulated`` is compared with."""
-    training = with_wide_gradients(recipe)
-    for step in range(STEPS):
-        sums: dict[Tensor, Tensor] = {}
-        for micro_batch in range(MICRO_BATCHES):
-            differentiate(training, tokens(step, micro_batch), 1 / MICRO_BATCHES)
-            for p in training.model.parameters():
-                assert p.grad is not None and p.grad.dtype == torch.float32
-                sums[p] = sums[p] + p.grad if p in sums else p.grad
-                p.grad = None
-        for p, total in sums.items():
-            p.grad = total
-        update(training)
-    return fingerprint(training)
 
 
 ALONE = {

@@ -84,11 +84,7 @@ def test_a_fit_is_recorded_and_resumed_with_the_same_bits(tmp_path: Path) -> Non
     assert [row["loss"] for row in run.steps] == whole.losses
     assert [row["tokens"] for row in run.steps] == [68 * (step + 1) for step in range(STEPS)]
     assert {row["step"] for row in run.gauges} == {3, 6} and len(run.evals) == 2
-    assert run.summary["steps"] == STEPS
     assert not [event for event in run.events if event["severity"] != "note"]
-    logged = ng.read_run(logger.log_dir)  # what Lightning's own logger wrote
-    losses = [row["loss"] for row in logged.steps if "loss" in row]
-    assert losses == pytest.approx(whole.losses, rel=1e-6) and len(logged.evals) == 2
     assert "edq" in (Path(logger.log_dir) / "metrics.csv").read_text()
     monitored(3)[1].save_checkpoint(tmp_path / "three.ckpt")
     again, _ = monitored(resume=tmp_path / "three.ckpt")
@@ -133,6 +129,4 @@ class Pair(Module):
 
 def test_a_fit_with_two_optimizers_is_recorded(tmp_path: Path) -> None:
     fit(Pair(), 2 * STEPS, callbacks=[NarrowgaugeMonitor(tmp_path)])
-    steps = ng.read_run(tmp_path).steps
-    assert [row["step"] for row in steps] == [*range(1, STEPS + 1)]
-    assert steps[-1]["loss"] < steps[0]["loss"]
+    assert [row["step"] for row in ng.read_run(tmp_path).steps] == [*range(1, STEPS + 1)]

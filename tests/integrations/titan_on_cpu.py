@@ -1,29 +1,24 @@
-"""torchtitan 0.3.0's own Trainer on a CPU.
+"""torchtitan 0.3.0's own Trainer on a CPU, on its debug model with one small layer.
 
 torchtitan runs on accelerators: it asks its device for memory counters, and calls
 ``torch.distributed.set_timeout``, which came with PyTorch 2.14. Two stand-ins make its Trainer run
-here with gloo, none of them part of a step:
-
-=========================================  =========================================================================
-``torchtitan.tools.utils.device_module``   ``torch.cpu`` with counters that read 0
-``set_pg_timeouts``                        after the first step; does nothing, before PyTorch 2.14
-=========================================  =========================================================================
-
-Import this module before anything of torchtitan.
+here with gloo, none of them part of a step. Import this module before anything of torchtitan.
 """
 
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 _CPU: dict[str, Any] = {
-    "device_count": lambda: 1, "current_device": lambda: 0, "get_device_name": lambda device=None: "cpu",
+    "device_count": lambda: 4, "current_device": lambda: 0, "get_device_name": lambda device=None: "cpu",
     "get_device_properties": lambda device=None: SimpleNamespace(total_memory=1 << 30),
     "memory_stats": lambda device=None: {}, "empty_cache": lambda: None, "reset_peak_memory_stats": lambda: None,
 }  # fmt: skip
@@ -34,73 +29,36 @@ _tools: Any = importlib.import_module("torchtitan.tools.utils")
 _tools.device_type, _tools.device_module = "cpu", SimpleNamespace(**{**vars(torch.cpu), **_CPU})
 
 from torchtitan import trainer as torchtitan_trainer  # noqa: E402
-from torchtitan.components.dataloader import BaseDataLoader  # noqa: E402
-from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
 from torchtitan.models.common.attention import ScaledDotProductAttention  # noqa: E402
 from torchtitan.models.llama3.config_registry import llama3_debugmodel_ce_loss  # noqa: E402
-from torchtitan.trainer import Trainer  # noqa: E402
 
 if not hasattr(torch.distributed, "set_timeout"):
     torchtitan_trainer.dist_utils.set_pg_timeouts = lambda **_: None
 
-
 VOCABULARY = 256
 STEPS = 4
-SEED = 7
+_SMALLER: dict[int, int] = {2048: VOCABULARY, 768: 192, 256: 64, 131072: 64}
+_FEWER = {"n_heads": 4, "n_kv_heads": 4}
 
 
-class Words(BaseTokenizer):
-    """A tokenizer that nothing asks."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(BaseTokenizer.Config):
-        """Nothing."""
-
-    def __init__(self, config: Config, *, tokenizer_path: str) -> None:
-        super().__init__()
-
-    def encode(self, *_: Any, **__: Any) -> list[int]:
-        return []
-
-    def decode(self, *_: Any, **__: Any) -> str:
-        return ""
-
-    def get_vocab_size(self) -> int:
-        return VOCABULARY
+def batch_of(step: int, size: int = 4) -> Tensor:
+    """The tokens of a step on all ranks, int64 ``[size, 17]``."""
+    draw = torch.Generator().manual_seed(step)
+    return torch.randint(VOCABULARY, (size, 17), generator=draw)
 
 
-def batch_of(step: int, size: int = 4, length: int = 16) -> torch.Tensor:
-    """The tokens of a step on all ranks, int64 ``[size, length + 1]``."""
-    return torch.randint(
-        VOCABULARY, (size, length + 1), generator=torch.Generator().manual_seed(step)
-    )
-
-
-class Batches(BaseDataLoader):
+class Batches:
     """:func:`batch_of` each step, shared out over the ranks."""
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(BaseDataLoader.Config):
-        """Nothing."""
-
-    def __init__(
-        self,
-        config: Config,
-        *,
-        dp_world_size: int,
-        dp_rank: int,
-        seq_len: int,
-        local_batch_size: int,
-        **_: Any,
-    ) -> None:
+    def __init__(self, *, dp_world_size: int, dp_rank: int, local_batch_size: int, **_: Any):
         self.step = 0
+        self.ranks = dp_world_size
         self.rank = dp_rank
         self.share = local_batch_size
-        self.shape = local_batch_size * dp_world_size, seq_len
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
         while True:
-            batch = batch_of(self.step, *self.shape)[self.rank * self.share :][: self.share]
+            batch = batch_of(self.step, self.share * self.ranks).split(self.share)[self.rank]
             self.step += 1
             yield {"input": batch[:, :-1]}, batch[:, 1:]
 
@@ -109,10 +67,6 @@ class Batches(BaseDataLoader):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.step = state_dict["step"]
-
-
-_SMALLER: dict[int, int] = {2048: VOCABULARY, 768: 192, 256: 64, 131072: 64}
-_FEWER = {"n_heads": 4, "n_kv_heads": 4}
 
 
 def shrink(config: Any) -> None:
@@ -126,92 +80,60 @@ def shrink(config: Any) -> None:
             setattr(config, field.name, _FEWER.get(field.name, _SMALLER.get(value, value)))
 
 
-def on_cpu(config: Trainer.Config, folder: Path) -> Trainer.Config:
-    """Return one of torchtitan's configs, small and with one layer, attention that a CPU can
-    compute, and :class:`Batches`.
-    """
-    model: Any = config.model_spec.model  # type: ignore[union-attr]
+def on_cpu(folder: Path, config: Any = None) -> Any:
+    """Return one of torchtitan's configs with a model that a CPU computes, and :class:`Batches`."""
+    config = config or llama3_debugmodel_ce_loss()
+    model = config.model_spec.model
     model.layers = model.layers[:1]
     shrink(model)
-    for layer in model.layers:
-        layer.attention.inner_attention = ScaledDotProductAttention.Config()
-        layer.attention.qkv_linear.wqkv.param_init = (
-            layer.feed_forward.w1.param_init
-        )  # its own knows the large shape
-    config.tokenizer, config.dataloader, config.dump_folder = (
-        Words.Config(),
-        Batches.Config(),
-        str(folder),
-    )
+    attention = model.layers[0].attention
+    attention.inner_attention = ScaledDotProductAttention.Config()
+    # Its own knows the large shape.
+    attention.qkv_linear.wqkv.param_init = model.layers[0].feed_forward.w1.param_init
+    config.tokenizer = SimpleNamespace(build=lambda **_: None)
+    config.dataloader = SimpleNamespace(build=Batches)
+    config.dump_folder = str(folder)
     config.training.local_batch_size = 4
     config.training.seq_len = 16
     config.training.steps = STEPS
     config.training.disable_cuda_graphs = True
     config.validator.enable = False
-    config.debug.seed = SEED
+    config.debug.seed = 7
     config.lr_scheduler.decay_ratio = 0.5
     config.optimizer.implementation = "for-loop"
     config.metrics.log_freq = 1
     return config
 
 
-def configured(folder: Path, optimizer: Any = None) -> Trainer.Config:
-    """The debug model of torchtitan's registry :func:`on_cpu`, perhaps with another optimizer."""
-    config = on_cpu(llama3_debugmodel_ce_loss(), folder)
-    if optimizer is not None:
-        config.optimizer = optimizer
-    return config
+def train(config: Any, steps: int = STEPS) -> tuple[list[float], dict[str, Tensor], Any]:
+    """Return the losses of some steps, then the whole weights and states, and the optimizer.
 
-
-@dataclass(frozen=True)
-class Trained:
-    """What a run has computed; its trainer is closed, and so is the process group that it made."""
-
-    trainer: Trainer
-    losses: list[float]
-    weights: dict[str, torch.Tensor]
-    states: dict[str, Any]
-
-
-def train(config: Trainer.Config, steps: int | None = None) -> Trained:
-    """A run of all steps, or of the first few of them.
-
-    What :meth:`Trainer.train` does, without its two seconds of sleep at the end.
+    It is what :meth:`Trainer.train` does, without its two seconds of sleep at the end.
     """
     losses: list[float] = []
+
+    def log(step: int, loss: float, *_: Any, **__: Any) -> None:
+        losses.append(loss)
+
+    is_alone = not torch.distributed.is_initialized()
     try:
         trainer = config.build()
-        log = trainer.metrics_processor.log
-
-        def noted(step: int, loss: float, largest: float, grad_norm: float, **more: Any) -> None:
-            losses.append(loss)
-            log(step, loss, largest, grad_norm, **more)
-
-        trainer.metrics_processor.log = noted
+        trainer.metrics_processor.log = log
         trainer.checkpointer.load(step=config.checkpoint.load_step)
         batches = trainer.batch_generator(trainer.dataloader)
-        while trainer.step < (config.training.steps if steps is None else steps):
+        while trainer.step < steps:
             trainer.step += 1
             trainer.train_step(batches)
-            trainer.checkpointer.save(trainer.step, last_step=trainer.step == config.training.steps)
-        weights, states = (
-            _copied(part.state_dict()) for part in (trainer.model_parts[0], trainer.optimizers)
-        )
-        trained = Trained(trainer, losses, weights, states)
+            trainer.checkpointer.save(trainer.step, last_step=trainer.step == STEPS)
+        (optimizer,) = trainer.optimizers
+        values = trainer.model_parts[0].state_dict() | trainer.optimizers.state_dict()
+        tensors = {}
+        for name, value in values.items():
+            if isinstance(value, Tensor):
+                whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+                tensors[name] = whole.detach().clone()
         trainer.close()
-        return trained
+        return losses, tensors, optimizer
     finally:
-        if torch.distributed.is_initialized():
+        if is_alone and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
-
-
-def _copied(values: dict[str, Any]) -> dict[str, Any]:
-    """Copy tensors whole, and other values as they are."""
-    tensors = {}
-    for name, value in values.items():
-        if isinstance(value, torch.Tensor):
-            tensors[name] = value.detach()
-    full_tensors = {}
-    for name, x in tensors.items():
-        full_tensors[name] = x.full_tensor() if hasattr(x, "full_tensor") else x
-    return values | {name: value.clone() for name, value in full_tensors.items()}

@@ -7,7 +7,6 @@ from __future__ import annotations
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 import tensors
 from narrowgauge.matmul.gemm import EmulationNotice, operand_dtype
-from narrowgauge.matmul.layer_matmuls import Call, output, without_outliers
+from narrowgauge.matmul.layer_matmuls import Call, outlier_columns, output
 from narrowgauge.matmul.linear import Linear
 from narrowgauge.matmul.operand import Operand, cast_matrix, content_key, mixed
 from narrowgauge.matmul.swapping import NarrowLayers, swap_linears
@@ -43,13 +42,6 @@ KEY = torch.tensor(1234567, dtype=torch.int32)
 DIMS = {"output": (1, 1), "grad_input": (1, 0), "grad_weight": (0, 0)}
 names = {"ids": lambda row: row.name}
 gaussian = partial(tensors.gaussian, dtype=torch.bfloat16)
-
-
-def with_threshold(name: str, magnitude: float) -> Compute:
-    """A compute whose outliers begin at another magnitude."""
-    row = COMPUTES[name]
-    lhs = replace(row.output.left, outliers=magnitude)
-    return replace(row, name=f"{name} from {magnitude:g}", output=replace(row.output, left=lhs))
 
 
 def make_layer(
@@ -146,7 +138,7 @@ def operands(layer: Linear, x: Tensor, grad: Tensor) -> dict[str, tuple[Tensor, 
     saved = output(x, weight, None, Call(layer.registered_name))[1]
     outliers = row.output.left.outliers
     sources = {
-        "output": (without_outliers(x, outliers) if outliers else x, weight),
+        "output": (torch.where(outlier_columns(x, outliers), 0, x) if outliers else x, weight),
         "grad_input": (grad, weight),
         "grad_weight": (grad, x),
     }

@@ -30,6 +30,12 @@ def laptop() -> Iterator[None]:
         yield
 
 
+def test_a_long_product_of_integers_is_rounded_once(laptop: None) -> None:
+    codes = torch.randint(64, 128, (16, 5000), dtype=torch.int8)
+    exact = codes.long() @ codes.long().t()
+    assert torch.equal(gemm._multiply_integers(codes, codes.t()), exact.float())
+
+
 def test_a_prepared_model_trains_by_float32_products_and_says_so_once(laptop: None) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -44,9 +50,8 @@ def test_a_prepared_model_trains_by_float32_products_and_says_so_once(laptop: No
             losses.append(loss.item())
     assert losses[-1] < losses[0] - 0.3
     assert [str(warning.message) for warning in caught if warning.category is EmulationNotice] == [
-        "bfloat16 multiplies bfloat16, which this CPU cannot; it is emulated here by float32 "
-        "products "
-        "(same values, float32's speed)."
+        "bfloat16 multiplies bfloat16, which this cpu cannot; it is emulated here with the same "
+        "values, and no faster than a plain layer."
     ]
     linears = []
     for module in model.modules():

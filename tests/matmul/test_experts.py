@@ -13,33 +13,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import MixtralConfig, MixtralForCausalLM
 
-from matmul.scenarios import names, with_threshold
+from matmul import zoo
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.inference import quantize_for_inference
-from narrowgauge.matmul.swapping import NarrowLayers, swap_linears
-from narrowgauge.spec.computes import COMPUTES, Compute
-from tensors import random_tokens
+from narrowgauge.matmul.swapping import swap_linears
+from narrowgauge.spec.computes import Compute
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-SHAPE = {
-    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "num_key_value_heads": 2, "num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16,
-}  # fmt: skip
-TOKENS = random_tokens(2, 24, 64, seed=1)
-FLOAT8 = COMPUTES["float8-row"]
-OUTLIERS = with_threshold("int8-outlier-codes", 2.0)
-
-
-def mixtral(dtype: torch.dtype = torch.bfloat16) -> MixtralForCausalLM:
-    torch.manual_seed(0)
-    return MixtralForCausalLM(MixtralConfig(**SHAPE)).to(dtype)
-
-
-def swap_experts(model: nn.Module, row: str | Compute) -> NarrowLayers:
-    return swap_linears(model, lambda name: row if ".experts." in name else None)
 
 
 def layers_of(
@@ -53,56 +34,6 @@ def layers_of(
         layers[name].weight.data.copy_(weight)
     swap_linears(layers, row)
     return layers
-
-
-def test_names_and_config_stay_and_values_are_transformers_own_where_the_row_is() -> None:
-    model = mixtral()
-    plain = mixtral()
-    before = {}
-    for name, tensor in model.state_dict().items():
-        before[name] = tensor.data_ptr()
-    linears = swap_experts(model, "bfloat16")
-    assert sorted(linears.layers) == [
-        f"model.layers.{k}.mlp.experts.{weight}"
-        for k in (0, 1)
-        for weight in ("down_proj", "gate_up_proj")
-    ]
-    assert {name: tensor.data_ptr() for name, tensor in model.state_dict().items()} == before
-    assert [name for name, _ in model.named_parameters()] == [
-        name for name, _ in plain.named_parameters()
-    ]
-    # A CPU without bfloat16 products computes transformers' own in another order.
-    ours, theirs = (candidate(TOKENS).logits for candidate in (model, plain))
-    torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=2**-9)
-
-
-@pytest.mark.parametrize("row", [FLOAT8, OUTLIERS], **names)
-def test_a_token_gets_the_weighted_sum_of_what_its_experts_layers_say(row: Compute) -> None:
-    model = mixtral()
-    experts = model.model.layers[0].mlp.experts
-    swap_experts(model, row)
-    draw = torch.Generator().manual_seed(2)
-    chosen = torch.stack(
-        [torch.randperm(4, generator=draw)[:2] for _ in range(20)]
-    )  # the last two experts get none
-    x = torch.randn(20, 32, generator=draw).bfloat16()
-    shares = torch.rand(20, 2, generator=draw)
-    y = experts(x, chosen, shares)
-    sums = torch.zeros(20, 2, 32)
-    for expert in range(4):
-        token, place = (chosen == expert).nonzero(as_tuple=True)
-        layers = layers_of(experts, expert, ("gate_up_proj", "down_proj"), row)
-        gate, up = layers["gate_up_proj"](x[token]).chunk(2, -1)
-        sums[token, place] = layers["down_proj"](nn.functional.silu(gate) * up).float()
-    assert torch.equal(y, (sums * shares[..., None]).sum(1).bfloat16())
-    assert experts(x[:0], chosen[:0], shares[:0]).shape == (0, 32)
-
-
-def test_experts_that_cannot_be_swapped_are_refused() -> None:
-    spread = mixtral()
-    spread.model.layers[0].mlp.experts._is_expert_parallel = True
-    with pytest.raises(RecipeError, match="expert parallelism"):
-        swap_experts(spread, "float8-row")
 
 
 # ── experts that a module multiplies in its own code ──────────────────────────────────────────────
@@ -208,8 +139,27 @@ def test_each_class_of_transformers_that_stacks_weights_is_narrow(name: str) -> 
     assert all(weight.grad.any() for weight in experts.parameters())
 
 
-def test_experts_are_not_stored_as_codes() -> None:
-    with pytest.raises(RecipeError, match=r"keep=\(\"\*\.experts\""):
-        quantize_for_inference(mixtral())
-    served = quantize_for_inference(mixtral(), keep=("*.experts",))
-    assert served(TOKENS).logits.isfinite().all()
+@pytest.mark.parametrize("compute", ["int8-row", "float8-tensor", "int8-outlier-codes"])
+@pytest.mark.parametrize("name", ["Mixtral", "GptOss"])
+def test_stored_experts_multiply_as_those_in_training(name: str, compute: str) -> None:
+    """Of both memory orders; saved and loaded too."""
+    trained, served, loaded = (zoo.build(name).bfloat16().eval() for _ in range(3))
+    inputs = zoo.inputs_of(name)
+    swap_linears(trained, compute)
+    quantize_for_inference(served, compute)
+    with torch.no_grad():
+        for parameter in loaded.parameters():
+            parameter.zero_()
+        quantize_for_inference(loaded, compute).load_state_dict(served.state_dict())
+        expected = trained(**inputs).logits
+        assert torch.equal(served(**inputs).logits, expected)
+        assert torch.equal(copy.deepcopy(loaded)(**inputs).logits, expected)
+    sizes = {p.ndim for p in served.parameters()}
+    assert 3 not in sizes and served.bfloat16().float().dtype is torch.float32
+
+
+def test_experts_that_do_not_say_how_their_weights_lie_are_not_stored() -> None:
+    with pytest.raises(RecipeError, match=r"Llama4TextExperts.*keep=\(\"\*\.experts\""):
+        quantize_for_inference(zoo.build("Llama4"))
+    served = quantize_for_inference(zoo.build("Llama4"), keep=("*.experts",))
+    assert served(**zoo.inputs_of("Llama4")).logits.isfinite().all()

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import narrowgauge as ng
 from narrowgauge.errors import RecipeError
-from narrowgauge.matmul import linears_of
+from narrowgauge.matmul import NarrowLayers
 from narrowgauge.matmul.roles import roles_of
 from narrowgauge.matmul.swapping import swap_linears
 from narrowgauge.spec.notation import parse
@@ -139,7 +139,7 @@ def test_a_pattern_adds_to_the_roles_and_one_that_matches_nothing_is_refused() -
     assert "blocks.0.gate" in linears.layers
     with pytest.raises(RecipeError, match=r"Cannot keep 'lm_haed'.*blocks\.0\.gate"):
         swap_linears(Model(), "float8-row", keep=("lm_haed",))
-    linears = swap_linears(Model().bfloat16(), "float8-row", keep_roles=False)
+    linears = swap_linears(Model().bfloat16(), lambda _: "float8-row")
     assert {"to_vocabulary", "blocks.1.scores"} <= set(linears.layers)
 
 
@@ -147,7 +147,7 @@ def test_a_recipe_keeps_them_too() -> None:
     recipe = parse("nvfp4/word")
     model, _ = ng.prepare(Model(), recipe)
     computes = {}
-    for name, layer in linears_of(model).layers.items():
+    for name, layer in NarrowLayers(model).layers.items():
         computes[name] = layer.compute.name
     assert computes["blocks.0.gate"] == "nvfp4"
     assert computes.get("blocks.3.up", "bfloat16") == "bfloat16"

@@ -69,21 +69,6 @@ LAYOUTS: dict[str, tuple[Callable[[], nn.Module], Row]] = {
         lambda: nn.Sequential(nn.Embedding(128, 64), *zoo.blocks(), nn.Linear(64, 128)),
         ("", [], {}),
     ),
-    "bytes: as many as the width": (
-        lambda: zoo.lm(
-            256,
-            256,
-            into=nn.Linear(256, 256),
-            layers=nn.ModuleList(nn.Linear(256, 256) for _ in range(2)),
-        ),
-        ("", [], {}),
-    ),
-    "four layers beside Linear(64, 4)": (
-        lambda: zoo.lm(
-            layers=nn.ModuleList(nn.Linear(64, 64) for _ in range(4)), mix=nn.Linear(64, 4)
-        ),
-        ("", [], {}),
-    ),
     "experts with a bias of three dims": (
         lambda: zoo.lm(
             layers=nn.ModuleList(zoo.mixture(zoo.Biased(), nn.Linear(64, 4)) for _ in range(2))
@@ -97,17 +82,6 @@ LAYOUTS: dict[str, tuple[Callable[[], nn.Module], Row]] = {
 def test_parts_of_other_layouts(name: str) -> None:
     make, row = LAYOUTS[name]
     assert answer(make()) == row
-
-
-def test_adapters_are_no_parts_of_a_block() -> None:
-    peft: Any = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "lm_head"])
-    model = peft.get_peft_model(zoo.build("Llama"), config)
-    model_parts = parts(model)
-    assert len(model_parts.blocks) == 2
-    assert model.base_model.model.lm_head.base_layer not in model_parts.inside()
-    adapters = {name for name, module in model.named_modules() if module in model_parts.adapters}
-    assert all("lora_" in name for name in adapters) and len(adapters) >= 6
 
 
 class Seen(nn.Module):

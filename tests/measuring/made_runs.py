@@ -10,8 +10,8 @@ from narrowgauge.measuring.labels import run_name
 from narrowgauge.runs.record import Run
 
 COLUMNS = [
-    "recipe", "val_loss", "val_loss_std", "late_edq", "tokens_per_second", "bytes_per_param",
-    "step_memory_bytes", "step_ratio", "diverged", "num_seeds", "difference", "difference_interval",
+    "recipe", "val_loss_std", "val_loss", "bytes_per_param", "tokens_per_second", "step_ratio",
+    "step_memory_bytes", "edq", "diverged", "num_seeds", "difference", "difference_interval",
     "verdict",
 ]  # fmt: skip
 SIZES = {
@@ -27,8 +27,7 @@ def make_run(
     seed: int,
     loss: float | None,
     *,
-    edq: Sequence[float] = (1.0, 1.0, 1.0),
-    noise: float = 0.01,
+    edq: float | None = 1.0,
     step_seconds: float = 0.5,
     evals: Sequence[tuple[int, float]] = (),
     events: Sequence[dict[str, Any]] = (),
@@ -41,31 +40,17 @@ def make_run(
     """
     rows: list[dict[str, Any]] = []
     for k in range(1, steps + 1):
-        rows.append({"step": k, "loss": 8.0 - k / 10, "seconds": step_seconds})
-    for row, value in zip(rows[len(rows) - len(edq) :], edq, strict=True):
-        row |= {"edq": value, "noise": noise, "lost_fraction": 0.25}
+        rows.append({"step": k, "loss": 8.0 - k / 10, "seconds": step_seconds, "edq": edq})
     summary = {
         "val_loss": loss, "steps": steps, "tokens_per_second": 100 / step_seconds, "step_memory_bytes": 1 << 20,
-        "bytes_per_param": SIZES.get(recipe, 8.0), "edq": 1.0 if edq else None, "noise": noise, "lost_fraction": 0.25,
-        "num_skipped": skipped,
+        "bytes_per_param": SIZES.get(recipe, 8.0), "edq": edq, "num_skipped": skipped,
     }  # fmt: skip
-    settings = {
-        "recipe": recipe,
-        "seed": seed,
-        "steps": steps,
-        "schedule": "cosine",
-        **(config or {}),
-    }
+    settings = {"recipe": recipe, "seed": seed, "steps": steps, "schedule": "cosine"}
     path = Path(run_name(recipe, seed))
     validations = [{"step": step, "val_loss": value} for step, value in evals]
-    return Run(
-        path,
-        {"config": settings},
-        rows,
-        validations,
-        list(events),
-        None if loss is None else summary,
-    )
+    ended = None if loss is None else summary
+    table = {"config": {**settings, **(config or {})}}
+    return Run(path, table, rows, validations, list(events), ended)
 
 
 def seeds(recipe: str, losses: Sequence[float | None], **more: Any) -> list[Run]:

@@ -1,8 +1,8 @@
-"""A small language model and a plain training loop, with a place for a fault after each of its lines."""
+"""A small language model and a plain training loop, with places for a fault."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,54 +28,49 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        logits: Tensor = self.head(self.norm(x))
-        return logits
-
-
-def batches() -> Iterator[Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    while True:
-        yield torch.randint(0, VOCABULARY, (4, LENGTH + 1), generator=generator)
+def nothing(loop: Loop) -> None: ...
 
 
 class Loop:
-    """A training loop. Its methods are the places for a fault: replace one, or wrap it.
+    """A training loop.
+
+    Args:
+        prepare: called before the watch is made, and may change the model and the optimizer.
+        after: called after each update.
+        options: of the watch.
 
     Attributes:
-        readings: what the watch read anew, notes among it.
+        number: of the step, from 1.
+        readings: what the watch read, notes among it.
     """
 
-    dtype = torch.float32
-    optimizer_class: Callable[..., Any] = torch.optim.AdamW
-    clip: float | None = None
-    lr = 1e-3
-    told_clip: float | None = None
-
-    def __init__(self, *, is_watched: bool = True) -> None:
+    def __init__(
+        self,
+        prepare: Callable[[Loop], object] = nothing,
+        after: Callable[[Loop], object] = nothing,
+        *,
+        kind: Callable[..., Any] = torch.optim.AdamW,
+        dtype: torch.dtype = torch.float32,
+        lr: float = 1e-3,
+        is_watched: bool = True,
+        **options: Any,
+    ) -> None:
         torch.manual_seed(0)
-        self.model = Model().to(self.dtype)
-        self.optimizer = self.make_optimizer()
-        self.data = batches()
+        blocks = [Block() for _ in range(2)]
+        embedding = nn.Embedding(VOCABULARY, WIDTH)
+        head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.model = nn.Sequential(embedding, *blocks, nn.LayerNorm(WIDTH), head).to(dtype)
+        self.make = lambda: kind((p for p in self.model.parameters() if p.requires_grad), lr=lr)
+        self.optimizer = self.make()
+        self.after = after
+        self.scaler = torch.amp.GradScaler("cpu", enabled=False)
+        self.draw = torch.Generator().manual_seed(1)
         self.number = 0
-        self.prepare()
+        prepare(self)
         self.readings: list[Reading] = []
         self.watcher: Any = None
         if is_watched:
-            self.watcher = ng.watch(
-                self.model, self.optimizer, max_grad_norm=self.told_clip or self.clip
-            )
+            self.watcher = ng.watch(self.model, self.optimizer, **options)
             read = self.watcher.laws.read
 
             def noted(step: Any) -> list[Reading]:
@@ -85,36 +80,20 @@ class Loop:
 
             self.watcher.laws.read = noted
 
-    def make_optimizer(self) -> Any:
-        return type(self).optimizer_class(self.model.parameters(), lr=self.lr)
-
-    def prepare(self) -> None: ...
-
-    def loss(self) -> Tensor:
-        tokens = next(self.data)
+    def step(self, scale: float = 1.0) -> None:
+        tokens = torch.randint(0, VOCABULARY, (4, LENGTH + 1), generator=self.draw)
         logits = self.model(tokens[:, :-1]).float()
-        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-
-    def backward(self, loss: Tensor) -> None:
-        loss.backward()
-
-    def after_backward(self) -> None:
-        if self.clip:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
-
-    def update(self) -> None:
-        self.optimizer.step()
-
-    def after_update(self) -> None:
+        loss = scale * F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
         self.optimizer.zero_grad()
+        self.after(self)
+        if self.watcher is not None:
+            told = {"loss_scale": self.scaler.get_scale()} if self.scaler.is_enabled() else {}
+            self.watcher.step(loss.detach(), **told)
 
     def run(self, steps: int = 8) -> Loop:
         for self.number in range(1, steps + 1):
-            loss = self.loss()
-            self.backward(loss)
-            self.after_backward()
-            self.update()
-            self.after_update()
-            if self.watcher is not None:
-                self.watcher.step(loss.detach())
+            self.step()
         return self

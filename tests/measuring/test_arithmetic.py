@@ -8,25 +8,22 @@ import pytest
 import torch
 
 from narrowgauge.measuring import provenance
-from narrowgauge.measuring.arithmetic import measure_arithmetic, measure_changes
+from narrowgauge.measuring.arithmetic import measure_arithmetic
 from narrowgauge.measuring.provenance import describe_process
 from narrowgauge.measuring.settings import settings_diff
 from narrowgauge.runs.record import read_run
-from narrowgauge.runs.writer import RunWriter
+from narrowgauge.runs.writer import Record
 from narrowgauge.spec.toml import load_data
 
 CPU = torch.device("cpu")
 
 
 def test_a_measurement_repeats_and_leaves_every_setting() -> None:
-    """True of every processor: which probes change with the threads is not (AMX: float32 matmuls)."""
     before = torch.get_num_threads()
     with torch.autocast("cpu", torch.bfloat16):
         machine = measure_arithmetic(CPU)
     assert list(machine["results"]) == list(load_data("probes", "runs"))
     assert machine["settings"]["threads"] == str(before)
-    changes = measure_changes()
-    assert set(changes) == {f"threads={n}" for n in (1, 2, 4) if n != before}
     assert torch.get_num_threads() == before and measure_arithmetic(CPU) == machine
 
 
@@ -39,12 +36,12 @@ def test_flushed_subnormals_are_seen() -> None:
     finally:
         torch.set_flush_denormal(False)
     changes = settings_diff({"arithmetic": subnormal}, {"arithmetic": flushed})
-    assert "subnormals" in [difference.name for difference in changes]
+    assert "subnormals" in changes
 
 
 def test_a_run_records_it(tmp_path: Path) -> None:
     present = describe_process(CPU)
-    RunWriter.create(tmp_path / "run", {"config": {}, **present}).close()
+    Record.create(tmp_path / "run", {"config": {}, **present}).close()
     table = read_run(tmp_path / "run").run["arithmetic"]
     assert table == present["arithmetic"] and table["settings"]["torch"] == torch.__version__
 

@@ -58,23 +58,6 @@ def test_shadows_of_narrow_weights_have_the_bits_of_a_float64_model() -> None:
         assert torch.equal(p.grad, shadows[name]), name
 
 
-def test_complex_numbers_are_followed() -> None:
-    x = torch.randn(8, 4).requires_grad_()
-    turns = torch.polar(torch.ones(2), torch.arange(2.0))
-
-    def turned(x: Tensor, turns: Tensor) -> Tensor:
-        pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
-        return torch.view_as_real(pairs * turns).flatten(-2).square()
-
-    weights = torch.arange(4.0)
-    wide = Wide()
-    with Beside(wide):
-        (turned(x, turns) * weights).sum().backward()
-    y = x.detach().double().requires_grad_()
-    (turned(y, turns.to(torch.complex128)) * weights.double()).sum().backward()
-    assert wide.follows(x.grad) and torch.equal(wide.of(x.grad), y.grad)
-
-
 def test_masks_changed_in_place_change_their_shadow() -> None:
     x = torch.randn(64).bfloat16().requires_grad_()
     wide = Wide()

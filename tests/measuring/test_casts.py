@@ -74,7 +74,7 @@ def test_readings_are_those_of_the_tensors() -> None:
     _, rows = attached(model, optimizer)
     trained(model, optimizer)
     (row,) = rows
-    assert row["step"] == 1 and row["updates"].keys() == dict(model.named_parameters()).keys()
+    assert row["step"] == 1
     values = seen["x"].float()
     outlier = float(values.abs().max() / values.square().mean().sqrt())
     assert metric_of(row, "tensors", "input:down", "outlier") == pytest.approx(outlier, rel=2**-8)
@@ -134,42 +134,12 @@ def test_experts_are_read_by_the_names_of_their_weights() -> None:
 # ── attention ─────────────────────────────────────────────────────────────────────────────────────
 
 
-class OwnAttention(nn.Module):
-    """As people write it: one projection, a number of heads, and a mask of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.n_head, self.c_attn = HEADS, nn.Linear(WIDTH, 3 * WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.c_attn(x).chunk(3, -1)
-        )
-        mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(-3)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
-
-
-class OwnModel(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.attention, self.head = (
-            nn.Embedding(64, WIDTH),
-            OwnAttention(),
-            nn.Linear(WIDTH, 64),
-        )
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.attention(self.embedding(input_ids)))
-        return logits
-
-
 MODELS = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE)),
     "norms after projections": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE)),
     "one projection": lambda: GPT2LMHeadModel(
         GPT2Config(vocab_size=64, n_positions=LENGTH, n_embd=WIDTH, n_layer=1, n_head=HEADS)
     ),
-    "own": OwnModel,
 }
 
 
@@ -190,7 +160,7 @@ def test_the_bound_of_attention_is_the_product_of_the_largest_norms(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     _, rows = attached(model, optimizer)
     output = model(input_ids=torch.arange(2 * LENGTH).reshape(2, LENGTH))
-    (output if isinstance(output, Tensor) else output.logits).square().sum().backward()
+    output.logits.square().sum().backward()
     optimizer.step()
     query, key = (x.detach().float() for x in operands)
     largest = [float(x.norm(dim=-1).max()) for x in (query, key)]

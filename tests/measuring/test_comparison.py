@@ -46,7 +46,7 @@ def test_a_file_has_the_documented_columns_of_the_seeds_that_count() -> None:
     assert list(row) == COLUMNS
     assert (row["val_loss"], row["val_loss_std"]) == pytest.approx((4.2, 0.2))
     numbers = [row[name] for name in COLUMNS[3:10]]
-    assert numbers == [1.0, 400, 8.0, 1 << 20, None, False, 3]
+    assert numbers == [8.0, 400, None, 1 << 20, 1.0, False, 3]
     assert row["difference"] == pytest.approx(0.1) == sum(row["difference_interval"]) / 2
     assert (master["verdict"], master["difference"]) == ("the baseline", None)
     assert compact["difference_interval"] is None
@@ -61,12 +61,14 @@ def test_differences_are_paired_by_seed_and_only_by_seed() -> None:
     group = []
     for seed, loss in ((7, 9.0), (2, 4.23), (0, 4.01), (1, 4.12)):
         group.append(make_run("bfloat16/word", seed, loss))
-    (difference,) = compared(group, MASTER).differences
-    assert difference.num_pairs == 3 and difference.mean == pytest.approx(0.02)
+    row = compared(group, MASTER).rows[0]
+    assert row["difference"] == pytest.approx(0.02)
     by_table = 4.302653 * statistics.stdev([0.01, 0.02, 0.03]) / 3**0.5
-    assert difference.half == pytest.approx(by_table)
+    low, high = row["difference_interval"]
+    assert (high - low) / 2 == pytest.approx(by_table)
     on_other_data = with_data(group, fingerprint="b")
-    assert not compared(on_other_data, with_data(MASTER, fingerprint="a")).differences
+    other = compared(on_other_data, with_data(MASTER, fingerprint="a"))
+    assert other.rows[0]["difference"] is None
 
 
 def test_a_single_seed_has_no_interval_and_equal_ones_one_of_zero_width() -> None:
@@ -78,7 +80,6 @@ def test_a_single_seed_has_no_interval_and_equal_ones_one_of_zero_width() -> Non
     assert interval([0.5, math.nan])[1] == math.inf
 
 
-EVENT = {"what": "divergence", "step": 3, "text": "the loss is inf"}
 # A group beside three seeds of bfloat16/master at 4.0, 4.1 and 4.2, and its verdict.
 VERDICTS: list[tuple[list[Run], str]] = [
     (word(4.01, 4.09, 4.2), "within the noise"),
@@ -94,13 +95,11 @@ VERDICTS: list[tuple[list[Run], str]] = [
     (word(4.01), "no interval"),
     (word(None, None), "no loss"),
     (word(4.0, math.nan, 4.2), "diverged"),
-    (word(*EQUAL, events=[EVENT]), "diverged"),
-    # The summary's EDQ is 1.0: the first steps dominate the sums over a run.
-    (word(*EQUAL, edq=(1.0, 0.95, 0.85, 0.85)), "loses its updates"),
-    (word(*EQUAL, edq=(0.91, 0.91, 0.91)), "within the noise"),
+    (word(*EQUAL, edq=0.85), "loses its updates"),
+    (word(*EQUAL, edq=0.91), "within the noise"),
     # The median of the seeds counts.
     (
-        [*word(4.0, 4.1), make_run("bfloat16/word", 2, 4.2, edq=(0.3, 0.3, 0.3))],
+        [*word(4.0, 4.1), make_run("bfloat16/word", 2, 4.2, edq=0.3)],
         "within the noise",
     ),
     (word(*EQUAL, skipped=1), "skips steps"),
@@ -115,13 +114,13 @@ def test_runs_have_a_verdict(group: list[Run], verdict: str) -> None:
     row = comparison.rows[1]
     assert row["verdict"] == verdict
     assert row["diverged"] == (verdict == "diverged")
-    is_named = comparison.verdict[0].startswith("bfloat16/word is the cheapest")
+    is_named = comparison.verdict.startswith("bfloat16/word is the cheapest")
     assert is_named is (verdict in FIT)
 
 
 COMPACT = seeds("bfloat16/compact", EQUAL)
 UNSURE = seeds("bfloat16/compact", (4.2, 4.0, 4.2))
-LOSSY = {"edq": (0.1, 0.1, 0.1)}
+LOSSY = {"edq": 0.1}
 WIDE = [*seeds("float32/float32", EQUAL), *seeds("bfloat16/float32", (4.3, 4.1, 4.0))]
 
 
@@ -158,7 +157,7 @@ WIDE = [*seeds("float32/float32", EQUAL), *seeds("bfloat16/float32", (4.3, 4.1, 
     ],
 )
 def test_the_cheapest_is_fit(groups: list[list[Run]], cheapest: str) -> None:
-    assert compared(*groups).verdict[0].startswith(cheapest)
+    assert compared(*groups).verdict.startswith(cheapest)
 
 
 @pytest.mark.parametrize(
@@ -175,10 +174,8 @@ def test_the_baseline_is_the_wider_compute_then_the_first(groups: Any, chosen: s
     assert compared(*groups).baseline == chosen
 
 
-def test_settings_beside_recipe_and_seed_are_named_and_folders_tell_runs_apart() -> None:
-    runs = [make_run("bfloat16/word", seed, 4.0, config={"lr": seed}) for seed in (0, 1)]
-    assert run_labels(runs) == ["bfloat16/word"] * 2 and len(compare_runs(runs).verdict) == 1
-    runs.append(make_run("bfloat16/word", 0, 4.0, config={"lr": 3}))
+def test_folders_tell_runs_of_one_seed_apart() -> None:
+    runs = [make_run("bfloat16/word", seed, 4.0) for seed in (0, 1)]
+    assert run_labels(runs) == ["bfloat16/word"] * 2
+    runs.append(make_run("bfloat16/word", 0, 4.0))
     assert run_labels(runs)[2] == "bfloat16/word (bfloat16-word-seed0)"
-    sentence = "The runs differ in more than recipe and seed: config.lr 0 and 3."
-    assert compare_runs(runs).verdict[1] == sentence

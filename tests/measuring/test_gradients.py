@@ -6,9 +6,8 @@ import copy
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -64,25 +63,11 @@ def test_what_a_pass_changes_is_put_back() -> None:
     assert state == after
 
 
-def test_weights_that_a_pass_steps_are_put_back() -> None:
-    model = nn.Linear(8, 4)
-    before = model.weight.detach().clone()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def backward(model: nn.Module, x: Tensor) -> None:
-        model(x).square().mean().backward()
-        optimizer.step()
-
-    result = ng.check(model, optimizer, batch=torch.ones(2, 8), loss=loss, backward=backward)
-    assert [r.what for r in result] == ["step-order"] and torch.equal(model.weight, before)
-
-
-def test_a_tensor_with_a_hook_on_its_gradient_is_not_looked_at() -> None:
+def test_a_slope_is_not_looked_at_where_a_hook_changes_a_gradient() -> None:
     model = Model()
     model.head.weight.register_hook(lambda gradient: 0.5 * gradient)
     result = check(model, tokens_of(0))
-    assert result.ok and "the slope along head.weight" in result.unseen
-    assert any("the gradient of 5 tensors says" in line for line in result.lines)
+    assert result.ok and "hook" in result.unseen["the slope of the loss"]
 
 
 def test_gradients_that_a_kernel_adds_elsewhere_are_not_accused() -> None:
@@ -90,52 +75,6 @@ def test_gradients_that_a_kernel_adds_elsewhere_are_not_accused() -> None:
     model.head.weight.main_grad = torch.zeros_like(model.head.weight)
     result = check(model, tokens_of(0))
     assert not len(result) and "main_grad" in result.unseen["the gradient"]
-
-
-@pytest.mark.parametrize("loss", [lambda model, batch: 1.0, lambda model, batch: torch.ones(2)])
-def test_a_loss_that_is_no_number_with_a_graph_is_refused(loss: Callable[..., Any]) -> None:
-    with pytest.raises(ng.errors.RecipeError, match="returned"):
-        check(Model(), tokens_of(0), loss=loss)
-
-
-class Pair(NamedTuple):
-    tokens: Tensor
-    labels: Tensor
-
-
-def test_micro_batches_of_named_tuples_are_joined() -> None:
-    result = check(Model(), [Pair(*tokens_of(0)), Pair(*tokens_of(0))])
-    assert not len(result) and "6 of 6 gradients equal" in str(result) and not result.unseen
-
-
-@pytest.mark.parametrize("compute", ["int8-row", "nvfp4"])
-def test_a_factor_is_seen_where_casts_are_coarse(compute: str) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 64)).bfloat16()
-    ng.swap_linears(model, compute)
-    batch = (torch.randn(64, 32).bfloat16(), torch.randn(64, 64))
-
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        return (model(batch[0]).float() - batch[1]).square().mean()
-
-    for factor, kinds in ((1.0, set()), (0.5, {"gradient"})):
-        step = lambda model, batch, factor=factor: (factor * loss(model, batch)).backward()  # noqa: E731
-        optimizer = ng.AdamW(model.parameters())
-        result = ng.check(model, optimizer, batch=batch, loss=loss, backward=step)
-        assert {reading.what for reading in result} == kinds, result
-
-
-def test_small_networks_whose_units_flip_are_not_accused() -> None:
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return (model(batch[0]).float() - batch[1]).square().mean()
-
-    for seed in range(4):
-        torch.manual_seed(seed)
-        layers = nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4)
-        model = nn.Sequential(*layers)
-        batch = (torch.randn(16, 16), torch.randn(16, 4))
-        assert check(model, batch, loss=loss).ok, seed
 
 
 # ── two ranks ─────────────────────────────────────────────────────────────────────────────────────
@@ -207,12 +146,12 @@ def ddp() -> nn.Module:
 
 RANKS: dict[str, tuple[Any, bool, Any, Any, list[tuple[str, str]], str]] = {
     "summed by hand": (Model, True, loss, by_all_tokens(), [], ""),
-    "tokens of this rank": (Model, True, loss, of_this_rank, [("gradient", "")], "count 0.594, 3.17 times"),
+    "tokens of this rank": (Model, True, loss, of_this_rank, [("gradient", "norm.weight and 5 others")], "count 0.594, 3.17"),
     "partial sums": (Model, True, loss, by_all_tokens("norm"), [("ranks-unsummed", "norm.weight and 1 other")], ""),
-    "averaged sums": (Model, True, loss, by_all_tokens("none", 2), [("gradient", "")], "0.5 times"),
+    "averaged sums": (Model, True, loss, by_all_tokens("none", 2), [("gradient", "embed.weight and 5 others")], "0.5 times"),
     "ddp": (ddp, False, loss, None, [], ""),
-    "averaged twice": (ddp, False, loss, halved, [("gradient", "")], "0.5 times"),
-    "unlike counts": (ddp, True, loss, None, [("gradient", "")], "micro-batches count"),
+    "averaged twice": (ddp, False, loss, halved, [("gradient", "embed.weight and 5 others")], "0.5 times"),
+    "unlike counts": (ddp, True, loss, None, [("gradient", "norm.weight and 5 others")], "micro-batches count"),
     "float16 sums": (in_float16, False, loss, None, [("rounding", "head.weight")], ""),
     "labels of all ranks": (ddp, True, counted_over_ranks, None, [], "the loss is 2 times a mean"),
     "labels counted inside": (ddp, True, counted_inside, None, [], "calls allreduce over ranks"),

@@ -13,8 +13,7 @@ def test_a_loss_has_its_facts_and_its_reading(name: str) -> None:
     row = ROWS["lessons"][name]
     names = made(row["edits"])
     model = names["model"]
-    options = {"backward": names["backward"], "loss_scale": row.get("loss_scale", 1.0)}
-    lesson = ng.teaches(model, names["batch"], names["loss"], **options)
+    lesson = ng.teaches(model, names["batch"], names["loss"], backward=names["backward"])
     facts = {}
     for fact in row.get("taught", {}):
         value = lesson.taught[fact]

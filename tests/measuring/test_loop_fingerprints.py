@@ -1,11 +1,12 @@
-"""A loop of one's own records hashes of its tensors and the formats it computes in, with the same
-bits as without.
+"""A loop of one's own records hashes of its tensors, with the same bits as without. What is changed in
+one of two runs is located.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,31 +40,31 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 def recorded(
     folder: Path,
+    before_step: Callable[[nn.Module, int], object] = lambda model, step: None,
     *,
-    after_step: Callable[[nn.Module, int], object] = lambda model, step: None,
+    seed: int = 0,
     every: int = 1,
+    shift: int = 0,
 ) -> Run:
-    """Train, and return the record."""
-    model = model_of()
+    """Train, and return the record; ``shift`` changes the batches from step 4 on."""
+    model = model_of(seed)
     optimizer = adamw(model)
     with ng.RunRecorder(folder, model, optimizer, fingerprints_every=every) as recorder:
         for step in range(1, STEPS + 1):
-            tokens = tokens_at(step)
+            before_step(model, step)
+            tokens = tokens_at(step + shift * (step >= 4))
             loss = loss_of(model, tokens)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             recorder.step(loss, tokens=tokens.numel(), batch=tokens)
-            after_step(model, step)
     return ng.read_run(folder)
 
 
 def test_every_tensor_of_a_step_is_recorded(tmp_path: Path) -> None:
     hashed = recorded(tmp_path / "a")
     unhashed = recorded(tmp_path / "b", every=0)
-    assert (
-        unhashed.fingerprints == [] and TwoRuns(hashed, unhashed).is_complete
-    )  # the last weights are the same
+    assert unhashed.fingerprints == [] and TwoRuns(hashed, unhashed).is_complete  # the same weights
     rows = {row["step"]: row["tensors"] for row in hashed.fingerprints}
     assert list(rows) == list(range(STEPS + 1))
     names = [name for name, _ in model_of().named_parameters()]
@@ -78,16 +79,32 @@ def test_every_tensor_of_a_step_is_recorded(tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-def scale_a_weight(model: nn.Module, step: int) -> None:
-    model.get_parameter("1.weight").mul_(0.999 if step == 4 else 1.0)
+def flipped_bit(model: nn.Module, step: int) -> None:
+    """Flip one exponent bit of one weight, as damaged memory does."""
+    if step == 4:
+        model.get_parameter("1.weight").data.view(-1).view(torch.int32)[3] ^= 1 << 24
 
 
-def test_a_weight_that_changes_between_steps_is_located(tmp_path: Path) -> None:
-    runs = TwoRuns(
-        recorded(tmp_path / "plain"), recorded(tmp_path / "other", after_step=scale_a_weight)
-    )
-    first = runs.readings[0]
-    assert (first.step, first.stage, first.tensor) == (5, "forward", "output:1")
+def scaled_gradient(model: nn.Module, step: int) -> None:
+    if step == 4:
+        model.get_parameter("1.weight").register_hook(lambda gradient: gradient * 1.01)
+
+
+CASES: dict[str, tuple[dict[str, Any], tuple[int, str, str], str]] = {
+    "another seed": ({"seed": 1}, (0, "start", "weight:0.weight"), "No recorded setting differs."),
+    "other batches": ({"shift": 10}, (4, "data", "tokens:batch"), "No recorded setting differs."),
+    "a gradient times 1.01": ({"before_step": scaled_gradient}, (4, "gradient", "grad:1.weight"), "(gradient)"),
+    "a flipped bit": ({"before_step": flipped_bit}, (4, "forward", "output:1"), "(forward)"),
+}  # fmt: skip
+"""By case: what is changed, the step, stage and tensor of the first difference, and a sentence."""
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_was_changed_is_located(name: str, tmp_path: Path) -> None:
+    options, place, sentence = CASES[name]
+    runs = TwoRuns(recorded(tmp_path / "plain"), recorded(tmp_path / "other", **options))
+    (first,) = runs.readings
+    assert (first.step, first.stage, first.tensor) == place and sentence in str(runs)
 
 
 def test_masters_of_a_loops_own_and_states_of_any_optimizer_are_recorded(tmp_path: Path) -> None:
@@ -101,23 +118,7 @@ def test_masters_of_a_loops_own_and_states_of_any_optimizer_are_recorded(tmp_pat
             assert p.grad is not None
             master.grad = p.grad.float()
         optimizer.step()
-        with torch.no_grad():
-            for master, p in zip(masters, model.parameters(), strict=True):
-                p.copy_(master)
         recorder.step(loss)
     rows = ng.read_run(tmp_path / "a").fingerprints
-    for row in rows:
-        assert "weight:master of 1.weight" in row["tensors"]
-    assert "state:momentum_buffer:master of 1.weight" in rows[1]["tensors"]
-
-
-def test_a_module_with_parameters_may_return_its_loss(tmp_path: Path) -> None:
-    model = nn.Linear(4, 4)
-    model.register_forward_hook(lambda module, args, output: output.square().mean())
-    optimizer = adamw(model)
-    with ng.RunRecorder(tmp_path / "a", model, optimizer, fingerprints_every=1) as recorder:
-        loss = model(torch.ones(2, 4))
-        loss.backward()
-        optimizer.step()
-        recorder.step(loss)
-    assert ng.read_run(tmp_path / "a").fingerprints[1]["tensors"]["output:"][2] == 1
+    assert "weight:1.weight" in rows[0]["tensors"]
+    assert "state:momentum_buffer:1.weight" in rows[1]["tensors"]

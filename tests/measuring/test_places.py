@@ -4,7 +4,9 @@ twins.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -12,8 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from narrowgauge.matmul.swapping import swap_linears
 from narrowgauge.measuring.places import ranked_places
 from narrowgauge.measuring.reading import Readings
+from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.transforms.scalify import scalify
 
 B16 = torch.bfloat16
@@ -87,7 +91,10 @@ def test_a_step_that_ends_with_zero_grad_is_seen_as_one_that_does_not() -> None:
 
 def test_a_step_without_a_gradient_says_so() -> None:
     model = network(4, 4)
-    assert "gradients: none is seen" in ranked_places(model, lambda: model(torch.ones(2, 4))).lines
+    assert (
+        "gradients: none is seen, or none is followed"
+        in ranked_places(model, lambda: model(torch.ones(2, 4))).lines
+    )
 
 
 def test_a_scaled_model_has_its_own_lines_and_usual_roundings() -> None:
@@ -101,3 +108,19 @@ def test_a_scaled_model_has_its_own_lines_and_usual_roundings() -> None:
         F.cross_entropy(logits, tokens.flatten()).backward()
 
     assert not len(ranked_places(model, step))
+
+
+def test_a_narrow_layer_that_overflows_is_named_by_its_compute() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32)).half()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        swap_linears(model, replace(COMPUTES["float8-row"], dtype="float16"), keep=())
+    x = torch.ones(16, 32).half()
+    step = lambda: model(x).float().sum().backward()  # noqa: E731
+    assert not len(ranked_places(model, step))
+    with torch.no_grad():
+        model[1].weight.fill_(2.0**12)
+        model[0].bias.fill_(100.0)
+    told = str(ranked_places(model, step))
+    assert "not finite first: the product in float8-row in " in told
+    assert " in 512 of 512 values (float16)" in told

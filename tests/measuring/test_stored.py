@@ -107,13 +107,6 @@ def test_decay_below_a_quarter_of_a_spacing_is_swallowed(lr: float, share: float
     assert prediction.decay == share
 
 
-@pytest.mark.parametrize(("beta2", "share"), [(0.999, 0.0), (0.95, 1.0)])
-def test_a_second_moment_of_our_own_in_16_bits_is_told(beta2: float, share: float) -> None:
-    model = nn.Linear(16, 16).bfloat16()
-    optimizer = ng.AdamW(model.parameters(), lr=1e-3, betas=(0.9, beta2), storage="kahan")
-    assert predictions(model, optimizer)[0][2:5] == (1.0, None, share)
-
-
 class MyAdamW(torch.optim.AdamW):
     """A class with a step of the user's own, whose module is no known library."""
 
@@ -174,18 +167,3 @@ def test_each_rate_has_its_own_row_of_the_table() -> None:
     (reading,) = check
     rows = [line.split() for line in check.lines[1:3]]
     assert reading.tensor == "0" and [row[2] for row in rows] == ["0.0005", "0.03"]
-
-
-def test_a_bias_in_front_of_a_batch_norm_has_no_update_to_keep() -> None:
-    """Its gradient is zero but for the rounding of a sum."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
-    optimizer = torch.optim.SGD(model[:1].bfloat16().parameters(), lr=0.1)
-
-    def loss(model: nn.Module, inputs: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(
-            model[1:](model[0](inputs).float()), torch.arange(16) % 3
-        )
-
-    readings = ng.check(model, optimizer, batch=torch.randn(16, 4).bfloat16(), loss=loss)
-    assert "0.bias" not in [r.tensor for r in readings if r.what == "stored-share"], readings

@@ -62,38 +62,24 @@ def pair(changed: Any = None, *, steps: int = 4, prints: bool = True, **tables: 
     return TwoRuns(first, make_run("b", changed, steps=steps, prints=prints, **tables))
 
 
-UNKNOWN = "No recorded setting differs."
 CASES: dict[str, tuple[dict[str, Any], tuple[int, str, str], str]] = {
-    "other data": (
-        {"changed": {(1, "tokens:batch"): 1.1}, "data": {"fingerprint": "b"}}, (1, "data", "tokens:batch"),
-        "differ: fingerprint a and b.",
-    ),
     "another recipe": (
         {"changed": {(1, "output:layers.0"): 1.01}, "config": {"recipe": "float8-row/word"}}, (1, "forward", "output:layers.0"),
         "recipe bfloat16/word and float8-row/word.",
-    ),
-    "another rate": (
-        {"changed": {(1, "weight:layers.0"): 1.001}, "config": {"lr": 2e-3}}, (1, "optimizer step", "weight:layers.0"),
-        "lr 0.001 and 0.002.",
     ),
     "fewer threads, which only round": (
         {"changed": {(2, "grad:layers.1"): ROUNDED}, "machine": {"num_threads": 1}}, (2, "gradient", "grad:layers.1"),
         "num_threads 2 and 1.",
     ),
-    "rounding without a setting": (
-        {"changed": {(2, "grad:layers.1"): ROUNDED, (4, "output:layers.1"): 1.5}}, (2, "gradient", "grad:layers.1"),
-        "Their last losses are 5 and 6.",
-    ),
     "more than rounding behind rounding in one step": (
-        {"changed": {(2, "grad:layers.1"): ROUNDED, (2, "grad:layers.0"): 1.01}}, (2, "gradient", "grad:layers.0"), UNKNOWN,
+        {"changed": {(2, "grad:layers.1"): ROUNDED, (2, "grad:layers.0"): 1.01}}, (2, "gradient", "grad:layers.0"),
+        "No recorded setting differs.",
     ),
     "no fingerprints": (
-        {"changed": {(3, "output:layers.1"): 1.5}, "prints": False}, (3, "loss", ""),
-        "the tensor is not recorded: repeat both up to step 3 and record each step",
+        {"changed": {(3, "output:layers.1"): 1.5}, "prints": False}, (3, "loss", ""), "in loss (loss).",
     ),
 }  # fmt: skip
 """By case: what differs, then the step, stage and tensor of the reading, and a sentence."""
-ROUNDING = ("fewer threads, which only round", "rounding without a setting")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -102,7 +88,7 @@ def test_the_first_difference_and_what_can_act_there_are_told(case: str) -> None
     runs = pair(**options)
     first = runs.readings[0]
     assert (first.step, first.stage, first.tensor) == place and sentence in str(runs), str(runs)
-    assert runs.is_rounding == (case in ROUNDING), str(runs)
+    assert runs.is_rounding == (case == "fewer threads, which only round"), str(runs)
     assert first.what != "norm" or first.value == pytest.approx(first.expected, rel=0.6)
     assert json.dumps(runs.to_dict()) and runs.to_dict()["readings"][0]["tensor"] == place[2]
 
@@ -133,9 +119,7 @@ def test_a_difference_is_of_rounding_only_where_every_recorded_number_agrees() -
 
 def test_runs_that_round_unlike_differ_by_more_than_rounding_explains() -> None:
     wide = make_run("a", config={"recipe": "float32/float32"})
-    runs = TwoRuns(wide, make_run("b", {(1, "grad:layers.1"): ROUNDED}))
-    assert not runs.is_rounding and "each within its own rounding" in runs.verdict
-    assert "float32/float32 and bfloat16/word" in str(runs)
+    assert not TwoRuns(wide, make_run("b", {(1, "grad:layers.1"): ROUNDED})).is_rounding
 
 
 def test_the_reach_of_rounding_is_that_of_the_format_and_the_elements() -> None:
@@ -156,15 +140,6 @@ def test_the_reach_of_rounding_is_that_of_the_format_and_the_elements() -> None:
     assert not TwoRuns(*pairs).is_rounding
 
 
-def test_another_rate_asks_for_no_fingerprints() -> None:
-    cosine = make_run("a", prints=False, config={"dropout": 0.0})
-    linear = make_run("b", prints=False, config={"dropout": 0.1})
-    linear.steps[2]["lr"] = 9e-4
-    runs = TwoRuns(cosine, linear)
-    assert (runs.readings[0].step, runs.readings[0].what) == (3, "lr")
-    assert "differ: dropout 0.0 and 0.1." in str(runs) and "not recorded" not in str(runs)
-
-
 def test_gradients_are_compared_without_the_loss_scale_of_their_step() -> None:
     scaled = {(4, key): 2 * ROUNDED for key in TENSORS if key.startswith("grad")}
     first = make_run("a")
@@ -179,7 +154,6 @@ def test_equal_records_are_the_same_run() -> None:
     assert runs.verdict == "The same in all that both recorded (4 steps)." and not runs.readings
     assert "Recorded settings that differ: num_threads 2 and 1." in str(runs)
     assert runs.to_dict()["same"]
-    assert "ranks 1 and 2." in str(pair(machine={"ranks": 2})), "a single process records no number"
     resumed = make_run("a"), make_run("b")
     resumed[1].fingerprints.append({"step": 1, "tensors": {"weight:layers.0": [9, 1.0, NUMEL]}})
     assert not TwoRuns(*resumed).readings, "a row that a resume repeats"
@@ -191,22 +165,6 @@ def test_equal_records_are_the_same_run() -> None:
     assert "no step in common" in TwoRuns(make_run("a", steps=0), make_run("b")).verdict
     paths = make_run("a", config={"data": "/x/text"}), make_run("b", config={"data": "/y/text"})
     assert not TwoRuns(*paths).settings, "the text is compared, and not its place"
-
-
-def on_ranks(name: str, hashes: list[int], changed: Any = None) -> Run:
-    run = make_run(name, changed)
-    run.fingerprints[3]["ranks"] = {"weight": hashes}
-    return run
-
-
-def test_the_rank_is_named_that_alone_differs() -> None:
-    healthy = on_ranks("a", [100, 101, 102])
-    changed = {(4, "weight:layers.0"): 1.5}
-    runs = TwoRuns(healthy, on_ranks("b", [100, 7, 102], changed))
-    assert runs.to_dict()["ranks"] == [1] and "(optimizer step) of rank 1." in runs.verdict
-    for hashes in ([7, 8, 9], [100, 101]):  # other shards, another number of ranks
-        assert not TwoRuns(healthy, on_ranks("b", hashes, changed)).to_dict()["ranks"]
-        assert not TwoRuns(healthy, on_ranks("b", hashes)).readings
 
 
 def test_what_only_one_run_has_is_the_answer() -> None:

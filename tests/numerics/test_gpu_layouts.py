@@ -18,27 +18,23 @@ from narrowgauge.numerics.quantization import (
 from oracles.cuda_matmuls import tiled_offset, up
 from tables import exhaustive
 
-# One, a part of a group of 32, groups, tiles, and one more of each.
-ROWS = [*range(1, 36), 63, 64, 65, 96, 97, *range(126, 131), 160, 255, 256, 257, 384, 385, 513]
-BLOCKS = [*range(1, 14), 16, 17, 31, 32, 33]
+# A part of a group of 32, groups, tiles, and one more of each.
+ROWS = [1, 5, 31, 32, 33, 64, 65, 96, 127, 128, 129, 256, 257, 385]
 
 
 @exhaustive("rows", ROWS)
 def test_every_scale_lies_where_cublas_looks_for_it(rows: int) -> None:
-    for blocks in BLOCKS:
+    for blocks in (1, 3, 4, 5, 8, 13, 33):
         # Bytes that repeat late: a wrong place shows.
-        scales = ((torch.arange(rows)[:, None] * 37 + torch.arange(blocks) * 101) % 251 + 1).to(
-            torch.uint8
-        )
+        row = torch.arange(rows)[:, None]
+        block = torch.arange(blocks)
+        scales = ((row * 37 + block * 101) % 251 + 1).to(torch.uint8)
         tiled = tiled_scales(scales)
         assert tiled.is_contiguous() and tiled.shape == (up(rows, 128) * up(blocks, 4),)
-        places = tiled_offset(
-            torch.arange(rows)[:, None], torch.arange(blocks)[None, :], up(blocks, 4)
-        )
+        places = tiled_offset(row, block, up(blocks, 4))
         assert torch.equal(tiled[places], scales)
-        rest = tiled.clone()
-        rest[places] = 0
-        assert not rest.any(), "what fills the tiles up is zero"
+        tiled[places] = 0
+        assert not tiled.any(), "what fills the tiles up is zero"
 
 
 def test_the_formula_within_a_tile_is_the_published_one() -> None:

@@ -6,6 +6,7 @@ The casts are taken from the table of computes, so that a new row is tested by i
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -17,19 +18,15 @@ import torch
 from torch import Tensor
 
 from narrowgauge.numerics.quantization import (
-    TINY,
     Quantized,
-    padded,
-    power_of_two_scale,
     quantize,
     random_words,
-    rotate,
     spread,
     uniform,
 )
 from narrowgauge.numerics.rounding import round_nearest, round_stochastic, round_to
-from narrowgauge.spec.computes import COMPUTES, ROTATION_SIZE, Cast
-from narrowgauge.spec.formats import FORMATS, Format
+from narrowgauge.spec.computes import COMPUTES, Cast
+from narrowgauge.spec.formats import FORMATS
 from narrowgauge.torch_support.compile import compiled
 from oracles import casting as oracle
 from oracles.codes import hashed
@@ -99,68 +96,18 @@ def same(ours: Tensor, theirs: Tensor) -> bool:
     )
 
 
-# ── rounding ──────────────────────────────────────────────────────────────────────────────────────
-
-
-@exhaustive("name", FORMATS_USED)
-def test_nearest_is_the_definition_of_rounding(name: str) -> None:
-    """Every bfloat16 and its neighbours, every value of the format, every tie, and three float32
-    neighbours of each.
-    """
-    row = FORMATS[name]
-    representable = numbers(name)
-    if name == "float64":  # every float32 is one of its numbers, and there is no tie
-        assert same(round_nearest(x := neighbours(every_bfloat16(), 1), row), x)
-        return
-    ties = ((representable[1:].double() + representable[:-1].double()) / 2).float()
-    x = torch.cat(
-        [neighbours(every_bfloat16(), 1), neighbours(representable, 3), neighbours(ties, 3)]
-    )
-    expected = round_to(x, row, saturate=row.bits <= 8)
-    if row.kind == "int":
-        expected = expected.clamp(-row.max, row.max)
-    assert same(round_nearest(x, row), torch.where(x.isnan(), torch.nan, expected))
-
-
 # ── random words ──────────────────────────────────────────────────────────────────────────────────
 
 
-@exhaustive("key", [0, 1, -77, 2**31 - 1, -(2**31)])
+@exhaustive("key", [0, -77, 2**31 - 1, -(2**31)])
 def test_words_are_hashes_of_logical_indices(key: int) -> None:
     words = random_words(5, 7, torch.tensor(key, dtype=torch.int32))
     column_key = hashed(0x2545F491, key)
-    by_row = [hashed(row, key) // 2**16 / 2**16 for row in range(5)]
-    by_column = []
-    for column in range(7):
-        by_column.append((hashed(column, column_key) // 2**16 + 0.5) / 2**16)
-    assert words[0].tolist() == [[word] for word in by_row] and words[1].tolist() == [by_column]
-    drawn = uniform(words).double() * 2**16 - 0.5
-    assert drawn.equal(drawn.round()) and drawn.min() >= 0 and drawn.max() < 2**16
+    by_row = [[hashed(row, key) // 2**16 / 2**16] for row in range(5)]
+    by_column = [(hashed(column, column_key) // 2**16 + 0.5) / 2**16 for column in range(7)]
+    assert words[0].tolist() == by_row and words[1].tolist() == [by_column]
     expected = (words[0].double() + words[1].double()) % 1
     assert uniform(words).double().equal(expected)
-
-
-# ── scales ────────────────────────────────────────────────────────────────────────────────────────
-
-
-@exhaustive("row", [*NARROW_FLOATS, FORMATS["int8"]])
-def test_power_of_two_scales_of_every_bfloat16(row: Format) -> None:
-    """Up: nothing saturates, and by half of it something would.
-
-    Else: the exponents' difference, as OCP MX 6.3 has it.
-    """
-    x = neighbours(every_bfloat16()[every_bfloat16() > 0], 1)
-    x = x[(x >= TINY) & x.isfinite()]
-    up, ocp = (power_of_two_scale(x, row, up=up).double() for up in (True, False))
-    for scale in (up, ocp):
-        assert (torch.frexp(scale).mantissa == 0.5).all()
-    assert (x / up <= row.max).all() and (x / (up / 2) > row.max).all()
-    assert ocp.equal(
-        torch.ldexp(torch.ones_like(ocp), torch.frexp(x.double()).exponent - 1 - row.max_exponent)
-    )
-    smaller = torch.tensor([0.0, 1e-45, TINY / 2, TINY])
-    assert len(power_of_two_scale(smaller, row, up=True).unique()) == 1
-    assert power_of_two_scale(torch.tensor([math.nan, math.inf]), row, up=False).isnan().all()
 
 
 # ── every cast of the table against the oracle ────────────────────────────────────────────────────
@@ -301,36 +248,14 @@ def test_codes_and_scales_are_the_oracle_s(cast: Cast, dim: int) -> None:
 def test_codes_that_serve_two_matmuls_are_those_of_both() -> None:
     """What the table says of two casts, shown on a matrix that tells scales apart."""
     x = gaussian(256, 256) * random_exponents((256, 1), 8) * random_exponents((1, 256), 8, seed=1)
-    served = 0
-    for cast in NARROW:
-        for second_cast in NARROW:
-            if cast.serves(second_cast) or (
-                cast.format == second_cast.format
-                and cast.rounding == second_cast.rounding == "nearest"
-            ):
-                first, second = (ours(x, c, dim) for c, dim in ((cast, 1), (second_cast, 0)))
-                if cast.serves(second_cast):
-                    assert same(first.codes, second.codes) and same(first.values(), second.values())
-                    served += 1
-                elif (
-                    cast.granularity in ("row", "1x128", "1x32", "1x16")
-                    and cast.granularity == second_cast.granularity
-                ):
-                    assert not same(first.codes, second.codes)
-    assert served >= 5
-
-
-@each_dim
-def test_a_rotation_is_orthogonal_and_leaves_products_as_they_are(dim: int) -> None:
-    """Exactly: entries are ± 1/4, and the products are of small integers."""
-    matrix = rotate(torch.eye(ROTATION_SIZE), 1)
-    assert matrix.abs().eq(0.25).all() and (matrix @ matrix.t()).equal(torch.eye(ROTATION_SIZE))
-    a, b = (
-        torch.randint(-8, 9, (24, 48), generator=torch.Generator().manual_seed(seed)).float()
-        for seed in (0, 1)
-    )
-    rotated_a, rotated_b = (rotate(v if dim == 1 else v.t().contiguous(), dim) for v in (a, b))
-    assert (rotated_a @ rotated_b.t() if dim == 1 else rotated_a.t() @ rotated_b).equal(a @ b.t())
+    num_served = 0
+    for first_cast, second_cast in itertools.product(NARROW, NARROW):
+        if first_cast.serves(second_cast):
+            num_served += 1
+            first = ours(x, first_cast, 1)
+            second = ours(x, second_cast, 0)
+            assert same(first.codes, second.codes) and same(first.values(), second.values())
+    assert num_served >= 5
 
 
 # ── exactness in bfloat16 ─────────────────────────────────────────────────────────────────────────
@@ -357,10 +282,6 @@ def test_a_code_times_the_scale_of_its_block_is_a_bfloat16(cast: Cast) -> None:
     products = (codes[:, None] * scales).flatten()
     seen = (products.abs() >= 2.0**-126) & (products.abs() < 2.0**128)
     assert is_bfloat16(products[seen]).all()
-    # So are all that come of a matrix, whose scales are made of 2^-100 at the least.
-    for name, matrix in matrices(cast):
-        operand = ours(matrix, cast).operand()
-        assert is_bfloat16(operand[operand.isfinite()]).all(), name
 
 
 # ── compiled ──────────────────────────────────────────────────────────────────────────────────────
@@ -374,22 +295,16 @@ def test_compiled_rounding_gives_the_same_bits_for_every_format() -> None:
         nearest = [round_nearest(x, FORMATS[name]) for name in FORMATS_USED]
         return nearest + [round_stochastic(x.clamp(row.min, row.max), row, u) for row in narrow]
 
-    x = torch.cat(
-        [
-            neighbours(every_bfloat16()[::7], 1),
-            *(neighbours(numbers(row.name), 1) for row in narrow),
-        ]
-    )
+    near = [neighbours(numbers(row.name), 1) for row in narrow]
+    x = torch.cat([neighbours(every_bfloat16()[::7], 1), *near])
+    for name in FORMATS_USED:  # one rounding, however it is computed
+        row = FORMATS[name]
+        expected = round_to(x, row, saturate=row.bits <= 8) if name != "float64" else x
+        if row.kind == "int":
+            expected = expected.clamp(-row.max, row.max)
+        assert same(round_nearest(x, row), torch.where(x.isnan(), torch.nan, expected)), name
     u = EVERY_UNIFORM.repeat(4)[: len(x)]
     run = compiled(rounded)
     for case in ((x, u), (x[:1001], u[:1001])):
         assert run.is_equal(case)
         assert all(map(same, run(*case), rounded(*case)))
-
-
-def test_padding_fills_whole_blocks_and_whole_rotations() -> None:
-    for dim in (0, 1):
-        for block, side in ((32, 64), (16, 48)):
-            cast = Cast("float4_e2m1fn", f"1x{block}", rotation="hadamard")
-            shape = padded(torch.ones(40, 40), cast, dim).shape
-            assert (shape[dim], shape[1 - dim]) == (side, 40)

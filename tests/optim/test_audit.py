@@ -15,16 +15,12 @@ import narrowgauge as ng
 from narrowgauge.numerics.metrics import UPDATE_SUMS, update_metrics, update_sums
 from narrowgauge.optim import GaLore, sample
 from narrowgauge.optim.audit import FEWEST, WINDOW, Auditor, read
-from narrowgauge.optim.clip import Decision
 from narrowgauge.spec.significance import MIN_EDQ
 from narrowgauge.spec.storages import STORAGES
+from narrowgauge.torch_support.torch_names import HostCopy
 from optim.pairs import parameters
 from optim.scenarios import REPRESENTATIVES, arrived
 from tensors import gaussian, take_steps
-
-
-def row(**sums: float) -> Tensor:
-    return torch.tensor([sums.get(name, 0.0) for name in UPDATE_SUMS], dtype=torch.float64)
 
 
 def steps(edqs: list[float], weight: float = 1.0) -> list[Tensor]:
@@ -33,53 +29,23 @@ def steps(edqs: list[float], weight: float = 1.0) -> list[Tensor]:
     """
     rows = []
     for q in edqs:
-        rows.append(
-            row(
-                dd=weight,
-                de=weight * q,
-                ee=weight * q * q,
-                nonzero=10,
-                lost=10 * (1 - min(1.0, abs(q))),
-            )
-        )
+        row = torch.zeros(len(UPDATE_SUMS), dtype=torch.float64)
+        lost = 10 * (1 - min(1.0, abs(q)))
+        row[:5] = row.new_tensor([weight, weight * q, weight * q * q, 10, lost])
+        rows.append(row)
     return rows
 
 
-def sums_of(edq: float) -> Tensor:
-    return torch.stack(steps([edq]))
-
-
-def test_everything_taken_reads_one_and_nothing_taken_reads_zero() -> None:
-    d = torch.tensor([1.0, -2.0, 0.0, 0.5])
-    nothing = torch.zeros(4)
-    perfect = read([update_sums(d, d, nothing)] * 3)
-    assert (perfect.edq, perfect.edq_error, perfect.noise, perfect.lost_fraction) == (
-        1.0,
-        0.0,
-        0.0,
-        0.0,
-    )
-    assert (perfect.unseen_fraction, perfect.num_audits) == (1.0, 3)
-    stalled = read([update_sums(d, nothing, nothing)] * 3)
-    assert (stalled.edq, stalled.noise, stalled.lost_fraction) == (0.0, 1.0, 1.0)
-
-
-def stalls(rows: list[Tensor]) -> bool:
-    return read(rows).stalls
-
-
-def test_nothing_intended_judges_nothing() -> None:
-    reading = read([row()] * 10)
-    assert math.isnan(reading.edq) and math.isnan(reading.edq_error)
-    assert not stalls([row()] * 10) and not stalls([row(dd=math.nan, de=math.nan)] * 10)
+def stalls(edqs: list[float]) -> bool:
+    return read(steps(edqs)).stalls
 
 
 def test_a_stall_is_named_at_the_fewest_audits_and_not_before() -> None:
-    assert not stalls(steps([0.1] * (FEWEST - 1)))
-    assert stalls(steps([0.1] * FEWEST))
-    assert not stalls(steps([MIN_EDQ] * WINDOW))
-    still = steps([0.1], weight=1e-3)
-    assert not stalls(steps([0.1]) + still * 7)  # one event
+    assert not stalls([0.1] * (FEWEST - 1)) and stalls([0.1] * FEWEST)
+    assert not stalls([MIN_EDQ] * WINDOW)
+    assert not read(steps([0.1]) + steps([0.1], weight=1e-3) * 7).stalls  # one event
+    nothing = read(steps([math.nan], weight=0.0) * 10)
+    assert math.isnan(nothing.edq) and math.isnan(nothing.edq_error) and not nothing.stalls
 
 
 @pytest.mark.parametrize(("count", "deviation"), [(FEWEST, 50.0), (WINDOW, 0.5)])
@@ -87,12 +53,11 @@ def test_no_false_alarm_where_nothing_is_lost_however_noisy(count: int, deviatio
     """EDQ 1 with any noise: at most one alarm in 10,000 windows is expected, and 3 standard errors
     would raise 20.
     """
+    torch.manual_seed(0)
     false = 0
-    for seed in range(1000):
-        noise = torch.randn(
-            count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
-        )
-        false += stalls(steps((1.0 + deviation * noise).tolist()))
+    for _ in range(1000):
+        noise = torch.randn(count, dtype=torch.float64)
+        false += stalls((1.0 + deviation * noise).tolist())
     assert false <= 2  # the chance of three is below 2 in 10,000
 
 
@@ -104,44 +69,15 @@ def test_the_auditor_names_the_stalling_tensor_once_and_again_after_it_recovered
     auditor = Auditor()
     raised = []
     for share in [1.0] * 10 + [0.0] * 60 + [1.0] * 40 + [0.0] * 60:
-        auditor.fresh.append(([healthy, stalled], torch.cat([sums_of(1.0), sums_of(share)])))
+        sums = HostCopy(torch.stack(steps([1.0, share])))
+        auditor.fresh.append(([healthy, stalled], 1, sums))
         total = auditor.collect()
         assert total is not None and total[0] == 2.0 and total[1] == 1.0 + share
         raised += auditor.alarms(lambda: names, rows.__getitem__)
     assert [(a.tensor, a.storage, a.fallback) for a in raised] == [("b", "naive", "word")] * 2
     assert all(len(window) == WINDOW for window in auditor.windows.values())
-    assert raised[0].message.startswith("'b' loses ")
-    assert "'word' would keep it" in raised[0].message
-
-
-def test_a_group_added_later_is_audited_with_the_others_of_all_ranks() -> None:
-    first, late = parameters("word", [(8, 8), (4, 4)])
-    optimizer = ng.AdamW([("first", first)], audit_every=1)
-    optimizer.auditor.is_joined = True
-    take_steps(optimizer, range(1))
-    assert list(ng.audit(optimizer)) == ["first"]
-    optimizer.add_param_group({"params": [("late", late)]})
-    take_steps(optimizer, range(1, 2))
-    assert list(ng.audit(optimizer)) == ["first", "late"]
-
-
-def test_an_audit_of_all_ranks_is_joined_within_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also on an accelerator, where other steps are settled later: one rank alone may ask for it
-    then, and would hang.
-    """
-    optimizer = ng.AdamW(parameters("word", [(8, 8)]), audit_every=2)
-    joined: list[int] = []
-    there = Decision(SimpleNamespace(is_cpu=False), None)  # type: ignore[arg-type]
-    monkeypatch.setattr(optimizer, "_control", lambda *_, **__: there)
-    monkeypatch.setattr(
-        "narrowgauge.optim.optimizer.Step", lambda *_: SimpleNamespace(run=lambda work: None)
-    )
-
-    optimizer.auditor.is_joined = True
-    monkeypatch.setattr(optimizer.auditor, "join", lambda parameters: joined.append(step))
-    for step in range(1, 6):
-        take_steps(optimizer, range(1))
-        assert joined == [2, 4][: step // 2]
+    assert raised[0].message.startswith("'b' stores 35% of its update")
+    assert raised[0].message.endswith("'word' would keep it.")
 
 
 @pytest.mark.parametrize("storage", REPRESENTATIVES)
@@ -168,8 +104,7 @@ def test_the_sums_are_of_the_exact_change_and_of_what_is_stored(storage: str) ->
             change = optimizer.stored(p).double() - stored
             expected += update_sums(q.detach() - stored, change, p.detach().double() - visible)
         sums = dict(zip(UPDATE_SUMS, optimizer.last_audit.tolist(), strict=True))
-        names = ["dd", "de", "ee", "nonzero", "lost", "unseen", "elements"]
-        for name in names:
+        for name in ("dd", "de", "ee", "nonzero", "lost", "unseen", "elements"):
             theirs = expected[UPDATE_SUMS.index(name)].item()
             assert sums[name] == pytest.approx(theirs, rel=1e-5, abs=1e-15), (name, step)
 
@@ -177,6 +112,7 @@ def test_the_sums_are_of_the_exact_change_and_of_what_is_stored(storage: str) ->
 FOLLOWED: dict[str, Any] = {
     "float16/naive": ("float16/naive", 1e-4, 1e-3, True),
     "word below its window": ("word", 1e-13, 1e-3, True),
+    "word above its window": ("word", 1e8, 1e-3, True),
     "compact in mixed rows": ("compact", None, 1e-3, True),
     "naive at a small rate": ("naive", 1.0, 1e-5, True),
     "float16/naive within its range": ("float16/naive", 1e-1, 1e-3, False),
@@ -232,12 +168,47 @@ def test_a_fault_in_one_tensor_is_told_within_100_steps_and_nothing_else(name: s
     """By moments that were lost, too: the reading is the fraction that arrives."""
     *case, is_fault = FOLLOWED[name]
     edq, slope, told, table = follow(*case)
-    assert told == ([50] if is_fault else [])
+    assert len(told) == is_fault and max(told, default=0) <= 60
     assert edq == pytest.approx(slope, abs=0.12 if is_fault else 0.03)
-    assert slope < 0.5 if is_fault else slope > 0.95
+    assert slope < 0.9 if is_fault else slope > 0.95
     if is_fault:
         row = table.splitlines()[1].split()
-        assert row[0] == "tensor" and row[-1] == "100"  # when it was last seen
+        assert row[-2:] == ["100", "tensor"]  # when it was last seen
+
+
+POWERS = 10.0 ** torch.arange(-10, 11).float()
+MIXED: dict[str, list[Tensor]] = {
+    "elements": [POWERS[torch.arange(64 * 64) % 21].view(64, 64)],
+    "rows": [POWERS[torch.arange(64) % 21][:, None].expand(64, 64)],
+    "tensors": [power.expand(64, 64) for power in POWERS],
+}
+
+
+@pytest.mark.parametrize("storage", ["word", "compact", "states8", "float32-states8", "exact"])
+@pytest.mark.parametrize("mixed", MIXED)
+def test_gradients_of_1e_minus_10_to_1e10_arrive_or_the_audit_says_so(
+    storage: str, mixed: str
+) -> None:
+    """Within 20 steps, by a sample of a sixteenth of the elements."""
+    sizes = MIXED[mixed]
+    dtype = getattr(torch, STORAGES[storage].visible)
+    params = [torch.nn.Parameter(torch.zeros(64, 64, dtype=dtype)) for _ in sizes]
+    options: dict[str, Any] = {"eps": 0.0, "weight_decay": 0.0, "low_bits": "zero"}
+    optimizer = ng.AdamW(params, lr=1e-2, storage=storage, audit_every=1, **options)
+    optimizer.on_alarm = lambda alarms: None
+    torch.manual_seed(0)
+    for step in range(60):
+        if step == 20:
+            seen = [reading.edq for reading in ng.audit(optimizer).values()]
+        if step == 40:
+            starts = [optimizer.stored(p) for p in params]
+        for p, size in zip(params, sizes, strict=True):
+            p.grad = (size * (1 + 0.2 * torch.randn(64, 64))).to(dtype)
+        optimizer.step()
+    for p, start, size, edq in zip(params, starts, sizes, seen, strict=True):
+        share = (start - optimizer.stored(p)) / (20 * 1e-2)
+        worst = min(float(share[size == power].mean()) for power in size.unique())
+        assert worst > 0.9 or edq < 0.97, (worst, edq)
 
 
 @pytest.mark.parametrize("storage", ["word", "compact", "states8"])
@@ -273,29 +244,16 @@ def test_a_state_that_a_script_has_changed_is_no_fault() -> None:
 
 
 @pytest.mark.parametrize("numel", [1, 255, 256, 257, 64 * 256, 20 * 300, 50_257 * 768])
-def test_a_sample_is_of_different_places_in_all_columns(numel: int) -> None:
-    places = sample.sample_of(numel, 256)
-    assert len(places) == min(256, numel)
-    assert places[0] >= 0 and places[-1] < numel and places.step % 2
-    if numel == 64 * 256:
-        assert len({place % 256 for place in places}) == 256
-
-
-def test_after_the_first_steps_each_tensor_is_sampled_in_turn(
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_sample_is_of_different_places_in_all_columns_and_of_others_in_each_turn(
+    numel: int,
 ) -> None:
-    monkeypatch.setattr(sample, "FIRST_STEPS", 4)
-    weights = parameters("naive", [(8, 8)] * 40)
-    optimizer = ng.AdamW(weights, lr=1e-9, storage="naive", audit_every=2)
-    optimizer.on_alarm = lambda alarms: None
-    seen = []
-    for step in range(4 + 4 * 16):
-        take_steps(optimizer, range(step, step + 1))
-        readings = ng.audit(optimizer)
-        seen.append(sum(r.last_step == step + 1 for r in readings.values()))
-    assert seen[:4] == [0, 40, 0, 40] and set(seen[5::2]) == {2, 3}
-    first = {r.last_step for r in readings.values()}
-    assert min(first) > 4 and len(first) >= 16  # each was seen in its turn
+    turns = [sample.sample_of(numel, 256, turn) for turn in range(3)]
+    for places in turns:
+        assert len(places) == min(256, numel) and places.step % 2
+        assert places[0] >= 0 and places[-1] < numel
+    if numel > 10_000:
+        assert len({place % 256 for place in turns[0]}) == 256
+        assert len({places[0] for places in turns}) == 3
 
 
 def test_a_skipped_step_is_not_audited() -> None:
@@ -353,42 +311,26 @@ def test_lost_decay_is_that_of_two_optimizers(
     monkeypatch: pytest.MonkeyPatch, storage: str, rule: Callable[..., Any]
 ) -> None:
     """Where a step's decay is a 16th of the weight's spacing or more."""
-    monkeypatch.setattr(sample, "FIRST_ELEMENTS", 1 << 20)
+    monkeypatch.setattr(sample, "ELEMENTS", 1 << 20)
     lr = 2.0**-10 if STORAGES[storage].weight.mantissa_bits >= 7 else 2.0**-6
     audited, exact = lost_decay_of_two(storage, rule, lr, 2.0**-1)
     assert audited == pytest.approx(exact, abs=2e-3)
 
 
 def test_a_wrapped_optimizer_is_unwrapped_and_the_model_names_its_tensors() -> None:
-    """As Accelerate's and Lightning's: the optimizer is their attribute, and others go through
-    them.
+    """As Accelerate's and Lightning's: the optimizer is their attribute. A group that is added later
+    is audited, too.
     """
-    model = torch.nn.Sequential(
-        torch.nn.Linear(64, 64, bias=False), torch.nn.Linear(64, 64, bias=False)
-    ).bfloat16()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.fill_(1.0)
-    optimizer = ng.AdamW(model.parameters(), lr=1e-5, storage="naive", audit_every=1, compile=False)
+    first, late = parameters("naive", [(8, 8), (4, 4)])
+    model = torch.nn.Module()
+    model.first, model.late = first, late
+    optimizer = ng.AdamW([first], lr=1e-5, storage="naive", audit_every=1)
     outer: Any = SimpleNamespace(optimizer=SimpleNamespace(optimizer=optimizer))
     assert ng.audit(outer, model) == {}
-    named: list[str] = []
-    optimizer.on_alarm = lambda alarms: named.extend(alarm.tensor for alarm in alarms)
-    for _ in range(FEWEST):
-        for p in model.parameters():
-            p.grad = torch.ones_like(p)
-        optimizer.step()
-    assert named == list(ng.audit(outer)) == ["0.weight", "1.weight"]
-
-
-def test_steps_of_all_tensors_are_added_from_the_latest() -> None:
-    old, late = parameters("word", [(8, 8), (4, 4)])
-    optimizer = ng.AdamW([old, late])
-    rows = steps([1.0, 0.9, 0.0])
-    for place, row in enumerate(rows):
-        members = [old, late] if place == 2 else [old]
-        optimizer.auditor.fresh.append((members, torch.stack([row] * len(members))))
-        optimizer.auditor.collect()
-    total = ng.audit(optimizer).total
-    assert total is not None
-    assert total.edq_error == read([rows[0], rows[1], 2 * rows[2]]).edq_error
+    take_steps(optimizer, range(1))
+    assert list(ng.audit(outer)) == ["first"]
+    optimizer.add_param_group({"params": [late]})
+    take_steps(optimizer, range(1, 2))
+    readings = ng.audit(outer)
+    assert list(readings) == ["first", "late"]
+    assert readings.total.num_audits == 2 and readings.total.last_step == 2

@@ -9,10 +9,7 @@ import expectations
 import narrowgauge as ng
 from narrowgauge.optim import AuditedUpdates, UpdateLossWarning
 from narrowgauge.spec.storages import STORAGES
-from narrowgauge.torch_support.machine import compiler_missing
-from optim.pairs import parameters
 from optim.scenarios import OPTIMIZERS, arrived, stall
-from oracles.adamw import AdamW64
 
 # Of the stored displacement, relative; no storage of weights without a tail can hold more, see
 # below.
@@ -95,9 +92,7 @@ def test_a_storage_takes_the_rules_step_wherever_it_says_so(storage: str) -> Non
     """A window has two ends."""
     slopes = {}
     for size in held(storage):
-        slope, reading = late_slope(storage, size)
-        slopes[size] = slope
-        assert reading.at_end == 0
+        slopes[size] = late_slope(storage, size)[0]
     spread = 10.0 ** torch.arange(-6, 6).repeat(100)[:1024]
     ends = torch.tensor(STORAGES[storage].gradients)
     if STORAGES[storage].visible != "float16":
@@ -121,21 +116,19 @@ def test_every_rule_takes_its_step_at_both_ends(rule: str) -> None:
     assert {name: slope for name, slope in slopes.items() if not 0.97 < slope < 1.03} == {}
 
 
-@pytest.mark.parametrize(("storage", "factor"), [("word", 4), ("float16/naive", 64)])
+@pytest.mark.parametrize(("storage", "factor"), [("word", 4), ("float16/naive", 16)])
 def test_gradients_beyond_a_storages_range_raise_an_alarm(storage: str, factor: float) -> None:
     size = factor * STORAGES[storage].gradients[1]
-    with pytest.warns(
-        UpdateLossWarning, match=rf"too large for storage '{storage}': .* '.*split' would"
-    ):
+    with pytest.warns(UpdateLossWarning, match=rf"storage '{storage}' rounds .* '.*split' would"):
         _, reading = late_slope(storage, size)
-    assert reading.at_end > 0.01
+    assert not 0.9 < reading.edq < 1.1
 
 
 @pytest.mark.parametrize("storage", STALLED)
 def test_storages_that_stall_warn_and_name_one_that_does_not(storage: str) -> None:
     fallback = STORAGES[storage].fallback
     with pytest.warns(
-        UpdateLossWarning, match=rf"'weight' loses \d+% .* '{fallback}' would keep it"
+        UpdateLossWarning, match=rf"'weight' stores \d+% .* '{fallback}' would keep it"
     ):
         error, reading = stall(storage, side=64)
     bare = storage in (
@@ -162,9 +155,8 @@ def test_second_moment_of_a_constant_gradient(storage: str, bound: float) -> Non
     # is over their hashes.
     values = (torch.arange(side * side) + 0x3F00).to(torch.int16).view(torch.bfloat16)
     weight = torch.nn.Parameter(values.view(side, side))
-    compile = not compiler_missing()
     options = {"lr": 1e-30, "betas": (0.9, beta2), "audit_every": 0}
-    optimizer = ng.AdamW([weight], **options, storage=storage, compile=compile)
+    optimizer = ng.AdamW([weight], **options, storage=storage, compile=True)
     # A first step with beta2 = 0 and a gradient of the right size puts the moment near where it
     # will end.
     optimizer.param_groups[0]["betas"] = (0.9, 0.0)
@@ -180,37 +172,3 @@ def test_second_moment_of_a_constant_gradient(storage: str, bound: float) -> Non
     mean = float(optimizer.stored(weight, "exp_avg_sq").double().mean())
     assert abs(start / limit - 0.95) < 0.02
     assert abs(mean / exact - 1) < bound
-
-
-@pytest.mark.parametrize(
-    ("storage", "beta2", "shape"),
-    [("compact", 0.95, (15, 61)), ("states8", 0.999, (16, 64))],
-    ids=["in copies", "where it lies"],
-)
-def test_bounds_are_averaged_peaks(storage: str, beta2: float, shape: tuple[int, int]) -> None:
-    """A row's bounds follow the rule from peak to peak, so no exact moment lies above them, and no
-    window ends below.
-    """
-    # Clipped to a norm that no step reaches: what counts is the gradient that the rule sees.
-    generator = torch.Generator().manual_seed(1)
-    size = torch.exp(
-        3 * torch.randn(shape[0], 1, generator=generator) + torch.randn(shape, generator=generator)
-    )
-    (weight,) = parameters(storage, [shape])
-    options = {"lr": 1e-4, "betas": (0.9, beta2), "max_grad_norm": 1.0}
-    optimizer = ng.AdamW([weight], **options, storage=storage, compile=False, audit_every=0)
-    peaks = AdamW64(torch.zeros(shape[0], 1), 1e-4, betas=(0.9, beta2))
-    for step in range(150):
-        weight.grad = (torch.randn(shape, generator=generator) * size).bfloat16()
-        optimizer.step()
-        clipped = weight.grad.double() / (weight.grad.double().norm() + 1e-6)
-        peaks.step(clipped.abs().amax(1, keepdim=True))
-        if step % 10:
-            continue
-        saved = optimizer.state_dict()["state"][0]
-        for name in ("exp_avg", "exp_avg_sq"):
-            bound = saved[f"{name}_bound"].double()
-            torch.testing.assert_close(bound, getattr(peaks, name), rtol=1e-5, atol=0)
-            code = STORAGES[storage].code(name)
-            end = 2.0 ** bound.log2().ceil() * (2 - 2.0**-code.mantissa_bits)
-            assert (optimizer.stored(weight, name).abs() < end).all()

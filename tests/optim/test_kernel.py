@@ -28,9 +28,6 @@ def test_a_chunk_boundary_changes_nothing(monkeypatch: pytest.MonkeyPatch, stora
     ("rule", "storage"), [("adamw", "word"), ("lion", "states8"), ("muon", "word")]
 )
 def test_a_gpu_rounds_every_operation_and_moves_16_bytes_at_a_time(rule: str, storage: str) -> None:
-    """Compiled without a GPU.
-
-    ``./dev gpu --compile`` compiles all pairs, for three architectures.
-    """
+    """Compiled without a GPU."""
     row = benchmark_module("gpu").compiled_row(*kernel_of(rule, storage), 90)
     assert row["passes"] == "yes", row

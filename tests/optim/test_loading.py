@@ -6,38 +6,32 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import narrowgauge as ng
-from narrowgauge.errors import DataError
+from narrowgauge.errors import DataError, RecipeError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class Packed(Tensor):
-    """A tensor of codes, as other libraries keep moments."""
-
-
 GOOD = {"step": 3, "exp_avg": torch.zeros(4), "exp_avg_sq": torch.zeros(4)}
-REFUSALS: dict[str, tuple[dict[Any, Any], list[dict[str, Any]], str]] = {
-    "amsgrad": ({0: {**GOOD, "max_exp_avg_sq": torch.zeros(4)}}, [{"params": [0]}], ", max_exp_avg_sq, step"),
-    "no step": ({0: {name: GOOD[name] for name in MOMENTS}}, [{"params": [0]}], "is of exp_avg, exp_avg_sq[.]"),
-    # As fused optimizers keep it: their moments may be divided by the bias correction.
-    "a group's step": ({0: {name: GOOD[name] for name in MOMENTS}}, [{"params": [0], "step": 3}], "is of exp_avg, exp_avg_sq[.]"),
-    "another shape": ({0: {**GOOD, "exp_avg": torch.zeros(5)}}, [{"params": [0]}], "its state has shape"),
-    "more parameters": ({0: GOOD}, [{"params": [0, 1]}], r"have \[2\] parameters, and the optimizer.s \[1\]"),
-    "names as keys": ({"0": GOOD}, [{"params": [0]}], "not numbers of its parameters"),
-    "codes": ({0: {**GOOD, "exp_avg": torch.zeros(4).as_subclass(Packed)}}, [{"params": [0]}], "packed as Packed"),
+REFUSALS: dict[str, tuple[dict[Any, Any], type[Exception], str]] = {
+    "amsgrad": ({0: {**GOOD, "max_exp_avg_sq": torch.zeros(4)}}, DataError, ", max_exp_avg_sq, step"),
+    # As fused optimizers keep it, whose moments may be divided by the bias correction.
+    "no step": ({0: {name: GOOD[name] for name in MOMENTS}}, DataError, "of exp_avg, exp_avg_sq[.]"),
+    "another shape": ({0: {**GOOD, "exp_avg": torch.zeros(5)}}, RecipeError, "'exp_avg' of shape"),
+    "names as keys": ({"0": GOOD}, DataError, "not numbers of its parameters"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", list(REFUSALS))
 def test_what_does_not_fit_is_refused_in_one_line(name: str) -> None:
-    entries, groups, message = REFUSALS[name]
+    entries, kind, message = REFUSALS[name]
     optimizer = ng.AdamW([nn.Parameter(torch.zeros(4))], storage="float32")
-    with pytest.raises(DataError, match=message):
+    groups = [{"params": [0]}]
+    with pytest.raises(kind, match=message):
         optimizer.load_state_dict({"state": entries, "param_groups": groups})
-    optimizer.load_state_dict({"state": {}, "param_groups": [{"params": [0]}]})  # before a step
+    optimizer.load_state_dict({"state": {}, "param_groups": groups})  # before a step
 
 
 def test_a_state_of_another_rule_is_refused_and_leaves_the_weights() -> None:
@@ -49,24 +43,6 @@ def test_a_state_of_another_rule_is_refused_and_leaves_the_weights() -> None:
     with pytest.raises(ng.errors.RecipeError, match="Cannot adopt"):
         muon.load_state_dict(theirs.state_dict())
     assert torch.equal(muon.stored(model[0].weight), stored)
-
-
-def test_names_in_another_order_are_refused_and_prefixes_are_not() -> None:
-    a, b = (nn.Parameter(torch.ones(4, 4)) for _ in range(2))
-    theirs = torch.optim.AdamW([("module.a", a), ("module.b", b)])
-    a.grad, b.grad = torch.full((4, 4), 1.0), torch.full((4, 4), 2.0)
-    theirs.step()
-    with pytest.raises(DataError, match="other names"):
-        turned = ng.AdamW([("b", b), ("a", a)], storage="float32", compile=False)
-        turned.load_state_dict(theirs.state_dict())
-    ours = ng.AdamW([("a", a), ("b", b)], storage="float32", compile=False)
-    ours.load_state_dict(theirs.state_dict())
-    assert torch.equal(ours.stored(b, "exp_avg"), theirs.state[b]["exp_avg"])
-    unnamed = ng.AdamW([a, b], storage="float32", compile=False)
-    unnamed.load_state_dict(theirs.state_dict())
-    swapped = ng.AdamW([("b", b), ("a", a)], storage="float32", compile=False)
-    with pytest.raises(ng.errors.RecipeError, match="another order"):
-        swapped.load_state_dict(ours.state_dict())
 
 
 def trained(storage: str, kind: Any = ng.AdamW, **options: Any) -> tuple[nn.Module, Any]:
@@ -95,7 +71,7 @@ def test_load_state_dict_takes_another_librarys_state_with_its_options() -> None
     optimizer = ng.AdamW(model.named_parameters(), lr=1.0, weight_decay=0.3, storage="exact")
     weights = {p: optimizer.stored(p) for p in model.parameters()}
     state = theirs.state_dict()
-    with pytest.raises(DataError):
+    with pytest.raises(ValueError, match="shorter"):
         optimizer.load_state_dict(
             {**state, "param_groups": [{**state["param_groups"][0], "params": [0, 1]}]}
         )
@@ -164,19 +140,3 @@ def test_torchs_adamw_goes_on_from_full_weights_and_our_state() -> None:
     assert torch.equal(ng.full_weights(model, ours)["0.weight"], ours.stored(model[0].weight))
     with pytest.raises(DataError, match="muon"):
         ng.to_torch_state(trained("word", ng.Muon, adjust_lr_fn="match_rms_adamw")[1])
-
-
-@pytest.mark.parametrize("maximize", [False, True])
-def test_a_state_of_the_other_direction_is_refused(maximize: bool) -> None:
-    weight = nn.Parameter(torch.ones(2, 2))
-    theirs = torch.optim.AdamW([weight], lr=1e-3, maximize=maximize)
-    weight.grad = torch.ones(2, 2)
-    theirs.step()
-    before = weight.detach().clone()
-    ours = ng.AdamW([weight], lr=1e-3, storage="float32", maximize=not maximize, compile=False)
-    with pytest.raises(ng.errors.DataError, match=f"maximize = {maximize}"):
-        ours.load_state_dict(theirs.state_dict())
-    assert ours.num_steps(weight) == 0 and torch.equal(weight, before)
-    same = ng.AdamW([weight], lr=1e-3, storage="float32", maximize=maximize, compile=False)
-    same.load_state_dict(theirs.state_dict())
-    assert same.num_steps(weight) == 1

@@ -10,7 +10,7 @@ from torch import nn
 
 import narrowgauge as ng
 from narrowgauge.optim import cells, codes
-from narrowgauge.optim.low_bits import has_low_bits, random_rows
+from narrowgauge.optim.low_bits import has_low_bits, random_of
 from narrowgauge.spec.storages import STORAGES
 from optim.pairs import build, parameters
 from tensors import parameters_of, set_gradients
@@ -92,7 +92,7 @@ def test_weights_of_a_16_bit_run_are_filled_whenever_it_is_taken_over() -> None:
     assert (stored != seen).float().mean() > 0.9 and torch.equal(stored.bfloat16(), weights[0])
 
 
-def test_names_and_places_draw_the_bits_and_a_vector_of_one_value_has_none() -> None:
+def test_names_and_places_draw_the_bits_and_a_vector_of_ones_has_none() -> None:
     def stored(name: str, *shapes: tuple[int, ...], low_bits: str = "random") -> list[torch.Tensor]:
         named = []
         for k, s in enumerate(shapes):
@@ -107,6 +107,6 @@ def test_names_and_places_draw_the_bits_and_a_vector_of_one_value_has_none() -> 
     assert not torch.equal(first, stored("v", (64, 64))[0])
     assert torch.equal(stored("w", (64, 64), low_bits="zero")[0], torch.ones(64, 64))
     zeros = torch.zeros(4, 3, 2)
-    drawn = torch.cat([bits for _, bits in random_rows(zeros, zeros, 1, "x")])
-    flat = torch.cat([bits for _, bits in random_rows(zeros.view(24), zeros.view(24), 1, "x")])
+    drawn = random_of(zeros, 1, "x")
+    flat = random_of(zeros.view(24), 1, "x")
     assert torch.equal(drawn.view(24), flat) and drawn.unique().numel() == 24

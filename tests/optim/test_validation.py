@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 import narrowgauge as ng
+from narrowgauge.errors import RecipeError
 from narrowgauge.optim import GaLore
-from narrowgauge.optim.rules.elementwise import ADAMW
-from narrowgauge.optim.validation import check_one_device
+from narrowgauge.optim.rules.elementwise import ADAMW, Rule
+from narrowgauge.optim.validation import device_of_step, refuse_unscaled
 from optim.pairs import RULES, build, everything, parameters
 from tables import exhaustive
 from tensors import assert_same_bits, parameters_of, take_steps
@@ -62,90 +64,161 @@ def test_an_option_set_later_is_that_of_a_new_optimizer_with_the_same_state(
         assert_same_bits(everything(moved), after_four_steps(rule))
 
 
-@pytest.mark.parametrize(
-    ("rule", "option", "value", "words"),
-    [("galore", "rank", 2, "projector"), ("plain sgd", "momentum", 0.9, "no 'momentum_buffer_bits'")],
-)  # fmt: skip
-def test_options_that_need_other_states_are_refused(
-    rule: str, option: str, value: object, words: str
-) -> None:
+MOVED: dict[str, tuple[str, str, object, str]] = {
+    "rank": ("galore", "rank", 2, "projector"),
+    "momentum": ("plain sgd", "momentum", 0.9, "no 'momentum_buffer_bits'"),
+    "storage": ("adamw", "storage", "exact", "no 'tail': .* in storage 'exact' needs int16"),
+}
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_options_that_need_other_states_are_refused(name: str) -> None:
+    rule, option, value, words = MOVED[name]
     optimizer = build(rule, parameters("word"), "word")
     take_steps(optimizer, range(1))
+    before = everything(optimizer)
     optimizer.param_groups[0][option] = value
     with pytest.raises(ng.errors.RecipeError, match=words):
         take_steps(optimizer, range(1, 2))
+    assert_same_bits(before, everything(optimizer))
+
+
+def narrow(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.ones(*shape, dtype=torch.bfloat16))
+
+
+def in_group(**options: Any) -> Callable[[], Any]:
+    return lambda: ng.AdamW([{"params": [narrow(4, 6)], **options}])
+
+
+def made(**options: Any) -> Callable[[], Any]:
+    return lambda: ng.AdamW([narrow(4, 6)], **options)
+
+
+def with_own_rule(storage: str) -> Callable[[], Any]:
+    rule: Rule = dataclasses.replace(ADAMW, name="own", monotone=False)
+    options = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}
+    return lambda: ng.Optimizer(parameters(storage), rule, options, storage=storage)
+
+
+def on_one_memory(*, steps: bool) -> Callable[[], Any]:
+    """The gradients are there, and no weight is 0 before."""
+    memory = torch.ones(8, 8, dtype=torch.bfloat16 if steps else torch.float32)
+    params = [nn.Parameter(memory), nn.Parameter(memory[:6])]
+    for p in params:
+        p.grad = torch.ones_like(p)
+    return lambda: ng.AdamW(params).step()
+
+
+def expanded(dtype: torch.dtype) -> Callable[[], Any]:
+    weight = nn.Parameter(torch.randn(1, 4).to(dtype).expand(3, 4))
+    weight.grad = torch.ones(3, 4, dtype=dtype)
+    return lambda: ng.AdamW([weight], compile=False).step()
+
+
+def adopting(
+    name: str, *shape: int, weight: Tensor | None = None, rule: Any = ng.AdamW, **options: Any
+) -> Callable[[], Any]:
+    """A state of a name and shape, or another tensor's ``weight``."""
+
+    def adopt() -> None:
+        parameter = narrow(2, 3)
+        optimizer = rule([parameter], **options)
+        weights = {parameter: torch.ones(2, 3)} if weight is None else {weight: weight}
+        states = {parameter: {name: torch.ones(shape)}} if name else {}
+        optimizer.adopt(weights, states)
+
+    return adopt
+
+
+ones = torch.ones(2, 3)
+MUON = "no matrix.*'rule': 'adamw'"
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "one beta": (made(betas=(0.9,)), "two numbers"),
+    "a rate as text": (made(lr="1"), "one number"),
+    "a negative rate": (made(lr=-1.0), "at least 0"),
+    "a seed as text": (made(seed="x"), "one integer"),
+    "low bits": (made(low_bits="one"), "one of zero, random"),
+    "audits": (made(audit_every=1.5), "one integer"),
+    "a recipe": (made(storage="bfloat16/word"), "is a compute and a storage"),
+    "a wide storage": (made(storage="float32"), "'word', 'exact' and others take bfloat16"),
+    "amsgrad": (made(amsgrad=True), "amsgrad = True"),
+    "maximize of a group": (in_group(maximize=True), "applies to all groups"),
+    "a norm of a group": (in_group(max_grad_norm=1.0), "clip_grad_norm_"),
+    "a rule of a group": (in_group(rule="lion"), "one of adamw"),
+    "vectors of Muon": (lambda: ng.Muon([narrow(4, 6), narrow(5)], lr=0.02), MUON),
+    "a rule that is not monotone": (with_own_rule("compact"), "does not say that it is monotone"),
+    "meta": (lambda: ng.AdamW([nn.Parameter(torch.ones(3, device="meta"))]), "meta device.*to_empty"),
+    "two devices": (lambda: device_of_step([torch.ones(1), torch.ones(1, device="meta")]), "cpu and meta"),
+    "one memory": (on_one_memory(steps=True), "share their memory"),
+    "one memory, rounded": (on_one_memory(steps=False), "share their memory"),
+    "an expanded weight": (expanded(torch.bfloat16), "share their memory"),
+    "an expanded weight, rounded": (expanded(torch.float32), "share their memory"),
+    "a value of another tensor": (adopting("", weight=ones), "does not step"),
+    "a state without a weight": (adopting("exp_avg", 2, 3, weight=ones), "states and no weight"),
+    "a value of another shape": (adopting("weight", 3, 2), "'weight' of shape"),
+    "a state of another shape": (adopting("exp_avg", 3, 2), "'exp_avg' of shape"),
+    "a state of another rule": (adopting("momentum", 2, 3), "has weight, exp_avg, exp_avg_sq"),
+    "a basis of another shape": (adopting("projector", 3, 1, rule=GaLore, rank=1), "'projector' of shape"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_obeyed_is_refused_in_one_line(name: str) -> None:
+    refused, words = REFUSED[name]
+    with pytest.raises(ng.errors.RecipeError, match=words):
+        refused()
+
+
+def test_what_is_refused_changes_nothing() -> None:
+    first, second = narrow(2, 3), narrow(2, 3)
+    optimizer = ng.AdamW([first, second])
+    with pytest.raises(ng.errors.RecipeError, match="of shape"):
+        optimizer.adopt({first: 2 * ones, second: torch.ones(3, 2)})
+    wide = parameters("float32")
+    unfit = nn.Parameter(torch.ones(2, dtype=torch.float64))
+    for group in ({"params": [*wide, unfit]}, {"params": [narrow(3)], "storage": "exakt"}):
+        with pytest.raises(ng.errors.RecipeError):
+            optimizer.add_param_group(group)
+    assert torch.equal(first.float(), ones) and not optimizer.state
+    assert len(optimizer.param_groups) == 1 and {p.dtype for p in wide} == {torch.float32}
+    take_steps(optimizer, range(1))
+
+
+def test_neighbours_in_one_memory_step() -> None:
+    memory = torch.zeros(8, 8, dtype=torch.bfloat16)
+    optimizer = ng.AdamW([nn.Parameter(memory[:, ::2]), nn.Parameter(memory[:, 1::2])])
+    take_steps(optimizer, range(1))
+    assert memory.all()
+
+
+def test_muon_takes_vectors_at_a_rate_of_adamws() -> None:
+    optimizer = ng.Muon([narrow(4, 6)], lr=0.02)
+    optimizer.add_param_group({"params": [narrow(5)], "rule": "adamw", "lr": 3e-4})
+    ng.Muon([narrow(4, 6), narrow(5)], lr=3e-4, adjust_lr_fn="match_rms_adamw")
 
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "Muon"])
 def test_flags_and_defaults_are_torchs(name: str) -> None:
     """Flags are tolerated where they are off, or ask for what is done."""
-    off = {
-        "fused": True,
-        "foreach": None,
-        "capturable": False,
-        "differentiable": False,
-        "amsgrad": False,
-    }
+    off = dict.fromkeys(("capturable", "differentiable", "amsgrad", "maximize"), False)
+    off |= {"fused": True, "foreach": None}
     ours = getattr(ng, name)(parameters("float32", [(6, 4)]), storage="float32", **off)
     ours.add_param_group({"params": parameters("float32", [(6, 4)]), **off})
     take_steps(ours, range(1))
-    with pytest.raises(ng.errors.RecipeError, match="amsgrad = True"):
-        getattr(ng, name)(parameters("word"), amsgrad=True)
-    theirs = (
-        getattr(torch.optim, name)(parameters("float32")[:1]).defaults
-        if hasattr(torch.optim, name)
-        else {}
-    )
-    for option in ours.defaults.keys() & theirs.keys() - {"eps", "foreach", "fused"}:
+    theirs = getattr(torch.optim, name)(parameters("float32")[:1]).defaults
+    for option in ours.defaults.keys() & theirs.keys() - {"eps", "foreach", "fused", "maximize"}:
         assert ours.defaults[option] == theirs[option], option
 
 
 def test_no_step_is_taken_in_a_cuda_graph(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    step = ng.AdamW([torch.nn.Parameter(torch.ones(2, 2))], storage="float32").step
+    optimizer = ng.AdamW([torch.nn.Parameter(torch.ones(2, 2))], storage="float32")
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(ng.errors.RecipeError, match=r"graph .* would repeat .* random bits"):
-        step()
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [({"betas": (0.9,)}, "two numbers"), ({"lr": "1"}, "one number"), ({"seed": "x"}, "one integer"),
-     ({"audit_every": 1.5}, "one integer"), ({"storage": "bfloat16/word"}, "the storage is 'word'"),
-     ({"storage": "float32"}, "'word', 'exact' and others take it")],
-)  # fmt: skip
-def test_wrong_options_are_refused_in_one_line(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ng.errors.RecipeError, match=words):
-        ng.AdamW(parameters("word"), **options)
-
-
-def test_values_of_another_shape_or_tensor_are_not_adopted_and_change_nothing() -> None:
-    first, weight = params = [
-        nn.Parameter(torch.ones(2, 3, dtype=torch.bfloat16)) for _ in range(2)
-    ]
-    optimizer = ng.AdamW(params)
-    for weights, states, words in (
-        ({weight: torch.ones(3, 2)}, {}, "of shape"),
-        ({torch.ones(2): torch.ones(2)}, {}, "does not step"),
-        ({}, {weight: {}}, "states and no weight"),
-        ({weight: torch.ones(2, 3)}, {weight: {"exp_avg": torch.ones(3, 2)}}, "'exp_avg' of shape"),
-        (
-            {weight: torch.ones(2, 3)},
-            {weight: {"momentum": torch.ones(2, 3)}},
-            "has exp_avg, exp_avg_sq",
-        ),
-    ):
-        with pytest.raises(ng.errors.RecipeError, match=words):
-            optimizer.adopt({first: torch.zeros(2, 3), **weights}, states)
-        assert first.all() and weight.all() and not optimizer.state
-    optimizer = GaLore(params, rank=1)
-    with pytest.raises(ng.errors.RecipeError, match="'projector' of shape"):
-        optimizer.adopt({first: torch.zeros(2, 3)}, {first: {"projector": torch.ones(3, 1)}})
-    assert first.all()
-    optimizer.adopt({first: torch.zeros(2, 3)}, {first: {"projector": torch.ones(2, 1)}})
-    assert torch.equal(optimizer.stored(first, "projector"), torch.ones(2, 1))
+        take_steps(optimizer, range(1))
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -169,51 +242,6 @@ def test_a_group_that_comes_later_has_all_options() -> None:
     optimizer.add_param_group({"params": parameters("word", [(5,)])})
     assert optimizer.param_groups[0].keys() == optimizer.param_groups[1].keys()
     assert optimizer.param_groups[1]["betas"] == (0.5, 0.6)
-
-
-def test_plain_sgd_under_one_cycle_is_torchs() -> None:
-    ours = ng.SGD(parameters("float32"), lr=0.1, storage="float32", compile=False)
-    theirs = torch.optim.SGD(parameters("float32"), lr=0.1)
-    schedules = []
-    for optimizer in (ours, theirs):
-        schedules.append(torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=6))
-    for step in range(5):
-        for optimizer, schedule in zip((ours, theirs), schedules, strict=True):
-            take_steps(optimizer, range(step, step + 1))
-            schedule.step()
-    for p, q in zip(parameters_of(ours), parameters_of(theirs), strict=True):
-        torch.testing.assert_close(p, q)
-
-
-def test_parameters_that_share_memory_are_refused() -> None:
-    memory = torch.zeros(8, 8, dtype=torch.bfloat16)
-    views = {True: (memory, memory[2:6]), False: (memory[:, ::2], memory[:, 1::2])}
-    for is_shared, pair in views.items():
-        params = [nn.Parameter(view) for view in pair]
-        optimizer = ng.AdamW(params)
-        if is_shared:
-            with pytest.raises(ng.errors.RecipeError, match="because they share their memory"):
-                take_steps(optimizer, range(1))
-            assert not optimizer.state and not memory.any()
-        else:
-            take_steps(optimizer, range(1))
-            assert memory.all()
-
-
-def test_a_rule_that_is_not_monotone_takes_no_scale_by_row() -> None:
-    rule = dataclasses.replace(ADAMW, name="own", monotone=False)
-    options = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}
-    for storage in ("compact", "states8", "float32-states8"):
-        with pytest.raises(ng.errors.RecipeError, match="does not say that it is monotone"):
-            ng.Optimizer(parameters(storage), rule, options, storage=storage)
-    take_steps(ng.Optimizer(parameters("word"), rule, options, storage="word"), range(1))
-
-
-def test_several_devices_in_one_optimizer_are_refused() -> None:
-    tensors = [torch.zeros(1), torch.zeros(1, device="meta")]
-    with pytest.raises(ng.errors.RecipeError, match="on cpu and meta together"):
-        check_one_device(tensors)
-    assert check_one_device(tensors[:1]) == torch.device("cpu")
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float64])
@@ -249,37 +277,7 @@ def test_notes_of_other_code_stay_beside_a_state() -> None:
         take_steps(optimizer, range(1, 2))
 
 
-@pytest.mark.parametrize("rule", ["adamw", "adam"])
-@pytest.mark.parametrize("storage", ["float32", "exact", "kahan", "word", "states8"])
-def test_a_gradient_whose_square_is_infinite_freezes_its_weight_as_in_torch(
-    rule: str, storage: str
-) -> None:
-    (weight,) = parameters(storage, [(4, 4)])
-    optimizer = build(rule, [weight], storage, lr=1e-3, weight_decay=0.0)
-    for gradient in (1.0, 3e38, 1.0, 1.0):
-        before = weight.detach().clone()
-        weight.grad = torch.full_like(weight, gradient)
-        optimizer.step()
-    assert weight.isfinite().all()
-    if storage in ("float32", "exact", "kahan"):  # others keep moments in a window, which ends
-        assert torch.equal(weight.detach(), before)
-
-
-def test_muon_refuses_vectors_at_its_own_rate() -> None:
-    matrix, vector = parameters("word", [(4, 6), (5,)])
-    with pytest.raises(ng.errors.RecipeError, match=r"no matrix.*'rule': 'adamw'"):
-        ng.Muon([matrix, vector], lr=0.02)
-    optimizer = ng.Muon([matrix], lr=0.02)
-    with pytest.raises(ng.errors.RecipeError, match="no matrix"):
-        optimizer.add_param_group({"params": [vector]})
-    assert len(optimizer.param_groups) == 1
-    optimizer.add_param_group({"params": [vector], "rule": "adamw", "lr": 3e-4})
-    ng.Muon([matrix, vector], lr=3e-4, adjust_lr_fn="match_rms_adamw")
-
-
-def test_maximize_is_the_optimizers_and_no_groups() -> None:
-    (weight,) = parameters("word", [(4, 6)])
-    group = {"params": [weight], "maximize": True}
-    with pytest.raises(ng.errors.RecipeError, match="applies to all groups"):
-        ng.AdamW([group])
-    ng.AdamW([{**group, "maximize": False}])
+def test_gradients_that_are_not_zero_need_a_scaled_loss_in_float16() -> None:
+    refuse_unscaled([torch.zeros(3)])
+    with pytest.raises(RecipeError, match="nobody scaled the loss"):
+        refuse_unscaled([torch.zeros(3), torch.ones(2)])

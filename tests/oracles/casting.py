@@ -77,7 +77,6 @@ def quantize(
     scale: str = "float32",
     rounding: str = "nearest",
     scale_rounding: str = "up",
-    fit: str = "largest",
     scaling: str = "current",
     rotation: str = "none",
     uniform: Floats | None = None,
@@ -97,10 +96,8 @@ def quantize(
     outer = np.ones_like(values)
     tensor_scale = None
     if scale == "float8_e4m3fn":
-        tensor_scale = whole_scale(
-            largest(values) if amax is None else amax,
-            Fraction(LARGEST[format][0]) * (448 if fit == "largest" else 256),
-        )
+        magnitude = largest(values) if amax is None else amax
+        tensor_scale = whole_scale(magnitude, Fraction(LARGEST[format][0]) * 448)
         outer[:] = tensor_scale
     for group in groups(*values.shape, granularity):
         part = values[group]
@@ -109,18 +106,8 @@ def quantize(
             magnitude = largest(part) if amax is None or granularity != "tensor" else amax
             up = scale_rounding == "up"
             if scale == "float8_e4m3fn":
-                ends = (6,) if fit == "largest" else (6, 4)
-                tried = []
-                for end in ends:
-                    tried.append(
-                        e4m3_scale(
-                            magnitude, tensor_scale, format, end, up=rounding == "stochastic"
-                        )
-                    )
-                errors = []
-                for try_ in tried:
-                    errors.append(squared_error(part, try_, tensor_scale, format))
-                inner[group] = tried[errors.index(min(errors))]
+                is_up = rounding == "stochastic"
+                inner[group] = e4m3_scale(magnitude, tensor_scale, format, up=is_up)
                 inverse = reciprocal(rational(inner[group].flat[0]) * rational(tensor_scale))
             elif granularity in BLOCKS:
                 inner[group] = one_level(magnitude, format, scale, up=up)
@@ -196,27 +183,7 @@ def one_level(magnitude: float, format: str, scale: str, *, up: bool) -> float:
     return power_of_two(magnitude, format, up=up)
 
 
-def squared_error(part: Floats, inner: float, tensor_scale: float, format: str) -> float:
-    """Of the values that a block's codes stand for; each operation in float32, sums by halves, of
-    rows and then of columns.
-    """
-    scale = (
-        np.float32(single(rational(inner) * rational(tensor_scale)))
-        if math.isfinite(tensor_scale)
-        else np.float32(np.nan)
-    )
-    inverse = reciprocal(rational(float(scale)))
-    with np.errstate(all="ignore"):
-        codes = nearest(product(part, np.float32(float(inverse))), format)
-        errors = ((codes * scale - part) ** 2).astype(np.float32)
-        for axis in (0, 1):
-            while errors.shape[axis] > 1:
-                first_half, second_half = np.split(errors, 2, axis=axis)
-                errors = first_half + second_half
-    return float(errors[0, 0])
-
-
-def e4m3_scale(magnitude: float, tensor_scale: float, format: str, end: int, *, up: bool) -> float:
+def e4m3_scale(magnitude: float, tensor_scale: float, format: str, *, up: bool) -> float:
     """magnitude / format's largest / tensor_scale, as an e4m3 number above zero: the nearest, or the
     least not below it.
     """
@@ -224,10 +191,7 @@ def e4m3_scale(magnitude: float, tensor_scale: float, format: str, end: int, *, 
     if not isinstance(inverse, Fraction):
         return math.nan
     factor = single(1 / Fraction(LARGEST[format][0]))
-    first = single(Fraction(magnitude) * factor)
-    ratio = single(first * inverse)
-    if end == 4:
-        ratio = single(ratio * Fraction(3, 2))
+    ratio = single(single(Fraction(magnitude) * factor) * inverse)
     numbers = [value for value in values_of("float8_e4m3fn") if value > 0]
     if up:
         return next((value for value in numbers if value >= ratio), numbers[-1])

@@ -70,8 +70,3 @@ def hashed(key: int, seed: int) -> int:
     h = (key ^ seed) % 2**32 * 0x7FEB352D % 2**32
     h = (h ^ h // 2**15) * 0x846CA68B % 2**32
     return h ^ h // 2**16
-
-
-def field(word: int, start: int, count: int) -> int:
-    """``count`` bits of ``word`` from bit ``start``, as a number."""
-    return word // 2**start % 2**count

@@ -61,7 +61,7 @@ def update_sums(
     intended: Sequence[float], stored: Sequence[float], visible: Sequence[float]
 ) -> list[Fraction]:
     """The sums of an update without decay, as fractions, in their order: dd, de, ee, nonzero, lost,
-    unseen, at_end, cc, ct, elements, spacings.
+    unseen, cc, ct, elements, spacings.
     """
     rows = []
     for d, e, v in zip(intended, stored, visible, strict=True):
@@ -73,7 +73,6 @@ def update_sums(
         Fraction(sum(d != 0 for d, _, _ in rows)),
         Fraction(sum(d != 0 and e == 0 for d, e, _ in rows)),
         Fraction(sum(d != 0 and v == 0 for d, _, v in rows)),
-        Fraction(0),
         Fraction(0),
         Fraction(0),
         Fraction(len(rows)),

@@ -18,21 +18,11 @@ def test_a_file_describes_a_cluster(tmp_path: Path) -> None:
     cluster = read_cluster(file)
     assert (cluster.name, cluster.chips, cluster.chips_per_node) == ("mine", 16, 4)
     assert (cluster.network_bytes_per_second, cluster.chip.memory_bytes) == (50e9, 32 * 2**30)
-    for wrong in (
-        f"{text}host_memory_gb = '3'\n",
-        f"{text}hosts = 3\n",
-        text.replace("1600", "nan"),
-        "chips = 3\n",
-        "chip",
-    ):
-        file.write_text(wrong)
-        with pytest.raises(NarrowgaugeError):
-            read_cluster(file)
 
 
 def test_chips_fill_whole_nodes() -> None:
     assert cluster_of("H100-SXM", 4).chips_per_node == 4
-    # 128 and 256 GB200s run in published steps (benchmarks/published_runs_later.toml), in racks of
+    # 128 and 256 GB200s run in published steps, in racks of
     # 72. Otherwise nodes fill evenly; the last one may lack chips.
     for chip, sizes in (
         ("GB200", {128: 64, 144: 72, 256: 64, 73: 37, 127: 64, 146: 49}),
@@ -43,12 +33,11 @@ def test_chips_fill_whole_nodes() -> None:
         cluster_of("H100-SXM", 0)
 
 
-def test_rotary_positions_go_on_and_the_answer_says_what_train_needs() -> None:
+def test_rotary_positions_go_on_and_learned_ones_end() -> None:
     """131,072 tokens of an 8B model on eight chips ran; the preset has 8,192 positions."""
     answer = plan(
         "llama-8b", recipes="bfloat16/word", chip="H100-SXM", chips=8, sequence_length=131_072
     )
     assert answer.best.has_room
-    assert any("8,192" in line and "max_position_embeddings" in line for line in answer.sentences())
     with pytest.raises(NarrowgaugeError, match="1,024 positions"):
         plan("gpt2-124m", chip="H100-SXM", sequence_length=2048)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from narrowgauge.errors import NarrowgaugeError
-from narrowgauge.planner.layouts import Layout, unsuited
+from narrowgauge.planner.layouts import Layout, suits
 from narrowgauge.planner.program import PROGRAMS
 from planner.jobs import estimate
 
@@ -32,7 +32,7 @@ LAYOUTS = (
     Layout(shard=4, tensor=4, pipeline=4, interleave=2, micro_batches=16, expert=4, recompute="full"),
     Layout(shard=8, tensor=2, expert=16, micro_batches=4),
 )  # fmt: skip
-LOOPS = (*PROGRAMS, "offload=true,attention=eager", "release=true")
+LOOPS = (*PROGRAMS, "offload=true", "release=true")
 TUNED: tuple[dict[str, Any], ...] = (
     {},
     {},
@@ -56,7 +56,7 @@ def figures() -> dict[str, list[float]]:
             job = estimate(**question, **tuned)
         except NarrowgaugeError:
             continue
-        if unsuited(job.architecture, job.layout, job.sequence_length):
+        if not suits(job.architecture, job.layout, job.sequence_length):
             continue
         question |= {"layout": str(job.layout), "tuned": " ".join(tuned)}
         figures = job.tokens_per_second, job.peak_bytes, job.host_bytes, job.mfu

@@ -58,17 +58,11 @@ def state(**changes: Any) -> str:
     ("name", "text", "reason"),
     [
         ("trainer_state.json", state()[:-9], "is damaged"),
-        ("trainer_state.json", state(log_history=[{"loss": 1.0}]), "is damaged"),
-        ("metrics.csv", "loss\n1.0\n", "no column of steps"),
+        ("trainer_state.json", state(log_history=[{"loss": 1.0}]), "holds no loss"),
         ("metrics.csv", "", "has no rows"),
-        ("metrics.csv", "step,loss\n", "has no rows"),
         ("metrics.csv", "step,loss\n,1.0\n", "holds no loss"),
         ("metrics.csv", "step,loss\n\x000,1.0\n", "holds no loss"),
-        (
-            "a.csv",
-            "Step,one - loss,two - loss\n1,3.0,2.0\n",
-            "holds no loss. It has Step, one - loss, two - loss",
-        ),
+        ("a.csv", "Step,one - loss\n1,3.0\n", "holds no loss at a step. It has Step, one - loss"),
         ("a.csv", "step,loss\n0.5,1.0\n", "holds no loss"),
         ("a.csv", "step;loss\n1;2,5\n", "holds no loss"),
         ("a.jsonl", "{", "No run in"),
@@ -110,13 +104,7 @@ def test_tables_and_exports_are_read_by_their_names(tmp_path: Path) -> None:
 def test_logs_in_one_folder_are_told_apart_and_compared(tmp_path: Path) -> None:
     first = read(tmp_path, "one.csv", CSV)
     second = read(tmp_path, "other.csv", CSV.replace("3.25", "3.5"))
-    assert (first.path.name, second.path.name) == (
-        "one.csv",
-        "other.csv",
-    )
     assert first.gauges == first.fingerprints == []
     difference = ng.diagnose(first, second)
-    assert [*difference.names] == ["one.csv", "other.csv"] and difference.readings[
-        0
-    ].stage == "loss"
-    assert "--" not in str(difference)
+    assert difference.names == ["one.csv", "other.csv"]
+    assert difference.readings[0].stage == "loss"

@@ -11,15 +11,15 @@ import pytest
 
 import narrowgauge as ng
 from narrowgauge.errors import RecordError
-from narrowgauge.runs.places import FolderLock, new_folder, only_run
-from narrowgauge.runs.writer import RunWriter
+from narrowgauge.runs.places import lock, new_folder, only_run, unlock
+from narrowgauge.runs.writer import Record
 from narrowgauge.trainer.tokens import load_tokenizer, write_tokens
 from trainer.tiny_runs import bytes_of, call
 
 
 def run_at(folder: Path) -> Path:
     """A run of one step."""
-    with RunWriter.create(folder, {"config": {"recipe": "bfloat16/word"}}) as writer:
+    with Record.create(folder, {"config": {"recipe": "bfloat16/word"}}) as writer:
         writer.append("steps", {"step": 1, "loss": 2.5})
     return folder
 
@@ -89,13 +89,12 @@ def test_what_is_not_ours_to_write_is_refused_and_unchanged(
     place = HOLD[held](tmp_path / "place")
     if held in OVERWRITES_NOTHING.get(command, ()):
         pytest.skip("the command overwrites nothing there")
-    lock = FolderLock(place) if place.is_dir() else None  # another process writes there
+    held_by = lock(place) if place.is_dir() else None  # another process writes there
     before = bytes_of(tmp_path)
     result = call(*WRITE[command].replace("PLACE", "place").split())
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1), result.output
     assert bytes_of(tmp_path) == before
-    if lock is not None:
-        lock.release()
+    unlock(held_by)
 
 
 @pytest.mark.parametrize("command", sorted(WRITE))
@@ -150,3 +149,9 @@ def test_the_current_folder_is_not_replaced(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(RecordError, match="current folder"), new_folder(Path()):
         raise AssertionError
+
+
+def test_a_new_folder_brings_its_parents(tmp_path: Path) -> None:
+    with new_folder(tmp_path / "a" / "b") as folder:
+        file_at(folder / "file")
+    assert (tmp_path / "a" / "b" / "file").read_text() == "mine"

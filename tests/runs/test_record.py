@@ -19,7 +19,7 @@ from narrowgauge.errors import RecordError
 from narrowgauge.report.publishing import read_runs
 from narrowgauge.runs.record import read_run
 from narrowgauge.runs.schema import VERSION
-from narrowgauge.runs.writer import RunWriter
+from narrowgauge.runs.writer import Record
 from trainer.tiny_runs import bytes_of
 
 RUN = {
@@ -35,13 +35,13 @@ START = {"what": "start", "step": 0, "text": "begun", "severity": "note"}
 def folder(tmp_path: Path) -> Path:
     """A run with four steps, two evaluations, one event and a summary."""
     path = tmp_path / "run"
-    with RunWriter.create(path, RUN) as writer:
+    with Record.create(path, RUN) as record:
         for step in range(1, 5):
-            writer.append("steps", {"step": step, "loss": 1 / step})
+            record.append("steps", {"step": step, "loss": 1 / step})
         for step in (2, 4):
-            writer.append("evals", {"step": step, "val_loss": 3.0})
-        writer.append("events", START)
-        writer.summary({"steps": 4, "val_loss": float("inf")})
+            record.append("evals", {"step": step, "val_loss": 3.0})
+        record.append("events", START)
+        record.summary({"steps": 4, "val_loss": float("inf")})
     return path
 
 
@@ -50,38 +50,25 @@ def test_everything_comes_back(folder: Path) -> None:
     config = {"recipe": "bfloat16/word", "lr": 1e-3, "out": "a"}
     versions = {"torch": "2.13.0"}
     assert run.run == {"schema_version": VERSION, "config": config, "versions": versions}
-    assert run.config == config
     assert run.steps == [{"step": step, "loss": 1 / step} for step in range(1, 5)]
-    assert [row["step"] for row in run.evals] == [2, 4]
-    assert run.events == [START]
-    assert run.summary == {
-        "schema_version": VERSION,
-        "steps": 4,
-        "val_loss": math.inf,
-    }
+    assert [row["step"] for row in run.evals] == [2, 4] and run.events == [START]
+    assert run.summary == {"schema_version": VERSION, "steps": 4, "val_loss": math.inf}
     assert not run.notes
 
 
 def test_values_come_back_exactly(tmp_path: Path) -> None:
-    """Not finite ones too, and those of other libraries."""
+    """Not finite ones too, and those of other libraries; others as text."""
     values = [0.1, 1e-320, 2**-1074, 1.7976931348623157e308, -0.0, 1 / 3]
-    row = {
-        "step": np.int64(1),
-        "loss": math.nan,
-        "norm": np.float32("nan"),
-        "audit": {"edq": [-math.inf, 0.5]},
-    }
-    event = {"what": "divergence", "step": 1, "tensor": "nan", "value": math.inf}
-    with RunWriter.create(tmp_path / "run", RUN) as writer:
-        writer.append("steps", {**row, "values": values, "lr": np.float32(0.5)})
-        writer.append("events", event)
+    settings = {"dtype": torch.bfloat16, "size": np.int64(3), "rates": np.array([0.5, 1.0])}
+    with Record.create(tmp_path / "run", {"config": settings}) as record:
+        row = {"step": np.int64(1), "loss": math.nan, "lr": np.float32(0.5), "seconds": None}
+        record.append("steps", {**row, "values": values, "of": torch.tensor([1.5])})
     run = read_run(tmp_path / "run")
     [back] = run.steps
-    assert math.isnan(back["loss"])
-    assert math.isnan(back["norm"])
-    assert (back["step"], back["lr"]) == (1, 0.5)
-    assert back["audit"] == row["audit"] and run.events == [event]
+    assert math.isnan(back["loss"]) and "seconds" not in back
+    assert (back["step"], back["lr"], back["of"]) == (1, 0.5, [1.5])
     assert [value.hex() for value in back["values"]] == [value.hex() for value in values]
+    assert run.config == {"dtype": "torch.bfloat16", "size": 3, "rates": [0.5, 1.0]}
 
 
 @pytest.mark.parametrize("torn", [b'{"step":5,"lo', b'{"step":5}', b"\0" * 40])
@@ -89,8 +76,8 @@ def test_a_torn_last_line_is_dropped_and_cut_off(folder: Path, torn: bytes) -> N
     with (folder / "steps.jsonl").open("ab") as stream:
         stream.write(torn)
     assert len(read_run(folder).steps) == 4
-    with RunWriter.open(folder) as writer:
-        writer.append("steps", {"step": 5, "loss": 0.0})
+    with Record.open(folder) as record:
+        record.append("steps", {"step": 5, "loss": 0.0})
     assert [row["step"] for row in read_run(folder).steps] == [1, 2, 3, 4, 5]
 
 
@@ -100,7 +87,6 @@ DAMAGED_LINES = {
     "zeros": (4, b"\0" * 40),
     "no step": (3, b'{"loss":0.5}'),
     "half a step": (3, b'{"step":2.5,"loss":0.5}'),
-    "a step of before": (3, b'{"step":1,"loss":0.5}'),
     "the last": (4, b'{"step":4,"loss'),
 }
 
@@ -116,22 +102,22 @@ def test_a_damaged_line_costs_that_line(damage: str, folder: Path) -> None:
     assert [row["step"] for row in run.steps] == undamaged_steps
     note = f"steps.jsonl has 1 damaged row of 4, the first in line {number}; left out"
     assert run.notes == [note]
-    with RunWriter.open(folder) as writer:
-        assert writer.notes == [note]
-        writer.append("steps", {"step": 5, "loss": 0.0})
+    with Record.open(folder) as record:
+        assert record.notes == [note]
+        record.append("steps", {"step": 5, "loss": 0.0})
     run = read_run(folder)
     assert [row["step"] for row in run.steps] == [*undamaged_steps, 5] and not run.notes
 
 
 def test_rewind_forgets_steps_evals_and_the_summary_and_keeps_events(folder: Path) -> None:
     before = bytes_of(folder)
-    with RunWriter.open(folder) as writer:
-        writer.rewind(4)
+    with Record.open(folder) as record:
+        record.rewind(4)
         assert before.pop(folder / "summary.json")  # the run is not finished any more
         assert bytes_of(folder) == before
-        writer.rewind(3)
-        writer.append("steps", {"step": 4, "loss": 9.0})
-        writer.rewind(4)
+        record.rewind(3)
+        record.append("steps", {"step": 4, "loss": 9.0})
+        record.rewind(4)
     run = read_run(folder)
     assert [(row["step"], row["loss"]) for row in run.steps] == [
         (1, 1.0),
@@ -144,55 +130,21 @@ def test_rewind_forgets_steps_evals_and_the_summary_and_keeps_events(folder: Pat
     assert run.summary is None
 
 
-@pytest.mark.parametrize(
-    ("settings", "reason"),
-    [
-        (
-            f"schema_version = {VERSION + 1}\n",
-            f"schema {VERSION + 1}; this version reads {VERSION}",
-        ),
-        *((text, r"run\.toml is damaged") for text in ("schema_version = ", "recipe = 'a'")),
-        *(
-            (f"schema_version = {v}", "its schema_version = .* is not a whole number")
-            for v in ("inf", "1.5", "'1'", "[1]")
-        ),
-    ],
-)
-def test_a_damaged_or_newer_run_is_refused(settings: str, reason: str, folder: Path) -> None:
-    (folder / "run.toml").write_text(settings)
-    for read in (read_run, RunWriter.open):
+@pytest.mark.parametrize("version", [VERSION + 1, '"a"', ""])
+def test_a_damaged_or_newer_run_is_refused(version: object, folder: Path) -> None:
+    (folder / "run.toml").write_text(f"schema_version = {version}")
+    reason = "this version reads" if version else r"run\.toml is damaged"
+    for read in (read_run, Record.open):
         with pytest.raises(RecordError, match=reason):
             read(folder)
 
 
 def test_a_second_writer_is_refused_while_the_first_lives(folder: Path) -> None:
-    with RunWriter.open(folder):
+    with Record.open(folder):
         with pytest.raises(RecordError, match="another process, or a recorder of this one"):
-            RunWriter.open(folder)
+            Record.open(folder)
         assert len(read_run(folder).steps) == 4
-    RunWriter.open(folder).close()
-
-
-def test_settings_of_any_type_are_written_and_a_wrong_number_of_steps_is_refused_at_once(
-    tmp_path: Path,
-) -> None:
-    settings = {
-        "dtype": torch.bfloat16,
-        "size": np.int64(3),
-        "rates": np.array([0.5, 1.0]),
-        "kinds": {int},
-    }
-    RunWriter.create(tmp_path / "run", {"config": settings}).close()
-    expected = {
-        "dtype": "torch.bfloat16",
-        "size": 3,
-        "rates": [0.5, 1.0],
-        "kinds": "{<class 'int'>}",
-    }
-    assert read_run(tmp_path / "run").config == expected
-    with pytest.raises(RecordError, match="steps = '400' is not a whole number"):
-        RunWriter.create(tmp_path / "other", {"config": {"steps": "400"}})
-    assert not (tmp_path / "other").exists()
+    Record.open(folder).close()
 
 
 def test_a_full_disk_leaves_whole_rows_and_a_clear_word(
@@ -202,19 +154,16 @@ def test_a_full_disk_leaves_whole_rows_and_a_clear_word(
         """Takes ten bytes."""
 
         def write(self, data: Any) -> int:
-            if self.tell() >= size + 10:
-                raise OSError(errno.ENOSPC, "No space left on device")
-            return super().write(data[:10])
+            super().write(data[:10])
+            raise OSError(errno.ENOSPC, "No space left on device")
 
-    before = (folder / "steps.jsonl").read_bytes()
-    size = len(before)
-    with RunWriter.open(folder) as writer, monkeypatch.context() as patch:
+    before = read_run(folder).steps
+    with Record.open(folder) as record, monkeypatch.context() as patch:
         patch.setattr(Path, "open", lambda self, *_, **__: Full(self, "a"))
-        with pytest.raises(
-            RecordError, match=r"steps\.jsonl: the disk is full \([\d,]+ bytes free\)"
-        ):
-            writer.append("steps", {"step": 5, "loss": 0.0})
-    assert (folder / "steps.jsonl").read_bytes() == before
+        words = r"steps\.jsonl: the disk is full \([\d,]+ bytes free\)"
+        with pytest.raises(RecordError, match=words):
+            record.append("steps", {"step": 5, "loss": 0.0})
+    assert read_run(folder).steps == before and not read_run(folder).notes
 
 
 def test_a_damaged_run_does_not_hide_its_neighbours(folder: Path) -> None:

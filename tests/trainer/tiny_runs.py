@@ -4,11 +4,8 @@ are the same run.
 
 from __future__ import annotations
 
-import itertools
 import multiprocessing
 import os
-import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -50,13 +47,13 @@ def trained(place: Path, out: Path, *, is_verbose: bool = True, **changes: Any) 
     """Train a run, or go on with it, and return its folder."""
     from narrowgauge.trainer import loop
 
-    return loop.train(settings(place, out, **changes).to_dict(), is_verbose=is_verbose)
+    return loop.train(vars(settings(place, out, **changes)), is_verbose=is_verbose)
 
 
 def words_of(chosen: Settings) -> list[str]:
     """The command line that says the same."""
     words = ["train"]
-    for name, value in chosen.to_dict().items():
+    for name, value in vars(chosen).items():
         words += [f"--{name.replace('_', '-')}", str(value)]
     return words
 
@@ -65,44 +62,25 @@ def call(*words: str) -> Result:
     return CliRunner().invoke(main, list(words), prog_name="narrowgauge")
 
 
-def _signal_after(step: int, number: int) -> None:
-    """Let this process get a signal when its recorder has seen so many steps."""
-    from narrowgauge.measuring.recorder import RunRecorder
-
-    plain = RunRecorder.step
-    calls = itertools.count(1)
-
-    def recorded(self: Any, *arguments: Any, **options: Any) -> Any:
-        result = plain(self, *arguments, **options)
-        if next(calls) == step:
-            signal.raise_signal(number)
-        return result
-
-    RunRecorder.step = recorded  # type: ignore[method-assign]
+def refused(*words: str, status: int = 2) -> str:
+    """Return the one line of a command that is refused."""
+    result = call(*words)
+    assert (result.exit_code, result.stderr.count("\n")) == (status, 1), result.output
+    return result.stderr
 
 
-def _command(words: list[str], output: str, at: tuple[int, int] | None = None) -> None:
+def _command(words: list[str]) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
-    stream = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(stream, 1), os.dup2(stream, 2)
     import torch
 
     torch.set_num_threads(1)
-    sys.argv = ["narrowgauge"]
-    if at is not None:
-        _signal_after(*at)
     main(words, prog_name="narrowgauge")
 
 
-def begun(words: list[str], output: Path, at: tuple[int, int] | None = None) -> Any:
-    """A process that runs a command, and gets a signal after a step: ``(step, signal)``."""
-    process = _CONTEXT.Process(target=_command, args=(words, str(output), at))
+def kill(words: list[str], steps: Path, rows: int) -> None:
+    """Run a command in a process, and kill it once a file has so many rows."""
+    process = _CONTEXT.Process(target=_command, args=(words,))
     process.start()
-    return process
-
-
-def kill(process: Any, steps: Path, rows: int) -> None:
-    """Kill a process once a file has so many rows, if it has not ended before."""
     while process.is_alive() and (not steps.exists() or steps.read_bytes().count(b"\n") < rows):
         time.sleep(0.005)
     process.kill()

@@ -1,9 +1,10 @@
-"""``prepare`` applies a recipe to a model: it swaps layers, rounds the weights and builds the
-optimizer.
+"""``prepare`` applies a recipe to a model: it builds the optimizer, rounds the weights and swaps
+layers.
 
-The order of the steps matters. The optimizer takes its tails from the float32 weights *before* they
-are rounded. On many ranks the rounded model is sharded in between, since FSDP2 gathers a group of
-parameters in one format. Propagated scales come last.
+The order of the steps matters. The optimizer is built of rounded copies, so that what it refuses
+leaves the model as it was. Then the model is rounded, and on many ranks sharded, since FSDP2 gathers
+a group of parameters in one format. At the end the optimizer gets the model's parameters, and takes
+its tails from the float32 weights.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import TypeVar
 
-from narrowgauge.assembly.trainable import require_trainable
 from narrowgauge.distributed import sharding
-from narrowgauge.distributed.reduction import reduce_gradients_with
+from narrowgauge.distributed.ranks import all_ranks
+from narrowgauge.distributed.reduction import reduce_gradients_with, require_no_statistics
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.roles import multiplied, roles_of
-from narrowgauge.matmul.swapping import NarrowLayers, swap_linears
+from narrowgauge.matmul.swapping import swap_linears
 from narrowgauge.numerics.dtensor import own_part
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.optim.optimizers import AdamW
 from narrowgauge.optim.parameter_formats import cast_statistics, round_in_place, rounded
-from narrowgauge.optim.validation import check_real
 from narrowgauge.spec.computes import COMPUTES, Compute
+from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.torch_support.machine import multiplies
@@ -44,10 +45,10 @@ def matrices_decay(named: Iterable[tuple[str, Tensor]], **options: Any) -> AdamW
     matrices: list[tuple[str, Tensor]] = []
     vectors: list[tuple[str, Tensor]] = []
     for name, parameter in named:
-        members = vectors
         if parameter.ndim >= 2:
-            members = matrices
-        members.append((name, parameter))
+            matrices.append((name, parameter))
+        else:
+            vectors.append((name, parameter))
     groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
     return AdamW([group for group in groups if group["params"]], **options)
 
@@ -79,7 +80,7 @@ def prepare(
         recipe: a name such as ``"bfloat16/word"``, or a
             :class:`narrowgauge.spec.recipes.Recipe`.
         optimizer: one of Narrowgauge's classes, or a function that makes one from named parameters,
-            ``storage=``, ``seed=`` and the options. It is called before the model is changed too.
+            ``storage=``, ``seed=`` and the options.
         seed: seed of stochastic rounding.
         mesh: a ``DeviceMesh`` that contains this rank. The model is sharded over it, or replicated
             with ``shard="none"`` and the reduction ``reproducible``. A mesh of two axes replicates
@@ -114,45 +115,89 @@ def prepare(
         torch.bfloat16
     """
     policy = parse(recipe)
-    if "storage" in options:
-        raise RecipeError(
-            f"Cannot use storage '{options['storage']}' beside a recipe, which has a storage.",
-            "Name it in the recipe.",
-        )
-    require_trainable(model, policy, mesh, shard)
+    _require_trainable(model, policy, mesh, shard)
     visible = policy.storage.visible
-
-    def build(named: dict[str, Tensor]) -> OptimizerT:
-        return optimizer(list(named.items()), storage=policy.storage.name, seed=seed, **options)
-
-    stand_ins: dict[str, Tensor] = {}
+    copies: dict[str, Tensor] = {}
     for name, parameter in _trained(model).items():
-        check_real(parameter)
-        value = torch.zeros((), dtype=getattr(torch, visible), device=parameter.device)
-        stand_ins[name] = nn.Parameter(value.expand(parameter.shape))
-    build(stand_ins)  # what it refuses is refused before the model is rounded
+        copies[name] = nn.Parameter(rounded(parameter.detach(), visible))
+    stepper = optimizer(list(copies.items()), storage=policy.storage.name, seed=seed, **options)
+
     if mesh is not None:
         sharding.make_equal(model, mesh)
-    rounded_params = [p for p in model.parameters() if p.is_floating_point()]
-    before = round_in_place(rounded_params, visible)
+    before = round_in_place([p for p in model.parameters() if p.is_floating_point()], visible)
     values = {name: before[parameter] for name, parameter in _trained(model).items()}
     del before
     if policy.dtype == visible:
         cast_statistics(model, lambda statistics: rounded(statistics, visible))
-    narrow_linears(model, policy, seed)
+    _narrow_linears(model, policy, seed)
     if mesh is not None and shard != "none":
         wire = policy.reduction.wire
         sharding.shard(model, mesh, offload=offload, wire=wire, average=average)
-    _propagate_scales(model, policy)
+    if policy.compute.transform == "scalify":
+        from narrowgauge.transforms import scalify
 
-    trained = _trained(model)
-    stepper = build(trained)
-    stepper.name_parameters(model)
-    stepper.adopt({p: own_part(p, values[name]) for name, p in trained.items()})
+        scalify.scalify(model)
+
+    _hand_over(stepper, model, copies, values)
     if policy.reduction.order_invariant:
         stepper.reduction = reduce_gradients_with(model, average=average, mesh=mesh)
     stepper.scales_loss = policy.compute.scales_loss
     return model, stepper
+
+
+def _hand_over(
+    stepper: Optimizer, model: nn.Module, copies: dict[str, Tensor], values: dict[str, Tensor]
+) -> None:
+    """Give an optimizer of copies the model's own parameters, and the values that they had."""
+    trained = _trained(model)
+    names = {copy: name for name, copy in copies.items()}
+    for group in stepper.param_groups:
+        group["params"] = [trained[names[copy]] for copy in group["params"]]
+    stepper.name_parameters(model)
+    stepper.adopt({p: own_part(p, values[name]) for name, p in trained.items()})
+
+
+def _require_trainable(model: nn.Module, recipe: Recipe, mesh: Any, shard: str) -> None:
+    """Refuse a model that a recipe cannot train, in what its optimizer does not refuse."""
+    this = f"this {type(model).__name__} by recipe '{recipe.name}'"
+    if isinstance(model, nn.parallel.DistributedDataParallel) or sharding.has_shards(model):
+        raise RecipeError(
+            f"Cannot prepare {this} because fully_shard, parallelize_module or "
+            "DistributedDataParallel has taken its parameters already.",
+            "Prepare the model first: mesh=… shards it, and DistributedDataParallel may wrap it "
+            "then. Or leave it as it is, and "
+            "take ng.swap_linears, ng.AdamW and ng.reduce_gradients_with.",
+        )
+    visible = recipe.storage.visible
+    if visible not in ("float32", recipe.dtype):
+        raise RecipeError(
+            f"Cannot train by recipe '{recipe.name}' because it computes in {recipe.dtype} with "
+            f"{visible} weights, and autocast casts from float32 alone.",
+            f"Take a compute in {visible}, or the storage 'float32'.",
+        )
+    for name, parameter in model.named_parameters():
+        is_known = parameter.dtype in (torch.float32, getattr(torch, visible))
+        if parameter.requires_grad and not is_known:
+            raise RecipeError(
+                f"Cannot train '{name}' of {this} because it is {dtype_name(parameter.dtype)}.",
+                "Call model.float() first.",
+            )
+    if recipe.reduction.order_invariant:
+        require_no_statistics(model)
+    if mesh is not None:
+        sharding.require_mesh(mesh, shard)
+    elif recipe.reduction.name != "native" and all_ranks().size > 1:
+        raise RecipeError(
+            f"Cannot sum gradients over {all_ranks().size} ranks by recipe '{recipe.name}' without "
+            "a mesh.",
+            'Pass mesh=init_device_mesh(…), with shard="none" to keep the model whole on every rank.',
+        )
+    if shard == "none" and not recipe.reduction.order_invariant:
+        raise RecipeError(
+            f"Cannot sum the gradients of replicas by recipe '{recipe.name}' because "
+            "DistributedDataParallel does.",
+            "Leave out mesh=, and wrap the prepared model in it.",
+        )
 
 
 def compute_scope(recipe: Recipe, device: torch.device) -> AbstractContextManager[Any]:
@@ -169,26 +214,13 @@ def _trained(model: nn.Module) -> dict[str, Tensor]:
     return {plain_name(name): p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def _propagate_scales(model: nn.Module, recipe: Recipe) -> None:
-    """Apply scale propagation if the compute has it. The linear layers are already swapped."""
-    if recipe.compute.transform == "scalify":
-        from narrowgauge.transforms import scalify
-
-        dtype = None
-        if recipe.storage.visible != "float32":
-            dtype = getattr(torch, recipe.dtype)
-        scalify.scalify(model, dtype)
-
-
-def narrow_linears(model: nn.Module, recipe: Recipe, seed: int) -> NarrowLayers | None:
+def _narrow_linears(model: nn.Module, recipe: Recipe, seed: int) -> None:
     """Swap the linear layers whose compute differs from PyTorch's own."""
-    device = next(model.parameters()).device
-    is_slow = device.type != "cuda" and not multiplies(recipe.dtype)
+    is_slow = next(model.parameters()).device.type != "cuda" and not multiplies(recipe.dtype)
     # PyTorch's own head would get unscaled gradients of its logits. They underflow in float16.
     is_scaled = bool(recipe.compute.transform) and recipe.dtype == "float16"
-    is_cast = recipe.storage.visible not in ("float32", recipe.dtype)
     wide: Compute | None = None
-    if is_slow or is_scaled or is_cast:
+    if is_slow or is_scaled:
         wide = COMPUTES[recipe.dtype]
     roles: dict[str, str] = {}
     if not recipe.compute.is_wide:
@@ -200,5 +232,4 @@ def narrow_linears(model: nn.Module, recipe: Recipe, seed: int) -> NarrowLayers 
         return recipe.compute
 
     if any(choose(name) for name in multiplied(model)):
-        return swap_linears(model, choose, seed=seed)
-    return None
+        swap_linears(model, choose, seed=seed)

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import click
 
 from narrowgauge.distributed import job
-from narrowgauge.errors import NarrowgaugeError, ReportedError, Terminated, suggestion
+from narrowgauge.errors import NarrowgaugeError, ReportedError, Terminated
 
 # Of PyTorch, on a GPU and on a CPU.
 _OUT_OF_MEMORY = re.compile("out of memory|can't allocate memory")
@@ -85,7 +85,9 @@ def _explained(error: Exception) -> tuple[str, str, int] | None:
         status = 143 if isinstance(error.__cause__, Terminated) else 130
         return "Interrupted", text or "the command was stopped.", status
     if isinstance(error, click.ClickException):
-        return "UsageError", _with_advice(error), 2
+        context = getattr(error, "ctx", None)
+        advice = f" (See {context.command_path} --help.)" if context else ""
+        return "UsageError", error.format_message() + advice, 2
     is_memory = isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(text)
     if is_memory or isinstance(error, MemoryError):
         first = (text or "out of memory.").splitlines()[0]
@@ -99,18 +101,3 @@ def _explained(error: Exception) -> tuple[str, str, int] | None:
         message = f"Cannot open '{error.filename}': {error.strerror}. Name another path."
         return "OSError", message, 2
     return None
-
-
-def _with_advice(error: click.ClickException) -> str:
-    context = getattr(error, "ctx", None)
-    message = error.format_message()
-    if context is None:
-        return message
-    # click suggests too many names.
-    if isinstance(error, click.NoSuchOption):
-        names = []
-        for option in context.command.params:
-            names += [*option.opts, *option.secondary_opts]
-        near = suggestion(error.option_name, names, cutoff=0.75)
-        message = f"No such option '{error.option_name}'. {near}".rstrip()
-    return f"{message} (See {context.command_path} --help.)"

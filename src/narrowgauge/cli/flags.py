@@ -53,16 +53,16 @@ def of_settings(*, compared: bool = False) -> list[click.Parameter]:
     Those of ``compared`` runs lack the settings of a single run.
     """
     # Imported late, because the command line's top-level imports never need torch.
-    from narrowgauge.trainer.settings import OF_A_RUN, Settings, kind_of
+    from narrowgauge.trainer.settings import OF_A_RUN, Settings
 
     flags: list[click.Parameter] = []
     for field in dataclasses.fields(Settings):
         if compared and field.name in OF_A_RUN:
             continue
         name = field.name.replace("_", "-")
-        kind = kind_of(field)
+        kind = type(field.default)
         help = field.metadata["help"]
-        if field.default is not None:
+        if "[default" not in help:
             help += f"  [default: {field.default}]"
         words = [f"--{name}", field.name]
         flags.append(click.Option(words, type=kind, help=help, metavar=_METAVARS[kind]))

@@ -28,6 +28,7 @@ from narrowgauge.runs.places import require_empty
 from narrowgauge.runs.record import read_run
 from narrowgauge.spec import show, tables
 from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.toml import read_file
 
 _path = flags.PATH
 _count = click.IntRange(min=1)
@@ -58,7 +59,9 @@ def _train(settings: dict[str, Any]) -> None:
         # Before PyTorch is loaded: refuse what is wrong, and say that a run is finished.
         entry = enter(settings)
         if entry.is_finished:
-            return click.echo(f"{entry.folder} is finished: {counted(entry.step, 'step')}.")
+            return click.echo(
+                f"{entry.settings.folder} is finished: {counted(entry.step, 'step')}."
+            )
     from narrowgauge.trainer import loop
 
     keep_pages()
@@ -112,7 +115,7 @@ def show_group(context: click.Context) -> None:
     help_without_command(context)
 
 
-def _print(as_json: bool, rows: list[tables.Row], parts: tables.Table | list[tables.Table]) -> None:
+def _print(as_json: bool, rows: Any, parts: tables.Table | list[tables.Table]) -> None:
     if as_json:
         tables.write_json(rows)
     else:
@@ -159,16 +162,12 @@ def show_checks(as_json: bool) -> None:
     _print(as_json, table.rows, table)
 
 
-def _print_page(page: Any, name: str, as_json: bool) -> None:
-    _print(as_json, *page(name))
-
-
-for _name, _page, _help in (
-    ("recipe", show.page_recipe, "What the recipe NAME stores, computes and loses."),
-    ("compute", show.page_compute, "How the compute NAME casts each operand of a layer's matmuls."),
-):
-    _command = click.argument("name")(flags.json_list(partial(_print_page, _page)))
-    show_group.command(_name, help=_help)(_command)
+@show_group.command("recipe")
+@click.argument("name")
+@flags.json_object
+def show_recipe(name: str, as_json: bool) -> None:
+    """What the recipe NAME stores, computes and loses."""
+    _print(as_json, *show.page_recipe(name))
 
 
 @show_group.command("step", short_help="The step of a storage: what runs on CPUs.")
@@ -185,15 +184,14 @@ def show_step(storage: str, rule: str) -> None:
 @click.option("--cuda", is_flag=True, help="Measure the GPU, not the CPU.")
 @flags.json_object
 def show_arithmetic(cuda: bool, as_json: bool) -> None:
-    """Measure this machine's arithmetic: the bits that sums and functions give on fixed numbers,
-    and what the number of threads changes.
+    """Measure this machine's arithmetic: the bits that sums and functions give on fixed numbers.
 
-    On two machines or versions, compare the outputs with diff; of two runs, narrowgauge diagnose
-    RUN OTHER compares it.
+    On two machines, versions or numbers of threads (OMP_NUM_THREADS), compare the outputs with diff;
+    of two runs, narrowgauge diagnose RUN OTHER compares it.
     """
     import torch
 
-    from narrowgauge.measuring.arithmetic import measure_arithmetic, measure_changes
+    from narrowgauge.measuring.arithmetic import measure_arithmetic
 
     if cuda and not torch.cuda.is_available():
         raise ChipError(
@@ -201,14 +199,11 @@ def show_arithmetic(cuda: bool, as_json: bool) -> None:
             "Leave --cuda out to measure this CPU.",
         )
     table = measure_arithmetic(torch.device("cuda" if cuda else "cpu"))
-    changes = {} if cuda else measure_changes()
     if as_json:
-        return tables.write_json({**table, "changes": changes})
+        return tables.write_json(table)
     for part in table.values():
         for name, text in part.items():
             click.echo(f"{name}: {text}")
-    for setting, probes in changes.items():
-        click.echo(f"{setting} changes: {', '.join(probes) or 'nothing'}")
     return None
 
 
@@ -243,10 +238,10 @@ def train(file: Path | None, **settings: Any) -> None:
 
     torchrun --nproc-per-node 2 -m narrowgauge train --gradient-accumulation-steps 2 --out runs/a
     """
-    from narrowgauge.trainer.settings import read_settings
-
-    given = {} if file is None else read_settings(file)
-    _train({**given, **flags.given(settings)})
+    named: dict[str, Any] = {}
+    if file is not None:
+        named = read_file(file, "settings file", "Name a UTF-8 TOML file.")
+    _train(named | flags.given(settings))
 
 
 @main.command(
@@ -287,7 +282,7 @@ def compare(
     if as_json:
         return tables.write_json(comparison.rows)
     tables.write(comparison.table())
-    return click.echo(f"\n{comparison.text()}\n\n{page}")
+    return click.echo(f"\n{comparison.verdict}\n\n{page}")
 
 
 @main.command("report", short_help="Write one HTML page about runs.")
@@ -326,10 +321,10 @@ def report(runs: tuple[Path, ...], out: Path | None, table: bool, inline: bool) 
 def export(folder: Path, out: Path) -> None:
     """Export the model of the run in DIR to a Hugging Face folder OUT."""
     _require_one_process("export")
-    from narrowgauge.trainer.checkpoints import require_checkpoint
+    from narrowgauge.trainer import checkpoints
 
     require_empty(out)
-    require_checkpoint(folder)
+    checkpoints.require(folder)
     from narrowgauge.trainer import export as exporting
 
     click.echo(exporting.export(folder, out))

@@ -88,9 +88,8 @@ def plan_group(context: click.Context) -> None:
     "--layout", metavar="FIELD=N,…",
     help="Values of data, shard, zero, tensor, pipeline, …; fsdp2 (what train runs); ddp.  [default: all]",
 )  # fmt: skip
-@click.option("--explain", is_flag=True, help="Print every term of the best option.")
 @flags.json_object
-def run_command(as_json: bool, explain: bool, **asked: Any) -> None:
+def run_command(as_json: bool, **asked: Any) -> None:
     """Say whether a model fits, how fast it trains, on which machines, and why.
 
     \b
@@ -101,10 +100,7 @@ def run_command(as_json: bool, explain: bool, **asked: Any) -> None:
     from narrowgauge.planner.plan import plan
 
     answer = plan(**flags.given(asked))
-    sentences = answer.sentences()
-    if explain:
-        sentences += answer.explanation()
-    _show(answer.row(), answer.tables(), sentences, as_json)
+    _show(answer.row(), answer.tables(), answer.sentences(), as_json)
 
 
 @plan_group.command("next", short_help="Tell one measured run, get the next.")

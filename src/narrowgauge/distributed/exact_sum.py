@@ -55,11 +55,13 @@ class ExactSum:
         if total is None:
             output.zero_()  # FSDP2 shows it as a gradient
         else:
+            # PyTorch 2.13 renames it; 2.11 knows the old name only.
+            gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
             for group, size in list(zip(self.groups, sizes, strict=True))[
                 : -self.num_whole - 1 : -1
             ]:
                 gathered = total.new_empty(group.size() * total.numel())
-                all_gather(gathered, total, group)
+                gather(gathered, total, group=group)
                 total = gathered[:size]
             output.copy_(total)
         self.spans.append((began, _now(gradient.device)))
@@ -85,11 +87,6 @@ class ExactSum:
         if self._sums is not None:
             self._sums.clear_()
 
-    def num_bytes(self) -> int:
-        if self._sums is None:
-            return 0
-        return self._sums.num_bytes
-
     def seconds(self) -> float:
         """Return how long this step's sums took: to send, to wait for other ranks, and to add."""
         total = 0.0
@@ -110,12 +107,6 @@ def _exchanged(rows: Tensor, group: Any) -> Tensor:
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
     return received.flatten(0, 1)
-
-
-# PyTorch 2.13 renames it; 2.11 knows the old name only.
-def all_gather(output: Tensor, part: Tensor, group: Any = None) -> None:
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(output, part, group=group)
 
 
 def _now(device: torch.device) -> Any:

@@ -59,20 +59,16 @@ class Ranks:
         return values
 
     def largest(self, number: int) -> int:
-        if self.size == 1:
-            return number
-        largest = torch.tensor(number, dtype=torch.int64, device=self.device)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        return int(largest)
+        return max(self.gather(number))
 
     def of_first(self, function: Callable[[], T]) -> T:
         """Call a function on rank 0 only, and return its result, pickled, on every rank.
 
         Raise as :meth:`together`.
         """
-        results: list[Any] = [self.together(lambda: function() if self.is_first else None)]
-        if self.size > 1:
-            dist.broadcast_object_list(results, group_src=0)
+        results: list[Any] = self.gather(
+            self.together(lambda: function() if self.is_first else None)
+        )
         result: T = results[0]
         return result
 
@@ -96,11 +92,13 @@ class Ranks:
             failure = error
         is_clear = failure is None or isinstance(failure, (NarrowgaugeError, OSError))
         failures = self.gather(failure if is_clear else ReportedError(status=1))
-        first = next((rank for rank, error in enumerate(failures) if error is not None), None)
-        if failure is not None and (first == self.rank or not isinstance(failure, Exception)):
+        if failure is not None and not isinstance(failure, Exception):
             raise failure
-        if first is not None and (theirs := failures[first]) is not None:
-            raise theirs
+        for rank, theirs in enumerate(failures):
+            if theirs is not None:
+                if rank == self.rank and failure is not None:
+                    raise failure
+                raise theirs
         return results[0]
 
 

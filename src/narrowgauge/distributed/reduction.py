@@ -21,27 +21,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from narrowgauge.distributed.exact_sum import ExactSum
 from narrowgauge.distributed.ranks import all_ranks, has_group
 from narrowgauge.distributed.sharding import settle
-from narrowgauge.errors import RankError, RecipeError, suggestion
+from narrowgauge.errors import RankError, RecipeError
 from narrowgauge.numerics.dtensor import gradient_of, is_sharded, local_of
 from narrowgauge.spec.formats import dtype_name
-from narrowgauge.spec.sums import REDUCTIONS, Reduction
 from narrowgauge.torch_support import torch_names
 from narrowgauge.torch_support.torch_hooks import OwnHook
-
-_TWO_PASSES = RecipeError(
-    "two backward passes were met in one micro-batch, whose gradients are one addend of an exact "
-    "sum.",
-    "Add the losses, and call backward() once.",
-)
 
 
 def reduce_gradients_with(
     model: nn.Module,
-    name: str | Reduction = "reproducible",
+    name: str = "reproducible",
     *,
     average: bool = True,
     mesh: Any = None,
@@ -52,7 +46,7 @@ def reduce_gradients_with(
         model: sharded by FSDP2, with replicas (HSDP) or without; wrapped in DDP; or plain, with
             equal weights on all ranks. What FSDP2 does not shard must be equal on all ranks. Freeze
             parameters first.
-        name: ``"reproducible"``. The other rows of ``REDUCTIONS`` are sums of PyTorch.
+        name: ``"reproducible"``, the one sum that is not PyTorch's.
         average: divide the sum by the number of ranks, as FSDP2 and DDP do. Otherwise the loss of
             each micro-batch is its part of the step's loss.
         mesh: the ranks that a plain model is replicated on; ``None`` for all. A sharded model has
@@ -61,7 +55,7 @@ def reduce_gradients_with(
         The reduction. Surround each forward and backward pass with its ``micro_batch``. Passes
             outside are refused.
     Raises:
-        RecipeError: another row, a model on several meshes or with another reduction, or an FSDP2
+        RecipeError: another name, a model on several meshes, with running statistics or with another reduction, or an FSDP2
             mixed precision with which one rank would sum other values than several do.
     Example:
         >>> import torch
@@ -73,15 +67,9 @@ def reduce_gradients_with(
         >>> model.weight.grad
         tensor([[3., 6.]])
     """
-    row = REDUCTIONS.get(name) if isinstance(name, str) else name
-    if row is None:
+    if name != "reproducible":
         raise RecipeError(
-            f"no reduction is named '{name}'.",
-            suggestion(str(name), REDUCTIONS) or f"There are {', '.join(REDUCTIONS)}.",
-        )
-    if not row.order_invariant:
-        raise RecipeError(
-            f"Cannot sum gradients by '{row.name}' because PyTorch does it.",
+            f"Cannot sum gradients by '{name}' because only 'reproducible' is a sum of ours.",
             "Call fully_shard, or wrap the model in DistributedDataParallel; for float32 sums, with "
             "MixedPrecisionPolicy(reduce_dtype=torch.float32).",
         )
@@ -90,7 +78,19 @@ def reduce_gradients_with(
             "Cannot sum gradients because a reduction sums this model's gradients already.",
             "Call close() of that one first; prepare() installs one as optimizer.reduction.",
         )
+    require_no_statistics(model)
     return GradientReduction(model, average, mesh)
+
+
+def require_no_statistics(model: nn.Module) -> None:
+    """Refuse running statistics, which depend on which micro-batches a rank has seen."""
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and module.track_running_stats and module.training:
+            raise RecipeError(
+                f"Cannot have the same bits on any number of ranks because '{name}' has running "
+                "statistics, which depend on the micro-batches that a rank has seen.",
+                "Replace it by a layer norm or group norm, or take another reduction.",
+            )
 
 
 def reduction_of(model: nn.Module) -> GradientReduction | None:
@@ -123,17 +123,13 @@ class _GroupSum:
     def __init__(self, reduction: GradientReduction, exact_sum: ExactSum) -> None:
         self.reduction = reduction
         self.exact_sum = exact_sum
-        self.last_summed = -1
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *_: Any, **__: Any) -> None:
         """Sum ``input_tensor`` of all ranks, ``[shards * n]``, into this rank's piece ``[n]``."""
-        self.reduction.require_open("in a backward pass")
-        if self.last_summed == self.reduction.count:
-            raise _TWO_PASSES
-        self.last_summed = self.reduction.count
+        self.reduction.arrive(self)
         if self.reduction.is_absent:
             input_tensor.zero_()
         self.exact_sum.add(input_tensor, output_tensor, is_last=self.reduction.is_last)
@@ -144,7 +140,6 @@ class GradientReduction:
 
     Attributes:
         size: the number of ranks whose gradients are summed.
-        count: micro-batches begun.
         is_last, is_absent: of the micro-batch whose block is open.
     """
 
@@ -159,31 +154,36 @@ class GradientReduction:
         self.size = prod(group.size() for group in self._groups)
         self._divisor = self.size if average else 1
         self._place = 0  # of the next micro-batch in its step
-        self._arrived: set[Tensor] = set()  # whole parameters with a gradient of this micro-batch
+        # Whole parameters and groups of FSDP2 with a gradient of this micro-batch.
+        self._arrived: set[Any] = set()
         self._used: set[Tensor] = set()  # those with one of this step
         self._is_open = False
-        self.count = 0
         self.is_last = True
         self.is_absent = False
         self._sums: list[ExactSum] = []
         self._buckets: dict[ExactSum, list[Tensor]] = {}
-        in_groups = [p for _, group in self._fsdp for p in torch_names.fsdp_parameters(group)]
-        for module, group in self._fsdp:
-            _require_own_dtypes(module, group)
-        _require_gathered(self._model, in_groups)
-        sharded_ids = set[int]()
-        if self._sums_shards():
-            sharded_ids.update(map(id, in_groups))
         self._params = [p for p in self._model.parameters() if p.requires_grad]
-        self._whole = [p for p in self._params if id(p) not in sharded_ids]
-        self._sharded = [p for p in self._params if id(p) in sharded_ids]
+        self._sharded: list[Tensor] = []
+        self._whole: list[Tensor] = []
+        self._sort()
         self._undo: list[Callable[[], object]] = []
         self._install()
 
-    def _sums_shards(self) -> bool:
-        """Return whether FSDP2 sums over shards: over one shard it sums nothing."""
+    def _sort(self) -> None:
+        """Tell parameters whose gradients FSDP2 sums over shards from whole ones."""
+        in_groups: set[int] = set()
+        for module, group in self._fsdp:
+            _require_own_dtypes(module, group)
+            in_groups.update(map(id, torch_names.fsdp_parameters(group)))
+        _require_gathered(self._model, in_groups)
         meshes = [torch_names.fsdp_mesh(group) for _, group in self._fsdp]
-        return any(mesh.size(shard_dim) > 1 for mesh, shard_dim, _ in meshes)
+        # Over one shard FSDP2 sums nothing.
+        self._sums_shards = any(mesh.size(shard_dim) > 1 for mesh, shard_dim, _ in meshes)
+        for parameter in self._params:
+            if self._sums_shards and id(parameter) in in_groups:
+                self._sharded.append(parameter)
+            else:
+                self._whole.append(parameter)
 
     def _install(self) -> None:
         """Let our sums reduce FSDP2's parameter groups, and watch whole gradients arrive."""
@@ -193,7 +193,7 @@ class GradientReduction:
             if torch_names.fsdp_mesh(group)[2] is not None and alone is None:
                 # For FSDP2's own sum over replicas, when ours is done.
                 alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-            comm = _GroupSum(self, self._new_sum(num_whole - self._sums_shards()))
+            comm = _GroupSum(self, self._new_sum(num_whole - self._sums_shards))
             self._undo.append(torch_names.take_over_sums(module, group, comm, alone))
         by_kind: dict[Any, list[Tensor]] = {}
         for parameter in self._whole:
@@ -201,7 +201,7 @@ class GradientReduction:
         for bucket in by_kind.values():
             self._buckets[self._new_sum(num_whole)] = bucket
         # A strong reference in a parameter's hook would keep model and reduction forever.
-        arrive: Any = weakref.WeakMethod(self._arrive)
+        arrive: Any = weakref.WeakMethod(self.arrive)
         for parameter in self._whole:
             hook = OwnHook(lambda p: arrive()(p))
             self._undo.append(parameter.register_post_accumulate_grad_hook(hook).remove)
@@ -235,15 +235,12 @@ class GradientReduction:
                 numbers or does not use all parameters of an FSDP2 group, or FSDP2 is set to keep
                 gradients on a rank.
         """
-        if self._is_open:
-            raise RuntimeError("micro_batch was entered within another")
-        if not self._undo:
-            raise RuntimeError("micro_batch was entered of a reduction that is closed")
+        if self._is_open or not self._undo:
+            raise RuntimeError("micro_batch was entered within another, or of a closed reduction")
         self._begin(is_last)
         self._is_open = True
         self.is_last = is_last
         self.is_absent = is_absent
-        self.count += 1
         try:
             before = self._generators()
             yield
@@ -299,7 +296,7 @@ class GradientReduction:
                 "Use every parameter in every micro-batch, times 0 where one leaves it out; freeze "
                 "it; or keep it whole on every rank: ignored_params=… of fully_shard.",
             )
-        if any(p.grad is None for p in self._arrived):
+        if any(p in self._arrived and p.grad is None for p in self._whole):
             raise RecipeError(
                 "a gradient was cleared in backward, before it was summed over ranks and "
                 "micro-batches.",
@@ -321,12 +318,6 @@ class GradientReduction:
             gradient = gradient_of(parameter)
             if gradient is None or self.is_absent:
                 continue
-            if gradient.is_sparse:
-                raise RecipeError(
-                    f"a gradient of shape {tuple(gradient.shape)} is sparse, and gradients are "
-                    "summed across ranks in flat buckets.",
-                    "Make the embedding with sparse=False.",
-                )
             part.copy_(local_of(gradient).reshape(-1))
             self._used.add(parameter)
         exact_sum.add(flat, flat, is_last=self.is_last)
@@ -371,9 +362,8 @@ class GradientReduction:
         """Refuse a model that was sharded, or of which more is trained, since the start: replicas
         would drift.
         """
-        trained = [p for p in self._model.parameters() if p.requires_grad]
-        num_groups = len(torch_names.fsdp_groups(self._model))
-        if len(trained) != len(self._params) or num_groups != len(self._fsdp):
+        trained = {id(p) for p in self._model.parameters() if p.requires_grad}
+        if trained != set(map(id, self._params)):
             raise RecipeError(
                 "Cannot sum gradients because the model was sharded, or parameters were added, "
                 "frozen or trained, after the reduction was installed.",
@@ -405,11 +395,16 @@ class GradientReduction:
                 "backward pass needs torch.no_grad().",
             )
 
-    def _arrive(self, parameter: Tensor) -> None:
+    def arrive(self, source: Any) -> None:
+        """Refuse a second gradient of a parameter, or of a group of FSDP2, in one micro-batch."""
         self.require_open("in a backward pass")
-        if parameter in self._arrived:
-            raise _TWO_PASSES
-        self._arrived.add(parameter)
+        if source in self._arrived:
+            raise RecipeError(
+                "two backward passes were met in one micro-batch, whose gradients are one addend of "
+                "an exact sum.",
+                "Add the losses, and call backward() once.",
+            )
+        self._arrived.add(source)
 
     def discard(self) -> None:
         """Forget the micro-batches since the last step, and all gradients."""
@@ -419,12 +414,6 @@ class GradientReduction:
             exact_sum.discard()
         self._used.clear()
         self._place = 0
-
-    def bytes_per_param(self) -> float:
-        """Return the bytes per parameter kept between micro-batches, counted from live tensors."""
-        total = sum(exact_sum.num_bytes() for exact_sum in self._sums)
-        numel = sum(local_of(p).numel() for p in self._params)
-        return total / max(1, numel)
 
     def seconds(self) -> float:
         """Return how long this rank took for this step's sums."""
@@ -466,11 +455,10 @@ def _groups_of(model: nn.Module, fsdp: Sequence[tuple[Any, Any]], mesh: Any) -> 
     return [group for group in groups if group.size() > 1]
 
 
-def _require_gathered(model: nn.Module, in_groups: Sequence[Tensor]) -> None:
+def _require_gathered(model: nn.Module, in_groups: set[int]) -> None:
     """Refuse parts of parameters that FSDP2 does not gather: other ranks have other elements."""
-    gathered_ids = set(map(id, in_groups))
     for name, parameter in model.named_parameters():
-        if is_sharded(parameter) and id(parameter) not in gathered_ids:
+        if is_sharded(parameter) and id(parameter) not in in_groups:
             raise RecipeError(
                 f"parameter '{name}' is a DTensor, and FSDP2 does not gather it.",
                 "Shard it with fully_shard, or keep it whole on every rank.",

@@ -12,7 +12,6 @@ Damage of a shard without a replica cannot be detected.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import chain
 from typing import Any
 
 import torch
@@ -46,26 +45,27 @@ def verify_replicas(tensors: Iterable[tuple[str, Tensor, Tensor]], step: int) ->
     differences = []
     for (name, _), ranks_by_hash in holders.items():
         *minorities, largest = sorted(ranks_by_hash.values(), key=len)
-        wrong = list(chain(*minorities))
+        wrong = []
+        for ranks in minorities:
+            wrong.extend(ranks)
         if wrong:
             differences.append((len(wrong) < len(largest), name, wrong, largest))
     if not differences:
         return
     # A difference with a majority comes first: it names the machine.
     has_majority, name, wrong, largest = max(differences, key=lambda difference: difference[0])
+    message = f"{name} of rank {_listed(wrong)} differs from that of rank {_listed(largest)}"
     culprit = None
-    suspects = " and ".join(f"rank {rank}" for rank in sorted(wrong + largest))
-    message = f"{name} differs between {suspects} after step {step}."
     advice = "Test the memory of these machines"
     if has_majority:
         culprit = wrong[0]
-        ranks = " and ".join(f"rank {rank}" for rank in wrong)
-        message = (
-            f"{name} of {ranks} differs from that of {len(largest)} other ranks after step {step}."
-        )
         advice = f"Take the machine of rank {culprit} out of service"
     advice += ", and resume: the last checkpoint was saved before the damage."
-    raise CorruptionError(message, advice, culprit, name)
+    raise CorruptionError(f"{message} after step {step}.", advice, culprit, name)
+
+
+def _listed(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks))
 
 
 def _part_of(owner: Any) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.utils import _sync_module_states
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.dtensor import is_sharded
@@ -19,6 +20,9 @@ from narrowgauge.numerics.hashing import fingerprint, fingerprint_all
 from narrowgauge.spec.sums import SHARDINGS
 from narrowgauge.torch_support import torch_names
 from narrowgauge.torch_support.anatomy import parts
+
+_BUCKET = 1 << 28
+"""Bytes of a broadcast."""
 
 
 def shard(
@@ -96,19 +100,10 @@ def make_equal(model: nn.Module, mesh: Any) -> None:
     """Broadcast the parameters and buffers of a mesh's first rank, so that replicas begin with
     equal bits.
     """
-    tensors = dict.fromkeys([*model.parameters(), *model.buffers()])
     for axis in reversed(range(mesh.ndim)):
         group = mesh.get_group(axis)
-        if group.size() == 1:
-            continue
-        for tensor in tensors:
-            if tensor.is_meta:
-                continue
-            data = tensor.detach()
-            sent = data.contiguous().to(mesh.device_type)
-            torch.distributed.broadcast(sent.view(-1).view(torch.uint8), group=group, group_src=0)
-            if sent.data_ptr() != data.data_ptr():
-                data.copy_(sent)
+        if group.size() > 1:
+            _sync_module_states(model, group, _BUCKET, 0, ())
 
 
 def fingerprint_whole(named: Mapping[str, Tensor]) -> str:
@@ -171,19 +166,19 @@ def _local_fingerprint(tensor: Any) -> tuple[int, Any]:
 
 
 def require_mesh(mesh: Any, sharding: str = "full") -> None:
-    """Refuse a mesh of over two axes or of two without names, and an unknown ``sharding``."""
+    """Refuse an unknown ``sharding``, and a mesh that cannot hold one or lacks this rank."""
     if sharding not in SHARDINGS:
         raise RecipeError(f"Cannot shard by {sharding!r}. Try one of {', '.join(SHARDINGS)}.")
-    if mesh.ndim > 2:
+    if mesh.ndim > 2 or (mesh.ndim == 2 and mesh.mesh_dim_names is None):
         raise RecipeError(
-            f"a mesh of {mesh.ndim} axes was given, and a model is sharded over one, or over "
-            "replicas and shards.",
-            'Pass a part of it, such as mesh["replicate", "shard"].',
+            "Cannot shard over a mesh of more than two axes, or of two without names.",
+            'Take a part of it, or init_device_mesh(…, mesh_dim_names=("replicate", "shard")).',
         )
-    if mesh.ndim == 2 and mesh.mesh_dim_names is None:
+    if mesh.get_coordinate() is None:
         raise RecipeError(
-            "a mesh of two axes without names was given.",
-            'Name them: init_device_mesh(…, mesh_dim_names=("replicate", "shard")).',
+            "Cannot prepare a model on this rank because the mesh has only ranks "
+            f"{mesh.mesh.flatten().tolist()}.",
+            "Call prepare on the ranks of the mesh alone.",
         )
 
 

@@ -14,6 +14,10 @@ from narrowgauge.optim.audit import unwrapped
 from narrowgauge.optim.optimizers import AdamW
 from narrowgauge.runs.schema import Row
 
+_SETTINGS = (
+    "learning_rate", "lr_scheduler_type", "per_device_train_batch_size",
+    "gradient_accumulation_steps", "world_size", "max_grad_norm", "seed",
+)  # fmt: skip
 AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
 
 
@@ -65,18 +69,11 @@ class NarrowgaugeCallback(RecordedCallback, TrainerCallback):
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **named: Any) -> None:
         model: Any = named["model"]
-        parts = args.gradient_accumulation_steps
-        settings = {
-            "steps": state.max_steps,
-            "batch_size": args.per_device_train_batch_size * parts * args.world_size,
-            "gradient_accumulation_steps": parts,
-            "schedule": args.lr_scheduler_type.value,
-            "max_grad_norm": args.max_grad_norm,
-            "seed": args.seed,
-        }
+        settings = {name: getattr(args, name) for name in _SETTINGS}
         self._audit: dict[str, float] = {}
         self._open(
-            args.output_dir, model, unwrapped(named["optimizer"]), state.global_step, settings=settings,
+            args.output_dir, model, unwrapped(named["optimizer"]), state.global_step,
+            settings={**settings, "steps": state.max_steps},
             max_grad_norm=args.max_grad_norm or None, on_row=self._keep_audit,
         )  # fmt: skip
 

@@ -15,7 +15,6 @@ import fnmatch
 from functools import partial
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 
 from narrowgauge.errors import RecipeError
@@ -78,25 +77,6 @@ def quantize_base(
         inference.quantize_layer(layer, chosen, shared)
     if not is_packed:
         warn_if_emulated(chosen, layers[0].weight_codes.device)
-    return model
-
-
-def dequantize_base(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
-    """Turn the codes of :func:`quantize_base` back into weights of a dtype, in place, so that
-    adapters can be merged.
-    """
-    for layer in [
-        module for module in model.modules() if isinstance(module, inference.QuantizedLinear)
-    ]:
-        matrix = layer.dequantize().to(dtype)
-        bias = layer._parameters["bias"]
-        layer._parameters.clear()
-        layer._buffers.clear()
-        transposed = layer.is_transposed
-        layer.__class__ = layer.plain_class  # type: ignore[assignment]
-        weight = matrix.t().contiguous() if transposed else matrix
-        layer.register_parameter("weight", nn.Parameter(weight, requires_grad=False))
-        layer.register_parameter("bias", bias)
     return model
 
 

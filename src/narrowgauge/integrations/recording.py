@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from contextlib import ExitStack
 from pathlib import Path
@@ -48,9 +47,8 @@ class RecordedCallback:
             )
         goes_on = step > 0
         folder = folder_for(self.folder or Path(str(home), "narrowgauge"), goes_on=goes_on)
-        names = {"program": Path(sys.argv[0]).name, "callback": type(self).__name__}
         self.recorder = RunRecorder(
-            folder, model, optimizer, resume=goes_on, tables={"recorder": names},
+            folder, model, optimizer, resume=goes_on,
             gauges_every=self.gauges_every, **options,
         )  # fmt: skip
         if goes_on:

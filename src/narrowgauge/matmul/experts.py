@@ -25,32 +25,17 @@ from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.linear import NarrowLayer
 from narrowgauge.matmul.operand import layer_keys
 from narrowgauge.spec.computes import Compute
-from narrowgauge.torch_support.anatomy import parts, stacked
+from narrowgauge.torch_support.anatomy import parts
 from narrowgauge.torch_support.extension import extended_class
 
 
-class GroupedLinear(NarrowLayer):
-    """Multiply by one projection of all experts, in a compute.
+class Projection(nn.Module):
+    """One projection of all experts of a module."""
 
-    The weights stay in the model's own module. An expert's output and gradients have the bits of a
-    :class:`~narrowgauge.matmul.linear.Linear` of the same compute on that expert's tokens alone. An
-    expert's key, and so its random bits, comes from the name of its weights and its index.
+    def of_expert(self, x: Tensor, weight: Tensor, bias: Tensor | None, expert: int) -> Tensor:
+        """Multiply the tokens of an expert by its weight ``[out, in]``."""
+        raise NotImplementedError
 
-    Cost: one layer per expert, on CUDA a wait for the offsets, and ``torch.compile`` breaks its
-    graph here.
-    """
-
-    def __init__(
-        self, num_experts: int, name: str, compute: Compute, device: torch.device | None = None, seed: int = 0
-    ) -> None:  # fmt: skip
-        super().__init__()
-        self.num_experts = num_experts
-        self.begin([f"{name}.{expert}" for expert in range(num_experts)], device, compute, seed)
-
-    def _keys_on(self, device: torch.device | None) -> Tensor:
-        return layer_keys(self.names, self.seed, device)
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # the numbers of tokens are data
     def forward(self, x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
         """Multiply ``[tokens, in]`` to ``[tokens, out]``; zero for tokens without an expert.
 
@@ -59,28 +44,48 @@ class GroupedLinear(NarrowLayer):
             weights: ``[experts, out, in]``.
             offsets: int32 ``[experts]``: the end of each expert's tokens. Tokens after the last
                 offset have no expert.
+        Cost: one layer per expert, and on CUDA a wait for the offsets.
         """
         outputs = []
         start = 0
-        for end, weight, key in zip(offsets.tolist(), weights.unbind(), self.key, strict=True):
+        for expert, end in enumerate(offsets.tolist()):
             if end > start:
-                outputs.append(self.product(x[start:end], weight, None, key))
+                outputs.append(self.of_expert(x[start:end], weights[expert], None, expert))
             start = end
         if not outputs:
             return x.new_zeros(len(x), weights.shape[1])
         outputs.append(outputs[0].new_zeros(len(x) - start, weights.shape[1]))
         return torch.cat(outputs)
 
+
+class GroupedLinear(Projection, NarrowLayer):
+    """Multiply by one projection of all experts, in a compute.
+
+    The weights stay in the model's own module. An expert's output and gradients have the bits of a
+    :class:`~narrowgauge.matmul.linear.Linear` of the same compute on that expert's tokens alone. An
+    expert's key, and so its random bits, comes from the name of its weights and its index.
+    """
+
+    def __init__(self, weight: Tensor, name: str, compute: Compute, seed: int) -> None:
+        super().__init__()
+        names = [f"{name}.{expert}" for expert in range(len(weight))]
+        self.begin(names, weight.device, compute, seed)
+
+    def _keys_on(self, device: torch.device | None) -> Tensor:
+        return layer_keys(self.names, self.seed, device)
+
+    def of_expert(self, x: Tensor, weight: Tensor, bias: Tensor | None, expert: int) -> Tensor:
+        return self.product(x, weight, bias, self.key[expert])
+
     def extra_repr(self) -> str:
-        return f"{self.num_experts}, compute={self.compute.name!r}"
+        return f"{len(self.names)}, compute={self.compute.name!r}"
 
 
 # ── the stacks of a module ────────────────────────────────────────────────────────────────────────
 
 
 NARROW = "narrow"
-"""The submodule that holds the swapped projections: no parameters, nothing in the ``state_dict``.
-"""
+"""The submodule that holds the swapped projections."""
 _MATMUL = (torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__)
 _PRODUCTS = (F.linear, *_MATMUL, torch._grouped_mm, F.grouped_mm)
 _KEPT = {
@@ -98,13 +103,17 @@ class OwnCode:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module's own forward, with its swapped projections."""
         module: Any = self
-        layers = module.get_submodule(NARROW)
         multiplied: set[str] = set()
-        weights = {name: module._parameters[name] for name in stacked(module)}
+        layers = dict(module.get_submodule(NARROW).named_children())
+        weights = {name: module._parameters[name] for name in layers}
         try:
-            for name, weight in weights.items():
+            for name, layer in layers.items():
+                weight = weights[name]
+                if weight is None:
+                    weight = layer.stand_in()
                 if type(weight) in (Tensor, nn.Parameter):  # no DTensor
-                    module._parameters[name] = _tracked(weight, _Origin(layers, multiplied, name))
+                    origin = _Origin(layer, multiplied, name)
+                    module._parameters[name] = _tracked(weight, origin)
             result = super().forward(*args, **kwargs)  # type: ignore[misc]
         finally:
             module._parameters.update(weights)
@@ -123,13 +132,13 @@ class _Origin(NamedTuple):
     """Where a tensor comes from.
 
     Attributes:
-        layers: the swapped projections of the module.
+        layer: the swapped projection.
         multiplied: names of weights that were multiplied in this call.
         name: of the weight.
         expert: whose part it is; ``None`` for all experts.
     """
 
-    layers: Any
+    layer: Any
     multiplied: set[str]
     name: str
     expert: int | None = None
@@ -174,63 +183,43 @@ def _multiply(
     """Multiply by the swapped projection of a stack, or of the expert whose part it is."""
     weight = stack.as_subclass(Tensor)
     is_batch = func in _MATMUL and weight.ndim == 3
-    is_whole = not is_batch or x.ndim == 3
-    origin.multiplied.update([origin.name] * is_whole)
-    if origin.name not in origin.layers or not is_whole:
-        return func(x, weight, *rest, **options)
-    layer = origin.layers[origin.name]
+    origin.multiplied.add(origin.name)
+    layer = origin.layer
     if func is not F.linear:
         weight = weight.transpose(-2, -1)
     if weight.ndim == 2:
         bias = [*rest, options.get("bias")][0]
-        return layer.product(x, weight, bias, layer.key[origin.expert])
+        return layer.of_expert(x, weight, bias, origin.expert)
     if not is_batch:
         return layer(x, weight, [*rest, options.get("offs")][0])
-    experts, tokens = len(weight), x.shape[1]
+    experts, tokens = len(weight), x.shape[-2]
     rows = x.expand(experts, -1, -1).reshape(experts * tokens, -1)
-    ends = torch.arange(1, experts + 1, dtype=torch.int32, device=x.device) * tokens
+    ends = torch.arange(1, experts + 1, dtype=torch.int32) * tokens
     return layer(rows, weight, ends).view(experts, tokens, -1)
 
 
 # ── swapping ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def grouped_layers(
-    model: nn.Module, choose: Callable[[str], Compute | None], seed: int
-) -> dict[str, GroupedLinear]:
+def take_over(owner: nn.Module, name: str, layer: Projection) -> None:
+    """Let the code of a module multiply its weight of that name by a layer."""
+    if not isinstance(owner, OwnCode):
+        kind: Any = type(owner)
+        owner.__class__ = extended_class(OwnCode, kind)
+        owner.add_module(NARROW, nn.ModuleDict())
+    owner.get_submodule(NARROW).add_module(name, layer)
+
+
+def swap_projections(model: nn.Module, choose: Callable[[str], Compute | None], seed: int) -> None:
     """Swap the experts whose projections get a compute from ``choose``: their modules' own forward
     then multiplies by layers.
-
-    Return the layers by the projections' names.
     """
-    layers: dict[str, GroupedLinear] = {}
     for name, owner in projections(model).items():
         compute = choose(name)
-        if compute is None:
-            continue
-        if getattr(owner, "_is_expert_parallel", False):
-            raise RecipeError(
-                f"Cannot swap '{name}' because it is sharded by expert parallelism.",
-                "Load the model without it.",
-            )
-        own_name = name.rpartition(".")[2]
-        weight = owner.get_parameter(own_name)
-        layers[name] = GroupedLinear(len(weight), name, compute, weight.device, seed)
-        if not isinstance(owner, OwnCode):
-            kind: Any = type(owner)
-            owner.__class__ = extended_class(OwnCode, kind)
-            owner.add_module(NARROW, nn.ModuleDict())
-        owner.get_submodule(NARROW).add_module(own_name, layers[name])
-    return layers
-
-
-def grouped_layers_of(model: nn.Module) -> dict[str, GroupedLinear]:
-    """Return the projections that are already swapped, by the names that ``choose`` got."""
-    layers = {}
-    for name, module in model.named_modules():
-        if isinstance(module, GroupedLinear):
-            layers[name.replace(f"{NARROW}.", "")] = module
-    return layers
+        if compute is not None:
+            own_name = name.rpartition(".")[2]
+            layer = GroupedLinear(owner.get_parameter(own_name), name, compute, seed)
+            take_over(owner, own_name, layer)
 
 
 def projections(model: nn.Module) -> dict[str, nn.Module]:

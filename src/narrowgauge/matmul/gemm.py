@@ -15,7 +15,6 @@ from functools import cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from narrowgauge.matmul import native
@@ -41,65 +40,64 @@ def multiply(
     ``bias`` ``[columns]`` is added before the result is rounded. A left operand includes the scales
     of the right one's columns.
     """
-    place = lhs.data.device.type
-    if torch.is_autocast_enabled(place):
-        with torch.autocast(place, enabled=False):  # the operands are cast already
+    device = lhs.data.device
+    if torch.is_autocast_enabled(device.type):
+        with torch.autocast(device.type, enabled=False):  # the operands are cast already
             return multiply(lhs, rhs, product, shape, dtype, bias)
-    if product.right.granularity == "column":
-        rhs = rhs._replace(outer=None)
-    if bias is not None and bias.shape[0] < rhs.data.shape[0]:
-        bias = F.pad(bias, (0, rhs.data.shape[0] - bias.shape[0]))
     left, right = lhs.outer, rhs.outer
+    if product.right.granularity == "column":
+        right = None
     kernel = None
     if lhs.data.dtype in CODES and rhs.data.dtype in CODES:
-        kernel = native.kernel_here(product, lhs.data.device)
+        kernel = native.kernel_here(product, device)
     if kernel is not None:
         # Float32 sums, so that a bias is added before the result is rounded.
         sum_dtype = dtype
         if bias is not None:
             sum_dtype = torch.float32
+        rhs = rhs._replace(outer=right)
         values, left, right = native.multiply_codes(kernel, lhs, rhs, product, sum_dtype)
+        if (*values.shape,) != shape:
+            values = values[: shape[0], : shape[1]]
     else:
-        a, b = _emulated(lhs, rhs)
-        if bias is not None and left is right is None and _adds_bias(a, dtype):
-            values = torch.addmm(bias.to(dtype), a, b)
-            bias = None
+        a, b = _emulated(lhs, rhs, shape)
+        if a.dtype == torch.int8:
+            values = _multiply_integers(a, b)
+        elif is_widened(a.dtype, device.type):
+            values = multiply_plain(a, b, None, torch.float32)
+        elif bias is not None and left is right is None and a.dtype == dtype:
+            return torch.addmm(bias.to(dtype), a, b)
         else:
-            values = _multiply_values(a, b)
-    y = _scaled(values, left, right, bias, dtype)
-    if (*y.shape,) == shape and not y._is_view():
-        return y
-    # A view could not be changed in place by the model.
-    return y[: shape[0], : shape[1]].clone(memory_format=torch.contiguous_format)
+            values = torch.mm(a, b)
+    return _scaled(values, left, right, bias, dtype)
 
 
 def _scaled(
     values: Tensor, left: Tensor | None, right: Tensor | None, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:  # fmt: skip
-    """Return sums times the outer scales of the left and the right operand, plus a bias."""
+    """Return sums times the outer scales of both operands, plus a bias."""
     if left is right is bias is None:
-        return values.to(dtype)
+        y = values.to(dtype)
+        if y._is_view():  # which the model could not change in place
+            y = y.clone(memory_format=torch.contiguous_format)
+        return y
     if left is not None:
         left = left.reshape(-1, 1)
     if right is not None:
         right = right.reshape(1, -1)
-    result = torch.empty(values.shape, dtype=dtype, device=values.device)
-    fused(values.numel(), _scale, values, left, right, bias, result)
-    return result
+    y = torch.empty(values.shape, dtype=dtype, device=values.device)
+    fused(values.numel(), _scale, values, left, right, bias, y)
+    return y
 
 
 def _scale(
-    values: Tensor,
-    by_row: Tensor | None,
-    by_column: Tensor | None,
-    bias: Tensor | None,
-    out: Tensor,
+    values: Tensor, left: Tensor | None, right: Tensor | None, bias: Tensor | None, out: Tensor
 ) -> None:
     values = values.float()
-    if by_row is not None:
-        values = values * by_row
-    if by_column is not None:
-        values = values * by_column
+    if left is not None:
+        values = values * left
+    if right is not None:
+        values = values * right
     if bias is not None:
         values = values + bias.float()
     out.copy_(values)
@@ -108,33 +106,19 @@ def _scale(
 # ── emulation ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def _emulated(lhs: Operand, rhs: Operand) -> tuple[Tensor, Tensor]:
+def _emulated(lhs: Operand, rhs: Operand, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """Return the operands' values ``[rows, contraction]`` and ``[contraction, columns]``, in a dtype
-    that other kernels multiply.
+    that other kernels multiply, without padding to blocks.
     """
-    a, b = [_widened(operand) for operand in (lhs, rhs)]
-    if a.shape[1] != b.shape[1]:  # one is padded to other blocks, with zeros
-        size = min(a.shape[1], b.shape[1])
-        a = a[:, :size].contiguous()
-        b = b[:, :size].contiguous()
+    a, b = _widened(lhs), _widened(rhs)
+    if a.shape != (shape[0], b.shape[1]) or b.shape[0] != shape[1]:
+        size = min(a.shape[1], b.shape[1])  # of operands in other blocks
+        a = a[: shape[0], :size].contiguous()
+        b = b[: shape[1], :size].contiguous()
     if a.dtype != b.dtype:
         a = a.float()
         b = b.float()
     return a, b.t()
-
-
-def _adds_bias(a: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether PyTorch's product adds a bias before it rounds."""
-    return a.dtype == dtype and not is_widened(dtype, a.device.type)
-
-
-def _multiply_values(a: Tensor, b: Tensor) -> Tensor:
-    if a.dtype == torch.int8:
-        return _multiply_integers(a, b)
-    if is_widened(a.dtype, a.device.type):
-        product: Tensor = multiply_plain(a, b, None, torch.float32)
-        return product
-    return torch.mm(a, b)
 
 
 def _widened(operand: Operand) -> Tensor:
@@ -150,16 +134,17 @@ def _multiply_integers(a: Tensor, b: Tensor) -> Tensor:
     columns]``, rounded to float32.
     """
     rows, columns = a.shape[0], b.shape[1]
+    multiply_part: Any = torch._int_mm
     terms = INT32_TERMS
     if a.is_cuda:
         # Its kernel takes more than 16 rows.
         a, b = native.filled(a, least_rows=17), native.filled(b)
     elif is_widened(torch.int8, "cpu"):
+        multiply_part = torch.mm
         terms = EXACT_TERMS
         a, b = a.float(), b.float()
     else:  # a long transposed left side is slow
         a, b = _row_major(a.contiguous()), _row_major(b)
-    multiply_part: Any = torch.mm if a.dtype == torch.float32 else torch._int_mm
     parts = []
     for lhs, rhs in zip(a.split(terms, 1), b.split(terms, 0), strict=True):
         parts.append(multiply_part(lhs.contiguous() if a.is_cuda else lhs, rhs))
@@ -185,15 +170,6 @@ def _row_major(x: Tensor) -> Tensor:
 # ── what is emulated ──────────────────────────────────────────────────────────────────────────────
 
 
-def is_native(product: Product, device: torch.device) -> bool:
-    """Return whether a kernel of this device multiplies the operands' own codes."""
-    if needs_kernel(product):
-        return native.kernel_here(product, device) is not None
-    return device.type != "cpu" or (
-        multiplies(product.left.format) and multiplies(product.right.format)
-    )
-
-
 def operand_dtype(cast: Cast, product: Product, device: torch.device) -> torch.dtype:
     """Return the result dtype of a cast, one side of ``product``: of codes with scales of rows or
     tensors always, of codes in blocks where a kernel takes them.
@@ -203,7 +179,7 @@ def operand_dtype(cast: Cast, product: Product, device: torch.device) -> torch.d
         name = cast.format
     elif cast.block is None and cast.carrier:
         name = cast.carrier
-    elif is_native(product, device):
+    elif native.kernel_here(product, device) is not None:
         if cast.element.bits == 4:
             return PAIRS
         name = cast.carrier
@@ -218,19 +194,17 @@ class EmulationNotice(UserWarning):
 def warn_if_emulated(compute: Compute, device: torch.device) -> None:
     formats: set[str] = set()
     for product in compute.products.values():
-        if not is_native(product, device):
-            formats |= {product.left.format, product.right.format}
-    if not formats or device.type == "meta":
-        return
-    how = "with the same values, and no faster than bfloat16"
-    if {"bfloat16", "float16", "int8"}.issuperset(formats):
-        how = "by float32 products (same values, float32's speed)"
-    chip = "this CPU"
-    if device.type == "cuda":
-        chip = f"this {torch.cuda.get_device_name(device)}"
-    warnings.warn(
-        f"{compute.name} multiplies {' and '.join(sorted(formats))}, which {chip} cannot; it is "
-        f"emulated here {how}.",
-        EmulationNotice,
-        stacklevel=4,
-    )
+        both = {product.left.format, product.right.format}
+        if needs_kernel(product):
+            is_native = native.kernel_here(product, device) is not None
+        else:
+            is_native = device.type != "cpu" or all(map(multiplies, both))
+        if not is_native:
+            formats |= both
+    if formats and device.type != "meta":
+        warnings.warn(
+            f"{compute.name} multiplies {' and '.join(sorted(formats))}, which this {device.type} "
+            "cannot; it is emulated here with the same values, and no faster than a plain layer.",
+            EmulationNotice,
+            stacklevel=4,
+        )

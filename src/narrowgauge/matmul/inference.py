@@ -1,5 +1,5 @@
-"""Stored codes: linear layers that hold codes and scales instead of a weight, for inference and
-under adapters.
+"""Stored codes: linear layers and experts that hold codes and scales instead of a weight, for
+inference and under adapters.
 
 A layer with a scale per row or tensor multiplies its input by the stored codes as a compute's
 ``output`` does. ``int8-outlier-codes`` is LLM.int8() as bitsandbytes does it: input features with a
@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.errors import FormatError, RecipeError
-from narrowgauge.matmul.experts import projections
-from narrowgauge.matmul.gemm import warn_if_emulated
-from narrowgauge.matmul.layer_matmuls import Call, multiply_input, register
+from narrowgauge.matmul.experts import Projection, projections, take_over
+from narrowgauge.matmul.gemm import multiply, warn_if_emulated
+from narrowgauge.matmul.layer_matmuls import Call, add_outliers, register
 from narrowgauge.matmul.linear import (
     is_linear,
     is_transposed,
@@ -44,19 +44,18 @@ def codes_of(weight: Tensor, right: Cast) -> Operand:
     dtype = PAIRS
     if not is_packed(right):
         dtype = getattr(torch, right.format)
-    operand = cast_matrix(weight, right, 1, dtype)
-    if operand.outer is None:
-        operand = operand._replace(outer=operand.data.new_ones(1, 1, dtype=torch.float32))
-    return operand
+    return cast_matrix(weight, right, 1, dtype)
 
 
 def values_of(operand: Operand, shape: tuple[int, int]) -> Tensor:
     """Return the weight that an operand holds: float32 ``[out, in]``."""
-    assert operand.outer is not None
     codes = operand.data
     if operand.inner is not None:
         codes = block_values(operand)
-    return (codes.float() * operand.outer)[: shape[0], : shape[1]]
+    values = codes.float()
+    if operand.outer is not None:
+        values = values * operand.outer
+    return values[: shape[0], : shape[1]]
 
 
 def is_packed(right: Cast) -> bool:
@@ -67,7 +66,13 @@ def is_packed(right: Cast) -> bool:
 # ── the product ───────────────────────────────────────────────────────────────────────────────────
 
 
+@torch.compiler.allow_in_graph
 class _Product(torch.autograd.Function):
+    """Multiply rows ``[tokens, in]`` by stored codes: ``[tokens, out]``.
+
+    The gradient of ``x`` is the output's gradient times the widened codes, as of a frozen weight.
+    """
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, bias: Tensor | None, rows: int, name: str, *stored: Any
@@ -78,7 +83,13 @@ class _Product(torch.autograd.Function):
         if weight.inner is not None:
             # A copy: adapters add to the output in place, which a view from here forbids.
             return linear(x, values_of(weight, shape).to(x.dtype), bias).clone()
-        return multiply_input(x, weight, bias, rows, Call(name))[0]
+        call = Call(name)
+        product = call.compute.output
+        lhs = call.cast(x, "output.left")
+        y = multiply(lhs, weight, product, (x.shape[0], rows), x.dtype, bias)
+        if product.left.outliers:
+            y = add_outliers(y, x, product.left.outliers, weight.data, weight.outer)
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -89,81 +100,46 @@ class _Product(torch.autograd.Function):
         return matmul(grads[0], weight.to(grads[0].dtype)), by_bias, *[None] * 5
 
 
-@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
-def multiply_codes(*arguments: Any) -> Tensor:
-    """Multiply rows ``[tokens, in]`` by stored codes, with the arguments of ``_Product.forward``:
-    ``[tokens, out]``.
-
-    The gradient of ``x`` is the output's gradient times the widened codes, as of a frozen weight.
-    """
-    return cast(Callable[..., Tensor], _Product.apply)(*arguments)
+# ── the layers ────────────────────────────────────────────────────────────────────────────────────
 
 
-# ── the layer ─────────────────────────────────────────────────────────────────────────────────────
-
-
-class _Copy(Tensor):
-    """A copy of a stored weight. To change it would change nothing, so that is refused."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        changes = name.endswith("_") and not name.endswith("__")
-        data = func == Tensor.data.__get__  # type: ignore[attr-defined]
-        if (changes or data or name in ("__set__", "__setitem__")) and isinstance(args[0], cls):
-            raise RecipeError(
-                "Cannot change the weight of a layer that stores codes and scales.",
-                "To merge adapters, call dequantize_base(model) first; add adapters before "
-                "quantize_base.",
-            )
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
-
-
-class QuantizedLinear(nn.Linear):
-    """A linear layer with codes and scales instead of a weight.
+class _Stored(nn.Module):
+    """A layer with codes and scales instead of a weight.
 
     Attributes:
         compute: the layer computes its ``output``.
-        plain_class: its class with a weight: ``nn.Linear``, or transformers' ``Conv1D``.
-        dtype: of :attr:`weight`; a change of the model's dtype changes it and ``bias``.
+        registered_name: the compute's name in graphs.
+        dtype: of the weight; a change of the model's dtype changes it and ``bias``.
+        is_transposed: whether the weight was ``[in, out]``.
     """
 
     compute: Compute
-    registered_name: str  # the compute's name in graphs
-    plain_class: type[nn.Module]
+    registered_name: str
     dtype: torch.dtype
     is_transposed: bool
+
+    def store(self, weight: Operand, like: Tensor, compute: Compute) -> None:
+        """Keep the codes and scales of a weight."""
+        self.dtype = like.dtype
+        self.compute, self.registered_name = compute, register(compute)
+        for name, tensor in zip(NAMES, weight, strict=True):
+            if tensor is not None:
+                self.register_buffer(name, tensor)
 
     def stored(self) -> Operand:
         """Return the codes and scales."""
         data, *scales = [self._buffers.get(name) for name in NAMES]
         return Operand(cast(Tensor, data), *scales)
 
-    @property
-    def weight(self) -> Tensor:  # type: ignore[override]
-        """Return a copy of the weight, for code that reads it."""
-        matrix = self.dequantize().to(self.dtype)
-        if self.is_transposed:
-            matrix = matrix.t()
-        return matrix.as_subclass(_Copy)
-
-    def dequantize(self) -> Tensor:
-        """Return the stored weight, float32 ``[out, in]``."""
-        return values_of(self.stored(), (self.out_features, self.in_features))
-
-    def forward(self, input: Tensor) -> Tensor:
+    def product(self, x: Tensor, weight: Operand, outputs: int, bias: Tensor | None) -> Tensor:
         """Multiply ``[..., in]`` to ``[..., out]``, in the input's dtype, or autocast's."""
-        x = input
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         if not x.numel():  # no tokens, as of an expert that gets none
-            return x.new_zeros(*x.shape[:-1], self.out_features) + x.sum()
-        rows = x.reshape(-1, self.in_features)
-        y: Tensor = multiply_codes(
-            rows, self.bias, self.out_features, self.registered_name, *self.stored()
-        )
-        return y.view(*x.shape[:-1], self.out_features)
+            return x.new_zeros(*x.shape[:-1], outputs) + x.sum()
+        run: Any = _Product.apply
+        y: Tensor = run(x.reshape(-1, x.shape[-1]), bias, outputs, self.registered_name, *weight)
+        return y.view(*x.shape[:-1], outputs)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         before = dict(self._buffers)
@@ -173,7 +149,6 @@ class QuantizedLinear(nn.Linear):
             if buffer is not None and after.dtype != buffer.dtype:
                 self._buffers[name] = buffer.to(after.device)
         self.dtype = fn(torch.empty(0, dtype=self.dtype, device="cpu")).dtype
-        require_float64(self._buffers.values())
         return self
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
@@ -196,6 +171,60 @@ class QuantizedLinear(nn.Linear):
         self.registered_name = register(self.compute)  # another process does not know it yet
 
 
+class _Copy(Tensor):
+    """A copy of a stored weight. To change it would change nothing, so that is refused."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        changes = name.endswith("_") and not name.endswith("__")
+        data = func == Tensor.data.__get__  # type: ignore[attr-defined]
+        if (changes or data or name in ("__set__", "__setitem__")) and isinstance(args[0], cls):
+            raise RecipeError(
+                "Cannot change the weight of a layer that stores codes and scales.",
+                "To merge adapters, load the base again in 16 bits; add adapters before "
+                "quantize_base.",
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+class QuantizedLinear(_Stored, nn.Linear):
+    """A linear layer with codes and scales instead of a weight."""
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """Return a copy of the weight, for code that reads it."""
+        matrix = self.dequantize().to(self.dtype)
+        if self.is_transposed:
+            matrix = matrix.t()
+        return matrix.as_subclass(_Copy)
+
+    def dequantize(self) -> Tensor:
+        """Return the stored weight, float32 ``[out, in]``."""
+        return values_of(self.stored(), (self.out_features, self.in_features))
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.product(input, self.stored(), self.out_features, self.bias)
+
+
+class QuantizedExperts(_Stored, Projection):
+    """One projection of all experts: codes ``[experts, out, in]`` and scales."""
+
+    def stand_in(self) -> Tensor:
+        """Return a tensor of the weight's shape and dtype, without memory."""
+        codes = self.stored().data
+        stack = torch.empty((), dtype=self.dtype, device=codes.device).expand(codes.shape)
+        if self.is_transposed:
+            stack = stack.transpose(1, 2)
+        return stack
+
+    def of_expert(self, x: Tensor, weight: Tensor, bias: Tensor | None, expert: int) -> Tensor:
+        codes, scales, _ = self.stored()
+        assert scales is not None
+        return self.product(x, Operand(codes[expert], scales[expert]), len(codes[expert]), bias)
+
+
 # ── quantizing ────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -204,8 +233,8 @@ def quantize_for_inference(
     compute: str | Compute = "int8-outlier-codes",
     keep: tuple[str, ...] = (),
 ) -> nn.Module:
-    """Replace the weights of a model's linear layers by one-byte codes, in place: 1 byte a
-    parameter.
+    """Replace the weights of a model's linear layers and experts by one-byte codes, in place: 1
+    byte a parameter.
 
     Invariant: a layer's output is the compute's matmul of the cast input and the codes. Eager and
     compiled bits are equal. Loading the ``state_dict`` into a model quantized in the same way gives
@@ -213,8 +242,8 @@ def quantize_for_inference(
     tokens are independent.
 
     Args:
-        model: any module with ``nn.Linear`` or transformers' ``Conv1D``. On the meta device, codes
-            are empty: load them with ``load_state_dict(…, assign=True)``.
+        model: any module with ``nn.Linear``, transformers' ``Conv1D`` or a mixture's experts. On
+            the meta device, codes are empty: load them with ``load_state_dict(…, assign=True)``.
         compute: a compute, or its name, whose weights are 8-bit codes with their own scales:
             ``int8-outlier-codes``, ``int8-row``, ``float8-row``, ``float8-tensor``.
         keep: name patterns (shell wildcards) of layers to leave alone, beside heads, routers and
@@ -224,7 +253,7 @@ def quantize_for_inference(
             frozen.
     Raises:
         RecipeError: an unknown compute, or one without such codes; no linear layer to quantize;
-            experts of a mixture.
+            experts whose module does not say how its weights lie.
     Cost: some float32 copies of one weight at a time. In use, a bfloat16 copy too if the product is emulated.
     Source: Dettmers et al. 2022, LLM.int8() (2208.07339).
     Example:
@@ -235,36 +264,55 @@ def quantize_for_inference(
     require_float64(model.parameters())
     compute = with_codes(compute)
     choose = chooser(model, compute, keep, roles_of(model, warns=True))
-    for name, module in projections(model).items():
+    stacks = {}
+    for name, owner in projections(model).items():
         if choose(name) is not None:
-            pattern = "*." + name.split(".")[-2]
-            raise RecipeError(
-                f"Cannot quantize '{name}' of a {type(module).__name__} because only linear layers "
-                "are stored as codes.",
-                f'Leave the experts as they are with keep=("{pattern}",).',
-            )
+            stacks[name] = owner
+            if not hasattr(owner, "is_transposed"):
+                raise RecipeError(
+                    f"Cannot quantize '{name}' because its {type(owner).__name__} does not say, "
+                    "as is_transposed, whether its weights are [experts, in, out].",
+                    f'Leave the experts as they are with keep=("*.{name.split(".")[-2]}",).',
+                )
     layers = []
     for name, module in model.named_modules():
         if is_linear(module) and choose(name) is not None:
             refuse_replaced_forward(name, module, compute)
+            if "weight" not in module._parameters:
+                raise RecipeError(
+                    f"Cannot quantize '{name}' because its weight is computed in every call.",
+                    "Remove its weight norm or parametrization first.",
+                )
             layers.append(module)
-    if not layers:
+    if not layers and not stacks:
         raise RecipeError(
             f"{type(model).__name__} has no linear layer to quantize.",
             "Its layers must be nn.Linear or transformers' Conv1D, and not all be kept.",
         )
-    if computed := [layer for layer in layers if "weight" not in layer._parameters]:
-        raise RecipeError(
-            f"Cannot quantize a {type(computed[0]).__name__} because its weight is computed in "
-            "every call.",
-            "Remove its weight norm or parametrization first.",
-        )
+    device = next(model.parameters()).device
     keep_from_fused_kernels(model)
     shared: dict[Tensor, Operand] = {}
     for layer in layers:
         quantize_layer(layer, compute, shared)
-    warn_if_emulated(compute, next(layers[0].buffers()).device)
+    for name, owner in stacks.items():
+        _quantize_experts(owner, name.rpartition(".")[2], compute)
+    warn_if_emulated(compute, device)
     return model.eval()
+
+
+def _quantize_experts(owner: Any, name: str, compute: Compute) -> None:
+    """Store a module's stack of weights as codes, and let its code multiply by them."""
+    weights = owner._parameters[name]
+    layer = QuantizedExperts()
+    layer.is_transposed = owner.is_transposed
+    matrices = weights.detach()
+    if layer.is_transposed:
+        matrices = matrices.transpose(1, 2)
+    operands = [codes_of(matrix, compute.output.right) for matrix in matrices]
+    codes, scales, _ = map(list, zip(*operands, strict=True))
+    layer.store(Operand(torch.stack(codes), torch.stack(scales)), weights, compute)
+    owner._parameters[name] = None
+    take_over(owner, name, layer)
 
 
 def with_codes(compute: str | Compute) -> Compute:
@@ -300,15 +348,7 @@ def quantize_layer(module: Any, compute: Compute, shared: dict[Tensor, Operand])
     for entries in (module._parameters, module._buffers, module._non_persistent_buffers_set):
         entries.clear()
     module.is_transposed = is_transposed(module)
-    # PEFT adds a transposed update to a Conv1D, even after its weight has come back.
-    module.plain_class = nn.Linear
-    if type(module).__name__ == "Conv1D":
-        module.plain_class = type(module)
     module.__class__ = QuantizedLinear
-    module.dtype = weight.dtype
     module.out_features, module.in_features = matrix.shape
-    module.compute, module.registered_name = compute, register(compute)
-    for name, tensor in zip(NAMES, shared[weight], strict=True):
-        if tensor is not None:
-            module.register_buffer(name, tensor)
+    module.store(shared[weight], weight, compute)
     module.register_parameter("bias", bias)

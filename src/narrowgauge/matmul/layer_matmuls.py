@@ -7,8 +7,7 @@
 
 :mod:`narrowgauge.spec.computes` says how each operand is cast. :meth:`Call.cast` casts a tensor to an
 operand ``[side, contraction]``, and :func:`~narrowgauge.matmul.gemm.multiply` multiplies two of them.
-Linear layers, experts, inference and the profiler call these functions. ``narrowgauge show compute``
-prints the casts.
+``narrowgauge show recipe`` prints the casts.
 
 ``torch.compile`` sees through a layer: its casts are operations of the model's graph, and fuse with
 their neighbours. Two operators are opaque: widened products on a CPU, and outlier columns (their
@@ -22,13 +21,12 @@ a row fits int8. A thin 16-bit matmul adds them, times the widened codes. Source
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.matmul.cast_cache import cast_weight
 from narrowgauge.matmul.gemm import multiply, operand_dtype
 from narrowgauge.matmul.operand import Operand, cast_matrix, content_key, mixed
 from narrowgauge.numerics.widening import add_product, bias_gradient
@@ -58,7 +56,7 @@ class Call(NamedTuple):
 
     Attributes:
         name: of a registered compute.
-        key: int32 ``[]``, of the layer's random bits; ``None`` rounds to nearest.
+        key: int32 ``[]``, of the layer's random bits; ``None`` without stochastic casts.
     """
 
     name: str
@@ -74,40 +72,17 @@ class Call(NamedTuple):
         If the right operand has a scale for each term of the sum, multiply it into ``x`` first.
         """
         row = SLOTS[slot]
-        cast = self.compute.casts[slot]
-        product = getattr(self.compute, row.matmul)
-        key = None
+        compute = self.compute
+        cast = compute.casts[slot]
+        product = compute.products[row.matmul]
+        if cast.outliers:
+            x = torch.where(outlier_columns(x, cast.outliers), 0, x)
+        key = fold = None
         if self.key is not None and cast.needs_bits:
             key = mixed(self.key, row.random_key)
-        if cast.outliers:
-            x = without_outliers(x, cast.outliers)
-        fold = None
         if right is not None and right.outer is not None and product.right.granularity == "column":
             fold = right.outer.reshape((1, -1) if row.dim == 1 else (-1, 1))
-        dtype = operand_dtype(cast, product, x.device)
-        return cast_matrix(x, cast, row.dim, dtype, key=key, fold=fold)
-
-    def cast_weight(self, weight: Tensor, slot: str) -> Operand:
-        """Cast a weight ``[out, in]`` to the operand of a slot, or use its cached cast."""
-        source = self.compute.cast_slots[slot]
-        dim = SLOTS[source].dim
-        cache_key = (self.compute.casts[source], dim)
-        operand = cast_weight(weight, cache_key, lambda: self.cast(weight, source))
-        if dim == SLOTS[slot].dim:
-            return operand
-        return operand.turned()
-
-
-def multiply_input(
-    x: Tensor, weight: Operand, bias: Tensor | None, num_outputs: int, call: Call
-) -> tuple[Tensor, Operand]:
-    """Return ``x · wᵀ + b`` ``[tokens, out]`` of rows ``x [tokens, in]``, and the cast of ``x``."""
-    compute = call.compute
-    lhs = call.cast(x, "output.left")
-    y = multiply(lhs, weight, compute.output, (x.shape[0], num_outputs), x.dtype, bias)
-    if compute.output.left.outliers:
-        y = add_outliers(y, x, compute.output.left.outliers, weight.data, weight.outer)
-    return y, lhs
+        return cast_matrix(x, cast, row.dim, operand_dtype(cast, product, x.device), key, fold)
 
 
 def output(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> tuple[Any, ...]:
@@ -116,9 +91,14 @@ def output(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> tuple[
     """
     if is_traced():
         TRACED.add(call.name)
-    rhs = call.cast_weight(weight, "output.right")
-    y, lhs = multiply_input(x, rhs, bias, weight.shape[0], call)
-    if call.compute.cast_slots["grad_weight.right"] == "output.left":
+    compute = call.compute
+    product = compute.output
+    rhs = call.cast(weight, "output.right")
+    lhs = call.cast(x, "output.left")
+    y = multiply(lhs, rhs, product, (x.shape[0], weight.shape[0]), x.dtype, bias)
+    if product.left.outliers:
+        y = add_outliers(y, x, product.left.outliers, rhs.data, rhs.outer)
+    if compute.cast_slots["grad_weight.right"] == "output.left":
         return y, *lhs
     return y, *Operand(x)
 
@@ -132,13 +112,16 @@ def gradients(
     compute = call.compute
     slots = compute.cast_slots
     if call.key is not None:
-        call = call._replace(key=content_key(call.key, grad, saved.data, weight))
+        call = Call(call.name, content_key(call.key, grad, saved.data, weight))
     outputs, inputs = weight.shape
     grad = grad.contiguous()
     grad_input = grad_weight = grad_bias = None
     shared: Operand | None = None
     if needs[0]:
-        rhs = call.cast_weight(weight, "grad_input.right")
+        if slots["grad_input.right"] == "output.right":
+            rhs = call.cast(weight, "output.right").turned()
+        else:
+            rhs = call.cast(weight, "grad_input.right")
         lhs = call.cast(grad, "grad_input.left", rhs)
         grad_input = multiply(lhs, rhs, compute.grad_input, (grad.shape[0], inputs), grad.dtype)
         if slots["grad_weight.left"] == "grad_input.left":
@@ -166,11 +149,6 @@ def outlier_columns(x: Tensor, threshold: float) -> Tensor:
     return ~(x.abs().amax(0).float() < threshold)
 
 
-def without_outliers(x: Tensor, threshold: float) -> Tensor:
-    """Return ``x`` with zeros in its outlier columns."""
-    return torch.where(outlier_columns(x, threshold), 0, x)
-
-
 @torch.library.custom_op("narrowgauge::add_outliers", mutates_args=())
 def add_outliers(y: Tensor, x: Tensor, threshold: float, codes: Tensor, scales: Tensor) -> Tensor:
     """Return the sum of ``y`` and the product of the outlier columns of ``x`` and the weight's
@@ -194,25 +172,10 @@ def _(y: Tensor, *_: Any) -> Tensor:
 # ── autograd ──────────────────────────────────────────────────────────────────────────────────────
 
 
-class _Once(torch.autograd.Function):
-    """Call :func:`gradients`, and refuse to differentiate it: casts are detached, so a second
-    derivative would lack terms.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Any:
-        return gradients(*arguments)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise RecipeError(
-            "Cannot take a second derivative of a narrow layer because its casts have no rule for "
-            "it.",
-            "Use backward() once, or leave the layer plain: keep=.",
-        )
-
-
-class _Product(torch.autograd.Function):
+# Dynamo puts the call into its graph unchanged. AOTAutograd traces the operations inside: no guards
+# on computes and casts.
+@torch.compiler.allow_in_graph
+class LayerProduct(torch.autograd.Function):
     """Compute :func:`output`, and :func:`gradients` in backward."""
 
     @staticmethod
@@ -227,18 +190,12 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        if torch.is_grad_enabled():  # with create_graph=True
+            raise RecipeError(
+                "Cannot take a second derivative of a narrow layer because its casts have no rule "
+                "for it.",
+                "Leave out create_graph=True, or leave the layer plain: keep=.",
+            )
         *saved, weight, key = ctx.saved_tensors
         call = Call(ctx.compute_name, key)
-        run: Any = gradients
-        if torch.is_grad_enabled():  # with create_graph=True
-            run = _Once.apply
-        return *run(grads[0], Operand(*saved), weight, call, ctx.needs_input_grad[:3]), None
-
-
-# Dynamo puts the call into its graph unchanged. AOTAutograd traces the operations inside: no guards
-# on computes and casts.
-@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
-def multiply_layer(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
-    """Return the product of :func:`output`, with gradients."""
-    function: Any = _Product
-    return cast(Tensor, function.apply(x, weight, bias, call))
+        return *gradients(grads[0], Operand(*saved), weight, call, ctx.needs_input_grad[:3]), None

@@ -22,7 +22,6 @@ from narrowgauge.numerics.widening import linear
 from narrowgauge.spec.computes import Compute
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.torch_support.extension import extended_class
-from narrowgauge.torch_support.machine import require_float64
 
 
 class NarrowLayer(nn.Module):
@@ -54,20 +53,21 @@ class NarrowLayer(nn.Module):
         self.names = tuple(names)
         self.seed = seed
         self.register_buffer("key", self._keys_on(device), persistent=False)
-        self.set_compute(compute)
-
-    def set_compute(self, compute: Compute) -> None:
-        """Continue in another compute."""
         self.compute = compute
-        self.registered_name = layer_matmuls.register(self.compute)
-        self.plain_dtype = plain_dtype(self.compute)
+        self.registered_name = layer_matmuls.register(compute)
+        self.plain_dtype = None
+        formats = {cast.format for cast in compute.casts.values()}
+        if compute.is_wide and len(formats) == 1:
+            self.plain_dtype = getattr(torch, formats.pop())
         # Here, since a compiler breaks its graph where a property is computed first.
         self.is_stochastic = compute.is_stochastic
 
     def _keys_on(self, device: torch.device | None) -> Tensor:
         return layer_keys(self.names, self.seed, device)[0].clone()
 
-    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None, key: Tensor) -> Tensor:
+    def product(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, key: Tensor | None = None
+    ) -> Tensor:
         """Multiply ``[..., in]``, in its dtype or autocast's, by a weight ``[out, in]``.
 
         Raise if the dtype is not the compute's: float16 needs a loss scale.
@@ -91,14 +91,16 @@ class NarrowLayer(nn.Module):
         x = x.to(dtype)
         if not x.numel() or dtype is self.plain_dtype:
             return linear(x, weight, bias)
+        if key is None:
+            key = self.key
         call = layer_matmuls.Call(self.registered_name, key if self.is_stochastic else None)
-        y = layer_matmuls.multiply_layer(x.reshape(-1, x.shape[-1]), weight, bias, call)
-        return cast(Tensor, y.view(*x.shape[:-1], weight.shape[0]))
+        multiply: Any = layer_matmuls.LayerProduct.apply
+        y: Tensor = multiply(x.reshape(-1, x.shape[-1]), weight, bias, call)
+        return y.view(*x.shape[:-1], weight.shape[0])
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         had_memory = not self.key.is_meta
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        require_float64(self._buffers.values())
         if not had_memory:  # to_empty() does not set values
             self.key = self._keys_on(self.key.device)
         return self
@@ -121,35 +123,17 @@ class Linear(NarrowLayer, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Multiply ``[..., in]`` to ``[..., out]``."""
-        return self.multiply(input, self.weight, self.bias)
-
-    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return the layer's product with the caller's weight: ``[..., in]``, ``[out, in]`` to
-        ``[..., out]``.
-
-        Raises:
-            RecipeError: autocast requests a dtype that is not the compute's.
-        """
+        weight: Tensor = self.weight
         if self.is_transposed:
             weight = weight.t()
         if is_sharded(weight):
             from narrowgauge.matmul.tensor_parallel import multiply_parts
 
-            return multiply_parts(self, x, weight, bias)
-        return self.product(x, weight, bias, self.key)
+            return multiply_parts(self, input, weight, self.bias)
+        return self.product(input, weight, self.bias)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, compute={self.compute.name!r}"
-
-
-def plain_dtype(compute: Compute) -> torch.dtype | None:
-    """Return the dtype in which a compute equals a plain linear layer without casts; ``None`` if
-    there is none.
-    """
-    formats = {cast.format for cast in compute.casts.values()}
-    if compute.is_wide and len(formats) == 1:
-        return getattr(torch, formats.pop(), None)
-    return None
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -191,18 +175,6 @@ def keep_from_fused_kernels(model: nn.Module) -> None:
             module.use_nested_tensor = False
 
 
-def _narrow_class(plain: type[Any]) -> type[Linear]:
-    """Return :class:`Linear` for a layer of that class.
-
-    It keeps the additions of a subclass, such as FSDP2's methods.
-    """
-    if issubclass(plain, Linear):
-        return plain
-    if plain is nn.Linear or not issubclass(plain, nn.Linear):
-        return Linear
-    return cast(type[Linear], extended_class(Linear, cast(Any, plain)))
-
-
 def refuse_replaced_forward(name: str, module: nn.Module, compute: Compute) -> None:
     """Raise RecipeError for a layer whose forward a framework has replaced: it would not multiply
     as the compute says.
@@ -218,8 +190,8 @@ def refuse_replaced_forward(name: str, module: nn.Module, compute: Compute) -> N
         )
 
 
-def made_narrow(name: str, module: nn.Module, compute: Compute, seed: int = 0) -> Linear:
-    """Return the module as a :class:`Linear`.
+def make_narrow(name: str, module: nn.Module, compute: Compute, seed: int) -> None:
+    """Make a linear layer a :class:`Linear`.
 
     It stays the same object, so hooks and references stay valid.
     """
@@ -227,9 +199,12 @@ def made_narrow(name: str, module: nn.Module, compute: Compute, seed: int = 0) -
     transposed = is_transposed(module)
     weight = cast(Tensor, module.weight)
     kind: Any = type(module)
-    module.__class__ = _narrow_class(kind)
+    if kind is nn.Linear or not isinstance(module, nn.Linear):
+        kind = Linear
+    elif not issubclass(kind, Linear):  # keep the additions of a subclass, such as FSDP2's methods
+        kind = extended_class(cast(Any, Linear), kind)
+    module.__class__ = kind
     layer = cast(Linear, module)
     layer.is_transposed = transposed
     layer.out_features, layer.in_features = matrix_of(layer).shape
     layer.begin([name], weight.device, compute, seed)
-    return layer

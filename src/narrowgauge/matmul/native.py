@@ -14,6 +14,7 @@ products are emulated.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -21,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from narrowgauge.matmul.operand import PAIRS, SCALE_DTYPES, Operand, block_values, bound
+from narrowgauge.matmul.operand import PAIRS, SCALE_DTYPES, Operand, block_values
 from narrowgauge.numerics.quantization import (
     four_bit_codes,
     packed_pairs,
@@ -62,43 +63,38 @@ def architecture_of(device: torch.device) -> str | None:
 def multiply_codes(
     kernel: Kernel, lhs: Operand, rhs: Operand, product: Product, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the product of two operands that the kernel takes, in ``dtype`` or float32, and the
-    outer scales by which it is still to be multiplied.
+    """Return the product of two operands that the kernel takes, with padded sides, in ``dtype`` or
+    float32, and the outer scales by which it is still to be multiplied.
 
     The accumulation ``fast`` is in the tensor core's register alone, if the kernel can.
     """
     left = right = None
+    a = filled(lhs.data).contiguous()
+    b = filled(rhs.data).contiguous()
     if kernel.scales:
         if kernel.name == "mxfp4":
             dtype = torch.bfloat16  # all that its kernel writes
-    elif dtype != torch.bfloat16 and _has_rows(lhs, rhs):
-        # With scales of rows, older libraries' kernel writes only bfloat16.
-        left, right = lhs.outer, rhs.outer
-        lhs = lhs._replace(outer=None)
-        rhs = rhs._replace(outer=None)
-        dtype = torch.float32
-    a = filled(lhs.data).contiguous()
-    b = filled(rhs.data).contiguous()
-    names = product.left.granularity, product.right.granularity
-    if kernel.scales:
-        by_blocks = [_scales_of(x, name) for x, name in zip((lhs, rhs), names, strict=True)]
-        call: Any = _scaled_product
+        run: Any = _scaled_product
         if is_traced():
-            call = _traced_product
-        values = call(a, b, *by_blocks, *names, dtype)
+            run = _traced_product
+        names = product.left.granularity, product.right.granularity
+        values = run(a, b, _scales_of(lhs, names[0]), _scales_of(rhs, names[1]), *names, dtype)
     else:
-        has_rows = _has_rows(lhs, rhs)
-        scales = _scale_of(lhs, a, has_rows), _scale_of(rhs, b, has_rows).t()
+        has_rows = _has_rows(lhs) or _has_rows(rhs)
+        if has_rows and dtype != torch.bfloat16:
+            # With scales of rows, older libraries' kernel writes only bfloat16.
+            left, right = lhs.outer, rhs.outer
+            lhs, rhs = Operand(lhs.data), Operand(rhs.data)
+            dtype = torch.float32
+            has_rows = False
+        scales = _scale_of(lhs, has_rows), _scale_of(rhs, has_rows).t()
         is_fast = product.accumulation == "fast"
         values = torch._scaled_mm(a, b.t(), *scales, out_dtype=dtype, use_fast_accum=is_fast)
-    rows, columns = lhs.data.shape[0], rhs.data.shape[0]
-    if (*values.shape,) != (rows, columns):
-        values = values[:rows, :columns]
     return values, left, right
 
 
-def _has_rows(lhs: Operand, rhs: Operand) -> bool:
-    return any(x.outer is not None and x.outer.numel() > 1 for x in (lhs, rhs))
+def _has_rows(operand: Operand) -> bool:
+    return operand.outer is not None and operand.outer.numel() > 1
 
 
 def filled(x: Tensor, least_rows: int = 0, columns_by: int = _SIDE) -> Tensor:
@@ -119,11 +115,11 @@ def filled(x: Tensor, least_rows: int = 0, columns_by: int = _SIDE) -> Tensor:
 # ── scales as the kernels read them ───────────────────────────────────────────────────────────────
 
 
-def _scale_of(operand: Operand, codes: Tensor, has_rows: bool) -> Tensor:
+def _scale_of(operand: Operand, has_rows: bool) -> Tensor:
     """Return the scale of a tensor, or those of all rows of the padded codes."""
     scale = operand.outer
     if scale is None:
-        scale = torch.ones((), dtype=torch.float32, device=codes.device)
+        scale = torch.ones((), dtype=torch.float32, device=operand.data.device)
     if not has_rows:
         return scale.reshape(())
     column = scale.reshape(-1, 1).expand(operand.data.shape[0], 1)
@@ -152,14 +148,16 @@ def _in_tiles(operand: Operand) -> Tensor:
     # Scales of 16 × 16 values are repeated: the kernel reads one for each row. It does not depend on
     # the number of tokens, so one compiled function lays out all of them.
     times = operand.data.shape[0] // codes.shape[0]
-    tiles: Tensor = fused(codes.numel(), bound(_tile, times), codes)
+    tiles: Tensor = fused(codes.numel(), _tiling(times), codes)
     return tiles.view(operand.inner.dtype)
 
 
-def _tile(times: int, scales: Tensor) -> Tensor:
-    if times > 1:
-        scales = scales.repeat_interleave(times, 0)
-    return tiled_scales(scales)
+@lru_cache(None)
+def _tiling(times: int) -> Callable[[Tensor], Tensor]:
+    def tile(scales: Tensor) -> Tensor:
+        return tiled_scales(scales.repeat_interleave(times, 0))
+
+    return tile
 
 
 _LAYOUTS = {
@@ -218,15 +216,13 @@ def _works(kernel: Kernel, lhs: Cast, rhs: Cast, device: torch.device) -> bool:
         exactly = _values(first) @ _values(second).t()
         try:
             for dtype in (torch.bfloat16, torch.float32):
-                there = [
-                    operand.mapped(lambda part: part.to(device)) for operand in (first, second)
-                ]
-                product = Product(lhs, rhs)
-                values, left, right = multiply_codes(kernel, there[0], there[1], product, dtype)
+                there = _moved(first, device), _moved(second, device)
+                values, *outer = multiply_codes(kernel, *there, Product(lhs, rhs), dtype)
+                values = values[: exactly.shape[0], : exactly.shape[1]]
                 # Read here: a device error is raised when its result is read.
-                result = values.cpu().double()
-                if left is not None and right is not None:
-                    result *= (left * right.t()).cpu()
+                result = _values(_moved(Operand(values, outer[0]), torch.device("cpu")))
+                if outer[1] is not None:
+                    result *= outer[1].t().cpu()
                 if not torch.equal(result, exactly.to(values.dtype).double()):
                     return False
         except torch.OutOfMemoryError:
@@ -234,6 +230,11 @@ def _works(kernel: Kernel, lhs: Cast, rhs: Cast, device: torch.device) -> bool:
         except (RuntimeError, ValueError, AttributeError):  # an older PyTorch lacks the function
             return False
     return True
+
+
+def _moved(operand: Operand, device: torch.device) -> Operand:
+    parts: list[Any] = [part if part is None else part.to(device) for part in operand]
+    return Operand(*parts)
 
 
 def _values(operand: Operand) -> Tensor:

@@ -16,13 +16,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from narrowgauge.numerics import quantization
 from narrowgauge.numerics.quantization import (
     blocked,
     four_bit_codes,
     four_bit_values,
     packed_pairs,
     padded,
+    quantize_blocks,
+    quantize_whole,
+    random_words,
+    rotate,
     sides_of,
     spread,
     unpacked_pairs,
@@ -59,15 +62,12 @@ class Operand(NamedTuple):
 
     def turned(self) -> Operand:
         """Return the operand of a matmul that contracts the other dimension."""
-        turned = self.mapped(Tensor.t)
-        if self.outer is None:
-            return turned
-        return turned._replace(outer=self.outer.reshape(self.outer.shape[::-1]))  # in one piece
-
-    def mapped(self, function: Callable[[Tensor], Tensor]) -> Operand:
-        """Return the operand with a function applied to each tensor that it has."""
-        parts: list[Any] = [part if part is None else function(part) for part in self]
-        return Operand(*parts)
+        outer = inner = None
+        if self.outer is not None:
+            outer = self.outer.reshape(self.outer.shape[::-1])  # in one piece
+        if self.inner is not None:
+            inner = self.inner.t()
+        return Operand(self.data.t(), outer, inner)
 
 
 def cast_matrix(
@@ -75,7 +75,6 @@ def cast_matrix(
     cast: Cast,
     dim: int,
     dtype: torch.dtype,
-    *,
     key: Tensor | None = None,
     fold: Tensor | None = None,
 ) -> Operand:
@@ -97,14 +96,14 @@ def cast_matrix(
         x = x.float() * fold
         fold = None
     if cast.rotation != "none":
-        x = fused(size, bound(_rotate, dim), x)
+        x = fused(size, _bound(_rotate, dim), x)
     if cast.is_wide:
         operand = Operand(x.to(dtype))
     elif is_whole:
-        operand = Operand(*fused(size, bound(cast_whole, cast, dim, dtype), x, key, fold))
+        operand = Operand(*fused(size, _bound(_cast_whole, cast, dim, dtype), x, key, fold))
     else:
         blocks = blocked(x, sides_of(cast, dim))
-        data, scales, _, _, outer = fused(size, bound(cast_blocks, cast, dim, dtype), blocks, key)
+        data, scales, _, _, outer = fused(size, _bound(_cast_blocks, cast, dim, dtype), blocks, key)
         if dtype in CODES:
             operand = Operand(data, outer, scales.view(SCALE_DTYPES[cast.scale]))
         else:
@@ -133,31 +132,29 @@ def block_values(operand: Operand) -> Tensor:
 
 
 @lru_cache(None)
-def bound(function: Callable[..., Any], *settings: Any) -> Callable[..., Any]:
+def _bound(function: Callable[..., Any], *settings: Any) -> Callable[..., Any]:
     """Return one function object for equal settings, so that it is compiled once."""
     return update_wrapper(partial(function, *settings), function)
 
 
 def _rotate(dim: int, x: Tensor) -> Tensor:
-    return quantization.rotate(x, dim)
+    return rotate(x, dim)
 
 
-def cast_whole(
-    cast: Cast, dim: int, dtype: torch.dtype,
-    x: Tensor, key: Tensor | None, fold: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+def _cast_whole(
+    cast: Cast, dim: int, dtype: torch.dtype, x: Tensor, key: Tensor | None, fold: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
     """Cast a matrix with a scale for all of it or for each row: codes in a dtype, and the scales."""
-    words = None
+    words = unit = None
     if key is not None:
-        words = quantization.random_words(x.shape[0], x.shape[1], key)
-    if fold is None:
-        codes, outer = quantization.quantize_whole(x, cast, dim, words, None, None)
-    else:  # near one, so that small scales make no subnormal numbers: a power of two
+        words = random_words(x.shape[0], x.shape[1], key)
+    if fold is not None:  # near one, so that small scales make no subnormal numbers: a power of two
         largest = fold.amax()
         unit = torch.where(largest < torch.inf, power_below(largest), torch.nan)
-        codes, outer = quantization.quantize_whole(x, cast, dim, words, fold / unit, None)
-        if outer is not None:
-            outer = outer * unit
+        fold = fold / unit
+    codes, outer = quantize_whole(x, cast, dim, words, fold, None)
+    if outer is not None and unit is not None:
+        outer = outer * unit
     if dtype == torch.int8:
         codes = torch.where(codes == codes, codes, 0.0)  # processors convert NaN differently
     codes = codes.to(dtype)
@@ -166,12 +163,8 @@ def cast_whole(
     return codes, outer
 
 
-def cast_blocks(
-    cast: Cast,
-    dim: int,
-    dtype: torch.dtype,
-    x: Tensor,
-    key: Tensor | None,
+def _cast_blocks(
+    cast: Cast, dim: int, dtype: torch.dtype, x: Tensor, key: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     """Cast a matrix in blocks: codes or values in a dtype, scales in their own format and in
     float32, their inverses, and the tensor's scale.
@@ -179,29 +172,24 @@ def cast_blocks(
     words = None
     if key is not None:
         row_blocks, rows, column_blocks, columns = x.shape
-        by_row, by_column = quantization.random_words(
-            row_blocks * rows, column_blocks * columns, key
-        )
+        by_row, by_column = random_words(row_blocks * rows, column_blocks * columns, key)
         words = blocked(by_row, (rows, 1)), blocked(by_column, (1, columns))
-    codes, inner, inverse, outer = quantization.quantize_blocks(x, cast, words, None)
-    scales = inner
-    if dtype not in CODES:
-        data = (codes * inner).to(dtype)
-    else:
-        matrix = codes.flatten(0, 1).flatten(1, 2)
-        if dtype == PAIRS:
-            packed = packed_pairs(four_bit_codes(matrix), dim)
-        else:
-            packed = matrix.to(dtype)
-        data = packed
-        if dim == 0:
-            data = packed.t().contiguous().t()
-        scales = inner.flatten(0, 1).flatten(1, 2)
-        if cast.scale == "float8_e8m0fnu":  # its exponents as uint8: Triton does not know it
-            scales = (scales.view(torch.int32) >> 23 & 0xFF).to(torch.uint8)
-        else:
-            scales = scales.to(SCALE_DTYPES[cast.scale])
+    codes, inner, inverse, outer = quantize_blocks(x, cast, words, None)
     # A compiler computes scales that are returned once, not at each value.
+    if dtype not in CODES:
+        return (codes * inner).to(dtype), inner, inner, inverse, outer
+    matrix = codes.flatten(0, 1).flatten(1, 2)
+    if dtype == PAIRS:
+        data = packed_pairs(four_bit_codes(matrix), dim)
+    else:
+        data = matrix.to(dtype)
+    if dim == 0:
+        data = data.t().contiguous().t()
+    scales = inner.flatten(0, 1).flatten(1, 2)
+    if cast.scale == "float8_e8m0fnu":  # its exponents as uint8: Triton does not know it
+        scales = (scales.view(torch.int32) >> 23 & 0xFF).to(torch.uint8)
+    else:
+        scales = scales.to(SCALE_DTYPES[cast.scale])
     return data, scales, inner, inverse, outer
 
 
@@ -215,8 +203,10 @@ def cast_blocks(
 
 def layer_keys(names: Sequence[str], seed: int, device: torch.device | None = None) -> Tensor:
     """Return the keys of layers by name, int32 ``[names]``."""
-    digests = [hashlib.sha256(f"{seed} {name}".encode()).digest()[:4] for name in names]
-    keys = [int.from_bytes(digest, "little", signed=True) for digest in digests]
+    keys = []
+    for name in names:
+        digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+        keys.append(int.from_bytes(digest[:4], "little", signed=True))
     return torch.tensor(keys, dtype=torch.int32, device=device)
 
 
@@ -226,24 +216,24 @@ def mixed(key: Tensor, number: int) -> Tensor:
     return key + salt
 
 
+_ROWS = 64
+_COLUMNS = 16
+
+
 def content_key(key: Tensor, *matrices: Tensor) -> Tensor:
-    """Return a layer's key for the content of some matrices: int32 ``[]``."""
-    drawn: Tensor = fused(_SAMPLE, _content_key, key, *[matrix.detach() for matrix in matrices])
+    """Return a layer's key for the content of some matrices, a sample of each: int32 ``[]``."""
+    plain = [matrix.detach() for matrix in matrices]
+    drawn: Tensor = fused(_ROWS * _COLUMNS, _content_key, key, *plain)
     return drawn
 
 
-_SAMPLE_ROWS = 64
-_SAMPLE_COLUMNS = 16
-_SAMPLE = _SAMPLE_ROWS * _SAMPLE_COLUMNS
-
-
 def _content_key(key: Tensor, *matrices: Tensor) -> Tensor:
-    row = torch.arange(_SAMPLE_ROWS, device=key.device)[:, None]
-    column = torch.arange(_SAMPLE_COLUMNS, device=key.device)
-    factors = 2 * (row * _SAMPLE_COLUMNS + column) + 1
+    row = torch.arange(_ROWS, device=key.device)[:, None]
+    column = torch.arange(_COLUMNS, device=key.device)
+    factors = 2 * (row * _COLUMNS + column) + 1
     for matrix in matrices:
-        rows = row * matrix.shape[0] // _SAMPLE_ROWS
-        columns = column * matrix.shape[1] // _SAMPLE_COLUMNS
+        rows = row * matrix.shape[0] // _ROWS
+        columns = column * matrix.shape[1] // _COLUMNS
         bits = matrix[rows, columns].float().view(torch.int32)
         key = random_bits((bits * factors).sum(dtype=torch.int32), key)
     return key

@@ -5,21 +5,21 @@ from __future__ import annotations
 import fnmatch
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import nn
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul import experts
-from narrowgauge.matmul.experts import GroupedLinear
 from narrowgauge.matmul.gemm import warn_if_emulated
 from narrowgauge.matmul.layer_matmuls import TRACED
 from narrowgauge.matmul.linear import (
     Linear,
+    NarrowLayer,
     is_linear,
     keep_from_fused_kernels,
-    made_narrow,
+    make_narrow,
 )
 from narrowgauge.matmul.roles import multiplied, roles_of
 from narrowgauge.spec.computes import Compute
@@ -27,7 +27,6 @@ from narrowgauge.spec.notation import get_compute
 from narrowgauge.torch_support.machine import require_float64
 from narrowgauge.torch_support.torch_names import plain_name
 
-Layer = Linear | GroupedLinear
 Choice = str | Compute | Callable[[str], str | Compute | None]
 """A compute, its name, or a function from a layer's name to one of these; ``None`` leaves the layer
 alone.
@@ -51,12 +50,12 @@ class NarrowLayers:
         self.model = model
 
     @property
-    def layers(self) -> dict[str, Layer]:
+    def layers(self) -> dict[str, NarrowLayer]:
         """Return the layers by the names that they have now."""
-        layers = dict[str, Layer](experts.grouped_layers_of(self.model))
+        layers = {}
         for name, module in self.model.named_modules():
-            if isinstance(module, Linear):
-                layers[name] = module
+            if isinstance(module, NarrowLayer):
+                layers[name.replace(f"{experts.NARROW}.", "")] = module
         return layers
 
     @property
@@ -87,16 +86,6 @@ class NarrowLayers:
             line += f" and {len(kept) - _MOST_NAMES} more"
         return line
 
-    def set_compute(self, choose: Callable[[str], Compute]) -> None:
-        """Continue in other computes. ``choose`` maps a layer's name to its compute."""
-        chosen = {}
-        for name, layer in self.layers.items():
-            chosen[layer] = choose(name)
-            if not layer.compute.transform:
-                _refuse_transform(chosen[layer])
-        for layer, compute in chosen.items():
-            layer.set_compute(compute)
-
 
 def read_elsewhere(model: nn.Module) -> dict[str, str]:
     """Return the matrices that are no layer's: the classes whose own code reads them, by name.
@@ -120,7 +109,6 @@ def swap_linears(
     compute: Choice,
     *,
     keep: tuple[str, ...] = (),
-    keep_roles: bool = True,
     seed: int = 0,
 ) -> NarrowLayers:
     """Make a model's linear layers and experts multiply in the formats of a compute, in place.
@@ -132,9 +120,9 @@ def swap_linears(
         compute: a compute, its name, or a function from a layer's name to either (``None`` leaves
             it alone). A projection of experts is called ``….experts.down_proj``.
         keep: name patterns (shell wildcards) of layers to leave alone, or of modules around them.
-        keep_roles: also leave layers outside the blocks, routers, adapters and last blocks alone
-            (see :mod:`narrowgauge.matmul.roles`); not if ``compute`` is a function, or casts
-            nothing below 16 bits.
+            Layers outside the blocks, routers, adapters and last blocks are left alone too (see
+            :mod:`narrowgauge.matmul.roles`), but not if ``compute`` is a function, or casts nothing
+            below 16 bits.
         seed: of stochastic casts.
     Returns:
         A handle on the narrow layers. ``print(linears)`` says what stays wide, and why. A warning
@@ -153,26 +141,37 @@ def swap_linears(
     roles: Mapping[str, str] = {}
     if not callable(compute):
         compute = get_compute(compute)
-        _refuse_transform(compute)
-        if keep_roles and not compute.is_wide:
+        if compute.transform:
+            raise RecipeError(
+                f"Cannot swap layers to '{compute.name}' alone because its static scales need the "
+                "whole model changed.",
+                f'Use ng.prepare(model, "{compute.name}/word").',
+            )
+        if not compute.is_wide:
             roles = roles_of(model, compute.keep_last, warns=True)
     choose = chooser(model, compute, keep, roles)
-    layers: dict[str, Layer] = {}
     for name, module in list(model.named_modules()):
         if is_linear(module) and (chosen := choose(name)) is not None:
-            _warn_if_narrow(name, module, chosen)
-            layers[name] = made_narrow(plain_name(name), module, chosen, seed)
-    layers |= experts.grouped_layers(model, choose, seed)
+            before = getattr(module, "compute", chosen)
+            if isinstance(module, Linear) and before != chosen and not before.is_wide:
+                warnings.warn(
+                    f"'{name}' was narrow already: from now on it multiplies in {chosen.name}, and "
+                    f"not in {before.name}, in every model that holds it.",
+                    stacklevel=2,
+                )
+            make_narrow(plain_name(name), module, chosen, seed)
+    experts.swap_projections(model, choose, seed)
+    linears = NarrowLayers(model)
+    layers = linears.layers.values()
     if not layers:
         raise RecipeError(
             f"{type(model).__name__} has no linear layer to compute narrowly.",
             "Its layers must be nn.Linear or transformers' Conv1D, and not all be kept.",
         )
     keep_from_fused_kernels(model)
-    for layer in layers.values():
+    for layer in layers:
         warn_if_emulated(layer.compute, layer.key.device)
-    linears = NarrowLayers(model)
-    is_narrow = not all(layer.compute.is_wide for layer in layers.values())
+    is_narrow = not all(layer.compute.is_wide for layer in layers)
     if is_narrow and read_elsewhere(model):
         warnings.warn(
             f"{linears}. linears.kept lists all. Only layers of nn.Linear's own forward are swapped.",
@@ -181,51 +180,11 @@ def swap_linears(
     return linears
 
 
-def _warn_if_narrow(name: str, module: nn.Module, compute: Compute) -> None:
-    """Warn of a layer that is narrow already, perhaps as a part of another model."""
-    before = getattr(module, "compute", None)
-    if isinstance(module, Linear) and before != compute and not module.compute.is_wide:
-        warnings.warn(
-            f"'{name}' was narrow already: from now on it multiplies in {compute.name}, and not in "
-            f"{module.compute.name}, in every model that holds it.",
-            stacklevel=3,
-        )
-
-
-def _refuse_transform(compute: Compute) -> None:
-    """Raise RecipeError for a compute whose casts need a transformed model."""
-    if compute.transform:
-        raise RecipeError(
-            f"Cannot swap layers to '{compute.name}' alone because its static scales need the "
-            "whole model changed.",
-            f'Use ng.prepare(model, "{compute.name}/word").',
-        )
-
-
-def linears_of(model: nn.Module) -> NarrowLayers | None:
-    """Return a handle on a model's narrow layers, for code that has only the model.
-
-    Args:
-        model: any module.
-    Returns:
-        The handle; ``None`` if no layer is narrow.
-    Example:
-        >>> linears_of(nn.Linear(2, 2)) is None
-        True
-    """
-    linears = NarrowLayers(model)
-    if linears.layers:
-        return linears
-    return None
-
-
-def _matches(name: str, pattern: str) -> bool:
+def _matches(name: str, patterns: Iterable[str]) -> bool:
     """Return whether a pattern matches a layer's name, or that of a module that contains it."""
-    if fnmatch.fnmatchcase(name, pattern):
-        return True
     place = plain_name(name).removesuffix(".base_layer")  # of PEFT
     while place:
-        if fnmatch.fnmatchcase(place, pattern):
+        if any(fnmatch.fnmatchcase(place, pattern) for pattern in patterns):
             return True
         place = place.rpartition(".")[0]
     return False
@@ -239,13 +198,9 @@ def chooser(
 
     Refuse patterns of layers to leave alone that match none.
     """
-    if isinstance(keep, str):
-        raise RecipeError(
-            f"Cannot use keep = {keep!r} because it is not a tuple.", f'Give keep=("{keep}",).'
-        )
     names = list(multiplied(model))
     for pattern in keep:
-        if not any(_matches(name, pattern) for name in names):
+        if not any(_matches(name, [pattern]) for name in names):
             raise RecipeError(
                 f"Cannot keep '{pattern}' because it matches no linear layer of "
                 f"{type(model).__name__}.",
@@ -253,13 +208,11 @@ def chooser(
             )
 
     def choose(name: str) -> Compute | None:
-        if name in roles or any(_matches(name, pattern) for pattern in keep):
+        if name in roles or _matches(name, keep):
             return None
         chosen: Any = compute
         if callable(compute):
             chosen = compute(name)
-        if chosen is None:
-            return None
-        return get_compute(chosen)
+        return None if chosen is None else get_compute(chosen)
 
     return choose

@@ -11,7 +11,6 @@ own, with the same error, and a warning says so. Random bits belong to a rank's 
 
 from __future__ import annotations
 
-import functools
 import warnings
 from typing import Any
 
@@ -74,7 +73,11 @@ def require_local_scales(compute: Compute, name: str, size: int) -> None:
     for cast in compute.casts.values():
         side = max(cast.block or (1, 1))
         if not cast.is_wide and (cast.block is None or cast.scale == "float8_e4m3fn"):
-            _say_whose_scales(compute.name)
+            warnings.warn(
+                f"Layers in {compute.name} are split over ranks: their scales are each rank's own, "
+                "so the bits are not those of one process.",
+                stacklevel=2,
+            )
         if not cast.is_wide and size % side:
             raise RecipeError(
                 f"Cannot split layer '{name}' over ranks because blocks of {side} do not divide its "
@@ -82,12 +85,3 @@ def require_local_scales(compute: Compute, name: str, size: int) -> None:
                 "Take bfloat16, float8-row or mxfp8 for the layers that are split, or shard with "
                 "FSDP2.",
             )
-
-
-@functools.cache
-def _say_whose_scales(name: str) -> None:
-    warnings.warn(
-        f"Layers in {name} are split over ranks: their scales are each rank's own, so the bits are "
-        "not those of one process.",
-        stacklevel=2,
-    )

@@ -28,7 +28,6 @@ _VARIABLES = (
     "CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE",
 )  # fmt: skip
 """Variables by which the libraries choose their kernels."""
-_THREADS = (1, 2, 4)
 
 
 def fixed_numbers() -> Tensor:
@@ -98,31 +97,6 @@ def measure_arithmetic(device: torch.device) -> dict[str, dict[str, str]]:
         return {"settings": settings_in_force(device), "results": results}
 
 
-def measure_changes() -> dict[str, list[str]]:
-    """Measure which probes change on this CPU with the number of threads.
-
-    What changes depends on the processor: two threads change the sum of a whole tensor on all that
-    were tried, and float32 matmuls on those with AMX. So no table says it for every machine.
-
-    Returns:
-        the names of the changed probes, by setting.
-    """
-    device = torch.device("cpu")
-    present = measure_arithmetic(device)["results"]
-    threads_before = torch.get_num_threads()
-    changes = {}
-    try:
-        for threads in _THREADS:
-            torch.set_num_threads(threads)
-            results = measure_arithmetic(device)["results"]
-            if threads != threads_before:
-                changed = [name for name in present if present[name] != results[name]]
-                changes[f"threads={threads}"] = changed
-    finally:
-        torch.set_num_threads(threads_before)
-    return changes
-
-
 def _bits(probe: Callable[[Tensor], Tensor], x: Tensor) -> str:
     """Return the hash of a probe's result.
 
@@ -147,11 +121,13 @@ def settings_in_force(device: torch.device) -> dict[str, str]:
         "deterministic": str(torch.are_deterministic_algorithms_enabled()).lower(),
     }
     if device.type == "cuda":
-        reduced = torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+        matmul = torch.backends.cuda.matmul
         settings["device"] = torch.cuda.get_device_name(device)
         settings["cuda"] = str(torch.version.cuda or torch.version.hip)
         settings["cudnn"] = str(torch.backends.cudnn.version())
-        settings["reduced sums of bfloat16"] = str(reduced).lower()
+        settings["reduced sums of bfloat16"] = str(
+            matmul.allow_bf16_reduced_precision_reduction
+        ).lower()
     for name in _VARIABLES:
         if os.environ.get(name):
             settings[name] = os.environ[name]

@@ -13,7 +13,7 @@ import os
 import sys
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -38,33 +38,25 @@ UNKNOWN = "an unknown line"
 _OVERWRITES = ("fill_", "zero_", "set_", "_foreach_zero_", "copy_")
 
 
-class Site(NamedTuple):
-    """A line of the user's code, in forward or in backward."""
-
-    line: str
-    is_backward: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.line}, backward" if self.is_backward else self.line
-
-
 class Sites:
     """Name the site of the current operation, and remember the lines of forward for backward."""
 
     def __init__(self) -> None:
         self._lines: dict[int, str] = {}
 
-    def now(self) -> Site:
+    def now(self) -> tuple[str, bool]:
+        """Return the site, and whether it is in backward."""
         line, is_backward = _user_line()
         if line:  # forward, a recomputed forward, or a backward that the user wrote
             self._lines[torch_names.next_sequence_number()] = line
-            return Site(line, is_backward)
-        node = torch_names.autograd_node()
-        if node is None or "AccumulateGrad" in node.name():
-            return Site(SUM, True)
-        number = torch_names.sequence_number(node)
-        line = self._lines.get(number) or self._lines.get(number + 1) or UNKNOWN
-        return Site(line, True)
+        else:
+            is_backward = True
+            node = torch_names.autograd_node()
+            if node is None or "AccumulateGrad" in node.name():
+                return SUM, True
+            number = torch_names.sequence_number(node)
+            line = self._lines.get(number) or self._lines.get(number + 1) or UNKNOWN
+        return (f"{line}, backward" if is_backward else line), is_backward
 
 
 def _user_line() -> tuple[str, bool]:
@@ -97,19 +89,22 @@ class Operation:
         name: without namespace and overload.
         operands: all tensors among the arguments. ``written`` are those that it writes in place,
             ``read`` those whose values it reads.
+        arguments: by their names in the schema.
         layer: the call of one of our narrow layers, whose products are one operation. Their
             arguments are as before their casts.
+        site: the line, and ``is_backward`` whether that is in backward.
         draws: whether its result is random numbers; a dropout's mask is one of its results.
         notes: what a policy keeps between ``before`` and ``after``.
     """
 
-    def __init__(self, func: Any, args: Any, kwargs: Any, site: Site) -> None:
+    def __init__(self, func: Any, args: Any, kwargs: Any, site: tuple[str, bool]) -> None:
         self.func = func
         self.args = args
         self.kwargs = kwargs
-        self.site = site
+        self.site, self.is_backward = site
         self.result: Any = None
         self.notes: dict[Any, Any] = {}
+        self.arguments: dict[str, Any] = {}
         self.operands = self.read = tensors_in((args, kwargs))
         self.written: list[Tensor] = []
         self.layer: Any = None
@@ -123,10 +118,11 @@ class Operation:
         is_random = torch.Tag.nondeterministic_seeded in func.tags
         self.draws = is_random and self.name != "native_dropout"
         self.is_collective = "c10d" in func.namespace
-        values = dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
+        names = [argument.name for argument in schema.arguments]
+        self.arguments = dict(zip(names, args, strict=False)) | kwargs
         for argument in schema.arguments:
             if argument.alias_info is not None and argument.alias_info.is_write:
-                self.written += tensors_in(values.get(argument.name))
+                self.written += tensors_in(self.arguments.get(argument.name))
         if self.is_collective and self.name.endswith("_"):
             self.written = tensors_in(args[0])  # its schema does not say so
         if self.name in _OVERWRITES or schema.overload_name.endswith("out"):
@@ -192,29 +188,20 @@ class Beside(TorchDispatchMode):
 # ── tensors and their memory ──────────────────────────────────────────────────────────────────────
 
 
-class ByStorage:
+class ByStorage(dict[int, tuple[StorageWeakRef, Any]]):
     """Keep values by the memory of a tensor, for as long as that lives."""
 
-    def __init__(self) -> None:
-        self._entries: dict[int, tuple[StorageWeakRef, Any]] = {}
+    def of(self, x: Tensor) -> Any:
+        weak, value = self.get(storage_key(x), (None, None))
+        return value if weak is not None and not weak.expired() else None
 
-    def get(self, x: Tensor) -> Any:
-        weak, value = self._entries.get(storage_key(x), (None, None))
-        if weak is None or weak.expired():
-            return None
-        return value
-
-    def set(self, x: Tensor, value: Any) -> None:
-        if x.layout is not torch.strided:
-            return
-        self._entries[storage_key(x)] = StorageWeakRef(x.untyped_storage()), value
-        if len(self._entries) % 256 == 255:
-            for key, (weak, _) in list(self._entries.items()):
+    def put(self, x: Tensor, value: Any) -> None:
+        if x.layout is torch.strided:
+            self[storage_key(x)] = StorageWeakRef(x.untyped_storage()), value
+        if len(self) % 256 == 255:
+            for key, (weak, _) in list(self.items()):
                 if weak.expired():
-                    del self._entries[key]
-
-    def drop(self, x: Tensor) -> None:
-        self._entries.pop(storage_key(x), None)
+                    del self[key]
 
 
 def storage_key(x: Tensor) -> int:

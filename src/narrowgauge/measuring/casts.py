@@ -2,13 +2,12 @@
 recorded loop.
 
 Hooks read only tensors that are in memory anyway: inputs of linear layers and the gradients of their
-outputs; queries and keys. So a watched run has the same bits. On a sampled step one
-transfer moves the numbers to the host: a row of ``gauges.jsonl``. Layers inside code that the user
-compiled are not seen.
+outputs; queries and keys. So a watched run has the same bits. A sampled step is a row of
+``gauges.jsonl``. Layers inside code that the user compiled are not seen.
 
 A logit is a product of a query and a key, so the largest norms of both bound it. Rotary embeddings
 keep norms. Attention modules are known by the name of their class. Not seen are modules that do not
-state the width of a head, and those that never call their projections, such as
+state the width of a head (``head_dim``), and those that never call their projections, such as
 ``nn.MultiheadAttention``.
 """
 
@@ -23,15 +22,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.matmul.experts import GroupedLinear, grouped_layers_of
-from narrowgauge.matmul.linear import Linear
+from narrowgauge.matmul.experts import GroupedLinear
+from narrowgauge.matmul.swapping import NarrowLayers
 from narrowgauge.measuring.hooks import Hub, Listener
 from narrowgauge.numerics import metrics
 from narrowgauge.numerics.exact_sums import largest_magnitude
-from narrowgauge.optim.audit import audit
-from narrowgauge.optim.optimizer import Optimizer
-from narrowgauge.runs.schema import METRICS, Row
-from narrowgauge.spec.computes import Cast, first_of_input
+from narrowgauge.runs.schema import Row
+from narrowgauge.spec.computes import Cast
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.torch_support.machine import require_float64
 from narrowgauge.torch_support.torch_hooks import OwnHook
@@ -63,7 +60,7 @@ class Gauges(Listener):
         on_row: called with each row of ``gauges.jsonl``.
 
     Cost: a cast of ``SAMPLE`` values of each tensor on sampled steps, where the host waits for the
-    device once.
+    device.
     """
 
     title = "the gauges"
@@ -80,15 +77,16 @@ class Gauges(Listener):
         self.every = every
         self._hub = hub
         self._on_row = on_row
-        self._numbers: dict[tuple[str, str], Tensor] = {}
+        self._row: Row = {}
+        self._norms: dict[str, float] = {}
         self._undo = ExitStack()
-        self._layers: dict[str, Any] = {**grouped_layers_of(hub.model)}
+        self._layers: dict[str, Any] = {}
+        for name, layer in NarrowLayers(hub.model).layers.items():
+            self._layers[plain_name(name)] = layer
         self._heads: dict[str, Heads] = {}
         for name, module in hub.model.named_modules():
             heads = heads_of(module)
-            if isinstance(module, Linear):
-                self._layers[plain_name(name)] = module
-            elif heads is not None:
+            if heads is not None:
                 self._heads[plain_name(name)] = heads
         hub.listeners.append(self)
         self.step = 0
@@ -102,10 +100,14 @@ class Gauges(Listener):
     def step(self, step: int) -> None:
         self._step = step
         self._undo.close()
-        self._numbers.clear()
+        self._row = {"step": step + 1}
         self.is_recording = (step + 1) % self.every == 0
         if self.is_recording:
-            self._attach()
+            for name, layer in self._layers.items():
+                self._hook(layer, partial(self._see_layer, name))
+            for name, heads in self._heads.items():
+                self._hook(heads.query, partial(self._see_query, heads))
+                self._hook(heads.key, partial(self._see_key, name, heads))
 
     def end(self) -> None:
         """Remove the gauges from the model."""
@@ -113,16 +115,6 @@ class Gauges(Listener):
             self._hub.listeners.remove(self)
         self.is_recording = False
         self._undo.close()
-
-    def _attach(self) -> None:
-        """Hook the layers for one step. Layers with the same input measure it once."""
-        for name, layer in self._layers.items():
-            first = first_of_input(name)
-            is_first = first == name or first not in self._layers
-            self._hook(layer, partial(self._see_layer, name, is_first=is_first))
-        for name, heads in self._heads.items():
-            self._hook(heads.query, partial(self._see_heads, name, "query"))
-            self._hook(heads.key, partial(self._see_heads, name, "key"))
 
     def _hook(self, module: nn.Module, see: Callable[..., None]) -> None:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
@@ -132,8 +124,8 @@ class Gauges(Listener):
 
         self._undo.callback(module.register_forward_hook(OwnHook(hook)).remove)
 
-    def _see_layer(self, name: str, args: Any, output: Any, *, is_first: bool) -> None:
-        if is_first and args:
+    def _see_layer(self, name: str, args: Any, output: Any) -> None:
+        if args:
             self._record("input", name, args[0])
 
         def see_gradient(gradient: Tensor) -> None:
@@ -143,49 +135,33 @@ class Gauges(Listener):
         if isinstance(output, Tensor) and output.requires_grad:
             output.register_hook(see_gradient)
 
-    def _see_heads(self, name: str, kind: str, args: Any, output: Any) -> None:
-        if type(output) is Tensor:
-            norm = self._heads[name].largest_norm(output.detach(), kind)
-            self._numbers[kind, name] = norm.double().view(1)
+    def _see_query(self, heads: Heads, args: Any, output: Any) -> None:
+        if isinstance(output, Tensor):
+            self._norms["query"] = heads.largest_norm(output.detach(), 0)
+
+    def _see_key(self, name: str, heads: Heads, args: Any, output: Any) -> None:
+        if not isinstance(output, Tensor):
+            return
+        bound = (
+            heads.scale
+            * self._norms.get("query", math.nan)
+            * heads.largest_norm(output.detach(), 1)
+        )
+        self._row.setdefault("attention", {})[name] = [bound]
 
     @torch.no_grad()
     def _record(self, kind: str, name: str, x: Tensor) -> None:
         """Record a tensor. A later call for the same one replaces the earlier value."""
         cast = cast_of(kind, self._layers[name])
         if self.is_recording and cast is not None and x.numel():
-            self._numbers["tensors", f"{kind}:{name}"] = _losses(x.detach(), cast)
+            self._row.setdefault("tensors", {})[f"{kind}:{name}"] = _losses(x.detach(), cast)
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Write the row of a sampled step."""
-        if optimizer is not self.optimizer:
-            return
-        if self.is_recording:
-            self._on_row({"step": self._step + 1, **self._tables()})
-        self.step = self._step + 1
-
-    def _tables(self) -> Row:
-        """Return the tables of a row. Copy all numbers to the host, in one transfer."""
-        numbers = {}
-        if self._numbers:
-            sizes = list(map(len, self._numbers.values()))
-            pieces = torch.cat([*self._numbers.values()]).cpu().split(sizes)
-            numbers = dict(zip(self._numbers, pieces, strict=True))
-        row: Row = {}
-        for (table, name), sums in numbers.items():
-            if table == "tensors":
-                loss = metrics.cast_loss(sums[:-1])
-                losses = loss.underflow, loss.overflow, loss.sqnr_db, float(sums[-1])
-                row.setdefault(table, {})[name] = list(map(rounded, losses))
-            elif table == "query" and ("key", name) in numbers:
-                bound = self._heads[name].scale * float(sums) * float(numbers["key", name])
-                row.setdefault("attention", {})[name] = [rounded(bound, keep_nan=True)]
-        if isinstance(self.optimizer, Optimizer):
-            for name, reading in audit(self.optimizer).items():
-                edq, *rest = [getattr(reading, metric) for metric in METRICS["updates"]]
-                # EDQ is NaN if no update was intended.
-                values = [rounded(edq, keep_nan=True), *map(rounded, rest)]
-                row.setdefault("updates", {})[name] = values
-        return row
+        if optimizer is self.optimizer:
+            if self.is_recording:
+                self._on_row(self._row)
+            self.step = self._step + 1
 
 
 # ── the numbers ───────────────────────────────────────────────────────────────────────────────────
@@ -208,9 +184,9 @@ def _has_one_scale(cast: Cast) -> bool:
     return cast.granularity == "tensor" or cast.scale == "float8_e4m3fn"
 
 
-def _losses(x: Tensor, cast: Cast) -> Tensor:
-    """Return the sums of a cast's loss over evenly spaced rows, about ``SAMPLE`` values, and their
-    largest magnitude over the rms.
+def _losses(x: Tensor, cast: Cast) -> list[float]:
+    """Return what a cast loses of evenly spaced rows, about ``SAMPLE`` values, and their largest
+    magnitude over the rms.
     """
     matrix = x.reshape(-1, x.shape[-1])[:, :SAMPLE]
     rows, columns = matrix.shape
@@ -219,21 +195,9 @@ def _losses(x: Tensor, cast: Cast) -> Tensor:
     scale = None
     if _has_one_scale(cast):
         scale = largest_magnitude(x).view(1, 1)
-    sums = metrics.cast_sums(sample, cast, amax=scale).sum(0)
-    outlier = sample.abs().amax() / sample.square().mean().sqrt()
-    return torch.cat([sums, outlier.double().view(1)])
-
-
-def rounded(value: float | None, keep_nan: bool = False) -> float | None:
-    """Round to four digits, more than a sample can resolve; ``None`` for NaN unless ``keep_nan``.
-
-    Example:
-        >>> rounded(0.123456), rounded(float("nan"))
-        (0.1235, None)
-    """
-    if value is None or (math.isnan(value) and not keep_nan):
-        return None
-    return float(f"{value:.4g}")
+    loss = metrics.cast_loss(metrics.cast_sums(sample, cast, amax=scale).sum(0))
+    outlier = float(sample.abs().amax() / sample.square().mean().sqrt())
+    return [loss.underflow, loss.overflow, loss.sqnr_db, outlier]
 
 
 # ── attention ─────────────────────────────────────────────────────────────────────────────────────
@@ -249,35 +213,29 @@ class Heads(NamedTuple):
     width: int
     scale: float
 
-    def largest_norm(self, x: Tensor, kind: str) -> Tensor:
-        """Return the largest norm of a head in ``[..., heads × width]``, the output of the module
-        of ``query`` or ``key``.
+    def largest_norm(self, x: Tensor, part: int) -> float:
+        """Return the largest norm of a head in ``[..., heads × width]``.
+
+        Args:
+            part: 0 for queries, 1 for keys, where one module gives them and the values.
         """
         if self.query is self.key:
-            x = x.chunk(3, -1)[kind == "key"]
-        norms: Tensor = x.float().unflatten(-1, (-1, self.width)).norm(dim=-1)
-        return norms.amax()
+            x = x.chunk(3, -1)[part]
+        return float(x.float().unflatten(-1, (-1, self.width)).norm(dim=-1).amax())
 
 
 def heads_of(module: Any) -> Heads | None:
     """Return where a module's queries and keys are; ``None`` if it is not attention or does not
     say.
     """
-    if "attention" not in type(module).__name__.lower():
+    width = getattr(module, "head_dim", 0)
+    if "attention" not in type(module).__name__.lower() or not width:
         return None
-    width = getattr(module, "head_dim", 0) or getattr(module, "attention_head_size", 0)
-    count = getattr(module, "num_heads", 0) or getattr(module, "n_head", 0)
     children = dict(module.named_children())
-    for names in _PAIRS:
-        query: Any = children.get(names[0])
-        key = children.get(names[1])
-        if not width and count and hasattr(query, "out_features"):
-            width = query.out_features // count
-            if query is key:
-                width //= 3
-        if query is not None and key is not None and width:
+    for query, key in _PAIRS:
+        if query in children and key in children:
             scale = getattr(module, "scaling", None)
             if not isinstance(scale, float):
                 scale = width**-0.5
-            return Heads(query, key, width, scale)
+            return Heads(children[query], children[key], width, scale)
     return None

@@ -16,14 +16,12 @@ from __future__ import annotations
 from itertools import chain
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.errors import NarrowgaugeError, RecipeError
 from narrowgauge.measuring.beside import is_finite
 from narrowgauge.measuring.passes import (
-    Alone,
     Backward,
     Findings,
     Gradients,
@@ -33,7 +31,7 @@ from narrowgauge.measuring.passes import (
     micro_batches,
     trained_leaves,
 )
-from narrowgauge.measuring.places import Roundings, add_nonfinite, add_roundings
+from narrowgauge.measuring.places import add_nonfinite, add_roundings
 from narrowgauge.measuring.policies.finite import Finite
 from narrowgauge.measuring.policies.wide import Wide
 from narrowgauge.measuring.reading import Readings, words_of
@@ -46,7 +44,6 @@ from narrowgauge.numerics.dtensor import is_sharded
 from narrowgauge.numerics.hashing import fingerprint
 from narrowgauge.runs.finding import counted
 from narrowgauge.torch_support.torch_hooks import has_own_hooks
-from narrowgauge.torch_support.torch_names import unwrapped_model
 
 LOSS = 2.0**-14
 """Half of float32's digits: a loss that is off by more was rounded in a 16-bit format."""
@@ -82,8 +79,7 @@ def check(
         The readings beyond their bound. ``ok`` is true if none is worse than a note; ``require()``
         raises otherwise. What was not followed is in ``unseen``.
     Raises:
-        RecipeError: ``model`` is not a module, ``optimizer`` not an optimizer; ``batch`` without
-            ``loss``.
+        RecipeError: ``batch`` without ``loss``.
 
     Cost: reads each parameter once, and samples 16,384 elements. With ``batch``: four calls of the
         loss, about 12 more to find the line of an unusual rounding, and 8 bytes for each value of a
@@ -119,14 +115,19 @@ def _compare(
     set_up: SetUp, batch: Any, loss: Loss, backward: Backward | None, findings: Findings
 ) -> Gradients:
     """Compare the gradients of one configured step, and return them."""
-    leaves = trained_leaves(set_up.model) | set_up.outside
-    reason = _not_compared(leaves)
-    if reason:
-        findings.unseen["the gradient"] = reason
+    leaves = set_up.outside | trained_leaves(set_up.model)  # masters have their weights' names
+    for p in leaves.values():
+        if is_sharded(p) or isinstance(getattr(p, "main_grad", None), Tensor):
+            words = "not followed through shards and main_grad; check before they are made"
+            findings.unseen["the gradient"] = words
+            return {}
+    apart = unlike({name: fingerprint(spread(p)) for name, p in leaves.items()})
+    if apart:
+        findings.unseen["the gradient"] = f"ranks hold unlike weights, such as {apart[0]}"
         return {}
     parts = micro_batches(set_up.model, batch, loss)
     passes = Passes(set_up.model, leaves, parts, loss, set_up.optimizers, batch, backward)
-    finite = Finite(set_up.model)
+    finite = Finite()
     first = passes.run(passes.step, Wide(), finite)
     if first.changed:
         what = "step-order"
@@ -136,51 +137,19 @@ def _compare(
         return {}
     add_nonfinite(first, finite, findings)
     ranks = all_ranks()
-    roundings = Roundings(first, lambda sites: passes.run(passes.step, Wide(sites)))
-    add_roundings(roundings, findings, int(ranks.size == 1))  # ranks would take turns of their own
-    gradients = _above_noise(first)
+    number = int(ranks.size == 1)  # ranks would take turns of their own
+    add_roundings(first, lambda sites: passes.run(passes.step, Wide(sites)), number, findings)
     all_parts = [*chain.from_iterable(ranks.gather(parts))]
-    model = unwrapped_model(set_up.model)
-    alone = Passes(model, leaves, all_parts, loss, policies=[Alone()])
-    compare_ranks(passes, alone, first, findings)
+    compare_ranks(passes, first, findings)
     try:
-        plain = compare_structure(passes, alone, first, findings)
+        plain = compare_structure(passes, all_parts, first, findings)
         _add_loss(plain, findings)
-        compare_slope(alone, findings)
+        compare_slope(passes, all_parts, findings)
     except NarrowgaugeError:
         raise
     except Exception as error:  # whatever the loss raises of an unwrapped model
         findings.unseen["the gradient"] = words_of(error)
-    return gradients
-
-
-def _not_compared(leaves: dict[str, Any]) -> str:
-    """Return why gradients are not compared; empty if they are."""
-    prints = {}
-    for name, p in leaves.items():
-        if isinstance(getattr(p, "main_grad", None), Tensor):
-            return "a kernel adds to main_grad, where a copy has none"
-        if is_sharded(p):
-            return "not followed through shards; check before they are made"
-        prints[name] = fingerprint(spread(p))
-    apart = unlike(prints)
-    if apart:
-        return f"ranks hold unlike weights, such as {', '.join(apart[:2])}"
-    return ""
-
-
-def _above_noise(first: Pass) -> Gradients:
-    """Return the gradients of a pass, with zeros for those that are rounding alone.
-
-    A bias in front of a batch norm has a gradient of zero, and gets the noise of a sum. No storage
-    need keep what it would do.
-    """
-    gradients = dict(first.gradients)
-    for name, shadow in first.shadows.items():
-        noise = gradients[name].double() - shadow
-        if noise.norm() > shadow.norm():
-            gradients[name] = torch.zeros_like(gradients[name])
-    return gradients
+    return first.gradients
 
 
 def _add_loss(plain: Pass | None, findings: Findings) -> None:

@@ -1,4 +1,4 @@
-"""Columns of a run's record as arrays, for the diagnosis, the comparison and the page."""
+"""Columns of a run's record as arrays, for the page."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from narrowgauge.errors import RecordError
 from narrowgauge.runs.record import Run
-from narrowgauge.runs.schema import Row, finite_number
+from narrowgauge.runs.schema import number
 
 Array = npt.NDArray[np.float64]
 
@@ -30,21 +29,13 @@ class Series:
     @property
     def finite(self) -> Array:
         """Return the finite values."""
-        return self.y[~np.isnan(self.y)]
-
-
-def rows_of(run: Run, table: str) -> list[Row]:
-    """Return the rows of a table, such as ``gauges``; none if its file cannot be read."""
-    try:
-        return getattr(run, table)  # type: ignore[no-any-return]
-    except RecordError:
-        return []
+        return self.y[np.isfinite(self.y)]
 
 
 def column(run: Run, table: str, name: str) -> Series:
     """Return a column of ``steps`` or ``evals`` over the steps.
 
-    Skip rows without the step or the value.
+    Skip rows without the value.
 
     Example:
         >>> from pathlib import Path
@@ -53,7 +44,6 @@ def column(run: Run, table: str, name: str) -> Series:
         Series(x=array([1., 3.]), y=array([ 2., nan]))
     """
     rows = [row for row in getattr(run, table) if row.get(name) is not None]
-    # None becomes NaN.
-    steps = np.array([finite_number(row.get("step")) for row in rows], float)
-    values = np.array([finite_number(row[name]) for row in rows], float)
-    return Series(steps[~np.isnan(steps)], values[~np.isnan(steps)])
+    steps = np.array([row["step"] for row in rows], float)
+    values = np.array([number(row[name]) for row in rows], float)  # None becomes NaN
+    return Series(steps, np.where(np.isfinite(values), values, np.nan))

@@ -15,19 +15,15 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
 
 from narrowgauge.errors import RecordError
-from narrowgauge.measuring.columns import column
-from narrowgauge.measuring.intervals import PairedDifference, interval, shown_loss
+from narrowgauge.measuring.intervals import interval
 from narrowgauge.measuring.labels import run_labels, seed_of
-from narrowgauge.measuring.settings import recipe_of, settings_diff
+from narrowgauge.measuring.settings import recipe_of
 from narrowgauge.runs.record import Run
-from narrowgauge.runs.schema import SUMMARY, Row, finite_number, number
+from narrowgauge.runs.schema import SUMMARY, Row, number
 from narrowgauge.spec.significance import MIN_EDQ
 from narrowgauge.spec.tables import Column, Table, json_value
 
@@ -41,14 +37,10 @@ BASELINE = "the baseline"
 FIT = (BASELINE, "better", "within the noise")
 """Verdicts of recipes that are known to be as good as the baseline."""
 _WIDTHS = {"float32": 32, "float16": 16, "bfloat16": 16}
-_FREE = ("recipe", "seed", "warmup_steps")
-"""Settings that may differ between compared runs."""
-_ALIKE = (("data", "fingerprint"), ("machine", "device"), ("machine", "num_threads"))
-"""Entries of other tables of ``run.toml`` that may not."""
 _OVER_SEEDS: dict[str, Callable[[list[float]], float]] = {
-    "val_loss": statistics.fmean, "val_loss_std": statistics.stdev, "late_edq": statistics.median,
-    "tokens_per_second": statistics.median, "bytes_per_param": statistics.median,
-    "step_memory_bytes": max, "step_ratio": statistics.median,
+    "val_loss": statistics.fmean, "bytes_per_param": statistics.median,
+    "tokens_per_second": statistics.median, "step_ratio": statistics.median,
+    "step_memory_bytes": max, "edq": statistics.median,
 }  # fmt: skip
 """The metrics of a row, and how they are taken over the seeds that count."""
 
@@ -60,14 +52,13 @@ class Comparison:
     Args:
         rows: a row per recipe: ``recipe``, ``val_loss`` (mean over the seeds that count),
             ``val_loss_std`` (between seeds), ``tokens_per_second`` (median), ``bytes_per_param``,
-            ``step_memory_bytes``, ``step_ratio`` (time of a step over bfloat16's), ``late_edq``
-            (the audit's last values), ``diverged`` (whether any seed did), ``num_seeds``,
+            ``step_memory_bytes``, ``step_ratio`` (time of a step over bfloat16's), ``edq`` (of the
+            last audits), ``diverged`` (whether any seed did), ``num_seeds``,
             ``difference`` from the baseline's loss with its 95 % ``difference_interval`` (``None``
             with one pair), ``verdict``. Unknown values are ``None``.
         baseline: baseline of all comparisons; ``None`` if no run counts.
-        differences: from the baseline, one per other recipe with a common seed.
-        verdict: the cheapest recipe that is as good, and the settings in which runs of one seed
-            differ, a sentence each.
+        verdict: the cheapest recipe that is as good, in a sentence.
+        acceptable: excess over the baseline's loss that is a price, in nats.
 
     Example:
         >>> from pathlib import Path
@@ -78,42 +69,25 @@ class Comparison:
 
     rows: tuple[Row, ...]
     baseline: str | None
-    differences: tuple[PairedDifference, ...]
-    verdict: tuple[str, ...]
-
-    @property
-    def acceptable(self) -> float:
-        """Return the acceptable excess over the baseline's loss, in nats."""
-        for row in self.rows:
-            if row["recipe"] == self.baseline:
-                return ACCEPTABLE * abs(float(row["val_loss"]))
-        return 0.0
+    verdict: str
+    acceptable: float
 
     def table(self) -> Table:
         """Return the rows as the table of the terminal and the page."""
-        minus = {difference.recipe: difference.text for difference in self.differences}
         columns = [
             Column("recipe", "recipe", code=True),
             Column("val. loss", _loss_cell, right=True),
-            Column(f"minus {self.baseline}", lambda row: minus.get(row["recipe"], "–"), right=True),
+            Column(f"minus {self.baseline}", shown_difference, right=True),
         ]
-        for name in ("bytes_per_param", "tokens_per_second", "step_ratio"):
-            columns.append(Column(SUMMARY[name].label, SUMMARY[name].cell, right=True))
-        columns += [
-            Column("MiB a step", SUMMARY["step_memory_bytes"].cell, right=True),
-            Column("late EDQ", _edq_cell, right=True),
-            Column("seeds", "num_seeds", right=True),
-            Column("verdict", "verdict"),
-        ]
+        for name in _OVER_SEEDS:
+            if name != "val_loss":
+                columns.append(Column(SUMMARY[name].label, SUMMARY[name].cell, right=True))
+        columns += [Column("seeds", "num_seeds", right=True), Column("verdict", "verdict")]
         shown = []
         for entry in columns:  # a column in which no run has a value says nothing
             if any(entry.cell(row) not in ("", "–") for row in self.rows):
                 shown.append(entry)
         return Table(tuple(shown), list(self.rows))
-
-    def text(self) -> str:
-        """Return the verdict, one sentence per line."""
-        return "\n".join(self.verdict)
 
     def json(self) -> bytes:
         """Return ``compare.json``: the rows, valid JSON for all values."""
@@ -121,25 +95,30 @@ class Comparison:
         return f"{json.dumps(rows, indent=1, allow_nan=False, ensure_ascii=False)}\n".encode()
 
 
-def _loss_cell(row: Row) -> str:
-    if row["val_loss"] is None:
-        return str(row["verdict"])
-    text = shown_loss(row["val_loss"])
-    if row["val_loss_std"] is not None:
-        text += f" (std {shown_loss(row['val_loss_std'])})"
+def shown_difference(row: Row) -> str:
+    """Format the difference of a row with half of its interval."""
+    if row["difference"] is None:
+        return "–"
+    text = f"{row['difference']:+.4f}".replace("-", "\N{MINUS SIGN}")
+    if row["difference_interval"] is not None:
+        half = row["difference_interval"][1] - row["difference"]
+        text += f"\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}{half:.4f}"
     return text
 
 
-def _edq_cell(row: Row) -> str:
-    if row["late_edq"] is None:
-        return "–"
-    return f"{row['late_edq']:.3f}"
+def _loss_cell(row: Row) -> str:
+    if row["val_loss"] is None:
+        return str(row["verdict"])
+    text = f"{row['val_loss']:#.5g}"
+    if row["val_loss_std"] is not None:
+        text += f" (std {row['val_loss_std']:#.2g})"
+    return text
 
 
 def compare_runs(runs: Sequence[Run]) -> Comparison:
     """Compare runs by recipe and seed.
 
-    The baseline is the most precise recipe with a finished run, no divergence and no lost updates.
+    The baseline is the most precise recipe with a finished run, a finite loss and no lost updates.
     Recipes without low-precision matmuls come first. Then more bytes per parameter, then the wider
     compute, then the order decide. Losses never decide, or the intervals would not hold (see the
     module).
@@ -159,108 +138,87 @@ def compare_runs(runs: Sequence[Run]) -> Comparison:
         >>> losses |= {("bfloat16/word", 0): 2.001, ("bfloat16/word", 1): 2.0995}
         >>> sizes = {"bfloat16/master": 16.0, "bfloat16/word": 8.0}
         >>> comparison = compare_runs([run(name, seed, loss, sizes[name]) for (name, seed), loss in losses.items()])
-        >>> print(comparison.verdict[0])
+        >>> print(comparison.verdict)
         bfloat16/word is the cheapest within the noise: 8.00 bytes per parameter, where bfloat16/master takes 16.00.
     """
     if not runs:
-        raise RecordError("no run was named.", "Name run folders, or the folder of a comparison.")
-    labels = run_labels(runs)
+        raise RecordError(
+            "Cannot compare because no run was named.", "Name run folders, or a comparison's."
+        )
     groups = dict[str, list[Run]]()
-    for run, label in zip(runs, labels, strict=True):
+    for run, label in zip(runs, run_labels(runs), strict=True):
         groups.setdefault(label, []).append(run)
     rows = {label: _row(label, group) for label, group in groups.items()}
     baseline = _widest(groups, rows)
-    differences = []
     for label, row in rows.items():
         if baseline is None or label == baseline:
             row["verdict"] = row["verdict"] or BASELINE
             continue
-        pair = _paired_difference(label, groups[label], groups[baseline])
-        row["verdict"] = row["verdict"] or _verdict(pair, abs(rows[baseline]["val_loss"]))
-        if pair is not None:
-            differences.append(pair)
-            row["difference"] = pair.mean
-            if pair.num_pairs > 1:
-                row["difference_interval"] = [pair.low, pair.high]
+        pairs = _paired_differences(groups[label], groups[baseline])
+        if pairs:
+            row["difference"], half = interval(pairs)
+            if math.isfinite(half):
+                row["difference_interval"] = [row["difference"] - half, row["difference"] + half]
+        row["verdict"] = row["verdict"] or _verdict(row, abs(rows[baseline]["val_loss"]))
     verdict = (
         "No two recipes have finished runs of one seed on the same data, so nothing is compared."
     )
-    if differences:
+    if any(row["difference"] is not None for row in rows.values()):
         verdict = _cheapest(list(rows.values()), rows[str(baseline)])
-    sentences = (verdict, *_other_settings(runs))
-    return Comparison(tuple(rows.values()), baseline, tuple(differences), sentences)
-
-
-# ── one run ───────────────────────────────────────────────────────────────────────────────────────
-
-
-def _has_diverged(run: Run) -> bool:
-    """Return whether the record names a divergence, or the validation loss is not finite."""
-    loss = number((run.summary or {}).get("val_loss"))
-    is_named = any(event.get("what") == "divergence" for event in run.events)
-    return is_named or (loss is not None and not math.isfinite(loss))
-
-
-def _counts(run: Run) -> bool:
-    """Return whether averages may include a run."""
-    return (run.summary or {}).get("val_loss") is not None and not _has_diverged(run)
-
-
-def _late_edq(run: Run) -> float | None:
-    """Return the median of the last tenth of audited values, else the summary's value: large first
-    steps dominate sums over a run.
-    """
-    values = column(run, "steps", "edq").finite
-    if len(values):
-        return float(np.median(values[-max(3, len(values) // 10) :]))
-    return finite_number((run.summary or {}).get("edq"))
+    loss = 0.0
+    if baseline is not None:
+        loss = abs(rows[baseline]["val_loss"])
+    return Comparison(tuple(rows.values()), baseline, verdict, ACCEPTABLE * loss)
 
 
 # ── one recipe ────────────────────────────────────────────────────────────────────────────────────
 
 
+def _loss_of(run: Run) -> float | None:
+    """Return the last validation loss of a finished run."""
+    return number((run.summary or {}).get("val_loss"))
+
+
+def _counts(run: Run) -> bool:
+    """Return whether averages may include a run."""
+    loss = _loss_of(run)
+    return loss is not None and math.isfinite(loss)
+
+
 def _row(label: str, group: Sequence[Run]) -> Row:
-    ended = [run for run in group if run.summary is not None]
-    counting = list(filter(_counts, ended))
-    row: Row = {"recipe": label, **dict.fromkeys(_OVER_SEEDS)}
+    ended = [run.summary or {} for run in group if run.summary is not None]
+    counting = [run.summary or {} for run in group if _counts(run)]
+    row: Row = {"recipe": label, "val_loss_std": None}
     for name, reduce in _OVER_SEEDS.items():
-        summaries = [run.summary or {} for run in counting or ended]
-        if name in ("val_loss", "val_loss_std"):  # diverged runs also have a known speed and size
-            summaries = [run.summary or {} for run in counting]
-        values: list[Any] = [summary.get(name.removesuffix("_std")) for summary in summaries]
-        if name == "late_edq":
-            values = list(map(_late_edq, counting))
-        values = [value for value in values if value is not None and math.isfinite(value)]
-        if len(values) > (name == "val_loss_std"):
-            row[name] = reduce(values)
+        summaries = counting
+        if name not in ("val_loss", "edq"):  # diverged runs also have a known speed and size
+            summaries = counting or ended
+        values = [summary[name] for summary in summaries if summary.get(name) is not None]
+        row[name] = reduce(values) if values else None
+    if len(counting) > 1:
+        row["val_loss_std"] = statistics.stdev(summary["val_loss"] for summary in counting)
+    losses = [loss for loss in map(_loss_of, group) if loss is not None]
     row |= {
-        "diverged": any(map(_has_diverged, group)), "num_seeds": len(counting), "difference": None,
+        "diverged": not all(map(math.isfinite, losses)), "num_seeds": len(counting), "difference": None,
         "difference_interval": None,
     }  # fmt: skip
-    return row | {"verdict": _fault(row, counting)}
+    return row | {"verdict": _fault(row, counting, group)}
 
 
-def _fault(row: Row, runs: Sequence[Run]) -> str:
+def _fault(row: Row, summaries: Sequence[Row], group: Sequence[Run]) -> str:
     """Return why a recipe is not to be used, by its own runs alone; empty if it may be."""
-    taken = 0
-    skipped = 0
-    level = math.inf
-    for run in runs:
-        summary = run.summary or {}
-        taken += summary.get("steps") or 0
-        skipped += summary.get("num_skipped") or 0
-        level = min(level, (run.run.get("data") or {}).get("unigram_loss") or math.inf)
+    taken = sum(summary.get("steps", 0) for summary in summaries)
+    skipped = sum(summary.get("num_skipped", 0) for summary in summaries)
+    level = min(run.run.get("data", {}).get("unigram_loss", math.inf) for run in group)
     if row["diverged"]:
         return "diverged"
-    if not runs:
+    if not summaries:
         return "no loss"
-    if row["late_edq"] is not None and row["late_edq"] < MIN_EDQ:
+    if row["edq"] is not None and row["edq"] < MIN_EDQ:
         return "loses its updates"
     if skipped > MAX_SKIPPED * taken:
         return "skips steps"
-    if row["val_loss"] >= level:
-        return "no better than token frequencies"
-    return ""
+    return "no better than token frequencies" if row["val_loss"] >= level else ""
 
 
 def _widest(groups: Mapping[str, Sequence[Run]], rows: Mapping[str, Row]) -> str | None:
@@ -269,50 +227,40 @@ def _widest(groups: Mapping[str, Sequence[Run]], rows: Mapping[str, Row]) -> str
     def width(label: str) -> tuple[bool, bool, bool, float, int]:
         row = rows[label]
         recipe = recipe_of(groups[label][0])
-        bits = 0
-        if recipe is not None:
-            bits = _WIDTHS.get(recipe.compute.name, 0)
+        bits = 0 if recipe is None else _WIDTHS.get(recipe.compute.name, 0)
         size = round(row["bytes_per_param"] or 0.0, 1)
         return row["num_seeds"] > 0, not row["verdict"], bits > 0, size, bits
 
     widest = max(groups, key=width)
-    if not rows[widest]["num_seeds"]:
-        return None
-    return widest
+    return widest if rows[widest]["num_seeds"] else None
 
 
-def _verdict(difference: PairedDifference | None, loss: float) -> str:
+def _verdict(row: Row, loss: float) -> str:
     """Return a recipe's verdict from its difference to the baseline's loss."""
-    if difference is None or not math.isfinite(difference.half):
+    if row["difference_interval"] is None:
         return "no interval"
-    if difference.low > 0 and difference.high > NEGLIGIBLE * loss:
-        if difference.mean > ACCEPTABLE * loss:
-            return "worse by more than 1 %"
-        return "worse"
-    if difference.high < 0 and -difference.low > NEGLIGIBLE * loss:
+    low, high = row["difference_interval"]
+    if low > 0 and high > NEGLIGIBLE * loss:
+        return "worse by more than 1 %" if row["difference"] > ACCEPTABLE * loss else "worse"
+    if high < 0 and -low > NEGLIGIBLE * loss:
         return "better"
-    if difference.high > ACCEPTABLE * loss:
+    if high > ACCEPTABLE * loss:
         return "not distinguishable"
     return "within the noise"
 
 
-def _paired_difference(
-    label: str, group: Sequence[Run], baseline: Sequence[Run]
-) -> PairedDifference | None:
-    """Return a recipe's loss minus the baseline's over common seeds on the same data; ``None``
-    without any.
-    """
-    base = dict(zip(map(seed_of, baseline), baseline, strict=True))
+def _paired_differences(group: Sequence[Run], baseline: Sequence[Run]) -> list[float]:
+    """Return a recipe's losses minus the baseline's, of common seeds on the same data."""
+    base = {seed_of(run): run for run in baseline if _counts(run)}
     pairs = []
     for run in filter(_counts, group):
         other = base.get(seed_of(run))
-        if other is not None and _counts(other):
-            fingerprints = {run.data_fingerprint, other.data_fingerprint}
-            if len(fingerprints) == 1 or "" in fingerprints:
-                pairs.append((run.summary or {})["val_loss"] - (other.summary or {})["val_loss"])
-    if not pairs:
-        return None
-    return PairedDifference(label, *interval(pairs), len(pairs))
+        if other is None:
+            continue
+        data = {run.data_fingerprint, other.data_fingerprint}
+        if len(data) == 1 or "" in data:
+            pairs.append((_loss_of(run) or 0.0) - (_loss_of(other) or 0.0))
+    return pairs
 
 
 # ── the verdict ───────────────────────────────────────────────────────────────────────────────────
@@ -322,40 +270,21 @@ def _cheapest(rows: Sequence[Row], baseline: Row) -> str:
     """Return the sentence about the cheapest recipe that is as good as the baseline: in bytes per
     parameter, then in time. Less than a tenth of a byte is a few norm weights, not a saving.
     """
+
+    def cost(row: Row) -> tuple[float, float]:
+        size = row["bytes_per_param"] or math.inf
+        return round(size, 1), -(row["tokens_per_second"] or 0.0)
+
+    name = baseline["recipe"]
     size = SUMMARY["bytes_per_param"].cell
     if baseline["verdict"] != BASELINE:
-        return f"No recipe is named. {baseline['recipe']}: {baseline['verdict']}."
-    best = baseline
-    for row in rows:
-        if (
-            row["verdict"] in FIT
-            and row["bytes_per_param"] is not None
-            and _cost(row) < _cost(best)
-        ):
-            best = row
+        return f"No recipe is named. {name}: {baseline['verdict']}."
+    fit = [row for row in rows if row["verdict"] in FIT and row["bytes_per_param"] is not None]
+    best = min([baseline, *fit], key=cost)
     if best is baseline:
-        words = f"No smaller recipe is known to be as good as {baseline['recipe']}"
+        words = f"No smaller recipe is known to be as good as {name}"
         return f"{words}: {size(baseline)} bytes per parameter."
     return (
         f"{best['recipe']} is the cheapest within the noise: {size(best)} bytes per parameter, "
-        f"where {baseline['recipe']} takes {size(baseline)}."
+        f"where {name} takes {size(baseline)}."
     )
-
-
-def _cost(row: Row) -> tuple[float, float]:
-    size = row["bytes_per_param"] or math.inf
-    return round(size, 1), -(row["tokens_per_second"] or 0.0)
-
-
-def _other_settings(runs: Sequence[Run]) -> Iterator[str]:
-    """Name the settings that differ between runs of one seed. Skip those that one run lacks."""
-    first_of_seed = dict[int, Run]()
-    names = dict[str, None]()
-    for run in runs:
-        first = first_of_seed.setdefault(seed_of(run), run)
-        for setting in settings_diff(first.run, run.run):
-            is_config = setting.table == "config" and setting.name not in _FREE
-            if is_config or (setting.table, setting.name) in _ALIKE:
-                names[f"{setting.table}.{setting}"] = None
-    if names:
-        yield f"The runs differ in more than recipe and seed: {'; '.join(names)}."

@@ -6,14 +6,13 @@ first, and after the update the stored weights and moments. ``narrowgauge diagno
 compares from the first different entry on.
 
 A fingerprint is a sum over elements of a hash of their bits and their place in the whole tensor. So
-it depends neither on sharding nor on which rank computed which micro-batch. To show the rank on
-which two runs diverge, each rank also hashes its own tensors, in one number for each kind.
+it depends neither on sharding nor on which rank computed which micro-batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, suppress
 from typing import Any, TypeGuard
 
 import torch
@@ -21,17 +20,15 @@ from torch import Tensor, nn
 
 from narrowgauge.distributed.sharding import fingerprints_whole_and_own
 from narrowgauge.measuring.hooks import Hub, Listener
-from narrowgauge.measuring.states import stored_by
-from narrowgauge.numerics.chunks import flat_chunks
+from narrowgauge.measuring.set_up import SetUp
 from narrowgauge.numerics.dtensor import gradient_of, is_sharded, whole
-from narrowgauge.numerics.hashing import combine, fingerprint, fingerprint_all
+from narrowgauge.numerics.hashing import combine, fingerprint
+from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.schema import Row
-from narrowgauge.torch_support.torch_hooks import members_of
 from narrowgauge.torch_support.torch_names import is_compiled_model, plain_name
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-STATE = "state"
-"""The kind of every other state of an optimizer, as ``state:NAME:PARAMETER``."""
+KINDS = ("weight", "exp_avg", "exp_avg_sq")
+"""Kinds of what a step stores. Every other state is of the kind ``state:NAME``."""
 Entries = dict[str, list[float]]
 """Fingerprint, sum of squares and number of elements of each tensor, by ``KIND:NAME``."""
 
@@ -58,12 +55,11 @@ class Fingerprints(Listener):
 
     def __init__(self, hub: Hub, every: int) -> None:
         self.hub = hub
-        self.model = hub.model
         self.optimizer = hub.optimizers[-1]
         self.every = every
-        self.is_on = False
-        self._last: Row | None = None
-        self._names = _names_of(self.optimizer, self.model)
+        self._row: Row | None = None
+        stepped = SetUp(hub.model, [self.optimizer]).stepped
+        self._names = {p.parameter: p.name for p in stepped}
         self._pass = ExitStack()
         self._begin(0)
         hub.listeners.append(self)
@@ -72,14 +68,11 @@ class Fingerprints(Listener):
         """Begin the step that ends as number ``step``."""
         self._step = step
         self.is_on = self.every > 0 and (step % self.every == 0 or step == 1)
-        self._is_past_backward = False
         self._num_sequences = 0
         self._first_sequence = 0
         self._entries = Entries()
-        # Fingerprints of this rank's parts alone.
-        self._own: dict[str, int] = {}
 
-    # ── the loop calls these ──────────────────────────────────────────────────────────────────────
+    # ── the recorder calls these ──────────────────────────────────────────────────────────────────
 
     @torch.no_grad()
     def start(self, step: int) -> None:
@@ -90,17 +83,16 @@ class Fingerprints(Listener):
 
     def take(self, step: int) -> Row | None:
         """Return the newest row, if there is one, and expect the step after ``step``."""
-        self.end()
-        row = self._last
-        self._last = None
+        row = self._row
+        self._row = None
         self._begin(step + 1)
         return row
 
     # ── the hub calls these ───────────────────────────────────────────────────────────────────────
 
     def before_pass(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        """Begin a micro-batch. Later computations than the backward pass are not part of the step."""
-        if self._is_past_backward or not self.is_on:
+        """Begin a micro-batch."""
+        if not self.is_on:
             return
         self._pass.close()  # of a pass that raised
         self._first_sequence = self._num_sequences
@@ -110,7 +102,7 @@ class Fingerprints(Listener):
                 self._add("tokens:batch", x)
                 self._num_sequences += len(x)
                 break
-        if not is_compiled_model(self.model):
+        if not is_compiled_model(self.hub.model):
             add = lambda name, x: self._add(f"output:{name}", x)  # noqa: E731
             self.hub.follow_outputs(self, add, self._pass)
 
@@ -120,18 +112,14 @@ class Fingerprints(Listener):
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Record the gradients of the step, before our optimizer clips them."""
-        if optimizer is not self.optimizer:
-            return
         self._pass.close()
-        self._is_past_backward = True
-        if not self.is_on:
-            return
-        gradients: dict[str, Tensor] = {}
-        for name, p in reversed([*self.model.named_parameters()]):
-            gradient = gradient_of(p)
-            if is_plain(gradient):
-                gradients[f"grad:{plain_name(name)}"] = gradient
-        self._record(gradients)
+        if optimizer is self.optimizer and self.is_on:
+            gradients: dict[str, Tensor] = {}
+            for name, p in reversed([*self.hub.model.named_parameters()]):
+                gradient = gradient_of(p)
+                if is_plain(gradient):
+                    gradients[f"grad:{plain_name(name)}"] = gradient
+            self._record(gradients)
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Record the weights and the states, and close the row."""
@@ -139,11 +127,10 @@ class Fingerprints(Listener):
             self._end_row()
 
     def end(self) -> None:
-        """Remove the hooks of a pass."""
+        """Record nothing more."""
         self._pass.close()
-        if self not in self.hub.listeners:
-            self.every = 0
-            self.is_on = False
+        self.every = 0
+        self.is_on = False
 
     # ── one step ──────────────────────────────────────────────────────────────────────────────────
 
@@ -155,48 +142,39 @@ class Fingerprints(Listener):
         entry[0] = combine([int(entry[0]), fingerprint(x, offset=place)])
         entry[1] += _sum_of_squares(x)
         entry[2] += x.numel()
-        self._own[key] = int(entry[0])
 
     def _record(self, named: Mapping[str, Tensor]) -> None:
         """Record whole tensors, of which a rank may hold a part."""
-        numbers, own = fingerprints_whole_and_own(named)
-        for key, number in numbers.items():
+        for key, number in fingerprints_whole_and_own(named)[0].items():
             self._entries[key] = [number, _sum_of_squares(named[key]), named[key].numel()]
-        self._own |= own
 
     def _end_row(self) -> None:
-        """Record the stored tensors after a step, and make its row."""
+        """Record the stored tensors after a step, kind by kind, and make its row."""
         if not self.is_on:
             return
         self.is_on = False
-        self._record(self._stored())
-        own: dict[str, dict[str, int]] = {}
-        for key, number in self._own.items():
-            own.setdefault(key.partition(":")[0], {})[key] = number
-        digests = {kind: int(fingerprint_all(numbers), 16) for kind, numbers in own.items()}
-        of_ranks = self.hub.here.gather((self._entries, digests))
-        self._last = {"step": self._step, "tensors": _joined([entries for entries, _ in of_ranks])}
-        if len(of_ranks) > 1:
-            ranks = {kind: [of_rank.get(kind) for _, of_rank in of_ranks] for kind in digests}
-            self._last["ranks"] = ranks
-
-    def _stored(self) -> dict[str, Tensor]:
-        """Return the stored tensors by ``KIND:NAME``: the weight of every parameter that the
-        optimizer steps and, once stepped, its states, kind by kind.
-        """
         by_kind: dict[str, dict[str, Tensor]] = {}
-        for parameter, name in self._names.items():
-            stored = {"weight": parameter.detach()}
-            if self._step > 0:
-                stored |= stored_by(self.optimizer, parameter)
-            for state, tensor in stored.items():
-                if is_plain(tensor) and (state == "weight" or tensor.ndim):
-                    kind = state if state in ("weight", *MOMENTS) else f"{STATE}:{state}"
-                    by_kind.setdefault(kind, {})[f"{kind}:{name}"] = tensor
-        tensors: dict[str, Tensor] = {}
-        for named in by_kind.values():
-            tensors |= named
-        return tensors
+        for p, name in self._names.items():
+            for kind, tensor in _stored(self.optimizer, p, self._step):
+                by_kind.setdefault(kind, {})[f"{kind}:{name}"] = tensor
+        for tensors in by_kind.values():
+            self._record(tensors)
+        joined = _joined(self.hub.here.gather(self._entries))
+        self._row = {"step": self._step, "tensors": joined}
+
+
+def _stored(optimizer: torch.optim.Optimizer, p: Tensor, step: int) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weight and, once stepped, the states of a parameter, by their kinds."""
+    stored: dict[str, Any] = {"weight": p.detach()}
+    if step > 0 and isinstance(optimizer, Optimizer):
+        for name in (*KINDS, "momentum_buffer"):
+            with suppress(KeyError):  # another rule has other states, and a frozen parameter none
+                stored[name] = optimizer.stored(p, name)
+    elif step > 0:
+        stored |= optimizer.state.get(p, {})
+    for name, tensor in stored.items():
+        if is_plain(tensor) and (name == "weight" or tensor.ndim):
+            yield (name if name in KINDS else f"state:{name}"), tensor
 
 
 def _joined(of_ranks: list[Entries]) -> Entries:
@@ -219,24 +197,6 @@ def _joined(of_ranks: list[Entries]) -> Entries:
     return joined
 
 
-def _names_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[Tensor, str]:
-    """Return the name of each parameter of an optimizer: the model's; for masters of the loop's own
-    ``master of`` the parameter whose values they have, else their place.
-    """
-    members = dict.fromkeys(members_of(optimizer))
-    parameters = {p: plain_name(name) for name, p in model.named_parameters()}
-    names: dict[Tensor, str] = {p: name for p, name in parameters.items() if p in members}
-    for number, master in enumerate(members):
-        if master in names:
-            continue
-        names[master] = f"parameter {number} of the optimizer"
-        for parameter, name in parameters.items():
-            is_alike = parameter.shape == master.shape and is_plain(parameter)
-            if is_alike and torch.equal(parameter, master.to(parameter.dtype)):
-                names[master] = f"master of {name}"
-    return names
-
-
 def is_plain(x: object) -> TypeGuard[Tensor]:
     """Return whether a value is a plain tensor, possibly sharded, and not a subclass that decodes
     its elements.
@@ -247,13 +207,9 @@ def is_plain(x: object) -> TypeGuard[Tensor]:
 
 
 def _sum_of_squares(x: Tensor) -> float:
-    """Sum squares in float64, in any order: norms have a tolerance, fingerprints not.
-
-    Sum the whole of a DTensor.
+    """Sum squares in float64, in any order, of the whole of a DTensor: norms have a tolerance,
+    fingerprints not.
     """
-    if is_sharded(x):
-        return float(whole(x.detach().double().square().sum()))
-    total = torch.zeros((), dtype=torch.float64, device=x.device)
-    for (chunk,) in flat_chunks(x.detach()):
-        total += chunk.double().square().sum()
-    return float(total)
+    if not x.is_floating_point() or x.element_size() == 1:
+        x = x.double()
+    return float(whole(torch.linalg.vector_norm(x.detach(), dtype=torch.float64))) ** 2

@@ -48,56 +48,48 @@ def _first_bad(step: Step) -> tuple[str, list[str]]:
 
 
 def zero_gradients(tell: Tell) -> Law:
-    """Count the steps without a gradient."""
+    """Count the steps without a gradient, and those in which one tensor alone has none."""
 
-    def is_zero(step: Step) -> bool | None:
-        return None if step.arrived is None else step.arrived == 0
+    def names_of(step: Step) -> list[str] | None:
+        if step.arrived is None:
+            return None
+        return step.zero if step.arrived else [""]
 
-    return _share(tell, "zero-gradients", "zero-share", is_zero)
+    return _shares(tell, "zero-gradients", "zero-share", names_of)
 
 
 def gradients_kept(tell: Tell) -> Law:
     """Count the steps that begin with the gradient of the step before."""
-    return _share(tell, "gradients-kept", "kept-share", lambda step: step.kept)
+
+    def names_of(step: Step) -> list[str] | None:
+        return None if step.kept is None else [""] * bool(step.kept)
+
+    return _shares(tell, "gradients-kept", "kept-share", names_of)
 
 
-def _share(tell: Tell, kind: str, note: str, is_so: Callable[[Step], float | None]) -> Law:
-    """Count the steps of a run in which something is so.
+def _shares(tell: Tell, kind: str, note: str, names_of: Callable[[Step], list[str] | None]) -> Law:
+    """Count the steps of a run in which something is so, of the whole step ("") or of tensors.
 
-    Where it is so in all of them, the reading is an error. Else it is a note with the share: policies,
-    games and rare experts have such steps, and mean them.
+    Where all steps are so, the reading is an error. Else it is a note with the largest share:
+    policies, games and rare experts have such steps, and mean them. So do tensors without a use.
     """
-    count = 0
-    total = 0
-    since = 0
-    while True:
-        step = yield
-        value = is_so(step)
-        if value is not None:
-            total += 1
-            count += bool(value)
-            since = since or step.step * bool(value)
-        if count == total and count >= KINDS[kind].bound:
-            tell(kind, "", count, step=since)
-        elif 0 < count < total and total >= 20:
-            tell(note, "", count / total, 0.0, step=since)
-
-
-def zero_gradient(tell: Tell) -> Law:
-    """Read how often a tensor that had a gradient has none, while others have one."""
     counts: Counter[str] = Counter()
     since: dict[str, int] = {}
     total = 0
     while True:
         step = yield
-        total += step.arrived is not None
-        if step.arrived:
-            counts.update(step.zero)
-            for name in step.zero:
+        names = names_of(step)
+        if names is not None:
+            total += 1
+            counts.update(names)
+            for name in names:
                 since.setdefault(name, step.step)
-        if counts and total >= 20:
-            names = [name for name, _ in counts.most_common()]
-            tell("zero-share", names, counts[names[0]] / total, 0.0, step=since[names[0]])
+        if counts[""] == total >= KINDS[kind].bound:
+            tell(kind, "", total, step=since[""])
+        elif counts and total >= 20:
+            ordered = [name for name, _ in counts.most_common()]
+            first = ordered[0]
+            tell(note, ordered if first else "", counts[first] / total, 0.0, step=since[first])
 
 
 def clip_norm(tell: Tell) -> Law:
@@ -129,7 +121,8 @@ def ranks(tell: Tell) -> Law:
 def jump(tell: Tell) -> Law:
     """Read a weight that moved far in one step, beside the largest rate and the usual step of 20.
 
-    In a warm-up the rate of one step is no unit.
+    In a warm-up the rate of one step is no unit. A step is compared with those before it, so that a
+    move that is far in every later step is told too; the first one with those behind it.
     """
     recent: deque[Step] = deque(maxlen=20)
     while True:
@@ -137,9 +130,12 @@ def jump(tell: Tell) -> Law:
         if step.largest is None or step.skipped:
             continue
         recent.append(step)
-        sizes = [x.largest or 0.0 for x in recent]
-        usual = max(median(sizes), *(x.rate or 0.0 for x in recent))
-        bound = KINDS["weights-jump"].bound * usual
-        if len(recent) >= 5 and max(sizes) > bound:
-            worst = recent[sizes.index(max(sizes))]
-            tell("weights-jump", worst.largest_in, max(sizes), None, bound, step=worst.step)
+        *others, far = recent
+        if len(recent) == 5 and (recent[0].largest or 0.0) > step.largest:
+            far, *others = recent
+        if others:
+            usual = median(x.largest or 0.0 for x in others)
+            usual = max(usual, *(x.rate or 0.0 for x in recent))
+            bound = KINDS["weights-jump"].bound * usual
+            if (far.largest or 0.0) > bound:
+                tell("weights-jump", far.largest_in, far.largest, None, bound, step=far.step)

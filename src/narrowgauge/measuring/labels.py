@@ -14,7 +14,6 @@ from typing import Any
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.runs.record import Run
 from narrowgauge.spec.notation import parse
-from narrowgauge.spec.recipes import Recipe
 
 
 def run_name(recipe: str, seed: int) -> str:
@@ -23,20 +22,12 @@ def run_name(recipe: str, seed: int) -> str:
     return f"{name.strip('.') or 'recipe'}-seed{seed}"
 
 
-def parsed_recipe(recipe: Any) -> Recipe | None:
-    """Return a recipe from its name or itself; ``None`` for an unknown name."""
-    try:
-        return parse(recipe)
-    except NarrowgaugeError:
-        return None
-
-
 def recipe_name(recipe: Any) -> str:
     """Return the label of a recipe: its full name, or the name itself if unknown."""
-    parsed = parsed_recipe(recipe)
-    if parsed is None:
+    try:
+        return parse(recipe).name
+    except NarrowgaugeError:
         return str(recipe)
-    return parsed.name
 
 
 def seed_of(run: Run) -> int:

@@ -9,34 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from narrowgauge.measuring.gradient_laws import (
-    clip_norm,
-    gradients_kept,
-    jump,
-    nonfinite,
-    ranks,
-    zero_gradient,
-    zero_gradients,
-)
-from narrowgauge.measuring.loss_laws import (
-    failed,
-    gradient_spikes,
-    idle_device,
-    loss_rise,
-    loss_scale,
-    loss_spikes,
-    skipped,
-    throughput,
-)
+from narrowgauge.errors import RecipeError, suggestion
+from narrowgauge.measuring import gradient_laws, loss_laws, update_laws
+from narrowgauge.measuring.kinds import KINDS
 from narrowgauge.measuring.reading import Reading, failure_of, measured
 from narrowgauge.measuring.step import Law, Step, Tell
-from narrowgauge.measuring.update_laws import drift, lost_updates, sampled
 
 TWICE = 2.0
 """A fault is told again when it is so many times as far beyond its bound."""
 LAWS: tuple[Callable[[Tell], Law], ...] = (
-    nonfinite, lost_updates, drift, skipped, failed, loss_scale, zero_gradients, zero_gradient, gradients_kept, clip_norm,
-    ranks, jump, loss_rise, loss_spikes, gradient_spikes, throughput, idle_device, sampled,
+    gradient_laws.nonfinite, update_laws.lost_updates, update_laws.drift, loss_laws.skipped,
+    loss_laws.loss_scale, gradient_laws.zero_gradients, gradient_laws.gradients_kept,
+    gradient_laws.clip_norm, gradient_laws.ranks, gradient_laws.jump, loss_laws.loss_spikes,
+    loss_laws.gradient_spikes, loss_laws.throughput, loss_laws.idle_device, update_laws.sampled,
 )  # fmt: skip
 """Every law of a run."""
 
@@ -53,9 +38,9 @@ class Laws:
         >>> laws = Laws()
         >>> [reading.what for reading in laws.read(Step(1, arrived=3.0, limit=1.0))]
         ['clip-norm']
-        >>> [reading.what for reading in laws.fresh(laws.read(Step(2, arrived=3.0, limit=1.0)))]
+        >>> [reading.what for reading in laws.fresh(Step(2, arrived=3.0, limit=1.0))]
         ['clip-norm']
-        >>> [reading.what for reading in laws.fresh(laws.read(Step(3, arrived=3.0, limit=1.0)))]
+        >>> laws.fresh(Step(3, arrived=3.0, limit=1.0))
         []
     """
 
@@ -66,6 +51,12 @@ class Laws:
         say: Callable[[str], object] | None = None,
     ) -> None:
         self.ignore = frozenset(ignore)
+        for name in self.ignore:
+            if name not in KINDS:
+                raise RecipeError(
+                    f"Cannot ignore '{name}' because no kind of reading has this name.",
+                    suggestion(name, KINDS) or "Try narrowgauge show checks, which lists them.",
+                )
         self._say = say
         self._step = 0
         self._readings: list[Reading] = []
@@ -74,7 +65,7 @@ class Laws:
         for law in self._laws:
             next(law)
         for step in steps:
-            self.fresh(self.read(step))
+            self.fresh(step)
 
     def _tell(self, what: str, *numbers: Any, step: int = 0, stage: str = "") -> None:
         """Take a reading of a law, of the current step if no other is named."""
@@ -96,12 +87,12 @@ class Laws:
             self._say(failure_of("the laws", error))
         return self._readings
 
-    def fresh(self, readings: Iterable[Reading]) -> list[Reading]:
-        """Return what is new: the first reading of a kind, and one that is twice as far beyond its
-        bound.
+    def fresh(self, step: Step) -> list[Reading]:
+        """Return what is new in a step: the first reading of a kind, and one that is twice as far
+        beyond its bound.
         """
         new = []
-        for reading in readings:
+        for reading in self.read(step):
             if reading.excess > TWICE * self._told.get(reading.what, -1.0):
                 self._told[reading.what] = reading.excess
                 new.append(reading)

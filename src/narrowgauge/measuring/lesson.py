@@ -55,7 +55,6 @@ def teaches(
     loss: Loss,
     *,
     backward: Backward | None = None,
-    loss_scale: float = 1.0,
 ) -> Lesson:
     """Read what a loss teaches: which token each row of logits learns, with which weight, in which
     format.
@@ -70,7 +69,7 @@ def teaches(
         backward: ``backward(model, batch)`` computes the gradients of a step as the loop does, by
             calls of ``.backward()``, without the optimizer's step. ``None``: each micro-batch's
             loss, divided by their number.
-        loss_scale: factor of the losses on which ``backward`` begins.
+            A loss scale of ``backward`` is a factor of the weights.
     Returns:
         Warnings and lines. ``taught`` is a flat dict of the facts, for assertions: ``shift``,
             ``learned``, ``weight_sum`` … It is empty, and the reason printed, where the loss calls
@@ -102,7 +101,7 @@ def teaches(
     if not softmaxes:
         words = "no gradient reached a cross_entropy or log_softmax of logits"
         return Lesson({}, [], [f"what the loss teaches is not read: {words}"])
-    facts = _facts(softmaxes, loss_scale, _padding_of(model))
+    facts = _facts(softmaxes, _padding_of(model))
     return Lesson(facts, _readings(facts), Table(_COLUMNS, [facts]).plain().splitlines())
 
 
@@ -128,11 +127,6 @@ class _Softmax:
     dtype: torch.dtype
     ids: Tensor | None
     learned: Any = None
-
-    def read(self, gradient: Tensor) -> None:
-        """Read what each row learns from a gradient on log-probabilities."""
-        blocks = gradient.split(max(1, _BLOCK // self.classes))
-        self.learned = torch.cat([_learned(-block.double()) for block in blocks]).cpu()
 
 
 def _learned(target: Tensor) -> Tensor:
@@ -161,14 +155,12 @@ class _Trace(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is Tensor.backward:
-            self._is_backward = True
-            try:
-                return func(*args, **kwargs)  # type: ignore[no-untyped-call]
-            finally:
-                self._is_backward = False
-        result = func(*args, **kwargs)
         name = getattr(func, "__name__", "")
+        self._is_backward |= func is Tensor.backward
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            self._is_backward &= func is not Tensor.backward
         if self._is_backward or not torch.is_grad_enabled():
             return result
         if name == "embedding" and args[0].ndim:
@@ -181,28 +173,31 @@ class _Trace(TorchFunctionMode):
         return result
 
     def _note(self, name: str, logits: Tensor, dim: Any, result: Tensor) -> None:
-        nodes = graph_nodes(result)
-        node = next((node for node in nodes if node.name() == "LogSoftmaxBackward0"), None)
-        if node is None or type(logits) is not Tensor:
+        if type(logits) is not Tensor:
             return  # of shards nothing is read
         classes = logits.shape[dim]
         softmax = _Softmax(name, classes, result.dtype, self._ids.get(classes))
-        self.softmaxes.append(softmax)
 
         def read(gradients: Any) -> None:
             if self._is_backward:  # not inside a fused loss
-                softmax.read(gradients[0].detach().movedim(dim, -1).reshape(-1, classes))
+                rows = -gradients[0].detach().movedim(dim, -1).reshape(-1, classes)
+                blocks = rows.split(max(1, _BLOCK // classes))
+                softmax.learned = torch.cat([_learned(x.double()) for x in blocks]).cpu()
 
-        node.register_prehook(read)
+        for node in graph_nodes(result):
+            if node.name() == "LogSoftmaxBackward0":
+                self.softmaxes.append(softmax)
+                node.register_prehook(read)
+                return
 
 
 # ── the facts ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def _facts(softmaxes: list[_Softmax], loss_scale: float, padding: Any) -> dict[str, Any]:
+def _facts(softmaxes: list[_Softmax], padding: Any) -> dict[str, Any]:
     """Return how many rows learn, which token, with which weights, and in which format."""
     learned = torch.cat([softmax.learned for softmax in softmaxes])
-    weights = learned[learned[:, 3] > 0, 0] / loss_scale
+    weights = learned[learned[:, 3] > 0, 0]
     narrowest = min(softmaxes, key=lambda softmax: softmax.dtype.itemsize)
     is_padding = (learned[:, 1] == padding) & (learned[:, 2:] > 0).all(1)
     facts = {

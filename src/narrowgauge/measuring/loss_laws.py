@@ -15,91 +15,36 @@ from narrowgauge.measuring.step import Law, Step, Tell
 
 
 def skipped(tell: Tell) -> Law:
-    """Read skipped steps, beyond those of a search for the loss scale.
-
-    Rows that come evenly between steps are of micro-batches.
-    """
+    """Read skipped steps, beyond those of a search for the loss scale."""
     count = 0
+    taken = 0
     leading = 0
     since = 0
-    taken: list[int] = []
-    gaps: set[int] = set()
-    has_scale = False
     while True:
         step = yield
-        has_scale |= step.loss_scale is not None
         if step.skipped:
             count += 1
-            since = since or step.step
             leading += not taken
+            since = since or step.step
         elif step.skipped is not None:
-            gaps.update(step.step - before for before in taken[-1:])
-            taken.append(step.step)
-        bound = min(leading, 24) + KINDS["skipped-steps"].bound + 0.05 * (count + len(taken))
-        is_even = len(taken) in (1, 2) or (len(gaps) == 1 and gaps != {1})
-        if count > bound and (has_scale or not is_even):
+            taken += 1
+        bound = min(leading, 24) + KINDS["skipped-steps"].bound + 0.05 * (count + taken)
+        if count > bound:
             tell("skipped-steps", "", count, None, bound, step=since)
 
 
-def failed(tell: Tell) -> Law:
-    """Read a run whose loss or gradient is not finite for long.
-
-    An overflow is no failure as long as the loss scaler can lower the scale. A scale of 1 and below
-    leaves float16 none of its advantage.
-    """
-    in_a_row = 0
-    while True:
-        step = yield
-        if step.loss is None and step.grad_norm is None:
-            continue
-        has_loss = math.isfinite(step.loss or 0.0)
-        is_bad = not has_loss or not math.isfinite(step.grad_norm or 0.0)
-        if has_loss and step.loss_scale and step.loss_scale < math.inf:
-            is_bad = step.loss_scale <= 1 and (is_bad or bool(step.skipped))
-        in_a_row = in_a_row + 1 if is_bad else 0
-        if in_a_row >= KINDS["divergence"].bound:
-            tell("divergence", "", in_a_row)
-
-
-def loss_scale(tell: Tell, settling: int = 100) -> Law:
-    """Read a loss scale that is halved often, and one that began anew.
-
-    The first steps search for a scale.
-    """
+def loss_scale(tell: Tell) -> Law:
+    """Read a loss scale that began anew."""
     number = 0
     last = math.inf
-    halved: deque[int] = deque()
     while True:
         step = yield
-        scale = step.loss_scale
-        if not scale:
-            continue
-        if last * 2.0 ** min(max(step.step - number, 0), 60) < scale < math.inf:
-            tell("loss-scale-anew", "", scale, last, last)
-        if scale < last < math.inf and step.step > settling:
-            halved += [step.step] * max(1, round(math.log2(last / scale)))
-        number = step.step
-        last = scale
-        while halved and halved[0] <= step.step - settling:
-            halved.popleft()
-        if len(halved) >= KINDS["scale-halvings"].bound:
-            tell("scale-halvings", "", len(halved))
-
-
-def loss_rise(tell: Tell) -> Law:
-    """Give the median loss of a run that ends above its start: a number, for not every loss has a level."""
-    losses: list[float] = []
-    while True:
-        step = yield
-        if step.loss is not None and math.isfinite(step.loss):
-            losses.append(step.loss)
-        if len(losses) < 60:
-            continue
-        level = median(losses[-30:])
-        limit = 1.2 * max(losses[:5])
-        if 0.05 < limit < level:
-            first = median(losses[:5])
-            tell("loss-rise", "", level, first, limit - first)
+        if step.loss_scale:
+            doublings = min(step.step - number, 60)
+            if last * 2.0**doublings < step.loss_scale < math.inf:
+                tell("loss-scale-anew", "", step.loss_scale, last, last)
+            number = step.step
+            last = step.loss_scale
 
 
 def loss_spikes(tell: Tell) -> Law:
@@ -185,14 +130,14 @@ def throughput(tell: Tell, size: int = 20, least_seconds: float = 10.0) -> Law:
 
 def idle_device(tell: Tell) -> Law:
     """Read a device that is idle for most of the median step. A log may hold the share in percent."""
+    bound = KINDS["idle-device"].bound
     shares: list[float] = []
     since = 0
     while True:
         step = yield
-        share = step.utilization
-        if share is not None and math.isfinite(share):
-            shares.append(share / 100 if share > 1.5 else share)
-            if not since and shares[-1] < KINDS["idle-device"].bound:
-                since = step.step
-        if len(shares) >= 2 and median(shares) < KINDS["idle-device"].bound:
+        if step.utilization is not None and math.isfinite(step.utilization):
+            shares.append(step.utilization / (100 if step.utilization > 1.5 else 1))
+            if shares[-1] < bound:
+                since = since or step.step
+        if len(shares) >= 2 and median(shares) < bound:
             tell("idle-device", "", median(shares), 1.0, step=since)

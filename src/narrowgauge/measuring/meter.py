@@ -1,27 +1,25 @@
 """The meter of a loop: it reads the hooks, and gives each step as plain numbers to one listener.
 
-Numbers stay on their device until the step has ended, and go to the host in one vector. So a GPU is
-waited for only where a sampled step finds a master for the first time.
+Numbers stay on their device until the step has ended, and go to the host in one vector. A GPU is
+waited for only where an optimizer holds states that may be masters.
 """
 
 from __future__ import annotations
 
 import math
 import time
-import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from narrowgauge.measuring.hooks import Hub, Listener
 from narrowgauge.measuring.numbers import Numbers, norms_of, shortened
 from narrowgauge.measuring.rank_sums import RankSums
 from narrowgauge.measuring.reading import failure_of
-from narrowgauge.measuring.samples import Sampler, StepSample, in_turn, samples_of
+from narrowgauge.measuring.samples import Sample, in_turn, measured, samples_of, take
 from narrowgauge.measuring.set_up import SetUp
 from narrowgauge.numerics.dtensor import gradient_of, is_sharded, local_of
 from narrowgauge.optim.optimizer import Optimizer
@@ -51,6 +49,7 @@ class Meter(Listener):
         unseen: what is not measured, with the reason.
         share: of the update, that was stored in the last sample; ``None`` before the first.
         last: the newest row.
+        is_broken: after an error of ours nothing more is measured.
     """
 
     title = "the watch"
@@ -59,28 +58,25 @@ class Meter(Listener):
         self.hub = hub
         self.limit = limit
         self._listen = listen
-        self.number = 0
         self.unseen: dict[str, str] = {}
         self.share: float | None = None
         self.last: Row = {}
+        self.is_broken = False
         self._undo = ExitStack()
         self._control: Tensor | None = None  # of our optimizer's last step
-        self.is_broken = False
         self._name_all()
         self.go_on_after(0)
         blocks = {name for name, _ in hub.model.named_modules() if _is_block(name)}
         hub.follow_outputs(self, self._add_output, self._undo, blocks)
-        self._follow_probe()
-        hear = weakref.WeakMethod(self._hear)
-        self._undo.callback(register_optimizer_step_post_hook(_called_by(hear)).remove)
         self._is_whole = not any(map(is_sharded, self.names))
         self._ranks: RankSums | None = None
         if not self._is_whole:
             self.unseen["norms and weights over ranks"] = "parameters are sharded"
         if hub.here.size > 1:
-            self._ranks = RankSums(hub.here, self.names, self._sampler)
+            self._ranks = RankSums(hub.here, self.names)
             if self._is_whole and not self._ranks.whole:
                 self.unseen["weights of ranks"] = "ranks hold other tensors"
+        self._follow_probe()
         hub.listeners.append(self)
 
     def _name_all(self) -> None:
@@ -92,8 +88,6 @@ class Meter(Listener):
     def go_on_after(self, step: int) -> None:
         """Take the step that comes for the first after a checkpoint was loaded."""
         self.number = step
-        self._sampler = Sampler()
-        self._reached: set[str] = set()
         self._frozen: dict[Tensor, Tensor] = {}
         self._seen: Tensor | None = None  # the gradient of the probe in the last step
         self._begin()
@@ -101,13 +95,12 @@ class Meter(Listener):
     def _begin(self) -> None:
         self.restart_clock()
         self._numbers = Numbers()
-        self._samples: dict[torch.optim.Optimizer, list[StepSample]] = {}
+        self._samples: dict[torch.optim.Optimizer, list[Sample]] = {}
         self._stepped: set[torch.optim.Optimizer] = set()
         self._missing: set[str] = set()
         self._outputs: dict[str, Tensor] = {}
         self._row: Row = {}
         self._kept: Tensor | None = None
-        self._others_stepped = False
 
     def restart_clock(self) -> None:
         """Do not count the time since the step began."""
@@ -117,12 +110,19 @@ class Meter(Listener):
         """Remove the hooks of the meter."""
         self._undo.close()
 
-    # ── what the hooks call ───────────────────────────────────────────────────────────────────────
+    def _guard(self, call: Callable[..., object], *args: Any) -> None:
+        """Call a part of the meter. After an error nothing more is measured, and the loop goes on."""
+        if self.is_broken:
+            return
+        try:
+            call(*args)
+        except Exception as error:
+            if isinstance(error, UserWarning):
+                raise
+            self.is_broken = True
+            self.hub.say(failure_of(self.title, error))
 
-    def _add_output(self, name: str, x: Tensor) -> None:
-        """Add the sum of a block's output: not finite, if any element is not."""
-        if torch.is_grad_enabled() and x.element_size() > 1:
-            self._outputs[name] = x.sum(dtype=torch.float32) + self._outputs.get(name, 0.0)
+    # ── whether gradients were cleared ────────────────────────────────────────────────────────────
 
     def _follow_probe(self) -> None:
         """Hook the gradient of the smallest parameter, to see whether the last one was cleared before it.
@@ -154,9 +154,14 @@ class Meter(Listener):
 
     def _gradient_of_probe(self) -> Tensor | None:
         gradient = None if self._probe is None else gradient_of(self._probe)
-        if gradient is None or gradient.is_sparse:
-            return None
-        return self._sampler.take(gradient)
+        return None if gradient is None or gradient.is_sparse else take(gradient)
+
+    # ── before a step ─────────────────────────────────────────────────────────────────────────────
+
+    def _add_output(self, name: str, x: Tensor) -> None:
+        """Add the sum of a block's output: not finite, if any element is not."""
+        if torch.is_grad_enabled() and x.element_size() > 1:
+            self._outputs[name] = x.sum(dtype=torch.float32) + self._outputs.get(name, 0.0)
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Take the numbers of a step that has its gradients."""
@@ -169,40 +174,27 @@ class Meter(Listener):
             self._name_all()
         gradients = self._take_gradients(optimizer)
         self._take_outputs()
-        self._samples[optimizer] = samples_of(self._sampler, optimizer, gradients, self.number)
+        self._samples[optimizer] = samples_of(optimizer, gradients, self.number)
         if optimizer is self.hub.optimizers[0]:
             self._take_frozen()
         if self._ranks is not None:
             self._ranks.add_gradients(gradients)
 
-    def _guard(self, call: Callable[..., object], *args: Any) -> None:
-        """Call a part of the meter. After an error nothing more is measured, and the loop goes on."""
-        if self.is_broken:
-            return
-        try:
-            call(*args)
-        except Exception as error:
-            if isinstance(error, UserWarning):
-                raise
-            self.is_broken = True
-            self.hub.say(failure_of(self.title, error))
-
     def _take_gradients(self, optimizer: torch.optim.Optimizer) -> dict[Tensor, Tensor]:
         """Take the norm of each gradient, in the order of a backward pass, and return all of them."""
         by_parameter: dict[Tensor, Tensor] = {}
-        gradients = {}
+        parts = {}
         for p in dict.fromkeys(members_of(optimizer)):
             gradient = gradient_of(p)  # all ranks ask in one order
-            name = self.names[p]
             if gradient is not None:
                 by_parameter[p] = gradient
                 part = local_of(gradient)
-                gradients[name] = part.coalesce().values() if part.is_sparse else part
+                parts[self.names[p]] = part.coalesce().values() if part.is_sparse else part
             elif p.requires_grad:
-                self._missing.add(name)
-        names = [name for name in reversed(gradients) if gradients[name].numel()]
+                self._missing.add(self.names[p])
+        names = [name for name in reversed(parts) if parts[name].numel()]
         if names:
-            norms = norms_of([*map(gradients.__getitem__, names)])
+            norms = norms_of([*map(parts.__getitem__, names)])
             scale = getattr(optimizer, "grad_scale", None)  # of torch.amp.GradScaler, if fused
             self._numbers.set("norm", names, norms if scale is None else norms / scale)
         return by_parameter
@@ -226,7 +218,7 @@ class Meter(Listener):
             if not p.requires_grad and p.is_floating_point() and local_of(p).numel():
                 frozen.append(p)
         for p in in_turn(frozen, self.number):
-            now = self._sampler.take(p)
+            now = take(p)
             before = self._frozen.get(p)
             self._frozen[p] = now
             if before is not None:
@@ -234,6 +226,13 @@ class Meter(Listener):
                 ulps = (now - before).abs() / ulp
                 drifts = (ulps <= _ULPS).all() & (ulps > 0).any()
                 self._numbers.set("drift", [self.names[p]], drifts)
+
+    # ── after a step ──────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def has_stepped(self) -> bool:
+        """Return whether a step was taken that is not told yet."""
+        return self.hub.optimizers[-1] in self._stepped
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Take the numbers of a step that is done."""
@@ -249,14 +248,18 @@ class Meter(Listener):
                 self._numbers.send()
 
     def _after(self, optimizer: torch.optim.Optimizer) -> None:
-        self._take_control(optimizer)
+        control = getattr(optimizer, "last_control", None)
+        overflow = getattr(optimizer, "found_inf", None)
+        if isinstance(optimizer, Optimizer):
+            if control is not None and control is not self._control:  # else it had no gradients
+                self._numbers.set("control", ["clip", "skipped"], control[:2])
+            self._control = control
+        elif isinstance(overflow, Tensor):
+            self._numbers.set("control", ["skipped"], overflow)
         for sample in self._samples.pop(optimizer, ()):
-            sample.finish()
             names = [*map(self.names.__getitem__, sample.members)]
-            self._numbers.set("size", names, sample.sizes)
-            if sample.meant is not None:
-                self._numbers.set("meant", names, sample.meant)
-                self._numbers.set("stored", names, sample.kept)
+            for what, values in measured(optimizer, sample).items():
+                self._numbers.set(what, names, values)
         if optimizer is self.hub.optimizers[-1]:
             rate = optimizer.param_groups[0].get("lr")
             if rate is not None:
@@ -265,28 +268,7 @@ class Meter(Listener):
             if self._kept is not None:
                 self._numbers.set("kept", [""], self._kept)
 
-    def _take_control(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take the factor of our optimizer's clip, and whether a step was skipped."""
-        control = getattr(optimizer, "last_control", None)
-        found = getattr(optimizer, "found_inf", None)
-        if isinstance(optimizer, Optimizer):
-            if control is not None and control is not self._control:
-                self._numbers.set("control", ["clip", "skipped"], control[:2])
-            self._control = control
-        elif isinstance(found, Tensor):
-            self._numbers.set("control", ["skipped"], found)
-
-    def _hear(self, optimizer: torch.optim.Optimizer) -> None:
-        """Hear of a step of any optimizer: one that is not watched may step the same weights."""
-        if optimizer not in self.hub.optimizers:
-            self._others_stepped |= not self.names.keys().isdisjoint(members_of(optimizer))
-
     # ── the end of a step ─────────────────────────────────────────────────────────────────────────
-
-    @property
-    def has_stepped(self) -> bool:
-        """Return whether a step was taken that is not told yet."""
-        return self.hub.optimizers[-1] in self._stepped
 
     def end_step(self, told: Row) -> None:
         """End a step, and give its row to the listener. What the loop tells comes first."""
@@ -295,9 +277,9 @@ class Meter(Listener):
         row["limit"] = self.limit
         if self.has_stepped:
             self._guard(lambda: row.update(self._measured(self._numbers.read())))
-        elif not self._others_stepped:  # else another optimizer may have taken the step
+        elif told.get("loss_scale"):  # else the step may be another optimizer's, or a micro-batch
             row["skipped"] = True
-        row |= told
+        row |= {**told, "step": self.number}
         self.last = {name: x for name, x in row.items() if x not in _NOTHING}
         self._begin()
         self._listen(self.last)
@@ -305,21 +287,19 @@ class Meter(Listener):
     def _measured(self, read: dict[str, dict[str, float]]) -> Row:
         empty: dict[str, float] = {}
         norms = read.get("norm", empty)
+        outputs = read.get("output", empty)
         control = read.get("control", empty)
         sizes = {name: shortened(x) for name, x in read.get("size", empty).items() if x == x}
-        shares = self._shares(read.get("meant", empty), read.get("stored", empty))
-        with_gradient = {*_true(norms)}
-        zero = ((self._missing | {*norms}) - with_gradient) & self._reached
-        self._reached |= with_gradient
-        outputs = read.get("output", empty)
         row: Row = {
             "rate": self._largest_rate(),
             "skipped": bool(control.get("skipped", 0.0)),
-            "zero": sorted(zero),
             "bad": [name for name in norms if not math.isfinite(norms[name])],
             "bad_output": next((name for name in outputs if not math.isfinite(outputs[name])), ""),
-            "stored": shares,
+            "stored": self._shares(read.get("meant", empty), read.get("stored", empty)),
         }
+        with_gradient = {*_true(norms)}
+        if with_gradient:
+            row["zero"] = sorted((self._missing | {*norms}) - with_gradient)
         if self._is_whole:
             row["arrived"] = shortened(math.hypot(*norms.values()) * control.get("clip", 1.0))
         if sizes:
@@ -347,17 +327,6 @@ class Meter(Listener):
             total = sum(map(stored.__getitem__, shares))
             self.share = total / sum(map(meant.__getitem__, shares))
         return shares
-
-
-def _called_by(method: weakref.WeakMethod[Any]) -> Callable[..., None]:
-    """Return a hook on every optimizer that keeps nothing alive."""
-
-    def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        call = method()
-        if call is not None:
-            call(optimizer)
-
-    return hook
 
 
 def _is_block(name: str) -> bool:

@@ -39,16 +39,13 @@ class Numbers:
         return read
 
 
-def norms_of(gradients: Sequence[Tensor]) -> Tensor:
+def norms_of(gradients: list[Tensor]) -> Tensor:
     """Return norms, in float32 or wider: squares overflow in float16."""
     wide = torch.float32
-    parts = []
     for x in gradients:
-        part = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
-        parts.append(part)
-        wide = torch.promote_types(wide, part.dtype)
-    first = parts[0].device
-    return torch.stack([norm.to(first) for norm in torch._foreach_norm(parts, 2, wide)])
+        wide = torch.promote_types(wide, x.dtype)
+    norms = torch._foreach_norm(list(gradients), 2, wide)
+    return torch.stack([norm.to(gradients[0].device) for norm in norms])
 
 
 def shortened(x: float) -> float:

@@ -7,22 +7,19 @@ How much rounding explains is measured: beside one of the passes run float64 sha
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import Counter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as global_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from narrowgauge.measuring.adapters import name_without_adapters
 from narrowgauge.measuring.beside import is_float
 from narrowgauge.measuring.policies.wide import Wide
-from narrowgauge.measuring.units import unit_of
 
-Outputs = dict[str, list[list[Tensor]]]
-"""The float tensors of each call at each place, in the order of the first calls."""
+Outputs = dict[str, list[Tensor]]
+"""The float tensors at each place, in the order of the calls."""
 
 
 class Recording:
@@ -34,7 +31,7 @@ class Recording:
         wide: the shadows of the pass, if it has any.
 
     Attributes:
-        outputs, shadows: of each place.
+        outputs, shadows: of each place; later calls of a module are places of their own.
         unfollowed: places whose shadows are unknown.
         draws: whether the pass drew random numbers.
     """
@@ -47,6 +44,7 @@ class Recording:
         self.unfollowed = set[str]()
         self.draws = False
         self._names = dict[nn.Module, str]()
+        self._calls = Counter[str]()
 
     def before(self, module: nn.Module, args: Any) -> Any:
         if module not in self._names:
@@ -59,73 +57,43 @@ class Recording:
 
     def _keep(self, place: str, values: Any) -> Any:
         leaves, spec = tree_flatten(values)
-        places = [k for k, x in enumerate(leaves) if is_float(x)]
+        indices = [k for k, x in enumerate(leaves) if is_float(x)]
         # A merged layer is like an adapted one only as a whole.
-        if not places or ".base_layer" in place or ".lora_" in place:
+        if not indices or ".base_layer" in place or ".lora_" in place:
             return values
-        calls = self.outputs.setdefault(place, [])
-        calls.append([leaves[k].detach().clone() for k in places])
+        self._calls[place] += 1
+        if self._calls[place] > 1:
+            place = f"{place}, call {self._calls[place]}"
+        tensors = [leaves[k].detach() for k in indices]
+        self.outputs[place] = [x.clone() for x in tensors]
         if self.wide is not None:
-            shadows = [self.wide.of(leaves[k].detach()).clone() for k in places]
-            self.shadows.setdefault(place, []).append(shadows)
-            if not all(self.wide.follows(leaves[k]) for k in places):
+            self.shadows[place] = [self.wide.of(x).clone() for x in tensors]
+            if not all(map(self.wide.follows, tensors)):
                 self.unfollowed.add(place)
-        if place in self.forced:
-            exact = self.forced[place][len(calls) - 1]
-            for k, x in zip(places, exact, strict=True):
-                leaves[k] = x.to(leaves[k].dtype, copy=True)
-            values = tree_unflatten(leaves, spec)
-        return values
+        if place not in self.forced:
+            return values
+        for k, x in zip(indices, self.forced[place], strict=True):
+            leaves[k] = x.to(leaves[k].dtype, copy=True)
+        return tree_unflatten(leaves, spec)
 
 
-@contextmanager
-def recorded(forced: Outputs, wide: Wide | None) -> Iterator[Recording]:
-    """Record what modules take and return, by place."""
-    recording = Recording(forced, wide)
-    handles = [
-        global_hooks.register_module_forward_pre_hook(recording.before),
-        global_hooks.register_module_forward_hook(recording.after),
-    ]
-    try:
-        yield recording
-    finally:
-        for handle in handles:
-            handle.remove()
+def are_alike(first: Outputs, second: Outputs, place: str) -> bool:
+    """Return whether two passes have tensors of the same shapes at a place."""
+    return [x.shape for x in first[place]] == [x.shape for x in second.get(place, [])]
 
 
 def distance(first: Outputs, second: Outputs, place: str) -> float:
-    """Return the largest distance of a row at a place of two passes, relative to its length."""
+    """Return the largest distance of a row at a place of two passes, relative to its length.
+
+    Of small rows, take a thousandth of the mean length.
+    """
     largest = 0.0
-    for x, y in _pairs(first, second, place):
-        off = torch.where(x == y, 0.0, y.double() - x.double())
-        lengths = torch.atleast_1d(off).nan_to_num(nan=math.inf).norm(dim=-1)
-        largest = max(largest, float((lengths / _row_lengths(x)).max()))
+    for x, y in zip(first[place], second[place], strict=True):
+        if x.numel():
+            off = torch.where(x == y, 0.0, y.double() - x.double()).nan_to_num(nan=math.inf)
+            row = torch.atleast_1d(x.double()).nan_to_num(posinf=0.0, neginf=0.0)
+            lengths = row.norm(dim=-1)
+            floor = 1e-3 * float(lengths.square().mean().sqrt()) + 1e-300
+            relative = torch.atleast_1d(off).norm(dim=-1) / lengths.clamp(min=floor)
+            largest = max(largest, float(relative.max()))
     return largest
-
-
-def _pairs(first: Outputs, second: Outputs, place: str) -> Iterator[tuple[Tensor, Tensor]]:
-    for call, other_call in zip(first[place], second[place], strict=True):
-        for x, y in zip(call, other_call, strict=True):
-            if x.numel():
-                yield x, y
-
-
-def _row_lengths(x: Tensor) -> Tensor:
-    """Return the length of each row; of small rows a thousandth of the mean."""
-    lengths: Tensor = torch.atleast_1d(x.double()).nan_to_num(posinf=0.0, neginf=0.0).norm(dim=-1)
-    floor = 1e-3 * float(lengths.square().mean().sqrt()) + 1e-300
-    return lengths.clamp(min=floor)
-
-
-def unit_at(outputs: Outputs, place: str) -> float:
-    """Return the unit roundoff of the coarsest tensor at a place."""
-    units = [unit_of(x.dtype) for call in outputs[place] for x in call]
-    return max(units)
-
-
-def shapes_at(outputs: Outputs, place: str) -> list[list[torch.Size]]:
-    """Return the shapes of the tensors of each call at a place."""
-    shapes = []
-    for call in outputs.get(place, []):
-        shapes.append([x.shape for x in call])
-    return shapes

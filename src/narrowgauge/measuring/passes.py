@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +18,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from narrowgauge.distributed.ranks import all_ranks
-from narrowgauge.errors import RecipeError
 from narrowgauge.measuring.beside import Beside, is_float, storage_key, tensors_in
 from narrowgauge.measuring.policies.wide import Wide
 from narrowgauge.measuring.reading import Reading, measured
@@ -61,13 +61,9 @@ class Findings:
     lines: list[str] = field(default_factory=list)
     unseen: dict[str, str] = field(default_factory=dict)
 
-    def add(self, what: str, tensors: Any, value: float, *limits: Any, stage: str = "") -> None:
+    def add(self, what: str, tensors: Any, value: float, *limits: float) -> None:
         """Add a reading, with its expected value, 0 if left out, and its bound."""
-        self.readings.append(measured(what, tensors, value, *(limits or (0,)), stage=stage))
-
-
-class NotFollowed(ArithmeticError):
-    """A pass that one process cannot make alone."""
+        self.readings.append(measured(what, tensors, value, *(limits or (0.0,))))
 
 
 class Alone:
@@ -76,7 +72,7 @@ class Alone:
     def before(self, op: Any) -> None:
         if op.is_collective and all_ranks().size > 1:
             name = op.name.strip("_")
-            raise NotFollowed(f"the loss calls {name} over ranks, and one process computes it")
+            raise ArithmeticError(f"the loss calls {name} over ranks, and one process computes it")
 
     def after(self, op: Any) -> None:
         return
@@ -122,11 +118,8 @@ class Passes:
 
     Args:
         leaves: the tensors whose gradients are read, by name.
-        parts: micro-batches.
+        parts: micro-batches of this rank.
         batch: what the loop's ``backward`` takes.
-        policies: of each pass.
-
-    Attributes:
         is_training: whether passes are in training mode.
     """
 
@@ -137,7 +130,6 @@ class Passes:
     optimizers: Sequence[torch.optim.Optimizer] = ()
     batch: Any = None
     backward: Backward | None = None
-    policies: Sequence[Any] = ()
     is_training: bool = True
 
     def step(self) -> Any:
@@ -146,11 +138,15 @@ class Passes:
             return self.backward(self.model, self.batch)
         return divided_losses(self.model, self.parts, self.loss, self.optimizers)
 
+    def plain_loss(self, batch: Any) -> Any:
+        """Return the loss of the model without wrappers, such as DistributedDataParallel."""
+        return self.loss(torch_names.unwrapped_model(self.model), batch)
+
     def plain(self, batch: Any, factor: float = 1.0) -> Callable[[], Tensor]:
         """Return a call that computes the gradient of the plain loss, without the loop's hooks."""
 
         def call() -> Tensor:
-            value = scalar(self.loss(self.model, batch))
+            value: Tensor = self.plain_loss(batch)
             start = torch.full_like(value, factor)
             nodes = torch_names.graph_nodes(value)
             if any("CheckpointFunction" in node.name() for node in nodes):
@@ -172,44 +168,34 @@ class Passes:
         Args:
             has_constants: what is detached is a constant for the shadow.
         """
+        changed: list[str] = []
         with ExitStack() as undo:
             undo.enter_context(put_back(self.model, self.leaves.values(), self.optimizers))
             undo.enter_context(_scalers_put_back())
-            changed = undo.enter_context(_weights_put_back(self.leaves))
+            undo.callback(_put_back_weights, self.leaves, _copies(self.leaves), changed)
             undo.enter_context(torch.compiler.set_stance("force_eager"))
             undo.enter_context(sdpa_kernel(SDPBackend.MATH))
-            self._set_mode()
+            self.model.train(self.is_training)
+            if not self.is_training:  # of a step that begins with train()
+                vars(self.model)["train"] = lambda mode=True: self.model
             before = generators()
-            constants: Any = Constants(wide) if has_constants else nullcontext()
-            with Beside(wide, *self.policies, *policies):
-                with constants:
-                    value = call()
-                gradients: Gradients = {}
-                for name, gradient in named_gradients(self.leaves).items():
-                    dense = gradient.detach()
-                    if dense.layout is not torch.strided:
-                        dense = dense.to_dense()
-                    gradients[name] = dense.clone()
+            undo.enter_context(Beside(wide, *policies))
+            with Constants(wide) if has_constants else nullcontext():
+                loss = call()
+            gradients: Gradients = {}
+            for name, gradient in named_gradients(self.leaves).items():
+                gradients[name] = gradient.detach().clone()
+                if gradient.is_sparse:
+                    gradients[name] = gradient.detach().to_dense()
             draws = wide.draws or generators() != before
         shadows: Gradients = {}
         for name, gradient in gradients.items():
             if wide.follows(gradient) and not is_sharded(gradient):
                 shadows[name] = wide.of(gradient)
-        number = math.nan
-        if isinstance(value, Tensor) and value.numel() == 1 and wide.follows(value):
-            number = float(wide.of(value.detach()).real)
-        return Pass(gradients, shadows, value, number, wide, draws, changed)
-
-    def _set_mode(self) -> None:
-        """Take the mode. In evaluation, calls of ``train`` change nothing."""
-        self.model.train(self.is_training)
-        if not self.is_training:
-            vars(self.model)["train"] = lambda mode=True: self.model
-
-
-def inner_name(name: str) -> str:
-    """Return a name without the prefixes of compilers, checkpoints and DistributedDataParallel."""
-    return torch_names.plain_name(name).removeprefix("module.")
+        value = math.nan
+        if isinstance(loss, Tensor) and loss.numel() == 1 and wide.follows(loss):
+            value = float(wide.of(loss.detach()))
+        return Pass(gradients, shadows, loss, value, wide, draws, changed)
 
 
 def trained_leaves(model: nn.Module) -> dict[str, Any]:
@@ -218,26 +204,23 @@ def trained_leaves(model: nn.Module) -> dict[str, Any]:
     return {inner_name(n): p for n, p in named if p.requires_grad and not p.is_meta}
 
 
-@contextmanager
-def _weights_put_back(leaves: Mapping[str, Any]) -> Iterator[list[str]]:
-    """Restore weights at the end, and add the names of those that changed to a list.
+def inner_name(name: str) -> str:
+    """Return a name without the prefixes of compilers, checkpoints and DistributedDataParallel."""
+    return torch_names.plain_name(name).removeprefix("module.")
 
-    FSDP2 writes its shards itself.
-    """
-    copies = {}
-    for name, p in leaves.items():
-        if not is_sharded(p):
-            copies[name] = p.detach().clone()
-    changed: list[str] = []
-    try:
-        yield changed
-    finally:
-        for name, values in copies.items():
-            p = leaves[name].detach()
-            is_same = (p == values) | (p.isnan() & values.isnan())
-            if not bool(is_same.all()):
-                changed.append(name)
-                p.copy_(values)
+
+def _copies(leaves: Mapping[str, Any]) -> Gradients:
+    """Return copies of weights; FSDP2 writes its shards itself."""
+    return {name: p.detach().clone() for name, p in leaves.items() if not is_sharded(p)}
+
+
+def _put_back_weights(leaves: Mapping[str, Any], copies: Gradients, changed: list[str]) -> None:
+    """Restore weights, and add the names of those that changed to a list."""
+    for name, values in copies.items():
+        p = leaves[name].detach()
+        if not torch.equal(p.nan_to_num(), values.nan_to_num()):
+            changed.append(name)
+            p.copy_(values)
 
 
 @contextmanager
@@ -248,8 +231,7 @@ def _scalers_put_back() -> Iterator[None]:
 
     def noting(scaler: GradScaler, outputs: Any) -> Any:
         if scaler not in saved:
-            states = scaler._per_optimizer_states.copy()
-            saved[scaler] = vars(scaler) | {"_per_optimizer_states": states}
+            saved[scaler] = copy.deepcopy(vars(scaler))
         return scale(scaler, outputs)
 
     GradScaler.scale = noting  # type: ignore[assignment, method-assign]
@@ -262,19 +244,6 @@ def _scalers_put_back() -> Iterator[None]:
 
 
 # ── batches ───────────────────────────────────────────────────────────────────────────────────────
-
-
-def scalar(result: Any) -> Tensor:
-    """Return what the user's ``loss`` returned, if a backward pass can begin there."""
-    if isinstance(result, Tensor) and result.numel() == 1 and result.requires_grad:
-        return result
-    kind = f"a {type(result).__name__}"
-    if isinstance(result, Tensor):
-        kind = f"shape {tuple(result.shape)}, requires_grad {result.requires_grad}"
-    raise RecipeError(
-        f"Cannot compare gradients because loss(model, batch) returned {kind}.",
-        "Return the mean loss over the batch, a tensor of one element.",
-    )
 
 
 def divided_losses(
@@ -294,7 +263,7 @@ def divided_losses(
         elif not is_last:
             waits = getattr(model, "no_sync", nullcontext)()
         with waits:
-            value = scalar(loss(model, part))
+            value = loss(model, part)
             (value / len(parts)).backward()
     return value
 
@@ -303,11 +272,6 @@ def micro_batches(model: nn.Module, batch: Any, loss: Loss) -> list[Any]:
     """Return the micro-batches in a list. A list that ``loss`` takes whole is one batch."""
     if not isinstance(batch, list):
         return [batch]
-    if not batch:
-        raise RecipeError(
-            "Cannot compare gradients because batch= is an empty list.",
-            "Pass a batch or micro-batches.",
-        )
     try:
         with put_back(model), torch.no_grad():
             loss(model, batch)
@@ -317,7 +281,7 @@ def micro_batches(model: nn.Module, batch: Any, loss: Loss) -> list[Any]:
 
 
 def concatenated(parts: Sequence[Any]) -> Any:
-    """Return micro-batches as one; ``None`` if they have unlike shapes or an unknown type.
+    """Return micro-batches as one; ``None`` if they have unlike shapes.
 
     Concatenate tensors along their first dim; dicts, tuples and lists item by item.
 
@@ -337,6 +301,4 @@ def concatenated(parts: Sequence[Any]) -> Any:
 def _joined(first: Any, *others: Any) -> Any:
     if isinstance(first, Tensor) and first.ndim:
         return torch.cat([first, *(x.to(first.device) for x in others)])
-    if first is None or isinstance(first, (int, float, str, Tensor)):
-        return first
-    raise TypeError
+    return first

@@ -8,12 +8,12 @@ other follows in squares, since errors of different places are nearly orthogonal
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from torch import nn
 
-from narrowgauge.measuring.beside import SUM, Site, is_finite, tensors_in
+from narrowgauge.measuring.beside import SUM, is_finite, tensors_in
 from narrowgauge.measuring.kinds import KINDS
 from narrowgauge.measuring.passes import Findings, Gradients, Pass, Passes, trained_leaves
 from narrowgauge.measuring.policies.finite import Finite
@@ -38,180 +38,154 @@ LEFT = 1 / 3
 """A place is the one if it gives this share of the error, and leaves at most that share without it."""
 LEAST_SHARE = 0.005
 """A place of less of the error is not printed."""
-SATURATED = 1 / 8
-"""Share of a cast's values that reach the end of its format: delayed and rounded scales leave a few."""
-OUTSIDE = 2.0
-"""Roundings of its input that a cast may err: one where nothing ends, and as much again."""
 
-Repeat = Callable[[Collection[Site]], Pass]
+Repeat = Callable[[Collection[str]], Pass]
 """Run a step again, with sites whose shadows are rounded."""
 
 
-def distance(first: Gradients, second: Gradients, names: Sequence[str]) -> float:
-    """Return the length of the difference of two sets of gradients."""
-    squares = 0.0
-    for name in names:
-        squares += float((first[name].double() - second[name]).square().sum())
-    return math.sqrt(squares)
+class Place(NamedTuple):
+    """A site, its share of the error, and the share that is left without it and those before it."""
+
+    site: str
+    share: float
+    left: float
 
 
-class Roundings:
-    """Measure what rounding does to a gradient, and rank the places that do it.
+def add_roundings(first: Pass, repeat: Repeat, number: int, findings: Findings) -> None:
+    """Tell what is unusual in the roundings of a gradient.
 
-    Attributes:
-        names: tensors whose gradients are finite and followed.
-        unit: unit roundoff of the coarsest product of the step.
-        error: distance of all gradients from their shadows.
-        number: the error over the length of the gradients, in roundings of the unit.
-        is_most: whether the first place that was ranked gives most of the error.
+    Args:
+        repeat: runs the step of the first pass again.
+        number: lines of places that do most, at most.
     """
+    wide = first.wide
+    errors = {}
+    for name, shadow in first.shadows.items():
+        if is_finite(first.gradients[name]) and is_finite(shadow):
+            errors[name] = _distance(first.gradients, first.shadows, [name])
+    number_lost = len(first.gradients) - len(first.shadows)
+    if number_lost:
+        through = ", ".join(wide.cuts) or "shards"
+        findings.unseen[f"roundings of {number_lost} gradients"] = f"not followed through {through}"
+    if not errors:
+        findings.lines.append("gradients: none is seen, or none is followed")
+        return
+    error = math.hypot(*errors.values())
+    length = math.hypot(*(float(first.shadows[name].norm()) for name in errors)) or 1.0
+    roundings = error / length / wide.working
+    worst = max(errors, key=errors.__getitem__)
+    findings.lines.append(
+        f"gradients of {len(errors)} tensors: {error / length:.2g} of their length from float64's, "
+        f"{roundings:.3g} roundings of {format_of(wide.working)}; most in {worst}"
+    )
 
-    is_most = False
+    def alone(sites: Collection[str]) -> float:
+        """Return the error that some sites give."""
+        reached = _distance(repeat(sites).shadows, first.shadows, list(errors))
+        return math.inf if math.isnan(reached) else reached
 
-    def __init__(self, first: Pass, repeat: Repeat) -> None:
-        self.first = first
-        self.repeat = repeat
-        self.names = []
-        for name, shadow in first.shadows.items():
-            if is_finite(first.gradients[name]) and is_finite(shadow):
-                self.names.append(name)
-        self.unit = first.wide.working
-        self.error = self.of(self.names)
-        self.length = math.hypot(*(float(first.shadows[name].norm()) for name in self.names))
-        self.number = self.error / (self.length or 1.0) / self.unit
+    places = _ranked(wide, error, wide.working * length, number, alone)
+    for site, share, left in places:
+        line = f"  {share:.2f} of it from {', '.join(sorted(wide.rounds[site]))} in {site}"
+        findings.lines.append(f"{line}; {left:.2f} is left without it")
+    bound = KINDS["rounding"].bound
+    if wide.working == FINEST:
+        bound = OF_FLOAT32
+    elif wide.flips:
+        bound *= FLIPPED
+    elif roundings <= bound and places and places[0].share >= MOST and places[0].left <= LEFT:
+        bound = OF_SUMS
+    noisy = _noisy(first, errors)
+    if roundings > bound:
+        findings.add("rounding", worst, roundings, 0.0, bound)
+    elif noisy:
+        findings.add("rounding-alone", noisy, len(noisy))
+    _add_casts(wide, findings)
 
-    def of(self, names: Sequence[str]) -> float:
-        """Return the distance of some gradients from their shadows."""
-        return distance(self.first.gradients, self.first.shadows, names)
 
-    @property
-    def worst(self) -> str:
-        """Return the tensor with the largest part of the error."""
-        return max(self.names, key=lambda name: self.of([name]))
+def _distance(first: Gradients, second: Gradients, names: Sequence[str]) -> float:
+    """Return the length of the difference of two sets of gradients."""
+    return math.hypot(*(float((first[name].double() - second[name]).norm()) for name in names))
 
-    def line(self) -> str:
-        if not self.first.gradients:
-            return "gradients: none is seen"
-        if not self.names:
-            return "gradients: none is followed"
-        return (
-            f"gradients of {len(self.names)} tensors: {self.number * self.unit:.2g} of their length "
-            f"from float64's, {self.number:.3g} roundings of {format_of(self.unit)}; "
-            f"most in {self.worst}"
-        )
 
-    def places(self, number: int) -> list[str]:
-        """Return the lines of at most ``number`` places, the largest first.
+def _noisy(first: Pass, errors: Mapping[str, float]) -> list[str]:
+    """Return matrices whose gradient is rounding alone."""
+    names = []
+    for name, error in errors.items():
+        norm = float(first.gradients[name].double().norm())
+        is_alone = error > MOST * norm > 0 and float(first.shadows[name].norm()) < (1 - MOST) * norm
+        if is_alone and first.gradients[name].ndim > 1:
+            names.append(name)
+    return names
 
-        Few roundings are asked of the sum of micro-batches alone: its error grows with their number.
-        """
-        wide = self.first.wide
-        rest = list(wide.rounds)
-        sites = rest
-        if self.number <= RANKED or (self.unit == FINEST and self.number <= OF_FLOAT32):
-            sites = [site for site in rest if site.line == SUM and self.number > OF_SUMS]
-        left = self.error
-        lines: list[str] = []
-        while sites and len(lines) < number and left > self.unit * self.length:
-            site = self._largest(sites, left)
-            share = self._alone([site]) / self.error
-            if share < LEAST_SHARE:
-                break
-            rest = [other for other in rest if other != site]
-            left = self._alone(rest)
-            self.is_most |= not lines and share >= MOST and left <= LEFT * self.error
-            line = f"  {share:.2f} of it from {', '.join(sorted(wide.rounds[site]))} in {site}"
-            line += f"; {left / self.error:.2f} is left without it"
-            if site in wide.casts:
-                line += f"; {_words(wide.casts[site])}"
-            lines.append(line)
-            sites = rest
-        return lines
 
-    def _largest(self, sites: list[Site], error: float) -> Site:
+def _ranked(
+    wide: Wide,
+    error: float,
+    unit: float,
+    number: int,
+    alone: Callable[[Collection[str]], float],
+) -> list[Place]:
+    """Return the places that do most of an error, the largest first, until one rounding is left.
+
+    Few roundings are asked of the sum of micro-batches alone: its error grows with their number.
+
+    Args:
+        unit: one rounding of the whole gradient.
+        number: places, at most.
+        alone: the error that some sites give.
+    """
+    rest = list(wide.rounds)
+    sites = rest
+    if error <= (OF_FLOAT32 if wide.working == FINEST else RANKED) * unit:
+        sites = [site for site in rest if site == SUM and error > OF_SUMS * unit]
+    places: list[Place] = []
+    left = error
+    while sites and len(places) < number and left > unit:
+        size = left
         while len(sites) > 1:
             half = sites[: len(sites) // 2]
-            part = self._alone(half)
-            other = math.sqrt(max(0.0, error**2 - part**2))
+            part = alone(half)
+            other = math.sqrt(max(0.0, size**2 - part**2))
             sites = sites[len(half) :]
             if part >= other:
                 sites = half
-            error = max(part, other)
-        return sites[0]
-
-    def _alone(self, sites: Collection[Site]) -> float:
-        shadows = self.repeat(sites).shadows
-        reached = distance(shadows, self.first.shadows, self.names)
-        return math.inf if math.isnan(reached) else reached
-
-
-def add_roundings(roundings: Roundings, findings: Findings, number: int) -> None:
-    """Tell what is unusual in the roundings, with lines of at most ``number`` places that do most."""
-    findings.lines.append(roundings.line())
-    flips = roundings.first.wide.flips
-    bound = KINDS["rounding"].bound
-    if flips:
-        bound *= FLIPPED
-    if roundings.unit == FINEST:
-        bound = OF_FLOAT32
-    findings.lines += roundings.places(number)
-    alone = []
-    for name in roundings.names:
-        gradient = roundings.first.gradients[name]
-        if gradient.ndim > 1 and name in roundings.first.shadows:
-            norm = float(gradient.double().norm())
-            without = float(roundings.first.shadows[name].double().norm())
-            if roundings.of([name]) > MOST * norm > 0 and without < (1 - MOST) * norm:
-                alone.append(name)
-    if roundings.number <= bound and roundings.is_most and not flips:
-        bound = OF_SUMS
-    if roundings.number > bound:
-        findings.add("rounding", roundings.worst, roundings.number, 0.0, bound)
-    elif alone:
-        findings.add("rounding-alone", alone, len(alone))
-    _add_casts(roundings.first.wide, findings)
-    number_lost = len(roundings.first.gradients) - len(roundings.first.shadows)
-    if number_lost:
-        through = ", ".join(roundings.first.wide.cuts) or "shards"
-        findings.unseen[f"roundings of {number_lost} gradients"] = f"not followed through {through}"
+            size = max(part, other)
+        share = alone(sites) / error
+        if share < LEAST_SHARE:
+            break
+        rest = [site for site in rest if site != sites[0]]
+        left = alone(rest)
+        places.append(Place(sites[0], share, left / error))
+        sites = rest
+    return places
 
 
 def _add_casts(wide: Wide, findings: Findings) -> None:
     """Tell casts whose values lie outside the range of their format."""
-    for what, place, limit, right in (
-        ("saturation", 0, SATURATED, 0),
-        ("cast-range", 2, OUTSIDE, 1),
-    ):
-        losses = {site: loss[place] for site, loss in wide.casts.items() if loss[place] > limit}
-        sites = sorted(losses, key=lambda site: -losses[site])
+    for what, expected in (("saturation", 0), ("cast-range", 1)):
+        losses = {}
+        for site, loss in wide.casts.items():
+            if loss[what] - expected > KINDS[what].bound:
+                losses[site] = loss[what]
+        sites = sorted(losses, key=losses.__getitem__, reverse=True)
         if sites:
-            findings.add(what, map(str, sites), losses[sites[0]], right)
-        findings.lines += [f"  {site}: {_words(wide.casts[site])}" for site in sites]
-    for site, words in wide.misread.items():
-        findings.add("misread-bytes", str(site), 1)
-        findings.lines.append(f"  {words} in {site}")
-
-
-def _words(losses: Sequence[float]) -> str:
-    return f"{losses[0]:.1%} of its values reach the format's end, {losses[1]:.1%} became 0"
+            findings.add(what, sites, losses[sites[0]], expected)
+    for site in wide.misread:
+        findings.add("misread-bytes", site, 1)
 
 
 def add_nonfinite(first: Pass, finite: Finite, findings: Findings) -> None:
-    """Tell gradients or a loss that are not finite, with the operation that began it."""
+    """Tell gradients or a loss that are not finite, with the operations that began it."""
     bad = [name for name in reversed(first.gradients) if not is_finite(first.gradients[name])]
-    loss = [x for x in tensors_in(first.loss) if not is_finite(x)]
-    cause = finite.first([*loss, *(first.gradients[name] for name in bad)])
-    if cause:
-        findings.lines.append(f"not finite first: {cause}")
-    if bad:
-        shadow = first.shadows.get(bad[0])
-        if shadow is not None and is_finite(shadow):
-            findings.lines.append(
-                f"without roundings that of {bad[0]} is finite: a format's range ends"
-            )
-        findings.add("nonfinite", bad, len(bad))
-    elif loss:
-        findings.add("nonfinite", "the loss", 1, stage="loss")
+    is_loss_bad = not all(map(is_finite, tensors_in(first.loss)))
+    if bad or is_loss_bad:
+        findings.lines += [f"not finite first: {words}" for words in finite.made.values()]
+        findings.add("nonfinite", bad or "the loss", len(bad) or 1)
+    if bad and bad[0] in first.shadows and is_finite(first.shadows[bad[0]]):
+        findings.lines.append(
+            f"without roundings that of {bad[0]} is finite: a format's range ends"
+        )
 
 
 def ranked_places(model: nn.Module, step: Callable[[], Any]) -> Readings:
@@ -259,11 +233,10 @@ def ranked_places(model: nn.Module, step: Callable[[], Any]) -> Readings:
             p.grad = gradient
         return value
 
-    finite = Finite(model)
+    finite = Finite()
     first = passes.run(call, Wide(), finite)
     findings = Findings()
     add_nonfinite(first, finite, findings)
     if not findings.readings:
-        roundings = Roundings(first, lambda places: passes.run(call, Wide(places)))
-        add_roundings(roundings, findings, 3)
+        add_roundings(first, lambda sites: passes.run(call, Wide(sites)), 3, findings)
     return Readings(findings.readings, findings.lines, "roundings of the gradient", findings.unseen)

@@ -47,9 +47,8 @@ def describe_process(device: torch.device) -> dict[str, Any]:
         "capability": torch.backends.cpu.get_cpu_capability(),
         "num_threads": torch.get_num_threads(),
         "device": "cpu",
+        "ranks": all_ranks().size,
     }
-    if all_ranks().size > 1:
-        machine["ranks"] = all_ranks().size
     if device.type == "cuda":
         machine["device"] = torch.cuda.get_device_name(device)
     return {"versions": versions, "machine": machine, "arithmetic": measure_arithmetic(device)}

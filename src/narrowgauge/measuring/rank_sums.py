@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.distributed.ranks import Ranks
-from narrowgauge.measuring.samples import Sampler
+from narrowgauge.measuring.samples import bits
 from narrowgauge.numerics.dtensor import is_sharded
 
 
@@ -24,9 +24,8 @@ class RankSums:
         whole: the compared parameters, by name.
     """
 
-    def __init__(self, here: Ranks, names: Mapping[Tensor, str], sampler: Sampler) -> None:
+    def __init__(self, here: Ranks, names: Mapping[Tensor, str]) -> None:
         self._here = here
-        self._sampler = sampler
         self.whole: dict[str, Tensor] = {}
         for p, name in names.items():
             if p.requires_grad and p.numel() and not is_sharded(p):
@@ -40,19 +39,17 @@ class RankSums:
 
     def add_gradients(self, gradients: Mapping[Tensor, Tensor]) -> None:
         """Sum the bits of an optimizer's gradients."""
-        places = []
-        sums = []
+        sums = {}
         for place, p in enumerate(self.whole.values()):
             if p in gradients and not gradients[p].is_sparse:
-                places.append(place)
-                sums.append(self._sampler.bits(gradients[p]))
+                sums[place] = bits(gradients[p])
         if sums:
-            self._sums[0, places] += torch.stack(sums).cpu()
+            self._sums[0, [*sums]] += torch.stack([*sums.values()]).cpu()
 
     def take_weights(self) -> None:
         """Sum the bits of the weights."""
         if self.whole:
-            self._sums[1] = torch.stack([*map(self._sampler.bits, self.whole.values())]).cpu()
+            self._sums[1] = torch.stack([*map(bits, self.whole.values())]).cpu()
 
     def compare(self, is_broken: bool, number: int) -> dict[str, Tensor]:
         """Return which gradients and which weights differ between ranks, in one call of all ranks.

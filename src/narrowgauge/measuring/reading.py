@@ -60,29 +60,21 @@ class Reading:
         kind = KINDS.get(self.what)
         if kind is None:
             return ""
-        numbers = {name: x for name, x in asdict(self).items() if x is not None}
-        nothing = dict.fromkeys(("value", "expected", "bound"), math.nan)
-        return kind.text.format(**{**nothing, **numbers})
-
-    @property
-    def words(self) -> str:
-        """Return the sentence behind its tensor, for a line of a loop's own output."""
-        tensor = f"{self.tensor}: " if self.tensor else ""
-        return tensor + self.text.rstrip(".")
+        numbers = {}
+        for name in ("value", "expected", "bound"):
+            number = getattr(self, name)
+            numbers[name] = math.nan if number is None else number
+        return kind.text.format(**numbers)
 
     @property
     def severity(self) -> str:
         """Return how serious it is, by its kind."""
-        if self.what not in KINDS:
-            return "error"
-        return KINDS[self.what].severity
+        return KINDS[self.what].severity if self.what in KINDS else "error"
 
     @property
     def excess(self) -> float:
         """Return how many times the value is beyond its bound, on either side; infinite if unknown."""
-        if self.value is None or self.bound is None or not math.isfinite(self.value):
-            return math.inf
-        if self.bound <= 0:
+        if self.value is None or not self.bound or not math.isfinite(self.value):
             return math.inf
         return abs(self.value - (self.expected or 0.0)) / self.bound
 
@@ -123,12 +115,7 @@ def in_order(readings: Iterable[Reading]) -> list[Reading]:
 
 
 def of_all(names: Iterable[str]) -> str:
-    """Return the first name and the number of others, as the tensor of a reading.
-
-    Example:
-        >>> of_all(["a", "b", "c"])
-        'a and 2 others'
-    """
+    """Return the first name and the number of others, as the tensor of a reading."""
     return told(names, 1)
 
 
@@ -150,26 +137,14 @@ def failure_of(title: str, error: Exception) -> str:
     return f"{title} ended: {words_of(error)}"
 
 
-def reading_table(readings: Sequence[Reading]) -> Table:
-    """Return readings as a table, without their sentences.
-
-    Example:
-        >>> print(reading_table([Reading(40, "storage", "a.weight", "lost-updates", 0.5, 1.0, 0.1)]).plain(), end="")
-        step  stage    tensor    what          value  expected  bound
-          40  storage  a.weight  lost-updates    0.5         1    0.1
-    """
-    place = (
-        *number_columns(step="step"),
-        *text_columns(stage="stage"),
-        *name_columns(tensor="tensor", what="what"),
-    )
-    numbers = number_columns(value="value", expected="expected", bound="bound")
-    return Table((*place, *numbers), list(map(asdict, readings)))
-
-
 MAX_ROWS = 10
 MAX_SENTENCES = 8
 """Maximum number of printed rows, and of printed sentences. JSON has all."""
+_COLUMNS = (
+    *number_columns(step="step"), *text_columns(stage="stage"),
+    *name_columns(tensor="tensor", what="what"),
+    *number_columns(value="value", expected="expected", bound="bound"),
+)  # fmt: skip
 
 
 class Readings(Sequence[Reading]):
@@ -202,9 +177,14 @@ class Readings(Sequence[Reading]):
         self.unseen = dict(unseen or {})
 
     @property
+    def serious(self) -> list[Reading]:
+        """Return the readings that are worse than a note."""
+        return [reading for reading in self.readings if reading.severity != "note"]
+
+    @property
     def ok(self) -> bool:
         """Return whether no reading is worse than a note."""
-        return all(reading.severity == "note" for reading in self.readings)
+        return not self.serious
 
     def require(self) -> Readings:
         """Raise if any reading is worse than a note; else return the readings.
@@ -212,12 +192,10 @@ class Readings(Sequence[Reading]):
         Raises:
             RecipeError: with the sentences of all readings.
         """
-        serious = [reading for reading in self.readings if reading.severity != "note"]
-        if serious:
-            message = (
-                f"Cannot train as set up because {len(serious)} readings are beyond their bound."
-            )
-            for reading in serious:
+        if self.serious:
+            number = len(self.serious)
+            message = f"Cannot train as set up because {number} readings are beyond their bound."
+            for reading in self.serious:
                 message += f" {reading.what} ({reading.tensor}): {reading.text}"
             raise RecipeError(message)
         return self
@@ -243,28 +221,22 @@ class Readings(Sequence[Reading]):
 
     def __str__(self) -> str:
         lines = list(self.lines)
+        sentences: dict[str, str] = {}
+        for reading in self.readings:
+            note = " (note)" if reading.severity == "note" else ""
+            if reading.text:
+                sentences.setdefault(reading.what, f"{reading.what}{note}: {reading.text}")
         if self.readings:
-            lines += reading_table(self.readings[:MAX_ROWS]).plain().splitlines()
-            more = len(self.readings) - MAX_ROWS
-            if more > 0:
-                lines.append(f"and {more} more readings (--json)")
-            lines += self._texts()
+            table = Table(_COLUMNS, list(map(asdict, self.readings[:MAX_ROWS])))
+            lines += table.plain().splitlines()
         elif self.looked_at:
             lines.append(f"Nothing found: {self.looked_at}.")
+        if len(self) > MAX_ROWS:
+            lines.append(f"and {len(self) - MAX_ROWS} more readings (--json)")
+        lines += [*sentences.values()][:MAX_SENTENCES]
         if self.unseen:
             areas = []
             for area, flag in self.unseen.items():
                 areas.append(f"{area} ({flag})" if flag else area)
             lines.append(f"Not looked at: {', '.join(areas)}.")
         return "\n".join(lines)
-
-    def _texts(self) -> list[str]:
-        """Return the sentence of each kind, with the numbers of its first reading."""
-        sentences: dict[str, str] = {}
-        for reading in self.readings:
-            kind = reading.what
-            if reading.severity == "note":
-                kind += " (note)"
-            if reading.text:
-                sentences.setdefault(kind, f"{kind}: {reading.text}")
-        return list(sentences.values())[:MAX_SENTENCES]

@@ -6,14 +6,14 @@ only the rows. Nothing of the recorder belongs in a checkpoint.
 
 from __future__ import annotations
 
+import sys
 import time
 import warnings
-from collections.abc import Callable, Collection, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from narrowgauge.distributed.ranks import all_ranks
@@ -22,25 +22,26 @@ from narrowgauge.errors import RecordError
 from narrowgauge.measuring.casts import Gauges
 from narrowgauge.measuring.diagnose import ignored, steps_of
 from narrowgauge.measuring.fingerprints import Fingerprints
-from narrowgauge.measuring.hooks import RunNotice
+from narrowgauge.measuring.hooks import Hub, RunNotice
 from narrowgauge.measuring.laws import Laws
+from narrowgauge.measuring.meter import Meter
 from narrowgauge.measuring.provenance import describe_run
 from narrowgauge.measuring.reading import Reading, measured
 from narrowgauge.measuring.resume import Certificate
+from narrowgauge.measuring.set_up import set_up_of
 from narrowgauge.measuring.step import Step
 from narrowgauge.measuring.step_row import batch_checksum, bytes_per_param, columns_of, summary_of
-from narrowgauge.measuring.watch import SEEN_AT, Watch, show
-from narrowgauge.optim.audit import MOST_AT_END, Alarm
+from narrowgauge.optim.audit import Alarm, audit
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.finding import counted
 from narrowgauge.runs.places import is_run
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.runs.schema import Row
-from narrowgauge.runs.writer import RunWriter
-from narrowgauge.spec.values import require_number
-from narrowgauge.torch_support.torch_hooks import members_of
+from narrowgauge.runs.writer import Record, plain
+from narrowgauge.torch_support.torch_names import is_compiled_model, unwrapped_model
 
-_MOST = 1 << 63
+SEEN_AT = 3
+"""The step after which it is told what is not measured."""
 
 
 class RunRecorder:
@@ -54,7 +55,7 @@ class RunRecorder:
     finished when :meth:`close` or the end of the ``with`` block says so. Nothing happens at exit.
 
     Args:
-        folder: the run folder; absent or empty, unless ``resume``.
+        folder: the run folder; absent or empty, unless ``resume``. ``None`` records nothing.
         model: the trained model, before ``torch.compile`` if gauges are to see it.
         optimizer: one of Narrowgauge's or of ``torch.optim``'s, possibly in a framework's wrapper;
             or a list of several. Rows, gauges and checkpoints are of the last one, which steps at
@@ -81,7 +82,9 @@ class RunRecorder:
             in place of a table leaves it out.
 
     Attributes:
-        num_steps: steps recorded so far.
+        hub: the hooks on the loop.
+        meter: measures each step.
+        laws: read the steps.
 
     Raises:
         RecordError: the folder is in use.
@@ -110,7 +113,7 @@ class RunRecorder:
 
     def __init__(
         self,
-        folder: str | Path,
+        folder: str | Path | None,
         model: nn.Module,
         optimizer: Any,
         *,
@@ -124,85 +127,85 @@ class RunRecorder:
         resume: bool = False,
         tables: Mapping[str, Mapping[str, Any] | None] | None = None,
     ) -> None:
-        require_number("gauges_every", gauges_every, 0, _MOST, is_whole=True)
-        require_number("fingerprints_every", fingerprints_every, 0, _MOST, is_whole=True)
-        self.folder = Path(folder)
+        self.folder = None if folder is None else Path(folder)
+        self.laws = Laws(ignore, say=self._note)
+        self.model = unwrapped_model(model)
+        if called is None:
+            # A compiler skips hooks inside the model that it compiles.
+            called = model if is_compiled_model(model) else self.model
         self._here = all_ranks()
         self._on_row = on_row
-        self._writer: RunWriter | None = None
-        self._gauges: Gauges | None = None
+        self._record: Record | None = None
+        self._started = time.perf_counter()
+        self._tokens = 0
+        self._is_open = True
         with ExitStack() as undo:
-            self._undo = undo
-            self._watch = Watch(
-                model, optimizer, called=called, max_grad_norm=max_grad_norm, ignore=ignore,
-                listen=self._write,
-            )  # fmt: skip
-            hub = self._watch.hub
-            undo.callback(hub.undo.close)
-            undo.callback(self._watch.meter.end)
-            self.model = hub.model
-            self.optimizer = hub.optimizers[-1]
+            self.hub = Hub(self.model, set_up_of(model, optimizer).optimizers, called)
+            undo.callback(self.hub.undo.close)
+            self.hub.say = self._note
+            self.optimizer = self.hub.optimizers[-1]
+            self.meter = Meter(self.hub, self._write, limit=max_grad_norm)
+            undo.callback(self.meter.end)
             self._certificate = Certificate(model, self.optimizer)
-            self._prints = Fingerprints(hub, fingerprints_every)
+            self._prints = Fingerprints(self.hub, fingerprints_every if self.folder else 0)
             undo.callback(self._prints.end)
+            self._gauges: Gauges | None = None
             if gauges_every:
-                self._gauges = Gauges(hub, self.optimizer, gauges_every, self._write_gauges)
+                self._gauges = Gauges(self.hub, self.optimizer, gauges_every, self._write_gauges)
                 undo.callback(self._gauges.end)
-            content = describe_run(self.model, self.optimizer, settings or {})
-            content |= {"watch": {"ignore": list(ignore)}, **dict(tables or {})}
-            earlier = self._here.of_first(lambda: self._open(content, resume))
-            hub.say = self._note
-            self._watch.laws = Laws(ignore, say=self._note)
-            if isinstance(self.optimizer, Optimizer):
-                self._hear(self.optimizer)
-            self._begin(content, earlier, settings or {})
+            self._must_go_back = False
+            if self.folder is not None:
+                self._begin(undo, dict(settings or {}), tables or {}, resume)
             self._undo = undo.pop_all()
 
-    def _open(self, content: Row, resume: bool) -> Run | None:
-        """Open the folder on rank 0, and return the run that it holds, if this one goes on with it."""
-        earlier = None
-        if resume and is_run(self.folder):
-            self._writer = RunWriter.open(self.folder)
-            earlier = read_run(self.folder)
-        else:
-            self._writer = RunWriter.create(self.folder, content)
-        self._undo.callback(self._writer.close)
-        return earlier
+    @property
+    def num_steps(self) -> int:
+        """Return the number of steps recorded so far."""
+        return self.meter.number
+
+    def _begin(
+        self, undo: ExitStack, settings: Row, tables: Mapping[str, Any], resume: bool
+    ) -> None:
+        """Open the folder, and write what is known before the first step."""
+        content = describe_run(self.model, self.optimizer, settings)
+        content |= {"watch": {"ignore": list(self.laws.ignore)}, **tables}
+        earlier = self._here.of_first(lambda: self._open(content, settings, resume))
+        if self._record is not None:
+            undo.callback(self._record.close)
+        if isinstance(self.optimizer, Optimizer):
+            undo.callback(setattr, self.optimizer, "on_alarm", self.optimizer.on_alarm)
+            self._hear(self.optimizer)
+        if earlier is None:
+            self.event("start", str(content["config"]["model"]))
+        else:  # its steps may be lost, and other rows tell of them
+            rows = [*earlier.steps, *earlier.evals, *earlier.events]
+            self._must_go_back = any(row["step"] for row in rows)
+        if not self._must_go_back:
+            self._begin_at(0)
+
+    def _open(self, content: Row, settings: Row, resume: bool) -> Run | None:
+        """Open the folder on rank 0, and return the run in it, if this one goes on with it."""
+        folder = str(self.folder)
+        if not resume or not is_run(Path(folder)):
+            self._record = Record.create(folder, content)
+            return None
+        self._record = Record.open(folder)
+        run = read_run(folder)
+        self._record.amend({**content, **run.run, "config": {**run.config, **settings}})
+        return run
 
     def _hear(self, optimizer: Optimizer) -> None:
         """Log the alarms of an optimizer's audit, in addition to its user's callback."""
         optimizer.name_parameters(self.model)
-        if self._here.size > 1:
-            optimizer.auditor.is_joined = True
         before = optimizer.on_alarm
 
         def alarmed(alarms: list[Alarm]) -> None:
             before(alarms)
             for alarm in alarms:
-                self._log(_reading_of(alarm, self.num_steps + 1))
+                numbers = alarm.tensor, alarm.reading.edq, 1.0
+                self._log(measured("lost-updates", *numbers, step=self.num_steps + 1))
 
         optimizer.on_alarm = alarmed
-        self._undo.callback(setattr, optimizer, "on_alarm", before)
-
-    def _begin(self, content: Row, earlier: Run | None, settings: Mapping[str, Any]) -> None:
-        """Write what is known before the first step."""
-        self._started = time.perf_counter()
-        self._is_open = True
-        self.num_steps = 0
-        self._tokens = 0
-        self._seconds = 0.0
-        self._must_go_back = False
-        if earlier is None:
-            self.event("start", str(content["config"]["model"]))
-        else:
-            # Its steps may be lost, and other rows tell of them.
-            rows = [*earlier.steps, *earlier.evals, *earlier.events]
-            self._must_go_back = any(row["step"] for row in rows)
-            if self._writer is not None:
-                config = {**earlier.config, **settings}
-                self._writer.amend({**content, **earlier.run, "config": config})
-        if not self._must_go_back:
-            self._begin_at(0)
 
     # ── the loop calls these ──────────────────────────────────────────────────────────────────────
 
@@ -226,51 +229,55 @@ class RunRecorder:
                 ranks' checksums reveals repeated batches.
             columns: further columns. ``lr``, ``grad_norm`` (before clipping) and ``seconds``
                 replace those read here, which are the rate of the optimizer's first group, our
-                optimizer's norm, if it clips, and the time since the last call.
+                optimizer's norm, if it clips, and the time since the last call. With ``loss_scale``
+                a step that a ``torch.amp.GradScaler`` left out counts as skipped.
         Raises:
             RecordError: the run is resumed, and :meth:`go_back` was not called.
         """
-        if "step" in columns:
-            raise RecordError(
-                "step was given a column 'step', which the record counts itself.", "Leave it out."
-            )
         if tokens is not None:
-            require_number("tokens", tokens, 0, _MOST, is_whole=True)
             columns["tokens"] = self._tokens + tokens
         if batch is not None:
             columns["batch_crc"] = batch_checksum(batch)
         self._require_step()
-        told = {name: x for name, x in columns.items() if x is not None}
-        self._watch.step(loss, **told)
+        self.meter.end_step(plain({"loss": loss, **columns}))
 
     def _require_step(self) -> None:
         """Refuse a step of a resumed run that was not told where it goes on."""
         if self._must_go_back:
             raise RecordError(
-                f"{self.folder} holds steps already, and the step from which the loop continues is "
-                "unknown.",
-                "Call recorder.go_back(step) with the step of the checkpoint that was loaded, or "
-                "0.",
+                f"Cannot record a step because {self.folder} holds steps already, and the step "
+                "from which the loop continues is unknown.",
+                "Call recorder.go_back(step) with the step of the loaded checkpoint, or 0.",
             )
 
     def _write(self, row: Row) -> None:
         """Write the row of a step that has ended, and let the laws read it."""
         self._require_step()
-        row = columns_of(self.model, self.optimizer) | row
-        tokens = row.get("tokens", 0) - self._tokens
-        if tokens > 0 and row["seconds"]:
-            row.setdefault("tokens_per_second", tokens / row["seconds"])
-        self.num_steps = row["step"]
-        self._tokens += max(tokens, 0)
-        self._seconds += row["seconds"]
+        if self.folder is not None:
+            row = columns_of(self.model, self.optimizer) | row
+        if row.get("tokens", 0) > self._tokens and row["seconds"]:
+            row.setdefault("tokens_per_second", (row["tokens"] - self._tokens) / row["seconds"])
+        self._tokens = row.get("tokens", self._tokens)
         self._append("steps", row)
         self._read(Step.of(row))
         if self._gauges is not None and self._gauges.step != self.num_steps:
             self._gauges.step = self.num_steps  # the loop did not call the optimizer
         if self.num_steps == SEEN_AT:
-            for area, reason in self._watch.unseen().items():
-                self.event("unseen", reason, tensor=area)
+            self._tell_unseen()
         self._write_fingerprint()
+
+    def _tell_unseen(self) -> None:
+        """Tell what is not measured, each with its reason."""
+        unseen = {**self.meter.unseen}
+        if self.meter.share is None and not isinstance(self.optimizer, Optimizer):
+            reason = f"{type(self.optimizer).__name__} is not repeated"
+            unseen["stored share of the step"] = reason
+        for area, reason in unseen.items():
+            self.event("unseen", reason, tensor=area)
+        if self.folder is None and self._here.is_first:
+            words = f"watch: {counted(len(self.meter.names), 'tensor')}"
+            areas = ", ".join(f"{area} ({reason})" for area, reason in unseen.items())
+            print(f"{words}; not: {areas or 'nothing'}", file=sys.stderr)
 
     def evaluate(self, loss: float | Tensor, **columns: Any) -> None:
         """Record an evaluation at the current step. Its time does not count as a step's.
@@ -279,11 +286,9 @@ class RunRecorder:
             loss: validation loss in nats per token.
             columns: further columns of the row.
         """
-        row: Row = {"step": self.num_steps, "seconds": self._seconds, "val_loss": loss}
-        if self._tokens:
-            row["tokens"] = self._tokens
+        row = {"step": self.num_steps, "val_loss": loss, "tokens": self._tokens or None}
         self._append("evals", row | columns)
-        self._watch.meter.restart_clock()
+        self.meter.restart_clock()
 
     def event(self, what: str, words: str, **fields: Any) -> None:
         """Log something that happened in the loop at the current step.
@@ -296,8 +301,7 @@ class RunRecorder:
         """
         stage = "between steps" if self.num_steps else "start"
         row = {"step": self.num_steps, "stage": stage, "what": what, "severity": "note"}
-        row |= {name: x for name, x in fields.items() if x not in (None, "")}
-        self._append("events", row | {"text": words})
+        self._append("events", {**row, **fields, "text": words})
 
     def saved(self, path: str | Path, **objects: Any) -> None:
         """Certify a checkpoint that the loop has saved: write hashes of every state beside it.
@@ -326,17 +330,13 @@ class RunRecorder:
             tokens: trained on in these steps; ``None``: as the last row says.
             objects: the loaded ones, by the names that :meth:`saved` was given.
         """
-        require_number("step", step, 0, _MOST, is_whole=True)
         goes_on = self._must_go_back or self.num_steps > 0 or step > 0
         run = self._here.of_first(lambda: self._rewound(step))
-        self._watch.laws = Laws(ignored(run), steps_of(run), self._note)
-        self._tokens = run.steps[-1].get("tokens") or 0 if run.steps else 0
-        if tokens is not None:
-            self._tokens = tokens
-        self._seconds = sum(row.get("seconds") or 0.0 for row in run.steps)
-        self._started = time.perf_counter() - self._seconds
-        self.num_steps = step
-        self._watch.meter.go_on_after(step)
+        self.laws = Laws(ignored(run), steps_of(run), self._note)
+        last = run.steps[-1] if run.steps else {}
+        self._tokens = last.get("tokens", 0) if tokens is None else tokens
+        self._started = time.perf_counter() - sum(row.get("seconds", 0.0) for row in run.steps)
+        self.meter.go_on_after(step)
         if self._gauges is not None:
             self._gauges.step = step
         self._must_go_back = False
@@ -350,12 +350,12 @@ class RunRecorder:
 
     def _rewound(self, step: int) -> Run:
         """Delete the rows after a step, on rank 0, and return the run that is left."""
-        assert self._writer is not None
-        self._writer.rewind(step)
-        for note in self._writer.notes:
+        assert self._record is not None
+        self._record.rewind(step)
+        for note in self._record.notes:
             self._note(note)
-        self._writer.notes.clear()
-        return read_run(self.folder)
+        self._record.notes.clear()
+        return read_run(self._record.path)
 
     def _compare_states(self, path: str, objects: Mapping[str, Any]) -> None:
         """Tell each kind of state that is not as it was saved."""
@@ -365,8 +365,19 @@ class RunRecorder:
             self._warn(f"not restored: {words}")
 
     def numbers(self) -> dict[str, float]:
-        """Return the newest numbers by name, as :meth:`narrowgauge.measuring.watch.Watch.numbers`."""
-        return self._watch.numbers()
+        """Return the newest numbers by name, for Weights & Biases, TensorBoard or MLflow.
+
+        ``lr`` is the rate of the first group of the last optimizer, ``stored_share`` the share of the
+        update that its formats stored in the last sample, and ``grad_norm`` is of the gradients that
+        reached the last step.
+        """
+        row = self.meter.last
+        share = self.meter.share
+        if isinstance(self.optimizer, Optimizer):
+            total = audit(self.optimizer).total
+            share = None if total is None else total.edq
+        numbers = {"lr": row.get("lr"), "stored_share": share, "grad_norm": row.get("arrived")}
+        return {name: x for name, x in numbers.items() if x is not None}
 
     def close(self, finished: bool = True, **columns: Any) -> None:
         """End the record, and remove every hook. A second call does nothing.
@@ -379,16 +390,15 @@ class RunRecorder:
         if not self._is_open:
             return
         self._is_open = False
-        try:
+        with self._undo:
             if self._must_go_back:
                 return
-            self._watch.remove()
-            if finished:
+            if self.meter.has_stepped:
+                self.meter.end_step({})
+            if finished and self.folder is not None:
                 self._finish(columns)
             else:
                 self.event("stop", "the loop ended before its last step")
-        finally:
-            self._undo.close()
 
     remove = close
 
@@ -401,21 +411,21 @@ class RunRecorder:
     # ── writing ───────────────────────────────────────────────────────────────────────────────────
 
     def _append(self, kind: str, row: Row) -> None:
-        if self._writer is not None:
-            written = self._writer.append(kind, row)
-            if self._on_row is not None:
+        if self._record is not None:
+            written = self._record.append(kind, row)
+            if self._on_row is not None and kind != "fingerprints":
                 self._on_row(kind, written)
 
     def _read(self, step: Step) -> None:
         """Let the laws read a step, and log and show what is new."""
-        for reading in self._watch.laws.fresh(self._watch.laws.read(step)):
+        readings = self.laws.fresh(step)
+        for reading in readings:
             self._log(reading)
-            if self._here.is_first:
-                show([reading])
+        if self._here.is_first:
+            show(readings)
 
     def _log(self, reading: Reading) -> None:
-        row = {name: x for name, x in reading.to_dict().items() if x not in (None, "")}
-        self._append("events", row)
+        self._append("events", reading.to_dict())
 
     def _note(self, text: str) -> None:
         """Log a note, and show it."""
@@ -433,18 +443,18 @@ class RunRecorder:
 
     def _begin_at(self, step: int) -> None:
         """Record the loop's state after ``step`` steps, and begin the next step."""
-        self._watch.hub.guard(self._prints, self._prints.start, step)
+        self.hub.guard(self._prints, self._prints.start, step)
         self._write_fingerprint()
 
     def _write_fingerprint(self) -> None:
         """Write the newest row of ``fingerprints.jsonl``, if the step has one."""
         row = self._prints.take(self.num_steps)
-        if row is not None and self._writer is not None:
-            self._writer.append("fingerprints", row)
+        if row is not None:
+            self._append("fingerprints", row)
 
     def _finish(self, columns: Row) -> None:
         """Write the last event and ``summary.json``, which makes the run finished."""
-        run = self._here.of_first(lambda: read_run(self.folder))
+        run = self._here.of_first(lambda: read_run(str(self.folder)))
         summary: Row = {
             "recipe": run.config.get("recipe"), "model": str(run.config.get("model")),
             "weights_fingerprint": self._fingerprint_of_weights(), "steps": self.num_steps,
@@ -452,32 +462,38 @@ class RunRecorder:
             "wall_seconds": time.perf_counter() - self._started, **summary_of(run), **columns,
         }  # fmt: skip
         text = f"after {counted(self.num_steps, 'step')}"
-        if summary.get("val_loss") is not None:
+        if "val_loss" in summary:
             text = f"validation loss {summary['val_loss']:.4f}"
         self.event("finish", text)
-        if self._writer is not None:
-            self._writer.summary(summary)
+        if self._record is not None:
+            self._record.summary(summary)
 
-    def _fingerprint_of_weights(self) -> str | None:
-        """Return the fingerprint of all weights; ``None`` if an optimizer steps others."""
+    def _fingerprint_of_weights(self) -> str:
+        """Return the fingerprint of all weights, with the low bits that our optimizer holds."""
         for module in fsdp_modules(self.model):  # an evaluation leaves the weights gathered
             module.reshard()
-        holders: dict[Any, torch.optim.Optimizer] = {}
-        for optimizer in self._watch.hub.optimizers:
-            holders |= dict.fromkeys(members_of(optimizer), optimizer)
-        stored = {}
-        for name, p in self.model.named_parameters():
-            holder = holders.pop(p, None)
-            stored[name] = holder.stored(p) if isinstance(holder, Optimizer) else p
-        return None if holders else fingerprint_whole(stored)
+        stored: dict[str, Tensor] = dict(self.model.named_parameters())
+        if isinstance(self.optimizer, Optimizer):
+            for name, p in stored.items():
+                with suppress(KeyError):  # another optimizer's, or frozen
+                    stored[name] = self.optimizer.stored(p)
+        return fingerprint_whole(stored)
 
 
-def _reading_of(alarm: Alarm, step: int) -> Reading:
-    """Return an alarm of an audit as a reading."""
-    updates = alarm.reading
-    if updates.at_end > MOST_AT_END:
-        return measured("range-end", alarm.tensor, updates.at_end, step=step)
-    return measured("lost-updates", alarm.tensor, updates.edq, 1.0, step=step)
+def show(readings: Iterable[Reading]) -> None:
+    """Show readings of one step in a sentence, notes left out. No line of the loop is at fault, so
+    none is shown.
+    """
+    parts = []
+    step = 0
+    for reading in readings:
+        if reading.severity != "note":
+            step = max(step, reading.step)
+            words = f"{reading.tensor}: {reading.text}".removeprefix(": ")
+            parts.append(words.rstrip("."))
+    if parts:
+        words = f"step {step}: {'; '.join(parts)}"
+        warnings.warn_explicit(words, RunNotice, "narrowgauge.watch", step)
 
 
 def folder_for(folder: Path, *, goes_on: bool) -> Path:
@@ -511,7 +527,7 @@ def watch(
     max_grad_norm: float | None = None,
     ignore: Collection[str] = (),
     **options: Any,
-) -> Watch | RunRecorder:
+) -> RunRecorder:
     """Watch a training loop.
 
     Print after the third step what is measured and what is not, and a sentence at a step that is not
@@ -530,13 +546,12 @@ def watch(
         model: the trained model, before ``torch.compile`` or not.
         optimizer: any ``torch.optim.Optimizer``, possibly wrapped; or a list of several, the last
             to step at the end.
-        record: a folder in which the run is recorded: the watch is a
-            :class:`narrowgauge.RunRecorder`, and writes a row for each step of the optimizer, with the
-            loss where :meth:`Watch.step` tells it.
+        record: a folder in which the run is recorded, with a row for each step of the optimizer, and
+            the loss where :meth:`RunRecorder.step` tells it.
         called: the module whose forward pass the loop calls, if not the model itself.
         max_grad_norm: the limit to which the loop clips gradients.
         ignore: kinds of readings that are intended. ``narrowgauge show checks`` lists them.
-        options: of :class:`narrowgauge.RunRecorder`, with ``record``.
+        options: of :class:`narrowgauge.RunRecorder`.
     Returns:
         The watch. ``numbers()`` is a flat dict of floats for a logger; ``step(loss)`` tells the loss
             too; ``remove()`` ends it.
@@ -562,6 +577,4 @@ def watch(
         ('step 6', 1e-05)
     """
     options |= {"called": called, "max_grad_norm": max_grad_norm, "ignore": ignore}
-    if record is None:
-        return Watch(model, optimizer, **options)
     return RunRecorder(record, model, optimizer, **options)

@@ -6,7 +6,7 @@ The outputs of modules are compared with what rounding alone gives there
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,16 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules import module as global_hooks
 
-from narrowgauge.errors import DataError, RecipeError
+from narrowgauge.errors import DataError
 from narrowgauge.measuring.beside import Beside
-from narrowgauge.measuring.outputs import Outputs, Recording, distance, recorded, shapes_at, unit_at
+from narrowgauge.measuring.outputs import Outputs, Recording, are_alike, distance
 from narrowgauge.measuring.policies.wide import Wide
-from narrowgauge.measuring.reading import Reading, Readings, measured
+from narrowgauge.measuring.reading import Reading, Readings, measured, of_all
 from narrowgauge.measuring.resume import generators
-from narrowgauge.measuring.units import FINEST
-from narrowgauge.measuring.weights import Weights, compare_weights
-from narrowgauge.runs.finding import counted, told
+from narrowgauge.measuring.units import FINEST, unit_of
+from narrowgauge.measuring.weights import compare_weights
+from narrowgauge.runs.finding import counted
 from narrowgauge.spec.tables import Row
 from narrowgauge.torch_support.put_back import generators_put_back, put_back
 
@@ -56,8 +57,8 @@ class Same(Readings):
 
 
 def same(
-    first: Weights | Callable[[Any], Any],
-    second: Weights | Callable[[Any], Any],
+    first: Any,
+    second: Any,
     batch: Any = None,
 ) -> Same:
     """Compare two models, such as what trains with what serves it, or a checkpoint with a later
@@ -81,7 +82,6 @@ def same(
             no reading.
     Raises:
         DataError: log probabilities of other numbers of tokens.
-        RecipeError: functions and no batch, or weights beside a function.
         RecordError: a path holds no safetensors file, a damaged one, or tensors in parts.
 
     Cost: 7 ns a value. With a batch three passes, two more with shadows in float64, and memory for the
@@ -93,17 +93,13 @@ def same(
         >>> print(ng.same(trainer, trainer, torch.arange(8).view(2, 4)).lines[-1])
         The bits are equal.
     """
-    kinds = nn.Module, str, Path, Mapping
     result = Same()
-    if isinstance(first, kinds) and isinstance(second, kinds):
+    kinds = nn.Module, str, Path, Mapping
+    if batch is None or (isinstance(first, kinds) and isinstance(second, kinds)):
         rows, readings, lines = compare_weights(first, second)
         result = Same(readings, lines)
         result.rows = rows
-    elif batch is None:
-        raise RecipeError("Cannot compare functions because there is no batch.", "Pass batch=.")
     if batch is not None:
-        if not callable(first) or not callable(second):
-            raise RecipeError("Cannot call weights with a batch.", "Load them into a model first.")
         result.readings += _compare_passes(first, second, batch, result)
     return result
 
@@ -125,65 +121,71 @@ def _run(side: Any, batch: Any, forced: Outputs, wide: Wide | None = None) -> tu
         if isinstance(side, nn.Module):
             stack.enter_context(put_back(side))
             side.eval()
-        recording = stack.enter_context(recorded(forced, wide))
+        recording = Recording(forced, wide)
+        for handle in (
+            global_hooks.register_module_forward_pre_hook(recording.before),
+            global_hooks.register_module_forward_hook(recording.after),
+        ):
+            stack.callback(handle.remove)
         stack.enter_context(generators_put_back())
         before = generators()
         if wide is not None:
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))  # others have no float64
             stack.enter_context(Beside(wide))
         is_named = isinstance(side, nn.Module) and isinstance(batch, Mapping)
-        result = side(**batch) if is_named else side(batch)
+        values = side(**batch) if is_named else side(batch)
         recording.draws = generators() != before
-    values = getattr(result, "logits", result)
-    if isinstance(values, tuple):
-        values = values[0]
-    return recording, values
+    values = getattr(values, "logits", values)
+    return recording, values[0] if isinstance(values, tuple) else values
 
 
 def _compare_passes(first: Any, second: Any, batch: Any, result: Same) -> list[Reading]:
     """Compare outputs of modules and log probabilities, and fill in places, lines and ``unseen``."""
     recording, values = _run(first, batch, {})
-    served_recording, served_values = _run(second, batch, {})
-    ours = recording.outputs
-    theirs = served_recording.outputs
-    log_probs = _log_probs(values, batch), _log_probs(served_values, batch)
     if recording.draws:
         reason = "the first model draws random numbers in evaluation"
         result.unseen["outputs and log probabilities"] = reason
         return []
+    served, served_values = _run(second, batch, {})
+    ours = recording.outputs
+    theirs = served.outputs
+    log_probs = _log_probs(values, batch), _log_probs(served_values, batch)
     forced = {}
-    if ours.keys() == theirs.keys() and all(_are_alike(ours, theirs, place) for place in ours):
+    if ours.keys() == theirs.keys() and all(are_alike(ours, theirs, place) for place in ours):
         forced = ours
     if _are_equal(ours, theirs, forced, log_probs):
         result.lines.append("The bits are equal.")
         return []
+    result.looked_at = "no difference is larger than rounding gives"
     units = _unit(ours), _unit(theirs)
-    narrow = first
-    if units[1] > units[0]:
-        narrow = second
+    narrow = second if units[1] > units[0] else first
     beside, _ = _run(narrow, batch, forced, Wide())
     if forced:
         theirs = _run(second, batch, forced)[0].outputs
-    limit = max(UNUSUAL, 16 * max(units))
-    bounds, unusual = _bounds(beside, limit, result.lines)
+    bounds, unusual = _bounds(beside, max(UNUSUAL, 16 * max(units)), result.lines)
     readings = _compare_places(ours, theirs, bounds, result)
     if log_probs[0] is None:
         result.unseen["log probabilities"] = "the results are not logits of tokens"
-    else:
-        exact = {place: forced[place] for place in unusual if place in forced}
-        noise = _noise_of_log_probs(narrow, batch, exact) + max(units)
-        readings += _compare_log_probs(*log_probs, noise, result.lines)
-    result.lines.append(_verdict(readings))
-    return readings
+        return readings
+    wide = Wide()
+    exact = {place: forced[place] for place in unusual if place in forced}
+    _, values = _run(narrow, batch, exact, wide)
+    noise = (_log_probs(wide.of(values), batch) - _log_probs(values, batch)).abs() + max(units)
+    return readings + _compare_log_probs(*log_probs, noise, result.lines)
 
 
-def _are_equal(ours: Outputs, theirs: Outputs, paired: Outputs, log_probs: Any) -> bool:
+def _are_equal(ours: Outputs, theirs: Outputs, paired: Outputs, log_probs: tuple[Any, Any]) -> bool:
     """Return whether all outputs and log probabilities of two passes have the same bits."""
-    if any(distance(ours, theirs, place) for place in paired):
+    if paired.keys() != ours.keys() or any(distance(ours, theirs, place) for place in paired):
         return False
-    if None in log_probs:
+    if log_probs[0] is None or log_probs[1] is None:
         return bool(paired)
-    return paired.keys() == ours.keys() and torch.equal(*log_probs)
+    return torch.equal(*log_probs)
+
+
+def _unit(outputs: Outputs) -> float:
+    """Return the unit roundoff of the coarsest output of some places."""
+    return max((unit_of(x.dtype) for tensors in outputs.values() for x in tensors), default=FINEST)
 
 
 def _bounds(
@@ -192,61 +194,41 @@ def _bounds(
     """Return what roundings explain at each place that is followed, and the unusual places."""
     bounds = {}
     unusual = []
-    for name in beside.outputs:
-        if name in beside.unfollowed:
-            continue
-        size = distance(beside.outputs, beside.shadows, name)
-        bounds[name] = MARGIN * min(size, limit) + 3 * unit_at(beside.outputs, name)
-        if size > limit:
-            unusual.append(name)
-            lines.append(f"{name}: roundings there move it by {size:.2g}, more than usual")
+    for name, tensors in beside.outputs.items():
+        if name not in beside.unfollowed:
+            size = distance(beside.outputs, beside.shadows, name)
+            bounds[name] = MARGIN * min(size, limit) + 3 * _unit({name: tensors})
+            if size > limit:
+                unusual.append(name)
+                lines.append(f"{name}: roundings there move it by {size:.2g}, more than usual")
     return bounds, unusual
-
-
-def _unit(outputs: Outputs) -> float:
-    """Return the unit roundoff of the coarsest output of a pass."""
-    return max((unit_at(outputs, place) for place in outputs), default=FINEST)
-
-
-def _are_alike(ours: Outputs, theirs: Outputs, place: str) -> bool:
-    return shapes_at(ours, place) == shapes_at(theirs, place)
 
 
 def _compare_places(
     ours: Outputs, theirs: Outputs, bounds: Mapping[str, float], result: Same
 ) -> list[Reading]:
     """Compare the outputs of modules; return the reading of the first place that differs."""
-    missing = []
-    unfollowed = []
-    wrong = dict[str, Row]()
+    missing = [name for name in ours if not are_alike(ours, theirs, name)]
+    unfollowed = [name for name in ours if name not in bounds and name not in missing]
+    wrong: list[Row] = []
     for name in ours:
-        if not _are_alike(ours, theirs, name):
-            missing.append(name)
-        elif name not in bounds:
-            unfollowed.append(name)
-        else:
+        if name not in (*missing, *unfollowed):
             value = distance(ours, theirs, name)
             row: Row = {"place": name, "difference": value, "bound": bounds[name]}
             if value:
                 result.places.append(row)
             if value > bounds[name]:
-                wrong[name] = row
+                wrong.append(row)
     count = counted(len(ours) - len(missing) - len(unfollowed), "place")
     result.lines.append(f"outputs: {len(result.places)} of {count} of modules differ")
     if missing:
-        result.unseen[f"outputs of {told(missing, 1)}"] = "not in both, or in another shape"
+        result.unseen[f"outputs of {of_all(missing)}"] = "not in both, or in another shape"
     if unfollowed:
-        result.unseen[f"outputs of {told(unfollowed, 1)}"] = "their roundings are not followed"
-    for row in wrong.values():
-        return [measured("other-outputs", wrong, row["difference"], 0.0, row["bound"])]
-    return []
-
-
-def _noise_of_log_probs(side: Any, batch: Any, forced: Outputs) -> Any:
-    """Return how far the log probabilities of a pass are from those of its shadows."""
-    wide = Wide()
-    _, values = _run(side, batch, forced, wide)
-    return (_log_probs(wide.of(values), batch) - _log_probs(values, batch)).abs()
+        result.unseen[f"outputs of {of_all(unfollowed)}"] = "their roundings are not followed"
+    if not wrong:
+        return []
+    names = [row["place"] for row in wrong]
+    return [measured("other-outputs", names, wrong[0]["difference"], 0.0, wrong[0]["bound"])]
 
 
 def _compare_log_probs(ours: Any, theirs: Any, noise: Tensor, lines: list[str]) -> list[Reading]:
@@ -264,22 +246,10 @@ def _compare_log_probs(ours: Any, theirs: Any, noise: Tensor, lines: list[str]) 
         f"log probabilities of {counted(len(off), 'token')}: mean difference {mean:.2g}, "
         f"largest {largest:.2g}; rounding alone: {mean_noise:.2g}, {largest_noise:.2g}"
     )
-    bound = MARGIN / 2 * mean_noise
-    if mean <= bound:
-        mean, bound = largest, MARGIN * largest_noise
-    if mean <= bound:
-        return []
-    return [measured("other-log-probabilities", "", mean, 0.0, bound)]
-
-
-def _verdict(readings: list[Reading]) -> str:
-    """Return the last line: a place, or whether rounding explains the difference."""
-    for reading in readings:
-        if reading.stage == "forward":
-            return f"The difference has a place: {reading.tensor}."
-    if readings:
-        return "The difference is larger than rounding gives, and no module of both shows it."
-    return "The difference is no larger than rounding gives."
+    for value, bound in ((mean, MARGIN / 2 * mean_noise), (largest, MARGIN * largest_noise)):
+        if value > bound:
+            return [measured("other-log-probabilities", "", value, 0.0, bound)]
+    return []
 
 
 def _log_probs(values: Any, batch: Any) -> Any:

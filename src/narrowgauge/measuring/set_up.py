@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.errors import RecipeError
 from narrowgauge.measuring.passes import inner_name
 from narrowgauge.measuring.reading import Reading, measured
-from narrowgauge.numerics.dtensor import is_sharded, local_of
+from narrowgauge.numerics.dtensor import local_of
 from narrowgauge.numerics.exact_sums import largest_magnitude
 from narrowgauge.torch_support.machine import require_float64
 
@@ -52,15 +51,15 @@ class SetUp:
     def stepped(self) -> list[Stepped]:
         """Return every parameter of every optimizer, as often as a group names it."""
         names = {id(p): name for name, p in self.parameters.items()}
-        free = dict(self.parameters)  # what no master stands for yet
+        free = {name: p for name, p in self.parameters.items() if not p.is_meta}
         stepped = []
         for optimizer in self.optimizers:
             for index, group in enumerate(optimizer.param_groups):
                 for place, p in enumerate(group["params"]):
                     if id(p) not in names:
-                        name = name_of_master(p, free)
-                        names[id(p)] = name or f"group {index}, parameter {place}"
-                        free.pop(name, None)
+                        name = name_of_master(p, free) or f"group {index}, parameter {place}"
+                        names[id(p)] = name
+                        free.pop(name, None)  # one master stands for a weight
                     stepped.append(Stepped(names[id(p)], p, group, optimizer))
         return stepped
 
@@ -84,33 +83,22 @@ class SetUp:
 def name_of_master(master: Tensor, parameters: Mapping[str, Tensor]) -> str:
     """Return the name of the parameter whose values a wider tensor holds; empty if of none."""
     for name, p in parameters.items():
-        is_wider = master.element_size() > p.element_size() and not p.is_meta
-        if not is_wider or master.shape != p.shape or master.is_meta:
-            continue
-        if torch.equal(spread(master).to(p.dtype), spread(p)):
+        is_wider = master.element_size() > p.element_size() and master.shape == p.shape
+        if is_wider and torch.equal(spread(master).to(p.dtype), spread(p)):
             return name
     return ""
 
 
-def set_up_of(model: Any, optimizer: Any) -> SetUp:
-    """Return the set-up. Refuse anything but a model and optimizers."""
-    if not isinstance(model, nn.Module):
-        raise RecipeError(
-            f"Cannot check {type(model).__name__} as a model.", "Pass the torch.nn.Module."
-        )
+def set_up_of(model: nn.Module, optimizer: Any) -> SetUp:
+    """Return the set-up of a model and an optimizer, or a list of them, possibly wrapped."""
     require_float64(model.parameters())
-    optimizers: list[torch.optim.Optimizer] = []
-    outer = optimizer
+    members = optimizer
     if not isinstance(optimizer, (list, tuple)):
-        outer = [optimizer]
-    for inner in outer:
+        members = [optimizer]
+    optimizers: list[torch.optim.Optimizer] = []
+    for inner in members:
         while isinstance(getattr(inner, "optimizer", None), torch.optim.Optimizer):
             inner = inner.optimizer  # of Accelerate and Lightning
-        if not isinstance(inner, torch.optim.Optimizer):
-            raise RecipeError(
-                f"Cannot check {type(inner).__name__} as an optimizer.",
-                "Pass the torch.optim.Optimizer that steps the model, or a list of several.",
-            )
         # A container such as torchtitan's has members.
         optimizers += getattr(inner, "optimizers", None) or [inner]
     return SetUp(model, optimizers)
@@ -132,15 +120,16 @@ def spread(tensor: Tensor) -> Tensor:
 def set_up_readings(set_up: SetUp) -> Iterator[Reading]:
     """Yield parameters in no optimizer, listed twice, not finite or untied, and rounded buffers."""
     counts = Counter(id(stepped.parameter) for stepped in set_up.stepped)
-    twice = [name for name, p in set_up.parameters.items() if counts[id(p)] > 1]
-    for what, names, stage in (
-        ("missing-parameters", _missing(set_up), ""),
-        ("parameters-twice", twice, ""),
-        ("nonfinite", _not_finite(set_up), "start"),
-        ("rounded-buffers", _rounded_buffers(set_up.model), ""),
-        ("untied", _untied(set_up.model), ""),
-    ):
+    faults: dict[str, list[str]] = {
+        "missing-parameters": _missing(set_up),
+        "parameters-twice": [name for name, p in set_up.parameters.items() if counts[id(p)] > 1],
+        "nonfinite": _not_finite(set_up),
+        "rounded-buffers": _rounded_buffers(set_up.model),
+        "untied": _untied(set_up),
+    }
+    for what, names in faults.items():
         if names:
+            stage = "start" if what == "nonfinite" else ""
             yield measured(what, names, len(names), 0, stage=stage)
 
 
@@ -154,47 +143,44 @@ def _missing(set_up: SetUp) -> list[str]:
 
 def _not_finite(set_up: SetUp) -> list[str]:
     """Return the parameters that hold NaN, or infinity that is no frozen mask."""
-    bad = []
+    names = []
     for name, p in set_up.parameters.items():
         if p.dtype in TRAINED and not p.is_meta:
             largest = largest_magnitude(local_of(p))
             if largest.isnan() or (p.requires_grad and largest.isinf()):
-                bad.append(name)
-    return bad
+                names.append(name)
+    return names
 
 
 def _rounded_buffers(model: nn.Module) -> list[str]:
     """Return the buffers of 16 bits that need the last bit of their format: they were rounded.
 
-    Masks and small integers do not. Statistics beside their count, and scales beside codes, are
+    Masks and integers do not. Statistics beside their count, and scales beside codes, are
     meant.
     """
     names = []
     for owner, module in model.named_modules():
         buffers = dict(module.named_buffers(recurse=False))
-        if any(not b.is_floating_point() and b.dtype is not torch.bool for b in buffers.values()):
-            continue
+        has_integers = any(not b.is_floating_point() for b in buffers.values())
         for name, buffer in buffers.items():
-            if buffer.dtype in NARROW and not buffer.is_meta:
+            if buffer.dtype in NARROW and not buffer.is_meta and not has_integers:
                 x = spread(buffer)
-                is_exact = (x.view(torch.int16) % 2 == 0) | (x == x.round()) & (x.abs() <= 256)
-                is_inner = x.abs() < torch.finfo(x.dtype).max
-                if bool((~is_exact & is_inner).any()):
+                is_odd = x.view(torch.int16) % 2 != 0
+                if bool((is_odd & (x != x.round())).any()):
                     names.append(inner_name(f"{owner}.{name}".lstrip(".")))
     return names
 
 
-def _untied(model: nn.Module) -> list[str]:
+def _untied(set_up: SetUp) -> list[str]:
     """Return trained matrices that have the bits of an embedding in a second tensor."""
-    tables = {id(m.weight): m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
+    modules = set_up.model.modules()
+    tables = [m.weight for m in modules if isinstance(m, nn.Embedding) and m.weight.requires_grad]
     names = []
-    for name, p in model.named_parameters():
-        for table in tables.values():
-            is_like = p.shape == table.shape and p.dtype is table.dtype
-            train = p.requires_grad and table.requires_grad
-            if id(p) in tables or not is_like or not train or p.is_meta or is_sharded(p):
-                continue
-            sample = spread(p)
-            if bool((sample != sample[:1]).any()) and torch.equal(p, table):
-                names.append(inner_name(name))
+    for name, p in set_up.parameters.items():
+        for table in tables:
+            is_like = p.shape == table.shape and p.dtype is table.dtype and p.requires_grad
+            if is_like and not p.is_meta and not any(p is x for x in tables):
+                values = spread(p)
+                if values.unique().numel() > 1 and torch.equal(values, spread(table)):
+                    names.append(name)
     return names

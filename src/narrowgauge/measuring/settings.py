@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.runs.record import Run
-from narrowgauge.runs.schema import UNAVAILABLE, Row, short
+from narrowgauge.runs.schema import UNAVAILABLE, Row
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
 
@@ -21,20 +21,6 @@ NOT_COMPARED = frozenset({
 """Settings that do not affect the bits of training."""
 
 
-class SettingDifference(NamedTuple):
-    """Describe one difference: a setting, a version, or a property of the data or machine.
-
-    ``values`` are the values of the two runs, as text. ``table`` is the table of ``run.toml``.
-    """
-
-    name: str
-    values: tuple[str, str]
-    table: str = "config"
-
-    def __str__(self) -> str:
-        return f"{self.name} {self.values[0]} and {self.values[1]}"
-
-
 def recipe_of(run: Run) -> Recipe | None:
     """Return the recipe in a run's record, or ``None``."""
     try:
@@ -43,48 +29,31 @@ def recipe_of(run: Run) -> Recipe | None:
         return None
 
 
-def settings_diff(first_run: Row, second_run: Row) -> Iterator[SettingDifference]:
-    """Yield the differences of two ``run.toml``, including the arithmetic.
+def settings_diff(first: Row, second: Row) -> dict[str, tuple[str, str]]:
+    """Return the values of both ``run.toml`` that differ, by name: settings, versions, and properties
+    of the data, the machine and its arithmetic.
 
     Skip entries that only one has, and paths: what is there is in another table.
     """
-    settings = {*_table(first_run, "config"), *_table(second_run, "config")}
+    differences: dict[str, tuple[str, str]] = {}
+    settings = {**first.get("config", {}), **second.get("config", {})}
     for table in TABLES:
-        for difference in _of_table(table, _table(first_run, table), _table(second_run, table)):
+        others = dict(_leaves(second.get(table, {})))
+        for name, value in _leaves(first.get(table, {})):
+            pair = str(value), str(others.get(name, value))
             # The optimizer's groups and the data repeat settings, such as the seed.
-            repeats = table in ("optimizer", "data") and difference.name in settings
-            is_unknown = any(text.startswith(UNAVAILABLE) for text in difference.values)
-            are_paths = all("/" in text for text in difference.values)
-            is_place = table == "config" and difference.name != "recipe" and are_paths
-            if not repeats and not is_unknown and not is_place:
-                yield difference
+            repeats = table in ("optimizer", "data") and name in settings
+            is_unknown = any(text.startswith(UNAVAILABLE) for text in pair)
+            is_place = table == "config" and name != "recipe" and all("/" in text for text in pair)
+            if pair[0] != pair[1] and not (repeats or is_unknown or is_place):
+                differences.setdefault(name, pair)
+    return differences
 
 
-def _table(run: Row, name: str) -> Row:
-    table = run.get(name)
-    if not isinstance(table, dict):
-        return {}
-    if name == "arithmetic":
-        return table.get("results") or {}
-    if name == "machine":  # a single process records no number
-        return {"ranks": 1, **table}
-    return table
-
-
-def _of_table(
-    table: str, first_table: Mapping[str, Any], second_table: Mapping[str, Any], prefix: str = ""
-) -> Iterator[SettingDifference]:
-    for name, first in first_table.items():
-        second = second_table.get(name, first)
-        if name in NOT_COMPARED:
-            continue
-        if isinstance(first, dict) and isinstance(second, dict) and name != "recipe":
-            yield from _of_table(table, first, second, f"{prefix}{name}.")
-        elif first != second:
-            yield SettingDifference(f"{prefix}{name}", (_text(first), _text(second)), table)
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    return short(value)
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the entries of a table, those of tables within it by their path."""
+    for name, value in values.items():
+        if isinstance(value, dict) and name != "recipe":
+            yield from _leaves(value, f"{prefix}{name}.")
+        elif name not in NOT_COMPARED:
+            yield f"{prefix}{name}".removeprefix("results."), value

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from narrowgauge.runs.schema import Row, gauge_metrics, number, step_of
+from narrowgauge.runs.schema import Row, gauge_metrics, number
 
 Metrics = dict[str, dict[str, float | None]]
 """Metrics of each tensor, by name."""
@@ -26,7 +26,7 @@ class Step:
         skipped: the update was not applied.
         limit: norm to which the loop clips, as it was declared.
         arrived: norm of the gradients that reach the update.
-        zero: tensors that had a gradient before, and have none or exactly zero.
+        zero: tensors whose gradient is exactly zero or missing.
         bad: tensors whose gradient is not finite, in the order of backward.
         bad_output: first block of the model whose output is not finite.
         bad_weight: a weight of the model that was not finite before the step.
@@ -64,10 +64,6 @@ class Step:
     unsummed: list[str] = field(default_factory=list)
     gauges: dict[str, Metrics] = field(default_factory=dict)
 
-    def row(self) -> Row:
-        """Return what was measured, for ``steps.jsonl``."""
-        return {name: x for name, x in asdict(self).items() if x != _NOTHING.get(name)}
-
     @classmethod
     def of(cls, row: Row) -> Step:
         """Return the step of a row of ``steps.jsonl`` or of another program's log."""
@@ -78,7 +74,7 @@ class Step:
                 values[name] = number(value)
             elif isinstance(value, type(nothing)):
                 values[name] = value
-        return cls(step_of(row), **values)
+        return cls(row["step"], **values)
 
     @classmethod
     def of_gauges(cls, row: Row) -> Step:
@@ -86,7 +82,7 @@ class Step:
         tables: dict[str, Metrics] = {}
         for table, name, metrics in gauge_metrics(row):
             tables.setdefault(table, {})[name] = metrics
-        return cls(step_of(row), gauges=tables)
+        return cls(row["step"], gauges=tables)
 
 
 Tell = Callable[..., None]

@@ -4,8 +4,7 @@ of all steps.
 
 from __future__ import annotations
 
-import hashlib
-from statistics import fmean, median_high
+from statistics import fmean, median
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.reduction import reduction_of
 from narrowgauge.numerics.dtensor import local_of
-from narrowgauge.numerics.metrics import UPDATE_SUMS
+from narrowgauge.numerics.hashing import fingerprint
 from narrowgauge.optim.audit import figures_of
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.record import Run
@@ -39,10 +38,8 @@ def columns_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Row:
         if value is not None:
             row[name] = float(value)
     if optimizer.last_audit is not None:
-        sums = optimizer.last_audit.to("cpu", torch.float64)
+        row |= figures_of(optimizer.last_audit.to("cpu", torch.float64))
         optimizer.last_audit = None
-        row |= figures_of(sums)
-        row["audit_sums"] = dict(zip(UPDATE_SUMS, sums.tolist(), strict=True))
     return row
 
 
@@ -53,9 +50,10 @@ def bytes_per_param(optimizer: torch.optim.Optimizer) -> float:
     size = 0
     count = 0
     for p in members_of(optimizer):
-        states = [x for x in optimizer.state.get(p, {}).values() if isinstance(x, Tensor)]
         count += local_of(p).numel()
-        size += sum(local_of(x).nbytes for x in (p, p, *states))
+        for x in (p, p, *optimizer.state.get(p, {}).values()):
+            if isinstance(x, Tensor):
+                size += local_of(x).nbytes
     return size / max(1, count)
 
 
@@ -67,34 +65,29 @@ def batch_checksum(batch: Tensor) -> str:
         >>> batch_checksum(torch.zeros(2, 3)) == batch_checksum(torch.ones(2, 3))
         False
     """
-    values = batch.detach().cpu()
-    if values.is_floating_point():
-        values = values.float().view(torch.int32)  # the bits
-    total = 0
-    for row in values.to(torch.int32).reshape(-1, values.shape[-1]).numpy():
-        total += int.from_bytes(hashlib.blake2b(row.tobytes(), digest_size=8).digest(), "big")
-    return f"{sum(all_ranks().gather(total)) % 2**64:016x}"
+    sequences = batch.detach().cpu().reshape(-1, batch.shape[-1])
+    total = sum(all_ranks().gather(sum(map(fingerprint, sequences))))
+    return f"{total % 2**64:016x}"
 
 
 def summary_of(run: Run) -> Row:
-    """Return what the rows of a run say of all of it, so that a resume does not change it."""
-    total = torch.zeros(len(UPDATE_SUMS), dtype=torch.float64, device="cpu")
-    summary: Row = {"num_skipped": 0}
-    rates = []
-    memory = []
-    for row in run.steps:
-        sums = row.get("audit_sums")
-        if sums:
-            total += total.new_tensor([sums.get(name, 0.0) for name in UPDATE_SUMS])
-        if row.get("tokens_per_second") is not None:
-            rates.append(row["tokens_per_second"])
-        memory.append(row.get("peak_memory_bytes") or 0)
-        summary["num_skipped"] += bool(row.get("skipped"))
-    losses = [row["val_loss"] for row in run.evals if row.get("val_loss") is not None]
-    if losses:
-        summary["val_loss"] = losses[-1]
-    if any(memory):
-        summary["step_memory_bytes"] = max(memory)
-    if rates:
-        summary["tokens_per_second"] = median_high(rates)
-    return summary | figures_of(total)
+    """Return what the rows of a run say of all of it, so that a resume does not change it.
+
+    The EDQ is the median of the last tenth of the audits: large first steps would dominate a sum.
+    """
+    columns: dict[str, list[float]] = {}
+    for row in (*run.steps, *run.evals):
+        for name in ("tokens_per_second", "peak_memory_bytes", "edq", "val_loss"):
+            if row.get(name) is not None:
+                columns.setdefault(name, []).append(row[name])
+    summary: Row = {"num_skipped": sum(bool(row.get("skipped")) for row in run.steps)}
+    if "val_loss" in columns:
+        summary["val_loss"] = columns["val_loss"][-1]
+    if "peak_memory_bytes" in columns:
+        summary["step_memory_bytes"] = max(columns["peak_memory_bytes"])
+    if "tokens_per_second" in columns:
+        summary["tokens_per_second"] = median(columns["tokens_per_second"])
+    if "edq" in columns:
+        audits = columns["edq"]
+        summary["edq"] = median(audits[-max(3, len(audits) // 10) :])
+    return summary

@@ -18,7 +18,6 @@ from torch import Tensor
 from narrowgauge.measuring.reading import Reading, measured, of_all
 from narrowgauge.measuring.set_up import NARROW, SetUp, Stepped, spread
 from narrowgauge.numerics.dtensor import gradient_of
-from narrowgauge.numerics.metrics import update_metrics, update_sums
 from narrowgauge.numerics.rounding import round_to
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.optim.rules.matrix import matrix_shape
@@ -43,22 +42,13 @@ KEEPERS: tuple[tuple[str, tuple[object, ...], bool], ...] = (
 """Options of other libraries that keep what a narrow weight rounds off: name, values, and whether the
 decay is kept too.
 """
-ROUNDS_ALONE = ("torch", "optimi")
-"""Libraries whose decay multiplies the narrow weight, and whose moments have its format, unless their
-kernel is fused.
-"""
 TYPICAL = 0.23
 """Size of Adam's step over its rate for gradients of random sign: √((1 − β1) / (1 + β1)), β1 = 0.9."""
-
-
 SEED = 7_919_003
 """Unlike a user's seed: weights drawn with the same numbers would be parallel to the step."""
-
-
 RULES: dict[str, tuple[float | str | None, bool]] = {
-    "adamw": (TYPICAL, True), "adam": (TYPICAL, False), "adan": (TYPICAL, True), "lamb": ("weight", False),
-    "lion": (1.0, True), "sign": (1.0, False), "muon": ("matrix", True), "adafactor": ("weight", True),
-    "rmsprop": (1.0, False), "sgd": (None, False),
+    "adamw": (TYPICAL, True), "adam": (TYPICAL, False), "lion": (1.0, True), "muon": ("matrix", True),
+    "adafactor": ("weight", True), "rmsprop": (1.0, False), "sgd": (None, False),
 }  # fmt: skip
 """By what the name of a class contains: size of a step over the learning rate, and whether decay
 multiplies the weight. A size is a number, that of the weight, that of an orthogonal matrix, or as large
@@ -70,9 +60,6 @@ _COLUMNS = (
     *text_columns(trains="trains", dtype="dtype"), *number_columns(lr="lr", decay="decay"),
     *text_columns(optimizer="optimizer", storage="storage"),
     *number_columns(stored_of_step="step", of_decay="of_decay", of_second_moment="second_moment"),
-)  # fmt: skip
-_FIELDS = (
-    "trains", "dtype", "lr", "decay", "optimizer", "storage", "step", "of_decay", "second_moment",
 )  # fmt: skip
 
 
@@ -101,63 +88,48 @@ def predict(stepped: Stepped, gradient: Tensor | None = None) -> Prediction:
         gradient: its size is the step's for a rule such as SGD's.
     """
     _, p, group, optimizer = stepped
-    kind = type(optimizer)
-    library = kind.step.__module__.partition(".")[0]
+    kind = type(optimizer).__name__
+    library = type(optimizer).step.__module__.partition(".")[0]
     storage, keeps_step, keeps_decay = _keeper(stepped)
-    rule = _rule(stepped)
-    rate = _rate(stepped)
+    rates = [group.get("lr")]
+    if not optimizer.state.get(p):
+        rates += [group.get("initial_lr"), group.get("max_lr")]
+    rate = max(float(rate or 0.0) for rate in rates)
     if p.dtype not in NARROW:
         return Prediction(storage, rate)
-    change = None
-    if rule is not None and not keeps_step:
-        change = next_change(stepped, rule[0], rate, gradient)
+    size, is_decoupled = _rule(stepped)
     reason = ""
-    if rule is None:
-        reason = f"steps of {kind.__name__}"
-    elif group.get("lr", 0.0) is None:
-        reason = f"{kind.__name__} computes its own learning rate"
+    if size == "unknown" or group.get("lr", 0.0) is None:
+        reason = f"the steps of {kind} have an unknown size"
     elif library not in LIBRARIES and not keeps_step:
-        reason = f"{kind.__name__} is no library's: it may round by its own code, or keep a copy"
-    elif change is None and not keeps_step:
-        reason = f"{kind.__name__} steps as far as the gradient; pass batch="
+        reason = f"{kind} is no library's: it may round by its own code, or keep a copy"
+    elif size is None and gradient is None and not keeps_step:
+        reason = f"{kind} steps as far as the gradient; pass batch="
     if reason:
         return Prediction(storage, rate, reason=reason)
     step = 1.0
-    if change is not None:
-        step = _stored_share(p, change)
-    alone: tuple[float | None, float | None] = (None, None)
-    if library in ROUNDS_ALONE and not _is_fused(group):
-        alone = _rounded_alone(stepped, rule, rate, keeps_decay)
-    if isinstance(optimizer, Optimizer):
-        row = optimizer.storage_of(p)
-        code = row.exp_avg_sq
-        if "exp_avg_sq" in dict(row.states) and code.parts == 1 and code.rounding == "nearest":
-            alone = None, _second_moment(group, 2.0 ** -(code.mantissa_bits + 1))
-    return Prediction(storage, rate, step, *alone)
-
-
-def _rounded_alone(
-    stepped: Stepped, rule: Any, rate: float, keeps_decay: bool
-) -> tuple[float | None, float | None]:
-    """Return 1 or 0 for the decay and for the second moment, which are rounded to nearest by
-    themselves.
-    """
-    group = stepped.group
-    half_gap = torch.finfo(stepped.parameter.dtype).eps / 2
+    if not keeps_step:
+        step = _stored_share(p, -rate * _direction(stepped, size, gradient))
     decay = None
     shrink = rate * float(group.get("weight_decay") or 0.0)
-    is_decoupled = group.get("decoupled_weight_decay") or rule[1]
-    if shrink and is_decoupled and not (keeps_decay or group.get("decouple_lr")):
-        decay = float(shrink >= half_gap / 2)
-    return decay, _second_moment(group, half_gap)
+    is_decoupled = group.get("decoupled_weight_decay") or is_decoupled
+    if shrink and is_decoupled and _rounds_alone(stepped) and not keeps_decay:
+        decay = float(shrink >= torch.finfo(p.dtype).eps / 4)
+    return Prediction(storage, rate, step, decay, _second_moment(stepped))
 
 
-def _rate(stepped: Stepped) -> float:
-    """Return the learning rate; before the first step, the peak of its schedule."""
-    names = ["lr"]
-    if not stepped.optimizer.state.get(stepped.parameter):
-        names += ["initial_lr", "max_lr"]
-    return max(float(stepped.group.get(name) or 0.0) for name in names)
+def _rounds_alone(stepped: Stepped) -> bool:
+    """Return whether decay multiplies the narrow weight, and moments have its format."""
+    library = type(stepped.optimizer).step.__module__.partition(".")[0]
+    return library in ("torch", "optimi") and not _is_fused(stepped.group)
+
+
+def _second_moment(stepped: Stepped) -> float | None:
+    """Return 0 for a second moment whose decay is less than half the gap between two values."""
+    betas: Any = stepped.group.get("betas") or ()
+    if len(betas) < 2 or not _rounds_alone(stepped):
+        return None
+    return float(not 0 < 1 - float(betas[1]) < torch.finfo(stepped.parameter.dtype).eps / 2)
 
 
 def _is_fused(group: Mapping[str, Any]) -> bool:
@@ -169,17 +141,9 @@ def _is_eps_zero(stepped: Stepped) -> bool:
     _, p, group, optimizer = stepped
     eps = group.get("eps")
     is_wide = p.dtype not in NARROW or _is_fused(group) or _keeper(stepped)[1]
-    if is_wide or isinstance(optimizer, Optimizer) or not isinstance(eps, float) or eps <= 0:
+    if is_wide or isinstance(optimizer, Optimizer) or not isinstance(eps, float):
         return False
-    return not bool(torch.tensor(eps, dtype=p.dtype, device="cpu"))
-
-
-def _second_moment(group: Mapping[str, Any], half_gap: float) -> float | None:
-    """Return 0 for a second moment whose decay is less than half the gap between two values."""
-    betas: Any = group.get("betas") or ()
-    if len(betas) < 2:
-        return None
-    return float(not 0 < 1 - float(betas[1]) < half_gap)
+    return eps > 0 and not torch.tensor(eps, dtype=p.dtype, device="cpu").item()
 
 
 def _keeper(stepped: Stepped) -> tuple[str, bool, bool]:
@@ -190,29 +154,33 @@ def _keeper(stepped: Stepped) -> tuple[str, bool, bool]:
         is_kept = bool(row.beside) or row.weight.rounding != "nearest"
         return row.name, is_kept, True
     for option, values, keeps_decay in KEEPERS:
-        value = stepped.group.get(option, getattr(optimizer, option, ...))
-        if any(value is x or value == x for x in values):
+        if stepped.group.get(option, getattr(optimizer, option, ...)) in values:
             return option, True, keeps_decay
     return "", False, False
 
 
-def _rule(stepped: Stepped) -> tuple[Any, bool] | None:
-    """Return the row of :data:`RULES`; ``None`` without one, or with two."""
+def _rule(stepped: Stepped) -> tuple[Any, bool]:
+    """Return the row of :data:`RULES`; an unknown size without one, or with two."""
     optimizer = stepped.optimizer
     name = type(optimizer).__name__.lower()
     if isinstance(optimizer, Optimizer):
         name = optimizer.kernels.rule_in(stepped.group, stepped.parameter).name
     rows = [row for row in RULES if row in name]
     longest = max(rows, key=len, default="")
-    if all(row in longest for row in rows):
-        return RULES.get(longest)
-    return None
+    if rows and all(row in longest for row in rows):
+        return RULES[longest]
+    return "unknown", False
 
 
-def next_change(stepped: Stepped, size: Any, rate: float, gradient: Any) -> Tensor | None:
-    """Return the next step's change of sampled weights; ``None`` if its size is unknown."""
+def _direction(stepped: Stepped, size: Any, gradient: Any) -> Tensor:
+    """Return the next step of sampled weights over the learning rate."""
     _, p, group, _ = stepped
     weight = spread(p).float()
+    noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(SEED))
+    if size is None:
+        return spread(gradient).float()
+    if size == 1:
+        return noise.sign()
     if size == "weight":
         size = 1.0
         if group.get("scale_parameter", True):
@@ -222,24 +190,16 @@ def next_change(stepped: Stepped, size: Any, rate: float, gradient: Any) -> Tens
         size = math.sqrt(max(1.0, rows / columns) / max(rows, columns))
         if group.get("adjust_lr_fn") == "match_rms_adamw":
             size = 0.2
-    if size is None and gradient is None:
-        return None
-    noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(SEED))
-    step = (size or 1.0) * noise
-    if size is None:
-        step = spread(gradient).float()
-    if size == 1:
-        step = noise.sign()
-    return -rate * step
+    return float(size) * noise
 
 
 def _stored_share(p: Tensor, change: Tensor) -> float:
     """Return the audit's share of a change of sampled weights that their format stores."""
-    if not change.any():
-        return 1.0
     weight = spread(p).float()
     stored = round_to(weight + change, dtype_name(p.dtype)).float() - weight
-    return round(float(update_metrics(update_sums(change, stored, stored))["edq"]), 2)
+    intended = change.double()
+    square = float(intended @ intended)
+    return round(float(intended @ stored.double()) / square, 2) if square else 1.0
 
 
 def stored_readings(
@@ -255,17 +215,18 @@ def stored_readings(
         name, p, group, optimizer = stepped
         kind = type(optimizer).__name__
         prediction = predict(stepped, gradients.get(name, gradient_of(p)))
-        if prediction.reason:
-            unseen[f"updates by {kind}"] = prediction.reason
-        shares = [share for share in prediction[2:5] if share is not None]
-        if shares and min(shares) < MIN_EDQ:
-            lost[name] = shares[0]
-            if shares[0] >= MIN_EDQ:
-                lost[name] = min(shares)
+        storage, rate, *shares, reason = prediction
+        if reason:
+            unseen[f"updates by {kind}"] = reason
+        known = [share for share in shares if share is not None and share < MIN_EDQ]
+        if known:
+            lost[name] = min(known)
+            if prediction.step in known:
+                lost[name] = prediction.step
         if _is_eps_zero(stepped):
             zero_eps.append(name)
         decay = float(group.get("weight_decay") or 0.0)
-        key = (dtype_name(p.dtype), prediction.rate, decay, kind, *prediction[:1], *prediction[2:5])
+        key = (dtype_name(p.dtype), rate, decay, kind, storage, *shares)
         groups.setdefault(key, []).append(name)
     lines += _table(groups)
     readings = []
@@ -281,7 +242,8 @@ def _table(groups: Mapping[tuple[Any, ...], list[str]]) -> list[str]:
     """Return the lines of what trains, the least shares first."""
     rows: list[Row] = []
     for values, names in groups.items():
-        rows.append(dict(zip(_FIELDS, (of_all(names), *values), strict=True)))
+        fields = (of_all(names), *values)
+        rows.append(dict(zip((str(column.key) for column in _COLUMNS), fields, strict=True)))
     rows.sort(key=lambda row: (row["step"] is None, row["step"]))
     lines = Table(_COLUMNS, rows[:NUMBER]).plain().splitlines()
     if len(rows) > NUMBER:

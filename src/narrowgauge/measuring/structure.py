@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.measuring.beside import is_finite
-from narrowgauge.measuring.passes import Findings, Gradients, Pass, Passes, concatenated
+from narrowgauge.measuring.passes import Alone, Findings, Gradients, Pass, Passes, concatenated
 from narrowgauge.measuring.policies.wide import Wide
 from narrowgauge.measuring.reading import of_all
 from narrowgauge.numerics.hashing import fingerprint
+from narrowgauge.torch_support.torch_names import unwrapped_model
 
 SAME = 2.0**-20
 """Shadows are float64. What a loop counts by itself in float32, such as a denominator, leaves 16 of
@@ -29,14 +31,15 @@ MOST_PARTS = 16
 """Micro-batches of all ranks whose weights are fitted."""
 
 
-def compare_ranks(passes: Passes, alone: Passes, first: Pass, findings: Findings) -> None:
+def compare_ranks(passes: Passes, first: Pass, findings: Findings) -> None:
     """Tell gradients that differ between ranks, where the loop's sums were made, and compare them no
     further.
     """
     differing = unlike({name: fingerprint(x) for name, x in first.gradients.items()})
     for name in differing:
         first.shadows.pop(name, None)
-    if differing and (passes.model is not alone.model or passes.backward is not None):
+    is_wrapped = unwrapped_model(passes.model) is not passes.model
+    if differing and (is_wrapped or passes.backward is not None):
         findings.add("ranks-unsummed", differing, len(differing))
     elif differing:
         findings.unseen["sums over ranks"] = "the loop makes them; pass backward="
@@ -44,44 +47,39 @@ def compare_ranks(passes: Passes, alone: Passes, first: Pass, findings: Findings
 
 def unlike(prints: Mapping[str, int]) -> list[str]:
     """Return the names whose fingerprint is another one on a rank than on rank 0."""
-    of_ranks = all_ranks().gather(prints)
-    names = []
-    for name, bits in of_ranks[0].items():
-        if any(other.get(name) != bits for other in of_ranks):
-            names.append(name)
-    return names
+    first, *others = all_ranks().gather(prints)
+    return [name for name in first if any(other.get(name) != first[name] for other in others)]
 
 
 def compare_structure(
-    passes: Passes, alone: Passes, first: Pass, findings: Findings
+    passes: Passes, parts: list[Any], first: Pass, findings: Findings
 ) -> Pass | None:
     """Compare a step with the plain loss, and return the pass of that, if it was made.
 
     Args:
-        passes: of the loop.
-        alone: of one process, over the micro-batches of all ranks.
+        parts: the micro-batches of all ranks.
         first: the pass of the step in training mode.
     """
-    batch = concatenated(alone.parts)
-    step = first
-    if passes.backward is None and len(alone.parts) == 1:
-        _add_missing(passes, step, step.shadows, findings)
-        return step
+    if passes.backward is None and len(parts) == 1:
+        _add_missing(passes.leaves, first.gradients, first.shadows, findings)
+        return first
+    batch = concatenated(parts)
     if batch is None:
         findings.unseen["the structure of the gradient"] = "micro-batches have unlike shapes"
         return None
-    if all_ranks().largest(int(step.draws)):
-        passes.is_training = alone.is_training = False
+    step = first
+    if all_ranks().largest(int(first.draws)):
+        passes.is_training = False
         step = passes.run(passes.step, Wide())
-    plain = alone.run(alone.plain(batch), Wide())
-    if plain.draws:
-        findings.unseen["the structure of the gradient"] = (
-            "evaluation mode draws random numbers too"
-        )
-        return None
+    plain = passes.run(passes.plain(batch), Wide(), Alone())
     terms = []
-    if 1 < len(alone.parts) <= MOST_PARTS:
-        terms = [alone.run(alone.plain(part), Wide()) for part in alone.parts]
+    if 1 < len(parts) <= MOST_PARTS and not plain.draws:
+        terms = [passes.run(passes.plain(part), Wide(), Alone()) for part in parts]
+    passes.is_training = True
+    if plain.draws:
+        words = "evaluation mode draws random numbers too"
+        findings.unseen["the structure of the gradient"] = words
+        return None
     exact = plain.shadows
     size = all_ranks().size
     mean = sum(term.value for term in terms) / (len(terms) or 1)
@@ -90,8 +88,7 @@ def compare_structure(
         exact = {name: x / size for name, x in exact.items()}
         findings.lines.append(f"  the loss is {size} times a mean over the batches of all ranks")
     _compare(step.shadows, exact, [term.shadows for term in terms], findings)
-    _add_missing(passes, step, exact, findings)
-    passes.is_training = alone.is_training = True
+    _add_missing(passes.leaves, step.gradients, exact, findings)
     return plain
 
 
@@ -99,33 +96,27 @@ def _compare(
     step: Gradients, exact: Gradients, terms: Sequence[Gradients], findings: Findings
 ) -> None:
     """Tell each answer: tensors that have one are one reading."""
-    differing: dict[str, float] = {}
-    count = 0
+    distances: dict[str, float] = {}
     for name, right in exact.items():
         gradient = step.get(name)
         if gradient is not None and right.any() and gradient.any() and is_finite(gradient):
-            count += 1
-            off = float((gradient - right).norm() / right.norm())
-            if off > SAME:
-                differing[name] = off
-    equal = count - len(differing)
+            distances[name] = float((gradient - right).norm() / right.norm())
+    differing = [name for name in distances if distances[name] > SAME]
+    differing.sort(key=distances.__getitem__, reverse=True)
+    equal = len(distances) - len(differing)
     findings.lines.append(
-        f"  without roundings {equal} of {count} gradients equal the plain loss's"
+        f"  without roundings {equal} of {len(distances)} gradients equal the plain loss's"
     )
     answers: dict[str, tuple[float, float, list[str]]] = {}
-    for name in sorted(differing, key=differing.__getitem__, reverse=True):
+    for name in differing:
         columns = [term[name].flatten() for term in terms if name in term]
         words, value, expected = _answer(step[name].flatten(), exact[name].flatten(), columns)
         if words:
             answers.setdefault(words, (value, expected, []))[2].append(name)
     for words, (value, expected, members) in answers.items():
         findings.lines.append(f"  {of_all(members)}: {words}")
-        what = "gradient"
-        if value >= 256 and math.log2(value) % 1 == 0:
-            what = "own-scale"
-        if len(members) == count > 1:
-            members.clear()
-        findings.add(what, members, value, expected)
+        is_scale = value >= 256 and math.log2(value) % 1 == 0
+        findings.add("own-scale" if is_scale else "gradient", members, value, expected)
 
 
 def _answer(a: Tensor, b: Tensor, columns: Sequence[Tensor]) -> tuple[str, float, float]:
@@ -141,7 +132,8 @@ def _answer(a: Tensor, b: Tensor, columns: Sequence[Tensor]) -> tuple[str, float
     off = float((a - b).norm() / b.norm())
     if columns and a.numel() >= 2 * len(columns):
         terms = torch.stack([*columns], 1)
-        weights, of_whole = _weights(terms, a), _weights(terms, b)
+        weights = _weights(terms, a)
+        of_whole = _weights(terms, b)
         if not of_whole and float((terms.mean(1) - a).norm()) <= SAME * float(a.norm()):
             return "", off, 0.0  # a mean of losses of which the whole batch's is no sum
         if weights and of_whole and min(map(abs, of_whole)) > 1e-6:
@@ -153,20 +145,21 @@ def _answer(a: Tensor, b: Tensor, columns: Sequence[Tensor]) -> tuple[str, float
 def _weights(columns: Tensor, target: Tensor) -> list[float]:
     """Return the weights of columns whose sum is a target; empty if none is."""
     solution = torch.linalg.lstsq(columns, target[:, None], driver="gelsd").solution[:, 0]
-    rest = float((target - columns @ solution).norm())
-    if rest > 1e-3 * float(target.norm()):
+    if float((target - columns @ solution).norm()) > 1e-3 * float(target.norm()):
         return []
-    return [float(weight) for weight in solution]
+    return list(map(float, solution))
 
 
-def _add_missing(passes: Passes, step: Pass, exact: Gradients, findings: Findings) -> None:
+def _add_missing(
+    leaves: Mapping[str, Any], step: Gradients, exact: Gradients, findings: Findings
+) -> None:
     """Tell gradients that the step lacks, and that the plain loss lacks too."""
-    has_values = {name: bool(x.any()) for name, x in step.gradients.items()}
-    lacking = [name for name, x in exact.items() if x.any() and not has_values.get(name)]
-    gone = [name for name in passes.leaves if name not in has_values and name not in exact]
-    if has_values and not lacking and not any(has_values.values()):
+    live = {name for name, x in step.items() if x.any()}
+    lacking = [name for name, x in exact.items() if x.any() and name not in live]
+    gone = [name for name in leaves if name not in step and name not in exact]
+    if step and not lacking and not live:
         findings.add("zero-gradients", "", 1)
     if lacking:
         findings.add("no-gradient", lacking[::-1], len(lacking))
-    if gone and len(gone) < len(passes.leaves):
+    if gone and len(gone) < len(leaves):
         findings.add("no-graph", gone[::-1], len(gone))

@@ -33,15 +33,13 @@ def lost_updates(tell: Tell, fewest: int = 5, most: int = 20) -> Law:
             values = shares[name]
             values.append(value)
             low.pop(name, None)
-            if len(values) >= fewest:
-                mean = fmean(values)
-                if (
-                    mean + 3 * stdev(values) / math.sqrt(len(values))
-                    < 1 - KINDS["lost-updates"].bound
-                ):
-                    low[name] = mean
-        names = sorted(low, key=low.__getitem__)
-        if names:
+            if len(values) < fewest:
+                continue
+            error = stdev(values) / math.sqrt(len(values))
+            if fmean(values) + 3 * error < 1 - KINDS["lost-updates"].bound:
+                low[name] = fmean(values)
+        if low:
+            names = sorted(low, key=low.__getitem__)
             since = since or step.step
             tell("lost-updates", names, low[names[0]], 1.0, step=since)
 
@@ -61,7 +59,7 @@ def drift(tell: Tell) -> Law:
 
 def sampled(tell: Tell) -> Law:
     """Read what casts lose, and attention logits that are far too large."""
-    before: Counter[tuple[str, str]] = Counter()
+    in_a_row: Counter[tuple[str, str]] = Counter()
     while True:
         step = yield
         for kind, table, metric, least in SAMPLED:
@@ -69,11 +67,12 @@ def sampled(tell: Tell) -> Law:
             for name, metrics in step.gauges.get(table, {}).items():
                 value = metrics.get(metric)
                 ratio = metrics.get("sqnr_db", 0.0)
-                is_noisy = ratio is not None and ratio <= NOISY
-                is_beyond = value is not None and value >= KINDS[kind].bound and is_noisy
-                before[kind, name] = (before[kind, name] + 1) * is_beyond
-                if value is not None and before[kind, name] >= least:
+                if value is None or value < KINDS[kind].bound or ratio is None or ratio > NOISY:
+                    in_a_row[kind, name] = 0
+                    continue
+                in_a_row[kind, name] += 1
+                if in_a_row[kind, name] >= least:
                     values[name] = value
-            names = sorted(values, key=values.__getitem__, reverse=True)
-            if names:
+            if values:
+                names = sorted(values, key=values.__getitem__, reverse=True)
                 tell(kind, names, values[names[0]])

@@ -6,7 +6,7 @@ one: a buffer that was rounded computes something else.
 
 from __future__ import annotations
 
-import json
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from narrowgauge.errors import RecordError
 from narrowgauge.measuring.adapters import is_adapted, name_without_adapters, product_of
-from narrowgauge.measuring.fit import fit
 from narrowgauge.measuring.kinds import KINDS
 from narrowgauge.measuring.reading import Reading, measured
 from narrowgauge.measuring.units import unit_of
@@ -30,6 +29,8 @@ from narrowgauge.runs.finding import counted, told
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.tables import Row, Table, name_columns, number_columns
 
+CHUNK = 1 << 17
+"""Elements that are compared at once: they stay in the cache."""
 MOST_ROWS = 8
 """Printed tensors."""
 Weights = str | Path | nn.Module | Mapping[str, Any]
@@ -43,15 +44,13 @@ class Tensors:
         read: a function for each name that reads its tensor.
         tied: names that share one tensor, by each of these names.
         buffers: names of buffers.
-        products: what adapters add to a weight, by its name.
-        merged: names of weights that hold their adapters.
+        products: what adapters add to a weight, by its name; it is read with them.
     """
 
     read: dict[str, Callable[[], Tensor]] = field(default_factory=dict)
     tied: dict[str, list[str]] = field(default_factory=dict)
     buffers: set[str] = field(default_factory=set)
     products: dict[str, Tensor] = field(default_factory=dict)
-    merged: set[str] = field(default_factory=set)
 
     def lacking(self, other: Tensors) -> list[str]:
         """Return the names of another set that this one lacks, under each of their tied names.
@@ -68,13 +67,6 @@ class Tensors:
     def ties(self) -> set[str]:
         """Return the names of each tensor that has several, with signs of equality."""
         return {" = ".join(names) for names in self.tied.values() if len(names) > 1}
-
-    def effective(self, name: str) -> Tensor:
-        """Return a weight with its adapters, in float64 if it has any."""
-        weight = self.read[name]()
-        if name in self.products and name not in self.merged:
-            return weight + self.products[name]
-        return weight
 
 
 def tensors_of(weights: Weights) -> Tensors:
@@ -119,9 +111,10 @@ def _of_module(model: nn.Module) -> Tensors:
     for name, layer in layers.items():
         if is_adapted(layer):
             weight = f"{name_without_adapters(name)}.weight"
-            tensors.products[weight] = product_of(layer)
-            if layer.merged_adapters:
-                tensors.merged.add(weight)
+            product = tensors.products[weight] = product_of(layer)
+            if not layer.merged_adapters:
+                x = layer.get_base_layer().weight.detach()
+                tensors.read[weight] = partial(lambda x, y: (x + y).to(x.dtype), x, product)
     return tensors
 
 
@@ -129,8 +122,6 @@ def _read_files(path: Path, tensors: Tensors) -> None:
     files = {path}
     if path.is_dir():
         files = set(path.glob("*.safetensors"))
-    for index in path.glob("*.safetensors.index.json"):
-        files = set(map(path.joinpath, json.loads(index.read_bytes())["weight_map"].values()))
     for file in sorted(files):
         opened = safe_open(file, "pt")
         for name in opened.keys():  # type: ignore[no-untyped-call]  # noqa: SIM118
@@ -153,57 +144,76 @@ def compare_weights(first: Weights, second: Weights) -> tuple[list[Row], list[Re
     before = tensors_of(first)
     after = tensors_of(second)
     rows = list[Row]()
-    reshaped = []
+    names: dict[str, list[str]] = {
+        "tied in the first alone": [],
+        "tied in the second alone": [],
+        "only in the first": after.lacking(before),
+        "only in the second": before.lacking(after),
+        "only in other shapes": [],
+    }
+    lone = list(names.values())[2:]
+    if before.tied and after.tied:
+        names["tied in the first alone"] = sorted(before.ties() - after.ties())
+        names["tied in the second alone"] = sorted(after.ties() - before.ties())
     for name in before.read:  # in an order that all ranks share
         if name in after.read:
             row = _row(name, before, after)
             rows += row
             if not row:
-                reshaped.append(name)
+                names["only in other shapes"].append(name)
     rows.sort(key=lambda row: (not row["differ"], -row["change"], row["name"]))
-    one_sided = {
-        "only in the first": after.lacking(before),
-        "only in the second": before.lacking(after),
-        "only in other shapes": reshaped,
-    }
-    ties = dict[str, list[str]]()
-    if before.tied and after.tied:
-        ties["tied in the first alone"] = sorted(before.ties() - after.ties())
-        ties["tied in the second alone"] = sorted(after.ties() - before.ties())
     lines = _lines(rows)
-    for words, names in {**ties, **one_sided}.items():
-        if names:
-            lines.append(f"{words}: {told(names)}")
+    lines += [f"{words}: {told(tensors)}" for words, tensors in names.items() if tensors]
     readings = list(_readings(rows))
-    lone = list(chain.from_iterable(one_sided.values()))
-    if lone:
-        readings.append(measured("one-sided-tensors", lone, len(lone), 0))
+    one_sided = list(chain.from_iterable(lone))
+    if one_sided:
+        readings.append(measured("one-sided-tensors", one_sided, len(one_sided), 0))
     return rows, readings, lines
 
 
 def _row(name: str, before: Tensors, after: Tensors) -> list[Row]:
     """Return the row of a tensor; nothing if its shapes differ."""
-    dtypes = [side.read[name]().dtype for side in (before, after)]
-    x = before.effective(name)
-    y = after.effective(name)
+    x = before.read[name]()
+    y = after.read[name]()
     if x.shape != y.shape:
         return []
+    dtypes = x.dtype, y.dtype
     dtype = max(dtypes, key=unit_of)
     if name in before.buffers | after.buffers or not y.is_floating_point():
         dtype = torch.promote_types(*dtypes)
-    result = fit(x.to(dtype), y.to(dtype))
     row: Row = {
         "name": name, "dtype": " → ".join(dict.fromkeys(map(dtype_name, dtypes))), "values": y.numel(),
-        "differ": result.differing, "nonfinite": result.nonfinite,
-        "change": result.relative, "factor": result.factor,
         "is_one": y.ndim == 1 and bool((y == 1).all()), "adapter_times": None,
+        **_difference(x.to(dtype), y.to(dtype)),
     }  # fmt: skip
-    products = {**before.products, **after.products}
+    products = before.products | after.products
     if name in products:
-        row["adapter_times"] = fit(products[name], y.double() - x.double()).factor
-        if result.relative <= unit_of(dtype):
+        row["adapter_times"] = _difference(products[name], y.double() - x.double())["factor"]
+        if row["change"] <= unit_of(dtype):
             row["differ"] = 0  # the merge rounded once
     return [row]
+
+
+def _difference(x: Tensor, y: Tensor) -> Row:
+    """Return how far a tensor is from another one, and the multiple of that which is nearest."""
+    square = product = off = 0.0
+    differ = nonfinite = 0
+    for first, second in zip(x.flatten().split(CHUNK), y.flatten().split(CHUNK), strict=True):
+        a = first.to(second.device).double()  # which holds values of every format
+        b = second.double()
+        square += float(a @ a)
+        product += float(a @ b)
+        off += float((b - a).square().sum())
+        differ += int((a != b).sum())
+        bad = int((~b.isfinite()).sum())
+        if bad:
+            nonfinite += bad
+            differ -= int((a.isnan() & b.isnan()).sum())
+    change = 0.0
+    if off:
+        change = math.sqrt(off / square) if square else math.inf
+    factor = product / square if square else 0.0
+    return {"differ": differ, "nonfinite": nonfinite, "change": change, "factor": factor}
 
 
 def _readings(rows: list[Row]) -> Iterable[Reading]:

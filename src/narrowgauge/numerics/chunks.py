@@ -28,26 +28,15 @@ def flat_chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield 1-D chunks of at most :func:`chunk_size` elements from tensors of one shape, in
     row-major order.
 
-    Chunks of contiguous tensors are views. Other layouts are copied one chunk at a time.
+    Chunks of contiguous tensors are views. Another layout is copied.
 
     Example:
         >>> [chunk.tolist() for (chunk,) in flat_chunks(torch.arange(6).reshape(3, 2).t())]
         [[0, 2, 4, 1, 3, 5]]
     """
-    first = tensors[0]
-    if first.numel() == 0:
-        return
-    most = chunk_size(first.device)
-    if all(tensor.is_contiguous() for tensor in tensors):
-        yield from zip(*(tensor.reshape(-1).split(most) for tensor in tensors), strict=True)
-    elif first.numel() <= most:
-        yield tuple(tensor.reshape(-1) for tensor in tensors)
-    elif first.shape[0] == 1:
-        yield from flat_chunks(*(tensor[0] for tensor in tensors))
-    else:
-        rows = max(1, most // (first.numel() // first.shape[0]))
-        for parts in zip(*(tensor.split(rows) for tensor in tensors), strict=True):
-            yield from flat_chunks(*parts)
+    if tensors[0].numel():
+        most = chunk_size(tensors[0].device)
+        yield from zip(*[tensor.reshape(-1).split(most) for tensor in tensors], strict=True)
 
 
 def row_pieces(matrix: Tensor) -> tuple[Tensor, ...]:

@@ -111,24 +111,16 @@ def placed_like(owner: Any, part: Tensor, *, row_dims: int = 0) -> Tensor:
     Keep it for a plain parameter. A distributed checkpoint can save and reshard the result.
 
     Args:
-        part: parameter-shaped. Its last ``row_dims`` dimensions are 1 instead, and ranks that share
-            rows hold the same values.
+        part: parameter-shaped. Its last ``row_dims`` dimensions, which no ranks share, are 1 instead.
     """
     if not is_sharded(owner) or part.ndim != owner.ndim:
         return part
-    from torch.distributed.tensor import DTensor, Replicate
+    from torch.distributed.tensor import DTensor
 
-    shape = owner.shape
-    placements = owner.placements
-    if row_dims:
-        shape = torch.Size((*shape[:-row_dims], *[1] * row_dims))
-        placements = list(placements)
-        for axis, placement in enumerate(placements):
-            if _splits_row(owner, placement, row_dims):
-                placements[axis] = Replicate()
+    shape = torch.Size((*owner.shape[: owner.ndim - row_dims], *[1] * row_dims))
     stride = torch.empty(shape, dtype=part.dtype, device="meta").stride()
     result: Tensor = DTensor.from_local(
-        part, owner.device_mesh, placements, run_check=False, shape=shape, stride=stride
+        part, owner.device_mesh, owner.placements, run_check=False, shape=shape, stride=stride
     )
     return result
 

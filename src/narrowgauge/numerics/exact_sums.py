@@ -63,8 +63,6 @@ def grid_scales(largest: Tensor, count: int) -> Tensor:
         >>> grid_scales(torch.tensor(1.5), count=1000).log2().tolist()
         [51.0, 53.0]
     """
-    if not 1 <= count <= 1 << 40:
-        raise FormatError(f"Cannot sum the squares of {count} elements: a grid takes 1 … 2^40.")
     width = 63 - count.bit_length()
     square = largest.double() * largest.double()
     # The smallest positive float32 squares to 2^-298. Zero is treated the same.
@@ -73,9 +71,12 @@ def grid_scales(largest: Tensor, count: int) -> Tensor:
     return (bits << 52).view(torch.float64)
 
 
-def steps_of_squares(x: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+def steps_of_squares(x: Tensor, scales: Tensor) -> Tensor:
     """Return each square in steps of the coarse grid, and its remainder in steps of the fine grid:
-    int64.
+    int64 ``[2, *x.shape]``.
+
+    Sums of parts add up to the sums of the whole. With NaN or infinity in ``x`` they are
+    meaningless but harmless.
     """
     # A float32's square is exact in float64. The product with a power of two and the remainder
     # after rounding are exact too. So only the two written roundings round.
@@ -83,17 +84,7 @@ def steps_of_squares(x: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     scaled = values * values * scales[0]
     coarse = scaled.round()
     fine = ((scaled - coarse) * scales[1]).round()
-    return coarse.to(torch.int64), fine.to(torch.int64)
-
-
-def grid_steps(x: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum the squares of ``x`` in steps of the coarse and the fine grid, int64 0-d each.
-
-    Sums of parts add up to the sums of the whole. With NaN or infinity in ``x`` they are
-    meaningless but harmless.
-    """
-    coarse, fine = steps_of_squares(x, scales)
-    return coarse.sum(), fine.sum()
+    return torch.stack([coarse, fine]).to(torch.int64)
 
 
 class Squares:
@@ -123,7 +114,7 @@ class Squares:
         for total, tensors in zip(totals, self._groups, strict=True):
             for tensor in tensors:
                 for (chunk,) in flat_chunks(tensor):
-                    total += torch.stack(grid_steps(chunk, scales))
+                    total += steps_of_squares(chunk, scales).sum(1)
         return totals
 
 
@@ -233,7 +224,6 @@ class ExactSums:
         self._num_addends = 0
 
 
-@torch.no_grad()
 def sum_rows(rows: Tensor, output: Tensor, divisor: int = 1) -> Tensor:
     """Write :class:`ExactSums` of the rows of one tensor, divided, to ``output``.
 
@@ -242,13 +232,11 @@ def sum_rows(rows: Tensor, output: Tensor, divisor: int = 1) -> Tensor:
     ``rows`` is ``[rows, numel]`` in bfloat16, float16 or float32. ``output`` has any floating-point
     dtype, and may be the only row.
     """
-    _check(rows, rows.shape[1], rows.shape[0])
     size = chunk_size(rows.device)
-    memory = rows.new_empty(len(_GRIDS), min(size, rows.shape[1]), dtype=torch.float64)
     for part, into in zip(rows.split(size, 1), output.split(size), strict=True):
-        words = memory[:, : len(into)].zero_()
-        _add(part, words)
-        into.copy_(_rounded(words, divisor))
+        sums = ExactSums(len(into), rows.device)
+        sums.add_(part)
+        sums.total(into, divisor)
     return output
 
 

@@ -27,7 +27,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from narrowgauge.errors import FormatError
 from narrowgauge.numerics.rounding import bits_of, cut_to_even, float_of
 
 Pair = tuple[Tensor, Tensor]
@@ -48,13 +47,6 @@ class NearestEven:
     """
 
     dropped: int
-
-    def __post_init__(self) -> None:
-        if not 13 <= self.dropped <= 21:
-            raise FormatError(
-                f"Cannot compute in parts that are {self.dropped} bits shorter than float32.",
-                "Drop 13 to 21 bits.",
-            )
 
     def __call__(self, x: Tensor) -> Tensor:
         # Use integers. A compiler would drop `.to(bfloat16).float()`, and fuse a product with its

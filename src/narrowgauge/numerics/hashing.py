@@ -87,7 +87,7 @@ def fingerprint(x: Tensor, *, offset: int = 0) -> int:
         0 … 2^64 − 1; 0 for no elements.
     Raises:
         FormatError: elements of another size.
-    Cost: one read, 3 ns an element on one CPU thread. Temporaries stay under 16 MiB.
+    Cost: one read, 3 ns an element on one CPU thread. A tensor that is not contiguous is copied.
     Example:
         >>> x = torch.arange(6.0)
         >>> fingerprint(x) == combine([fingerprint(x[:2]), fingerprint(x[2:], offset=2)])

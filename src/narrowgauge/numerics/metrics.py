@@ -17,13 +17,11 @@ results to the host once.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from narrowgauge.errors import FormatError
 from narrowgauge.numerics.chunks import flat_chunks
 from narrowgauge.numerics.quantization import padded, quantize, random_words, rotate, spread
 from narrowgauge.numerics.rounding import power_below
@@ -33,133 +31,71 @@ from narrowgauge.spec.significance import FEWEST_SPACINGS
 
 # ── updates ───────────────────────────────────────────────────────────────────────────────────────
 
-CHANGE_SUMS = ("dd", "de", "ee", "nonzero", "lost", "unseen")
-"""Sums over an update: D², D·E, E², and counts of D ≠ 0; D ≠ 0 but E = 0; D ≠ 0 but V = 0."""
-DECAY_SUMS = ("cc", "ct")
-"""Sums of its weight decay, see :func:`decay_terms`: C², C·T.
+UPDATE_SUMS = (
+    "dd", "de", "ee", "nonzero", "lost", "unseen", "cc", "ct", "elements", "spacings"
+)  # fmt: skip
+"""The order of the sums of an update: D², D·E, E², and counts of D ≠ 0; D ≠ 0 but E = 0; D ≠ 0 but
+V = 0. Then C² and C·T of its weight decay, the number of elements, and the sum of their decays in ulps
+of the stored weight.
 
-They are zero if the rule has no separate decay.
+C = −lr · wd · w is decoupled weight decay, a part of D. T is the part of E that C causes: the stored
+change for D, minus the stored change for D − C at the same random bits.
 """
-END_SUMS = ("at_end",)
-"""The count of elements with a state at the end of its window
-(:func:`narrowgauge.optim.codes.num_at_end`).
-"""
-KERNEL_SUMS = (*CHANGE_SUMS, *END_SUMS, *DECAY_SUMS)
-HOST_SUMS = ("elements", "spacings")
-"""What the host knows: the number of elements, and the sum of their audited decays in ulps (a lower
-bound).
-"""
-UPDATE_SUMS = (*KERNEL_SUMS, *HOST_SUMS)
-"""The order of the sums of an update."""
-_PLACE = {name: place for place, name in enumerate(UPDATE_SUMS)}
 
 
-def update_terms(intended: Tensor, stored: Tensor, visible: Tensor) -> tuple[Tensor, ...]:
-    """Return the six addends of one element each, from D, E and V, in the order of
-    :data:`CHANGE_SUMS`.
-
-    Counts are 0 or 1 in the dtype of D, so one kind of register sums all six. Squares of float32
-    changes under 1e-23 vanish.
-    """
-    moved = intended != 0
-    return (
-        intended * intended,
-        intended * stored,
-        stored * stored,
-        moved.to(intended.dtype),
-        (moved & (stored == 0)).to(intended.dtype),
-        (moved & (visible == 0)).to(intended.dtype),
-    )
-
-
-def decay_terms(intended: Tensor, stored: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the two addends of one element each, from C and T, in the order of :data:`DECAY_SUMS`.
-
-    C = −lr · wd · w is decoupled weight decay, a part of D. T is the part of E that C causes: the
-    stored change for D, minus the stored change for D − C at the same random bits. A C below 1/32
-    of the stored ulp is raised (:func:`narrowgauge.optim.kernel.least_decay`).
-    """
-    return intended * intended, intended * stored
+def change_terms(intended: Tensor, stored: Tensor, visible: Tensor) -> list[Tensor]:
+    """Return the addends of one element each to the first six of :data:`UPDATE_SUMS`, float64."""
+    d, e, v = intended.double(), stored.double(), visible.double()
+    moved = d != 0
+    return [
+        d * d,
+        d * e,
+        e * e,
+        moved.double(),
+        (moved & (e == 0)).double(),
+        (moved & (v == 0)).double(),
+    ]
 
 
 def update_sums(intended: Tensor, stored: Tensor, visible: Tensor) -> Tensor:
-    """Return the sums of one tensor's update without decay, float64 ``[11]``.
-
-    This is the reference for kernels.
+    """Return the sums of one tensor's update without decay, float64 ``[10]``.
 
     Products are exact in float64 and summed there, chunk by chunk. Counts are exact.
     """
-    if not intended.shape == stored.shape == visible.shape:
-        shapes = ", ".join(str(tuple(x.shape)) for x in (intended, stored, visible))
-        raise FormatError(f"Cannot sum an update of tensors of different shapes: {shapes}.")
-    total = torch.zeros(len(CHANGE_SUMS), dtype=torch.float64, device=intended.device)
+    total = torch.zeros(len(UPDATE_SUMS), dtype=torch.float64, device=intended.device)
     for parts in flat_chunks(intended, stored, visible):
-        d, e, v = (part.double() for part in parts)
-        total += torch.stack([term.sum() for term in update_terms(d, e, v)])
-    host = torch.tensor(
-        [0.0, 0.0, 0.0, intended.numel(), 0.0], dtype=torch.float64, device=intended.device
-    )
-    return torch.cat([total, host])
-
-
-def _noise(s: dict[str, Tensor]) -> Tensor:
-    # ‖E−D‖² = ΣE² − 2ΣD·E + ΣD². Rounding may make the square of a small difference slightly
-    # negative.
-    return _ratio((s["ee"] - 2 * s["de"] + s["dd"]).clamp(min=0), s["dd"]).sqrt()
+        total[:6] += torch.stack([term.sum() for term in change_terms(*parts)])
+    total[UPDATE_SUMS.index("elements")] = intended.numel()
+    return total
 
 
 def _ratio(part: Tensor, total: Tensor) -> Tensor:
     return torch.where(total == 0, torch.nan, part / total)
 
 
-UPDATE_METRICS: dict[str, Callable[[dict[str, Tensor]], Tensor]] = {
-    # ⟨D,E⟩/‖D‖². Collage (arXiv 2405.03637, §3.2) divides by ‖D‖. We divide once more, for a
-    # fraction whose sums add up.
-    "edq": lambda s: _ratio(s["de"], s["dd"]),
-    # ‖E−D‖/‖D‖. Products in float32 resolve it down to about 1e-3, in float64 to 1e-8.
-    "noise": _noise,
-    # The fraction of intended changes (D ≠ 0) that did not change the stored value.
-    "lost_fraction": lambda s: _ratio(s["lost"], s["nonzero"]),
-    # The same for the visible weight. High is healthy if the storage has a tail, which collects the
-    # changes.
-    "unseen_fraction": lambda s: _ratio(s["unseen"], s["nonzero"]),
-    # Collage's "imprecision percentage": fraction of all elements whose visible weight did not
-    # change, D = 0 included.
-    "imprecision_share": lambda s: 1 - _ratio(s["nonzero"] - s["unseen"], s["elements"]),
-    # 1 − ⟨C,T⟩/‖C‖²: the fraction of weight decay that is not stored. NaN over too few ulps for a
-    # reliable number.
-    "lost_decay": lambda s: torch.where(
-        s["spacings"] >= FEWEST_SPACINGS, 1 - _ratio(s["ct"], s["cc"]), torch.nan
-    ),
-}
-"""By name, from the named sums.
-
-Each is NaN if nothing was intended: it can neither hide nor raise an alarm.
-"""
-
-
-def share_at_end(sums: Tensor) -> Tensor:
-    """Return the fraction of elements with a moment at the end of its code's range, of sums
-    ``[..., 11]``.
-
-    The step of their gradients is not the rule's. It is NaN without elements.
-    """
-    return _ratio(sums[..., _PLACE["at_end"]], sums[..., _PLACE["elements"]])
-
-
 def update_metrics(sums: Tensor) -> dict[str, Tensor]:
-    """Return all :data:`UPDATE_METRICS` of sums ``[..., 11]``, float64 ``[...]`` each.
+    """Return the metrics of sums ``[..., 10]`` by name, float64 ``[...]`` each.
 
-    Add sums of steps or tensors first.
+    Add sums of steps or tensors first. A metric is NaN if nothing was intended: it can neither hide
+    nor raise an alarm.
     """
-    if sums.ndim == 0 or sums.shape[-1] != len(UPDATE_SUMS):
-        raise FormatError(
-            f"Cannot read the sums of an update from shape {tuple(sums.shape)}: it is [..., "
-            f"{len(UPDATE_SUMS)}].",
-            f"Their order is {', '.join(UPDATE_SUMS)}.",
-        )
-    named = {name: sums[..., place].double() for name, place in _PLACE.items()}
-    return {name: metric(named) for name, metric in UPDATE_METRICS.items()}
+    s = dict(zip(UPDATE_SUMS, sums.double().unbind(-1), strict=True))
+    # ‖E−D‖² = ΣE² − 2ΣD·E + ΣD². Rounding may make a small one slightly negative.
+    error = (s["ee"] - 2 * s["de"] + s["dd"]).clamp(min=0)
+    lost_decay = 1 - _ratio(s["ct"], s["cc"])
+    return {
+        # Collage (arXiv 2405.03637, §3.2) divides by ‖D‖. We divide once more, for a fraction whose
+        # sums add up.
+        "edq": _ratio(s["de"], s["dd"]),
+        "noise": _ratio(error, s["dd"]).sqrt(),
+        "lost_fraction": _ratio(s["lost"], s["nonzero"]),
+        # High is healthy if the storage has a tail, which collects the changes.
+        "unseen_fraction": _ratio(s["unseen"], s["nonzero"]),
+        # Collage's "imprecision percentage": D = 0 counts, too.
+        "imprecision_share": 1 - _ratio(s["nonzero"] - s["unseen"], s["elements"]),
+        # Too few ulps give no reliable number.
+        "lost_decay": torch.where(s["spacings"] >= FEWEST_SPACINGS, lost_decay, torch.nan),
+    }
 
 
 # ── the values of a tensor ────────────────────────────────────────────────────────────────────────

@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from narrowgauge.errors import FormatError
 from narrowgauge.numerics.rounding import (
     EXPONENT,
     binade,
@@ -82,13 +81,7 @@ def quantize(
         dim: the dimension that the matmul contracts. ``row`` means one scale for all of it.
         words: for stochastic rounding, from :func:`random_words`.
         amax: float32 ``[1, 1]``, replaces the tensor's own largest magnitude for its scale.
-    Raises:
-        FormatError: a stochastic cast without words, or a matrix that is not made of whole blocks.
     """
-    if cast.rounding != "nearest" and words is None:
-        raise FormatError(
-            f"Cannot cast to {cast} without random words.", "Give words = random_words(…)."
-        )
     values = x
     if cast.rotation != "none":
         values = rotate(x, dim)
@@ -177,8 +170,9 @@ def _codes(
 ) -> Tensor:
     if inverse is not None:
         values = values * inverse
-    if cast.rounding != "stochastic" or words is None:
+    if cast.rounding == "nearest":
         return round_nearest(values, cast.element)
+    assert words is not None
     return round_stochastic(values, cast.element, uniform(words))
 
 
@@ -253,12 +247,6 @@ def rotate(x: Tensor, dim: int) -> Tensor:
 
     Source: NVIDIA 2025 (2509.25149), section 4.2; Ashkboos et al. 2024 (2404.00456).
     """
-    if x.shape[dim] % ROTATION_SIZE:
-        raise FormatError(
-            f"Cannot rotate a matrix of {x.shape[0]} × {x.shape[1]} by {ROTATION_SIZE} places "
-            f"along dim {dim}.",
-            "Fill it up with zeros: padded(x, cast, dim).",
-        )
     blocks = x.float().unflatten(dim, (-1, ROTATION_SIZE))
     # Negate, do not multiply by -1. A compiler turns listed numbers into arguments: 16 float64
     # scalars in each GPU launch.
@@ -303,12 +291,6 @@ def spread(inner: Tensor, shape: torch.Size) -> Tensor:
 
 def blocked(x: Tensor, sides: tuple[int, int]) -> Tensor:
     """View a matrix as ``[row blocks, rows, column blocks, columns]``."""
-    if x.shape[0] % sides[0] or x.shape[1] % sides[1]:
-        raise FormatError(
-            f"Cannot cut a matrix of {x.shape[0]} × {x.shape[1]} into blocks of {sides[0]} × "
-            f"{sides[1]}.",
-            "Fill it up with zeros: padded(x, cast, dim).",
-        )
     return x.view(x.shape[0] // sides[0], sides[0], x.shape[1] // sides[1], sides[1])
 
 

@@ -68,9 +68,7 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 def add_product(x: Tensor, a: Tensor, b: Tensor, beta: float = 1.0, alpha: float = 1.0) -> Tensor:
     """Return ``beta x + alpha a · b`` of matrices in one dtype, rounded once, on any processor."""
     if not is_widened(x.dtype, x.device.type):
-        if x.ndim == 2:
-            return torch.addmm(x, a, b, beta=beta, alpha=alpha)
-        return torch.baddbmm(x, a, b, beta=beta, alpha=alpha)
+        return torch.addmm(x, a, b, beta=beta, alpha=alpha)
     wide = b.float()
     result = torch.empty_like(x)
     results = row_pieces(result)
@@ -89,7 +87,7 @@ def multiply_plain(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype
         values = torch.mm(a.float(), b.float())
     if bias is not None:
         values += bias.float()
-    return values.to(dtype, copy=True)
+    return values.to(dtype)
 
 
 @multiply_plain.register_fake

@@ -5,29 +5,29 @@ the rule's change with moments that no storage ever cuts, E the change that the 
 an audit sees what a storage rounds off the weight, and what it lost of the moments before.
 
 One step is noisy, and stalls come late. So an alarm reads a window of the last audits. It is raised
-when the upper end of a confidence interval of the tensor's EDQ is below the threshold.
+when the upper end of a confidence interval of the tensor's EDQ is below the threshold. Of a sharded
+tensor each rank audits its own part.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.numerics import metrics
-from narrowgauge.numerics.dtensor import add_up, by_group, local_of
-from narrowgauge.optim.sample import Samples
+from narrowgauge.numerics.metrics import UPDATE_SUMS, update_metrics
+from narrowgauge.optim.kernel import Numbers
+from narrowgauge.optim.sample import Sample
+from narrowgauge.optim.state import LocalState
 from narrowgauge.spec.significance import MIN_EDQ, student_t
 from narrowgauge.spec.storages import Storage
-from narrowgauge.spec.tables import Column, Table
 from narrowgauge.torch_support.torch_names import HostCopy
 
 WINDOW = 20
@@ -40,8 +40,6 @@ FEWEST_MOVED = 32
 """Elements that moved in a window of a stochastic storage, before a loss is told from chance."""
 CONFIDENCE = 1 - 2e-4
 """Two-sided: one false alarm in 10,000 windows whose true EDQ is exactly ``MIN_EDQ``."""
-MOST_AT_END = 0.01
-"""Raise an alarm where more than this fraction of elements is at the end of a code's range."""
 
 
 class UpdateLossWarning(UserWarning):
@@ -60,44 +58,37 @@ class AuditedUpdates:
             nothing was intended.
         edq_error: standard error of ``edq`` over the window's steps, NaN for fewer than two.
         noise: ‖E−D‖/‖D‖.
-        at_end: fraction of elements with a moment at the end of its code's range. Their gradients
-            are too large for the storage.
         lost_fraction: fraction of intended element changes that left the stored value unchanged.
         unseen_fraction: the same for the visible weight.
-        num_audits: audited steps in the window.
-        num_events: audits of equal weight that the window is worth, by the sizes of D.
-        num_moved: intended element changes that changed the stored value, over the window.
-        last_step: the last audited step.
         imprecision_share: the source's "imprecision percentage", 0 to 1. This is the fraction of
             *all* elements whose visible weight did not change.
         lost_decay: fraction of the intended weight decay that was not stored. NaN without decoupled
             weight decay, and in windows of too few elements.
+        num_audits: audited steps in the window.
+        num_events: audits of equal weight that the window is worth, by the sizes of D.
+        num_moved: intended element changes that changed the stored value, over the window.
+        last_step: the last audited step.
     """
 
     edq: float
-    edq_error: float
     noise: float
     lost_fraction: float
     unseen_fraction: float
-    num_audits: int
     imprecision_share: float
-    at_end: float
     lost_decay: float
+    edq_error: float
+    num_audits: int
     num_events: float
     num_moved: float
     last_step: int
 
     @property
     def stalls(self) -> bool:
-        """Tell whether updates are lost with statistical certainty, or moments are at the end of
-        their range.
-        """
-        if self.num_audits < FEWEST:
+        """Tell whether updates are lost, or too large, with statistical certainty."""
+        if self.num_audits < FEWEST or self.num_events < FEWEST_EVENTS:
             return False
-        if self.at_end > MOST_AT_END:
-            return True
         width = student_t(self.num_audits - 1, CONFIDENCE) * self.edq_error
-        return self.num_events >= FEWEST_EVENTS and self.edq + width < MIN_EDQ
+        return self.edq + width < MIN_EDQ or self.edq - width > 1 / MIN_EDQ
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,20 +109,14 @@ class Alarm:
     @property
     def message(self) -> str:
         """Return one line: the tensor, the loss, the remedy."""
-        r = self.reading
-        if r.at_end > MOST_AT_END:
-            return (
-                f"The gradients of '{self.tensor}' are too large for storage '{self.storage}': "
-                f"moments of {r.at_end:.0%} of its elements are at the end of their range over "
-                f"{r.num_audits} audited steps, and the step is not the rule's. "
-                f"'{self.fallback}' would keep them, and so would a smaller loss."
-            )
-        return (
-            f"'{self.tensor}' loses {1 - r.edq:.0%} of its update (EDQ {r.edq:.2f} ± "
-            f"{r.edq_error:.2f} over "
-            f"{r.num_audits} audited steps): storage '{self.storage}' rounds it away; "
-            f"'{self.fallback}' would keep it."
-        )
+        return MESSAGE.format(self, self.reading)
+
+
+MESSAGE = (
+    "'{0.tensor}' stores {1.edq:.0%} of its update (EDQ {1.edq:.2f} ± {1.edq_error:.2f} over "
+    "{1.num_audits} audited steps): storage '{0.storage}' rounds the rest away, or has not the range "
+    "of its gradients. '{0.fallback}' would keep it."
+)
 
 
 def figures_of(sums: Tensor) -> dict[str, float | None]:
@@ -139,9 +124,8 @@ def figures_of(sums: Tensor) -> dict[str, float | None]:
     intended.
     """
     figures: dict[str, float | None] = {}
-    for name, metric in metrics.update_metrics(sums).items():
-        value = float(metric)
-        figures[name] = None if math.isnan(value) else value
+    for name, metric in update_metrics(sums).items():
+        figures[name] = None if metric.isnan() else float(metric)
     return figures
 
 
@@ -153,22 +137,21 @@ def read(rows: Iterable[Tensor], last_step: int = 0) -> AuditedUpdates:
     steps.
     """
     table = torch.stack(list(rows))
-    total = table.sum(0)
-    values = {name: float(value) for name, value in metrics.update_metrics(total).items()}
-    counts = dict(zip(metrics.UPDATE_SUMS, total.tolist(), strict=True))
+    dd, de, _, nonzero, lost, *_ = table.unbind(1)
+    values = {name: float(value) for name, value in update_metrics(table.sum(0)).items()}
     count = len(table)
-    dd, de = table[:, 0], table[:, 1]
     error = math.nan
     if count > 1:
         spread = (de - values["edq"] * dd).square().sum() * count / (count - 1)
         error = float(spread.sqrt() / dd.sum())
+    num_events = float(dd.sum().square() / dd.square().sum())
+    num_moved = float((nonzero - lost).sum())
     return AuditedUpdates(
         **values,
         edq_error=error,
-        at_end=float(metrics.share_at_end(total)),
         num_audits=count,
-        num_events=float(dd.sum().square() / dd.square().sum()),
-        num_moved=counts["nonzero"] - counts["lost"],
+        num_events=num_events,
+        num_moved=num_moved,
         last_step=last_step,
     )
 
@@ -177,55 +160,60 @@ class Auditor:
     """Audit one optimizer's tensors, and decide on alarms.
 
     Attributes:
-        fresh: the tensors that the last step audited, and their ``UPDATE_SUMS``, float64
-            ``[tensors, 11]``. They may still be in flight on a device.
+        fresh: the tensors that the last step audited, its number, and their ``UPDATE_SUMS``,
+            float64 ``[tensors, 10]``. They may still be in flight on a device.
         windows: the last sums of each tensor, oldest first.
-        is_joined: whether the sums of sharded tensors are added over ranks. Every rank calls
-            :meth:`join` at every audited step then.
-        samples: what is compared.
+        total: those of all tensors together.
+        seen: the step of each tensor's last audit.
     """
 
-    def __init__(self, is_joined: bool = False) -> None:
-        self.is_joined = is_joined
-        self.fresh: list[tuple[list[Tensor], Tensor | HostCopy]] = []
+    def __init__(self) -> None:
+        self.fresh: list[tuple[Sequence[Tensor], int, HostCopy]] = []
         self.windows: dict[Tensor, deque[Tensor]] = {}
-        self.samples = Samples()
+        self.total: deque[Tensor] = deque(maxlen=WINDOW)
+        self.seen: dict[Tensor, int] = {}
         self._alarmed: set[Tensor] = set()
+        self._followed: list[tuple[Sample, Sequence[LocalState], Numbers]] = []
+        self._samples: dict[Tensor, Sample] = {}  # by the first of their tensors
 
-    def start_copy(self) -> None:
-        """Begin to copy the new sums to the host, which later waits for the copy alone."""
-        if self.fresh:
-            owners, tables = zip(*self.fresh, strict=True)
-            self.fresh = [(list(chain(*owners)), HostCopy(torch.cat(tables)))]
+    def before(self, batch: Mapping[LocalState, Numbers], audit_every: int) -> None:
+        """Read what the next step reads of the samples. Call :meth:`after` when it has written."""
+        alike: dict[Numbers, list[LocalState]] = defaultdict(list)
+        for state, numbers in batch.items():
+            if state.parameter.numel():
+                alike[numbers].append(state)
+        for numbers, states in alike.items():
+            is_audited = (states[0].step + 1) % audit_every == 0
+            if is_audited or not numbers.kernel.is_matrix:
+                sample = self._samples.get(states[0].owner)
+                if sample is None or not sample.fits(states):
+                    sample = Sample(states)
+                sample.follow(states, numbers, is_audited)
+                self._followed.append((sample, states, numbers))
 
-    def join(self, parameters: Sequence[Tensor]) -> None:
-        """Add the new sums of the optimizer's parameters over ranks. Every rank passes all, in order."""
-        local: dict[Tensor, Tensor] = {}
-        for owners, sums in self.fresh:
-            local.update(zip(owners, sums.cpu(), strict=True))
-        self.fresh = []
-        nothing = torch.zeros(len(metrics.UPDATE_SUMS), dtype=torch.float64)
-        for groups, members in by_group(parameters):
-            if members:
-                table = torch.stack([local.get(parameter, nothing) for parameter in members])
-                table = add_up(table.to(local_of(members[0]).device), groups, "sum").cpu()
-                audited = (table[:, len(metrics.KERNEL_SUMS)] > 0).nonzero().flatten().tolist()
-                self.fresh.append(([members[place] for place in audited], table[audited]))
+    def after(self) -> None:
+        """Compare what was stored with what was intended."""
+        for sample, states, numbers in self._followed:
+            step = states[0].step + 1
+            sample.end(states, step)
+            self._samples[sample.owners[0]] = sample
+            if sample.lane is not None:
+                self.fresh.append((sample.owners, step, HostCopy(sample.sums(states, numbers))))
+        self._followed = []
 
     def collect(self) -> Tensor | None:
         """Move the new sums into the windows and return their total; ``None`` without new ones."""
-        totals = []
-        for owners, sums in self.fresh:
-            if not owners:
-                continue
-            table = sums.cpu()
-            totals.append(table.sum(0))
-            for owner, row in zip(owners, table, strict=True):
-                self.windows.setdefault(owner, deque(maxlen=WINDOW)).append(row)
-        self.fresh = []
-        if not totals:
+        if not self.fresh:
             return None
-        return torch.stack(totals).sum(0)
+        total = torch.zeros(len(UPDATE_SUMS), dtype=torch.float64, device="cpu")
+        for owners, step, sums in self.fresh:
+            for owner, row in zip(owners, sums.cpu(), strict=True):
+                total += row
+                self.windows.setdefault(owner, deque(maxlen=WINDOW)).append(row)
+                self.seen[owner] = step
+        self.fresh = []
+        self.total.append(total)
+        return total
 
     def alarms(
         self, names_of: Callable[[], Mapping[Tensor, str]], storage_of: Callable[[Tensor], Storage]
@@ -234,33 +222,31 @@ class Auditor:
 
         In a healthy run no name is asked for.
         """
-        last = torch.stack([window[-1] for window in self.windows.values()])
-        loses = (last[:, 1] < MIN_EDQ * last[:, 0]) | (metrics.share_at_end(last) > MOST_AT_END)
         result = []
-        for parameter, is_low in zip(self.windows, loses.tolist(), strict=True):
-            was_alarmed = parameter in self._alarmed
-            if not is_low and not was_alarmed:
+        for owner, window in self.windows.items():
+            meant, stored, *_ = window[-1].tolist()
+            is_whole = MIN_EDQ * meant <= stored <= meant / MIN_EDQ
+            if is_whole and owner not in self._alarmed:
                 continue
-            reading = read(self.windows[parameter], self.samples.seen.get(parameter, 0))
-            self._alarmed.discard(parameter)
-            name = names_of().get(parameter) if reading.stalls else None
-            if name is None:  # or it was replaced since
+            reading = read(window, self.seen[owner])
+            if not reading.stalls:
+                self._alarmed.discard(owner)
                 continue
-            storage = storage_of(parameter)
-            is_random = storage.weight.rounding == "stochastic"
-            if is_random and reading.num_moved < FEWEST_MOVED and reading.at_end <= MOST_AT_END:
+            name = names_of().get(owner)
+            if name is None or owner in self._alarmed:  # it was replaced since, or is known
+                continue
+            storage = storage_of(owner)
+            if storage.weight.rounding == "stochastic" and reading.num_moved < FEWEST_MOVED:
                 continue  # it stores rare updates on average, and a window may contain few
-            self._alarmed.add(parameter)
-            if not was_alarmed:
-                result.append(Alarm(name, storage.name, storage.fallback, reading))
+            self._alarmed.add(owner)
+            result.append(Alarm(name, storage.name, storage.fallback, reading))
         return result
 
 
 def warn_of(alarms: Sequence[Alarm]) -> None:
     """Warn once, about the worst alarm. This is the default of ``Optimizer.on_alarm``."""
-    message = min(alarms, key=lambda a: a.reading.edq).message
-    if len(alarms) > 1:
-        message += f" So do {len(alarms) - 1} more tensors."
+    worst = min(alarms, key=lambda alarm: alarm.reading.edq)
+    message = f"Of {len(alarms)} tensors that lose updates, {worst.message}"
     warnings.warn(message, UpdateLossWarning, stacklevel=4)
 
 
@@ -290,37 +276,18 @@ class Audit(dict[str, AuditedUpdates]):
         if self.total is None:
             return "No step has been audited yet."
         rows = sorted(self.items(), key=lambda item: (math.isnan(item[1].edq), item[1].edq))
-        rows = rows[: self.LINES]
-        if len(self) > 1:
-            rows.append((f"all {len(self)} tensors", self.total))
-        lines = Table(COLUMNS, rows).plain().splitlines()
-        if len(self) > self.LINES:
-            lines.insert(-1, f"… and {len(self) - self.LINES} with a higher EDQ")
+        lines = [HEAD]
+        for row in [*rows[: self.LINES], (f"all {len(self)} tensors", self.total)]:
+            lines.append(LINE.format(*row))
         return "\n".join(lines)
 
     __str__ = __repr__
 
 
-def _cell(name: str, form: str) -> Callable[[tuple[str, AuditedUpdates]], str]:
-    """Return a function of a row of the table: the text of a figure, or a dash for NaN."""
-
-    def text(row: tuple[str, AuditedUpdates]) -> str:
-        value = getattr(row[1], name)
-        return "-" if math.isnan(value) else format(value, form)
-
-    return text
-
-
-COLUMNS = (
-    Column("tensor", lambda row: row[0]),
-    Column("EDQ", _cell("edq", ".3f"), right=True),
-    Column("±", _cell("edq_error", ".3f"), right=True),
-    Column("updates lost", _cell("lost_fraction", ".1%"), right=True),
-    Column("decay lost", _cell("lost_decay", ".1%"), right=True),
-    Column("noise", _cell("noise", ".3f"), right=True),
-    Column("at their end", _cell("at_end", ".1%"), right=True),
-    Column("audits", _cell("num_audits", "d"), right=True),
-    Column("last step", _cell("last_step", "d"), right=True),
+HEAD = "    EDQ      ±  updates lost  decay lost    noise  audits  last step  tensor"
+LINE = (
+    "{1.edq:7.3f}{1.edq_error:7.3f}{1.lost_fraction:14.1%}{1.lost_decay:12.1%}{1.noise:9.3f}"
+    "{1.num_audits:8}{1.last_step:11}  {0}"
 )
 
 
@@ -348,8 +315,9 @@ def audit(optimizer: Any, model: nn.Module | None = None) -> Audit:
         ...     weight.grad = torch.ones_like(weight)
         ...     optimizer.step()
         >>> ng.audit(optimizer)
-        tensor     EDQ      ±  updates lost  decay lost  noise  at their end  audits  last step
-        param 0  0.000  0.000        100.0%           -  1.000          0.0%       3          3
+            EDQ      ±  updates lost  decay lost    noise  audits  last step  tensor
+          0.000  0.000        100.0%        nan%    1.000       3          3  param 0
+          0.000  0.000        100.0%        nan%    1.000       3          3  all 1 tensors
         >>> ng.audit(optimizer)["param 0"].lost_fraction
         1.0
     """
@@ -365,13 +333,9 @@ def audit(optimizer: Any, model: nn.Module | None = None) -> Audit:
     auditor: Auditor = inner.auditor
     names = inner.parameter_names()
     readings = Audit()
-    totals: dict[int, Tensor] = {}  # of each audit, from the latest
     for parameter, window in auditor.windows.items():
         if parameter in names:  # it may have left since the last step
-            readings[names[parameter]] = read(window, auditor.samples.seen.get(parameter, 0))
-            for place, row in enumerate(reversed(window)):
-                totals[place] = totals.get(place, 0) + row
+            readings[names[parameter]] = read(window, auditor.seen[parameter])
     if readings:
-        last_step = max(reading.last_step for reading in readings.values())
-        readings.total = read(reversed(totals.values()), last_step)
+        readings.total = read(auditor.total, max(auditor.seen.values()))
     return readings

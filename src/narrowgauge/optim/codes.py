@@ -24,9 +24,9 @@ float16 weight, infinity).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,7 +39,6 @@ from narrowgauge.numerics.rounding import (
     canonical_bits,
     cut,
     cut_to_even,
-    dither,
     float_of,
     half,
     random_bits,
@@ -79,7 +78,7 @@ def encode(
     inside = x
     if scale is not None:
         inside = x * scale
-    bits = canonical_bits(_times_power(inside, -_offset(code)))
+    bits = canonical_bits(_times_power(inside, -code.lowest - 126))
     steps = (bits & MAGNITUDE).clamp(max=_last_step(code) << dropped)
     if dropped:
         steps = (steps + addend_of(steps, dropped, addend)) >> dropped
@@ -101,7 +100,7 @@ def decode(code: Code, word: Tensor, shift: int, scale: Tensor | None = None) ->
     bits = ((word >> shift) & _last_step(code)) << dropped_bits(code)
     if code.signed:
         bits = bits | ((word << (31 - code.magnitude_bits - shift)) & SIGN)
-    value = _times_power(float_of(bits), _offset(code))
+    value = _times_power(float_of(bits), code.lowest + 126)
     if scale is not None:
         value = value * scale
     return value
@@ -115,20 +114,10 @@ def _last_step(code: Code) -> int:
     return (1 << code.magnitude_bits) - 1
 
 
-def _offset(code: Code) -> int:
-    """Return the offset between a code's exponents and float32's."""
-    return code.lowest + 126
-
-
 def _times_power(x: Tensor, exponent: int) -> Tensor:
     if exponent:
         return x * 2.0**exponent
     return x
-
-
-def finite_bound(bound: Tensor) -> Tensor:
-    """Return magnitudes with a large number for infinity and NaN."""
-    return torch.where(bound < math.inf, bound, 3e38)
 
 
 def multipliers(bound: Tensor) -> tuple[Tensor, Tensor]:
@@ -140,12 +129,13 @@ def multipliers(bound: Tensor) -> tuple[Tensor, Tensor]:
     """
     # Round the exponent up: everything but a power of two carries. Both results, and their products
     # with the distance of a low part, are to be normal float32 values.
-    exponent = ((bits_of(finite_bound(bound)) + 0x7FFFFF) >> 23) - 127
+    finite = torch.where(bound < math.inf, bound, 3e38)
+    exponent = ((bits_of(finite) + MANTISSA) >> 23) - 127
     exponent = exponent.clamp(-112, 126)
     return float_of((127 - exponent) << 23), float_of((127 + exponent) << 23)
 
 
-# ── the weight ────────────────────────────────────────────────────────────────────────────────────
+# ── the visible weight ────────────────────────────────────────────────────────────────────────────
 
 
 def visible_value(visible: str, bits: Tensor) -> Tensor:
@@ -172,50 +162,26 @@ def in_range(storage: Storage, visible: Tensor) -> Tensor:
     """Turn NaN, and values that round past float16's largest, into its infinity."""
     if storage.visible != "float16":
         return visible
-    infinity = 31 << 23
-    return (visible & MAGNITUDE).clamp(max=infinity) | (visible & SIGN)
+    return (visible & MAGNITUDE).clamp(max=31 << 23) | (visible & SIGN)
 
 
-def split_weight(storage: Storage, x: Tensor, addend: Addend) -> tuple[Tensor, Tensor | None]:
-    """Return the visible bits of a weight of one part, and the master's bits or the signed tail."""
-    _, below, exponent = VISIBLE[storage.visible]
-    if storage.master:
-        visible = encode_visible(storage, x.float(), half(below))
-        return visible, encode(storage.weight, x, None, 0)
-    if not storage.tail_bits:
-        return encode_visible(storage, x, addend), None
-    bits = cut(_times_power(x, exponent), dropped_bits(storage.weight), addend)
-    # Find the nearest visible value and the signed rest. Adding half of the tail's range carries
-    # exactly if the rest is negative. Only NaNs are large enough to wrap, and `cut` leaves none
-    # that does.
-    visible = in_range(storage, (bits + half(below)) & -(1 << below))
-    return visible, bits - visible
+def weight_bits(visible: str, word: Tensor) -> Tensor:
+    """Return the bits of a visible weight (:func:`visible_value`) from a word of its format."""
+    if visible == "float32":
+        return word
+    bits = word << 16
+    if visible == "float16":  # to a float32's sign, exponent and mantissa fields
+        bits = ((bits & 0x7FFF0000) >> 3) | (bits & SIGN)
+    return bits
 
 
-def _is_own(storage: Storage, bits: Tensor, low: Tensor) -> Tensor:
-    """Return whether a low part and the visible weight together round to it."""
-    total = visible_bits(storage.visible, visible_value(storage.visible, bits) + low)
-    return cut_to_even(total, VISIBLE[storage.visible][1]) == bits
-
-
-def encode_low(storage: Storage, bits: Tensor, rest: Tensor, shift: int) -> Tensor:
-    """Encode the low part of a visible weight: toward zero where the nearest one is not its own."""
-    nearest = encode(storage.weight, rest, None, shift)
-    is_own = _is_own(storage, bits, decode(storage.weight, nearest, shift))
-    return torch.where(is_own, nearest, encode(storage.weight, rest, 0, shift))
-
-
-def place_tail(storage: Storage, tail: Tensor, shift: int) -> Tensor:
-    """Return a signed tail's bits at their position in a word, zeros elsewhere."""
-    steps = tail >> dropped_bits(storage.weight)
-    return (steps & ((1 << storage.tail_bits) - 1)) << shift
-
-
-def take_tail(storage: Storage, word: Tensor, shift: int) -> Tensor:
-    """Return the signed tail at ``shift`` in a word: the inverse of :func:`place_tail`."""
-    # Shift up to the sign, then down: the tail is signed.
-    up = 32 - storage.tail_bits
-    return (word << (up - shift)) >> up << dropped_bits(storage.weight)
+def weight_word(visible: str, bits: Tensor) -> Tensor:
+    """Return the word of a visible weight: the inverse of :func:`weight_bits`."""
+    if visible == "float32":
+        return bits
+    if visible == "float16":
+        bits = ((bits << 3) & 0x7FFF0000) | (bits & SIGN)
+    return bits >> 16
 
 
 # ── a weight and its states ───────────────────────────────────────────────────────────────────────
@@ -236,21 +202,16 @@ class Lane:
     scales: Mapping[str, tuple[Tensor, Tensor]]
 
 
-@dataclass(frozen=True, slots=True)
-class Values:
-    """Hold the values of a lane, float32 or :func:`value_dtype`.
-
-    ``weight`` is the input of the rule: the stored weight, or the visible one if ``low`` is its
-    compensation (Kahan's).
+class Values(NamedTuple):
+    """Hold the weight that a rule reads, float32 or :func:`value_dtype`, and the compensation that
+    is added to its change, if there is one (Kahan's).
     """
 
     weight: Tensor
     low: Tensor | None
-    states: tuple[Tensor, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
+class Written(NamedTuple):
     """Hold the outputs of a step: int32 bits of the visible weight and of every field in place, and
     the change that was intended.
     """
@@ -275,37 +236,6 @@ def lane_of(
     return Lane(weight_bits(storage.visible, weight), gradient, fields, scales)
 
 
-def weight_bits(visible: str, word: Tensor) -> Tensor:
-    """Return the bits of a visible weight (:func:`visible_value`) from a word of its format."""
-    if visible == "float32":
-        return word
-    half_word = word << 16
-    if visible == "bfloat16":
-        return half_word
-    # A float16 in the upper half of a word becomes a float32 with its sign, exponent and mantissa
-    # fields.
-    return ((half_word & 0x7FFF0000) >> 3) | (half_word & SIGN)
-
-
-def weight_word(visible: str, bits: Tensor) -> Tensor:
-    """Return the word of a visible weight: the inverse of :func:`weight_bits`."""
-    if visible == "float32":
-        return bits
-    if visible == "float16":
-        bits = ((bits << 3) & 0x7FFF0000) | (bits & SIGN)
-    return bits >> 16
-
-
-def gradient_mantissa(visible: str, gradient: Tensor) -> Tensor:
-    """Return the mantissa of a gradient, a part of the key of random bits.
-
-    A power of two on all gradients does not change it.
-    """
-    if visible == "bfloat16":
-        return (bits_of(gradient) >> 16) & 0x7F
-    return visible_bits(visible, gradient) & MANTISSA
-
-
 def addends(storage: Storage, weight: Tensor, gradient: Tensor, seed: Tensor) -> dict[str, Addend]:
     """Return the addend of each code (weight and states) before the cut, from one hashed word per
     element.
@@ -320,68 +250,88 @@ def addends(storage: Storage, weight: Tensor, gradient: Tensor, seed: Tensor) ->
     places = shares(storage)
     if not places:
         return result
-    random = random_bits(bits_of(weight) ^ gradient_mantissa(storage.visible, gradient), seed)
+    if storage.visible == "bfloat16":
+        mantissa = (bits_of(gradient) >> 16) & 0x7F
+    else:
+        mantissa = visible_bits(storage.visible, gradient) & MANTISSA
+    random = random_bits(bits_of(weight) ^ mantissa, seed)
     for name, (start, borrowed) in places.items():
-        dropped = dropped_bits(storage.code(name))
-        turned = random
+        word = random
         if borrowed:
-            low = (random >> (32 - borrowed)) & ((1 << borrowed) - 1)
-            turned = (random << borrowed) | low
-        result[name] = dither(turned, start, dropped, dropped)
+            word = (random << borrowed) | ((random >> (32 - borrowed)) & ((1 << borrowed) - 1))
+        result[name] = (word >> start) & ((1 << dropped_bits(storage.code(name))) - 1)
     return result
 
 
-def read(storage: Storage, lane: Lane, states: Sequence[str] = ()) -> Values:
-    """Decode a lane's weight and the named states.
+def read(storage: Storage, lane: Lane) -> Values:
+    """Decode a lane's weight.
 
     If the visible weight is not the rounded master, other code wrote it, and it replaces the
     master. A low part that does not belong to it is 0. A tail moves a weight that other code wrote
     by at most half an ulp. It does not move a written zero: a negative tail would make a NaN of its
     sign.
     """
-    weight = visible_value(storage.visible, lane.visible)
-    low = None
-    if storage.beside:
-        word, shift = lane.fields[storage.beside[0]]
-        if storage.master:
-            stored = decode(storage.weight, word, 0)
-            is_current = split_weight(storage, stored, None)[0] == in_range(storage, lane.visible)
-            weight = torch.where(is_current, stored, weight)
-        elif storage.tail_bits:
-            total = lane.visible + take_tail(storage, word, shift)
-            # The exclusive or is negative where the sign changes, and turns the sum back into the
-            # visible weight.
-            back = (total ^ lane.visible).clamp(max=0)
-            weight = visible_value(storage.visible, total ^ back)
-        else:
-            low = decode(storage.weight, word, shift)
-            low = torch.where(_is_own(storage, lane.visible, low), low, 0.0)
-    return Values(weight, low, tuple(read_state(storage, lane, name) for name in states))
-
-
-def read_parts(storage: Storage, lane: Lane, name: str) -> tuple[Tensor, ...]:
-    """Decode the parts of a state, or of the weight."""
-    if name == "weight":
-        values = read(storage, lane)
-        if values.low is None:
-            return (values.weight,)
-        return values.weight, values.low
-    code = storage.code(name)
-    parts = []
-    for place, part in enumerate((name, *low_parts(name, code))):
-        parts.append(decode(code, *lane.fields[part], _scale(code, lane, name, place, 1)))
-    return tuple(parts)
-
-
-def read_state(storage: Storage, lane: Lane, name: str) -> Tensor:
-    """Return a state's float32 value: the sum of its parts."""
-    parts = read_parts(storage, lane, name)
-    return sum(parts[1:], parts[0])
+    visible = storage.visible
+    weight = visible_value(visible, lane.visible)
+    if not storage.beside:
+        return Values(weight, None)
+    word, shift = lane.fields[storage.beside[0]]
+    if storage.master:
+        stored = decode(storage.weight, word, 0)
+        seen = encode_visible(storage, stored.float(), half(VISIBLE[visible][1]))
+        is_current = seen == in_range(storage, lane.visible)
+        return Values(torch.where(is_current, stored, weight), None)
+    if storage.tail_bits:
+        up = 32 - storage.tail_bits
+        tail = (word << (up - shift)) >> up << dropped_bits(storage.weight)
+        total = lane.visible + tail
+        # Where the sum has another sign, take the visible weight.
+        total = torch.where((total ^ lane.visible) < 0, lane.visible, total)
+        return Values(visible_value(visible, total), None)
+    low = decode(storage.weight, word, shift)
+    return Values(weight, torch.where(_is_own(storage, lane.visible, low), low, 0.0))
 
 
 def read_weight(storage: Storage, lane: Lane) -> Tensor:
     """Return the stored weight with all its parts."""
-    return read_state(storage, lane, "weight")
+    weight, low = read(storage, lane)
+    if low is not None:
+        weight = weight + low
+    return weight
+
+
+def read_parts(storage: Storage, lane: Lane, name: str) -> list[Tensor]:
+    """Decode the parts of a state."""
+    parts = []
+    for part, code, _, back in _parts_of(storage, lane, name):
+        parts.append(decode(code, *lane.fields[part], back))
+    return parts
+
+
+def read_state(storage: Storage, lane: Lane, name: str) -> Tensor:
+    """Return the value of the weight or of a state: the sum of its parts."""
+    if name == "weight":
+        return read_weight(storage, lane)
+    parts = read_parts(storage, lane, name)
+    return sum(parts[1:], parts[0])
+
+
+def _parts_of(
+    storage: Storage, lane: Lane, name: str
+) -> Iterator[tuple[str, Code, Tensor | None, Tensor | None]]:
+    """Yield the field and code of each part of a state, and its multipliers if it is scaled.
+
+    Each part is finer by the bits of the one before.
+    """
+    code = storage.code(name)
+    for place, part in enumerate((name, *low_parts(name, code))):
+        into = back = None
+        if code.scaled:
+            into, back = lane.scales[name]
+            finer = 2.0 ** (place * (code.mantissa_bits + 1))
+            into = into * finer
+            back = back / finer
+        yield part, code.part(place), into, back
 
 
 def write(
@@ -394,8 +344,8 @@ def write(
 ) -> Written:
     """Round the result of a step to the storage's formats.
 
-    ``old`` is the lane as :func:`read` returns it, ``change`` is added to its weight, and
-    ``states`` are the new states by name.
+    ``old`` is the weight as :func:`read` returns it, ``change`` is added to it, and ``states`` are
+    the new states by name.
     """
     addend = addends(storage, old.weight, lane.gradient, seed)
     if old.low is None:
@@ -406,87 +356,81 @@ def write(
         total = old.low + change
         visible = encode_visible(storage, old.weight + total, None)
         rest = total - (visible_value(storage.visible, visible) - old.weight)
-        fields = _low_field(storage, lane, visible, rest)
+        fields = write_low(storage, lane, visible, rest)
     for name, value in states.items():
         fields |= write_state(storage, lane, name, value, addend[name])
-    return Written(visible, fields, change)
-
-
-def write_parts(
-    storage: Storage, lane: Lane, change: Tensor, parts: Mapping[str, Sequence[Tensor]]
-) -> Written:
-    """Round a weight and states given in parts, each part to the nearest: the inverse of
-    :func:`read_parts`.
-    """
-    weight, low = parts["weight"]
-    visible = encode_visible(storage, weight, None)
-    fields = _low_field(storage, lane, visible, low)
-    for name in dict(storage.states):
-        names = (name, *low_parts(name, storage.code(name)))
-        for place, (part, value) in enumerate(zip(names, parts[name], strict=True)):
-            fields[part] = _encode_part(storage, lane, name, place, value, None)
     return Written(visible, fields, change)
 
 
 def write_weight(
     storage: Storage, lane: Lane, value: Tensor, addend: Addend
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the visible bits of a float32 weight, and its fields in place."""
-    if storage.weight.parts > 1 and not storage.master:
-        visible = encode_visible(storage, value, None)
-        rest = value - visible_value(storage.visible, visible)
-        return visible, _low_field(storage, lane, visible, rest)
-    visible, field = split_weight(storage, value, addend)
-    if field is None:
-        return visible, {}
-    (name,) = storage.beside
+    """Return the visible bits of a weight, and its fields in place."""
+    _, below, exponent = VISIBLE[storage.visible]
+    if storage.master:
+        visible = encode_visible(storage, value.float(), half(below))
+        return visible, {"master": encode(storage.weight, value, None, 0)}
     if storage.tail_bits:
-        field = place_tail(storage, field, lane.fields[name][1])
-    return visible, {name: field}
+        bits = cut(_times_power(value, exponent), dropped_bits(storage.weight), addend)
+        # Adding half of the tail's range carries exactly if the rest is negative. Only NaNs are
+        # large enough to wrap, and `cut` leaves none that does.
+        visible = in_range(storage, (bits + half(below)) & -(1 << below))
+        return visible, {"tail": place_tail(storage, bits - visible, lane.fields["tail"][1])}
+    visible = encode_visible(storage, value, addend)
+    if not storage.beside:
+        return visible, {}
+    rest = value - visible_value(storage.visible, visible)
+    return visible, write_low(storage, lane, visible, rest)
 
 
-def _low_field(storage: Storage, lane: Lane, visible: Tensor, rest: Tensor) -> dict[str, Tensor]:
+def place_tail(storage: Storage, tail: Tensor, shift: int) -> Tensor:
+    """Return a signed tail's bits at their position in a word, zeros elsewhere."""
+    steps = tail >> dropped_bits(storage.weight)
+    return (steps & ((1 << storage.tail_bits) - 1)) << shift
+
+
+def write_low(storage: Storage, lane: Lane, bits: Tensor, rest: Tensor) -> dict[str, Tensor]:
+    """Encode the low part of a visible weight: toward zero where the nearest one is not its own."""
     (name,) = storage.beside
-    return {name: encode_low(storage, visible, rest, lane.fields[name][1])}
+    shift = lane.fields[name][1]
+    nearest = encode(storage.weight, rest, None, shift)
+    is_own = _is_own(storage, bits, decode(storage.weight, nearest, shift))
+    return {name: torch.where(is_own, nearest, encode(storage.weight, rest, 0, shift))}
+
+
+def _is_own(storage: Storage, bits: Tensor, low: Tensor) -> Tensor:
+    """Return whether a low part and the visible weight together round to it."""
+    total = visible_bits(storage.visible, visible_value(storage.visible, bits) + low)
+    return cut_to_even(total, VISIBLE[storage.visible][1]) == bits
 
 
 def write_state(
     storage: Storage, lane: Lane, name: str, value: Tensor, addend: Addend
 ) -> dict[str, Tensor]:
-    """Return a state's bits in place. Each part stores the remainder of the parts before it."""
-    code = storage.code(name)
+    """Return a state's bits in place. A second part stores what the first one leaves."""
+    parts = [value]
+    if storage.code(name).parts == 2:
+        part, code, into, _ = next(_parts_of(storage, lane, name))
+        back = into
+        if into is not None:
+            back = reciprocal(into)
+        shift = lane.fields[part][1]
+        parts.append(value - decode(code, encode(code, value, addend, shift, into), shift, back))
+    return write_parts(storage, lane, name, parts, addend)
+
+
+def write_parts(
+    storage: Storage, lane: Lane, name: str, parts: Sequence[Tensor], addend: Addend
+) -> dict[str, Tensor]:
+    """Return the bits of a state's parts in place: the inverse of :func:`read_parts`."""
     fields = {}
-    rest = value
-    for place, part in enumerate((name, *low_parts(name, code))):
-        fields[part] = _encode_part(storage, lane, name, place, rest, addend)
-        if place + 1 < code.parts:
-            back = _scale(code, lane, name, place, 0)
-            if back is not None:
-                back = reciprocal(back)
-            rest = rest - decode(code, fields[part], lane.fields[part][1], back)
+    codes = _parts_of(storage, lane, name)
+    for (part, code, into, _), value in zip(codes, parts, strict=True):
+        fields[part] = encode(code, value, addend, lane.fields[part][1], into)
     return fields
 
 
-def _encode_part(
-    storage: Storage, lane: Lane, name: str, place: int, value: Tensor, addend: Addend
-) -> Tensor:
-    code = storage.code(name)
-    shift = lane.fields[(name, *low_parts(name, code))[place]][1]
-    return encode(code.part(place), value, addend, shift, _scale(code, lane, name, place, 0))
-
-
-def _scale(code: Code, lane: Lane, name: str, place: int, way: int) -> Tensor | None:
-    """Return the multiplier into the window of a scaled code's part (0), or out of it (1).
-
-    Each part is finer by the bits of the one before.
-    """
-    if not code.scaled:
-        return None
-    finer = place * (code.mantissa_bits + 1)
-    into, back = lane.scales[name]
-    if way:
-        return back * 2.0**-finer
-    return into * 2.0**finer
+# ── what an audit reads ───────────────────────────────────────────────────────────────────────────
 
 
 def changes(storage: Storage, lane: Lane, written: Written) -> tuple[Tensor, Tensor, Tensor]:
@@ -498,22 +442,5 @@ def changes(storage: Storage, lane: Lane, written: Written) -> tuple[Tensor, Ten
         fields[name] = bits, lane.fields[name][1]
     after = Lane(written.visible, lane.gradient, fields, lane.scales)
     stored = read_weight(storage, after) - read_weight(storage, lane)
-    old, new = [visible_value(storage.visible, bits) for bits in (lane.visible, written.visible)]
-    return written.intended, stored, new - old
-
-
-def num_at_end(storage: Storage, written: Written, lane: Lane) -> Tensor:
-    """Return 1.0 for each element with a state at the end of its window, where larger values stop.
-
-    Codes that follow their row have no such end.
-    """
-    at_ends = []
-    for name, _ in storage.states:
-        code = storage.code(name)
-        if code.is_window and not code.scaled:
-            shift = lane.fields[name][1]
-            steps = (written.fields[name] >> shift) & _last_step(code)
-            at_ends.append((steps == _last_step(code)).to(written.intended.dtype))
-    if not at_ends:
-        return torch.zeros_like(written.intended)
-    return reduce(torch.maximum, at_ends)
+    old = visible_value(storage.visible, lane.visible)
+    return written.intended, stored, visible_value(storage.visible, written.visible) - old

@@ -1,43 +1,104 @@
-"""The step of a state by its definition: where no kernel runs, and as the proof of a kernel."""
+"""The step of a state by its definition: as the proof of a kernel, and where no kernel is written.
+
+Then it is compiled by ``torch.compile``: for Collage, in float64, and for a rule of the user's own.
+Each (rule, storage) is compiled once for all sizes, and compared with the definition at its first
+use.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import lru_cache, reduce
+from operator import or_
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from narrowgauge.optim import codes
 from narrowgauge.optim.kernel import Inputs, Numbers, advance, average, named
-from narrowgauge.optim.row_bounds import new_bounds
-from narrowgauge.optim.rules.matrix import MatrixRule
+from narrowgauge.optim.planes import planes_of
+from narrowgauge.optim.row_bounds import set_bounds
+from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule
 from narrowgauge.optim.state import LocalState
-from narrowgauge.optim.values import at_once
-from narrowgauge.optim.walk import Scales, spans
+from narrowgauge.optim.walk import integers_of, spans, widened
+from narrowgauge.spec.storages import Storage
+from narrowgauge.torch_support.compile import COMPILE_ELEMENTS, compiled
+
+AT_ONCE = 1 << 22
+"""Elements of a call of compiled code. More gain nothing, and each temporary has as many."""
+
+
+@lru_cache(None)
+def step_words(rule: AnyRule, storage: Storage) -> Callable[..., None]:
+    """Return a step of the integers of the weight and of each plane, in place:
+    ``step(weight, gradient, *planes, *scales, *changes, values, seed)``.
+
+    The scales are float32: for each scaled code, below its row's end and back. A matrix rule has one
+    change, float32. On a CPU the step does not skip: the caller does.
+    """
+    planes = planes_of(storage)
+
+    def step_in_place(weight: Tensor, gradient: Tensor, *rest: Tensor) -> None:
+        stored = [weight, *rest[: len(planes)]]
+        *others, values, seed = rest[len(planes) :]
+        scales = {}
+        for name in storage.scaled:
+            into, back, *others = others
+            scales[name] = into, back
+        first, *words = map(widened, stored)
+        lane = codes.lane_of(storage, first, gradient.float(), words, scales)
+        scalars = named(rule, values)
+        written = advance(Inputs(rule, storage, lane, (*others, None)[0], scalars, seed))
+        results = [codes.weight_word(storage.visible, written.visible)]
+        for plane in planes:
+            results.append(reduce(or_, [written.fields[name] for name, _, _ in plane.fields]))
+        for integers, result in zip(stored, results, strict=True):
+            if not values.is_cpu:
+                result = torch.where(scalars["skip"] != 0, integers, result)
+            integers.copy_(result)
+
+    return step_in_place
 
 
 def run(state: LocalState, numbers: Numbers) -> None:
-    """Step by the definition, in place.
-
-    The state has its gradient. That of a matrix rule has its change.
-    """
-    scales = scales_of_step(state, numbers)
-    scalars = named(state.kernel.rule, numbers.values)
-    arguments = [state.gradient, *([state.change] if state.kernel.is_matrix else [])]
-    is_skipped = None if numbers.values.is_cpu else scalars["skip"] != 0
-    for span in spans(state, *arguments, scales=scales, at_once=at_once(state), writes=True):
-        gradient, *changes = span.arguments
-        change = changes[0] if changes else None
-        lane = span.lane(gradient)
-        inputs = Inputs(state.kernel.rule, state.storage, lane, change, scalars, numbers.seed)
-        written = advance(inputs)
-        span.store(written.fields, written.visible, is_skipped)
+    """Step in place. The state has its gradient. That of a matrix rule has its change."""
+    _walk(state, numbers, step_words(state.kernel.rule, state.storage))
 
 
-def scales_of_step(state: LocalState, numbers: Numbers) -> Scales | None:
-    """Return the multipliers of a state's rows in this step, and write their new bounds."""
-    if not state.bounds:
-        return None
-    scales = {}
-    (bounds,) = new_bounds([state], [numbers.values])
-    for name, (bound, into, back) in bounds.items():
-        scales[name] = into, back
-        state.bounds[name].copy_(bound)
-    return scales
+def run_compiled(state: LocalState, numbers: Numbers) -> None:
+    """Step in place as :func:`run` does, by compiled code."""
+    step = compiled(step_words(state.kernel.rule, state.storage), _place_of(state))
+    # Else the bits of a code would be symbols, as sizes are.
+    with torch._dynamo.config.patch(specialize_int=True):
+        _walk(state, numbers, step, AT_ONCE)
+
+
+def _walk(
+    state: LocalState, numbers: Numbers, step: Callable[..., None], elements: int | None = None
+) -> None:
+    scales = set_bounds(state, numbers.values)
+    changes = [state.change] if state.kernel.is_matrix else []
+    walk = spans(state, state.gradient, *changes, scales=scales, at_once=elements, writes=True)
+    for span in walk:
+        gradient, *change = span.arguments
+        arguments = [integers_of(span.weight), gradient]
+        arguments += [integers_of(values) for values in span.planes.values()]
+        for name in state.storage.scaled:
+            arguments += span.scales[name]
+        step(*arguments, *change, numbers.values, numbers.seed)
+
+
+def why_not_compiled(states: Sequence[LocalState], is_asked: bool) -> str:
+    """Return why the definition of states runs uncompiled, or an empty string."""
+    count = sum(state.parameter.numel() for state in states)
+    if _place_of(states[0]) == "cpu" and count < COMPILE_ELEMENTS and not is_asked:
+        return f"{count:,} elements, and no kernel is written for the rule or storage"
+    return ""
+
+
+def _place_of(state: LocalState) -> Literal["cpu", "gpu"]:
+    return "cpu" if state.parameter.is_cpu else "gpu"
 
 
 def average_gradient(state: LocalState, numbers: Numbers) -> None:
@@ -45,6 +106,6 @@ def average_gradient(state: LocalState, numbers: Numbers) -> None:
     rule = state.kernel.rule
     assert isinstance(rule, MatrixRule)
     scalars = named(rule, numbers.values)
-    for span in spans(state, state.gradient, state.change, at_once=at_once(state)):
+    for span in spans(state, state.gradient, state.change):
         gradient, into = span.arguments
         into.copy_(average(rule, state.storage, span.lane(gradient), scalars)[0])

@@ -95,26 +95,12 @@ def full_weights(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
 
 def kept_tensors(optimizer: Optimizer) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yield (name, tensor, parameter) for all tensors of model and optimizer that must not change
-    between steps.
-
-    Inputs of an update come before its outputs, so the first of several damaged tensors is the
-    cause. Tensors are packed words. For DTensors they are this rank's part.
+    between steps: packed words, of DTensors this rank's part.
     """
     optimizer.settle()
     for parameter, name in optimizer.parameter_names().items():
         state = optimizer.local_state(parameter)
-        if state is None:
-            yield name, local_of(parameter).detach(), parameter
-            continue
-        late = []
-        for plane in state.kernel.planes:
-            field = plane.fields[0][0]
-            if len(plane.fields) == 1 and field in state.storage.beside:
-                late.append(plane.name)
-        tensors = state.tensors
-        for key, tensor in tensors.items():
-            if key not in late:
+        if state is not None:
+            for key, tensor in state.tensors.items():
                 yield f"{key} of {name}", tensor, parameter
         yield name, local_of(parameter).detach(), parameter
-        for key in late:
-            yield f"{key} of {name}", tensors[key], parameter

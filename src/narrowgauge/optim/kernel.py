@@ -2,7 +2,7 @@
 
 :func:`advance` writes ``read -> rule -> write`` once, in tensor operations. It is the oracle of
 ``step.h`` and :mod:`narrowgauge.optim.step_triton`. Where these have no kernel, it is compiled
-(:mod:`narrowgauge.optim.compiled`). An elementwise rule runs between reading and writing. Storages
+(:mod:`narrowgauge.optim.definition`). An elementwise rule runs between reading and writing. Storages
 of Collage run AdamW in the published expansions. A matrix rule runs outside, on whole matrices:
 :func:`average` averages the gradients before it, and the step writes its change.
 """
@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -95,8 +95,9 @@ def in_floats(inputs: Inputs) -> Written:
     assert isinstance(rule, Rule)
     scale = scalars["gradient_scale"]
     gradient = lane.gradient.to(scale.dtype) * scale
-    old = codes.read(storage, lane, rule.states)
-    change, *new = rule.update(finite_or_zero(old.weight), gradient, *old.states, scalars)
+    old = codes.read(storage, lane)
+    states = [codes.read_state(storage, lane, name) for name in rule.states]
+    change, *new = rule.update(finite_or_zero(old.weight), gradient, *states, scalars)
     return codes.write(storage, lane, old, change, dict(zip(rule.states, new, strict=True)), seed)
 
 
@@ -104,19 +105,22 @@ def in_expansions(inputs: Inputs) -> Written:
     """Run Collage's AdamW: each operation rounds to nearest even at the weight's precision."""
     rule, storage, lane, _, scalars, _ = inputs
     assert isinstance(rule, Rule)
-    rounding = NearestEven(dropped_bits(storage.weight))
     # NaNs of weights and gradients may have any payload. Rounding to few bits would carry it into
     # the sign.
-    high, low = map(quiet, codes.read_parts(storage, lane, "weight"))
-    exp_avg = codes.read_parts(storage, lane, rule.states[0])
-    exp_avg_sq = codes.read_parts(storage, lane, rule.states[1])
+    weight, rest = codes.read(storage, lane)
+    assert rest is not None
+    high, low = quiet(weight), quiet(rest)
+    first, second = [codes.read_parts(storage, lane, name) for name in rule.states]
     gradient = quiet(lane.gradient * scalars["gradient_scale"])
-    stepped = finite_or_zero(high), low
-    change, *new = collage_adamw(stepped, gradient, exp_avg, exp_avg_sq, scalars, rounding)
+    rounding = NearestEven(dropped_bits(storage.weight))
+    pair = finite_or_zero(high), low
+    change, stepped, *new = collage_adamw(pair, gradient, first, second, scalars, rounding)
     is_finite = high.abs() < math.inf
-    new[0] = torch.where(is_finite, new[0][0], high), torch.where(is_finite, new[0][1], low)
-    parts = dict(zip(("weight", *rule.states), new, strict=True))
-    return codes.write_parts(storage, lane, change, parts)
+    visible = codes.encode_visible(storage, torch.where(is_finite, stepped[0], high), None)
+    fields = codes.write_low(storage, lane, visible, torch.where(is_finite, stepped[1], low))
+    for name, parts in zip(rule.states, new, strict=True):
+        fields |= codes.write_parts(storage, lane, name, parts, None)
+    return Written(visible, fields, change)
 
 
 def average(
@@ -140,11 +144,10 @@ def advance(inputs: Inputs) -> Written:
             return in_expansions(inputs)
         return in_floats(inputs)
     assert change is not None
-    if rule.decay:
-        weight = finite_or_zero(codes.read_weight(storage, lane))
-        change = change + weight * scalars[rule.decay]
+    weight = finite_or_zero(codes.read_weight(storage, lane))
+    change = change + weight * scalars[rule.decay]
     states = average(rule, storage, lane, scalars)[1]
-    return codes.write(storage, lane, codes.read(storage, lane, ()), change, states, seed)
+    return codes.write(storage, lane, codes.read(storage, lane), change, states, seed)
 
 
 class Kernel:
@@ -166,4 +169,5 @@ class Kernel:
         # Each step asks these for each tensor.
         self.planes = planes_of(storage)
         self.scaled = storage.scaled
+        self.specs: dict[Any, Any] = {}  # tensors of a state, by shapes
         self.packed_names = dict(storage.states).keys() - {plane.name for plane in self.planes}

@@ -68,7 +68,7 @@ class SquaresTable(Squares):
         if module is None:
             self.programs.call(getattr(norm_functions(), name), *arguments)
         else:
-            self.programs.call(getattr(module, name), *arguments, BLOCK=module.BLOCK)
+            self.programs.call(getattr(module, name), *arguments)
 
 
 def sums_on(tensors: Sequence[Tensor]) -> bool:

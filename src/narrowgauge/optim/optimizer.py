@@ -12,7 +12,7 @@ import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,23 +22,24 @@ from narrowgauge.numerics.dtensor import gradient_of, local_of, placed_like, sen
 from narrowgauge.numerics.hashing import step_seed
 from narrowgauge.optim import validation
 from narrowgauge.optim.audit import Alarm, Auditor, warn_of
-from narrowgauge.optim.clip import Decision, StepControl
+from narrowgauge.optim.clip import StepControl
 from narrowgauge.optim.kernel import Kernel
 from narrowgauge.optim.loading import OPTIONS, saved_states, torch_states
-from narrowgauge.optim.low_bits import fill_states, has_low_bits, without_low_bits
+from narrowgauge.optim.low_bits import fill_states, has_low_bits, lacks_low_bits
 from narrowgauge.optim.pairing import Group, Kernels
 from narrowgauge.optim.parameter_formats import (
+    KEPT,
+    ROUNDED,
     float32_row,
     is_shared_by_ranks,
+    keep_none,
     keeping_statistics,
     refuse_shared_memory,
     round_in_place,
-    rounding_note,
-    wide_note,
 )
 from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule
 from narrowgauge.optim.state import LocalState, State
-from narrowgauge.optim.step import Step, why_by_definition
+from narrowgauge.optim.step import Step
 from narrowgauge.optim.table import Table
 from narrowgauge.optim.values import store_state, store_weight, stored
 from narrowgauge.spec.storages import Storage
@@ -79,9 +80,8 @@ class Optimizer(torch.optim.Optimizer):
             steps.
         seed: seed of the stochastic rounding, the same on every rank.
         audit_every: steps between audits; 0 never audits.
-        compile: build and compile the steps. ``None`` leaves out a first step of fewer than 2¹⁴
-            elements on a CPU. :meth:`ran_compiled` returns the outcome. Storages in float64 never
-            run compiled.
+        compile: build and compile the steps. ``None`` leaves out steps on a CPU that have no kernel,
+            of fewer than 2¹⁸ elements. :meth:`ran_compiled` returns the outcome.
         low_bits: where a weight of 16 bits begins: at a ``"random"`` place in its rounding cell
             (:mod:`narrowgauge.optim.low_bits`), or at ``"zero"``, as a float32 copy begins. Low
             bits that are known stay.
@@ -97,8 +97,25 @@ class Optimizer(torch.optim.Optimizer):
             visible format, or the rule does not support its arithmetic.
     """
 
+    grad_norm: Tensor | None = None
+    last_control: Tensor | None = None
+    last_audit: Tensor | None = None
+    loss_scale: Tensor | None = None  # that of the last step, if there was one
+    # Skip a step whose gradient norm is above this. A loop that judges spikes sets it before each
+    # step.
+    skip_above = math.inf
+    num_skipped = 0
+    # Sums the gradients over ranks before a step, if set. `narrowgauge.prepare` sets it.
+    reduction: Any = None
+    # The loss must be scaled by torch.amp.GradScaler. `prepare` sets it for float16.
+    scales_loss = False
     _model: Callable[[], nn.Module | None]
-    _to_round: dict[Tensor, str] | None
+    _stepped = False
+    _uncompiled: Callable[..., Any] | None = None
+    # Whether the last step was skipped, while this is on a device, and its counts of steps.
+    _pending: tuple[HostCopy | None, list[Tensor]] | None = None
+    # The visible format of each parameter to be rounded, until all groups are checked.
+    _to_round: dict[Tensor, str] | None = None
 
     def __init__(
         self, params: Params, rule: AnyRule, defaults: dict[str, Any], *, storage: str | None = None,
@@ -107,19 +124,20 @@ class Optimizer(torch.optim.Optimizer):
         keep_float32: Callable[[str, Tensor], bool] | None = None, like: Optimizer | None = None,
         **flags: bool | None,
     ) -> None:  # fmt: skip
-        unknown = flags.keys() - {*validation.FLAGS, *validation.HOW_TO_RUN}
+        unknown = flags.keys() - {*validation.FLAGS, "fused", "foreach"}
         if unknown:
             raise TypeError(
                 f"{type(self).__name__} got an unexpected keyword argument '{min(unknown)}'"
             )
         validation.check_options({**defaults, **flags}, rule)
+        require_number("lr", defaults["lr"])
         require_number("audit_every", audit_every, is_whole=True)
         # Infinity never clips, but skips steps with a non-finite norm.
         if max_grad_norm not in (None, math.inf):
             require_number("max_grad_norm", max_grad_norm, is_open=True)
         self._begin()
         if isinstance(params, nn.Module):
-            keep_float32 = keeping_statistics(params, keep_float32)
+            keep_float32 = keeping_statistics(params, keep_float32 or keep_none)
             self._model = weakref.ref(params)
             params = [pair for pair in params.named_parameters() if pair[1].requires_grad]
         self.rule = rule
@@ -127,46 +145,27 @@ class Optimizer(torch.optim.Optimizer):
         self.compile = compile
         self.max_grad_norm = max_grad_norm
         self.audit_every = audit_every
-        self.keep_float32 = keep_float32
+        self.keep_float32 = keep_float32 or keep_none
         self.maximize = bool(maximize)
-        self._to_round = {}
-        storage = validation.known_row("word" if storage is None else storage).name
-        super().__init__(
-            params, {**defaults, "storage": storage, "seed": seed, "low_bits": low_bits}
-        )
-        formats = self._to_round
+        formats: dict[Tensor, str] = {}
+        self._to_round = formats
+        options = {"storage": storage or "word", "seed": seed, "low_bits": low_bits}
+        super().__init__(params, {**defaults, **options})
         self._to_round = None
         self._round(formats)
         if like is not None:
-            self._begin_like(like)
+            known = set(like._parameters()) & set(self._parameters())
+            narrow = [p for p in known if has_low_bits(self.storage_of(p))]
+            self.adopt({p: like.stored(p) for p in narrow})
 
     def _begin(self) -> None:
         """Set what an optimizer or a copy of one begins with."""
-        self.grad_norm: Tensor | None = None
-        self.last_control: Tensor | None = None
-        # Skip a step whose gradient norm is above this. A loop that judges spikes sets it before
-        # each step.
-        self.skip_above = math.inf
-        self.num_skipped = 0
-        self.num_calls = 0  # calls of step(): torch.amp.GradScaler may leave one out
-        self.last_audit: Tensor | None = None
         self.auditor = Auditor()
         self.on_alarm: Callable[[list[Alarm]], None] = warn_of
-        # Sums the gradients over ranks before a step, if set. `narrowgauge.prepare` sets it.
-        self.reduction: Any = None
+        self.rounded: list[str] = []  # names of the float32 parameters that it has rounded
         self._model = lambda: None
         self._tables: dict[Kernel, Table] = {}
         self._control = StepControl()
-        # The loss must be scaled by torch.amp.GradScaler. `prepare` sets it for float16.
-        self.scales_loss = False
-        self.loss_scale: Tensor | None = None  # that of the last step, if there was one
-        self._stepped = False
-        self._has_one_seed = False  # on all ranks that hold the same parameter
-        self._uncompiled: Callable[..., Any] | None = None
-        self._pending: _Pending | None = None
-        # The visible format of each parameter to be rounded, until all groups are checked.
-        self._to_round = None
-        self.rounded: list[str] = []  # names of the float32 parameters that it has rounded
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -200,20 +199,19 @@ class Optimizer(torch.optim.Optimizer):
             require_float64(group["params"])
             validation.check_options(group, self.rule)
             validation.check_vectors(group, self.rule)
-            to_round = self.kernels.formats_of_rounding(
-                group, self.parameter_names(), self.keep_float32
-            )
+            names = self.parameter_names()
+            to_round = self.kernels.formats_of_rounding(group, names, self.keep_float32)
             if to_round and is_shared_by_ranks():
                 asked = validation.known_row(group["storage"])
                 row = float32_row(asked, isinstance(self.rule, MatrixRule))
                 group["storage"] = row.name
-                warnings.warn(wide_note(asked, row), stacklevel=4)
+                warnings.warn(KEPT.format(row, asked), stacklevel=4)
                 to_round.clear()
             for parameter in group["params"]:
                 if parameter.requires_grad:  # a frozen one is checked when it has a gradient
                     self.kernels.pair_of(group, parameter, to_round.get(parameter))
             if to_round:
-                refuse_shared_memory(list(self._parameters()), list(to_round))
+                refuse_shared_memory(self._parameters(), to_round)
         except Exception:
             self.param_groups.pop()
             raise
@@ -224,27 +222,17 @@ class Optimizer(torch.optim.Optimizer):
 
     def _round(self, formats: Mapping[Tensor, str]) -> None:
         """Round float32 parameters in place, and store the values that they had."""
-        if formats:
-            values: dict[Tensor, Tensor] = {}
-            for parameter, visible in formats.items():
-                values |= round_in_place([parameter], visible)
-            self.adopt(values)
-            names = self.parameter_names()
-            storages = set()
-            for parameter in values:
-                self.rounded.append(names[parameter])
-                storages.add(self.storage_of(parameter))
-            note = rounding_note(values, storages)
-            warnings.warn(note, stacklevel=4)
-
-    def _begin_like(self, earlier: Optimizer) -> None:
-        """Store the weights that an earlier optimizer has stored, where there is room for them."""
-        known = set(earlier._parameters())
-        values = {}
-        for parameter in self._parameters():
-            if parameter in known and has_low_bits(self.storage_of(parameter)):
-                values[parameter] = earlier.stored(parameter)
+        if not formats:
+            return
+        values: dict[Tensor, Tensor] = {}
+        for parameter, visible in formats.items():
+            values |= round_in_place([parameter], visible)
         self.adopt(values)
+        names = self.parameter_names()
+        self.rounded += [names[parameter] for parameter in values]
+        storages = {f"'{self.storage_of(parameter).name}'" for parameter in values}
+        total = sum(value.numel() for value in values.values())
+        warnings.warn(ROUNDED.format(total, ", ".join(sorted(storages))), stacklevel=4)
 
     # ── what belongs to a parameter ───────────────────────────────────────────────────────────────
 
@@ -312,8 +300,8 @@ class Optimizer(torch.optim.Optimizer):
             >>> weight = torch.nn.Parameter(torch.ones(8, 8, dtype=torch.bfloat16))
             >>> weight.grad, optimizer = torch.ones_like(weight), ng.AdamW([weight], lr=1e-3)
             >>> optimizer.step()
-            >>> optimizer.ran_compiled()  # it may be the only step
-            {'adamw/word': 'definition: a first step of 64 elements'}
+            >>> optimizer.ran_compiled()
+            {'adamw/word': 'C++'}
         """
         codes = {}
         for (rule, storage), kernel in self.kernels.used.items():
@@ -339,41 +327,35 @@ class Optimizer(torch.optim.Optimizer):
             RecipeError: a tensor is not a parameter of the optimizer, a state has no weight or an
                 unknown name, or a value has another shape.
         """
-        adopted = values.keys() & set(self._parameters())
         states = states or {}
-        unknown = {*values, *states} - adopted
+        unknown = {*values.keys() - set(self._parameters()), *states.keys() - values.keys()}
         if unknown:
             raise RecipeError(
                 f"Cannot adopt values of a tensor of shape {tuple(unknown.pop().shape)}: the "
-                "optimizer does not step it, or it "
-                "has states and no weight.",
+                "optimizer does not step it, or it has states and no weight.",
                 "Pass a weight for each parameter, by the parameters of this optimizer.",
             )
-        for parameter in values:
-            group = self.group_of(parameter)
-            self.kernels.check_values(
-                group, parameter, values[parameter], states.get(parameter, {})
-            )
+        for p, weight in values.items():
+            self.kernels.check_values(self.group_of(p), p, weight, states.get(p, {}))
         for group in self.param_groups:
-            parameters = [p for p in group["params"] if p in adopted]
+            parameters = [p for p in group["params"] if p in values]
             with torch.no_grad():
                 self.make_missing(group, parameters, fills=False)
             for index, parameter in enumerate(parameters):
                 state = self.kernels.local_part(group, parameter, self.state[parameter])
-                entry = states.get(parameter, {})
                 store_weight(state, local_of(values[parameter]))
-                if "step" in entry:
-                    state.entry["step"].fill_(int(entry["step"]))
                 number = step_seed(group["seed"], -1 - index)  # no step uses it
                 seed = torch.tensor(number, dtype=torch.int32, device=state.parameter.device)
-                for name, value in entry.items():
-                    if isinstance(value, Tensor) and name != "step":
+                for name, value in states.get(parameter, {}).items():
+                    if name == "step":
+                        state.entry["step"].fill_(int(value))
+                    elif isinstance(value, Tensor):
                         store_state(state, name, local_of(value), seed)
-            self._fill(group, without_low_bits({p: values[p] for p in parameters}))
+            self._fill(group, [p for p in parameters if lacks_low_bits(p, values[p])])
 
     def _fill(self, group: Group, parameters: Sequence[Tensor]) -> None:
         """Fill the low bits of weights whose low bits are unknown, if the group asks for it."""
-        if group["low_bits"] == "random" and parameters:
+        if group["low_bits"] == "random":
             names = self._names_by(None)
             unfilled = {}
             for p in parameters:
@@ -384,23 +366,16 @@ class Optimizer(torch.optim.Optimizer):
         self, group: Group, parameters: Sequence[Tensor], *, fills: bool = True
     ) -> None:
         """Make the states of parameters without one. Fill their low bits, or leave them at zero."""
-        missing = []
-        for parameter in parameters:
-            if not self.has_state(parameter):
-                missing.append(parameter)
-        if missing:
-            refuse_shared_memory(list(dict.fromkeys([*missing, *self._stepped_params()])))
-            for parameter in missing:
-                state = self.kernels.new_state(group, parameter)
-                state.update(self.state.get(parameter, {}))  # notes of other code
-                self.state[parameter] = state
-            if fills:
-                self._fill(group, missing)
-
-    def _stepped_params(self) -> Iterator[Tensor]:
-        for parameter in self._parameters():
-            if parameter in self.state:
-                yield parameter
+        missing = [parameter for parameter in parameters if not self.has_state(parameter)]
+        if not missing:
+            return
+        refuse_shared_memory([*missing, *[p for p in self._parameters() if p in self.state]])
+        for parameter in missing:
+            state = self.kernels.new_state(group, parameter)
+            state.update(self.state.get(parameter, {}))  # notes of other code
+            self.state[parameter] = state
+        if fills:
+            self._fill(group, missing)
 
     def stored(self, parameter: Tensor, name: str = "weight") -> Tensor:
         """Return the stored value as float32, or float64 if the storage computes in it.
@@ -415,11 +390,11 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             KeyError: the parameter or the name is unknown.
         """
-        group = self.group_of(parameter)
-        entry = self.state[parameter] if self.has_state(parameter) else None
-        state = self.kernels.local_part(
-            group, parameter, entry or self.kernels.new_state(group, parameter)
-        )
+        state = self.local_state(parameter)
+        if state is None:
+            group = self.group_of(parameter)
+            entry = self.kernels.new_state(group, parameter)
+            state = self.kernels.local_part(group, parameter, entry)
         if name not in ("weight", *state.names):
             raise KeyError(
                 f"rule '{state.kernel.rule.name}' has {('weight', *state.names)}, not '{name}'"
@@ -460,8 +435,7 @@ class Optimizer(torch.optim.Optimizer):
             The closure's loss, if there is one.
         Raises:
             RecipeError: a gradient is sparse. A parameter's storage, shape or format has changed
-                since its state was made. In a first step: parameters were replaced since then, or
-                the model lacks them.
+                since its state was made. In a first step: parameters were replaced since then.
 
         Cost: transient memory. Elementwise rules take at most 64 MiB for any model. Matrix rules take float32 copies of the
             largest parameter: Muon and GaLore 4.
@@ -475,101 +449,79 @@ class Optimizer(torch.optim.Optimizer):
             loss = None if closure is None else closure()
         with torch.no_grad():
             self._step()
-        self.num_calls += 1
         return loss
 
     def _step(self) -> None:
-        validation.refuse_capture()
         self.settle()
         for group in self.param_groups:
-            validation.check_step(group, self.rule)
-        if not self._has_one_seed:
-            self._has_one_seed = True
-            validation.check_seeds(self.param_groups, self.parameter_names())
+            validation.check_options(group, self.rule)
         if not self._stepped:
-            validation.check_members(self.parameter_names(), self.state)
-        gradients = self._gradients()
-        work = []
+            names = self.parameter_names()
+            validation.check_seeds(self.param_groups, names)
+            validation.check_members(names, self.state)
+        gradients: list[Tensor] = []
         states: list[LocalState] = []
+        work = []
         for group in self.param_groups:
             members = self._with_gradient(group, gradients)
             work.append((group, members))
             states += members
         if not states:
             return
-        device = validation.check_one_device([state.parameter for state in states])
+        device = validation.device_of_step([state.parameter for state in states])
         self._stepped = True
         # torch.amp.GradScaler sets both during a step.
         self.loss_scale = getattr(self, "grad_scale", None)
         found_inf = getattr(self, "found_inf", None)
         if self.scales_loss and found_inf is None:
-            validation.refuse_unscaled(gradients.values())
+            validation.refuse_unscaled(gradients)
         for kernel in self.kernels.used.values():
             kernel.how_it_ran = None
-        scaling = {"grad_scale": self.loss_scale, "found_inf": found_inf}
-        placed = []
-        steps = []
-        for state in states:
-            placed.append(gradients[state.owner])
-            steps.append(state.entry["step"])
-        has_kernel = not why_by_definition(self.compile, states)
-        self.last_control, norm = self._decide(placed, has_kernel, **scaling)
-        control = self.last_control
-        # Autocast would round the operands of matrix rules.
-        with torch.autocast(device.type, enabled=False):
-            Step(control, self.auditor, self.audit_every, self._tables, self.compile).run(work)
-        self.auditor.start_copy()
-        torch._foreach_add_(steps, 1)
-        for state in states:
-            state.step += 1
-        may_skip = norm is not None or found_inf is not None
-        skip = None
-        if may_skip:
-            skip = HostCopy(control[1])
-        self._pending = _Pending(skip, states)
-        # A CPU has nothing to wait for. An audit that all ranks join is joined now: later, one rank
-        # may ask for it alone.
-        if control.is_cpu or (self.auditor.is_joined and self._is_audited(states)):
-            self.settle()
-        for state in states:
-            state.end()
-
-    def _decide(self, gradients: Sequence[Tensor], has_kernel: bool, **scaling: Any) -> Decision:
-        scaling |= {"max_norm": self.max_grad_norm, "skip_above": self.skip_above}
-        decision = self._control(gradients, has_kernel=has_kernel, **scaling)
+        decision = self._control(
+            gradients, has_kernel=self.compile is not False,
+            max_norm=self.max_grad_norm, skip_above=self.skip_above,
+            grad_scale=self.loss_scale, found_inf=found_inf,
+        )  # fmt: skip
+        control = decision.control
         if decision.norm is not None:
             self.grad_norm = decision.norm
         if self.maximize:
-            scale, skip = decision.control.split(1)
-            decision = decision._replace(control=torch.cat([-scale, skip]))
-        return decision
+            scale, skip = control.split(1)
+            control = torch.cat([-scale, skip])
+        self.last_control = control
+        # Autocast would round the operands of matrix rules.
+        with torch.autocast(device.type, enabled=False):
+            Step(control, self.auditor, self.audit_every, self._tables, self.compile).run(work)
+        counts = [state.entry["step"] for state in states]
+        torch._foreach_add_(counts, 1)
+        skip = None
+        if decision.norm is not None or found_inf is not None:
+            skip = HostCopy(control[1])
+        self._pending = skip, counts
+        if control.is_cpu:  # which has nothing to wait for
+            self.settle()
 
-    def _gradients(self) -> dict[Tensor, Tensor]:
-        """Return the gradients of all parameters that have one, in the parameters' formats.
+    def _with_gradient(self, group: Group, gradients: list[Tensor]) -> list[LocalState]:
+        """Return the states of a group's parameters that have a gradient, with it.
 
-        Make missing states.
+        Make missing ones, and collect the gradients, in the parameters' formats or float32.
         """
-        gradients: dict[Tensor, Tensor] = {}
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                gradient = gradient_of(parameter)
-                if gradient is not None:
-                    validation.check_gradient(parameter, gradient)
-                    if gradient.dtype not in (parameter.dtype, torch.float32):
-                        gradient = gradient.float()
-                    gradients[parameter] = gradient
-            self.make_missing(group, [p for p in group["params"] if p in gradients])
-        return gradients
-
-    def _with_gradient(self, group: Group, gradients: Mapping[Tensor, Tensor]) -> list[LocalState]:
-        """Return the states of a group's parameters that have a gradient, with it."""
-        states = []
+        pairs: dict[Tensor, Tensor] = {}
         for parameter in group["params"]:
-            if parameter in gradients:
-                state = self.kernels.local_part(group, parameter, self.state[parameter])
-                # A kernel reads memory: a negative view must hold its values.
-                state.gradient = local_of(gradients[parameter]).resolve_neg()
-                states.append(state)
+            gradient = gradient_of(parameter)
+            if gradient is not None:
+                validation.check_gradient(parameter, gradient)
+                if gradient.dtype not in (parameter.dtype, torch.float32):
+                    gradient = gradient.float()
+                pairs[parameter] = gradient
+        self.make_missing(group, list(pairs))
+        gradients += pairs.values()
+        states = []
+        for parameter, gradient in pairs.items():
+            state = self.kernels.local_part(group, parameter, self.state[parameter])
+            # A kernel reads memory: a negative view must hold its values.
+            state.gradient = local_of(gradient).resolve_neg()
+            states.append(state)
         return states
 
     def settle(self) -> None:
@@ -578,26 +530,19 @@ class Optimizer(torch.optim.Optimizer):
         """
         if self._pending is None:
             return
-        skip, states = self._pending
+        skip, counts = self._pending
         self._pending = None
         self.last_audit = None
         if skip is not None and skip.item() != 0.0:
             self.num_skipped += 1
-            for state in states:
-                state.entry["step"] -= 1
+            torch._foreach_add_(counts, -1)
             self.auditor.fresh.clear()
             return
-        # Ranks without audited elements take part too.
-        if self.auditor.is_joined and self._is_audited(states):
-            self.auditor.join(list(self._parameters()))
         self.last_audit = self.auditor.collect()
         if self.last_audit is not None:
             alarms = self.auditor.alarms(self.parameter_names, self.storage_of)
             if alarms:
                 self.on_alarm(alarms)
-
-    def _is_audited(self, states: list[LocalState]) -> bool:
-        return any(self.audit_every and state.step % self.audit_every == 0 for state in states)
 
     # ── saving and loading ────────────────────────────────────────────────────────────────────────
 
@@ -614,9 +559,7 @@ class Optimizer(torch.optim.Optimizer):
         result: dict[str, Any] = super().state_dict()
         for key, state in result["state"].items():
             if isinstance(state, State):  # a plain dict, which any program can unpickle
-                result["state"][key] = plain = {}
-                for name, value in state.items():
-                    plain[name] = sendable(value, value)
+                result["state"][key] = {name: sendable(x, x) for name, x in state.items()}
         return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -631,33 +574,14 @@ class Optimizer(torch.optim.Optimizer):
             ValueError: the groups do not match, as in ``torch.optim``.
         """
         if any("storage" not in group for group in state_dict["param_groups"]):
-            moments = torch_states(
-                self.param_groups, state_dict, self.parameter_names(), self.maximize
-            )
+            moments = torch_states(self.param_groups, state_dict)
             self.adopt({p: self.stored(p) for p in moments}, moments)
             for ours, theirs in zip(self.param_groups, state_dict["param_groups"], strict=True):
                 ours.update({name: theirs[name] for name in OPTIONS if name in theirs})
             return
-        states: dict[Tensor, State] = {}
-
-        def take(_: Any, given: dict[str, Any]) -> dict[str, Any]:
-            taken, rest = saved_states(self.kernels, self.param_groups, given)
-            states.update(taken)
-            return rest
-
-        def put(_: Any) -> None:
-            self.state.update(states)
-
-        # After other hooks have changed what is loaded, and before others see the result.
-        handles = [
-            self.register_load_state_dict_pre_hook(take),
-            self.register_load_state_dict_post_hook(put, prepend=True),
-        ]
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            for handle in handles:
-                handle.remove()
+        states, rest = saved_states(self.kernels, self.param_groups, state_dict)
+        super().load_state_dict(rest)
+        self.state.update(states)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy or a pickle has. Hooks, audits and compiled steps are left out."""
@@ -667,10 +591,7 @@ class Optimizer(torch.optim.Optimizer):
                 "Build another one, and pass it this one's state_dict().",
             )
         self.settle()
-        copied: dict[str, Any] = {"state": self.state}
-        for name in _COPIED:
-            copied[name] = getattr(self, name)
-        return copied
+        return {name: getattr(self, name) for name in _COPIED}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Replace states and groups, as ``load_state_dict`` does, or set those of a copy."""
@@ -681,18 +602,11 @@ class Optimizer(torch.optim.Optimizer):
         if is_copy:
             self.kernels = Kernels(self.rule)
         self._pending = None
-        self.auditor = Auditor(self.auditor.is_joined)
+        self.auditor = Auditor()
         self._tables.clear()
 
 
-class _Pending(NamedTuple):
-    """Hold what :meth:`Optimizer.settle` reads after a step: whether it was skipped, and its states."""
-
-    skip: HostCopy | None
-    states: list[LocalState]
-
-
 _COPIED = (
-    "rule", "defaults", "param_groups", "max_grad_norm", "audit_every", "compile", "scales_loss", "keep_float32", "maximize",
-    "num_skipped", "num_calls", "skip_above", "rounded",
+    "state", "rule", "defaults", "param_groups", "max_grad_norm", "audit_every", "compile", "scales_loss",
+    "keep_float32", "maximize", "num_skipped", "skip_above", "rounded",
 )  # fmt: skip

@@ -15,13 +15,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.optim.optimizer import Optimizer, Params
 from narrowgauge.optim.pairing import Group
 from narrowgauge.optim.rules.elementwise import ADAM, ADAMW, LION, PLAIN_SGD
-from narrowgauge.optim.rules.elementwise import SGD as MOMENTUM_SGD
 from narrowgauge.optim.rules.matrix import GALORE, MUON
 
 
@@ -136,13 +135,7 @@ class SGD(Optimizer):
         defaults = {
             "lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay, "nesterov": nesterov,
         }  # fmt: skip
-        if not isinstance(params, nn.Module):
-            params = list(params)
-        groups = params if isinstance(params, list) else []
-        has_buffer = momentum or any(
-            isinstance(group, dict) and group.get("momentum") for group in groups
-        )
-        super().__init__(params, MOMENTUM_SGD if has_buffer else PLAIN_SGD, defaults, **options)
+        super().__init__(params, PLAIN_SGD, defaults, **options)  # a momentum takes its rule
 
 
 class Lion(Optimizer):

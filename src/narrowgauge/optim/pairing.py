@@ -13,7 +13,7 @@ from narrowgauge.numerics.dtensor import local_of
 from narrowgauge.optim import validation
 from narrowgauge.optim.kernel import Kernel
 from narrowgauge.optim.rules.elementwise import ADAMW, PLAIN_SGD, SGD
-from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule, extras_of, shapes_of_states
+from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule, extras_of
 from narrowgauge.optim.state import LocalState, State, new_state
 from narrowgauge.optim.values import begin
 from narrowgauge.spec.formats import dtype_name
@@ -48,10 +48,14 @@ class Kernels:
         return self._by_options[key]
 
     def row_of(self, group: Group, parameter: Tensor) -> Storage:
+        """Return the storage that a group asks for."""
         row = validation.known_row(group["storage"])
-        return for_vectors(row) if parameter.ndim < 2 else row
+        if parameter.ndim < 2:
+            row = for_vectors(row)
+        return row
 
     def storage_in(self, group: Group, parameter: Tensor, visible: str | None = None) -> Storage:
+        """Return the storage of a parameter, or of one in another format."""
         return for_format(self.row_of(group, parameter), visible or dtype_name(parameter.dtype))
 
     def rule_in(self, group: Group, parameter: Tensor) -> AnyRule:
@@ -75,7 +79,13 @@ class Kernels:
         refuse_pair(
             rule.name, storage, is_matrix=isinstance(rule, MatrixRule), is_adamw=rule == ADAMW
         )
-        validation.check_bounded(rule, storage)
+        if storage.scaled and not getattr(rule, "monotone", True):
+            raise RecipeError(
+                f"Cannot step rule '{rule.name}' in storage '{storage.name}' because its states have "
+                "scales by row, and the rule does not say that it is monotone.",
+                "Take a storage such as 'word', or Rule(…, monotone=True) if larger gradients and "
+                "states always give larger new states.",
+            )
         return rule, storage
 
     def local_part(self, group: Group, parameter: Tensor, state: dict[str, Any]) -> LocalState:
@@ -86,24 +96,15 @@ class Kernels:
 
     def new_state(self, group: Group, parameter: Tensor) -> State:
         """Return a state of zeros under a group's options, with the parameter as its master."""
-        if torch.is_inference_mode_enabled():
-            raise RecipeError(
-                "Cannot make states in torch.inference_mode() because they could not change "
-                "outside of it.",
-                "Take torch.no_grad().",
-            )
         require_float64([parameter])
         kernel = self.kernel_of(group, parameter)
         extras = extras_of(kernel.rule, parameter.shape, group)
-        state = new_state(parameter, kernel.storage, extras)
+        state = new_state(parameter, kernel, extras)
         begin(LocalState(parameter, state, kernel, extras))
         return state
 
     def formats_of_rounding(
-        self,
-        group: Group,
-        names: Mapping[Tensor, str],
-        keep_float32: Callable[[str, Tensor], bool] | None,
+        self, group: Group, names: Mapping[Tensor, str], keep_float32: Callable[[str, Tensor], bool]
     ) -> dict[Tensor, str]:
         """Return the visible format of each parameter of a group that is to be rounded to one."""
         formats: dict[Tensor, str] = {}
@@ -111,9 +112,7 @@ class Kernels:
             validation.check_real(parameter)
             visible = self.row_of(group, parameter).visible
             is_wide = parameter.requires_grad and parameter.dtype is torch.float32
-            if not is_wide or visible == "float32":
-                continue
-            if keep_float32 is None or not keep_float32(names[parameter], parameter):
+            if is_wide and visible != "float32" and not keep_float32(names[parameter], parameter):
                 formats[parameter] = visible
         return formats
 
@@ -124,20 +123,13 @@ class Kernels:
         states here.
         """
         rule = self.rule_in(group, parameter)
-        shape = tuple(local_of(parameter).shape)
-        shapes = {"weight": shape}
-        for name in shapes_of_states(rule, parameter.shape, group):
-            shapes[name] = shape
+        names = ["weight", *dict(rule.stored_states)]
+        shapes: dict[str, Any] = dict.fromkeys(names, local_of(parameter).shape)
         for name, extra in extras_of(rule, parameter.shape, group).items():
             shapes[name] = extra.shape
         for name, value in {"weight": weight, **states}.items():
-            if name == "step":
-                continue
-            if name not in shapes:
-                has = ", ".join(list(shapes)[1:]) or "no states"
-                raise RecipeError(f"Cannot adopt '{name}': rule '{rule.name}' has {has}.")
-            if tuple(local_of(value).shape) != shapes[name]:
+            if name != "step" and (name not in shapes or local_of(value).shape != shapes[name]):
                 raise RecipeError(
-                    f"Cannot adopt a '{name}' of shape {tuple(value.shape)} for a parameter of "
-                    f"shape {tuple(parameter.shape)}."
+                    f"Cannot adopt a '{name}' of shape {tuple(value.shape)} for a parameter of shape "
+                    f"{tuple(parameter.shape)}: rule '{rule.name}' has {', '.join(shapes)}."
                 )

@@ -7,8 +7,7 @@ An optimizer whose storage holds 16 bits rounds float32 parameters in place when
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -67,8 +66,13 @@ def cast_statistics(model: nn.Module, cast: Callable[[Tensor], Tensor]) -> None:
             module.running_var = cast(module.running_var)
 
 
+def keep_none(name: str, parameter: Tensor) -> bool:
+    """Say that no parameter stays in float32."""
+    return False
+
+
 def keeping_statistics(
-    model: nn.Module, keep_float32: Callable[[str, Tensor], bool] | None
+    model: nn.Module, keep_float32: Callable[[str, Tensor], bool]
 ) -> Callable[[str, Tensor], bool]:
     """Return a ``keep_float32`` that also keeps batch norms with running statistics in float32:
     PyTorch multiplies one format only.
@@ -79,7 +83,7 @@ def keeping_statistics(
             kept |= set(module.parameters(recurse=False))
 
     def keeps(name: str, parameter: Tensor) -> bool:
-        return parameter in kept or (keep_float32 is not None and keep_float32(name, parameter))
+        return parameter in kept or keep_float32(name, parameter)
 
     return keeps
 
@@ -109,16 +113,17 @@ def round_in_place(parameters: Iterable[Tensor], visible: str) -> dict[Tensor, T
     return values
 
 
-def rounding_note(values: Mapping[Tensor, Tensor], storages: Iterable[Storage]) -> str:
-    """Tell what :func:`round_in_place` did to the parameters of an optimizer, and what else to do."""
-    total = sum(value.numel() for value in values.values())
-    rows = ", ".join(sorted(f"'{row.name}'" for row in storages))
-    return (
-        f"Rounded {total:,} float32 weights in place to the format of {rows}. To keep some in "
-        "float32, pass keep_float32=, or a param group with storage='float32'. Train "
-        "under autocast. For averages "
-        "take ng.AveragedModel; round reference models too, by ng.cast_parameters."
-    )
+ROUNDED = (
+    "Rounded {:,} float32 weights in place to the format of {}. To keep some in float32, pass "
+    "keep_float32=, or a param group with storage='float32'. Train under autocast. For averages take "
+    "ng.AveragedModel; round reference models too, by ng.cast_parameters."
+)
+KEPT = (
+    "Kept float32 weights as they are, because there is a process group, and ranks that share weights "
+    "must agree on their format: '{0.name}' takes {0.bytes_per_param:g} bytes a parameter with its "
+    "gradient, '{1.name}' {1.bytes_per_param:g}. For '{1.name}', call ng.cast_parameters(model, "
+    "torch.{1.visible}) before the model is wrapped or sharded."
+)
 
 
 def is_shared_by_ranks() -> bool:
@@ -140,59 +145,28 @@ def float32_row(storage: Storage, is_matrix_rule: bool) -> Storage:
     return STORAGES["float32" if is_wide else "float32-states8"]
 
 
-def wide_note(before: Storage, now: Storage) -> str:
-    """Tell that weights stay in float32, what it costs, and how to have the storage that was asked
-    for.
+def refuse_shared_memory(parameters: Iterable[Tensor], rounded: Iterable[Tensor] = ()) -> None:
+    """Refuse parameters that begin at one address, or expand one element.
+
+    One that is ``rounded`` takes memory of its own, and shares none with another.
     """
-    return (
-        "Kept float32 weights as they are, because there is a process group, and ranks that share "
-        "weights must agree on their format: "
-        f"'{now.name}' takes {now.bytes_per_param:g} bytes a parameter with its gradient, "
-        f"'{before.name}' "
-        f"{before.bytes_per_param:g}. For '{before.name}', call "
-        f"ng.cast_parameters(model, torch.{before.visible}) before the model is wrapped or sharded."
-    )
-
-
-def refuse_shared_memory(parameters: Sequence[Tensor], rounded: Sequence[Tensor] = ()) -> None:
-    """Refuse parameters that share their memory.
-
-    A step writes dense ones at the same time. One that is ``rounded`` takes memory of its own.
-    """
-    for parameter in map(local_of, rounded or parameters):
-        pairs = zip(parameter.shape, parameter.stride(), strict=True)
-        if parameter.numel() and any(size > 1 and stride == 0 for size, stride in pairs):
+    narrow = set(rounded)
+    owners: dict[int, Tensor] = {}
+    for parameter in parameters:
+        local = local_of(parameter.detach())
+        if not local.numel():
+            continue
+        memory = local.untyped_storage() if narrow else local
+        twin = owners.setdefault(memory.data_ptr(), parameter)
+        is_alone = twin is parameter or (narrow and narrow.isdisjoint((twin, parameter)))
+        is_expanded = not narrow or parameter in narrow
+        is_expanded &= any(
+            n > 1 and s == 0 for n, s in zip(local.shape, local.stride(), strict=True)
+        )
+        if is_expanded or not is_alone:
             raise RecipeError(
                 f"Cannot step a parameter of shape {tuple(parameter.shape)} because its elements "
-                "share their memory.",
-                "Make the smaller tensor the parameter, and expand it in the forward pass.",
+                "share their memory, or another parameter has it too.",
+                "Tie modules by one Parameter (output.weight = embedding.weight), expand in the "
+                "forward pass, or keep parts of one tensor in float32: keep_float32=.",
             )
-    spans = sorted(map(_span, parameters), key=lambda span: span[:2])
-    for (first, end, before), (start, last, after) in pairwise(spans):
-        are_dense = end - first == before.nbytes and last - start == after.nbytes
-        is_alone = {*rounded}.isdisjoint((before, after)) if rounded else not are_dense
-        if start < end and not is_alone:
-            raise RecipeError(
-                f"Cannot step parameters of shapes {tuple(before.shape)} and {tuple(after.shape)} "
-                "because they share their memory.",
-                "Tie modules by one Parameter (output.weight = embedding.weight), or keep parts of "
-                "one tensor in float32: keep_float32=.",
-            )
-
-
-def _span(parameter: Tensor) -> tuple[int, int, Tensor]:
-    """Return the first address of a parameter and the address after its last element.
-
-    Nothing of a sharded one counts.
-    """
-    if local_of(parameter) is not parameter or not parameter.numel():
-        return 0, 0, parameter
-    last = sum(
-        (size - 1) * stride
-        for size, stride in zip(parameter.shape, parameter.stride(), strict=True)
-    )
-    return (
-        parameter.data_ptr(),
-        parameter.data_ptr() + (last + 1) * parameter.element_size(),
-        parameter,
-    )

@@ -46,13 +46,10 @@ class Plane:
 def planes_of(storage: Storage) -> tuple[Plane, ...]:
     """Return the planes of a storage, in the order of its step."""
     planes: list[Plane] = []
+    num_packed = 0
     for group in storage.packing:
-        width = width_of(group)
         if len(group) == 1:
-            ((name, bits),) = group
-            dtype = _dtype(storage, name, width)
-            title = _title(storage, name, dtype)
-            planes.append(Plane(title, width, ((name, 0, bits),), dtype))
+            planes.append(_lone(storage, *group[0]))
             continue
         # Signed codes come last. Then the topmost sign bit is where a float32 has it.
         states = dict(storage.states)
@@ -64,34 +61,34 @@ def planes_of(storage: Storage) -> tuple[Plane, ...]:
         for name, bits in ordered:
             fields.append((name, shift, bits))
             shift += bits
-        number = sum(plane.name.startswith("packed") for plane in planes)
-        title = f"packed{number + 1}" if number else "packed"
+        num_packed += 1
+        title = "packed"
+        if num_packed > 1:
+            title = f"packed{num_packed}"
+        width = width_of(group)
         planes.append(Plane(title, width, tuple(fields), INTEGER[width]))
     return tuple(planes)
 
 
-def _title(storage: Storage, name: str, dtype: torch.dtype) -> str:
-    """Return the name of a lone field: that of torch only for a whole float."""
+def _lone(storage: Storage, name: str, bits: int) -> Plane:
+    """Return the plane of one field, with PyTorch's dtype of its bits, if there is one.
+
+    It has torch's name only as a whole float.
+    """
+    width = width_of(((name, bits),))
+    dtype = {32: torch.float32, 64: torch.float64}.get(width, INTEGER[width])
     title = name
-    if name in dict(storage.states) and storage.code(name).parts > 1:
-        title = f"{name}_high"
+    for state in ("weight", *dict(storage.states)):  # a tail and a master copy have no code
+        code = storage.code(state)
+        if name not in (state, *low_parts(state, code)):
+            continue
+        if width == 16 and code.signed and not code.is_window:
+            dtype = torch.bfloat16
+        if name == state and code.parts > 1:
+            title = f"{name}_high"
     if not dtype.is_floating_point and name != "tail":
         title = f"{title}_bits"
-    return title
-
-
-def _dtype(storage: Storage, name: str, width: int) -> torch.dtype:
-    """Return PyTorch's dtype with the bits of a lone field, if there is one."""
-    if width == 32:
-        return torch.float32
-    if width == 64:
-        return torch.float64
-    # A tail and a master copy have no code.
-    for state in ("weight", *dict(storage.states)):
-        code = storage.code(state)
-        if name in (state, *low_parts(state, code)) and width == 16:
-            return torch.bfloat16 if code.signed and not code.is_window else torch.int16
-    return INTEGER[width]
+    return Plane(title, width, ((name, 0, bits),), dtype)
 
 
 # ── the layout ────────────────────────────────────────────────────────────────────────────────────
@@ -103,13 +100,15 @@ class Field:
 
     Attributes:
         name: as in the storage's fields; empty if it is not stored.
-        code: of one part.
+        code: of the weight or of a state.
         plane: from 1; 0 if it is not stored.
         shift: its lowest bit in a word of the plane.
         bits: of the field.
         drop: the mantissa bits of a float32 that it drops.
         share: the random bits that drop them: the first one, after the word was turned up by so
             many bits. ``None`` rounds to nearest.
+        last: the largest magnitude as bits of a float32. Larger values of a window stop there.
+        exponent: the offset between the exponents of the code and of a float32.
     """
 
     name: str = ""
@@ -119,107 +118,63 @@ class Field:
     bits: int = 32
     drop: int = 0
     share: tuple[int, int] | None = None
-
-    @property
-    def last(self) -> int:
-        """Return the largest magnitude as bits of a float32. Larger values of a window stop there."""
-        return ((1 << self.code.magnitude_bits) - 1) << self.drop
-
-    @property
-    def exponent(self) -> int:
-        """Return the offset between the exponents of the code and of a float32."""
-        return self.code.lowest + 126
-
-
-@dataclass(frozen=True, slots=True)
-class Visible:
-    """Say where bits of a visible weight lie in a float32.
-
-    Attributes:
-        name, number: of the format, and its place in the table of a step.
-        bytes: of a word.
-        below: the mantissa bits of a float32 that the format lacks.
-        exponent: the bits are those of a float32 times 2 to it.
-    """
-
-    name: str
-    number: int
-    bytes: int
-    below: int
-    exponent: int
-
-    @property
-    def gap(self) -> int:
-        """Return by how many bits a word is moved to the top of 32."""
-        return 32 - 8 * self.bytes
-
-    @property
-    def up(self) -> int:
-        """Return by how many bits less the exponent and mantissa are moved up."""
-        return self.gap - self.below
-
-    @property
-    def end(self) -> int:
-        """Return the magnitude at which the format ends."""
-        return 31 << 23 if self.name == "float16" else 0x7FFFFFFF
+    last: int = 0x7FFFFFFF
+    exponent: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Say where a storage has its fields.
+    """Say where a storage has its fields, and where a visible weight's bits lie in a float32.
 
     Attributes:
-        visible: the format of the weight that the model sees.
+        number: of the visible format in the table of a step (``NUMBERS``).
         bytes: of the weight and of each plane.
-        fields: of what lies beside the weight, of two states, and of a second part of the last one.
+        below: the mantissa bits of a float32 that the visible format lacks.
+        exponent: its bits are those of a float32 times 2 to it.
+        gap: by how many bits its words are moved to the top of 32.
+        end: the magnitude at which it ends.
+        fields: of what lies beside the weight, and of two states.
         num_scaled: states with a scale for each row.
     """
 
-    visible: Visible
+    number: int
     bytes: tuple[int, ...]
-    fields: tuple[Field, Field, Field, Field]
+    below: int
+    exponent: int
+    gap: int
+    end: int
+    fields: tuple[Field, ...]
     num_scaled: int
 
 
 @lru_cache
 def layout_of(storage: Storage) -> Layout:
-    """Return the layout of a storage whose rule has two states at most."""
-    fields = fields_of(storage)
-    names = ["weight", *dict(storage.states), "", ""][:3]
-    names.append(f"{names[2]}_low")
+    """Return the layout of a storage whose rule has two states at most, of one part each."""
     size, below, exponent = VISIBLE[storage.visible]
-    number = NUMBERS.index(storage.visible)
+    places = {"": (0, 0, 0)}
     sizes = [size // 8]
-    for plane in planes_of(storage):
-        sizes.append(plane.bits // 8)
-    weight, first, second, second_low = [fields.get(name, Field()) for name in names]
-    return Layout(
-        Visible(storage.visible, number, size // 8, below, exponent),
-        tuple(sizes), (weight, first, second, second_low), len(storage.scaled),
-    )  # fmt: skip
-
-
-@lru_cache
-def fields_of(storage: Storage) -> dict[str, Field]:
-    """Return the field of what lies beside the weight, and of each part of each state."""
-    places = {}
     for number, plane in enumerate(planes_of(storage), 1):
+        sizes.append(plane.bits // 8)
         for name, shift, bits in plane.fields:
             places[name] = number, shift, bits
     random = shares(storage)
-    fields = {}
-    for name in ("weight", *dict(storage.states)):
-        code = storage.code(name)
-        if name == "weight":
-            beside = (*storage.beside, "")[0]
-            place = places.get(beside, (0, 0, 0))
-            fields[name] = Field(beside, code.part(1), *place, dropped_bits(code), random.get(name))
-            continue
-        for number, part in enumerate((name, *low_parts(name, code))):
-            share = random.get(part)
-            place = places[part]
-            fields[part] = Field(part, code.part(number), *place, dropped_bits(code), share)
-    return fields
+    fields = []
+    for state in ("weight", *dict(storage.states)):
+        code = storage.code(state)
+        name = state
+        if state == "weight":
+            name = (*storage.beside, "")[0]
+        drop = dropped_bits(code)
+        last = ((1 << code.magnitude_bits) - 1) << drop
+        share = random.get(state)
+        fields.append(Field(name, code, *places[name], drop, share, last, code.lowest + 126))
+    fields += [Field()] * (3 - len(fields))
+    end = 0x7FFFFFFF
+    if storage.visible == "float16":
+        end = 31 << 23
+    number = NUMBERS.index(storage.visible)
+    num_scaled = len(storage.scaled)
+    return Layout(number, tuple(sizes), below, exponent, 32 - size, end, tuple(fields), num_scaled)
 
 
 def dropped_bits(code: Code) -> int:
@@ -257,17 +212,13 @@ def row_dims(shape: tuple[int, ...]) -> int:
     The first dimension never joins.
     """
     count = min(1, len(shape))
-    size = shape[-1] if shape else 1
-    while count < len(shape) - 1 and size < LEAST_ROW:
+    while count < len(shape) - 1 and math.prod(shape[-count:]) < LEAST_ROW:
         count += 1
-        size *= shape[-count]
     return count
 
 
 @lru_cache
 def as_rows(shape: tuple[int, ...], num_row_dims: int) -> tuple[int, int]:
-    """Return rows and columns of a parameter in memory order. Without bounds it is one row."""
-    if not num_row_dims and shape:
-        return 1, math.prod(shape)
+    """Return rows and columns of a parameter in memory order. Without bounds each element is a row."""
     first = len(shape) - num_row_dims
     return math.prod(shape[:first]), math.prod(shape[first:])

@@ -29,14 +29,13 @@ def step_text(storage: str, rule: str = "adamw") -> str:
     refuse_pair(rule, row, is_matrix=False, is_adamw=rule == "adamw")
     if not step_cpp.has_kernel(RULES[rule], row):
         raise RecipeError(
-            f"Cannot show storage '{storage}' because its definition steps in float64."
+            f"Cannot show storage '{storage}' because no kernel is written for it: its definition "
+            "steps."
         )
     struct = step_cpp.library_text(RULES[rule], row)
     names = set(re.findall(r"\w+", struct))
     if rule in ("adamw", "adam"):
         names |= {"AdamScalars", "begin_adam", "end_adam"}
-    if row.arithmetic == "expansion":
-        names.add("Expansions")
     return "\n".join([*_definitions(names), struct])
 
 

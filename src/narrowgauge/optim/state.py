@@ -10,24 +10,21 @@ what a script changes, moves or removes between two steps is seen by the next on
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.numerics.dtensor import is_sharded, local_of, placed_like, split_groups
-from narrowgauge.optim.extras import alone_dtype, saved_as
+from narrowgauge.numerics.dtensor import local_of, placed_like, split_groups
 from narrowgauge.optim.kernel import Kernel
-from narrowgauge.optim.planes import as_rows, planes_of, row_dims
+from narrowgauge.optim.planes import INTEGER, as_rows, row_dims
 from narrowgauge.optim.rules.matrix import MatrixState
 from narrowgauge.spec.formats import dtype_name
-from narrowgauge.spec.storages import FLOAT32, WINDOW, Code, Storage
+from narrowgauge.spec.storages import BFLOAT16, FLOAT32, WINDOW, Code, width_of
 
 Extras = Mapping[str, MatrixState]
 """The states of a matrix rule that have shapes of their own, by name."""
-NO_GRADIENT = torch.empty(0, dtype=torch.float32, device="cpu")
-"""Stands for the gradient of a step that has ended, which can be freed then."""
 
 
 class State(dict[str, Any]):
@@ -40,43 +37,85 @@ class State(dict[str, Any]):
         )
 
 
-def new_state(parameter: Tensor, storage: Storage, extras: Extras) -> State:
-    """Return zeroed tensors for a parameter. Zero encodes 0; a master is not set yet."""
-    local = local_of(parameter.detach())
-    state = State(step=_number(0.0))
-    used = [storage.code(name) for name in dict(storage.states)]
-    used += [code_of_extra(storage, extra) for extra in extras.values()]
-    if any(code.lowest in (WINDOW, 2 * WINDOW) for code in used):
-        state["window"] = _number(float(WINDOW))
-    for plane in planes_of(storage):
-        zeros = torch.zeros_like(local, dtype=plane.dtype)
-        state[plane.name] = placed_like(parameter, zeros)
-    dims = row_dims(parameter.shape)
-    for name in storage.scaled:
-        zeros = local.new_zeros(_shape_of_bounds(local, dims), dtype=torch.float32)
-        state[f"{name}_bound"] = placed_like(parameter, zeros, row_dims=dims)
+class Spec(NamedTuple):
+    """Describe a local tensor of a state.
+
+    Attributes:
+        kind: the attribute of :class:`LocalState` that holds it.
+        field: its name there.
+        name: its name in ``optimizer.state``.
+    """
+
+    kind: str
+    field: str
+    name: str
+    dtype: torch.dtype
+    shape: Sequence[int]
+
+
+def specs_of(parameter: Tensor, kernel: Kernel, extras: Extras) -> list[Spec]:
+    """Return the local tensors of a parameter's state."""
+    shape = local_of(parameter).shape
+    key = shape, parameter.shape
+    if key in kernel.specs and not extras:  # each step asks for each tensor
+        known: list[Spec] = kernel.specs[key]
+        return known
+    specs = [Spec("planes", x.name, x.name, x.dtype, shape) for x in kernel.planes]
+    for name in kernel.scaled:
+        dims = row_dims(parameter.shape)
+        rows = (*shape[: len(shape) - dims], *[1] * max(1, dims))
+        specs.append(Spec("bounds", name, f"{name}_bound", torch.float32, rows))
     for name, extra in extras.items():
-        code = code_of_extra(storage, extra)
-        key = saved_as(name, code)
-        state[key] = local.new_zeros(extra.shape, dtype=alone_dtype(code))
+        code = kernel.storage.code(extra.role)
+        key_of_extra = saved_as(name, code)
+        specs.append(Spec("extras", name, key_of_extra, alone_dtype(code), extra.shape))
         if code.scaled:
             rows = (*extra.shape[:-1], 1)
-            state[f"{name}_bound"] = local.new_zeros(rows, dtype=torch.float32)
+            specs.append(Spec("extra_bounds", name, f"{name}_bound", torch.float32, rows))
+    kernel.specs[key] = specs
+    return specs
+
+
+def alone_dtype(code: Code) -> torch.dtype:
+    """Return PyTorch's dtype with the same bits, if there is one."""
+    if code == FLOAT32:
+        return torch.float32
+    if code == BFLOAT16:
+        return torch.bfloat16
+    return INTEGER[width_of(((code.name, code.bits),))]
+
+
+def saved_as(name: str, code: Code) -> str:
+    """Return the name of a separate state in a checkpoint. Integers are named ``…_codes``."""
+    return name if alone_dtype(code).is_floating_point else f"{name}_codes"
+
+
+def new_state(parameter: Tensor, kernel: Kernel, extras: Extras) -> State:
+    """Return zeroed tensors for a parameter. Zero encodes 0; a master is not set yet."""
+    local = local_of(parameter.detach())
+    storage = kernel.storage
+    dims = row_dims(parameter.shape)
+    if storage.scaled and split_groups(parameter, columns=dims):
+        raise RecipeError(
+            f"Cannot use storage '{storage.name}' for a parameter whose rows ranks share: its codes "
+            "have a scale for each row.",
+            f"Shard matrices along their first dimension, or use '{storage.fallback}'.",
+        )
+    state = State(step=torch.tensor(0.0, dtype=torch.float32, device="cpu"))
+    used = [storage.code(name) for name, _ in storage.states]
+    used += [storage.code(extra.role) for extra in extras.values()]
+    if any(code.lowest in (WINDOW, 2 * WINDOW) for code in used):
+        state["window"] = torch.tensor(float(WINDOW), dtype=torch.float32, device="cpu")
+    for spec in specs_of(parameter, kernel, extras):
+        if spec.kind == "planes":
+            zeros = torch.zeros_like(local, dtype=spec.dtype)
+            state[spec.name] = placed_like(parameter, zeros)
+            continue
+        zeros = local.new_zeros(spec.shape, dtype=spec.dtype)
+        state[spec.name] = zeros
+        if spec.kind == "bounds":
+            state[spec.name] = placed_like(parameter, zeros, row_dims=dims)
     return state
-
-
-def _number(value: float) -> Tensor:
-    return torch.tensor(value, dtype=torch.float32, device="cpu")
-
-
-def code_of_extra(storage: Storage, extra: MatrixState) -> Code:
-    """Return the code in which a storage holds a matrix rule's own state."""
-    return FLOAT32 if extra.role is None else storage.code(extra.role)
-
-
-def _shape_of_bounds(local: Tensor, dims: int) -> tuple[int, ...]:
-    """Return the shape of bounds, each of which covers the last ``dims`` dimensions."""
-    return (*local.shape[: local.ndim - dims], *[1] * max(1, dims))
 
 
 def check_tensor(
@@ -108,11 +147,11 @@ class LocalState:
         bounds: for each code scaled by row, a bound on the exact values of each row: float32
             ``[rows, 1]``. A rounded value may exceed its bound: the window ends at 1.7 times the
             power of two above.
-        form: rows and columns. Without bounds it is one row.
-        row_dims: how many trailing dimensions one bound covers.
+        form: rows and columns.
         extras: a matrix rule's states that are separate from the weight.
         extra_bounds: the largest magnitude of each of their rows, if their code is scaled: float32
             ``[…, rows, 1]``.
+        extra_codes: their codes.
         step: the number of steps taken.
         gradient: set for a step.
         change: of a matrix rule, float32 in the parameter's shape: during a step the averaged
@@ -128,7 +167,7 @@ class LocalState:
         self.storage = kernel.storage
         self.parameter = local_of(owner)
         self.step = int(entry["step"])
-        self.gradient = NO_GRADIENT
+        self.gradient: Any = None
         self.change: Any = None
         strange = kernel.packed_names & entry.keys()
         if strange:
@@ -136,45 +175,27 @@ class LocalState:
                 f"Cannot step with '{min(strange)}' in a state whose '{min(strange)}' is packed.",
                 "Remove it, and call optimizer.adopt(weights, states).",
             )
-        shape = self.parameter.shape
-        self.row_dims = row_dims(owner.shape) if kernel.scaled else 0
-        self.form = as_rows(shape, self.row_dims)
+        dims = row_dims(owner.shape) if kernel.scaled else 0
+        self.form = as_rows(self.parameter.shape, dims)
         self.tensors: dict[str, Tensor] = {}
         self.planes: dict[str, Tensor] = {}
-        for plane in kernel.planes:
-            self.planes[plane.name] = self._here(plane.name, plane.dtype, shape)
         self.bounds: dict[str, Tensor] = {}
-        for name in kernel.scaled:
-            shape_of_bounds = _shape_of_bounds(self.parameter, self.row_dims)
-            bound = self._here(f"{name}_bound", torch.float32, shape_of_bounds)
-            if bound.ndim != 2:
-                bound = bound.view(-1, 1)
-            self.bounds[name] = bound
-        self.extra_codes: dict[str, Code] = {}
         self.extras: dict[str, Tensor] = {}
         self.extra_bounds: dict[str, Tensor] = {}
-        for name, extra in extras.items():
-            code = code_of_extra(self.storage, extra)
-            key = saved_as(name, code)
-            self.extra_codes[name] = code
-            self.extras[name] = self._here(key, alone_dtype(code), extra.shape)
-            if code.scaled:
-                rows = (*extra.shape[:-1], 1)
-                self.extra_bounds[name] = self._here(f"{name}_bound", torch.float32, rows)
-
-    def _here(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-        """Return the local tensor of a state. Move it if the model has moved."""
-        value: Any = self.entry.get(name)
-        local = value
-        if type(value) is not Tensor:  # each step asks for each tensor
-            local = local_of(value)
-        if not isinstance(local, Tensor) or local.dtype is not dtype or local.shape != shape:
-            check_tensor(name, local, dtype, shape, self.kernel)
-        if local.device != self.parameter.device:
-            self.entry[name] = value.to(self.parameter.device)
-            local = local_of(self.entry[name])
-        self.tensors[name] = local
-        return self.tensors[name]
+        self.extra_codes = {name: self.storage.code(x.role) for name, x in extras.items()}
+        device = self.parameter.device
+        for kind, field, name, dtype, shape in specs_of(owner, kernel, extras):
+            value: Any = entry.get(name)
+            local: Any = local_of(value)
+            if not isinstance(local, Tensor) or local.dtype is not dtype or local.shape != shape:
+                check_tensor(name, local, dtype, shape, kernel)
+            if local.device != device:  # the model has moved
+                entry[name] = value.to(device)
+                local = local_of(entry[name])
+            self.tensors[name] = local
+            if kind == "bounds":
+                local = local.view(-1, 1)
+            getattr(self, kind)[field] = local
 
     def in_rows(self, values: Tensor) -> Tensor:
         """Return a tensor in the parameter's shape as rows and columns: its own memory if that is
@@ -182,20 +203,7 @@ class LocalState:
         """
         return values.contiguous().view(self.form)
 
-    def end(self) -> None:
-        """Drop the tensors after a step, so that what a script removes is freed at once."""
-        self.gradient = NO_GRADIENT
-        for tensors in (self.tensors, self.planes, self.bounds, self.extras, self.extra_bounds):
-            tensors.clear()
-
     @property
     def names(self) -> list[str]:
         """Return the names of the rule's states."""
         return [*dict(self.storage.states), *self.extras]
-
-    @property
-    def column_groups(self) -> list[Any]:
-        """Return the process groups that share the rows of this parameter."""
-        if not self.row_dims or not is_sharded(self.owner):
-            return []
-        return split_groups(self.owner, columns=self.row_dims)

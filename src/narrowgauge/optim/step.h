@@ -3,7 +3,7 @@
 //
 // step_cpp.py appends what one library holds: for the storage `word` and the rule AdamW
 //     struct Row : Storage<BFloat16, Tail<BFloat16, 8, 8, 0, Share{0, 0}>, Window<…>, Window<…>> { … };
-//     EXPORT_STEP(InFloats<Row, AdamW>, AdamW)
+//     EXPORT_STEP(Row, AdamW)
 // An element of 1 or 2 bytes stands at the top of its 32-bit lane: so a bfloat16 is its float32.
 #include <cstdint>
 #include <cstring>
@@ -308,7 +308,6 @@ template <int M> struct Upper {
   static constexpr bool IS_SCALED = false, IS_RANDOM = false;
   INLINE Floats decode(Ints lane, Scale) { return float_of(lane); }
   INLINE Ints encode(Floats x, Ints, Scale) { return rounded<DROP>(quiet(x)); }
-  INLINE Ints encode_toward_zero(Floats x, Scale) { return quiet(x); }
 };
 // A small float of E exponent and M mantissa bits from BIT on, whose smallest normal value is
 // 2^LOWEST. It has subnormals. Larger values and NaN become the largest. HELD: what is not zero stays
@@ -330,16 +329,8 @@ template <int E, int M, int LOWEST, int KIND, int BIT, Share SHARE> struct Windo
     else return x * power(UP) * scale.back;
   }
   INLINE Ints encode(Floats x, Ints random, Scale scale) {
-    const Ints bits = scaled(x, scale);
-    return placed(x, bits, dithered<DROP, SHARE>(smaller(bits & MAGNITUDE, LAST), random));
-  }
-  INLINE Ints encode_toward_zero(Floats x, Scale scale) {
-    const Ints bits = scaled(x, scale);
-    return placed(x, bits, smaller(bits & MAGNITUDE, LAST));
-  }
-  INLINE Ints scaled(Floats x, Scale scale) { return int_of((IS_SCALED ? x * scale.into : x) * power(-UP)); }
-  INLINE Ints placed(Floats x, Ints bits, Ints magnitude) {
-    Ints code = magnitude >> DROP;
+    const Ints bits = int_of((IS_SCALED ? x * scale.into : x) * power(-UP));
+    Ints code = dithered<DROP, SHARE>(smaller(bits & MAGNITUDE, LAST), random) >> DROP;
     if constexpr (KIND & HELD) code = larger(code, smaller(int_of(x), 1));
     code = code << BIT;
     if constexpr (!IS_SIGNED) return code;
@@ -407,33 +398,24 @@ template <class V> struct Master : Whole {
     master = quiet(x);
   }
 };
-// A second number, Kahan's compensation: it belongs to the weight if their sum rounds to it.
-template <class V, class Code> struct Compensated : Whole {
-  static constexpr bool HAS_LOW = true, IS_UPPER = V::BELOW == 16;
-  INLINE Ints nearest(Floats x) { return V::in_range(cut<V::BELOW>(rounded<V::BELOW>(quiet(V::scaled(x))))); }
-  INLINE Ints belongs(Ints seen, Floats low) {  // of bfloat16: in the upper half of each lane
-    const Ints sum = rounded<V::BELOW>(int_of(V::scaled(V::value(seen) + low)));
-    if constexpr (IS_UPPER) return upper_equal(sum, seen);
-    else return cut<V::BELOW>(sum) == seen;
+// A second bfloat16, Kahan's compensation: it belongs to the weight if their sum rounds to it.
+template <class V> struct Compensated : Whole {
+  static_assert(V::BELOW == 16);
+  static constexpr bool HAS_LOW = true;
+  INLINE Ints belongs(Ints seen, Floats low) {  // in the upper half of each lane
+    return upper_equal(rounded<16>(int_of(float_of(seen) + low)), seen);
   }
-  INLINE Floats low_of(Ints lane) { return value_of(Code::decode(lane, Scale{})); }
   INLINE Floats read(Ints seen, Ints lane, Floats& low) {
-    low = low_of(lane);
+    low = float_of(lane);
     low = float_of(belongs(seen, low) & int_of(low));
-    return V::value(seen);
-  }
-  // To nearest, or toward zero where the nearest one does not belong.
-  INLINE Ints encoded(Ints seen, Floats rest) {
-    const Ints near = Code::encode(rest, Ints{}, Scale{});
-    const Ints toward_zero = Code::encode_toward_zero(rest, Scale{});
-    if constexpr (!IS_UPPER) return where(belongs(seen, low_of(near)), near, toward_zero);
-    const Ints low = cut<16>(near);
-    return upper_where(belongs(seen, float_of(low)), low, toward_zero);
+    return float_of(seen);
   }
   INLINE void write(Floats weight, Floats low, Floats change, Ints, Ints& seen, Ints& lane) {
     const Floats total = low + change;
-    seen = nearest(weight + total);
-    lane = encoded(seen, total - (V::value(seen) - weight));
+    seen = cut<16>(rounded<16>(quiet(weight + total)));
+    // To nearest, or toward zero where the nearest one does not belong.
+    const Ints rest = quiet(total - (float_of(seen) - weight)), nearest = cut<16>(rounded<16>(rest));
+    lane = upper_where(belongs(seen, float_of(nearest)), nearest, rest);
   }
 };
 
@@ -524,15 +506,12 @@ struct Muon : Rule<1, false, true> {
   BEGIN { return next.first = toward<LESS>(old_m, g, s.one_minus_momentum); }
   CHANGE { return waits + w * s.negative_decay; }
 };
-// A matrix rule whose states have shapes of their own: only the decay is left, or nothing.
-template <bool HAS_DECAY> struct Given : Rule<0, false, true> {
-  struct Scalars { float negative_decay[HAS_DECAY]; };
+// A matrix rule whose states have shapes of their own: only the decay is left.
+struct Given : Rule<0, false, true> {
+  struct Scalars { float negative_decay; };
   IS_LESS { return true; }
   BEGIN { return g; }
-  CHANGE {
-    if constexpr (HAS_DECAY) return waits + w * s.negative_decay[0];
-    else return waits;
-  }
+  CHANGE { return waits + w * s.negative_decay; }
 };
 
 // ── storages: a visible format, a weight, codes of states, and the planes of their fields ─────────
@@ -540,7 +519,7 @@ template <bool HAS_DECAY> struct Given : Rule<0, false, true> {
 
 struct Layout {
   int planes = 0, bytes[4] = {};
-  int low = -1, first = -1, second = -1, second_low = -1;  // planes
+  int low = -1, first = -1, second = -1;  // planes
 };
 
 // ── one lane ─────────────────────────────────────────────────────────────────────────────────────
@@ -556,13 +535,13 @@ struct Lane {
   Floats gradient, given;
 };
 struct Written { Ints seen, plane[4]; };
-#define TYPES_OF_STORAGE                              \
-  typedef typename S::V V; typedef typename S::W W;   \
-  typedef typename S::First First; typedef typename S::Second Second; \
-  static constexpr Layout L = S::LAYOUT;              \
+template <class S, class R> struct Step {
+  typedef typename S::V V;
+  typedef typename S::W W;
+  typedef typename S::First First;
+  typedef typename S::Second Second;
+  static constexpr Layout L = S::LAYOUT;
   static constexpr bool IS_SCALED = First::IS_SCALED || Second::IS_SCALED;
-template <class S, class R> struct InFloats {
-  TYPES_OF_STORAGE
   struct Waiting {
     Ints random;
     Floats weight, low, waits;
@@ -606,83 +585,11 @@ template <class S, class R> struct InFloats {
   }
 };
 
-// ── Collage: AdamW in which every operation rounds to the format of the weight ───────────────────
-// A pair is the exact sum of two numbers of the format (numerics/expansions.py).
-
-struct Pair { Floats high, low; };
-template <int DROP> struct Expansions {
-  INLINE Floats rn(Floats x) { return float_of(cut<DROP>(rounded<DROP>(int_of(x)))); }
-  INLINE Pair fast_two_sum(Floats a, Floats b) {
-    const Floats sum = rn(a + b);
-    return {sum, b - (sum - a)};
-  }
-  INLINE Pair grow(Pair x, Floats a) {
-    const Floats sum = rn(x.high + a), of_a = sum - x.high;
-    const Floats error = (x.high - (sum - of_a)) + (a - of_a);
-    return fast_two_sum(sum, rn(x.low + error));
-  }
-  INLINE Pair multiply(Pair x, Pair y) {
-    const Floats exact = x.high * y.high, product = rn(exact), error = rn(exact - product);
-    const Floats crossed = rn(rn(x.low * y.high) + x.high * y.low);
-    return fast_two_sum(product, rn(crossed + error));
-  }
-};
-template <class S, class R> struct InExpansions {
-  TYPES_OF_STORAGE
-  typedef typename S::SecondLow SecondLow;
-  typedef Expansions<V::BELOW> X;
-  struct Waiting {
-    Pair weight, second;
-    Floats first;
-  };
-  static constexpr bool HAS_PAIR = L.second_low >= 0;
-  static constexpr int stored_from(int) { return 16; }
-  // The second part is finer by the bits of the first.
-  INLINE Scale finer(Scale s) { return {s.into * power(24 - V::BELOW), s.back * power(V::BELOW - 24)}; }
-
-  template <bool> INLINE Waiting begin(const Lane& x, const Numbers<R>& n, const Scales& scales) {
-    Waiting y;
-    Floats low;
-    const Floats seen = W::read(x.seen, x.plane[L.low], low);
-    y.weight = {float_of(quiet(seen)), float_of(quiet(low))};
-    const Floats g = X::rn(float_of(quiet(x.gradient * n.gradient_scale)));
-    const Floats m = value_of(First::decode(x.plane[L.first], scales.first));
-    const Floats v = value_of(Second::decode(x.plane[L.second], scales.second));
-    const Floats beta1 = splat(1 - n.rule.one_minus_beta1), beta2 = splat(1 - n.rule.one_minus_beta2);
-    y.first = X::rn(X::rn(m * beta1) + n.rule.one_minus_beta1 * g);
-    const Floats square = n.rule.one_minus_beta2 * g * g;
-    if constexpr (HAS_PAIR) {
-      const Floats v_low = value_of(SecondLow::decode(x.plane[L.second_low], finer(scales.second)));
-      const Floats high = X::rn(beta2);
-      y.second = X::grow(X::multiply({v, v_low}, {high, X::rn(beta2 - high)}), X::rn(square));
-    } else {
-      y.second.high = X::rn(X::rn(v * beta2) + square);
-    }
-    return y;
-  }
-  INLINE Written end(const Waiting& x, const Numbers<R>& n, const Scales& scales) {
-    const Floats root_v = X::rn(X::rn(root(x.second.high)) * n.rule.inverse_root_correction2);
-    const Floats step = X::rn(X::rn(x.first * n.rule.negative_step_size) / X::rn(root_v + n.rule.eps));
-    const Floats high = finite_or_zero(x.weight.high);
-    const Floats change = X::rn(step + X::rn(high * n.rule.negative_decay));
-    Pair weight = X::grow({high, x.weight.low}, change);
-    const Ints is_finite = (int_of(x.weight.high) & MAGNITUDE) < EXPONENT;
-    weight = {where(is_finite, weight.high, x.weight.high), where(is_finite, weight.low, x.weight.low)};
-    Written y{};
-    y.seen = W::nearest(weight.high);
-    y.plane[L.low] = W::encoded(y.seen, weight.low);
-    y.plane[L.first] = First::encode(x.first, Ints{}, scales.first);
-    y.plane[L.second] = Second::encode(x.second.high, Ints{}, scales.second);
-    if constexpr (HAS_PAIR)
-      y.plane[L.second_low] = SecondLow::encode(x.second.low, Ints{}, finer(scales.second));
-    return y;
-  }
-};
-
 // ── the walk: a group begins while the one before it, which waits for a square root, ends ────────
 
-template <class Step, class R> struct Walk {
-  typedef typename Step::V V;
+template <class S, class R> struct Walk {
+  typedef ::Step<S, R> Step;
+  typedef typename S::V V;
   static constexpr Layout L = Step::L;
   static constexpr int STREAMS = 2 + L.planes + R::GIVEN;  // weight, gradient, planes, and the change
   static constexpr bool is_paired() {
@@ -852,7 +759,7 @@ template <class R> INLINE Bounds new_bounds(float gradient, float weight, Bounds
 // ── programs: a part of a tensor, or a row that has scales ───────────────────────────────────────
 
 // A row of the table: addresses of the streams and of the bounds, then these (table.py).
-struct Sizes { int64_t extent, numel, first, joined, format, aligned, number; };
+struct Sizes { int64_t extent, numel, first, format, aligned, number; };
 struct Program {
   const int64_t* row;
   Sizes size;
@@ -873,10 +780,10 @@ template <class F> INLINE void in_parallel(int64_t count, int threads, F functio
   for (int64_t k = 0; k < count; k++) function(k);
 }
 
-template <class Step, class R> struct Programs {
-  typedef Walk<Step, R> W;
-  typedef typename Step::V V;
-  static constexpr int BOUNDS = Step::IS_SCALED ? R::STATES : 0, ADDRESSES = W::STREAMS + BOUNDS;
+template <class S, class R> struct Programs {
+  typedef Walk<S, R> W;
+  typedef typename S::V V;
+  static constexpr int BOUNDS = W::Step::IS_SCALED ? R::STATES : 0, ADDRESSES = W::STREAMS + BOUNDS;
   static constexpr int SCALARS = sizeof(typename R::Scalars) / 4;
   // Call a function of each program, its streams, and whether its gradient is float32.
   template <class F>
@@ -889,22 +796,17 @@ template <class Step, class R> struct Programs {
       function(x, p, wide);
     });
   }
-  // Set the bounds of a row, or take those that ranks have joined.
-  INLINE Scales set_bounds(const Program& x, char* const* p, bool wide, const float* joined, const Numbers<R>& n) {
-    Bounds old, now;
+  INLINE Scales set_bounds(const Program& x, char* const* p, bool wide, const Numbers<R>& n) {
+    Bounds old;
     for (int k = 0; k < BOUNDS; k++) old.of[k] = ((float*)x.row[W::STREAMS + k])[x.place];
-    if (x.size.joined >= 0) {
-      memcpy(now.of, joined + (x.size.joined + x.place) * BOUNDS, 4 * BOUNDS);
-    } else {
-      const float weight = R::PENALIZED ? peak_of<V>(p[0], x.span, false, true) : 0;
-      now = new_bounds<R>(peak_of<V>(p[1], x.span, wide), weight, old, n);
-    }
+    const float weight = R::PENALIZED ? peak_of<V>(p[0], x.span, false, true) : 0;
+    const Bounds now = new_bounds<R>(peak_of<V>(p[1], x.span, wide), weight, old, n);
     for (int k = 0; k < BOUNDS; k++) ((float*)x.row[W::STREAMS + k])[x.place] = now.of[k];
     const Scale first = {end_of(now.of[0], -1), end_of(old.of[0], 1)};
     return {first, {end_of(now.of[1], -1), end_of(old.of[1], 1)}};
   }
   INLINE void step(const int64_t* table, const int32_t* tiles, int64_t count, const float* numbers,
-                   const float* control, const float* joined, int threads) {
+                   const float* control, int threads) {
     over(table, tiles, count, threads, [=](const Program& x, char* const* p, bool wide) {
       const float* scalars = numbers + x.size.number * (SCALARS + 1);
       Numbers<R> n;
@@ -912,7 +814,7 @@ template <class Step, class R> struct Programs {
       memcpy((void*)&n.rule, scalars, 4 * SCALARS);
       n.seed = int_of(scalars[SCALARS]);
       Scales scales;
-      if constexpr (BOUNDS > 0) scales = set_bounds(x, p, wide, joined, n);
+      if constexpr (BOUNDS > 0) scales = set_bounds(x, p, wide, n);
       W::in_groups(p, x.span, wide, [&](char* const* q, int64_t groups) { W::step(q, groups, wide, n, scales); });
     });
   }
@@ -993,10 +895,9 @@ INLINE void sum_squares(const int64_t* table, const int32_t* tiles, int64_t coun
 // ── what a library exports: step_cpp.py appends one of these ──────────────────────────────────────
 
 #define PROGRAMS const int64_t *table, const int32_t *tiles, int64_t count
-#define EXPORT_STEP(STEP, RULE)                                                                    \
-  extern "C" void step(PROGRAMS, const float* numbers, const float* control, const float* joined,  \
-                       int32_t threads) {                                                          \
-    Programs<STEP, RULE>::step(table, tiles, count, numbers, control, joined, threads);            \
+#define EXPORT_STEP(STORAGE, RULE)                                                                 \
+  extern "C" void step(PROGRAMS, const float* numbers, const float* control, int32_t threads) {    \
+    Programs<STORAGE, RULE>::step(table, tiles, count, numbers, control, threads);                 \
   }
 #define EXPORT_NORM                                                                                \
   extern "C" void largest(PROGRAMS, int32_t* peaks, int32_t threads) {                             \

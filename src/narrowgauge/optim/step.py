@@ -1,41 +1,38 @@
 """One step of an optimizer: its numbers, one launch for each kernel, and the definition where no
 kernel runs.
 
-Elementwise rules step all tensors by one launch (:mod:`narrowgauge.optim.table`). Matrix
-rules average, gather and write in batches (:mod:`narrowgauge.optim.matrix_step`).
+Elementwise rules step all tensors by one launch (:mod:`narrowgauge.optim.table`). A matrix rule
+steps one parameter at a time, whole on every rank:
+
+1. Every rank averages its shard of gradient and momentum (``MatrixRule.average``).
+2. The average is gathered. Every rank computes ``MatrixRule.direction`` of the matrix, or of each
+   one in a stack, with the same bits as one process.
+3. Every rank writes its shard.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from narrowgauge.numerics.dtensor import gathered, own_part
 from narrowgauge.numerics.hashing import step_seed
-from narrowgauge.optim import compiled, definition, proof
+from narrowgauge.optim import definition, proof
 from narrowgauge.optim.audit import Auditor
+from narrowgauge.optim.extras import extra_values, store_extra
 from narrowgauge.optim.kernel import Kernel, Numbers
-from narrowgauge.optim.matrix_step import Batch, step_matrices
+from narrowgauge.optim.rules.matrix import MatrixRule, matrix_shape
 from narrowgauge.optim.state import LocalState
 from narrowgauge.optim.step_cpp import has_kernel
 from narrowgauge.optim.table import Table
 from narrowgauge.torch_support.proof import TORCH, language_on
 
-KERNEL_ELEMENTS = 1 << 14
-"""On a CPU a first step of fewer elements is not compiled, which takes a second once."""
-
-
-def why_by_definition(compile: bool | None, states: Iterable[LocalState]) -> str:
-    """Return why a step does not ask for compiled code, or an empty string."""
-    if compile is False:
-        return "compile=False"
-    count = sum(state.parameter.numel() for state in states)
-    is_first = all(state.step == 0 and state.parameter.is_cpu for state in states)
-    if compile is None and is_first and count < KERNEL_ELEMENTS:
-        return f"a first step of {count:,} elements"
-    return ""
+Batch = Mapping[LocalState, Numbers]
+"""States with the numbers of their step."""
 
 
 class Step:
@@ -65,42 +62,48 @@ class Step:
             return  # skipped
         elementwise: dict[LocalState, Numbers] = {}
         for group, states in work:
-            matrices: dict[LocalState, Numbers] = {}
-            for state, numbers in self.numbers(group, states).items():
-                batch = matrices if state.kernel.is_matrix else elementwise
-                batch[state] = numbers
-            step_matrices(matrices, group, self.average, self.write)
-        self.write(elementwise)
+            alike: dict[tuple[Kernel, int], Numbers] = {}
+            for state in states:
+                count = state.step + 1
+                kernel = state.kernel
+                if (kernel, count) not in alike:
+                    scalars = kernel.rule.prepare(group, count)
+                    seed = step_seed(group["seed"], count)
+                    alike[kernel, count] = Numbers(kernel, self.control, scalars, seed)
+                numbers = alike[kernel, count]
+                if not kernel.is_matrix:
+                    elementwise[state] = numbers
+                elif state.owner.numel():
+                    self._step_matrix(state, numbers, group)
+        self._write(elementwise)
 
-    def numbers(self, group: Mapping[str, Any], states: Sequence[LocalState]) -> Batch:
-        """Return the numbers of the next step of states in a param group."""
-        alike: dict[tuple[Kernel, int], Numbers] = {}
-        batch = {}
-        for state in states:
-            count = state.step + 1
-            key = state.kernel, count
-            if key not in alike:
-                scalars = state.kernel.rule.prepare(group, count)
-                seed = step_seed(group["seed"], count)
-                alike[key] = Numbers(state.kernel, self.control, scalars, seed)
-            batch[state] = alike[key]
-        return batch
+    def _step_matrix(self, state: LocalState, numbers: Numbers, options: Mapping[str, Any]) -> None:
+        """Step one parameter by a matrix rule."""
+        owner = state.owner
+        state.change = state.parameter.new_empty(state.parameter.shape, dtype=torch.float32)
+        definition.average_gradient(state, numbers)
+        matrix = gathered(owner, state.change).reshape(matrix_shape(owner.shape))
+        state.change = None
+        if matrix.ndim == 2:
+            _direct(state, matrix, (), options, numbers)
+        else:
+            for place, part in enumerate(matrix):
+                _direct(state, part, (place,), options, numbers)
+        state.change = own_part(owner, matrix.view(owner.shape))
+        del matrix
+        self._write({state: numbers})
+        state.change = None
 
-    def average(self, batch: Batch) -> None:
-        """Average the gradients of matrices into their changes."""
-        for state in batch:
-            definition.average_gradient(state, batch[state])
-
-    def write(self, batch: Batch) -> None:
+    def _write(self, batch: Batch) -> None:
         """Step elementwise rules, or write the changes of matrices."""
         if self.audit_every:
-            self.auditor.samples.before(batch, self.audit_every)
+            self.auditor.before(batch, self.audit_every)
         for state in self._launch(batch):
             if state.kernel.how_it_ran == TORCH:
-                compiled.run(state, batch[state])
+                definition.run_compiled(state, batch[state])
             else:
                 definition.run(state, batch[state])
-        self.auditor.fresh += self.auditor.samples.after()
+        self.auditor.after()
 
     def _launch(self, batch: Batch) -> list[LocalState]:
         """Step by one launch for each kernel. Return the states that no launch steps."""
@@ -115,21 +118,38 @@ class Step:
                 continue
             if kernel not in self.tables:
                 self.tables[kernel] = Table(kernel.rule, kernel.storage, self.control.device)
-            table = self.tables[kernel]
-            table.set(alike)
-            table.launch(self.control)
-            table.end()
+            self.tables[kernel].set(alike)
+            self.tables[kernel].launch(self.control)
         return refused
 
     def _choose(self, kernel: Kernel, states: Sequence[LocalState]) -> str:
         """Decide how states step. Return why their definition runs, or an empty string."""
-        reason = why_by_definition(self.compile, states)
+        reason = ""
+        if self.compile is False:
+            reason = "compile=False"
         device = self.control.device
         way = language_on(device)
-        if has_kernel(kernel.rule, kernel.storage, way):
+        if has_kernel(kernel.rule, kernel.storage):
             reason = reason or proof.why_not(kernel.rule, kernel.storage, device)
         else:
             way = TORCH
-            reason = reason or compiled.why_not(states, self.compile is True)
+            reason = reason or definition.why_not_compiled(states, self.compile is True)
         kernel.how_it_ran = f"definition: {reason}" if reason else way
         return reason
+
+
+def _direct(
+    state: LocalState,
+    matrix: Tensor,
+    index: tuple[int, ...],
+    options: Mapping[str, Any],
+    numbers: Numbers,
+) -> None:
+    """Replace the gradient of a whole matrix by its step, and store its own states."""
+    rule = state.kernel.rule
+    assert isinstance(rule, MatrixRule)
+    states = {name: extra_values(state, name, index) for name in state.extras}
+    change, new = rule.direction(matrix, states, options, state.step + 1)
+    for name, values in new.items():
+        store_extra(state, name, values, numbers.seed, numbers.values[1] != 0, index)
+    matrix.copy_(change)

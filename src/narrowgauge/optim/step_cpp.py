@@ -9,14 +9,12 @@ from __future__ import annotations
 import ctypes
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
-from narrowgauge.optim.planes import Field, Layout, layout_of, planes_of
+from narrowgauge.optim.planes import Field, layout_of
 from narrowgauge.optim.rules import elementwise
 from narrowgauge.optim.rules.matrix import MUON, AnyRule, MatrixRule
 from narrowgauge.spec.storages import Storage
 from narrowgauge.torch_support.cpp import build
-from narrowgauge.torch_support.proof import CPP
 
 TILE = 8192
 """Elements that a program steps: 16 to 32 KB of each stream."""
@@ -28,34 +26,23 @@ RULES: dict[AnyRule, str] = {
     elementwise.SGD: "SGD",
     elementwise.PLAIN_SGD: "PlainSGD",
     elementwise.LION: "Lion",
+    MUON: "Muon",
 }
-"""The struct of each elementwise rule. Another rule runs by its definition."""
+"""The struct of each rule. Another elementwise rule runs by its definition."""
 
 
 def struct_of(rule: AnyRule) -> str:
     """Return the struct of a rule, or an empty string."""
     if isinstance(rule, MatrixRule) and rule.average is None:
-        return f"Given<{str(bool(rule.decay)).lower()}>"
-    if rule == MUON:
-        return "Muon"
+        return "Given"
     return RULES.get(rule, "")
 
 
-def has_kernel(rule: AnyRule, storage: Storage, language: str = CPP) -> bool:
+def has_kernel(rule: AnyRule, storage: Storage) -> bool:
     """Return whether a kernel is written for a (rule, storage): not for a rule of the user's own,
-    not in float64, and for Collage in C++ alone.
+    and in float32 alone.
     """
-    if storage.arithmetic == "expansion" and language != CPP:
-        return False
-    return storage.arithmetic != "float64" and bool(struct_of(rule))
-
-
-def num_addresses(rule: AnyRule, storage: Storage) -> int:
-    """Return the number of addresses in a row of the table: of the weight, the gradient, the
-    planes, a matrix rule's change, and the bounds of rows.
-    """
-    is_matrix = isinstance(rule, MatrixRule)
-    return 2 + len(planes_of(storage)) + is_matrix + len(storage.scaled)
+    return storage.arithmetic == "float32" and bool(struct_of(rule))
 
 
 # ── what is appended to step.h ────────────────────────────────────────────────────────────────────
@@ -86,60 +73,57 @@ def _weight(visible: str, field: Field, bit: int) -> str:
     if field.name == "master":
         return f"Master<{visible}>"
     if field.name == "weight_low":
-        return f"Compensated<{visible}, {_code(field, bit)}>"
+        return f"Compensated<{visible}>"
     if field.name == "tail":
         return f"Tail<{visible}, {field.bits}, {field.drop}, {bit}, {_share(field)}>"
     return f"Alone<{visible}, {_share(field)}>"
 
 
-def storage_text(storage: Storage) -> str:
-    """Return the struct of a storage: its format, weight and codes, and the planes of its fields."""
-    layout: Layout = layout_of(storage)
+def library_text(rule: AnyRule, storage: Storage) -> str:
+    """Return what is appended to ``step.h``: the struct of a storage, with its format, weight and
+    codes, and the planes of their fields.
+    """
+    layout = layout_of(storage)
     visible = FORMATS[storage.visible]
+    weight, first, second = layout.fields
     bits = [32 - 8 * layout.bytes[field.plane] + field.shift for field in layout.fields]
-    weight, *states = zip(layout.fields, bits, strict=True)
-    types = {"V": visible, "W": _weight(visible, *weight)}
-    for name, state in zip(("First", "Second", "SecondLow"), states, strict=True):
-        types[name] = _code(*state)
-    lines = [
-        "namespace {  // libraries of one process share the names of other structs",
-        "struct Row {",
-    ]
-    lines += [f"  typedef {text} {name};" for name, text in types.items()]
     planes = ", ".join(str(field.plane - 1) for field in layout.fields)
     sizes = ", ".join(map(str, layout.bytes[1:]))
-    lines.append(
-        f"  static constexpr Layout LAYOUT{{{len(layout.bytes) - 1}, {{{sizes}}}, {planes}}};"
-    )
-    lines.append(f"}};  // {storage.name}\n}}")
-    return "\n".join(lines)
+    return f"""namespace {{  // libraries of one process share the names of other structs
+struct Row {{
+  typedef {visible} V;
+  typedef {_weight(visible, weight, bits[0])} W;
+  typedef {_code(first, bits[1])} First;
+  typedef {_code(second, bits[2])} Second;
+  static constexpr Layout LAYOUT{{{len(layout.bytes) - 1}, {{{sizes}}}, {planes}}};
+}};  // {storage.name}
+}}
+EXPORT_STEP(Row, {struct_of(rule)})
+"""
 
 
-def library_text(rule: AnyRule, storage: Storage) -> str:
-    """Return what is appended to ``step.h``."""
-    kind = "InFloats"
-    if storage.arithmetic == "expansion":
-        kind = "InExpansions"
-    struct = struct_of(rule)
-    return f"{storage_text(storage)}\ntypedef {kind}<Row, {struct}> Step;\nEXPORT_STEP(Step, {struct})\n"
+# ── its functions ─────────────────────────────────────────────────────────────────────────────────
+
+TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int32}
+
+
+def _library(text: str, **signatures: str) -> ctypes.CDLL:
+    """Return a library of ``step.h`` and a text, unless this machine has done so before. The
+    arguments of its functions are the table and the programs, and then those of a signature.
+    """
+    library = build(STEP_H.read_text() + text)
+    for name, signature in signatures.items():
+        getattr(library, name).argtypes = [TYPES[letter] for letter in f"ppl{signature}i"]
+    return library
 
 
 @lru_cache(None)
 def functions(rule: AnyRule, storage: Storage) -> ctypes.CDLL:
-    """Return a library with ``step``. Build it, unless this machine has done so before."""
-    library = build(STEP_H.read_text() + library_text(rule, storage))
-    pointer = ctypes.c_void_p
-    programs: list[Any] = [pointer, pointer, ctypes.c_int64]
-    library.step.argtypes = [*programs, pointer, pointer, pointer, ctypes.c_int32]
-    return library
+    """Return a library with ``step``."""
+    return _library(library_text(rule, storage), step="pp")
 
 
 @lru_cache(None)
 def norm_functions() -> ctypes.CDLL:
     """Return a library with ``largest`` and ``squares``."""
-    library = build(f"{STEP_H.read_text()}EXPORT_NORM\n")
-    pointer = ctypes.c_void_p
-    programs: list[Any] = [pointer, pointer, ctypes.c_int64]
-    library.largest.argtypes = [*programs, pointer, ctypes.c_int32]
-    library.squares.argtypes = [*programs, pointer, pointer, ctypes.c_int64, ctypes.c_int32]
-    return library
+    return _library("EXPORT_NORM\n", largest="p", squares="ppl")

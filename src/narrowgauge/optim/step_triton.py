@@ -1,6 +1,6 @@
 """The step of all tensors on a GPU: each code, weight and rule, and one walk over the elements.
 
-It computes what ``step.h`` does, but for Collage, whose definition is compiled on a GPU. A *program*
+It computes what ``step.h`` does. A *program*
 steps ``BLOCK`` elements, or one row that has scales: then it reads the gradient twice. Words stand
 at the bottom of 32-bit integers. ``div_rn`` and ``sqrt_rn`` round as on a CPU, and a launch fuses no
 multiply-add. Triton's interpreter runs this file on a CPU
@@ -15,9 +15,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-BLOCK = 1024
+BLOCK = tl.constexpr(1024)
 """Elements that a program steps at a time: 16 bytes of a 16-bit tensor for each of 128 threads."""
-SIZES = tl.constexpr(7)
+SIZES = tl.constexpr(6)
 """Columns of the table after the addresses (:data:`narrowgauge.optim.table.SIZES`)."""
 SIGN = tl.constexpr(-(1 << 31))
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
@@ -94,12 +94,12 @@ def cut(bits, random, field: tl.constexpr):
 @triton.jit
 def bits_of(word, seen: tl.constexpr):
     bits = word << seen.gap
-    return ((bits & MAGNITUDE) >> seen.up) | (bits & SIGN)
+    return ((bits & MAGNITUDE) >> (seen.gap - seen.below)) | (bits & SIGN)
 
 
 @triton.jit
 def word_of(bits, seen: tl.constexpr):
-    return (((bits << seen.up) & MAGNITUDE) | (bits & SIGN)) >> seen.gap
+    return (((bits << (seen.gap - seen.below)) & MAGNITUDE) | (bits & SIGN)) >> seen.gap
 
 
 @triton.jit
@@ -228,22 +228,6 @@ def adam(g, m, v, s):
 
 
 @triton.jit
-def sgd(w, g, m, s):
-    weight_decay, momentum, gain, share_of_gradient, share_of_momentum, negative_lr = s
-    g = g + w * weight_decay
-    m = m * momentum + g * gain
-    return (g * share_of_gradient + m * share_of_momentum) * negative_lr, m
-
-
-@triton.jit
-def lion(w, g, m, s):
-    one_minus_beta1, one_minus_beta2, negative_lr, negative_decay = s
-    direction = toward(m, g, one_minus_beta1)
-    sign = tl.where(direction > 0, 1.0, tl.where(direction < 0, -1.0, 0.0))
-    return sign * negative_lr + w * negative_decay, toward(m, g, one_minus_beta2)
-
-
-@triton.jit
 def update(w, g, m, v, s, RULE: tl.constexpr):
     change = g
     if RULE == "AdamW":
@@ -252,9 +236,16 @@ def update(w, g, m, v, s, RULE: tl.constexpr):
     elif RULE == "Adam":
         change, m, v = adam(g + w * s[5], m, v, s)
     elif RULE == "SGD":
-        change, m = sgd(w, g, m, s)
+        weight_decay, momentum, gain, share_of_gradient, share_of_momentum, negative_lr = s
+        g = g + w * weight_decay
+        m = m * momentum + g * gain
+        change = (g * share_of_gradient + m * share_of_momentum) * negative_lr
     elif RULE == "Lion":
-        change, m = lion(w, g, m, s)
+        one_minus_beta1, one_minus_beta2, negative_lr, negative_decay = s
+        direction = toward(m, g, one_minus_beta1)
+        sign = tl.where(direction > 0, 1.0, tl.where(direction < 0, -1.0, 0.0))
+        change = sign * negative_lr + w * negative_decay
+        m = toward(m, g, one_minus_beta2)
     elif RULE == "PlainSGD":
         change = (g + w * s[0]) * s[1]
     elif RULE == "Muon":  # its change is a stream
@@ -262,7 +253,8 @@ def update(w, g, m, v, s, RULE: tl.constexpr):
     return change, m, v
 
 
-# ── programs: a `tile` is a row of the table, the first element and the number of elements ────────
+# ── programs: a `tile` is a row of the table, the first element, the number of elements, where the
+# ── sizes are, the place in the tensor, and whether elements are whole vectors of 16 bytes ────────
 
 
 @triton.jit
@@ -277,39 +269,45 @@ def sum_of(a, b):
 
 @triton.jit
 def find(table, tiles, ADDRESSES: tl.constexpr):
-    """Return a program's tile, where its sizes are, and its place in the tensor."""
+    """Return a program's tile, but for the last."""
     program = tl.program_id(0)
     row = table + tl.load(tiles + program).to(tl.int64) * (ADDRESSES + SIZES)
     sizes = row + ADDRESSES
     place = program - tl.load(sizes + 2)
     begin = place * tl.load(sizes)
     count = tl.minimum(tl.load(sizes + 1) - begin, tl.load(sizes)).to(tl.int32)
-    return (row, begin, count), sizes, place
+    return row, begin, count, sizes, place
 
 
 @triton.jit
-def places(tile, at, COLUMN: tl.constexpr, BYTES: tl.constexpr, IS_WHOLE: tl.constexpr):
+def places(tile, at, COLUMN: tl.constexpr, BYTES: tl.constexpr):
     """Return where elements of a tile lie, and which are inside."""
     TYPE: tl.constexpr = tl.int32 if BYTES == 4 else (tl.int16 if BYTES == 2 else tl.int8)
     address = tl.load(tile[0] + COLUMN).to(tl.pointer_type(TYPE)) + tile[1]
-    if IS_WHOLE:  # of vectors of 16 bytes
+    if tile[5]:
         return tl.multiple_of(address, 16) + at, at < tile[2] // 16 * 16
     return address + at, at < tile[2]
 
 
 @triton.jit
-def load(tile, at, COLUMN: tl.constexpr, BYTES: tl.constexpr, IS_WHOLE: tl.constexpr):
-    place, is_inside = places(tile, at, COLUMN, BYTES, IS_WHOLE)
+def load(tile, at, COLUMN: tl.constexpr, BYTES: tl.constexpr):
+    place, is_inside = places(tile, at, COLUMN, BYTES)
     return tl.load(place, mask=is_inside, other=0).to(tl.int32)
 
 
 @triton.jit
-def load_values(tile, at, COLUMN: tl.constexpr, format, IS_WHOLE: tl.constexpr):
+def store(tile, at, COLUMN: tl.constexpr, BYTES: tl.constexpr, x):
+    place, is_inside = places(tile, at, COLUMN, BYTES)
+    tl.store(place, x.to(place.dtype.element_ty), mask=is_inside)
+
+
+@triton.jit
+def load_values(tile, at, COLUMN: tl.constexpr, format):
     """Return values of bfloat16 (0), float16 (1) or float32 (2), with infinities and NaN."""
     if format == 2:
-        x = float_of(load(tile, at, COLUMN, 4, IS_WHOLE))
+        x = float_of(load(tile, at, COLUMN, 4))
     else:
-        bits = load(tile, at, COLUMN, 2, IS_WHOLE) << 16
+        bits = load(tile, at, COLUMN, 2) << 16
         x = float_of(bits)
         if format == 1:
             bits = ((bits & MAGNITUDE) >> 3) | (bits & SIGN)
@@ -319,22 +317,13 @@ def load_values(tile, at, COLUMN: tl.constexpr, format, IS_WHOLE: tl.constexpr):
 
 
 @triton.jit
-def load_planes(tile, at, layout: tl.constexpr, IS_WHOLE: tl.constexpr):
-    """Return the words of the planes. The first stands for a field that is not stored."""
-    words = (at,)
-    for k in tl.static_range(1, len(layout.bytes)):
-        words += (load(tile, at, 1 + k, layout.bytes[k], IS_WHOLE),)
-    return words
-
-
-@triton.jit
-def peak_of(tile, COLUMN: tl.constexpr, format, IS_WHOLE: tl.constexpr, BLOCK: tl.constexpr):
+def peak_of(tile, COLUMN: tl.constexpr, format):
     """Return the largest magnitude of a gradient, in which a NaN is the largest, or of the finite
     weights.
     """
     most = tl.full([BLOCK], 0, tl.int32)
     for start in range(0, tile[2], BLOCK):
-        x = load_values(tile, start + tl.arange(0, BLOCK), COLUMN, format, IS_WHOLE)
+        x = load_values(tile, start + tl.arange(0, BLOCK), COLUMN, format)
         if COLUMN == 0:
             x = finite_or_zero(x)
         most = tl.maximum(most, int_of(x) & MAGNITUDE)
@@ -367,35 +356,21 @@ def bound_of(x, y, old, is_idle):
 
 
 @triton.jit
-def bounds_at(row_of_bounds, place):
-    return tl.load(row_of_bounds).to(tl.pointer_type(tl.float32)) + place
-
-
-@triton.jit
-def set_bounds(
-    tile, sizes, place, control, joined, s, row: tl.constexpr, IS_WHOLE: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """Set the bounds of a row, or take those that ranks have joined.
-
-    Return the multipliers of both codes: into their windows, and back.
-    """
-    STATES: tl.constexpr = row.layout.num_scaled
-    first, second = bounds_at(sizes - STATES, place), bounds_at(sizes - 1, place)
+def set_bounds(tile, control, s, row: tl.constexpr):
+    """Set the bounds of a row. Return the multipliers of both codes: into their windows, and back."""
+    sizes = tile[3]
+    first = tl.load(sizes - row.layout.num_scaled).to(tl.pointer_type(tl.float32)) + tile[4]
+    second = tl.load(sizes - 1).to(tl.pointer_type(tl.float32)) + tile[4]
     m, v = tl.load(first), tl.load(second)
-    joined += (tl.load(sizes + 3) + place) * STATES
-    if tl.load(sizes + 3) >= 0:
-        new_m, new_v = tl.load(joined), tl.load(joined + STATES - 1)
-    else:
-        format = tl.load(sizes + 4)
-        peak = peak_of(tile, 1, format, IS_WHOLE, BLOCK) * tl.abs(tl.load(control))
-        weight = peak
-        if row.is_penalized:
-            weight = peak_of(tile, 0, row.layout.visible.number, IS_WHOLE, BLOCK)
-        _, plus_m, plus_v = update(weight, peak, m, v, s, row.rule)
-        _, minus_m, minus_v = update(weight, -1.0 * peak, m, v, s, row.rule)
-        _, added_m, added_v = update(weight, peak, 0.0, 0.0, s, row.rule)
-        new_m = bound_of(plus_m, minus_m, m, added_m == 0)
-        new_v = bound_of(plus_v, minus_v, v, added_v == 0)
+    peak = peak_of(tile, 1, tl.load(sizes + 3)) * tl.abs(tl.load(control))
+    weight = peak
+    if row.is_penalized:
+        weight = peak_of(tile, 0, row.layout.number)
+    _, plus_m, plus_v = update(weight, peak, m, v, s, row.rule)
+    _, minus_m, minus_v = update(weight, -1.0 * peak, m, v, s, row.rule)
+    _, added_m, added_v = update(weight, peak, 0.0, 0.0, s, row.rule)
+    new_m = bound_of(plus_m, minus_m, m, added_m == 0)
+    new_v = bound_of(plus_v, minus_v, v, added_v == 0)
     is_stepped = tl.load(control + 1) == 0
     tl.store(second, new_v, mask=is_stepped)
     tl.store(first, new_m, mask=is_stepped)
@@ -403,12 +378,9 @@ def set_bounds(
 
 
 @triton.jit
-def walk(
-    tile, sizes, place, numbers, control, joined, row: tl.constexpr, IS_WHOLE: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+def walk(tile, numbers, control, row: tl.constexpr):
     """Step the elements of a tile."""
     L: tl.constexpr = row.layout
-    seen: tl.constexpr = L.visible
     s = (numbers,)
     NUM_SCALARS: tl.constexpr = row.scalars
     for k in tl.static_range(0, NUM_SCALARS):
@@ -417,76 +389,67 @@ def walk(
     seed = int_of(tl.load(numbers + row.scalars))
     scales = 1.0, 1.0, 1.0, 1.0
     if L.num_scaled > 0:
-        scales = set_bounds(tile, sizes, place, control, joined, s, row, IS_WHOLE, BLOCK)
+        scales = set_bounds(tile, control, s, row)
     for start in range(0, tl.where(tl.load(control + 1) == 0, tile[2], 0), BLOCK):
         at = start + tl.arange(0, BLOCK)
-        bits = bits_of(load(tile, at, 0, L.bytes[0], IS_WHOLE), seen)
-        gradient = load_values(tile, at, 1, tl.load(sizes + 4), IS_WHOLE)
-        words = load_planes(tile, at, L, IS_WHOLE)
-        x, low = read_weight(words, bits, seen, L.fields[0])
+        bits = bits_of(load(tile, at, 0, L.bytes[0]), L)
+        gradient = load_values(tile, at, 1, tl.load(tile[3] + 3))
+        words = (at,)  # the first stands for a field that is not stored
+        for k in tl.static_range(1, len(L.bytes)):
+            words += (load(tile, at, 1 + k, L.bytes[k]),)
+        x, low = read_weight(words, bits, L, L.fields[0])
         m, v = decode(words, L.fields[1], scales[1]), decode(words, L.fields[2], scales[3])
-        mantissa = int_of(gradient) >> 16 & 0x7F
-        if seen.below != 16:
-            mantissa = int_of(times_power(gradient, seen.exponent)) & 0x7FFFFF
+        mantissa = (int_of(times_power(gradient, L.exponent)) & 0x7FFFFF) >> (L.below // 16 * 16)
         random = random_bits(int_of(x) ^ mantissa, seed)
         g = gradient * tl.load(control)
         change, m, v = update(finite_or_zero(x), g, m, v, s, row.rule)
         if row.is_given:
-            change = float_of(load(tile, at, 1 + len(L.bytes), 4, IS_WHOLE))
-            if row.scalars > 0:
-                whole = x + low if L.fields[0].name == "weight_low" else x
-                change += finite_or_zero(whole) * s[0]
-        bits, beside = write_weight(x, low, change, random, seen, L.fields[0])
-        new_words = (
-            beside,
-            encode(m, random, L.fields[1], scales[0]),
-            encode(v, random, L.fields[2], scales[2]),
-        )
-        store(tile, at, 0, L.bytes[0], IS_WHOLE, word_of(bits, seen))
+            change = float_of(load(tile, at, 1 + len(L.bytes), 4))
+            whole = x + low if L.fields[0].name == "weight_low" else x
+            change += finite_or_zero(whole) * s[0]
+        bits, beside = write_weight(x, low, change, random, L, L.fields[0])
+        first = encode(m, random, L.fields[1], scales[0])
+        second = encode(v, random, L.fields[2], scales[2])
+        new_words = beside, first, second
+        store(tile, at, 0, L.bytes[0], word_of(bits, L))
         for k in tl.static_range(1, len(L.bytes)):
             word = at & 0
             for j in tl.static_range(0, 3):
                 if L.fields[j].plane == k:
                     word |= new_words[j]
-            store(tile, at, 1 + k, L.bytes[k], IS_WHOLE, word)
+            store(tile, at, 1 + k, L.bytes[k], word)
 
 
 @triton.jit
-def store(tile, at, COLUMN: tl.constexpr, BYTES: tl.constexpr, IS_WHOLE: tl.constexpr, x):
-    place, is_inside = places(tile, at, COLUMN, BYTES, IS_WHOLE)
-    tl.store(place, x.to(place.dtype.element_ty), mask=is_inside)
-
-
-@triton.jit
-def step(table, tiles, numbers, control, joined, row: tl.constexpr, BLOCK: tl.constexpr):
-    """Step the elements of a program. ``joined`` are the new bounds of rows that ranks share."""
-    tile, sizes, place = find(table, tiles, row.addresses)
-    numbers += tl.load(sizes + 6) * (row.scalars + 1)
-    if tl.load(sizes + 5) != 0:
-        walk(tile, sizes, place, numbers, control, joined, row, True, BLOCK)
+def step(table, tiles, numbers, control, row: tl.constexpr):
+    """Step the elements of a program."""
+    start, begin, count, sizes, place = find(table, tiles, row.addresses)
+    numbers += tl.load(sizes + 5) * (row.scalars + 1)
+    if tl.load(sizes + 4) != 0:
+        walk((start, begin, count, sizes, place, True), numbers, control, row)
     else:
-        walk(tile, sizes, place, numbers, control, joined, row, False, BLOCK)
+        walk((start, begin, count, sizes, place, False), numbers, control, row)
 
 
 # ── the norm of gradients: squares on two grids of integers, whose sums no order changes ──────────
 
 
 @triton.jit
-def largest(table, tiles, peaks, BLOCK: tl.constexpr):
-    tile, sizes, _ = find(table, tiles, 2)
-    if tl.load(sizes + 5) != 0:
-        peak = peak_of(tile, 1, tl.load(sizes + 4), True, BLOCK)
+def largest(table, tiles, peaks):
+    start, begin, count, sizes, place = find(table, tiles, 2)
+    if tl.load(sizes + 4) != 0:
+        peak = peak_of((start, begin, count, sizes, place, True), 1, tl.load(sizes + 3))
     else:
-        peak = peak_of(tile, 1, tl.load(sizes + 4), False, BLOCK)
+        peak = peak_of((start, begin, count, sizes, place, False), 1, tl.load(sizes + 3))
     tl.atomic_max(peaks + tl.load(tiles + tl.program_id(0)), int_of(peak))
 
 
 @triton.jit
-def squares_of(tile, format, scales, IS_WHOLE: tl.constexpr, BLOCK: tl.constexpr):
+def squares_of(tile, scales):
     coarse, fine = tl.full([BLOCK], 0, tl.int64), tl.full([BLOCK], 0, tl.int64)
     for start in range(0, tile[2], BLOCK):
         at = start + tl.arange(0, BLOCK)
-        x = load_values(tile, at, 1, format, IS_WHOLE).to(tl.float64)
+        x = load_values(tile, at, 1, tl.load(tile[3] + 3)).to(tl.float64)
         scaled_square = x * x * tl.load(scales)
         whole = (scaled_square + TO_WHOLE) - TO_WHOLE
         coarse += whole.to(tl.int64)
@@ -496,12 +459,12 @@ def squares_of(tile, format, scales, IS_WHOLE: tl.constexpr, BLOCK: tl.constexpr
 
 
 @triton.jit
-def squares(table, tiles, scales, sums, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
-    tile, sizes, _ = find(table, tiles, 2)
-    if tl.load(sizes + 5) != 0:
-        coarse, fine = squares_of(tile, tl.load(sizes + 4), scales, True, BLOCK)
+def squares(table, tiles, scales, sums, SLOTS: tl.constexpr):
+    start, begin, count, sizes, place = find(table, tiles, 2)
+    if tl.load(sizes + 4) != 0:
+        coarse, fine = squares_of((start, begin, count, sizes, place, True), scales)
     else:
-        coarse, fine = squares_of(tile, tl.load(sizes + 4), scales, False, BLOCK)
-    slot = sums + (tl.load(sizes + 6) * SLOTS + tl.program_id(0) % SLOTS) * 2
+        coarse, fine = squares_of((start, begin, count, sizes, place, False), scales)
+    slot = sums + (tl.load(sizes + 5) * SLOTS + tl.program_id(0) % SLOTS) * 2
     tl.atomic_add(slot, coarse)
     tl.atomic_add(slot + 1, fine)

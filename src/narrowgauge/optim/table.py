@@ -6,15 +6,14 @@ The kernel is ``step.h`` on CPUs (:mod:`narrowgauge.optim.step_cpp`), and
     table    int64 [tensors, width]     for each tensor its addresses and sizes, and its row of numbers
     numbers  float32 [kinds, scalars]   the rule's scalars and the seed, for each param group and step count
     tiles    int32 [programs]           the tensor of each program; a tensor's programs follow one another
-    joined   float32 [rows, states]     the new bounds of rows that ranks share
 
-A GPU's table and numbers are one buffer, copied to the device once a step. A matrix rule has one
-more address, of its float32 change.
+A GPU's are copied to the device at each step. A matrix rule has one more address, of its float32
+change.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -26,22 +25,19 @@ from torch import Tensor
 from narrowgauge.optim import step_cpp
 from narrowgauge.optim.kernel import Numbers
 from narrowgauge.optim.planes import NUMBERS, Layout, layout_of
-from narrowgauge.optim.row_bounds import new_bounds
 from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule
 from narrowgauge.optim.state import LocalState
-from narrowgauge.optim.step_cpp import num_addresses
 from narrowgauge.spec.storages import Storage
 from narrowgauge.torch_support import triton
 from narrowgauge.torch_support.proof import CPP, language_on
-from narrowgauge.torch_support.torch_names import send
+from narrowgauge.torch_support.torch_names import to_device
 
-SIZES = ("extent", "numel", "first", "joined", "format", "aligned", "number")
+SIZES = ("extent", "numel", "first", "format", "aligned", "number")
 """The table after the addresses.
 
 The tensor has ``numel`` elements, each program ``extent`` of them: a row that has scales. Its
-programs begin at ``first``. Where ranks share rows, their bounds begin at ``joined``, else it is -1.
-``format`` is the gradient's (:data:`FORMATS`). An ``aligned`` tensor has programs of whole vectors,
-at addresses of whole vectors. ``number`` is the row of its scalars.
+programs begin at ``first``. ``format`` is the gradient's (:data:`FORMATS`). An ``aligned`` tensor
+has programs of whole vectors, at addresses of whole vectors. ``number`` is the row of its scalars.
 """
 PLACE = {name: place - len(SIZES) for place, name in enumerate(SIZES)}
 """The place of each size, from the end of a row of the table."""
@@ -65,7 +61,8 @@ class Row:
         scalars: how many the rule has.
         is_penalized: whether new states depend on the weight.
         is_given: whether the change is a stream, of a matrix rule.
-        addresses: in a row of the table.
+        addresses: in a row of the table: of the weight, the gradient, the planes, a matrix rule's
+            change, and the bounds of rows.
         layout: of the storage.
     """
 
@@ -80,10 +77,16 @@ class Row:
 @lru_cache
 def row_of(rule: AnyRule, storage: Storage) -> Row:
     """Return the constants of a (rule, storage) that has a kernel."""
+    layout = layout_of(storage)
+    is_given = isinstance(rule, MatrixRule)
     return Row(
-        step_cpp.struct_of(rule), len(rule.scalars), getattr(rule, "coupled", False),
-        isinstance(rule, MatrixRule), num_addresses(rule, storage), layout_of(storage),
-    )  # fmt: skip
+        rule=step_cpp.struct_of(rule),
+        scalars=len(rule.scalars),
+        is_penalized=getattr(rule, "coupled", False),
+        is_given=is_given,
+        addresses=1 + len(layout.bytes) + is_given + layout.num_scaled,
+        layout=layout,
+    )
 
 
 class Programs:
@@ -108,33 +111,28 @@ class Programs:
         if sizes == self._sizes and num_numbers == len(self.numbers):
             return
         self._sizes = list(sizes)
-        size = len(sizes) * self.width
-        start = size + size % 2  # the numbers begin at 16 bytes
-        num_floats = num_numbers * self.numbers.shape[1]
-        self._memory = np.zeros(start + -(-num_floats // 2), np.int64)
-        self.rows = self._memory[:size].reshape(-1, self.width)
-        numbers = self._memory[start:].view(np.float32)[:num_floats]
-        self.numbers = numbers.reshape(num_numbers, self.numbers.shape[1])
+        self.rows = np.zeros((len(sizes), self.width), np.int64)
+        self.numbers = np.zeros((num_numbers, self.numbers.shape[1]), np.float32)
         numels, extents = np.array(sizes, np.int64).reshape(-1, 2).T
         counts = -(-numels // extents)
-        for name, values in (
-            ("extent", extents),
-            ("numel", numels),
-            ("first", np.cumsum(counts) - counts),
-        ):
-            self.rows[:, PLACE[name]] = values
-        tiles = torch.from_numpy(np.repeat(np.arange(len(sizes), dtype=np.int32), counts))
-        self.tiles = tiles
-        if not self.is_cpp:
-            self.tiles = torch.empty_like(tiles, device=self.device)
-            send(tiles, self.tiles)
-            self._buffer = torch.empty(len(self._memory), dtype=torch.int64, device=self.device)
+        self.rows[:, PLACE["extent"]] = extents
+        self.rows[:, PLACE["numel"]] = numels
+        self.rows[:, PLACE["first"]] = np.cumsum(counts) - counts
+        tiles = np.repeat(np.arange(len(sizes), dtype=np.int32), counts)
+        self.tiles = to_device(torch.from_numpy(tiles), self.device)
 
     def find_aligned(self, num_bounds: int = 0) -> None:
         """Find the tensors that a GPU reads in whole vectors. The last addresses are of bounds."""
         end = self.width - len(SIZES) - num_bounds
         whole = self.rows[:, [*range(end), PLACE["extent"], PLACE["numel"]]]
         self.rows[:, PLACE["aligned"]] = (whole % 16 == 0).all(1)
+
+    def send(self) -> Any:
+        """Copy the table and the numbers to a GPU. Return where the numbers are."""
+        if self.is_cpp:
+            return self.numbers.ctypes.data
+        self._table = to_device(torch.from_numpy(self.rows), self.device)
+        return to_device(torch.from_numpy(self.numbers), self.device)
 
     def call(self, function: Any, *arguments: Any, **constants: Any) -> None:
         """Run a kernel over all programs, with its arguments after the table and the programs."""
@@ -148,37 +146,22 @@ class Programs:
             return
         with torch.cuda.device_of(self.tiles):
             function[(len(self.tiles),)](
-                self._buffer, self.tiles, *arguments, **constants, **triton.LAUNCH
+                self._table, self.tiles, *arguments, **constants, **triton.LAUNCH
             )
-
-    def send(self) -> Any:
-        """Copy the table and the numbers to a GPU. Return where the numbers are."""
-        if self.is_cpp:
-            return self.numbers.ctypes.data
-        send(torch.from_numpy(self._memory), self._buffer)
-        start = len(self._memory) - -(-self.numbers.size // 2)
-        return self._buffer[start:].view(torch.float32)
 
 
 class Table:
-    """Step tensors of one (rule, storage), not in float64, on one device."""
+    """Step tensors of one (rule, storage) that has a kernel, on one device."""
 
     def __init__(self, rule: AnyRule, storage: Storage, device: torch.device) -> None:
         self.rule = rule
         self.storage = storage
-        self.programs = Programs(device, num_addresses(rule, storage), len(rule.scalars) + 1)
+        self.row = row_of(rule, storage)
+        self.programs = Programs(device, self.row.addresses, self.row.scalars + 1)
         self.module = kernels_of(device)
         self._batch: Mapping[LocalState, Numbers] = {}
         self._copies: list[tuple[Tensor, Tensor]] = []
         self._inputs: list[Tensor] = []
-
-    def _elements_of_program(self, state: LocalState) -> int:
-        """Return how many elements a program steps: a row that has scales, else a part of the tensor."""
-        if self.storage.scaled:
-            return max(1, state.form[1])
-        if self.module is None:
-            return step_cpp.TILE
-        return int(self.module.BLOCK)
 
     def set(self, batch: Mapping[LocalState, Numbers]) -> None:
         """Set the states of the next step, which have their gradients."""
@@ -186,33 +169,36 @@ class Table:
         states = list(batch)
         places = {numbers: place for place, numbers in enumerate(dict.fromkeys(batch.values()))}
         self._batch = batch
-        sizes = [(state.parameter.numel(), self._elements_of_program(state)) for state in states]
+        tile = step_cpp.TILE if self.module is None else self.module.BLOCK.value
+        sizes = []
+        for state in states:
+            extent = tile
+            if state.bounds:
+                extent = max(1, state.form[1])
+            sizes.append((state.parameter.numel(), extent))
         programs.lay_out(sizes, len(places))
         rows = programs.rows
         for column, tensors in enumerate(self._streams(states)):
-            rows[:, column] = tensors
-        programs.find_aligned(len(self.storage.scaled))
+            rows[:, column] = self._addresses(tensors, is_written=column != 1)
+        programs.find_aligned(self.row.layout.num_scaled)
         rows[:, PLACE["format"]] = [FORMATS[state.gradient.dtype] for state in states]
         rows[:, PLACE["number"]] = [places[numbers] for numbers in batch.values()]
-        rows[:, PLACE["joined"]] = -1
-        if self.storage.scaled:
-            self._find_joined(states)
         for row, numbers in zip(programs.numbers, places, strict=True):
             row[:-1] = list(map(float, numbers.scalars))
             row[-1:].view(np.int32)[0] = numbers.key
 
-    def _streams(self, states: Sequence[LocalState]) -> Iterator[list[int]]:
-        """Yield the addresses of each stream of the states, in the order of the table."""
-        yield self._addresses([state.parameter for state in states])
-        yield self._addresses([state.gradient for state in states], is_written=False)
+    def _streams(self, states: Sequence[LocalState]) -> list[list[Tensor]]:
+        """Return the tensors of each stream of the states, in the order of the table."""
+        streams = [[state.parameter for state in states], [state.gradient for state in states]]
         for plane in states[0].planes:
-            yield self._addresses([state.planes[plane] for state in states])
-        if isinstance(self.rule, MatrixRule):
-            yield self._addresses([state.change for state in states], is_written=False)
+            streams.append([state.planes[plane] for state in states])
+        if self.row.is_given:
+            streams.append([state.change for state in states])
         for name in self.storage.scaled:
-            yield self._addresses([state.bounds[name] for state in states])
+            streams.append([state.bounds[name] for state in states])
+        return streams
 
-    def _addresses(self, tensors: Sequence[Tensor], *, is_written: bool = True) -> list[int]:
+    def _addresses(self, tensors: Sequence[Tensor], *, is_written: bool) -> list[int]:
         """Return where a kernel reads tensors: in a copy if one is not dense and in order."""
         addresses = []
         for tensor in tensors:
@@ -225,48 +211,21 @@ class Table:
             addresses.append(memory.data_ptr())
         return addresses
 
-    def _find_joined(self, states: Sequence[LocalState]) -> None:
-        """Say where the bounds of rows that ranks share begin."""
-        count = 0
-        for row, state in zip(self.programs.rows, states, strict=True):
-            if state.column_groups:
-                row[PLACE["joined"]] = count
-                count += state.form[0]
-
     def launch(self, control: Tensor) -> None:
-        """Step the states in place.
+        """Step the states in place, and forget them: what a script removes is freed.
 
         ``control`` holds the scalars of ``CONTROL``, float32 ``[2]`` on the device.
         """
         numbers = self.programs.send()
-        self._call("step", numbers, control, self._joined_bounds(control))
+        if self.module is None:
+            function = step_cpp.functions(self.rule, self.storage).step
+            self.programs.call(function, numbers, control)
+        else:
+            self.programs.call(self.module.step, numbers, control, row=self.row)
         for tensor, memory in self._copies:
             tensor.copy_(memory)
         # Autograd notices a weight that was written between forward and backward pass.
         torch.autograd.graph.increment_version([state.parameter for state in self._batch])
-
-    def end(self) -> None:
-        """Drop all tensors: what a script removes is freed."""
         self._batch = {}
         self._copies = []
         self._inputs = []
-
-    def _call(self, name: str, *arguments: Any) -> None:
-        if self.module is None:
-            function = getattr(step_cpp.functions(self.rule, self.storage), name)
-            self.programs.call(function, *arguments)
-            return
-        constants = {"row": row_of(self.rule, self.storage), "BLOCK": self.module.BLOCK}
-        self.programs.call(getattr(self.module, name), *arguments, **constants)
-
-    def _joined_bounds(self, none: Tensor) -> Tensor:
-        """Return the new bounds of rows that ranks share, by the definition, or ``none``."""
-        if not self.storage.scaled:
-            return none
-        shared = [state for state in self._batch if state.column_groups]
-        if not shared:
-            return none
-        parts = []
-        for bounds in new_bounds(shared, [self._batch[state].values for state in shared]):
-            parts.append(torch.cat([bound for bound, _, _ in bounds.values()], 1))
-        return torch.cat(parts)

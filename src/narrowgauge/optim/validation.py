@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.numerics.dtensor import is_sharded, local_of
@@ -24,71 +24,39 @@ from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.storages import STORAGES, Storage
 from narrowgauge.spec.update_rules import UPDATE_RULES
-from narrowgauge.spec.values import require_number
+from narrowgauge.spec.values import require_choice, require_number
 from narrowgauge.torch_support.torch_names import default_store, is_captured
 
-FLAGS = ("amsgrad", "differentiable", "capturable")
-"""Options of ``torch.optim`` that no param group here has. They may be false or ``None``."""
-HOW_TO_RUN = ("fused", "foreach")
-"""Options of ``torch.optim`` for what is done anyway."""
-_OF_THE_OPTIMIZER = ("max_grad_norm", "audit_every", "compile")
+FLAGS = {
+    "amsgrad": "Leave it out.",
+    "differentiable": "Leave it out.",
+    "capturable": "Leave it out.",
+    "maximize": "Pass it to the optimizer: it applies to all groups.",
+    "max_grad_norm": "Pass it to the optimizer: it applies to all groups. With "
+    "ZeroRedundancyOptimizer call torch.nn.utils.clip_grad_norm_.",
+}
+"""Options that a param group does not have, and what to do. They may be false or ``None``."""
 
 
-def check_options(options: Mapping[str, Any], rule: AnyRule) -> None:
-    """Refuse options (of a group, or defaults) that are out of range or that the rule cannot obey."""
-    for name in _OF_THE_OPTIMIZER:
-        if name in options:
-            advice = "Pass it to the optimizer."
-            if name == "max_grad_norm":
-                advice += " With ZeroRedundancyOptimizer call torch.nn.utils.clip_grad_norm_."
-            raise RecipeError(
-                f"Cannot set {name} = {options[name]} in a param group because it applies to all "
-                "groups.",
-                advice,
-            )
-    if options.get("low_bits", "random") not in LOW_BITS:
-        raise RecipeError(
-            f"Cannot begin with low_bits = {options['low_bits']!r}.", "Take 'zero' or 'random'."
-        )
-    check_step(options, rule)
-    if "lr" in options and rule.name in UPDATE_RULES:
-        require_number("lr", options["lr"])
-
-
-def check_step(options: Mapping[str, Any], rule: AnyRule) -> None:
-    """Refuse options out of range, before every step.
+def check_options(group: Mapping[str, Any], rule: AnyRule) -> None:
+    """Refuse options of a group, or defaults, that are out of range or that the rule cannot obey.
 
     A negative ``lr`` passes: a schedule may end slightly below 0.
     """
-    if options.get("maximize"):
-        raise RecipeError(
-            "Cannot set maximize = True in a param group because it applies to all groups.",
-            "Pass maximize=True to the optimizer.",
-        )
-    for name in FLAGS:
-        if options.get(name):
-            raise RecipeError(
-                f"Cannot obey {name} = {options[name]}: this optimizer does not have it.",
-                "Leave it out.",
-            )
-    allowed = [rule.name]
-    if isinstance(rule, MatrixRule):
-        allowed.append(ADAMW.name)
-    if options.get("rule", rule.name) not in allowed:
-        raise RecipeError(
-            f"Cannot step a param group by rule = {options['rule']!r} because the optimizer's rule is "
-            f"'{rule.name}': a group may have {' or '.join(map(repr, allowed))}.",
-            suggestion(str(options["rule"]).lower(), allowed)
-            or "Build another optimizer for these parameters.",
-        )
-    if "lr" in options:
-        require_number("lr", options["lr"], -math.inf, is_open=True)
-    row = UPDATE_RULES.get(rule.name)  # a user's rule checks its own options
-    if row is None:
+    for name, advice in FLAGS.items():
+        if group.get(name):
+            raise RecipeError(f"Cannot set {name} = {group[name]} in a param group.", advice)
+    require_choice("low_bits", group.get("low_bits", "random"), LOW_BITS)
+    rules = (rule.name, ADAMW.name) if isinstance(rule, MatrixRule) else (rule.name,)
+    require_choice("rule", group.get("rule", rule.name), rules)
+    row = UPDATE_RULES.get(rule.name)
+    if row is None:  # a user's rule checks its own options
         return
     for name in row.option_names:
-        if name in options and name != "lr":
-            row.check(name, options[name])
+        if name == "lr":
+            require_number("lr", group.get("lr", 0.0), -math.inf, is_open=True)
+        elif name in group:
+            row.check(name, group[name])
 
 
 def check_vectors(group: Mapping[str, Any], rule: AnyRule) -> None:
@@ -106,8 +74,16 @@ def check_vectors(group: Mapping[str, Any], rule: AnyRule) -> None:
             )
 
 
-def check_one_device(parameters: Iterable[Tensor]) -> torch.device:
-    """Return the device of all parameters of a step. Refuse several devices."""
+def device_of_step(parameters: Iterable[Tensor]) -> torch.device:
+    """Return the device of all parameters of a step. Refuse several devices, and a CUDA graph: each
+    replay would repeat a step's numbers and random bits.
+    """
+    if is_captured():
+        raise RecipeError(
+            "Cannot step while a CUDA graph is captured: each replay would repeat this step's "
+            "learning rate and random bits.",
+            "Capture the forward and backward passes alone, and call step() after each replay.",
+        )
     devices = {parameter.device for parameter in parameters}
     if len(devices) > 1:
         raise RecipeError(
@@ -117,64 +93,29 @@ def check_one_device(parameters: Iterable[Tensor]) -> torch.device:
     return devices.pop()
 
 
-def refuse_capture() -> None:
-    """Refuse a CUDA graph: each replay would repeat a step's numbers and random bits."""
-    if is_captured():
-        raise RecipeError(
-            "Cannot step while a CUDA graph is captured: each replay would repeat this step's "
-            "learning rate and random bits.",
-            "Capture the forward and backward passes alone, and call step() after each replay.",
-        )
-
-
 # ── storages, parameters and gradients ────────────────────────────────────────────────────────────
 
 
-def known_row(storage: object) -> Storage:
+def known_row(storage: str) -> Storage:
     """Return the row of a name."""
-    name = storage if isinstance(storage, str) else ""
-    row = STORAGES.get(name)
-    if row is None:
-        near = suggestion(name, STORAGES)
-        last = name.rpartition("/")[2]
-        if last in STORAGES:
-            near = f"A recipe is a compute and a storage; the storage is '{last}'."
+    if storage not in STORAGES:
         raise RecipeError(
             f"no storage is named {storage!r}.",
-            f"{near} (narrowgauge show storages lists all.)".strip(),
+            f"{suggestion(str(storage), STORAGES)} A recipe such as bfloat16/word is a compute and a "
+            "storage. narrowgauge show storages lists all.".strip(),
         )
-    return row
-
-
-def check_bounded(rule: AnyRule, storage: Storage) -> None:
-    """Refuse a rule whose new states the largest magnitudes of a row do not bound, where states
-    have scales by row.
-    """
-    if storage.scaled and not isinstance(rule, MatrixRule) and not rule.monotone:
-        raise RecipeError(
-            f"Cannot step rule '{rule.name}' in storage '{storage.name}' because its states have "
-            "scales by row, and the rule "
-            "does not say that it is monotone.",
-            "Take a storage such as 'word' or 'exact', or Rule(…, monotone=True) if larger "
-            "gradients and states always give "
-            "larger new states.",
-        )
+    return STORAGES[storage]
 
 
 def check_visible(parameter: Tensor, storage: Storage, requested: str) -> None:
     """Refuse a parameter that is not in the storage's visible format."""
     if parameter.dtype is not getattr(torch, storage.visible):
-        advice = "Leave it to an optimizer of torch.optim: no storage holds it."
-        if parameter.dtype is torch.float64:
-            advice = (
-                "Call model.float(). Storage 'float64' then keeps masters and moments in float64."
-            )
-        elif parameter.dtype in (torch.bfloat16, torch.float16):
-            advice = "'word', 'exact' and others take it, in a param group of its own if other weights differ."
         raise RecipeError(
             f"storage '{requested}' holds {storage.visible} weights, and a parameter of shape "
             f"{tuple(parameter.shape)} is {dtype_name(parameter.dtype)}.",
-            advice,
+            "'word', 'exact' and others take bfloat16 and float16, in a param group of its own if "
+            "other weights differ. For float64 call model.float(): storage 'float64' keeps masters "
+            "and moments in it.",
         )
 
 
@@ -200,38 +141,25 @@ def check_seeds(groups: Sequence[Mapping[str, Any]], names: Mapping[Tensor, str]
 
 def check_real(parameter: Tensor) -> None:
     """Refuse a parameter without values."""
-    if nn.parameter.is_lazy(parameter):
-        raise RecipeError(
-            "Cannot store a parameter of a lazy module because its shape is not known yet.",
-            "Pass a batch through the model first, and build the optimizer after.",
-        )
     if parameter.is_meta:
         raise RecipeError(
-            f"Cannot store a parameter of shape {tuple(parameter.shape)} because it is on the meta "
-            "device.",
+            "Cannot store a parameter on the meta device.",
             "Give the model its memory (to_empty) and values first, and build the optimizer after.",
         )
 
 
 def check_gradient(parameter: Tensor, gradient: Tensor) -> None:
-    """Refuse a gradient that no kernel takes."""
-    if gradient.is_sparse:
+    """Refuse a gradient that no kernel takes. Autograd keeps shapes equal until ``.data`` is another
+    tensor.
+    """
+    is_alike = is_sharded(gradient) == is_sharded(parameter)
+    if gradient.is_sparse or not is_alike or gradient.shape != parameter.shape:
         raise RecipeError(
-            "Cannot step because a gradient is sparse.", "Build the embedding with sparse=False."
-        )
-    if is_sharded(gradient) != is_sharded(parameter):
-        raise RecipeError(
-            f"Cannot step because a parameter of shape {tuple(parameter.shape)} or its gradient is "
-            "a DTensor, and the other "
-            "is not.",
-            "Give both the same mesh and placements: parallelize_module or distribute_tensor.",
-        )
-    if gradient.shape != parameter.shape:  # autograd keeps both equal until .data is another tensor
-        raise RecipeError(
-            f"Cannot step because a gradient has the shape {tuple(gradient.shape)}, and its "
-            "parameter "
-            f"{tuple(parameter.shape)}.",
-            "Drop the gradients (zero_grad) when a parameter is resized.",
+            f"Cannot step a {type(parameter).__name__} of shape {tuple(parameter.shape)} because its "
+            f"gradient is a {type(gradient).__name__} of {gradient.layout} and shape "
+            f"{tuple(gradient.shape)}.",
+            "Build embeddings with sparse=False, distribute both alike (parallelize_module), and drop "
+            "gradients when a parameter is resized.",
         )
 
 
@@ -246,9 +174,6 @@ def refuse_unscaled(gradients: Iterable[Tensor]) -> None:
             "Make scaler = torch.amp.GradScaler(device), and call scaler.scale(loss).backward(), "
             "scaler.step(optimizer), scaler.update(). Or take a bfloat16 recipe.",
         )
-
-
-# ── states and their parameters ───────────────────────────────────────────────────────────────────
 
 
 def check_members(names: Mapping[Tensor, str], states: Mapping[Any, object]) -> None:
@@ -267,47 +192,9 @@ def check_members(names: Mapping[Tensor, str], states: Mapping[Any, object]) -> 
         if parameter.requires_grad and not has_gradient:
             idle.append(name)
     if idle:
-        listed = ", ".join(map(repr, idle[:3]))
-        more = f" and {len(idle) - 3} more" if len(idle) > 3 else ""
         warnings.warn(
-            f"The first step has no gradient of {listed}{more}. If the model has other parameters "
-            "by now (fully_shard, resize_token_embeddings), make the optimizer after that.",
+            f"The first step has no gradient of {len(idle)} parameters, such as '{idle[0]}'. If the "
+            "model has other parameters by now (fully_shard, resize_token_embeddings), make the "
+            "optimizer after that.",
             stacklevel=2,
         )
-
-
-def sizes_of(groups: Iterable[Mapping[str, Any]]) -> list[int]:
-    """Return the number of parameters of each param group."""
-    return [len(group["params"]) for group in groups]
-
-
-def agree(groups: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]], rule: AnyRule) -> None:
-    """Refuse saved param groups of other sizes, storages or rules."""
-    if sizes_of(saved) != sizes_of(groups):
-        raise ValueError(
-            "loaded state dict has parameter groups of other sizes than the optimizer's"
-        )
-    row = UPDATE_RULES.get(rule.name)
-    names = row.option_names if row else ()
-    for mine, theirs in zip(groups, saved, strict=True):
-        if theirs["storage"] != mine["storage"]:
-            raise RecipeError(
-                f"Cannot load a state of storage '{theirs['storage']}' into an optimizer of "
-                f"storage '{mine['storage']}'.",
-                "Build the optimizer with the storage of the state, or load "
-                "ng.to_torch_state(old), beside ng.full_weights(model, old).",
-            )
-        missing = sorted(mine.keys() & set(names) - theirs.keys())
-        if missing:
-            raise RecipeError(
-                f"Cannot load a state without the option '{missing[0]}'.",
-                "Save it by this version.",
-            )
-        ours = mine.get("param_names", ())
-        saved_names = theirs.get("param_names", ())
-        if list(ours) != list(saved_names) and sorted(ours) == sorted(saved_names):
-            raise RecipeError(
-                "Cannot load a state of the same parameters in another order.",
-                "Take the state's order.",
-            )
-        check_options(theirs, rule)

@@ -65,18 +65,8 @@ class Span:
             gradient = gradient.float()
         return codes.lane_of(self.storage, word_of(self.weight), gradient, words, self.scales)
 
-    def store(
-        self,
-        fields: Mapping[str, Tensor],
-        visible: Tensor | None = None,
-        skip: Tensor | None = None,
-    ) -> None:
-        """Write fields in place, and the weight if its bits are given, unless ``skip`` (0-d bool).
-
-        Other fields stay.
-        """
-        if visible is not None:
-            _put(self.weight, codes.weight_word(self.storage.visible, visible), skip)
+    def store(self, fields: Mapping[str, Tensor]) -> None:
+        """Write fields in place. Other fields stay."""
         for plane in planes_of(self.storage):
             values = self.planes[plane.name]
             kept_bits = 0
@@ -90,13 +80,7 @@ class Span:
                 continue
             if kept_bits:
                 new.append(word_of(values) & ((kept_bits + (1 << 31)) % (1 << 32) - (1 << 31)))
-            _put(values, reduce(or_, new), skip)
-
-
-def _put(values: Tensor, word: Tensor, skip: Tensor | None) -> None:
-    if skip is not None:
-        word = torch.where(skip, word_of(values), word)
-    integers_of(values).copy_(word)
+            integers_of(values).copy_(reduce(or_, new))
 
 
 def spans(
@@ -106,7 +90,7 @@ def spans(
     at_once: int | None = None,
     writes: bool = False,
 ) -> Iterator[Span]:
-    """Walk over a state: rows of ``[rows, columns]``, or elements of ``[1, columns]``.
+    """Walk over rows of a state, ``[rows, columns]``.
 
     Args:
         arguments: tensors in the parameter's shape.
@@ -115,32 +99,23 @@ def spans(
         writes: whether the weight is written. A copy of one that is not dense is then written back.
     """
     visible = getattr(torch, state.storage.visible)
-    weight = state.in_rows(state.parameter.detach().to(visible))
-    names = list(state.planes)
-    planes_in_rows = [state.in_rows(state.planes[name]) for name in names]
-    tensors = [weight, *planes_in_rows, *map(state.in_rows, arguments)]
+    live = [state.parameter.detach().to(visible), *state.planes.values()]
+    tensors = [state.in_rows(tensor) for tensor in (*live, *arguments)]
     if scales is None:
         scales = {name: codes.multipliers(bound) for name, bound in state.bounds.items()}
-    rows, columns = tensors[0].shape
-    most = at_once or chunk_size(weight.device)
-    parts_of_tensors: list[tuple[slice, slice]] = []
-    if rows > 1:
-        most = max(1, most // max(1, columns))
-        for start in range(0, rows if columns else 0, most):
-            parts_of_tensors.append((slice(start, start + most), slice(None)))
-    elif rows:
-        for start in range(0, columns, most):
-            parts_of_tensors.append((slice(None), slice(start, start + most)))
-    for lines, width in parts_of_tensors:
-        first, *parts = [tensor[lines, width] for tensor in tensors]
-        planes = dict(zip(names, parts, strict=False))
-        local = {name: (into[lines], back[lines]) for name, (into, back) in scales.items()}
-        yield Span(state.storage, first, planes, local, parts[len(names) :])
-    live = list(state.planes.values())
-    copies = list(planes_in_rows)
-    if writes:
-        live.append(state.parameter.detach())
-        copies.append(weight)
-    for tensor, memory in zip(live, copies, strict=True):
+    rows, columns = state.form
+    if at_once is None:
+        at_once = chunk_size(live[0].device)
+        if state.kernel.is_matrix:  # beside whole matrices, temporaries are to be few
+            at_once //= 4
+    most = max(1, at_once // max(1, columns))
+    for start in range(0, rows if columns else 0, most):
+        part = slice(start, start + most)
+        weight, *others = [tensor[part] for tensor in tensors]
+        planes = dict(zip(state.planes, others, strict=False))
+        local = {name: (into[part], back[part]) for name, (into, back) in scales.items()}
+        yield Span(state.storage, weight, planes, local, others[len(planes) :])
+    first = 0 if writes else 1
+    for tensor, memory in list(zip(live, tensors, strict=False))[first:]:
         if memory.data_ptr() != tensor.data_ptr():  # a copy of what is not dense
             tensor.copy_(memory.view(tensor.shape))

@@ -2,10 +2,9 @@
 bytes by parts. Nothing is trained.
 
 An ``ask`` is an architecture (``shapes``), a recipe, a ``layout``, a ``machine`` and a ``program``.
-``memory`` and ``step_time`` are its terms; an ``estimate`` holds both, with the intervals of
-published runs (``errors``). ``search`` tries layouts. ``plan`` answers a question with the
-``candidates``, and says what would fit instead; ``words`` prints it. ``next`` plans a run from one
-that was measured. ``scaling`` goes the other way, from measured times to the part that more chips
-divide. ``trace`` divides a measured step. ``module`` counts a user's own module. Only it and a
-``config.json`` need PyTorch.
+``memory`` and ``step_time`` are its bytes and seconds by group; an ``estimate`` holds both, with the
+intervals of published runs. ``search`` tries layouts. ``plan`` answers a question, and says what
+would fit instead; ``words`` prints it. ``next`` plans a run from one that was measured. ``scaling``
+goes the other way, from measured times to the part that more chips divide. ``trace`` divides a
+measured step. ``module`` counts a user's own module. Only it and a ``config.json`` need PyTorch.
 """

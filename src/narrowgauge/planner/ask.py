@@ -64,16 +64,12 @@ class Ask:
     @property
     def kind(self) -> str:
         """Return the class of question, which decides the error bars."""
-        return "dense" if self.architecture.mixture is None else "mixture"
+        return "mixture" if self.architecture.num_experts else "dense"
 
     @cached_property
     def storage(self) -> Storage:
         """Return the recipe's storage with the optimizer's states."""
         return self.recipe.storage.keeping(UPDATE_RULES[self.optimizer].moments)
-
-    @property
-    def num_chips(self) -> int:
-        return self.layout.num_ranks
 
     @property
     def tokens_per_step(self) -> int:
@@ -87,10 +83,10 @@ class Ask:
 
     @property
     def stream_ranks(self) -> int:
-        """Count the tensor ranks that share norms and residuals: all, but one before 2022, when
-        attention was not fused either (Korthikanti et al., arXiv 2205.05198).
+        """Count the tensor ranks that share norms and residuals: all, but one before 2022
+        (Korthikanti et al., arXiv 2205.05198).
         """
-        return 1 if self.program.attention == "eager" else self.layout.tensor
+        return 1 if self.program.saves_scores else self.layout.tensor
 
     @cached_property
     def weight_dtype(self) -> str:
@@ -99,9 +95,8 @@ class Ask:
         """
         visible = self.recipe.storage.visible
         is_sharded = self.layout.zero >= 2 and self.layout.num_sharing > 1
-        if is_sharded and visible == "float32":
-            return self.program.gathered or visible
-        return visible
+        is_gathered = is_sharded and visible == "float32" and self.program.gathers_bfloat16
+        return "bfloat16" if is_gathered else visible
 
     @property
     def stream_width(self) -> float:
@@ -122,7 +117,7 @@ class Ask:
     @property
     def trained_parameters(self) -> int:
         """Count the parameters that train, adapters included."""
-        return int(sum(count for (_, kind), count in self.state.items() if kind == "trained"))
+        return int(sum(self.state[place, "trained"] for place in self.architecture.weights))
 
     @property
     def trained_share(self) -> float:
@@ -143,11 +138,12 @@ class Ask:
         last = self.state["last", kind]
         rest = max(first, last) if layout.pipeline > 1 else first + last
         rest = (rest + self.state["layers", kind] / layout.pipeline) / layout.tensor
-        experts = self.state["experts", kind] / layout.pipeline
-        experts /= layout.expert * layout.expert_tensor_ranks
+        experts = self.state["experts", kind] / layout.pipeline / layout.ranks_of_experts
         if layout.zero < level:
             return rest + experts
-        return rest / layout.num_sharing + experts / layout.num_sharing_experts
+        # Expert ranks lie inside the ranks that shard the rest of the state.
+        sharing = max(1, layout.num_sharing * layout.tensor // layout.ranks_of_experts)
+        return rest / layout.num_sharing + experts / sharing
 
 
 @lru_cache(maxsize=256)
@@ -159,23 +155,24 @@ def state_of(a: Architecture, storage: Storage, optimizer: str, tuning: Tuning) 
     A rule for matrices leaves vectors, embedding and head to AdamW.
     """
     state: State = defaultdict(float)
-    for place, weights in {**a.weights, "adapters": tuning.adapters(a)}.items():
-        where = "layers" if place == "adapters" else place
+    trained = [("layers", adapter) for adapter in tuning.adapters(a)]
+    for place, weights in a.weights.items():
         for weight in weights:
-            frozen = tuning.frozen_bytes(weight) if place != "adapters" else 0.0
-            if frozen:
-                state[where, "frozen"] += frozen * weight.num_parameters
-                continue
-            rule = UPDATE_RULES[optimizer]
-            if rule.is_matrix and weight.part in ("norms", "embeddings", "head"):
-                rule = UPDATE_RULES["adamw"]
-            stored = storage.keeping(rule.moments)
-            width = stored.bytes_per_param - VISIBLE[stored.visible][0] / 4
-            state[where, "trained"] += weight.num_parameters
-            state[where, "states"] += width * weight.num_parameters
-            if "rank" in rule.options:  # a basis and the moments of coordinates
-                shorter, longer = sorted((weight.in_features, weight.out_features))
-                numbers = min(rule.options["rank"], shorter) * weight.count
-                state[where, "whole"] += numbers * (shorter + longer) * storage.exp_avg.bits / 8
-                state[where, "whole"] += numbers * longer * storage.exp_avg_sq.bits / 8
+            frozen = tuning.frozen_bytes(weight)
+            state[place, "frozen"] += frozen * weight.num_parameters
+            if not frozen:
+                trained.append((place, weight))
+    for place, weight in trained:
+        rule = UPDATE_RULES[optimizer]
+        if rule.is_matrix and weight.part in ("norms", "embeddings", "head"):
+            rule = UPDATE_RULES["adamw"]
+        stored = storage.keeping(rule.moments)
+        width = stored.bytes_per_param - VISIBLE[stored.visible][0] / 4
+        state[place, "trained"] += weight.num_parameters
+        state[place, "states"] += width * weight.num_parameters
+        if "rank" in rule.options:  # a basis and the moments of coordinates
+            shorter, longer = sorted((weight.in_features, weight.out_features))
+            numbers = min(rule.options["rank"], shorter) * weight.count
+            bits = (shorter + longer) * storage.exp_avg.bits + longer * storage.exp_avg_sq.bits
+            state[place, "whole"] += numbers * bits / 8
     return state

@@ -11,9 +11,14 @@ from dataclasses import replace
 from typing import Any
 
 from narrowgauge.errors import DataError, NarrowgaugeError
-from narrowgauge.planner.shapes import Architecture, Layers, Mixture, Weight
+from narrowgauge.planner.shapes import (
+    Architecture,
+    Layers,
+    Weight,
+    layers_of,
+    parameters_of,
+)
 
-_HEADS = ("num_attention_heads", "n_head", "num_heads")
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k", "moe_top_k")  # fmt: skip
 _WHOLE = {"full_attention", "attention", "global"}
 _NEAR = {"sliding_attention", "chunked_attention", "local"}
@@ -34,7 +39,6 @@ def of_config(config: Mapping[str, Any], name: str) -> Architecture:
 
     keys = dict(config)
     kind = keys.pop("model_type", None)
-    why = "transformers does not build it"
     try:
         built = AutoConfig.for_model(kind, **keys)
         auto: Any = AutoModelForCausalLM
@@ -42,14 +46,13 @@ def of_config(config: Mapping[str, Any], name: str) -> Architecture:
             auto = AutoModelForImageTextToText
         with torch.device("meta"):
             model = auto.from_config(built)
-        why = "its layers differ"
         return _architecture(model, built.get_text_config(), name)
     except NarrowgaugeError:
         raise
     except Exception as error:  # classes raise all kinds of errors, also for attributes by layer
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise DataError(
-            f"Cannot plan {name} (model_type {kind!r}), because {why}: {reason}.",
+            f"Cannot plan {name} (model_type {kind!r}): {reason}.",
             "Count its state: narrowgauge show storages --params.",
         ) from error
 
@@ -58,7 +61,7 @@ def _size(config: Any, *names: str, default: int = 0) -> int:
     for name in names:
         value = getattr(config, name, None)
         if isinstance(value, int) and value:
-            return int(value)
+            return value
     return default
 
 
@@ -68,17 +71,9 @@ def _total(module: Any) -> int:
 
 def _architecture(model: Any, config: Any, name: str) -> Architecture:
     """Return the architecture of a model on the meta device, from its modules and parameters."""
-    from torch import nn
-
     hidden = _size(config, "hidden_size", "n_embd")
-    heads = _size(config, *_HEADS)
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    modules: Any = max(lists, key=_total, default=[])
-    types = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)
-    counts: Counter[Layers] = Counter()
-    for module, kind in zip(modules, types or [""] * len(modules), strict=True):
-        counts[_layer(module, kind, config, hidden)] += 1
-    kinds = tuple(replace(layers, count=count) for layers, count in counts.items())
+    heads = _size(config, "num_attention_heads", "n_head", "num_heads")
+    kinds = tuple(_kinds(model, config, hidden))
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
     has_attention = any(layers.has_attention for layers in kinds)
@@ -87,38 +82,29 @@ def _architecture(model: Any, config: Any, name: str) -> Architecture:
             f"Cannot plan {name}, because it is not a decoder of attention layers.",
             f"Count its state: narrowgauge show storages --params {_total(model)}.",
         )
+    kv_heads = _size(config, "num_key_value_heads", "num_kv_heads", default=heads)
+    dim = _size(config, "head_dim", default=hidden // heads)
+    latent_dim = _size(config, "qk_nope_head_dim") + _size(config, "qk_rope_head_dim")
     result = Architecture(
-        name, kinds, hidden, head.weight.shape[0], heads, is_gated=_is_gated(kinds, hidden),
-        tie_embeddings=head.weight is embedding.weight, positions=_positions(model, hidden),
-        **_head_sizes(config, hidden // heads, heads),
+        name, kinds, hidden, head.weight.shape[0], heads, kv_heads,
+        query_dim=latent_dim or dim, value_dim=_size(config, "v_head_dim", default=dim),
+        is_latent=latent_dim > 0, tie_embeddings=head.weight is embedding.weight,
     )  # fmt: skip
     return replace(result, outer_vectors=_total(model) - result.num_parameters)
 
 
-def _head_sizes(config: Any, usual_dim: int, heads: int) -> dict[str, Any]:
-    """Return the fields of an architecture that describe its attention."""
-    kv_heads = _size(config, "num_key_value_heads", "num_kv_heads", default=heads)
-    is_new = getattr(config, "new_decoder_architecture", False)
-    if getattr(config, "multi_query", False) and not is_new:  # of Falcon and StarCoder
-        kv_heads = 1
-    dim = _size(config, "head_dim", default=usual_dim)
-    latent_dim = _size(config, "qk_nope_head_dim") + _size(config, "qk_rope_head_dim")
-    return {
-        "num_kv_heads": kv_heads,
-        "query_dim": latent_dim or dim,
-        "value_dim": _size(config, "v_head_dim", default=dim),
-        "is_latent": latent_dim > 0,
-    }
+def _kinds(model: Any, config: Any, hidden: int) -> Iterator[Layers]:
+    """Yield the kinds of layers of the largest list of modules, with their numbers."""
+    from torch import nn
 
-
-def _positions(model: Any, hidden: int) -> int:
-    """Count the learned positions."""
-    positions = 0
-    for path, module in model.named_modules():
-        if type(module).__name__.endswith("Embedding") and re.search("wpe|position", path):
-            rows, columns = module.weight.shape
-            positions += rows * (columns == hidden)
-    return positions
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    modules: Any = max(lists, key=_total, default=[])
+    types = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)
+    counts: Counter[Layers] = Counter()
+    for module, kind in zip(modules, types or [""] * len(modules), strict=True):
+        counts[_layer(module, kind, config, hidden)] += 1
+    for layers, count in counts.items():
+        yield replace(layers, count=count)
 
 
 def _layer(module: Any, kind: str, config: Any, hidden: int) -> Layers:
@@ -130,76 +116,40 @@ def _layer(module: Any, kind: str, config: Any, hidden: int) -> Layers:
     window = _size(config, "sliding_window", "attention_chunk_size", "window_size") or None
     if kind in _WHOLE or getattr(config, "use_sliding_window", True) is False:
         window = None
-    matmuls = tuple(_matmuls_of(module, config, hidden))
-    vectors = _total(module) - sum(matmul.num_parameters for matmul in matmuls)
-    inner_size = shared_size = 0
-    experts = None
-    for matmul in matmuls:
-        if not _is_down(matmul, hidden):
-            continue
-        if matmul.is_expert:
-            experts = matmul
-        elif matmul.name.startswith("shared."):
-            shared_size += matmul.in_features
-        else:
-            inner_size = inner_size or matmul.in_features
-    mixture = None
-    if experts:
-        chosen = round(experts.tokens_share * experts.count)
-        mixture = Mixture(experts.count, chosen, experts.in_features, shared_size)
-    return Layers(matmuls, vectors, 1, has_attention, window, inner_size, mixture)
-
-
-def _is_down(matmul: Weight, hidden: int) -> bool:
-    """Tell whether a matrix ends an MLP or an expert."""
-    if matmul.part == "attention" or matmul.out_features != hidden:
-        return False
-    return matmul.in_features != hidden or "down" in matmul.name
+    matmuls = list(_matmuls_of(module, config, hidden))
+    vectors = _total(module) - parameters_of(matmuls)
+    return layers_of(matmuls, vectors, has_attention=has_attention, window=window)
 
 
 def _matmuls_of(layer: Any, config: Any, hidden: int) -> Iterator[Weight]:
-    """Yield the matrices of a layer."""
+    """Yield the matrices of a layer. Those of an MLP are named up or down, gates are up."""
     for name, value in layer.named_parameters():
         module, _, leaf = name.removesuffix(".weight").rpartition(".")
         if _NO_MATRIX.search(name) or value.ndim not in (2, 3):
             continue
-        if value.ndim == 3:
-            yield from _expert_matmuls(leaf, value.shape, config, hidden)
+        out, inner = value.shape[-2:]
+        if value.ndim == 3:  # one tensor of all experts
+            width = inner if out == hidden else out
+            size = _size(config, *_CHOSEN, default=1) / len(value), len(value)
+            yield _expert(leaf, width, hidden, *size)
             continue
-        out, inner = value.shape
         if "Conv1D" in type(layer.get_submodule(name.rpartition(".")[0])).__name__:
             inner, out = value.shape
+        is_down = out == hidden and (inner != hidden or "down" in leaf)
+        role = "down_proj" if is_down else "up_proj"
         if _ATTENTION.search(name):
             yield Weight(leaf, inner, out, "attention")
-        elif "shared" in module:
-            yield Weight(f"shared.{leaf}", inner, out, "mlp")
-        elif re.search(r"gate$|router", name.removesuffix(".weight")):
+        elif "shared" not in module and re.search(r"gate$|router", name.removesuffix(".weight")):
             yield Weight("router", inner, out, "experts")
         else:
-            yield Weight(leaf, inner, out, "mlp")
+            yield Weight(role, inner, out, "mlp")
 
 
-def _expert_matmuls(leaf: str, shape: Any, config: Any, hidden: int) -> Iterator[Weight]:
-    """Yield the matrices of one tensor of all experts of a layer."""
-    count, *sides = shape
-    width = next((side for side in sides if side != hidden), hidden)
-    share = _size(config, *_CHOSEN, default=1) / count
+def _expert(leaf: str, width: int, hidden: int, share: float, count: int) -> Weight:
+    """Return the matrices of one tensor of all experts of a layer."""
     if "down" in leaf or leaf == "w2":
-        yield Weight("experts.down_proj", width, hidden, "experts", count, share)
-    elif leaf == "gate_up_proj":  # two matmuls, as presets have, so both names give one answer
-        for name in ("gate_proj", "up_proj"):
-            yield Weight(f"experts.{name}", hidden, width // 2, "experts", count, share)
-    else:
-        yield Weight(f"experts.{leaf}", hidden, width, "experts", count, share)
-
-
-def _is_gated(kinds: tuple[Layers, ...], hidden: int) -> bool:
-    """Tell whether MLPs have about twice as many outputs of gate and up as inputs of down."""
-    wide = inner = 0
-    for layers in kinds:
-        for matmul in layers.matmuls:
-            if _is_down(matmul, hidden):
-                inner += matmul.count * matmul.in_features
-            elif matmul.part != "attention" and matmul.name != "router":
-                wide += matmul.count * matmul.out_features
-    return wide > 1.5 * inner
+        return Weight("experts.down_proj", width, hidden, "experts", count, share)
+    if leaf == "gate_up_proj":  # two matmuls, as presets have, so both names give one answer
+        width //= 2
+        count *= 2
+    return Weight("experts.up_proj", hidden, width, "experts", count, share)

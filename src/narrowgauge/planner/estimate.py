@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
 from narrowgauge.planner.ask import Ask
-from narrowgauge.planner.memory import Terms, groups_of, host_bytes, memory_terms, outside_bytes
-from narrowgauge.planner.step_time import step_terms
+from narrowgauge.planner.memory import Groups, host_bytes, memory_of, outside_bytes
+from narrowgauge.planner.step_time import step_of
 from narrowgauge.spec.tables import Row
 from narrowgauge.spec.toml import load_data
 
@@ -28,9 +27,15 @@ restarts, repeated work, evaluations. BLOOM took 11 % more GPU-hours than its st
 2211.05100), Llama 3's 405B 8 % more (2407.21783, table 4), MegaScale less than 10 % (2402.15627),
 Llama 2's 7B and 13B about a third more (2307.09288, table 2).
 """
-_ROW = ("num_chips", "fits", "headroom_bytes", "allocated_bytes", "host_bytes", "sequence_length",
-        "tokens_per_step", "tokens_per_second", "rate_interval", "memory_interval", "mfu", "limited_by",
-        "measured_loss")  # fmt: skip
+_ROW = ("fits", "headroom_bytes", "allocated_bytes", "host_bytes", "sequence_length", "tokens_per_step",
+        "tokens_per_second", "rate_interval", "memory_interval", "mfu", "measured_loss")  # fmt: skip
+
+
+def fits_text(least: float, most: float, room: float) -> str:
+    """Return ``"yes"``, ``"barely"`` (``most`` bytes do not fit) or ``"no"``."""
+    if least > room:
+        return "no"
+    return "yes" if most <= room else "barely"
 
 
 @dataclass(frozen=True)
@@ -38,14 +43,14 @@ class Estimate(Ask):
     """Compute the memory and the time of an ask."""
 
     @cached_property
-    def memory(self) -> Terms:
-        """Return the bytes of the worst rank at its worst moment, by term."""
-        return memory_terms(self)
+    def memory(self) -> Groups:
+        """Return the bytes of the worst rank at its worst moment, by group."""
+        return memory_of(self)
 
     @cached_property
-    def step(self) -> Terms:
-        """Return the seconds of an optimizer step, by term."""
-        return step_terms(self)
+    def step(self) -> Groups:
+        """Return the seconds of an optimizer step, by group."""
+        return step_of(self)
 
     @cached_property
     def step_seconds(self) -> float:
@@ -70,33 +75,31 @@ class Estimate(Ask):
         return self.headroom_bytes >= 0 and self.host_bytes <= self.cluster.host_memory_bytes
 
     @property
+    def outside_bytes(self) -> float:
+        """Return what no framework's allocator reserves."""
+        return outside_bytes(self.layout.num_ranks)
+
+    @property
     def reserved_bytes(self) -> float:
         """Return what the framework's allocator reserves."""
-        return self.peak_bytes - outside_bytes(self)
+        return self.peak_bytes - self.outside_bytes
 
     @property
     def allocated_bytes(self) -> float:
         """Return the bytes of the tensors: what ``torch.cuda.max_memory_allocated`` prints."""
-        return self.peak_bytes - groups_of(self.memory)["overhead"]
+        return self.peak_bytes - self.memory["overhead"]
 
     @property
     def memory_interval(self) -> Ends:
         """Return the 80 % interval of the memory."""
-        outside = outside_bytes(self)
         low, high = ERRORS["memory"][self.kind]["ends"]
+        outside = self.outside_bytes
         return self.reserved_bytes * low + outside, self.reserved_bytes * high + outside
 
     @property
     def has_room(self) -> bool:
         """Tell whether the high end of the memory interval fits, too."""
         return self.fits and self.memory_interval[1] <= self.chip.memory_bytes
-
-    @property
-    def fits_text(self) -> str:
-        """Return ``"yes"``, ``"barely"`` (the end of the interval does not fit) or ``"no"``."""
-        if not self.fits:
-            return "no"
-        return "yes" if self.has_room else "barely"
 
     @property
     def tokens_per_second(self) -> float:
@@ -123,13 +126,6 @@ class Estimate(Ask):
         return self.tokens_per_second * operations / (self.cluster.chips * self.chip.peak_flops)
 
     @property
-    def limited_by(self) -> str:
-        """Name the largest group: of memory if it does not fit, else of the step."""
-        groups = groups_of(self.step if self.fits else self.memory)
-        largest = max(groups, key=groups.__getitem__)
-        return largest if self.fits else f"memory: {largest}"
-
-    @property
     def measured_loss(self) -> list[float] | None:
         """Return the validation loss of the recipe less that of ``bfloat16/master`` in nats, and
         half its 95 % interval: of a model of one million weights, not of this one. None if it was
@@ -147,8 +143,8 @@ class Estimate(Ask):
         """Return the 80 % interval of the days: without restarts at its low end, with most at its
         high end.
         """
-        slow, fast = (rate * SECONDS_PER_DAY for rate in self.rate_interval)
-        return num_tokens / fast, num_tokens / slow * (1 + MOST_RESTARTS)
+        slow, fast = (num_tokens / rate / SECONDS_PER_DAY for rate in self.rate_interval)
+        return fast, slow * (1 + MOST_RESTARTS)
 
     def row(self, num_tokens: float | None = None) -> Row:
         """Return JSON values in bytes, seconds and fractions; ``num_tokens`` of the whole run add
@@ -157,9 +153,9 @@ class Estimate(Ask):
         row = {name: getattr(self, name) for name in _ROW}
         for name in ("recipe", "cluster", "program"):
             row[name] = getattr(self, name).name
-        row["layout"] = dataclasses.asdict(self.layout)
-        row["memory_bytes"] = groups_of(self.memory) | {"total": self.peak_bytes}
-        row["step_seconds"] = groups_of(self.step) | {"total": self.step_seconds}
+        row["layout"] = asdict(self.layout)
+        row["memory_bytes"] = self.memory | {"total": self.peak_bytes}
+        row["step_seconds"] = self.step | {"total": self.step_seconds}
         if num_tokens is not None:
             row["days"] = self.days(num_tokens)
             row["days_interval"] = self.days_interval(num_tokens)

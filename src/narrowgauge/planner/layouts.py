@@ -12,12 +12,13 @@ matrices.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from narrowgauge.errors import RecipeError, suggestion
+from narrowgauge.errors import RecipeError
 from narrowgauge.planner.shapes import Architecture
 from narrowgauge.spec.sums import ACCUMULATION_DTYPES
+from narrowgauge.spec.toml import refuse_unknown
 from narrowgauge.spec.values import require_choice, require_number
 
 AXES = ("data", "shard", "tensor", "pipeline", "context", "expert")
@@ -70,7 +71,17 @@ class Layout:
 
     @property
     def num_ranks(self) -> int:
-        return self.data * self.shard * self.tensor * self.pipeline * self.context
+        return self.num_replicas * self.tensor * self.pipeline * self.context
+
+    @property
+    def num_replicas(self) -> int:
+        """Count the ranks that compute different sequences in parallel."""
+        return self.data * self.shard
+
+    @property
+    def num_sequences(self) -> int:
+        """Count the sequences of an optimizer step, over all ranks."""
+        return self.num_replicas * self.micro_batch * self.micro_batches
 
     @property
     def num_sharing(self) -> int:
@@ -95,19 +106,9 @@ class Layout:
         return self.tensor if self.num_replicas * self.context % self.expert == 0 else 1
 
     @property
-    def num_sharing_experts(self) -> int:
-        """Count the ranks that shard the state of one rank's experts."""
-        return max(1, self.num_sharing * self.tensor // self.expert_tensor_ranks // self.expert)
-
-    @property
-    def num_replicas(self) -> int:
-        """Count the ranks that compute different sequences in parallel."""
-        return self.data * self.shard
-
-    @property
-    def num_sequences(self) -> int:
-        """Count the sequences of an optimizer step, over all ranks."""
-        return self.num_replicas * self.micro_batch * self.micro_batches
+    def ranks_of_experts(self) -> int:
+        """Count the ranks that divide the experts of a stage."""
+        return self.expert * self.expert_tensor_ranks
 
     @property
     def is_fsdp(self) -> bool:
@@ -124,42 +125,39 @@ class Layout:
             >>> print(Layout(shard=4, zero=1, tensor=2, micro_batch=2, recompute="full"))
             shard 4 (ZeRO-1), tensor 2, micro-batch 2 × 1, recompute full
         """
-        parts = []
-        for name in AXES:
-            size = getattr(self, name)
-            if size > 1:
-                is_partial = name == "shard" and self.zero != 3
-                parts.append(f"{name} {size}" + f" (ZeRO-{self.zero})" * is_partial)
-        if self.interleave > 1:
-            parts.append(f"interleaved {self.interleave}")
-        parts = parts or ["one chip"]
-        parts.append(f"micro-batch {self.micro_batch} × {self.micro_batches}")
+        sizes = {name: getattr(self, name) for name in AXES}
+        sizes["interleaved"] = self.interleave
+        parts = [f"{name} {size}" for name, size in sizes.items() if size > 1] or ["one chip"]
+        text = ", ".join(parts)
+        if self.zero != 3:
+            text = text.replace(f"shard {self.shard}", f"shard {self.shard} (ZeRO-{self.zero})")
+        text += f", micro-batch {self.micro_batch} × {self.micro_batches}"
         if self.recompute != "none":
-            parts.append(f"recompute {self.recompute}")
+            text += f", recompute {self.recompute}"
         if self.accumulation_dtype != "float32":
-            parts.append(f"gradients summed in {self.accumulation_dtype}")
-        return ", ".join(parts)
+            text += f", gradients summed in {self.accumulation_dtype}"
+        return text
 
 
-def unsuited(a: Architecture, layout: Layout, sequence_length: int) -> str:
-    """Say why a layout does not suit a model; empty if it does."""
+def suits(a: Architecture, layout: Layout, sequence_length: int) -> bool:
+    """Tell whether a layout divides a model: layers, heads, tokens and experts.
+
+    Embedding and head may count as a layer each: Llama 3 405B has 126 layers for 16 stages of 8
+    groups.
+    """
     tensor = layout.tensor
     stages = layout.pipeline * layout.interleave
-    # Embedding and head may count as a layer each: Llama 3 405B has 126 layers for 16 stages of 8
-    # groups.
-    if layout.pipeline > a.num_layers or (stages > 1 and stages > a.num_layers + 2):
-        return f"{stages} groups of layers are more than its {a.num_layers} layers"
-    if layout.pipeline == 1 < layout.interleave:
-        return "one stage has no groups of layers"
-    if a.num_heads % tensor or (a.num_kv_heads % tensor and tensor % a.num_kv_heads):
-        return f"{tensor} tensor ranks do not divide its {a.num_heads} heads"
-    if sequence_length % layout.context:
-        return "context ranks do not divide the tokens"
-    num_experts = a.mixture.num_experts if a.mixture else 1
-    ranks = layout.num_replicas * layout.context * tensor // layout.expert_tensor_ranks
-    if num_experts % layout.expert or ranks % layout.expert:
-        return f"{layout.expert} expert ranks do not divide its experts or the other ranks"
-    return ""
+    ranks = layout.num_ranks // layout.pipeline // layout.expert_tensor_ranks
+    experts = a.num_experts or 1
+    return (
+        layout.pipeline <= a.num_layers
+        and (stages == 1 or layout.pipeline > 1)
+        and (stages == 1 or stages <= a.num_layers + 2)
+        and a.num_heads % tensor == 0
+        and 0 in (a.num_kv_heads % tensor, tensor % a.num_kv_heads)
+        and sequence_length % layout.context == 0
+        and experts % layout.expert == ranks % layout.expert == 0
+    )
 
 
 _WHOLE = {"tensor": 1, "pipeline": 1, "context": 1, "expert": 1}
@@ -177,8 +175,7 @@ def read_layout(layout: str | Mapping[str, Any]) -> dict[str, Any]:
     """
     if not isinstance(layout, str):
         layout = ",".join(f"{name}={value}" for name, value in layout.items())
-    allowed = [row.name for row in fields(Layout)]
-    named, values = read_fields(layout, "layout", NAMED_LAYOUTS, allowed)
+    named, values = read_fields(layout, "layout", NAMED_LAYOUTS, Layout.__slots__)
     values = {**NAMED_LAYOUTS.get(named, {}), **values}
     Layout(**values)
     return values
@@ -195,17 +192,12 @@ def read_fields(
     values = dict[str, Any]()
     for part in filter(None, map(str.strip, text.split(","))):
         name, equals, value = map(str.strip, part.partition("="))
-        choices = list(allowed if equals else names)
-        if name not in choices:
-            kind = "field" if equals else "name"
-            advice = suggestion(name, choices) or f"It is one of {', '.join(choices)}."
-            raise RecipeError(f"a {noun} has no {kind} '{name}'.", advice)
-        if name in values or (named and not equals):
-            raise RecipeError(f"a {noun} names '{name}' beside another value.", "Name it once.")
         if not equals:
+            require_choice(noun, name, names)
             named = name
-        elif value in ("true", "false"):
+            continue
+        values[name] = int(value) if value.isdecimal() else value
+        if value in ("true", "false"):
             values[name] = value == "true"
-        else:
-            values[name] = int(value) if value.isdecimal() else value
+    refuse_unknown(values, allowed, f"a {noun}", RecipeError)
     return named, values

@@ -32,23 +32,17 @@ class Cluster:
 
     Args:
         chips: number of all chips.
-        interconnect_gbit_per_second: of all network cards of a node; None for the usual rate of
-            such nodes.
-        host_memory_gb: of a node; None for :data:`HOST_GB_PER_CHIP` for each chip.
+        interconnect_gbit_per_second: of all network cards of a node.
+        host_memory_gb: of a node.
         name: for tables and messages.
     """
 
     chip: Chip
     chips: int
     chips_per_node: int
-    interconnect_gbit_per_second: float | None = None
-    host_memory_gb: float | None = None
-    name: str = ""
-
-    def __post_init__(self) -> None:
-        for name in _RATES:
-            if getattr(self, name) is not None:
-                require_number(name, getattr(self, name), 1e-3)
+    interconnect_gbit_per_second: float
+    host_memory_gb: float
+    name: str
 
     def link_bytes_per_second(self, ranks: int, stride: int = 1) -> float:
         """Return a chip's send rate to a group of ``ranks`` at a distance of ``stride`` in its node.
@@ -69,7 +63,7 @@ class Cluster:
     @property
     def host_memory_bytes(self) -> float:
         """Return the memory of a node's host."""
-        return 2**30 * (self.host_memory_gb or HOST_GB_PER_CHIP * self.chips_per_node)
+        return 2**30 * self.host_memory_gb
 
     @property
     def network_bytes_per_second(self) -> float:
@@ -79,8 +73,6 @@ class Cluster:
             >>> cluster_of("H100-SXM", 32, interconnect_gbit_per_second=3200).network_bytes_per_second / 1e9
             50.0
         """
-        if self.interconnect_gbit_per_second is None:
-            return self.chip.network_gbit_per_second * 1e9 / 8
         return self.interconnect_gbit_per_second * 1e9 / 8 / self.chips_per_node
 
 
@@ -97,7 +89,8 @@ def cluster_of(
     Args:
         chips_per_node: None for eight, or for the chips on one link.
         name: empty for the number and the chip.
-        rates: further fields of :class:`Cluster`.
+        rates: ``interconnect_gbit_per_second`` of a node, or the chip's usual rate;
+            ``host_memory_gb`` of a node, or :data:`HOST_GB_PER_CHIP` for each chip.
     Raises:
         NarrowgaugeError: an unknown chip, or a number that is none of at least 1.
     """
@@ -109,7 +102,13 @@ def cluster_of(
         chips_per_node = math.ceil(chips / math.ceil(chips / kind.chips_per_node))
     require_number("chips_per_node", chips_per_node, 1, is_whole=True)
     size = min(chips, chips_per_node)
-    return Cluster(kind, chips, size, name=name or f"{chips} × {kind.name}", **rates)
+    usual = {
+        "interconnect_gbit_per_second": kind.network_gbit_per_second * size,
+        "host_memory_gb": HOST_GB_PER_CHIP * size,
+    }
+    for field, value in rates.items():
+        require_number(field, value, is_open=True)
+    return Cluster(kind, chips, size, name=name or f"{chips} × {kind.name}", **{**usual, **rates})
 
 
 def read_cluster(path: str | Path) -> Cluster:

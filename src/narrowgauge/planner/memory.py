@@ -1,4 +1,4 @@
-"""Memory of the worst rank at the worst moment of a step, in bytes by term.
+"""Memory of the worst rank at the worst moment of a step, in bytes by group.
 
 Three moments can be the worst. At the start of backward, all activations, the logits and their
 gradient exist. In the last layer's backward, its temporary gradients replace the logits. At the end
@@ -21,31 +21,18 @@ FRAGMENTATION = 0.08
 """Fraction of all memory that changes during a step."""
 _EXACT_SUM_BYTES = 16  # of two float64 words that sum gradients exactly
 _SCORE_BYTES = 5  # the softmax, the dropout mask and its result: Korthikanti et al.
-KEPT = "activations: kept by the layers"
-LOGITS = "logits: logits and their gradient"
-Terms = dict[str, float]
-"""The addends of a memory or a time: ``"group: name"``, and the bytes or seconds."""
+Groups = dict[str, float]
+"""Bytes or seconds by group."""
 
 
-def groups_of(terms: Terms) -> Terms:
-    """Sum each group, in the order in which groups first appear."""
-    sums: Terms = {}
-    for name, value in terms.items():
-        group = name.partition(":")[0]
-        sums[group] = sums.get(group, 0.0) + value
-    return sums
-
-
-def memory_terms(ask: Ask) -> Terms:
+def memory_of(ask: Ask) -> Groups:
     """Return the memory of the worst rank at its worst moment."""
     a = ask.architecture
     layout = ask.layout
     visible = bytes_per_number(ask.recipe.storage.visible)
     # The largest layer on one of the ranks that shard it, and the bytes of its gradient.
     largest = a.largest_layer / layout.tensor
-    if a.mixture:
-        experts = a.parameters["experts"] / a.num_mixture_layers
-        largest += experts / layout.expert / layout.expert_tensor_ranks
+    largest += a.parameters["experts"] / (a.num_mixture_layers or 1) / layout.ranks_of_experts
     of_gradient = ask.trained_share * ask.stream_width
     frozen = ask.on_rank("frozen", 3)
     states = ask.on_rank("states", 1)
@@ -58,33 +45,32 @@ def memory_terms(ask: Ask) -> Terms:
         gradients = 0.0  # added to the sum as soon as it is made
     elif ask.program.offload or ask.program.release:
         gradients = min(gradients, largest * of_gradient)
-    changing = _worst_moment(ask, gradients, sums) | {"gradients: sums of micro-batches": sums}
+    changing = _worst_moment(ask, gradients, sums)
+    changing["gradients"] += sums
+    buffers = 0.0
     if layout.zero == 3 and layout.num_sharing > 1:
         outer = (a.parameters["first"] + a.parameters["last"]) / layout.tensor
         count = 2 * largest
         if layout.pipeline > 1:  # gathering for each micro-batch costs more than the bubble saves
             count = largest * a.num_layers / layout.pipeline
-        changing["buffers: layers, gathered"] = count * (ask.weight_bytes + of_gradient)
-        changing["buffers: embedding and head, gathered"] = outer * ask.stream_width
-    if ask.tuning.base != "bfloat16":
+        buffers = count * (ask.weight_bytes + of_gradient) + outer * ask.stream_width
+    if ask.tuning.base != "bfloat16":  # a matrix, dequantized
         widest = max(matmul.in_features * matmul.out_features for matmul in a.layer_matmuls)
-        changing["buffers: a matrix, dequantized"] = 2 * widest / layout.tensor
-    if ask.stream_width > ask.matmul_width and layout.recompute != "full":
-        copies = ask.matmul_width * a.num_parameters / layout.tensor / layout.pipeline
-        changing["activations: autocast's copies of the weights"] = copies
-    terms = {
-        "weights: weights": visible * ask.on_rank("trained", 3) + frozen,
-        "optimizer: states beside the weights": states + ask.on_rank("whole"),
+        buffers += 2 * widest / layout.tensor
+    if ask.stream_width > ask.matmul_width and layout.recompute != "full":  # autocast's weights
+        buffers += ask.matmul_width * a.num_parameters / layout.tensor / layout.pipeline
+    changing["buffers"] = buffers
+    return {
+        "weights": visible * ask.on_rank("trained", 3) + frozen,
+        "optimizer": states + ask.on_rank("whole"),
         **changing,
-        "overhead: fragmentation": FRAGMENTATION * sum(changing.values()),
-        "overhead: driver, libraries, collectives": outside_bytes(ask),
+        "overhead": FRAGMENTATION * sum(changing.values()) + outside_bytes(layout.num_ranks),
     }
-    return {name: value for name, value in terms.items() if value}
 
 
-def outside_bytes(ask: Ask) -> float:
+def outside_bytes(chips: int) -> float:
     """Return what no framework's allocator reserves: driver, libraries, collectives."""
-    return CONTEXT + COMMUNICATION * (ask.num_chips > 1)
+    return CONTEXT + COMMUNICATION * (chips > 1)
 
 
 def host_bytes(ask: Ask) -> float:
@@ -93,7 +79,7 @@ def host_bytes(ask: Ask) -> float:
         return 0.0
     on_host = ask.on_rank("states", 1) + ask.on_rank("frozen", 3)
     on_host += bytes_per_number(ask.recipe.storage.visible) * ask.on_rank("trained", 2)
-    return on_host * min(ask.num_chips, ask.cluster.chips_per_node)
+    return on_host * ask.cluster.chips_per_node
 
 
 def _sums(ask: Ask) -> float:
@@ -106,32 +92,32 @@ def _sums(ask: Ask) -> float:
     return width * ask.on_rank("trained", 2)
 
 
-def _worst_moment(ask: Ask, gradients: float, sums: float) -> Terms:
+def _worst_moment(ask: Ask, gradients: float, sums: float) -> Groups:
     """Return activations, logits and gradients at the moment at which they are the most."""
     a = ask.architecture
     layout = ask.layout
-    tokens = ask.tokens
     stream = ask.stream_width * a.hidden_size / ask.stream_ranks
-    size = a.intermediate_size
-    if a.mixture:
-        size = a.mixture.experts_per_token * a.mixture.expert_size
-    inner = ask.matmul_width * size * (1 + a.is_gated) / layout.tensor
-    passing = {"activations: gradients on their way": tokens * (stream + inner)}
-    layer = {"activations: the layer in backward": tokens * layer_bytes(ask)}
-    again = {} if layout.recompute == "none" else layer
-    kept = {KEPT: tokens * _kept_bytes(ask, stream)}
-    is_late = layout.is_fsdp and (layout.micro_batches == 1 or sums > 0)
-    if not is_late:
-        kept["gradients: gradients"] = gradients
-    moments = [
-        {**kept, **again, **passing},
-        {**layer, **passing, "gradients: gradients": gradients},
-    ]
+    inner = ask.matmul_width * max(layers.wide_size for layers in a.layers) / layout.tensor
+    layer = layer_bytes(ask)
+    kept = _kept_bytes(ask, stream)
+    again = 0.0 if layout.recompute == "none" else layer
+    logits = 0.0
     if layout.pipeline <= 2:  # in a longer pipeline the first stage holds more
         logits = a.vocab_size * LOGIT_BYTES[ask.program.loss] / layout.tensor
-        row = 4 * a.hidden_size / ask.stream_ranks + 2 * stream
-        kept |= {LOGITS: tokens * logits, "logits: input of the head": tokens * row}
-    return max([kept, *moments], key=lambda terms: sum(terms.values()))
+        logits += 4 * a.hidden_size / ask.stream_ranks + 2 * stream
+    is_late = layout.is_fsdp and (layout.micro_batches == 1 or sums > 0)
+    early = 0.0 if is_late else gradients
+    moments = []
+    for activations, of_loss, made in (
+        (kept, logits, early),
+        (kept + again + stream + inner, 0.0, early),
+        (layer + stream + inner, 0.0, gradients),
+    ):
+        tokens = ask.tokens
+        moments.append(
+            {"activations": tokens * activations, "logits": tokens * of_loss, "gradients": made}
+        )
+    return max(moments, key=lambda groups: sum(groups.values()))
 
 
 def _kept_bytes(ask: Ask, stream: float) -> float:
@@ -171,25 +157,18 @@ def layer_bytes(ask: Ask, *, is_cheap_repeated: bool = False) -> float:
     queries = a.num_heads * a.query_dim
     keys = 2 * queries if a.is_latent else 2 * a.num_kv_heads * a.value_dim
     attention = width * (queries + keys + a.num_heads * a.value_dim)
-    gates = (1 + a.is_gated) * width + codes
-    if is_eager:
-        gates = (4 - a.is_gated) * width + codes
+    down = codes
     if is_cheap_repeated:
-        norms = 0.0
-        gates -= codes
-    elif ask.program.attention == "eager":
+        norms = down = 0.0
+    elif ask.program.saves_scores:
         attention += _SCORE_BYTES * a.num_heads * ask.sequence_length
     total = 0.0
     for layers in a.layers:
-        of_stream = norms + inputs
-        rest = layers.mixer_width * width + gates * layers.inner_size
+        gates = 5 * layers.inner_size - layers.wide_size if is_eager else layers.wide_size
+        rest = (layers.mixer_width + gates) * width + down * layers.inner_size
         if layers.has_attention:
             rest += attention
-        if layers.inner_size:
-            of_stream += inputs
-        if layers.mixture:
-            chosen = layers.mixture.experts_per_token
-            of_stream += inputs + 2 * chosen * a.hidden_size * width
-            rest += gates * (chosen * layers.mixture.expert_size + layers.mixture.shared_size)
+        of_stream = norms + inputs * (1 + (layers.inner_size > 0))
+        of_stream += 2 * layers.chosen * a.hidden_size * width
         total += (of_stream / ask.stream_ranks + rest / ask.layout.tensor) * layers.count
     return total / a.num_layers

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from narrowgauge.errors import DataError
 from narrowgauge.planner.ask import shares_of
-from narrowgauge.planner.memory import COMMUNICATION, CONTEXT, FRAGMENTATION
+from narrowgauge.planner.memory import FRAGMENTATION, outside_bytes
 from narrowgauge.spec.chips import Chip, read_chip
 from narrowgauge.spec.notation import parse
 
@@ -30,31 +30,33 @@ class LiveBytes(TorchDispatchMode):
     ``peak`` is the most of all at once.
     """
 
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
+    def __init__(self, module: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.sizes: dict[int, int] = {p.untyped_storage()._cdata: 0 for p in parameters}
+        self.known = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
         self.live = self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in self.sizes:
+            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in self.known:
                 storage = tensor.untyped_storage()
-                self.sizes[storage._cdata] = storage.nbytes()
+                self.known.add(storage._cdata)
                 self.live += storage.nbytes()
-                weakref.finalize(storage, self._free, storage._cdata)
+                weakref.finalize(storage, self._free, storage._cdata, storage.nbytes())
         self.peak = max(self.peak, self.live)
         return result
 
-    def _free(self, key: int) -> None:
-        self.live -= self.sizes.pop(key)
+    def _free(self, key: int, size: int) -> None:
+        self.known.remove(key)
+        self.live -= size
 
 
 class ModulePlan(NamedTuple):
     """Hold the plan of a module: the batch is the step of each chip, and all chips share the state.
 
     ``state_bytes`` are of weights and optimizer states on a chip, ``step_bytes`` of activations and
-    gradients at their peak, ``operations`` of a step on a chip.
+    gradients at their peak, ``peak_bytes`` of all memory of a chip, ``operations`` of a step on a
+    chip.
     """
 
     chip: Chip
@@ -62,13 +64,8 @@ class ModulePlan(NamedTuple):
     trained_parameters: int
     state_bytes: float
     step_bytes: float
-    operations: float
-
-    @property
-    def peak_bytes(self) -> float:
-        """Return the bytes of all memory of a chip."""
-        outside = CONTEXT + COMMUNICATION * (self.chips > 1)
-        return self.state_bytes + (1 + FRAGMENTATION) * self.step_bytes + outside
+    peak_bytes: float
+    operations: int
 
     @property
     def fits(self) -> bool:
@@ -99,14 +96,16 @@ def plan_module(
     """
     width = parse(f"bfloat16/{storage}").bytes_per_param
     step_bytes, operations = _counted(module, batch)
-    trained = state = 0.0
+    trained = 0
+    state = 0.0
     for parameter in module.parameters():
         size = parameter.element_size()
         state += parameter.numel() * size
         if parameter.requires_grad:
             trained += parameter.numel()
             state += parameter.numel() * max(0.0, width - 2 * size)
-    return ModulePlan(read_chip(chip), chips, int(trained), state / chips, step_bytes, operations)
+    peak = state / chips + (1 + FRAGMENTATION) * step_bytes + outside_bytes(chips)
+    return ModulePlan(read_chip(chip), chips, trained, state / chips, step_bytes, peak, operations)
 
 
 def _counted(module: nn.Module, batch: Any) -> tuple[int, int]:
@@ -115,7 +114,7 @@ def _counted(module: nn.Module, batch: Any) -> tuple[int, int]:
         with FakeCopyMode(mode):
             fake_module = copy.deepcopy(module)
         inputs = tree_map_only(Tensor, mode.from_tensor, batch)
-        live = LiveBytes(list(fake_module.parameters()))
+        live = LiveBytes(fake_module)
         flops = FlopCounterMode(display=False)
         for end in ("", "_backward"):  # the counter does not know fused attention on CPUs
             cpu = getattr(torch.ops.aten, f"{_FLASH}_for_cpu{end}")
@@ -125,12 +124,10 @@ def _counted(module: nn.Module, batch: Any) -> tuple[int, int]:
                 if isinstance(inputs, dict):
                     output = fake_module(**inputs)
                 else:
-                    output = (
-                        fake_module(*inputs) if isinstance(inputs, tuple) else fake_module(inputs)
-                    )
-                result = getattr(output, "loss", None)
-                result = tree_leaves(output)[0] if result is None else result
-                result.float().sum().backward()  # a loop holds the output until then
+                    output = fake_module(*(inputs if isinstance(inputs, tuple) else (inputs,)))
+                loss = getattr(output, "loss", None)
+                loss = tree_leaves(output)[0] if loss is None else loss
+                loss.float().sum().backward()  # a loop holds the output until then
         except Exception as error:  # modules raise all kinds of errors on tensors without values
             raise DataError(
                 f"Cannot count a step of {type(module).__name__} on fake tensors: "

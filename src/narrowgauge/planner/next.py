@@ -15,15 +15,13 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from narrowgauge.errors import DataError, NarrowgaugeError
-from narrowgauge.planner.estimate import ERRORS, Ends, Estimate
+from narrowgauge.planner.estimate import ERRORS, Ends, Estimate, fits_text
 from narrowgauge.planner.layouts import read_layout
-from narrowgauge.planner.memory import outside_bytes
 from narrowgauge.planner.plan import machines_of, plan
 from narrowgauge.runs.record import read_run
 from narrowgauge.spec.chips import CHIPS
@@ -40,15 +38,14 @@ BEYOND = "length beyond 4 times"
 
 def difference_of(run: Estimate, job: Estimate) -> str:
     """Name what differs most between two jobs: a row of ``next`` in ``data/errors.toml``."""
-    longer = math.log2(job.sequence_length / run.sequence_length)
-    chips = math.log2(job.num_chips / run.num_chips)
+    longer = abs(math.log2(job.sequence_length / run.sequence_length))
     if job.kind == "mixture":
         return "mixture"
     if longer:
-        return BEYOND if abs(longer) > 2 else "length to 4 times"
+        return BEYOND if longer > 2 else "length to 4 times"
     if job.architecture.num_parameters != run.architecture.num_parameters:
         return "another size"
-    if abs(chips) > 4:
+    if abs(math.log2(job.cluster.chips / run.cluster.chips)) > 4:
         return "chips beyond 16 times"
     return "layout, batch, precision, chips to 16 times"
 
@@ -64,65 +61,36 @@ def _around(value: float, difference: str) -> Ends:
     return value / wider, value * wider
 
 
-@dataclass(frozen=True)
-class Next:
+class Next(NamedTuple):
     """Hold the plan of a run, as measured runs correct it.
 
-    Args:
-        job: its plan, before it is corrected.
-        difference: what differs most from the run that corrects it.
-        tokens_per_second: of all chips.
-        peak_gb: of the fullest chip, as the measured run counts it, in 10^9 bytes.
-        is_same_layout: whether it has the layout of the measured run.
+    ``job`` is its plan before that, and ``difference`` what differs most from the run that corrects
+    it. The rate is of all chips, the peak of the fullest chip as the measured run counts it, in
+    10^9 bytes; the intervals hold 80 %. ``where`` says whose layout it is.
     """
 
     job: Estimate
     difference: str
     tokens_per_second: float
+    rate_interval: Ends
     peak_gb: float
-    is_same_layout: bool
-
-    @property
-    def rate_interval(self) -> Ends:
-        """Return the 80 % interval of the tokens per second."""
-        return _around(self.tokens_per_second, self.difference)
-
-    @property
-    def peak_interval(self) -> Ends:
-        """Return the 80 % interval of the peak."""
-        return _around(self.peak_gb, "memory")
-
-    @property
-    def fits(self) -> str:
-        """Return ``"yes"``, ``"barely"`` (the end of the interval does not fit) or ``"no"``."""
-        room = (self.job.chip.memory_bytes - outside_bytes(self.job)) / 1e9
-        if self.peak_gb > room:
-            return "no"
-        return "yes" if self.peak_interval[1] <= room else "barely"
+    peak_interval: Ends
+    fits: str
+    where: str
 
     def row(self) -> Row:
         """Return plain values, for JSON."""
-        row = self.job.row()
-        for name in (
-            "difference",
-            "tokens_per_second",
-            "rate_interval",
-            "peak_gb",
-            "peak_interval",
-            "fits",
-        ):
-            row[name] = getattr(self, name)
-        return row
+        row = self._asdict()
+        return {**row.pop("job").row(), **row}
 
     def __str__(self) -> str:
         slow, fast = self.rate_interval
         low, high = self.peak_interval
-        where = "the run's layout" if self.is_same_layout else "the fastest layout that fits"
         return (
             f"next  {_described(self.job)}\n"
             f"      {self.tokens_per_second:,.0f} tokens/s, 80 % {slow:,.0f}–{fast:,.0f} ({self.difference})\n"
             f"      {self.peak_gb:.1f} GB a chip, 80 % {low:.1f}–{high:.1f}; fits: {self.fits}\n"
-            f"      {self.job.layout} ({where})\n"
+            f"      {self.job.layout} ({self.where})\n"
             "A second measured run (others = […]) makes the interval smaller."
         )
 
@@ -175,43 +143,39 @@ class MeasuredRun:
         """Plan another run, in this one's layout if it fits, else in the fastest that does. What
         ``changes`` do not name is this run's.
         """
-        asked = {**self.asked, **changes}
-        if not {"tokens_per_step", "micro_batches"} & {
-            *changes,
-            *read_layout(changes.get("layout", "")),
-        }:
-            asked["tokens_per_step"] = self._tokens_per_step(asked)
-        job, is_same = self._planned(asked, changes)
-        difference = difference_of(self.job, job)
-        run = self
-        for other in self.others:
-            of_other = difference_of(other.job, job)
-            if ERRORS["next"][of_other] < ERRORS["next"][difference]:
-                run = other
-                difference = of_other
+        job, where = self._planned(changes)
+        runs = (self, *self.others)
+        run = min(runs, key=lambda run: ERRORS["next"][difference_of(run.job, job)])
+        difference = difference_of(run.job, job)
         rate = job.tokens_per_second * (1.0 if difference == BEYOND else run.factor)
-        return Next(job, difference, rate, job.allocated_bytes / 1e9 + run.extra_gb, is_same)
+        peak = job.allocated_bytes / 1e9 + run.extra_gb
+        ends = _around(peak, "memory")
+        fits = fits_text(peak, ends[1], (job.chip.memory_bytes - job.outside_bytes) / 1e9)
+        return Next(job, difference, rate, _around(rate, difference), peak, ends, fits, where)
 
-    def _planned(self, asked: dict[str, Any], changes: dict[str, Any]) -> tuple[Estimate, bool]:
+    def _planned(self, changes: dict[str, Any]) -> tuple[Estimate, str]:
         """Return a plan in this run's layout with its batch, or without it, if that fits; else in
         any.
         """
-        if self.asked.get("layout") and "layout" not in changes:
-            for names in (_SHAPE + _OF_STEP, _SHAPE):
+        asked = {"layout": {}, **self.asked, **changes}
+        fixed = read_layout(changes.get("layout", ""))
+        if "tokens_per_step" not in changes and "micro_batches" not in fixed:
+            asked["tokens_per_step"] = self._tokens_per_step(asked)
+        if "layout" not in changes:
+            for names in (_SHAPE + _OF_STEP, _SHAPE) if self.asked.get("layout") else ():
                 layout = {name: getattr(self.job.layout, name) for name in names}
                 with contextlib.suppress(NarrowgaugeError):  # it does not divide model or chips
                     job: Estimate = plan(**{**asked, "layout": layout}, advise=False).best
-                    told = job.allocated_bytes + 1e9 * self.extra_gb + outside_bytes(job)
+                    told = job.allocated_bytes + 1e9 * self.extra_gb + job.outside_bytes
                     if told <= job.chip.memory_bytes:
-                        return job, True
-        layout = changes.get("layout", {})
-        return plan(**{**asked, "layout": layout}, advise=False).best, False
+                        return job, "the run's layout"
+            asked["layout"] = {}
+        return plan(**asked, advise=False).best, "the fastest layout that fits"
 
     def _tokens_per_step(self, asked: dict[str, Any]) -> float:
         """Return the tokens of a step of another run: as many a chip, and a sequence a replica."""
-        names = ("cluster", "chip", "chips")
-        where = next(machines_of(*(asked.get(name, ()) for name in names)))
-        more = where.chips / self.job.num_chips
+        machines = machines_of(*(asked.get(name, ()) for name in ("cluster", "chip", "chips")))
+        more = next(machines).chips / self.job.cluster.chips
         length: int = asked.get("sequence_length") or self.job.sequence_length
         least = length * max(1, round(self.job.layout.num_replicas * more))
         return max(self.job.tokens_per_step * more, least)

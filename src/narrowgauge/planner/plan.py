@@ -33,15 +33,12 @@ section 3.4.1), and at least 1,024 a chip.
 """
 ADAPTER_TOKENS_PER_STEP = 1 << 16
 """Default tokens of a step of adapters: 32 sequences of 2,048."""
-DEFAULT_RECIPES = ("bfloat16/master", "bfloat16/word", "bfloat16/compact", "bfloat16/states8", "float8-row/word",
+DEFAULT_RECIPES = ("bfloat16/word", "bfloat16/compact", "bfloat16/states8", "bfloat16/master", "float8-row/word",
                    "float16/split", "float16/master")  # fmt: skip
 """Recipes that are compared by default, of those that chip and program run."""
 EQUAL_RATES = 0.02
-"""Rates of rows within this fraction count as equal. The order then follows the risk."""
-FINE_MOMENT = 5
-"""Mantissa bits of a second moment from which a storage is safe: those of ``word``."""
+"""Rates of rows within this fraction count as equal. The order of the recipes then stays."""
 MOST_CHANGES = 4
-_SHORTEST = 512
 
 
 def plan(model: Any, *, tokens: float | None = None, advise: bool = True, **asked: Any) -> Any:
@@ -75,20 +72,17 @@ def plan(model: Any, *, tokens: float | None = None, advise: bool = True, **aske
     if tokens is not None:
         require_number("tokens", tokens, 1)
     jobs, left_out = answers(model, **asked)
-    changes: list[tuple[str, Estimate]] = []
-    if advise and not jobs[0].fits:
-        for change in _changes(jobs[0], asked):
+    instead: list[tuple[str, Estimate]] = []
+    for change in _changes(jobs[0], asked) if advise and not jobs[0].fits else ():
+        with contextlib.suppress(NarrowgaugeError):
+            best = answers(model, **{**asked, **change})[0][0]
             words = [
-                f"--{name.replace('_', '-')} {value}" for name, value in change.items() if value
+                f"--{name.replace('_', '-')} {change[name]}" for name in change if change[name]
             ]
-            with contextlib.suppress(NarrowgaugeError):
-                best = answers(model, **{**asked, **change})[0][0]
-                if best.fits:
-                    changes.append((" ".join(words) or "without --layout", best))
-            if len(changes) == MOST_CHANGES:
-                break
+            if best.fits and len(instead) < MOST_CHANGES:
+                instead.append((" ".join(words) or "without --layout", best))
     name = model.name if isinstance(model, Architecture) else str(model)
-    return Plan(tuple(jobs), name, tokens, left_out, tuple(changes))
+    return Plan(tuple(jobs), name, tokens, left_out, tuple(instead))
 
 
 def answers(
@@ -125,18 +119,13 @@ def answers(
     a = model if isinstance(model, Architecture) else read_model(str(model))
     require_choice("optimizer", optimizer, UPDATE_RULES)
     require_number("lora", tuning.lora, 0, a.hidden_size + 1)
-    if tuning.experts != "bfloat16" and a.mixture is None:
+    if tuning.experts != "bfloat16" and not a.num_experts:
         raise RecipeError(f"Cannot store experts: {a.name} has none.", "Leave experts out.")
     length = _sequence_length(a, sequence_length)
     fixed = read_layout(layout)
     machines = list(machines_of(cluster, chip, chips))
     if tokens_per_step is None:
         tokens_per_step = _usual_tokens(length, [where.chips for where in machines], tuning)
-    elif "micro_batches" in fixed:
-        raise RecipeError(
-            "Cannot take tokens per step and micro_batches: one follows from the other.",
-            "Leave one open.",
-        )
     require_number("tokens_per_step", tokens_per_step, length)
     jobs: list[Estimate] = []
     left_out: dict[str, str] = {}
@@ -151,10 +140,10 @@ def answers(
                 _refuse(recipe, where.chip, optimizer)
                 ask = Estimate(a, recipe, Layout(), where, length, loop, tuning, optimizer)
                 jobs.append(search(ask, fixed, tokens_per_step))
-            except (ChipError, RecipeError) as error:
-                left_out[f"{recipe.name} on {where.chip.name}"] = error.message
+            except NarrowgaugeError as error:
                 refusal = error
-    if left_out and (not jobs or (recipes and len(machines) == 1)):
+                left_out[f"{recipe.name} on {where.name}"] = str(error)
+    if not jobs:
         raise refusal
     return sorted(jobs, key=_place), left_out
 
@@ -203,12 +192,11 @@ def _sequence_length(a: Architecture, length: int | None) -> int:
 def _usual_tokens(length: int, chips: list[int], tuning: Tuning) -> int:
     """Return a usual number of tokens of a step, which the chips of every cluster share evenly."""
     usual = ADAPTER_TOKENS_PER_STEP if tuning.lora else max(TOKENS_PER_STEP, 1024 * max(chips))
-    sequences = max(1, round(usual / length))
-    for micro_batch in (8, 4, 2, 1):
-        unit = math.lcm(*chips) * micro_batch
-        if sequences >= 2 * unit:
-            return length * unit * round(sequences / unit)
-    return length * max(sequences, *chips)
+    unit = math.lcm(*chips)
+    for _ in range(3):  # in micro-batches of up to eight
+        if usual >= 4 * unit * length:
+            unit *= 2
+    return length * unit * max(1, round(usual / length / unit))
 
 
 def _recipes(asked: Any, chip: Chip, program: Program, tuning: Tuning) -> list[Recipe]:
@@ -246,36 +234,26 @@ def _place(job: Estimate) -> tuple[Any, ...]:
     """Sort jobs by safety, then speed. Jobs that do not fit come last, the closest first.
 
     Recipes that do not train at the rate come last, however fast. Jobs that may run out of memory
-    come after roomy ones. Among rows of equal speed, moments of few bits are the larger risk.
+    come after roomy ones.
     """
     if not job.fits:
         return True, -job.headroom_bytes
-    storage = job.recipe.storage
     rate = -round(math.log(job.tokens_per_second) / EQUAL_RATES)
-    risk = storage.exp_avg_sq.mantissa_bits < FINE_MOMENT
-    return False, not storage.keeps_updates, not job.has_room, rate, risk, job.peak_bytes
+    return False, not job.recipe.storage.keeps_updates, not job.has_room, rate
 
 
 def _changes(job: Estimate, asked: Fixed) -> list[dict[str, Any]]:
     """Return changes of a question by how little they change the training."""
-    tunes = job.tuning.lora > 0
     loop = asked.get("program") or job.program.name
     loop = loop.name if isinstance(loop, Program) else loop
     chunked = {"program": f"{loop},loss=chunked"}
-    changes: list[dict[str, Any]] = [chunked] if job.program.loss == "whole" else []
-    if tunes:
-        changes += [{"base": "nf4"}, {"base": "nf4", **chunked}, {"base": "nf4", "experts": "nf4"}]
-    elif asked.get("recipes"):
-        changes += [{"recipes": "bfloat16/word"}, {"recipes": "bfloat16/states8"}]
-    if asked.get("layout"):
-        changes.append({"layout": ""})
-    changes.append({"program": f"{loop},loss=chunked,offload=true"})
-    length = job.sequence_length // 2
-    while length >= _SHORTEST and not asked.get("tokens_per_step"):
-        changes.append({"sequence_length": length})
-        length //= 2
-    if not tunes:
+    frozen = {"base": "nf4", "experts": "nf4"}
+    changes: list[dict[str, Any]] = [chunked, {"base": "nf4"}, {"base": "nf4", **chunked}, frozen]
+    if not job.tuning.lora:
+        changes = [chunked, {"recipes": "bfloat16/word"}, {"recipes": "bfloat16/states8"}]
+    changes += [{"layout": ""}, {"program": f"{loop},loss=chunked,offload=true"}]
+    changes += [{"sequence_length": job.sequence_length // part} for part in (2, 4, 8)]
+    if not job.tuning.lora:
         changes.append({"lora": 16, "base": "nf4", "recipes": (), "program": ""})
-    for factor in (2, 4, 8, 16):
-        changes.append({"chips": job.cluster.chips * factor})
+    changes += [{"chips": job.cluster.chips * factor} for factor in (2, 4, 8, 16)]
     return changes

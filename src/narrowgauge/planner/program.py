@@ -14,7 +14,6 @@ from typing import Any
 from narrowgauge.errors import RecipeError
 from narrowgauge.planner.layouts import read_fields
 from narrowgauge.planner.shapes import Architecture, Weight
-from narrowgauge.spec.sums import ACCUMULATION_DTYPES
 from narrowgauge.spec.toml import load_data
 from narrowgauge.spec.values import require_choice, require_number
 
@@ -34,9 +33,6 @@ default.
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "kernels": ("eager", "compiled", "fused"),
     "loss": tuple(LOGIT_BYTES),
-    "attention": ("flash", "eager"),
-    "gathered": ("", "bfloat16"),
-    "sums": ("weight", *ACCUMULATION_DTYPES),
     "release": (False, True),
     "offload": (False, True),
 }
@@ -49,15 +45,12 @@ class Program:
 
     Args:
         factor: speed of the step over that of a compiled PyTorch loop on the same chip.
-        experts: speed of the experts' matmuls over the usual.
         mixture_seconds: wait of a mixture's layer for its router and launches, forward or backward.
-        expert_overlap, interleaved_overlap: fraction of the tokens' exchange that computing hides,
-            and that with interleaved stages.
         kernels: of layers: one operation after the other, compiled by layer, or fused by hand.
         loss: over all logits in eager operations, over all logits compiled, or in chunks.
-        attention: a flash kernel, which saves no scores, or matmuls around a softmax.
-        gathered: dtype of gathered float32 shards under FSDP; empty for float32 under autocast.
-        sums: dtype of the gradient sum over micro-batches; ``"weight"`` for the parameter's.
+        saves_scores: attention of 2021, which computes the whole square and keeps its softmax; norms lie
+            on every tensor rank.
+        gathers_bfloat16: FSDP gathers float32 shards so; else they stay float32 under autocast.
         release: each layer's gradient is freed after its update, within backward.
         offload: gradients, optimizer states and their update are on the host, and with adapters
             the frozen weights too.
@@ -68,15 +61,11 @@ class Program:
 
     name: str
     factor: float = 1.0
-    experts: float = 1.0
     mixture_seconds: float = 3e-3
-    expert_overlap: float = 0.2
-    interleaved_overlap: float = 0.8
     kernels: str = "compiled"
     loss: str = "compiled"
-    attention: str = "flash"
-    gathered: str = ""
-    sums: str = "float32"
+    saves_scores: bool = False
+    gathers_bfloat16: bool = False
     release: bool = False
     offload: bool = False
     layout: str = ""
@@ -113,7 +102,7 @@ class Tuning:
         require_number("lora", self.lora, is_whole=True)
         require_choice("base", self.base, FROZEN_BITS)
         require_choice("experts", self.experts, FROZEN_BITS)
-        if not self.lora and (self.base, self.experts) != ("bfloat16", "bfloat16"):
+        if not self.lora and {self.base, self.experts} != {"bfloat16"}:
             raise RecipeError(
                 "Cannot store weights in fewer bits because they train.",
                 "Train adapters over them: --lora 16.",

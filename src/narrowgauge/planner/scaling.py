@@ -29,12 +29,9 @@ def read_points(text: str) -> list[tuple[int, float]]:
         [(128, 864000.0), (256, 604800.0)]
     """
     points: dict[int, float] = {}
-    parts = text.split(",")
-    for part in parts:
-        match = re.fullmatch(r"\s*(\d+)\s*:\s*(\d+\.?\d*)\s*(s|min|m|h|d)\s*", part)
-        if match and float(match[2]) and int(match[1]):
-            points[int(match[1])] = float(match[2]) * _UNITS[match[3]]
-    if len(points) < max(2, len(parts)):
+    for chips, time, unit in re.findall(r"(\d+):(\d+\.?\d*)(s|min|m|h|d)\b", text.replace(" ", "")):
+        points[int(chips)] = float(time) * _UNITS[unit]
+    if len(points) < max(2, text.count(",") + 1) or 0 in (*points, *points.values()):
         raise DataError(
             f"Cannot fit a scaling law to {text!r}: it needs CHIPS:TIME, both above zero, of two "
             "or more numbers of chips.",
@@ -55,16 +52,12 @@ def scaling_row(points: Sequence[tuple[int, float]], at: Sequence[int] = ()) -> 
     last, fast = points[-1]
     predictions = []
     for chips in sorted({max(1, first // 2), *at, 2 * last}):
-        efficiency = (divided + constant * first) / (divided + constant * chips)
         seconds = divided / chips + constant
-        row = {"chips": chips, "seconds": seconds, "time": duration_text(seconds)}
-        predictions.append({**row, "efficiency": f"{efficiency:.0%}"})
-    before = first * slow
-    after = last * fast
+        predictions.append({"chips": chips, "seconds": seconds, "time": duration_text(seconds)})
+    after = last * fast / (first * slow)
     lines = [
         f"{last:,} chips instead of {first:,}: {duration_text(slow)} become {duration_text(fast)}, "
-        f"an efficiency of {before / after:.0%}. {before / 86_400:,.4g} chip-days become "
-        f"{after / 86_400:,.4g}, {after / before:.3g} × as many.",
+        f"{after:.3g} × as many chip-days.",
         f"T(N) = {duration_text(divided)} / N + {duration_text(constant)}: the second term "
         "is not divided among chips.",
         f"The law misses the measured times by at most {error:.1%}.",

@@ -14,8 +14,7 @@ from typing import Any
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.planner.estimate import Estimate
-from narrowgauge.planner.layouts import Layout, read_layout, unsuited
-from narrowgauge.spec.sums import ACCUMULATION_DTYPES
+from narrowgauge.planner.layouts import Layout, read_layout, suits
 
 LEAST_PART = 4096
 """Minimum tokens of a sequence on a context rank."""
@@ -50,8 +49,11 @@ def search(ask: Estimate, fixed: Fixed, tokens_per_step: float) -> Estimate:
     if ask.program.release:  # a gradient that is freed cannot be summed
         fixed["micro_batches"] = 1
     num_sequences = max(1, round(tokens_per_step / ask.sequence_length))
+    dtypes = ["float32"]
+    if ask.recipe.storage.visible == "bfloat16" and not ask.recipe.reduction.order_invariant:
+        dtypes.append("bfloat16")
     tried: list[Estimate] = []
-    for dtype in _sums(ask, fixed):
+    for dtype in _values(fixed, "accumulation_dtype", dtypes):
         for shape in _shapes(ask, fixed):
             for batch in _batches(ask, shape, num_sequences, fixed):
                 tried.append(replace(ask, layout=replace(batch, accumulation_dtype=dtype)))
@@ -60,12 +62,9 @@ def search(ask: Estimate, fixed: Fixed, tokens_per_step: float) -> Estimate:
         if fitting:
             return min(roomy or fitting, key=_pace)
     if not tried:
-        why = unsuited(ask.architecture, Layout(**fixed), ask.sequence_length)
-        why = (
-            why or f"{ask.cluster.chips} chips compute more than {tokens_per_step:,} tokens at once"
-        )
         raise RecipeError(
-            f"no layout with {fixed or 'any field'} suits: {why}.",
+            f"no layout with {fixed or 'any field'} suits: it does not divide {ask.architecture.name} "
+            f"over {ask.cluster.name}, or {tokens_per_step:,} tokens are fewer than it computes at once.",
             "Leave a field open, or name more tokens.",
         )
     return min(tried, key=lambda option: option.peak_bytes)
@@ -79,19 +78,6 @@ def _pace(option: Estimate) -> tuple[float, float]:
     return seconds, option.peak_bytes
 
 
-def _sums(ask: Estimate, fixed: Fixed) -> Iterable[str]:
-    """Return the dtypes of the gradient sum: the program's, then the weights'. Gradients are not
-    summed in float16, whose range is too small.
-    """
-    narrow = ask.recipe.storage.visible
-    if narrow not in ACCUMULATION_DTYPES:
-        narrow = "float32"
-    usual = narrow if ask.program.sums == "weight" else ask.program.sums
-    if ask.recipe.reduction.order_invariant:
-        narrow = usual
-    return _values(fixed, "accumulation_dtype", dict.fromkeys((usual, narrow)))
-
-
 def _values(fixed: Fixed, name: str, candidates: Iterable[Any]) -> Iterable[Any]:
     """Return the fixed value of a field, or all candidates."""
     return (fixed[name],) if name in fixed else candidates
@@ -102,43 +88,40 @@ def _shapes(ask: Estimate, fixed: Fixed) -> Iterator[Layout]:
     a = ask.architecture
     chips = ask.cluster.chips
     node = ask.cluster.chips_per_node
-    stages = [1]
-    if chips > node:
-        # Stages of equally many layers; embedding and head may count as a layer each.
-        for number in range(2, min(16, a.num_layers) + 1):
-            is_even = 0 in (a.num_layers % number, (a.num_layers + 2) % number)
-            if is_even or number in _STAGES:
-                stages.append(number)
     longest = min(_MOST_CONTEXT, max(1, ask.sequence_length // LEAST_PART))
     for tensor, pipeline, context in product(
         _values(fixed, "tensor", [number for number in _TENSOR if number <= node]),
-        _values(fixed, "pipeline", stages),
+        _values(fixed, "pipeline", _stages(a.num_layers) if chips > node else [1]),
         _values(fixed, "context", range(1, longest + 1)),
     ):
-        ranks = chips // (tensor * pipeline * context)
-        shard = 1 if fixed.get("zero") == 0 else ranks // fixed.get("data", 1)
-        shard = max(1, fixed.get("shard", shard))
+        ranks = max(1, chips // (tensor * pipeline * context))
+        data = fixed.get("data", ranks if fixed.get("zero") == 0 else 1)
+        shard = max(1, fixed.get("shard", ranks // data))
         data = max(1, ranks // shard)
-        zero = 0 if shard * context == 1 else 3
-        if zero and pipeline > 1:
-            zero = 1
+        zero = fixed.get("zero", 1 if pipeline > 1 else 3)
+        if shard * context == 1 and "zero" not in fixed:
+            zero = 0
+        experts = math.gcd(a.num_experts, ranks * context) if a.num_experts else 1
+        usual = [number for number in _EXPERT if experts % number == 0]
         for expert, depth in product(
-            _values(fixed, "expert", _expert_ranks(ask, ranks * context)),
+            _values(fixed, "expert", {*usual, experts}),
             _values(fixed, "interleave", _depths(a.num_layers, pipeline)),
         ):
-            zero = fixed.get("zero", zero)
             shape = Layout(data, shard, zero, tensor, pipeline, depth, context, expert)
             is_asked = shape.num_ranks == chips and data == fixed.get("data", data)
-            if is_asked and not unsuited(a, shape, ask.sequence_length):
+            if is_asked and suits(a, shape, ask.sequence_length):
                 yield shape
 
 
-def _expert_ranks(ask: Estimate, ranks: int) -> list[int]:
-    """Return numbers of expert ranks within ``ranks``: usual ones from a node's on, and all."""
-    if ask.architecture.mixture is None:
-        return [1]
-    most = math.gcd(ask.architecture.mixture.num_experts, ranks)
-    return [*(number for number in _EXPERT if most % number == 0), most]
+def _stages(layers: int) -> list[int]:
+    """Return numbers of stages of equally many layers, and the usual ones. Embedding and head may
+    count as a layer each.
+    """
+    stages = []
+    for number in range(1, min(16, layers) + 1):
+        if number in _STAGES or 0 in (layers % number, (layers + 2) % number):
+            stages.append(number)
+    return stages
 
 
 def _depths(layers: int, pipeline: int) -> list[int]:

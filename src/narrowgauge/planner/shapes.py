@@ -6,23 +6,12 @@ A hybrid is a list of several kinds.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Any, Literal
 
 Part = Literal["attention", "mlp", "experts", "head", "embeddings", "norms"]
-
-
-class Mixture(NamedTuple):
-    """Describe the experts of a layer: a router chooses ``experts_per_token`` of ``num_experts``.
-
-    ``shared_size`` is the total intermediate size of the experts that every token visits.
-    """
-
-    num_experts: int
-    experts_per_token: int
-    expert_size: int
-    shared_size: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,24 +45,29 @@ class Weight:
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """Describe equal layers.
+    """Describe equal layers, as :func:`layers_of` makes them.
 
     Args:
         matmuls: every multiplied weight of one layer.
         vectors: parameters of norms, biases and other vectors in one layer.
         count: number of layers.
+        inner_size: inputs of the matmuls that end an MLP, or all chosen and shared experts, that a
+            token meets.
+        wide_size: outputs of the matmuls that begin them: twice as many with a gate.
+        experts, chosen: number of experts, and of those that a token visits; 0 without a mixture.
         has_attention: else the matmuls of its part "attention" are those of another mixer.
         window: attended tokens; None for all.
-        inner_size: intermediate size of a dense MLP; 0 without one.
     """
 
     matmuls: tuple[Weight, ...]
     vectors: int
-    count: int = 1
+    count: int
+    inner_size: float
+    wide_size: float
+    experts: int
+    chosen: int
     has_attention: bool = True
     window: int | None = None
-    inner_size: int = 0
-    mixture: Mixture | None = None
 
     @property
     def mixer_width(self) -> int:
@@ -84,16 +78,33 @@ class Layers:
                 total += matmul.count * (matmul.in_features + matmul.out_features)
         return total
 
-    def mean_keys(self, sequence_length: int, *, is_causal: bool = True) -> float:
-        """Return the attended keys per token of a layer with attention.
-
-        This is half the sequence with the mask, all of it in Megatron's convention. A window ``w``
-        shortens the causal mean to ``w - w² / 2s``.
+    def mean_keys(self, sequence_length: int) -> float:
+        """Return the attended keys per token of a layer with attention: half the sequence. A window
+        ``w`` shortens the mean to ``w - w² / 2s``.
         """
         near = min(self.window or sequence_length, sequence_length)
-        if is_causal:
-            return near - near**2 / (2 * sequence_length)
-        return near
+        return near - near**2 / (2 * sequence_length)
+
+
+def parameters_of(weights: Iterable[Weight]) -> int:
+    """Count the parameters of all weights."""
+    return sum(weight.num_parameters for weight in weights)
+
+
+def layers_of(matmuls: Iterable[Weight], vectors: int, count: int = 1, **fields: Any) -> Layers:
+    """Return equal layers. The matmuls of MLPs are named ``up_proj`` or ``down_proj``."""
+    inner = wide = 0.0
+    experts = chosen = 0
+    for matmul in matmuls:
+        met = matmul.count * matmul.tokens_share
+        if matmul.name.endswith("up_proj"):
+            wide += met * matmul.out_features
+        elif matmul.name.endswith("down_proj"):
+            inner += met * matmul.in_features
+            if matmul.is_expert:
+                experts = matmul.count
+                chosen = round(met)
+    return Layers(tuple(matmuls), vectors, count, inner, wide, experts, chosen, **fields)
 
 
 @dataclass(frozen=True)
@@ -105,7 +116,6 @@ class Architecture:
         num_heads, num_kv_heads, query_dim, value_dim: of attention.
         outer_vectors: other parameters outside the layers, without embedding, positions and head.
             They include norms, and parts that no text decoder has, such as a vision tower.
-        is_gated: the MLP multiplies two projections (SwiGLU, GeGLU) instead of one.
         is_latent: keys and values are expanded from a latent vector (MLA, arXiv 2405.04434).
         positions: number of learned positions; 0 for rotary or other fixed positions.
     """
@@ -119,7 +129,6 @@ class Architecture:
     query_dim: int
     value_dim: int
     outer_vectors: int = 0
-    is_gated: bool = True
     is_latent: bool = False
     tie_embeddings: bool = False
     positions: int = 0
@@ -128,23 +137,19 @@ class Architecture:
         return hash((self.name, self.num_parameters))
 
     @cached_property
-    def layer_matmuls(self) -> tuple[Weight, ...]:
+    def layer_matmuls(self) -> list[Weight]:
         """Return the matmuls of all layers: all but the head."""
         matmuls = []
         for layers in self.layers:
             for matmul in layers.matmuls:
                 matmuls.append(replace(matmul, count=layers.count * matmul.count))
-        return tuple(matmuls)
+        return matmuls
 
     @cached_property
-    def head(self) -> Weight:
-        """Return the head's weight; a tied one is the embedding."""
-        return Weight("lm_head", self.hidden_size, self.vocab_size, "head")
-
-    @cached_property
-    def matmuls(self) -> tuple[Weight, ...]:
-        """Return every multiplied weight, the head last, also if tied to the embedding."""
-        return (*self.layer_matmuls, self.head)
+    def matmuls(self) -> list[Weight]:
+        """Return every multiplied weight, the head last, also if it is tied to the embedding."""
+        head = Weight("lm_head", self.hidden_size, self.vocab_size, "head")
+        return [*self.layer_matmuls, head]
 
     @cached_property
     def weights(self) -> dict[str, list[Weight]]:
@@ -163,16 +168,13 @@ class Architecture:
         for matmul in self.layer_matmuls:
             places["experts" if matmul.is_expert else "layers"].append(matmul)
         if not self.tie_embeddings:
-            places["last"].append(self.head)
+            places["last"].append(self.matmuls[-1])
         return places
 
     @cached_property
     def parameters(self) -> dict[str, int]:
         """Count the parameters of each place of ``weights``."""
-        counts = dict.fromkeys(self.weights, 0)
-        for place, weights in self.weights.items():
-            counts[place] = sum(weight.num_parameters for weight in weights)
-        return counts
+        return {place: parameters_of(weights) for place, weights in self.weights.items()}
 
     @cached_property
     def num_parameters(self) -> int:
@@ -184,10 +186,8 @@ class Architecture:
         """Count the parameters of the largest layer without its experts."""
         largest = 0
         for layers in self.layers:
-            size = layers.vectors
-            for matmul in layers.matmuls:
-                size += 0 if matmul.is_expert else matmul.num_parameters
-            largest = max(largest, size)
+            dense = [matmul for matmul in layers.matmuls if not matmul.is_expert]
+            largest = max(largest, layers.vectors + parameters_of(dense))
         return largest
 
     @cached_property
@@ -196,23 +196,16 @@ class Architecture:
 
     @cached_property
     def num_mixture_layers(self) -> int:
-        return sum(layers.count for layers in self.layers if layers.mixture)
+        return sum(layers.count for layers in self.layers if layers.experts)
 
     @cached_property
-    def mixture(self) -> Mixture | None:
-        """Return the experts of a layer; None without any."""
-        return next((layers.mixture for layers in self.layers if layers.mixture), None)
+    def num_experts(self) -> int:
+        """Return the experts of a layer; 0 in a dense model."""
+        return max(layers.experts for layers in self.layers)
 
-    @property
-    def intermediate_size(self) -> int:
-        """Return the intermediate size of a dense MLP."""
-        return max(layers.inner_size for layers in self.layers)
-
-    def attention_flops(self, sequence_length: int, *, is_causal: bool = True) -> float:
-        """Count operations of scores and values per token, forward and backward, in all layers.
-
-        ``is_causal`` counts the half below the diagonal, ``6 L h s``. Unfused attention computes
-        the whole.
+    def attention_flops(self, sequence_length: int) -> float:
+        """Count operations of scores and values per token, forward and backward, in all layers, of
+        the half below the diagonal: ``6 L h s``.
 
         Source: Narayanan et al., arXiv 2104.04473, appendix; Dao, FlashAttention-2, arXiv
         2307.08691, section 4.1 (causal half).
@@ -220,7 +213,7 @@ class Architecture:
         keys = 0.0
         for layers in self.layers:
             if layers.has_attention:
-                keys += layers.count * layers.mean_keys(sequence_length, is_causal=is_causal)
+                keys += layers.count * layers.mean_keys(sequence_length)
         return 6 * self.num_heads * (self.query_dim + self.value_dim) * keys
 
     def flops_per_token(self, sequence_length: int) -> float:

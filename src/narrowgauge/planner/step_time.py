@@ -1,4 +1,4 @@
-"""Step time: the duration of an optimizer step, in seconds by term.
+"""Step time: the duration of an optimizer step, in seconds by group.
 
 We follow one rank through its micro-batches: operations over the share of the chip's peak that
 training reaches, elementwise bytes over its bandwidth, what exchanges show, and the bubble of a
@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from narrowgauge.planner.ask import Ask, shares_of
-from narrowgauge.planner.memory import Terms
+from narrowgauge.planner.memory import Groups
 
 Shares = Mapping[str, Any]
 _AGAIN = {"none": 0.0, "selective": 0.3, "full": 1.0}
@@ -31,39 +31,43 @@ _LOGIT_BYTES = {"whole": 38, "compiled": 12, "chunked": 38}  # that a loss reads
 _HOST_SHARE = 0.85  # 55 of 63 GB/s over PCIe5 (ml-engineering)
 _HOST_UPDATES = 4e9  # parameters a second of a node's processors: ZeRO-Offload, 2101.06840, table 4
 _ALL_REDUCE_SHOWN = 0.3  # of a sum between replicas, after the last backward pass
+_EXPERT_SHOWN = 0.8
+_INTERLEAVED_SHOWN = 0.2
+"""Fractions of the exchange of tokens between experts that computing does not hide: of mixtures in
+view, the second with interleaved stages.
+"""
 TENSOR_SHOWN = 0.6
 """Fraction of an exchange between tensor ranks that computing does not hide: asynchronous tensor
 parallelism hides a part.
 """
-SHARDED = "communication: weights and gradients between shards"
-BETWEEN_TENSOR = "communication: activations between tensor ranks"
 
 
-def step_terms(ask: Ask) -> Terms:
+def step_of(ask: Ask) -> Groups:
     """Return the seconds of an optimizer step of the whole job."""
     layout = ask.layout
     shares = ask.shares or shares_of(ask.chip)
     again = _AGAIN[layout.recompute]
     if layout.recompute == "selective" and ask.program.kernels == "fused":
         again = _CHEAP_AGAIN
-    computed = _computing(ask, shares, again)
-    of_batch = computed | _exchanges(ask, shares, again)
-    terms: Terms = {}
-    for name, seconds in of_batch.items():
-        terms[name] = layout.micro_batches * seconds
-    terms |= _state_exchanges(ask, shares, layout.micro_batches * sum(computed.values()))
-    bubble = (layout.pipeline - 1) / layout.interleave
-    terms["bubble: filling and draining the pipeline"] = bubble * sum(of_batch.values())
-    terms["optimizer: states read and written"] = _update(ask, shares)
+    groups = _computing(ask, shares, again)
+    computed = sum(groups.values())
+    groups["communication"] = sum(exchanges_of_batch(ask, shares, again).values())
+    bubble = (layout.pipeline - 1) / layout.interleave * sum(groups.values())
+    for name in groups:
+        groups[name] *= layout.micro_batches
+    of_state = exchanges_of_state(ask, shares, layout.micro_batches * computed)
+    groups["communication"] += sum(of_state.values())
+    groups["bubble"] = bubble
+    groups["optimizer"] = _update(ask, shares)
     if ask.program.offload:  # computing hides the reading of frozen weights, up to its own time
         rate = 1e9 * ask.chip.host_gb_per_second * _HOST_SHARE
         passes = layout.micro_batches * (3 if layout.recompute == "full" else 2)
         seconds = passes * ask.on_rank("frozen", 3) / rate
-        terms["gaps: for the host's memory"] = max(0.0, seconds - sum(terms.values()))
-    return {name: seconds for name, seconds in terms.items() if seconds}
+        groups["gaps"] += max(0.0, seconds - sum(groups.values()))
+    return groups
 
 
-def _computing(ask: Ask, shares: Shares, again: float) -> Terms:
+def _computing(ask: Ask, shares: Shares, again: float) -> Groups:
     """Return the computing of a micro-batch on a rank."""
     a = ask.architecture
     program = ask.program
@@ -79,44 +83,38 @@ def _computing(ask: Ask, shares: Shares, again: float) -> Terms:
             speed = shares["float8"] if is_narrow else 1.0
         if matmul.is_expert:
             size = min(matmul.in_features, matmul.out_features)
-            speed *= program.experts * size / (size + shares["experts"])
+            speed *= size / (size + shares["experts"])
         work += matmul.flops_per_token * passes / speed
     if ask.tuning.lora:
         work *= shares["adapters"]
-    flops = a.attention_flops(ask.sequence_length, is_causal=program.attention == "flash") / 3
-    flops *= _ATTENTION_PASSES + again
+    flops = a.attention_flops(ask.sequence_length) / 3
+    flops *= (_ATTENTION_PASSES + again) * (1 + program.saves_scores)  # of the whole square
     # Attention reaches more of the peak over longer sequences of a rank, by their logarithm.
     short, long = shares["attention"]
     doublings = math.log2(max(1.0, ask.sequence_length / ask.layout.context / 32_768))
     share = short * math.pow(long / short, min(1.0, doublings / 2))
-    tokens = ask.tokens / ask.layout.tensor / ask.layout.pipeline
     peak = ask.chip.peak_flops * program.factor
     bandwidth = ask.chip.bandwidth_gb_per_second * 1e9 * shares["bandwidth"]
-    waits = a.num_mixture_layers / ask.layout.pipeline * 2 * program.mixture_seconds
-    return {
-        "matmuls: linear layers and head": tokens * work / peak / shares["linear"],
-        "attention: attention": tokens * flops / peak / share,
-        "elementwise: norms, gates": tokens * _moved_bytes(ask) * (1 + again / 3) / bandwidth,
-        "loss: softmax, cross entropy": tokens
-        * a.vocab_size
-        * _LOGIT_BYTES[program.loss]
-        / bandwidth,
-        "gaps: routers and launches": waits,
+    seconds = {
+        "matmuls": work / peak / shares["linear"],
+        "attention": flops / peak / share,
+        "elementwise": _moved_bytes(ask) * (1 + again / 3) / bandwidth,
+        "loss": a.vocab_size * _LOGIT_BYTES[program.loss] / bandwidth,
     }
+    for name in seconds:
+        seconds[name] *= ask.tokens / ask.layout.tensor / ask.layout.pipeline
+    # Routers and launches.
+    waits = a.num_mixture_layers / ask.layout.pipeline * 2 * program.mixture_seconds
+    return {**seconds, "gaps": waits}
 
 
 def _moved_bytes(ask: Ask) -> float:
     """Return the bytes of a token that norms, residuals, gates and sorting move in all layers."""
     moved = 0.0
     for layers in ask.architecture.layers:
-        streams = _STREAMS
-        inner = layers.inner_size
-        if layers.mixture:
-            chosen = layers.mixture.experts_per_token
-            streams += _DISPATCHED * chosen
-            inner += chosen * layers.mixture.expert_size + layers.mixture.shared_size
+        streams = _STREAMS + _DISPATCHED * layers.chosen
         stream = streams * ask.architecture.hidden_size * ask.stream_width
-        moved += layers.count * (stream + 8 * inner * ask.matmul_width)
+        moved += layers.count * (stream + 8 * layers.inner_size * ask.matmul_width)
     return moved * (EAGER_BYTES if ask.program.kernels == "eager" else 1.0)
 
 
@@ -129,67 +127,64 @@ def _rate(ask: Ask, shares: Shares, ranks: int, stride: int = 1) -> float:
     return float(shares["network"] * cluster.network_bytes_per_second * cards)
 
 
-def _exchanges(ask: Ask, shares: Shares, again: float) -> Terms:
-    """Return what a micro-batch shows of its exchanges between tensor ranks, experts and stages."""
+def exchanges_of_batch(ask: Ask, shares: Shares, again: float) -> Groups:
+    """Return what a micro-batch shows of its exchanges between tensor ranks, context ranks, stages
+    and experts.
+    """
     a = ask.architecture
     layout = ask.layout
     tensor = layout.tensor
     token = ask.tokens / layout.pipeline * ask.matmul_width
     stream = (4 + 2 * again) * token * a.hidden_size
-    terms: Terms = {}
+    seconds: Groups = {}
     if tensor > 1:
         sent = a.num_layers * 2 * stream * (1 - 1 / tensor)
-        terms[BETWEEN_TENSOR] = TENSOR_SHOWN * sent / _rate(ask, shares, tensor)
+        seconds["tensor"] = TENSOR_SHOWN * sent / _rate(ask, shares, tensor)
     if layout.context > 1:
         heads = a.num_kv_heads * (a.query_dim + a.value_dim) * (layout.context - 1) / tensor
         sent = a.num_layers * (3 + again) * token * heads
-        rate = _rate(ask, shares, layout.context, tensor)
-        terms["communication: keys and values between context ranks"] = sent / rate
+        seconds["context"] = sent / _rate(ask, shares, layout.context, tensor)
     if layout.pipeline > 1:
         sent = 2 * layout.interleave * token * layout.pipeline * a.hidden_size / tensor
         rate = _rate(ask, shares, 2, layout.num_ranks // layout.pipeline)
-        terms["communication: activations between stages"] = sent / rate
-    if a.mixture and layout.expert > 1:
-        copies = a.mixture.experts_per_token * (1 - 1 / layout.expert) / tensor
-        hidden = ask.program.interleaved_overlap
-        if layout.interleave == 1:
-            hidden = ask.program.expert_overlap
+        seconds["pipeline"] = sent / rate
+    if layout.expert > 1:
+        copies = max(layers.chosen for layers in a.layers) * (1 - 1 / layout.expert) / tensor
         rate = _rate(ask, shares, layout.expert, layout.context * layout.expert_tensor_ranks)
-        sent = a.num_mixture_layers * stream * copies * (1 - hidden)
-        terms["communication: tokens between experts"] = sent / rate
-    return terms
+        shown = _INTERLEAVED_SHOWN if layout.interleave > 1 else _EXPERT_SHOWN
+        seconds["expert"] = shown * a.num_mixture_layers * stream * copies / rate
+    return seconds
 
 
-def _state_exchanges(ask: Ask, shares: Shares, computing: float) -> Terms:
-    """Return what a step shows of gathers of weights and sums of gradients."""
+def exchanges_of_state(ask: Ask, shares: Shares, computing: float) -> Groups:
+    """Return what a step shows of gathers of weights and sums of gradients, between shards and
+    between replicas.
+    """
     layout = ask.layout
     a = ask.architecture
     of_experts = a.parameters["experts"]
-    number = (a.num_parameters - of_experts) / layout.tensor
-    number += of_experts / layout.expert / layout.expert_tensor_ranks
+    number = (a.num_parameters - of_experts) / layout.tensor + of_experts / layout.ranks_of_experts
     number /= layout.pipeline
     summed = ask.recipe.reduction.bytes_per_element(ask.weight_dtype) * ask.trained_share
     sharing = layout.num_sharing
-    terms: Terms = {}
+    shown: Groups = {}
     if sharing > 1:
         sums = layout.micro_batches if layout.zero >= 2 else 1
         gathers = 2 * layout.micro_batches if layout.zero == 3 else 1
         rate = _rate(ask, shares, sharing, layout.tensor)
         seconds = number * (gathers * ask.weight_bytes + sums * summed) / rate
-        hidden = min(seconds, computing) * shares["hidden"]
-        terms[SHARDED] = seconds - hidden
+        shown["shard"] = seconds - min(seconds, computing) * shares["hidden"]
     if layout.data > 1:
         seconds = 2 * number * summed / sharing / _rate(ask, shares, layout.num_ranks)
-        terms["communication: gradients between replicas"] = _ALL_REDUCE_SHOWN * seconds
-    return terms
+        shown["data"] = _ALL_REDUCE_SHOWN * seconds
+    return shown
 
 
 def _update(ask: Ask, shares: Shares) -> float:
     """Return the seconds to read and write all stored tensors once, or to update them on the host."""
     number = ask.on_rank("trained", 1)
     if ask.program.offload:
-        chips = min(ask.num_chips, ask.cluster.chips_per_node)
         to_host = 4 * ask.layout.micro_batches / (1e9 * ask.chip.host_gb_per_second)
-        return number * (to_host + chips / _HOST_UPDATES)
+        return number * (to_host + ask.cluster.chips_per_node / _HOST_UPDATES)
     bandwidth = ask.chip.bandwidth_gb_per_second * 1e9 * shares["bandwidth"]
     return float(number * 2 * ask.storage.bytes_per_param / bandwidth)

@@ -1,19 +1,16 @@
 """A plan in tables of at most 120 columns and eight fixed sentences: options, what fits instead,
-and all terms of the best option. 1 GB is 10^9 bytes.
+and the step of the best option. 1 GB is 10^9 bytes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from narrowgauge.planner.estimate import ERRORS, Ends, Estimate
-from narrowgauge.planner.memory import Terms, groups_of
+from narrowgauge.planner.estimate import ERRORS, Ends, Estimate, fits_text
 from narrowgauge.spec.kernels import multiplies
-from narrowgauge.spec.models import MODELS
 from narrowgauge.spec.tables import Row, Table, table_of
 
-_LEAST_SHARE = 0.005
 _NOT_OF_CHANGES = ("B/param", "80 %", "tensors", "80 % of rates", "nats, 1M model")
 _UNITS = ((1.75 * 86_400, 86_400, "d"), (7200, 3600, "h"), (120, 60, "min"), (1, 1, "s"), (0, 1e-3, "ms"))  # fmt: skip
 """The least value, the size and the name of units of time."""
@@ -55,9 +52,9 @@ class Plan:
 
     options: tuple[Estimate, ...]
     model: str
-    tokens: float | None = None
-    left_out: dict[str, str] = field(default_factory=dict)
-    instead: tuple[tuple[str, Estimate], ...] = ()
+    tokens: float | None
+    left_out: dict[str, str]
+    instead: tuple[tuple[str, Estimate], ...]
 
     @property
     def best(self) -> Estimate:
@@ -83,10 +80,8 @@ class Plan:
         lines = [] if best.fits else [_too_large(best)]
         layouts: dict[str, list[str]] = {}
         for job in self.options:
-            text = f"{job.layout} on {job.cluster.name}; limited by {job.limited_by}"
-            layouts.setdefault(text, []).append(job.recipe.name)
-        for text, names in layouts.items():
-            lines.append(f"{', '.join(names)}: {text}.")
+            layouts.setdefault(f"{job.layout} on {job.cluster.name}", []).append(job.recipe.name)
+        lines += [f"{', '.join(names)}: {text}." for text, names in layouts.items()]
         if best.host_bytes:
             memory = bytes_text(best.cluster.host_memory_bytes)
             lines.append(f"The host of a node holds {bytes_text(best.host_bytes)} of {memory}.")
@@ -97,15 +92,12 @@ class Plan:
             f"80 % intervals: of {speeds} published speeds of {best.kind} models, asked by name. "
             "A measured run of yours makes them smaller: narrowgauge plan next."
         )
-        if best.program.gathered and best.weight_dtype == "float32":
-            lines.append("Without effect in this layout: gathered= without sharded weights.")
-        assumed = "; ".join(dict.fromkeys(_assumptions(self.options)))
-        lines.append(f"Assumed: {assumed}.")
+        lines.append(f"Assumed: {'; '.join(dict.fromkeys(_assumptions(self.options)))}.")
         return lines
 
     def tables(self) -> list[Table]:
-        """Return the options of each cluster, what fits instead, the whole run, and the time of each
-        group in the best option's step.
+        """Return the options of each cluster, what fits instead, the whole run, and the time and
+        memory of the best option by group.
         """
         best = self.best
         title = f"{self.model}: {best.architecture.num_parameters / 1e9:.3g}B parameters"
@@ -123,21 +115,17 @@ class Plan:
         if self.tokens is not None:
             rows = [_run(job, self.tokens) for job in self.options]
             tables.append(table_of(rows, f"A run of {self.tokens / 1e9:,.6g}B tokens"))
-        if best.fits:
-            rows = list(_groups(best))
-            tables.append(table_of(rows, f"A step of {best.tokens_per_step:,} tokens"))
+        for title, groups in (
+            (f"A step of {best.tokens_per_step:,} tokens", best.step),
+            ("Memory of the worst rank", best.memory),
+        ):
+            text = bytes_text if groups is best.memory else duration_text
+            rows = []
+            for name in sorted(groups, key=groups.__getitem__, reverse=True):
+                if groups[name]:
+                    rows.append({"group": name, "amount": text(groups[name])})
+            tables.append(table_of(rows, title))
         return tables
-
-    def explanation(self) -> list[str]:
-        """Return every term of the best option's memory and step, one a line. The formulas are the
-        code of ``planner/memory.py`` and ``planner/step_time.py``.
-        """
-        return [
-            f"Memory of the worst rank, {self.best.recipe.name}, {self.best.layout}:",
-            *_term_lines(self.best.memory, 1e9, "GB"),
-            f"An optimizer step of {self.best.tokens_per_step:,} tokens:",
-            *_term_lines(self.best.step, 1.0, "s"),
-        ]
 
 
 def _ends(interval: Ends, scale: float, style: str) -> str:
@@ -148,14 +136,14 @@ def _ends(interval: Ends, scale: float, style: str) -> str:
 def _option(job: Estimate) -> Row:
     """Return the row of a job. ``tensors`` is what ``torch.cuda.max_memory_allocated`` prints."""
     loss = job.measured_loss
+    most = job.memory_interval[1]
     return {
         "recipe": job.recipe.name,
         "B/param": f"{job.storage.bytes_per_param:g}",
         "a chip": bytes_text(job.peak_bytes),
         "80 %": _ends(job.memory_interval, 1e9, ".3g"),
         "tensors": bytes_text(job.allocated_bytes),
-        "free": bytes_text(job.headroom_bytes),
-        "fits": job.fits_text,
+        "fits": fits_text(job.peak_bytes, most, job.chip.memory_bytes) if job.fits else "no",
         "tokens/s": f"{job.tokens_per_second:,.0f}",
         "80 % of rates": _ends(job.rate_interval, 1, ",.0f"),
         "MFU": f"{job.mfu:.0%}",
@@ -171,24 +159,9 @@ def _run(job: Estimate, tokens: float) -> Row:
         "recipe": job.recipe.name,
         "days": f"{days:,.1f}",
         "80 %": _ends(job.days_interval(tokens), 1, ",.1f"),
-        "chip hours": f"{24 * job.num_chips * days:,.0f}",
+        "chip hours": f"{24 * job.cluster.chips * days:,.0f}",
         "cluster": job.cluster.name,
     }
-
-
-def _groups(job: Estimate) -> Iterator[Row]:
-    """Yield the groups of a step, the longest first."""
-    groups = groups_of(job.step)
-    for name in sorted(groups, key=groups.__getitem__, reverse=True):
-        share = groups[name] / job.step_seconds
-        if share >= _LEAST_SHARE:
-            yield {"group": name, "time": duration_text(groups[name]), "share": f"{share:.0%}"}
-
-
-def _term_lines(terms: Terms, size: float, unit: str) -> Iterator[str]:
-    """Yield each term with its group, and the sum."""
-    for name, value in {**terms, f"all {len(terms)} terms": sum(terms.values())}.items():
-        yield f"{value / size:12,.3f} {unit}  {name}"
 
 
 def _too_large(best: Estimate) -> str:
@@ -203,16 +176,12 @@ def _too_large(best: Estimate) -> str:
 
 def _assumptions(jobs: tuple[Estimate, ...]) -> Iterator[str]:
     """Yield the plan's assumptions: programs, networks, losses of recipes, and the batch."""
-    best = jobs[0]
     for job in jobs:
         cluster = job.cluster
         yield f"{job.program} (--program)"
-        if cluster.interconnect_gbit_per_second is None and cluster.chips > cluster.chips_per_node:
-            rate = cluster.network_bytes_per_second * 8e-9 * cluster.chips_per_node
+        if cluster.chips > cluster.chips_per_node:
+            rate = cluster.interconnect_gbit_per_second
             yield f"{rate:,.0f} Gbit/s a node of {job.chip.name} (--cluster)"
         if not job.recipe.storage.keeps_updates:
             yield f"{job.recipe.name} loses small updates and is listed last"
-    model = MODELS.get(best.architecture.name)
-    if model and model.max_positions < best.sequence_length:
-        yield f"more than {model.max_positions:,} positions (max_position_embeddings)"
-    yield f"steps of {best.tokens_per_step:,} tokens (--tokens-per-step)"
+    yield f"steps of {jobs[0].tokens_per_step:,} tokens (--tokens-per-step)"

@@ -20,7 +20,6 @@ MOST_POINTS = 400
 """A longer line is drawn by means of equal parts."""
 SMALLEST = 0.001
 """Nats that an axis of differences spans at least on each side: noise in the last digits looks small."""
-_LOSSES = (("Training loss", "steps", "loss"), ("Validation loss", "evals", "val_loss"))
 
 
 class PageRun(NamedTuple):
@@ -43,17 +42,19 @@ class Curve(NamedTuple):
     figure: dict[str, Any]
 
 
-_CAPTIONS = {
-    "difference": (
-        "Above zero a recipe is worse than the baseline. Each run is compared with the baseline's "
-        "run of the same seed."
-    ),
-    "loss": "Nats per token; lower is better.",
-    "EDQ": (
-        "The factor by which storage multiplied the learning rate: at 1 the whole update was "
-        "stored, at 0 nothing. The last steps count, where updates are small."
-    ),
-}  # fmt: skip
+_DIFFERENCE = (
+    "Above zero a recipe is worse than the baseline. Each run is compared with the baseline's run of "
+    "the same seed."
+)
+_LOSS = "Nats per token; lower is better."
+_EDQ = (
+    "The factor by which storage multiplied the learning rate: at 1 the whole update was stored, at "
+    "0 nothing. The last steps count, where updates are small."
+)
+_FIGURES = (
+    ("Training loss", "steps", "loss", _LOSS), ("Validation loss", "evals", "val_loss", _LOSS),
+    ("EDQ", "steps", "edq", _EDQ),
+)  # fmt: skip
 
 
 def curves_of(runs: Sequence[PageRun], baseline: str | None) -> list[Curve]:
@@ -61,22 +62,18 @@ def curves_of(runs: Sequence[PageRun], baseline: str | None) -> list[Curve]:
     baseline = baseline or runs[0].label
     is_compared = any(run.label != baseline for run in runs)
     curves = []
-    for title, table, name in _LOSSES:
-        lines = _lines(runs, table, name)
-        if is_compared:
+    for title, table, name, caption in _FIGURES:
+        lines = [(run, column(run.run, table, name)) for run in runs]
+        least = 0.0
+        if is_compared and caption is _LOSS:
             lines = _differences(lines, baseline)
             title = f"{title} minus {baseline}"
-        caption = _CAPTIONS["difference" if is_compared else "loss"]
-        curves.append(_curve(title, caption, lines, SMALLEST * is_compared))
-    curves.append(_curve("EDQ", _CAPTIONS["EDQ"], _lines(runs, "steps", "edq")))
-    return [curve for curve in curves if curve.figure["data"]]
-
-
-def _lines(runs: Sequence[PageRun], table: str, name: str) -> list[Line]:
-    lines = []
-    for run in runs:
-        lines.append((run, column(run.run, table, name)))
-    return lines
+            caption = _DIFFERENCE
+            least = SMALLEST
+        figure = _figure(lines, least)
+        if figure["data"]:
+            curves.append(Curve(title, caption, figure))
+    return curves
 
 
 def _differences(lines: Sequence[Line], baseline: str) -> list[Line]:
@@ -96,18 +93,15 @@ def _differences(lines: Sequence[Line], baseline: str) -> list[Line]:
 
 
 def thinned(line: Series, most: int = MOST_POINTS) -> Series:
-    """Return at most ``most`` points: of equal parts the last step and the mean."""
-    if len(line) <= most:
-        return line
-    steps = []
-    means = []
-    for part in np.array_split(np.arange(len(line)), most):
-        steps.append(line.x[part[-1]])
-        means.append(line.y[part].mean())
-    return Series(np.array(steps), np.array(means))
+    """Return at most ``most`` points: the last step and the mean of equal parts, back from the end."""
+    size = max(1, -(-len(line) // most))
+    count = len(line) // size
+    first = len(line) - count * size
+    parts = line.y[first:].reshape(count, size)
+    return Series(line.x[first + size - 1 :: size], parts.mean(1))
 
 
-def _curve(title: str, caption: str, lines: Sequence[Line], least: float = 0.0) -> Curve:
+def _figure(lines: Sequence[Line], least: float) -> dict[str, Any]:
     data: list[dict[str, Any]] = []
     values: list[float] = []
     shown: set[str] = set()
@@ -139,7 +133,7 @@ def _curve(title: str, caption: str, lines: Sequence[Line], least: float = 0.0) 
         "xaxis": {"title": {"text": "step"}}, "legend": {"orientation": "h", "y": -0.25},
         "paper_bgcolor": "rgba(0,0,0,0)", "plot_bgcolor": "rgba(0,0,0,0)", "hovermode": "closest",
     }  # fmt: skip
-    return Curve(title, caption, {"data": data, "layout": layout})
+    return {"data": data, "layout": layout}
 
 
 def axis_range(values: Sequence[float], least: float) -> list[float]:

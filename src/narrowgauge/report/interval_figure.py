@@ -7,9 +7,11 @@ the colour of the text around them, so one drawing serves a light and a dark pag
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from html import escape
 
-from narrowgauge.measuring.comparison import Comparison
+from narrowgauge.measuring.comparison import Comparison, shown_difference
+from narrowgauge.runs.schema import Row
 
 COLOURS = (
     "#3b82c4", "#d4732a", "#1f9d7c", "#b4559a", "#a58412", "#3ba3c4", "#7565d0", "#7d838e",
@@ -17,7 +19,6 @@ COLOURS = (
 """The colour of each recipe in every figure. Each is readable on white and on near black."""
 FAR = 15.0
 """The axis ends at this multiple of the threshold, or the recipes inside would overlap."""
-_WIDTH = 440
 _ROW = 44
 _FRAME = """\
 <svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 440 {height}" role="img" \
@@ -41,6 +42,15 @@ def colour_of(index: int) -> str:
     return COLOURS[index % len(COLOURS)]
 
 
+def _drawn(comparison: Comparison) -> Iterator[tuple[Row, float, float, float]]:
+    """Yield each row that has a finite difference, with its mean and the ends of its interval."""
+    for row in comparison.rows:
+        mean = row["difference"]
+        if mean is not None and math.isfinite(mean):
+            low, high = row["difference_interval"] or (mean, mean)
+            yield row, mean, low, high
+
+
 def interval_figure(comparison: Comparison) -> str:
     """Return an SVG of the paired differences with their 95 % intervals; empty without any.
 
@@ -49,31 +59,23 @@ def interval_figure(comparison: Comparison) -> str:
     """
     threshold = comparison.acceptable
     labels = [row["recipe"] for row in comparison.rows]
-    drawn = [pair for pair in comparison.differences if math.isfinite(pair.mean)]
+    drawn = list(_drawn(comparison))
     if not drawn or not 0 < threshold < math.inf:
         return ""
-    ends = [1.5 * threshold]
-    for pair in drawn:
-        if pair.num_pairs > 1:
-            ends += [abs(pair.low), abs(pair.high)]
-        ends.append(abs(pair.mean))
-    limit = 1.1 * min(max(ends), FAR * threshold)
+    farthest = max(max(abs(low), abs(high)) for _, _, low, high in drawn)
+    limit = 1.1 * min(max(farthest, 1.5 * threshold), FAR * threshold)
 
     def x_of(value: float) -> float:
-        inside = max(-limit, min(limit, value))
-        return round(_WIDTH / 2 + inside / limit * (_WIDTH / 2 - 10), 1)
+        inside = max(-1.0, min(1.0, value / limit))
+        return round(220 + 210 * inside, 1)
 
     marks = []
     y = 8
-    for pair in drawn:
-        low = pair.mean
-        high = pair.mean
-        if pair.num_pairs > 1:
-            low = pair.low
-            high = pair.high
-        colour = colour_of(labels.index(pair.recipe))
-        texts = {"recipe": escape(pair.recipe), "words": escape(pair.text), "colour": colour}
-        places = {"low": x_of(low), "mean": x_of(pair.mean), "high": x_of(high)}
+    for row, mean, low, high in drawn:
+        colour = colour_of(labels.index(row["recipe"]))
+        words = escape(shown_difference(row))
+        texts = {"recipe": escape(row["recipe"]), "words": words, "colour": colour}
+        places = {"low": x_of(low), "mean": x_of(mean), "high": x_of(high)}
         marks.append(_MARK.format(y=y + 30, text_y=y + 18, **texts, **places))
         y += _ROW
     for value in (-threshold, 0.0, threshold):

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from html import escape
 from importlib import resources
-from pathlib import Path
 
 from narrowgauge.errors import NarrowgaugeError, require_package
 from narrowgauge.measuring.comparison import Comparison
@@ -17,7 +16,7 @@ from narrowgauge.measuring.labels import run_labels, seed_of
 from narrowgauge.measuring.reading import Reading
 from narrowgauge.report.curves import PageRun, curves_of
 from narrowgauge.report.interval_figure import interval_figure
-from narrowgauge.runs.finding import counted, sentences, told
+from narrowgauge.runs.finding import counted, told
 from narrowgauge.runs.places import PAGE_MARK
 from narrowgauge.runs.record import Run
 from narrowgauge.spec.tables import Table, cell_text
@@ -30,8 +29,9 @@ def render(comparison: Comparison, runs: Sequence[Run], script: str) -> str:
         script: the HTML element that loads Plotly.
     """
     shown = page_runs(runs)
+    title = told(run.label for run in shown)
     body = [
-        f"<h1>{escape(title_of(shown))}</h1>",
+        f"<h1>{escape(title)}</h1>",
         f'<p class="muted">{counted(len(runs), "run")}</p>',
         *_verdict(comparison, runs),
         _section("Cost", html_table(comparison.table())),
@@ -44,7 +44,7 @@ def render(comparison: Comparison, runs: Sequence[Run], script: str) -> str:
         '<html lang="en"><head><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         PAGE_MARK.decode(),
-        f"<title>{escape(title_of(shown))} · Narrowgauge</title>",
+        f"<title>{escape(title)} · Narrowgauge</title>",
         f"<style>{style}</style>{script}</head><body><main>",
     ]
     return "\n".join([*head, *body, "</main></body></html>\n"])
@@ -58,16 +58,6 @@ def page_runs(runs: Sequence[Run]) -> list[PageRun]:
     for run, label in zip(runs, labels, strict=True):
         shown.append(PageRun(run, label, numbers[label], seed_of(run)))
     return shown
-
-
-def title_of(runs: Sequence[PageRun]) -> str:
-    """Return the models and recipes of a page."""
-    models = []
-    labels = []
-    for run in runs:
-        models.append(Path(str(run.run.config.get("model", "a model"))).name)
-        labels.append(run.label)
-    return f"{told(models)} in {told(labels)}"
 
 
 def _section(heading: str, *parts: str) -> str:
@@ -92,12 +82,11 @@ def html_table(table: Table) -> str:
 
 
 def _verdict(comparison: Comparison, runs: Sequence[Run]) -> Iterator[str]:
-    first, *others = [*comparison.verdict, *learned(comparison, runs)]
     items = ""
-    for sentence in others:
+    for sentence in learned(comparison, runs):
         items += f"<li>{escape(sentence)}</li>"
     figure = interval_figure(comparison)
-    parts = [f'<p class="lead">{escape(first)}</p>', f"<ul>{items}</ul>"]
+    parts = [f'<p class="lead">{escape(comparison.verdict)}</p>', f"<ul>{items}</ul>"]
     if figure:
         caption = (
             "A bar is the 95 % interval of the mean over seeds. Inside the band a recipe is as good "
@@ -175,7 +164,7 @@ def _finding(label: str, what: str, members: list[tuple[int, Reading]]) -> str:
         value = getattr(reading, name)
         if value is not None:
             words.append(f"{name} {cell_text(value)}")
-    sentence = escape(sentences(reading.text or what))
+    sentence = escape(reading.text or f"{what}.")
     return (
         f'<li><p>{sentence}</p><p class="muted">{escape(" · ".join(filter(None, words)))}</p></li>'
     )

@@ -1,1 +1,1 @@
-from .writer import RunWriter as RunWriter
+from .writer import Record as Record

@@ -1,21 +1,8 @@
-"""Numbers, names and durations in sentences."""
+"""Counts and names in sentences."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-
-
-def sentences(message: str, advice: str = "") -> str:
-    """Return a message and its advice as sentences, each with a full stop.
-
-    Example:
-        >>> sentences("the loss is not finite", "Go back to a checkpoint."), sentences("the run began.")
-        ('the loss is not finite. Go back to a checkpoint.', 'the run began.')
-    """
-    words = []
-    for part in filter(None, (message, advice)):
-        words.append(part if part.endswith(("?", "!")) else f"{part.rstrip('.')}.")
-    return " ".join(words)
 
 
 def counted(number: int, thing: str) -> str:
@@ -26,19 +13,6 @@ def counted(number: int, thing: str) -> str:
         ('1 run', '2 runs', '1,234 steps')
     """
     return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"
-
-
-def duration(seconds: float) -> str:
-    """Return a waiting time, rounded.
-
-    Example:
-        >>> [duration(seconds) for seconds in (0.4, 42, 200, 9000)]
-        ['1 s', '42 s', '3 min 20 s', '2 h 30 min']
-    """
-    minutes, rest = divmod(max(1, round(seconds)), 60)
-    if minutes >= 60:
-        return f"{minutes // 60} h {minutes % 60} min"
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 def told(names: Iterable[str], most: int = 3) -> str:
@@ -52,14 +26,3 @@ def told(names: Iterable[str], most: int = 3) -> str:
     text = ", ".join(distinct[:most])
     rest = len(distinct) - most
     return f"{text} and {counted(rest, 'other')}" if rest > 0 else text
-
-
-def listed(parts: Iterable[str]) -> str:
-    """Join names for a sentence.
-
-    Example:
-        >>> listed(["a", "b", "c"])
-        'a, b and c'
-    """
-    *first, last = parts
-    return " and ".join(filter(None, [", ".join(first), last]))

@@ -35,59 +35,12 @@ def named(names: Iterable[str], column: str) -> str | None:
         >>> named(["epoch", "eval_loss", "lr-AdamW"], "val_loss"), named(["epoch", "lr-AdamW"], "lr"), named(["acc"], "loss")
         ('eval_loss', 'lr-AdamW', None)
     """
-    plain = {name: str(name).strip().lower().replace(" ", "_") for name in names}
+    plain = {str(name).strip().lower().replace(" ", "_"): name for name in names}
     for pattern in NAMES[column]:
         for name in plain:
-            if fnmatchcase(plain[name], pattern):
-                return name
+            if fnmatchcase(name, pattern):
+                return plain[name]
     return None
-
-
-# ── reading: a damaged file raises ValueError ─────────────────────────────────────────────────────
-
-
-def _rows_of(file: Path) -> tuple[list[Row], Row]:
-    """Return the rows of a log, and the state that holds them: of a Trainer's, else none."""
-    if file.name == _STATE:
-        state: Row = load_json(file.read_bytes())
-        return state["log_history"], state
-    text = file.read_text(encoding="utf-8-sig", errors="replace")
-    rows: list[Row] = list(csv.DictReader(io.StringIO(text), strict=True))
-    # A row with other values than names is damaged, or being written.
-    return [row for row in rows if None not in row and None not in row.values()], {}
-
-
-def _by_step(rows: list[Row], shift: int) -> dict[int, Row]:
-    """Return the known columns of rows by step; the last value of one step counts.
-
-    Losses that begin at step 0 are of step 1.
-    """
-    names: dict[str, None] = {}
-    for row in rows:
-        names |= dict.fromkeys(row)
-    known = {column: named(names, column) for column in NAMES}
-    step_name = known.pop("step")
-    if rows and step_name is None:
-        raise ValueError(f"it has no column of steps ({', '.join(NAMES['step'][2:])})")
-    by_step: dict[int, Row] = {}
-    for row in rows:
-        step = _number(row.get(str(step_name)))
-        if step is None or not step.is_integer():
-            continue
-        columns = by_step.setdefault(int(step) + shift, {})
-        values = {column: _number(row.get(str(name))) for column, name in known.items()}
-        columns |= {column: value for column, value in values.items() if value is not None}
-    with_loss = [step for step, row in by_step.items() if "loss" in row]
-    first = int(min(with_loss, default=1) == 0)
-    return {step + first: by_step[step] for step in sorted(by_step)}
-
-
-def _number(value: Any) -> float | None:
-    """Return a value of a log as a number; ``None`` if it is none."""
-    try:
-        return float(value)
-    except (TypeError, ValueError, OverflowError):
-        return None
 
 
 def log_file(path: Path) -> Path | None:
@@ -130,17 +83,15 @@ def read_log(path: Path) -> dict[str, Any] | None:
     steps = []
     evals = []
     for step, row in by_step.items():
-        of_step = {name: value for name, value in row.items() if name in STEP}
-        if of_step:
-            steps.append({"step": step, **of_step})
+        if STEP.keys() & row:
+            steps.append({"step": step, **{name: row[name] for name in row if name in STEP}})
         if "val_loss" in row:
             evals.append({"step": step, **{name: row[name] for name in row if name in EVAL}})
     if not steps and not evals:
-        columns = ", ".join(sorted(map(str, rows[0]))[:8]) if by_step else "no rows with a step"
+        columns = ", ".join(sorted(map(str, rows[0]))[:8]) if rows else "no rows"
         raise RecordError(
-            f"{file} holds no loss. It has {columns}.",
-            "If one of its columns is the loss, rename it to one of "
-            f"{', '.join(NAMES['loss'][:3])}.",
+            f"{file} holds no loss at a step. It has {columns}.",
+            f"If one of its columns is the loss, name it {NAMES['loss'][0]}.",
         )
     summary: Row = {"steps": max(by_step)}
     if evals:
@@ -156,3 +107,47 @@ def read_log(path: Path) -> dict[str, Any] | None:
         "evals": evals,
         "summary": summary if is_finished else None,
     }
+
+
+def _rows_of(file: Path) -> tuple[list[Row], Row]:
+    """Return the rows of a log, and the state that holds them: of a Trainer's, else none."""
+    if file.name == _STATE:
+        state: Row = load_json(file.read_bytes())
+        return state["log_history"], state
+    text = file.read_text(encoding="utf-8-sig", errors="replace")
+    rows: list[Row] = list(csv.DictReader(io.StringIO(text), strict=True))
+    # A row with other values than names is damaged, or being written.
+    return [row for row in rows if None not in row and None not in row.values()], {}
+
+
+def _by_step(rows: list[Row], shift: int) -> dict[int, Row]:
+    """Return the known columns of rows by step; the last value of one step counts.
+
+    Losses that begin at step 0 are of step 1.
+    """
+    names: dict[str, None] = {}
+    for row in rows:
+        names |= dict.fromkeys(row)
+    known = {column: named(names, column) for column in NAMES}
+    step_name = known.pop("step")
+    by_step: dict[int, Row] = {}
+    for row in rows:
+        step = _number(row.get(str(step_name)))
+        if step is None or not step.is_integer():
+            continue
+        columns = by_step.setdefault(int(step) + shift, {})
+        for column, name in known.items():
+            value = _number(row.get(str(name)))
+            if value is not None:
+                columns[column] = value
+    with_loss = [step for step, row in by_step.items() if "loss" in row]
+    first = int(min(with_loss, default=1) == 0)
+    return {step + first: by_step[step] for step in sorted(by_step)}
+
+
+def _number(value: Any) -> float | None:
+    """Return a value of a log as a number; ``None`` if it is none."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None

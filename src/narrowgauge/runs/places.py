@@ -77,14 +77,12 @@ def require_comparison(folder: Path, runs: Iterable[str]) -> None:
         runs: the names of the runs' folders. A run may be there already.
     """
     names = ["run.toml"]
-    page = folder / "report.html"
+    begun = [name for name in runs if is_run(folder / name)]
     for name in runs:
-        if not is_run(folder / name):
+        if name not in begun:
             require_free(folder / name)
-    if page.exists() and not is_page(page):
-        names.append("report.html")
-    if not page.exists() and not any(is_run(folder / name) for name in runs):
-        names.append("compare.json")
+    if not begun:
+        names += ["report.html", "compare.json"]
     require_no_file(folder, names, "compare in")
 
 
@@ -120,38 +118,36 @@ def new_folder(path: Path) -> Iterator[Path]:
             shutil.rmtree(temporary, ignore_errors=True)
 
 
-class FolderLock:
-    """Lock a folder against other writers, until :meth:`release` or the end of the process.
+def lock(path: Path) -> int | None:
+    """Lock a folder against other writers, until :func:`unlock` or the end of the process.
 
     Raises:
-        RecordError: another process, or another lock of this one, holds it.
+        RecordError: another process, or another record of this one, holds it.
     """
+    if sys.platform == "win32":
+        return None
+    with disk_errors(path):
+        descriptor = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise RecordError(
+            f"Cannot write the run {path}: another process, or a recorder of this one that was not "
+            "closed, is writing it.",
+            "Close it, or wait until the process ends.",
+        ) from error
+    except OSError:  # a file system without locks
+        pass
+    return descriptor
 
-    def __init__(self, path: Path) -> None:
-        self.descriptor: int | None = None
-        if sys.platform == "win32":
-            return
-        with disk_errors(path):
-            self.descriptor = os.open(path, os.O_RDONLY)
-        try:
-            fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            self.release()
-            who = "another process, or a recorder of this one that was not closed,"
-            raise RecordError(
-                f"Cannot write the run {path}: {who} is writing it.",
-                "Close it, or wait until the process ends.",
-            ) from error
-        except OSError:  # a file system without locks
-            pass
 
-    def release(self) -> None:
-        """Release the folder; twice is no error."""
-        if self.descriptor is not None:
-            with contextlib.suppress(OSError):  # a forked process may have the folder open
-                fcntl.flock(self.descriptor, fcntl.LOCK_UN)
-            os.close(self.descriptor)
-            self.descriptor = None
+def unlock(descriptor: int | None) -> None:
+    """Release the folder of a :func:`lock`, which a forked process may have open too."""
+    if descriptor is not None:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+        os.close(descriptor)
 
 
 # ── to read ───────────────────────────────────────────────────────────────────────────────────────
@@ -174,11 +170,7 @@ def run_folders(paths: Sequence[str | Path]) -> list[Path]:
         elif not is_log(path):
             runs = [place for place in inside if is_run(place) or is_log(place)]
         if not runs:
-            problem = "neither it nor a folder in it has a run.toml, or a log of another framework"
-            if not path.exists():
-                problem = "there is no such folder or file"
-            elif path.is_file():
-                problem = "it is a file, and no log that can be read. Unpack a zip first"
+            problem = "it holds none" if path.exists() else "there is no such folder or file"
             raise RecordError(
                 f"No run in {path}: {problem}.",
                 f"Name a run folder, the folder of a comparison, or a {LOGS}.",
@@ -198,6 +190,6 @@ def only_run(path: str | Path) -> Path:
         names = told((place.name for place in places), 6)
         raise RecordError(
             f"One run was asked about, and {path} holds {len(places)}: {names}.",
-            f"Name one, such as {places[0]}; narrowgauge report {path} has the readings of all.",
+            f"Name one, such as {places[0]}.",
         )
     return places[0]

@@ -26,7 +26,7 @@ from narrowgauge.runs.atomic_io import damaged, load_json, read_bytes
 from narrowgauge.runs.finding import counted
 from narrowgauge.runs.foreign_logs import SOURCE, read_log
 from narrowgauge.runs.places import is_run, only_run
-from narrowgauge.runs.schema import VERSION, Row, is_whole, short
+from narrowgauge.runs.schema import VERSION, Row
 from narrowgauge.spec.toml import load_toml
 
 
@@ -53,19 +53,15 @@ class Run:
     @cached_property
     def gauges(self) -> list[Row]:
         """Return the rows of ``gauges.jsonl``, read on first use: they are by far the largest."""
-        return self.read("gauges")
+        return self._read("gauges")
 
     @cached_property
     def fingerprints(self) -> list[Row]:
         """Return the rows of ``fingerprints.jsonl``, read on first use."""
-        return self.read("fingerprints")
+        return self._read("fingerprints")
 
-    def read(self, kind: str) -> list[Row]:
-        """Read the rows of a kind. Drop those that do not parse, with a note."""
-        if self.is_foreign:
-            return []
-        rows = rows_in(self.path / f"{kind}.jsonl", self.notes)
-        return [row for _, row in rows if row is not None]
+    def _read(self, kind: str) -> list[Row]:
+        return [] if self.is_foreign else rows_in(self.path / f"{kind}.jsonl", self.notes)
 
     @property
     def is_foreign(self) -> bool:
@@ -97,9 +93,9 @@ def read_run(path: str | Path) -> Run:
     Example:
         >>> import tempfile, narrowgauge as ng
         >>> folder = Path(tempfile.mkdtemp(), "first")
-        >>> from narrowgauge.runs import RunWriter
-        >>> with RunWriter.create(folder, {"config": {"recipe": "bfloat16/word"}}) as writer:
-        ...     _ = writer.append("steps", {"step": 1, "loss": float("nan")})
+        >>> from narrowgauge.runs import Record
+        >>> with Record.create(folder, {"config": {"recipe": "bfloat16/word"}}) as record:
+        ...     _ = record.append("steps", {"step": 1, "loss": float("nan")})
         >>> read_run(folder).steps
         [{'step': 1, 'loss': nan}]
     """
@@ -108,10 +104,10 @@ def read_run(path: str | Path) -> Run:
     if log is not None:
         return Run(**log)
     notes: list[str] = []
-    run = Run(path, read_settings(path), summary=_read_summary(path, notes), notes=notes)
-    for kind in ("steps", "evals", "events"):
-        getattr(run, kind).extend(run.read(kind))
-    return run
+    steps, evals, events = (
+        rows_in(path / f"{kind}.jsonl", notes) for kind in ("steps", "evals", "events")
+    )
+    return Run(path, read_settings(path), steps, evals, events, _read_summary(path, notes), notes)
 
 
 def read_settings(path: Path) -> Row:
@@ -130,27 +126,12 @@ def read_settings(path: Path) -> Row:
     except ValueError as error:
         raise damaged(file, error) from error
     version = run.get("schema_version")
-    if wrong := wrong_setting(run):
-        raise damaged(file, wrong)
     if version != VERSION:
         raise RecordError(
             f"The run {path} has record schema {version}; this version reads {VERSION}.",
             "Read it with the version that wrote it.",
         )
     return run
-
-
-def wrong_setting(run: Row) -> str:
-    """Describe what readers count with in a ``run.toml`` and cannot. Empty if nothing."""
-    for name in ("config", "data"):
-        if not isinstance(run.get(name, {}), dict):
-            return f"its '{name}' is not a table"
-    counts = {"seed": 0, "steps": 0, **run.get("config", {})}
-    counts["schema_version"] = run.get("schema_version")
-    for name in ("schema_version", "seed", "steps"):
-        if not is_whole(counts[name]):
-            return f"its {name} = {short(counts[name])} is not a whole number"
-    return ""
 
 
 def _read_summary(path: Path, notes: list[str]) -> Row | None:
@@ -163,40 +144,24 @@ def _read_summary(path: Path, notes: list[str]) -> Row | None:
         return None
 
 
-def rows_in(file: Path, notes: list[str]) -> list[tuple[bytes, Row | None]]:
-    """Return the whole lines of a file with their rows: ``None`` of one that does not parse, with a
-    note.
-
-    A last line without a newline is torn, and is no line.
-    """
+def rows_in(file: Path, notes: list[str]) -> list[Row]:
+    """Return the rows of a file. Drop lines that do not parse, with a note, and a torn last one."""
     *lines, _ = (read_bytes(file) or b"").split(b"\n")
-    rows: list[tuple[bytes, Row | None]] = []
-    first = 0
-    last = -1
-    for number, line in enumerate(lines, 1):
-        row = _parsed(file.stem, line)
-        if row is not None and file.stem == "steps":
-            if row["step"] <= last:  # a damaged step
-                row = None
-            else:
-                last = row["step"]
-        if row is None:
-            first = first or number
-        rows.append((line, row))
-    if first:
-        number = sum(row is None for _, row in rows)
-        count = counted(number, "damaged row")
-        notes.append(f"{file.name} has {count} of {len(rows)}, the first in line {first}; left out")
+    rows = []
+    wrong = []
+    for place, line in enumerate(lines, 1):
+        try:
+            row = load_json(line)
+        except ValueError:
+            row = None
+        is_row = isinstance(row, dict) and type(row.get("step")) is int
+        if is_row and (file.stem != "events" or "what" in row):
+            rows.append(row)
+        else:
+            wrong.append(place)
+    if wrong:
+        count = counted(len(wrong), "damaged row")
+        notes.append(
+            f"{file.name} has {count} of {len(lines)}, the first in line {wrong[0]}; left out"
+        )
     return rows
-
-
-def _parsed(kind: str, line: bytes) -> Row | None:
-    try:
-        row = load_json(line)
-    except ValueError:
-        return None
-    if not isinstance(row, dict) or not is_whole(row.get("step")):
-        return None
-    if kind == "events" and row.get("what") is None:
-        return None
-    return row

@@ -1,20 +1,18 @@
 """The schema of a run's record: every column of every file in a run folder, defined once in
 ``data/columns.toml``.
 
-The writer checks rows against these tables. The console and the documentation print them. Rows may
-hold further columns, which are not checked.
+The console and the documentation print these tables. Rows may hold further columns.
 
 A row of ``gauges.jsonl`` names each tensor once, as ``KIND:NAME``, and lists its metrics in the
 order of :data:`METRICS`::
 
-    {"step": 20, "tensors": {"input:model.layers.0.mlp.down_proj": [4.2, 0.9, 0, ...]}, "updates": {...}, ...}
+    {"step": 20, "tensors": {"input:model.layers.0.mlp.down_proj": [4.2, 0.9, 0, ...]}, ...}
 
 A metric that does not apply is null. An empty table is left out.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -31,9 +29,6 @@ UNAVAILABLE = "unavailable"
 """Prefix in the table ``arithmetic`` of ``run.toml``: this machine cannot run the probe. Such
 results are not compared.
 """
-
-STEPWISE = ("steps", "evals", "gauges", "fingerprints")
-"""The kinds of rows that have a step each. A resume rewrites them from its checkpoint on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,61 +71,16 @@ SUMMARY = TABLES["summary"]
 
 
 def number(value: Any) -> float | None:
-    """Return a number as a float, NaN and infinities too; ``None`` for anything else."""
+    """Return a number as a float, NaN and infinities too; ``None`` for anything else.
+
+    Example:
+        >>> number(True), number(float("nan")), number("fast")
+        (1.0, nan, None)
+    """
     try:
         return float(value) if isinstance(value, (int, float)) else None
     except OverflowError:  # a whole number beyond every float
         return None
-
-
-def finite_number(value: Any) -> float | None:
-    """Return a number as a float where it is a finite one.
-
-    Example:
-        >>> finite_number(True), finite_number(float("nan")), finite_number("fast")
-        (1.0, None, None)
-    """
-    real = number(value)
-    return real if real is not None and math.isfinite(real) else None
-
-
-def step_of(row: Row) -> int:
-    """Return the step of a row; 0 if it has none."""
-    return int(finite_number(row.get("step")) or 0)
-
-
-def wrong_value(kind: str, row: Row) -> str:
-    """Describe the first value in a row that does not have the type of its column.
-
-    Empty if all have.
-
-    Example:
-        >>> wrong_value("evals", {"step": 3, "val_loss": "low"}), wrong_value("evals", {"step": 3, "val_loss": 2.5})
-        ("val_loss = 'low', which is not a number", '')
-    """
-    columns = TABLES[kind]
-    for name, value in row.items():
-        wanted = columns[name].type if name in columns else ""
-        if wanted in ("number", "count", "flag") and not isinstance(
-            value, (int, float, type(None))
-        ):
-            return f"{name} = {short(value)}, which is not a number"
-        if wanted == "text" and not isinstance(value, (str, type(None))):
-            return f"{name} = {short(value)}, which is not text"
-    if kind != "summary" and not is_whole(row.get("step")):
-        return f"step = {short(row.get('step'))}, which is not a whole number"
-    return ""
-
-
-def is_whole(value: Any) -> bool:
-    """Return whether a value is a whole number, also as a float. ``True`` does not count."""
-    return type(value) is int or (type(value) is float and value.is_integer())
-
-
-def short(value: Any) -> str:
-    """Return the text of a value, of which at most 40 characters are shown."""
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 def gauge_metrics(row: Row) -> Iterator[tuple[str, str, dict[str, float | None]]]:
@@ -150,21 +100,18 @@ def numbers_of(kind: str, row: Row) -> dict[str, float]:
     """Return the numbers of a row under their tags, as experiment trackers draw them.
 
     Args:
-        kind: ``"steps"``, ``"evals"``, ``"gauges"`` or ``"events"``. The number of an event is its
-            value, or 1.
+        kind: ``"steps"``, ``"evals"`` or ``"events"``; others have none. The number of an event is
+            its value, or 1.
     Example:
-        >>> numbers_of("evals", {"step": 3, "val_loss": 2.5}), numbers_of("gauges", {"step": 1, "updates": {"w": [1.0]}})
-        ({'validation/loss': 2.5}, {'edq/w': 1.0})
+        >>> numbers_of("evals", {"step": 3, "val_loss": 2.5})
+        {'validation/loss': 2.5}
     """
     numbers: dict[str, Any] = {}
     if kind == "events":
         numbers[f"events/{row['what']}"] = row.get("value") or 1
     elif kind == "evals":
         numbers["validation/loss"] = row.get("val_loss")
-    elif kind == "gauges":
-        for tensor, values in row.get("updates", {}).items():
-            numbers[f"edq/{tensor}"] = values[0]
-    else:
+    elif kind == "steps":
         for name, value in row.items():
             if name in STEP and STEP[name].type == "number":
                 numbers[f"train/{name}"] = value

@@ -7,10 +7,7 @@ process ends.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
-from contextlib import suppress
-from datetime import date, time
 from pathlib import Path
 from typing import Any
 
@@ -18,28 +15,24 @@ import tomli_w
 
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.atomic_io import disk_errors, read_bytes, write_whole
-from narrowgauge.runs.places import ROW_FILES, FolderLock, require_free
-from narrowgauge.runs.record import read_settings, rows_in, wrong_setting
-from narrowgauge.runs.schema import STEPWISE, VERSION, Row, wrong_value
+from narrowgauge.runs.places import ROW_FILES, lock, require_free, unlock
+from narrowgauge.runs.record import read_settings, rows_in
+from narrowgauge.runs.schema import VERSION, Row
 
 
-class RunWriter:
+class Record:
     """Write a run folder, which :meth:`create` makes and :meth:`open` continues.
 
-    Close it, or use it in a ``with`` block.
+    Close it, or use it in a ``with`` block. A second writer is refused.
 
-    A reader never sees half a row. A second writer is refused, and a row with a value of the wrong
-    type.
-
-    Args:
-        path: the run folder.
     Attributes:
+        path: the run folder.
         notes: sentences about damaged rows.
     Example:
         >>> import tempfile, narrowgauge as ng
         >>> folder = Path(tempfile.mkdtemp(), "own")
-        >>> with RunWriter.create(folder, {"config": {"recipe": "bfloat16/word", "seed": 0}}) as writer:
-        ...     _ = writer.append("steps", {"step": 1, "loss": 2.5})
+        >>> with Record.create(folder, {"config": {"recipe": "bfloat16/word", "seed": 0}}) as record:
+        ...     _ = record.append("steps", {"step": 1, "loss": 2.5})
         >>> ng.read_run(folder).steps
         [{'step': 1, 'loss': 2.5}]
     """
@@ -47,10 +40,11 @@ class RunWriter:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.notes: list[str] = []
-        self._lock: FolderLock | None = None
+        self._lock = lock(self.path)
+        self._is_open = True
 
     @classmethod
-    def create(cls, path: str | Path, run: Row) -> RunWriter:
+    def create(cls, path: str | Path, run: Row) -> Record:
         """Make a run folder, absent or empty before, and write its ``run.toml``.
 
         Args:
@@ -60,42 +54,37 @@ class RunWriter:
             RecordError: the folder is not empty, another process is writing there, or the disk
                 refuses.
         """
-        writer = cls(path)
-        require_free(writer.path)
-        is_new = not writer.path.exists()
-        with disk_errors(writer.path):
-            writer.path.mkdir(parents=True, exist_ok=True)
+        require_free(path)
+        with disk_errors(Path(path)):
+            Path(path).mkdir(parents=True, exist_ok=True)
+        record = cls(path)
         try:
-            writer._lock = FolderLock(writer.path)
-            require_free(writer.path)  # another writer may have finished since
-            writer.amend(run)
+            require_free(path)  # another writer may have finished since
+            record.amend(run)
         except BaseException:
-            if is_new:
-                with suppress(OSError):  # another writer may use it by now
-                    writer.path.rmdir()
-            writer.close()
+            record.close()
             raise
-        return writer
+        return record
 
     @classmethod
-    def open(cls, path: str | Path) -> RunWriter:
+    def open(cls, path: str | Path) -> Record:
         """Continue a run, which no other process may be writing.
 
         Remove damaged rows, with a note for each file.
         """
-        writer = cls(path)
-        read_settings(writer.path)
-        writer._lock = FolderLock(writer.path)
+        read_settings(Path(path))
+        record = cls(path)
         for name in ROW_FILES:
-            writer._keep(name)
-        return writer
+            record._keep(name)
+        return record
 
     def rewind(self, step: int) -> None:
         """Delete the rows after a step, and the summary, because a resume from its checkpoint
         writes them again. Keep the events.
         """
-        for name in STEPWISE:
-            self._keep(name, step)
+        for name in ROW_FILES:
+            if name != "events":
+                self._keep(name, step)
         (self.path / "summary.json").unlink(missing_ok=True)
 
     def amend(self, run: Row) -> None:
@@ -103,51 +92,34 @@ class RunWriter:
 
         ``run`` is as for :meth:`create`.
         """
-        content = {**toml_value(run), "schema_version": VERSION}
-        wrong = wrong_setting(content)
-        if wrong:
-            raise RecordError(f"Cannot write the run {self.path}: {wrong}.", "Give a whole number.")
+        content = {**plain(run), "schema_version": VERSION}
         write_whole(self.path / "run.toml", tomli_w.dumps(content).encode())
 
     def append(self, kind: str, row: Row) -> Row:
         """Append a row to ``KIND.jsonl``, and return it as written. Cost: about 40 µs."""
-        if self._lock is None:
+        if not self._is_open:
             raise RecordError(
                 f"Cannot write to {self.path} because its record is closed.",
                 "Open it again: ng.RunRecorder(…, resume=True).",
             )
-        content = self._checked(kind, row)
-        try:
-            line = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
-        except TypeError as error:
-            raise RecordError(
-                f"Cannot write this row of {kind}: {error}.", "Give numbers and text."
-            ) from error
+        content: Row = plain(row)
         file = self.path / f"{kind}.jsonl"
-        with disk_errors(file), file.open("ab", buffering=0) as stream:
-            length = stream.seek(0, os.SEEK_END)
-            unwritten = f"{line}\n".encode()
-            try:
-                while unwritten:
-                    unwritten = unwritten[stream.write(unwritten) :]
-            except OSError:
-                stream.truncate(length)
-                raise
+        with disk_errors(file), file.open("ab") as stream:
+            stream.write(_line(content))
         return content
 
     def summary(self, row: Row) -> None:
         """Write ``summary.json``, replacing an earlier one."""
-        values = {name: x for name, x in self._checked("summary", row).items() if x is not None}
-        content = {"schema_version": VERSION, **values}
+        content = plain({"schema_version": VERSION, **row})
         write_whole(self.path / "summary.json", json.dumps(content, indent=1).encode())
 
     def close(self) -> None:
         """Release the folder. Writing afterwards is an error; closing twice is not."""
-        if self._lock is not None:
-            self._lock.release()
-        self._lock = None
+        if self._is_open:
+            unlock(self._lock)
+        self._is_open = False
 
-    def __enter__(self) -> RunWriter:
+    def __enter__(self) -> Record:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -156,51 +128,29 @@ class RunWriter:
     def _keep(self, name: str, last_step: float = float("inf")) -> None:
         """Remove damaged lines, a torn last one, and rows after a step."""
         file = self.path / f"{name}.jsonl"
-        kept_lines = []
-        for line, row in rows_in(file, self.notes):
-            if row is not None and row["step"] <= last_step:
-                kept_lines.append(line + b"\n")
-        content = b"".join(kept_lines)
+        content = b""
+        for row in rows_in(file, self.notes):
+            if row["step"] <= last_step:
+                content += _line(row)
         if content != (read_bytes(file) or b""):
             write_whole(file, content)
 
-    def _checked(self, kind: str, row: Row) -> Row:
-        """Convert the row to JSON values. Refuse a row that no reader would accept."""
-        written: Row = plain(row)
-        wrong = wrong_value(kind, written)
-        if wrong:
-            message = f"Cannot write this row of {kind} to {self.path}: it has {wrong}."
-            raise RecordError(message, "docs/reference.md lists the columns.")
-        return written
+
+def _line(row: Row) -> bytes:
+    return f"{json.dumps(row, ensure_ascii=False, separators=(',', ':'))}\n".encode()
 
 
 def plain(value: Any) -> Any:
-    """Return a value for JSON: numbers of NumPy and PyTorch as Python's, paths as text.
+    """Return a value that JSON and TOML have: without ``None`` in tables, numbers of NumPy and
+    PyTorch as Python's, all else as text.
 
-    NaN and infinities stay, as Python's JSON has them.
-    """
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return list(map(plain, value))
-    if hasattr(value, "item"):
-        try:
-            return value.item()
-        except (ValueError, RuntimeError) as error:
-            raise RecordError(
-                f"Cannot write a value that is not one number: {error}.", "Give numbers."
-            ) from error
-    return str(value) if isinstance(value, Path) else value
-
-
-def toml_value(value: Any) -> Any:
-    """Return a value that TOML has: without ``None``, numbers of NumPy and PyTorch as Python's, all
-    else as text.
+    NaN and infinities stay.
     """
     if hasattr(value, "tolist"):
         value = value.tolist()
-    if isinstance(value, dict):
-        return {str(key): toml_value(item) for key, item in value.items() if item is not None}
+    if isinstance(value, Mapping):
+        return {str(name): plain(x) for name, x in value.items() if x is not None}
     if isinstance(value, (list, tuple)):
-        return [toml_value(item) for item in value]
-    return value if isinstance(value, (bool, int, float, str, date, time)) else str(value)
+        return list(map(plain, value))
+    is_plain = isinstance(value, (bool, int, float, str, type(None)))
+    return value if is_plain else str(value)

@@ -150,13 +150,11 @@ def get_chip(name: str) -> Chip:
     if len(matches) == 1:
         return CHIPS[matches[0]]
     if matches:
-        listed = ", ".join(matches)
         raise ChipError(
-            f"Cannot choose a chip for {name!r}: {listed} begin with it.", "Name one of them."
+            f"Cannot choose a chip for {name!r}: {', '.join(matches)} begin with it.",
+            "Name one of them.",
         )
-    words = {*name.strip().upper().split("-")}
-    containing = [chip for chip in CHIPS if plain and words <= {*chip.upper().split("-")}]
-    near = suggestion(name.strip().upper(), containing or CHIPS)
+    near = suggestion(name.strip().upper(), CHIPS)
     raise ChipError(
         f"no chip is named {name!r}.", f"{near} (narrowgauge show chips lists all.)".strip()
     )

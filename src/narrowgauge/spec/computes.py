@@ -14,13 +14,13 @@ multiplies the *other* operand before that operand's cast.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Literal
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.spec.formats import Format, bytes_per_number, get_format
+from narrowgauge.spec.values import require_choice, require_number
 
 Granularity = str
 """``"none"``, ``"tensor"``, ``"row"``, ``"column"``, or a block ``"rows x terms"`` such as
@@ -30,6 +30,13 @@ Scale = Literal["float32", "power-of-two", "float8_e8m0fnu", "float8_e4m3fn"]
 Accumulation = Literal["float32", "promoted", "fast", "int32"]
 _ACCUMULATIONS = ("float32", "promoted", "fast", "int32")
 
+_WORDS: dict[str, tuple[str, ...]] = {
+    "scale": ("float32", "power-of-two", "float8_e8m0fnu", "float8_e4m3fn"),
+    "rounding": ("nearest", "stochastic"),
+    "scale_rounding": ("up", "floor"),
+    "scaling": ("current", "static"),
+    "rotation": ("none", "hadamard"),
+}
 _TURNED = {"none": "none", "tensor": "tensor", "row": "column", "column": "row"}
 
 
@@ -117,23 +124,28 @@ class Cast:
         object.__setattr__(self, "block", block_of(self.granularity))
         object.__setattr__(self, "is_wide", is_wide)
         object.__setattr__(self, "needs_bits", self.rounding != "nearest")
-        is_float = element.kind == "float" and element.bits in (16, 32, 64)
-        is_code = element.kind != "scale" and element.bits <= 8
-        is_power = self.scale in ("power-of-two", "float8_e8m0fnu")
-        laws = (
-            self.block is not None or self.granularity in _TURNED,
-            is_power or self.scale in ("float32", "float8_e4m3fn"),
-            self.rounding in ("nearest", "stochastic") and self.rotation in ("none", "hadamard"),
-            is_float if is_wide else is_code,
-            not is_wide or (self.scale == "float32" and not self.needs_bits),
-            self.scale != "float8_e4m3fn" or self.block is not None,
-            self.scaling == "current" or (self.scaling, self.granularity, self.scale) == ("static", "tensor", "float32"),
-self.scale_rounding in ("up", "floor"),
-            self.scale_rounding == "up" or (is_power and not self.needs_bits),
-            0 <= self.outliers < math.inf,
-            not self.outliers or (not is_wide and self.block is None),
-        )  # fmt: skip
-        if not all(laws):
+        for name, words in _WORDS.items():
+            require_choice(name, getattr(self, name), words)
+        require_number("outliers", self.outliers)
+        has_blocks = self.block is not None
+        if is_wide:
+            others = self.scale, self.rounding, self.scale_rounding, self.scaling, self.outliers
+            is_possible = element.kind == "float" and element.bits in (16, 32, 64)
+            is_possible = is_possible and others == ("float32", "nearest", "up", "current", 0)
+        else:
+            is_power = self.scale in ("power-of-two", "float8_e8m0fnu")
+            is_possible = (
+                element.kind != "scale"
+                and element.bits <= 8
+                and (has_blocks or (self.granularity in _TURNED and self.scale != "float8_e4m3fn"))
+                and (
+                    self.scaling == "current"
+                    or (self.granularity, self.scale) == ("tensor", "float32")
+                )
+                and (self.scale_rounding == "up" or (is_power and not self.needs_bits))
+                and not (self.outliers and has_blocks)
+            )
+        if not is_possible:
             raise RecipeError(
                 f"Cannot make a cast to {self} because its words do not go together.",
                 "Codes of 4 to 8 bits share a scale by tensor, row, column or a block such as 1x32; "
@@ -177,20 +189,12 @@ self.scale_rounding in ("up", "floor"),
         return is_free and self.turned == other
 
     def __str__(self) -> str:
+        """Write the format, and every field that is not its default."""
         words = [self.format]
-        if not self.is_wide:
-            words.append(f"per {self.granularity}")
-        if self.scale != "float32":
-            words.append(f"scales {self.scale}")
-        if self.scale_rounding != "up":
-            words.append("scales rounded down")
-        if self.scaling != "current":
-            words.append(f"{self.scaling} scale")
-        for word in (self.rounding, self.rotation):
-            if word not in ("nearest", "none"):
-                words.append(word)
-        if self.outliers:
-            words.append(f"columns from {self.outliers:g} on in 16 bits")
+        for row in fields(self)[1:]:
+            value = getattr(self, row.name)
+            if row.init and value != row.default:
+                words.append(f"{row.name.replace('_', ' ')} {value}")
         return ", ".join(words)
 
 
@@ -246,8 +250,6 @@ class Compute:
         fallback: the compute that an alarm recommends for more range or precision: the next one
             with more range or with finer-grained scales.
         default_storage: the storage of a recipe that names none.
-        owns_storages: it determines how weights are stored, so it supports only the storages of its
-            own name.
     """
 
     name: str
@@ -262,7 +264,6 @@ class Compute:
     transform: str = ""
     fallback: str = "bfloat16"
     default_storage: str = "word"
-    owns_storages: bool = False
 
     def __post_init__(self) -> None:
         lhs = self.output.left
@@ -292,18 +293,6 @@ class Compute:
     @cached_property
     def products(self) -> dict[str, Product]:
         return {place: getattr(self, place) for place in PLACES}
-
-    def accumulating(self, accumulation: Accumulation) -> Compute:
-        """Return this compute with one accumulation in all three matmuls, which native kernels
-        alone follow.
-
-        torchao's ``rowwise`` recipe is ``float8-row`` with ``"fast"``: a sum of n products is up to
-        n · 2^-13 off.
-        """
-        products: Any = {}
-        for place, product in self.products.items():
-            products[place] = replace(product, accumulation=accumulation)
-        return replace(self, name=f"{self.name} {accumulation}", **products)
 
     def with_backward(self, kind: Literal["dequantized", "wide"]) -> Compute:
         """Return this compute with a backward pass in its dtype.
@@ -498,12 +487,6 @@ _COMPUTES = (
         source="Micikevicius et al. 2018",
     ),
     Compute(
-        "float16-throughout", *(_wide("float16"),) * 3, dtype="float16", native="CUDA",
-        default_storage="stochastic", owns_storages=True,
-        purpose="no float32 copy of anything: weights, gradients and moments are float16",
-        source="the abstract of 'Distributed Low Precision Training Without Mixed Precision' (1911.07384), not its method",
-    ),
-    Compute(
         "float8-tensor", *_uniform("float8_e4m3fn", "tensor"), native=_SM89,
         fallback="float8-row",
         purpose="the fastest float8: one scale per tensor, from its amax; an outlier costs all values range",
@@ -607,24 +590,6 @@ SLOTS: dict[str, Slot] = {
     "grad_weight.right": Slot("grad_weight", "input", dim=0, random_key=0, reuses="output.left"),
 }
 """Operands by ``matmul.side``, as in :attr:`Compute.casts`."""
-
-
-_SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-
-
-def first_of_input(layer: str) -> str:
-    """Return the first layer with the same input as a layer: the layer itself if no other layer has
-    its input.
-
-    Example:
-        >>> first_of_input("layers.0.self_attn.v_proj"), first_of_input("layers.0.mlp.down_proj")
-        ('layers.0.self_attn.q_proj', 'layers.0.mlp.down_proj')
-    """
-    parent, dot, leaf = layer.rpartition(".")
-    for names in _SAME_INPUT:
-        if leaf in names:
-            leaf = names[0]
-    return parent + dot + leaf
 
 
 # ── weights without training: codes and scales ────────────────────────────────────────────────────

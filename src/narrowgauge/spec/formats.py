@@ -80,11 +80,6 @@ class Format:
         return self.kind == "float" and self.specials != "negative_zero"
 
     @property
-    def storage_bits(self) -> int:
-        """Bits per value in memory: the next power of two, as in arrays."""
-        return 1 << (self.bits - 1).bit_length()
-
-    @property
     def min_exponent(self) -> int:
         """Exponent of the smallest normal value (0 for integers)."""
         if self.kind == "int":
@@ -151,7 +146,7 @@ _MX = "OCP Microscaling Formats (MX) Specification v1.0"
 _INT = "Two's complement; ISO/IEC 9899:2024, section 6.2.6.2"
 
 _FORMATS = (
-    Format("float64", 64, 11, 52, 1023, "ieee", "exact sums, norms, subspaces, audits; masters of float64 and master64", _IEEE),
+    Format("float64", 64, 11, 52, 1023, "ieee", "exact sums, norms, subspaces, audits; masters of float64", _IEEE),
     Format("float32", 32, 8, 23, 127, "ieee", "the baseline; master weights and accumulation", _IEEE),
     Format("tfloat32", 19, 8, 10, 127, "ieee", "float32 matmuls on tensor cores", "NVIDIA A100 whitepaper, 2020"),
     Format("float16", 16, 5, 10, 15, "ieee", "fine steps, short range: needs loss scaling", _IEEE),
@@ -195,5 +190,5 @@ def get_format(name: str | Format) -> Format:
 
 @cache
 def bytes_per_number(name: str) -> float:
-    """Return the bytes that a number of a format takes in memory."""
-    return get_format(name).storage_bits / 8
+    """Return the bytes that a number of a format takes in memory: the next power of two of bits."""
+    return (1 << (get_format(name).bits - 1).bit_length()) / 8

@@ -77,11 +77,20 @@ WEIGHTS = (
     "pytorch_model.bin.index.json",
 )
 """The files of weights that are read from a model folder: the first that exists."""
-_KINDS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".ggml", ".npz", ".ot", ".onnx",
-          ".distcp")  # fmt: skip
+_KINDS = (
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".h5",
+    ".msgpack",
+    ".gguf",
+    ".npz",
+    ".distcp",
+)
 # Other files of training, and prepared data.
-_BESIDE = ("optimizer", "scheduler", "scaler", "rng_state", "random_states", "trainer_state", "training_args", "train.",
-           "valid.")  # fmt: skip
+_BESIDE = ("optimizer", "scheduler", "scaler", "rng_state", "training_args", "train.", "valid.")
 
 
 def weights_file(folder: Path) -> Path | None:
@@ -89,31 +98,20 @@ def weights_file(folder: Path) -> Path | None:
     configuration.
 
     Raises:
-        DataError: it holds weights of another kind, or a broken link to weights. A model would
-            otherwise start from random weights without an error.
+        DataError: it holds weights of another kind. A model would otherwise start from random
+            weights without an error.
     """
-    if not folder.is_dir():
-        return None
-    names = sorted(os.listdir(folder))
+    names = sorted(os.listdir(folder)) if folder.is_dir() else []
     for name in WEIGHTS:
         if name in names:
-            if not (folder / name).is_file():
-                raise DataError(
-                    f"{folder / name} is a link to a file that is not there.",
-                    "Download the model again.",
-                )
             return folder / name
-    unread = [name for name in names if name.endswith(_KINDS) and not name.startswith(_BESIDE)]
-    if unread:
-        listed = ", ".join(unread[:3])
-        if len(unread) > 3:
-            listed += f" and {len(unread) - 3} more"
-        raise DataError(
-            f"the model folder {folder} holds weights in files that are not read here: {listed}.",
-            f"Weights are read from {' or '.join(WEIGHTS)}, which transformers' save_pretrained "
-            "writes; from a folder with only "
-            "config.json training starts from random weights.",
-        )
+    for name in names:
+        if name.endswith(_KINDS) and not name.startswith(_BESIDE):
+            raise DataError(
+                f"Cannot read the weights {name} in {folder}.",
+                f"Write {' or '.join(WEIGHTS)} (transformers' save_pretrained does); from a folder "
+                "with only config.json training starts from random weights.",
+            )
     return None
 
 
@@ -133,13 +131,10 @@ def refuse_own_code(folder: Path) -> None:
     except (OSError, ValueError, AttributeError, RecursionError):
         return
     if named:
-        classes = ", ".join(map(str, named.values())) if isinstance(named, dict) else str(named)
         raise DataError(
-            f"the model folder {folder} has code of its own (auto_map in config.json: {classes}), "
-            "and code of a model folder "
-            "is never executed.",
-            "If transformers has a class for its model_type, remove auto_map from a copy of "
-            "config.json to use that class.",
+            f"Cannot take {folder}: its config.json names code of its own (auto_map), which is never "
+            "executed.",
+            "If transformers has a class for its model_type, remove auto_map from a copy of it.",
         )
 
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import product
-from typing import Any, NoReturn
+from typing import Any
 
 from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.spec.computes import COMPUTES, Compute
 from narrowgauge.spec.recipes import Recipe, is_pair
-from narrowgauge.spec.storages import STORAGES, Storage
+from narrowgauge.spec.storages import STORAGES
 from narrowgauge.spec.sums import REDUCTIONS
 from narrowgauge.spec.toml import load_data
 
@@ -59,15 +59,6 @@ def compute_name(part: str) -> str:
     return _COMPUTES.get(part.strip().lower()) or _COMPUTES.get(full, full)
 
 
-def _refuse(text: str, name: str) -> NoReturn:
-    row = REFUSED[name]
-    nearest = ", ".join(map(repr, row["nearest"]))
-    why = row.get("why", "it says too little")
-    raise RecipeError(
-        f"Cannot take '{text}' as a recipe: {why}.", f"Take {nearest}. (narrowgauge show aliases)"
-    )
-
-
 def full_names() -> list[str]:
     """List all valid ``compute/storage`` names, in the order of the tables."""
     names = []
@@ -99,11 +90,9 @@ def get_compute(compute: str | Compute) -> Compute:
     if isinstance(compute, Compute):
         return compute
     name = compute_name(compute)
-    row = COMPUTES.get(name)
-    if name in REFUSED and not (row and "/" in REFUSED[name]["nearest"][0]):
-        _refuse(compute, name)
-    if row is not None:
-        return row
+    if name in COMPUTES:
+        return COMPUTES[name]
+    _refuse(compute, name)
     raise _no_part("compute", name, COMPUTES)
 
 
@@ -126,7 +115,26 @@ def parse(value: Any) -> Recipe:
         return value
     if not isinstance(value, str):
         raise RecipeError(f"Cannot take recipe = {value!r}.", "A recipe is a name in quotes.")
-    return _from_name(value)
+    compute, *rest = value.strip().split("/")
+    name = "/".join([compute_name(compute), *map(spelled, rest)])
+    _refuse(value, name)
+    name = ALIASES.get(name, {}).get("recipe", name)
+    compute, *rest = name.split("/")
+    if len(rest) > 2 or (not rest and compute not in {*COMPUTES, *REFUSED}):
+        # A storage alone is a likely mistake, and not similar to any full name.
+        near = f"Did you mean 'bfloat16/{name}'?"
+        if name not in STORAGES:
+            near = suggestion(name, [*ALIASES, *full_names(), *COMPUTES])
+        raise RecipeError(f"no recipe is named '{value}'.", f"{near} {_SEE}".strip())
+    row = get_compute(compute)
+    name = rest[0] if rest else row.default_storage
+    reduction = rest[1] if len(rest) == 2 else "native"
+    storage = STORAGES.get(f"{row.name}/{name}") or STORAGES.get(name)
+    if storage is None:
+        raise _no_part("storage", name, [stored.short_name for stored in STORAGES.values()])
+    if reduction not in REDUCTIONS:
+        raise _no_part("reduction", reduction, REDUCTIONS)
+    return Recipe(row, storage, REDUCTIONS[reduction])
 
 
 def parse_names(names: str) -> list[Recipe]:
@@ -137,42 +145,16 @@ def parse_names(names: str) -> list[Recipe]:
     return list(map(parse, parts))
 
 
-def _from_name(text: str) -> Recipe:
-    compute, *rest = text.strip().split("/")
-    name = "/".join([compute_name(compute), *map(spelled, rest)])
+def _refuse(text: str, name: str) -> None:
+    """Raise for a name that says too little, or that is no recipe."""
     if name in REFUSED:
-        _refuse(text, name)
-    name = ALIASES.get(name, {}).get("recipe", name)
-    compute, *rest = name.split("/")
-    if len(rest) > 2 or (not rest and compute not in COMPUTES):
-        # A storage alone is a likely mistake, and not similar to any full name.
-        near = f"Did you mean 'bfloat16/{name}'?"
-        if name not in STORAGES:
-            near = suggestion(name, [*ALIASES, *full_names(), *COMPUTES])
-            if name.endswith(".toml"):
-                near = "For layers that differ, ng.swap_linears takes a function of their names."
-        raise RecipeError(f"no recipe is named '{text}'.", f"{near} {_SEE}".strip())
-    if compute in REFUSED and compute not in COMPUTES:
-        _refuse(text, compute)
-    row = get_compute(compute)
-    storage = _find_storage(rest[0] if rest else row.default_storage, row.name)
-    reduction = rest[1] if len(rest) == 2 else "native"
-    if reduction not in REDUCTIONS:
-        raise _no_part("reduction", reduction, REDUCTIONS)
-    return Recipe(row, storage, REDUCTIONS[reduction])
-
-
-def _find_storage(name: str, compute: str) -> Storage:
-    """Return the storage of that name: first the compute's, then a general one."""
-    full = spelled(name)
-    storage = STORAGES.get(f"{compute}/{full}") or STORAGES.get(full)
-    if storage is not None:
-        return storage
-    owned = [repr(row.name) for row in STORAGES.values() if row.owner == full]
-    if owned:
-        advice = f"Storages of {full} are recipes: {', '.join(owned)}."
-        raise RecipeError(f"no storage is named '{full}'.", advice)
-    raise _no_part("storage", full, [row.short_name for row in STORAGES.values()])
+        row = REFUSED[name]
+        nearest = ", ".join(map(repr, row["nearest"]))
+        why = row.get("why", "it says too little")
+        raise RecipeError(
+            f"Cannot take '{text}' as a recipe: {why}.",
+            f"Take {nearest}. (narrowgauge show aliases)",
+        )
 
 
 def _no_part(part: str, name: str, names: Iterable[str]) -> RecipeError:

@@ -37,7 +37,12 @@ class Recipe:
     reduction: Reduction = REDUCTIONS["native"]
 
     def __post_init__(self) -> None:
-        _check_pair(self.compute, self.storage)
+        if not is_pair(self.compute, self.storage):
+            owner = self.storage.owner or self.compute.name
+            raise RecipeError(
+                f"Cannot use compute '{self.compute.name}' with storage '{self.storage.name}'.",
+                f"Take '{owner}/{self.storage.short_name}'.",
+            )
 
     @property
     def name(self) -> str:
@@ -61,23 +66,7 @@ class Recipe:
 
 
 def is_pair(compute: Compute, storage: Storage) -> bool:
-    """Tell whether a compute supports a storage."""
+    """Tell whether a compute supports a storage: its own, or a general one that it does not replace."""
     if storage.owner:
         return storage.owner == compute.name
-    return not compute.owns_storages and f"{compute.name}/{storage.name}" not in STORAGES
-
-
-def _check_pair(compute: Compute, storage: Storage) -> None:
-    """Refuse a storage that belongs to another compute, or that this compute does not support."""
-    if is_pair(compute, storage):
-        return
-    if storage.owner:
-        advice = f"Take compute '{storage.owner}'."
-    else:
-        fitting = [repr(row.short_name) for row in STORAGES.values() if is_pair(compute, row)]
-        advice = f"Take storage {', '.join(fitting)}."
-    raise RecipeError(
-        f"Cannot use compute '{compute.name}' with storage '{storage.name}' because it does not "
-        "support it.",
-        advice,
-    )
+    return f"{compute.name}/{storage.name}" not in STORAGES

@@ -19,7 +19,7 @@ from narrowgauge.spec.models import MODELS
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.storages import STORAGES, VISIBLE, Storage, width_of
 from narrowgauge.spec.sums import REDUCTIONS
-from narrowgauge.spec.tables import Row, Table, cell_text, table_of
+from narrowgauge.spec.tables import Row, Table, table_of
 from narrowgauge.spec.update_rules import UPDATE_RULES
 from narrowgauge.spec.values import require_number
 
@@ -107,10 +107,12 @@ TABLES: dict[str, tuple[str, Callable[[], Iterable[Any]], str]] = {
 """By name: a line of help, what the rows are of, and the keys. Only JSON has the sources."""
 
 
-# ── one recipe, one compute ───────────────────────────────────────────────────────────────────────
+# ── one recipe ────────────────────────────────────────────────────────────────────────────────────
+
+_FORMULAS = {"output": "y = x · wᵀ", "grad_input": "dx = dy · w", "grad_weight": "dw = dyᵀ · x"}
 
 
-def page_recipe(name: str) -> tuple[list[Row], list[Table]]:
+def page_recipe(name: str) -> tuple[Row, list[Table]]:
     """Return what one recipe stores and computes: a row for JSON, and the tables to print.
 
     Args:
@@ -118,67 +120,39 @@ def page_recipe(name: str) -> tuple[list[Row], list[Table]]:
     """
     recipe = notation.parse(name)
     storage = recipe.storage
-    vectors = storages.for_vectors(storage)
+    compute = recipe.compute
     least, most = storage.gradients
-    takes = "any" if most == math.inf else f"{least:.0e} to {most:.0e}"
+    vectors = storages.for_vectors(storage)
     facts = {
         "loses": storage.loses,
-        "gradients": "any; in a row, down to 8e-06 of its largest" if storage.scaled else takes,
+        "gradients": "any" if most == math.inf else f"{least:.0e} to {most:.0e}",
         "storage from": storage.source,
-        "norm gains, biases": f"stored as {vectors.name}, {cell_text(vectors.bytes_per_param)} bytes each",
-        **_facts(recipe.compute),
-    }
-    stored = _stored_parts(storage)
-    matmuls = _matmuls(recipe.compute)
-    row = {**_rows([recipe], _OF_RECIPE)[0], "facts": facts, "stored": stored, "matmuls": matmuls}
-    total = {"part": "in all", "format": "", "bytes": recipe.bytes_per_param, "rounding": ""}
-    parts = table_of([*stored, total])
-    return [row], [_fact_table("recipe", recipe.name, facts), parts, table_of(matmuls)]
-
-
-def page_compute(name: str) -> tuple[list[Row], list[Table]]:
-    """Return the three products of a compute: rows for JSON, and the tables to print.
-
-    Args:
-        name: of a compute, here or in another library.
-    """
-    compute = notation.get_compute(name)
-    rows = _matmuls(compute)
-    return rows, [_fact_table("compute", compute.name, _facts(compute)), table_of(rows)]
-
-
-def _fact_table(kind: str, name: str, facts: dict[str, str]) -> Table:
-    return table_of([{kind: key, name: value} for key, value in facts.items() if value])
-
-
-def _facts(compute: Compute) -> dict[str, str]:
-    wide_layers = "" if compute.is_wide else "layers outside the blocks, routers and adapters"
-    if compute.keep_last:
-        wide_layers += f"; the last {compute.keep_last:.0%} of the blocks"
-    return {
+        "norm gains, biases": f"stored as {vectors.name}, {vectors.bytes_per_param:g} bytes each",
         "for": compute.purpose,
         "compute from": compute.source,
         "native": compute.native or "nowhere: emulated",
-        "transform": compute.transform,
         "saved for backward": f"{compute.kept_bytes:g} bytes per element of a linear layer's input",
         "outside of matmuls": f"{compute.dtype}; norms, softmax and the loss in float32",
-        "linears left plain": wide_layers,
     }
-
-
-_FORMULAS = {
-    "output": ("y = x · wᵀ", "[tokens, in] · [in, out]"),
-    "grad_input": ("dx = dy · w", "[tokens, out] · [out, in]"),
-    "grad_weight": ("dw = dyᵀ · x", "[out, tokens] · [tokens, in]"),
-}
+    if storage.scaled:
+        facts["gradients"] = "any; in a row, down to 8e-06 of its largest"
+    if not compute.is_wide:
+        facts["linears left plain"] = "layers outside the blocks, routers and adapters"
+    if compute.keep_last:
+        facts["linears left plain"] += f"; the last {compute.keep_last:.0%} of the blocks"
+    stored = _stored_words(storage)
+    matmuls = _matmuls(compute)
+    row = {**_rows([recipe], _OF_RECIPE)[0], "facts": facts, "stored": stored, "matmuls": matmuls}
+    total = {"word": "in all", "codes": "", "bytes": recipe.bytes_per_param}
+    rows = [{"recipe": key, recipe.name: value} for key, value in facts.items()]
+    return row, [table_of(rows), table_of([*stored, total]), table_of(matmuls)]
 
 
 def _matmuls(compute: Compute) -> list[Row]:
     """Return a row for each product: its operands [rows, contraction] as they are cast."""
     rows = []
     for place, product in compute.products.items():
-        formula, shapes = _FORMULAS[place]
-        row = {"matmul": formula, "shapes": shapes}
+        row = {"matmul": _FORMULAS[place]}
         for side in ("left", "right"):
             slot = f"{place}.{side}"
             row[side] = str(compute.casts[slot])
@@ -188,21 +162,16 @@ def _matmuls(compute: Compute) -> list[Row]:
     return rows
 
 
-def _stored_parts(storage: Storage) -> list[Row]:
+def _stored_words(storage: Storage) -> list[Row]:
     """Return what is in memory per parameter of a matrix; the bytes sum to the bytes per parameter."""
-    visible = {"format": storage.visible, "bytes": VISIBLE[storage.visible][0] / 8}
-    rounding: str = "nearest" if storage.beside else storage.weight.rounding
-    rows: list[Row] = [{"part": "weight", **visible, "rounding": rounding}]
+    size = VISIBLE[storage.visible][0] / 8
+    rounded = "" if storage.beside or storage.weight.rounding == "nearest" else ", stochastic"
+    rows: list[Row] = [{"word": "weight", "codes": storage.visible + rounded, "bytes": size}]
     for group in storage.packing:
-        # Unused bits of a word are counted with its first field.
-        unused = width_of(group) - sum(bits for _, bits in group)
-        for name, bits in group:
+        codes = []
+        for name, _ in group:
             role = name.partition("_low")[0]
-            code = storage.weight if role in storage.beside else storage.code(role)
-            text = f"{bits} bits" if name == "tail" else str(code).partition(",")[0]
-            rounding = code.rounding if bits < 32 else ""
-            rows.append(
-                {"part": name, "format": text, "bytes": (bits + unused) / 8, "rounding": rounding}
-            )
-            unused = 0
-    return [*rows, {"part": "gradient", **visible, "rounding": ""}]
+            codes.append(str(storage.weight if role in storage.beside else storage.code(role)))
+        names = ", ".join(name for name, _ in group)
+        rows.append({"word": names, "codes": "; ".join(codes), "bytes": width_of(group) / 8})
+    return [*rows, {"word": "gradient", "codes": storage.visible, "bytes": size}]

@@ -157,12 +157,8 @@ def width_of(group: Word) -> int:
 
     A float64 has a word of 64.
     """
-    total = _bits_of(group)
+    total = sum(bits for _, bits in group)
     return next(width for width in (8, 16, 32, 64) if total <= width)
-
-
-def _bits_of(group: Word) -> int:
-    return sum(bits for _, bits in group)
 
 
 def packed(fields: Word) -> Words:
@@ -170,18 +166,14 @@ def packed(fields: Word) -> Words:
     share one word, or leave the first (the tail) alone, since other kernels read it, or are all
     alone: what takes the fewest bits, then words.
     """
-    alone = tuple((field,) for field in fields if field[1] in _ALONE)
-    narrow = tuple(field for field in fields if field[1] not in _ALONE)
-    ways: list[Words] = [(narrow,), (narrow[:1], narrow[1:]), tuple((field,) for field in narrow)]
-    costs: dict[tuple[int, int], Words] = {}
-    for way in ways:
-        words = tuple(word for word in way if word)
-        if all(_bits_of(word) <= 32 for word in words):
-            costs.setdefault((sum(map(width_of, words)), len(words)), words)
-    return (*alone, *costs[min(costs)])
-
-
-_ALONE = (16, 32, 64)
+    alone = tuple((field,) for field in fields if field[1] in (16, 32, 64))
+    narrow = tuple(field for field in fields if field[1] not in (16, 32, 64))
+    candidates = []
+    for words in ((narrow,), (narrow[:1], narrow[1:]), tuple((field,) for field in narrow)):
+        used = tuple(filter(None, words))
+        if all(width_of(word) <= 32 for word in used):
+            candidates.append(used)
+    return (*alone, *min(candidates, key=lambda words: (sum(map(width_of, words)), len(words))))
 
 
 # ── storages ──────────────────────────────────────────────────────────────────────────────────────
@@ -284,11 +276,6 @@ class Storage:
     def bytes_per_param(self) -> float:
         """Bytes per parameter of weight, gradient (in the visible format) and all states."""
         return (2 * VISIBLE[self.visible][0] + sum(map(width_of, self.packing))) / 8
-
-    @property
-    def bytes_per_row(self) -> int:
-        """Bytes of scales per row of a matrix."""
-        return 4 * len(self.scaled)
 
     @property
     def keeps_updates(self) -> bool:
@@ -425,11 +412,6 @@ STORAGES: dict[str, Storage] = {
             source="IEEE 754: the reference for what float32 loses itself",
         ),
         _row(
-            "master64", "bfloat16", "float64+float64+float64", master=True, arithmetic="float64", vectors=None,
-            loses="2^-53 of every operation of the update; the model sees bfloat16, and gradients are bfloat16",
-            source="master, with float64 in place of float32",
-        ),
-        _row(
             "float16/master", "float16", "float32+float32+float32", master=True, vectors="float16/master",
             fallback="float16/split",
             loses="nothing that float32 keeps; the model sees the nearest float16, 65504 at most",
@@ -461,7 +443,7 @@ STORAGES: dict[str, Storage] = {
             source="Yu et al. 2024, Collage (2405.03637), which names half precision",
         ),
         _row(
-            "float16-throughout/stochastic", "float16", "float16-stochastic+float16-row+float16-row-held", vectors=None,
+            "float16/stochastic", "float16", "float16-stochastic+float16-row+float16-row-held", vectors=None,
             fallback="float16/split",
             loses="13 bits of the weight, stochastic: no bias, noise of 2^-11; 13 bits of each moment, relative to its row",
             source="Narrowgauge; stochastic rounding as in Ozkara et al. 2025 (2502.20566), in float16",

@@ -13,7 +13,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -118,16 +117,15 @@ def _num_rows(module: nn.Module) -> int:
 # ── runs ───────────────────────────────────────────────────────────────────────────
 
 
-def _members(module: nn.Module, of_one_class: bool) -> list[nn.Module]:
+def _members(module: nn.Module) -> list[nn.Module]:
     """Return a container's longest row of members of one class that hold matrices.
 
-    Without ``of_one_class``, all members of a list count: blocks of attention and of Mamba take
-    turns.
+    All members of a list count: blocks of attention and of Mamba take turns.
     """
     if not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
         return []
     members = list(module.children())
-    if of_one_class or not isinstance(module, nn.ModuleList):
+    if not isinstance(module, nn.ModuleList):
         rows = [list(row) for _, row in groupby(members, type)]
         members = max(rows, key=len, default=[])
         if len(members) < 2:
@@ -143,7 +141,7 @@ def _runs(module: nn.Module, skipped: set[nn.Module]) -> list[list[nn.Module]]:
     """Return the outermost runs below a module."""
     if module in skipped:
         return []
-    members = _members(module, of_one_class=False)
+    members = _members(module)
     if members:
         return [members]
     runs = []
@@ -184,22 +182,10 @@ def _parents(model: nn.Module) -> dict[nn.Module, nn.Module]:
 
 
 def _holders_of_tokens(model: nn.Module) -> set[nn.Module]:
-    """Return the embeddings of the tokens' table: the one that a model of transformers names, or
-    the largest.
-    """
-    tables = []
-    naming = []
-    for module in model.modules():
-        if isinstance(module, nn.Embedding):
-            tables.append(module)
-        if hasattr(module, "get_input_embeddings"):
-            naming.append(module)
-    tokens = max(tables, key=lambda table: table.weight.shape[0], default=None)
-    with suppress(NotImplementedError):  # of models without tokens, or with two towers
-        named: Any = naming[0].get_input_embeddings() if naming else None  # type: ignore[operator]
-        if named in tables:
-            tokens = named
-    return {table for table in tables if tokens is not None and table.weight is tokens.weight}
+    """Return the embeddings of the tokens' table, the largest."""
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    most = max([len(table.weight) for table in tables], default=0)
+    return {table for table in tables if len(table.weight) == most}
 
 
 def _is_of_blocks(run: list[nn.Module]) -> bool:
@@ -224,21 +210,16 @@ def stacked(module: nn.Module) -> dict[str, int]:
 def _mixtures(block: nn.Module) -> Iterator[tuple[Experts, list[nn.Module]]]:
     """Yield the experts below a block, and what scores them.
 
-    Without scores, stacks are experts where a module says how many it holds, as ``num_experts``, or
-    where nothing else has a matrix: experts alone.
+    Without scores, stacks are experts where nothing else has a matrix: experts alone.
     """
     is_alone = not any(map(_matrices, block.modules()))
     parents = _parents(block)
     for owner in block.modules():
         stacks = stacked(owner)
-        members = _members(owner, of_one_class=True)
-        declared = set()
-        for name, value in vars(owner).items():
-            if "expert" in name and type(value) is int:
-                declared.add(value)
+        members = _members(owner)
         for count in {*stacks.values(), len(members)} - {0}:
             scorers = _scorers(owner, members, count, parents)
-            if scorers or (stacks and (is_alone or count in declared)):
+            if scorers or (stacks and is_alone):
                 names = [name for name, number in stacks.items() if number == count]
                 yield Experts(owner, count, names), scorers
 

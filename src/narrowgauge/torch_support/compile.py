@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from narrowgauge.torch_support.proof import TORCH, can_compile, draw, prove, same_numbers
+from narrowgauge.torch_support.proof import TORCH, draw, prove, same_numbers
 from narrowgauge.torch_support.torch_names import is_traced
 
 COMPILE_ELEMENTS = 1 << 18
@@ -48,8 +48,7 @@ def fused(size: int, function: Callable[..., Any], *arguments: Tensor | None) ->
     if is_traced():
         return function(*arguments)
     place = place_of(arguments)
-    is_small = place == "cpu" and size < COMPILE_ELEMENTS
-    if is_small or not can_compile(place):
+    if place == "cpu" and size < COMPILE_ELEMENTS:
         return function(*arguments)
     return compiled(function, place)(*arguments)
 
@@ -145,13 +144,11 @@ def _case(
     for seed, like in enumerate(arguments):
         if like is None:
             case.append(None)
-            continue
-        if like.numel() <= 16:
+        elif like.numel() <= 16:
             case.append(like.clone())
-            continue
-        order = sorted(range(like.ndim), key=like.stride, reverse=True)
-        values = draw(like.dtype, [cut(like.shape[dim]) for dim in order], edges=edges, seed=seed)
-        case.append(values.to(like.device).permute([order.index(dim) for dim in range(like.ndim)]))
+        else:
+            part = torch.empty_like(like[tuple([slice(cut(side)) for side in like.shape])])
+            case.append(part.copy_(draw(like.dtype, part.shape, edges=edges, seed=seed)))
     return case
 
 
@@ -162,9 +159,10 @@ def _cut(side: int) -> int:
 
 
 def place_of(arguments: Sequence[Tensor | None]) -> Literal["cpu", "gpu"]:
-    if all(x is None or x.is_cpu for x in arguments):
-        return "cpu"
-    return "gpu"
+    for x in arguments:
+        if x is not None and not x.is_cpu:
+            return "gpu"
+    return "cpu"
 
 
 @contextlib.contextmanager

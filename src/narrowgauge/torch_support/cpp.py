@@ -21,7 +21,6 @@ from pathlib import Path
 import torch
 
 from narrowgauge.torch_support.machine import (
-    compiler_missing,
     compiler_name,
     instruction_sets,
     processor_name,
@@ -73,40 +72,17 @@ def _command(compiler: str) -> tuple[str, ...]:
     return tuple(command)
 
 
-def cache_folder() -> Path:
-    """Return the folder of built libraries: ``NARROWGAUGE_CACHE``, or ``narrowgauge`` in the user's
-    folder of caches.
-    """
-    candidates = []
-    chosen = os.environ.get("NARROWGAUGE_CACHE")
-    home = os.environ.get("XDG_CACHE_HOME")
-    if chosen:
-        candidates.append(Path(chosen))
-    if home:
-        candidates.append(Path(home) / "narrowgauge")
-    with contextlib.suppress(RuntimeError):  # a user without a home
-        candidates.append(Path.home() / ".cache" / "narrowgauge")
-    for folder in candidates:
-        with contextlib.suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
-            if os.access(folder, os.W_OK) and _allows_programs(folder):
-                return folder
-    return _own_folder()
-
-
-def _allows_programs(folder: Path) -> bool:
-    """Return whether a library may run from a folder.
-
-    Administrators often mount homes and ``/tmp`` without.
-    """
-    if not hasattr(os, "statvfs"):  # Windows
-        return True
-    return not os.statvfs(folder).f_flag & getattr(os, "ST_NOEXEC", 0)
-
-
 @lru_cache(None)
-def _own_folder() -> Path:
-    """Return a new folder of this process, where no cache can be written."""
+def cache_folder(chosen: str) -> Path:
+    """Return the folder of built libraries: the chosen one, or ``narrowgauge`` in the user's folder
+    of caches; or one of this process, where none can be written.
+    """
+    caches = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+    folder = Path(chosen or Path(caches) / "narrowgauge")
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            return folder
     return Path(tempfile.mkdtemp(prefix="narrowgauge-"))
 
 
@@ -118,12 +94,7 @@ def build(text: str) -> ctypes.CDLL:
         CompilerError: a compiler is missing, or it refuses the text.
         OSError: the disk is full, or no folder allows a library to run.
     """
-    folder = cache_folder()
-    if not _allows_programs(folder):
-        raise OSError(
-            f"no library may run from {folder}, which is mounted noexec: set NARROWGAUGE_CACHE to "
-            "another folder"
-        )
+    folder = cache_folder(os.environ.get("NARROWGAUGE_CACHE", ""))
     machine = [processor_name(), *sorted(instruction_sets())]
     flags = [word for word in shlex.split(compiler_name()) if word.startswith("-")]
     flags += [*_FLAGS, torch.backends.cpu.get_cpu_capability()]
@@ -136,14 +107,14 @@ def build(text: str) -> ctypes.CDLL:
 
 
 def _compile(library: Path, text: str) -> None:
-    missing = compiler_missing(by_pytorch=False)
-    if missing:
-        raise CompilerError(missing)
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         source = Path(folder) / "step.cpp"
         source.write_text(text)
         part = source.with_suffix(".so")
-        command = [*_command(compiler_name()), "-o", str(part), str(source)]
+        try:
+            command = [*_command(compiler_name()), "-o", str(part), str(source)]
+        except FileNotFoundError as error:
+            raise CompilerError(f"no C++ compiler ('{compiler_name()}') is on PATH") from error
         result = subprocess.run(command, capture_output=True, check=False, text=True)
         if result.returncode:
             lines = [line for line in result.stderr.splitlines() if "error" in line]

@@ -1,4 +1,4 @@
-"""The machine: the number formats that its processor multiplies, its compilers, devices, and
+"""The machine: the number formats that its processor multiplies, its compiler, devices, and
 installed packages.
 
 AVX512-BF16 or AMX (x86) and FEAT_BF16 (ARM) multiply bfloat16. VNNI, AMX and I8MM multiply int8.
@@ -11,13 +11,9 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-import shlex
-import shutil
 import sys
-import sysconfig
 from collections.abc import Iterable
 from functools import lru_cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -85,67 +81,9 @@ def installed_version(package: str) -> str | None:
         return None
 
 
-# ── compilers ─────────────────────────────────────────────────────────────────────────────────────
-#
-# PyTorch's compiler writes C++, and Triton for a GPU. Without a compiler it fails in the first
-# training step, with 150 lines of error.
-
-
 def compiler_name() -> str:
     """Return the C++ compiler that PyTorch calls: ``CXX``, or the platform's."""
     return os.environ.get("CXX") or {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
-
-
-def switched_off() -> str:
-    """Return a sentence with the environment variable that disables ``torch.compile``, or an empty
-    string.
-    """
-    names = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")
-    return next(
-        (
-            f"{name}=1 switches PyTorch's compiler off"
-            for name in names
-            if os.environ.get(name) == "1"
-        ),
-        "",
-    )
-
-
-def compiler_missing(*, by_pytorch: bool = True) -> str:
-    """Return why no C++ can be compiled here, ``by_pytorch`` or by us, or an empty string.
-
-    PyTorch takes one word as its compiler. We take ``CXX="ccache g++"`` too.
-    """
-    name = compiler_name()
-    if by_pytorch:
-        torch = find_spec("torch")
-        if torch is not None and " " in (torch.origin or ""):  # it does not quote paths
-            return f"PyTorch's compiler cannot work from '{torch.origin}'"
-    else:
-        name = shlex.split(name)[0]
-    if shutil.which(name):
-        return ""
-    return f"no C++ compiler ('{name}') is on PATH"
-
-
-def gpu_compiler_missing() -> str:
-    """Return why no kernel for a GPU can be compiled here, or an empty string.
-
-    No CUDA toolkit is needed.
-
-    Source: triton.runtime.build (the C compiler that builds a kernel's launcher).
-    """
-    if find_spec("triton") is None:
-        return "Triton is not installed, which PyTorch's wheels for CUDA bring (pip install triton)"
-    names = ["gcc", "clang"]
-    if os.environ.get("CC"):
-        names = [os.environ["CC"]]
-    if not any(map(shutil.which, names)):
-        return f"no C compiler ({' or '.join(map(repr, names))}) is on PATH, with which Triton builds what launches a kernel"
-    header = Path(sysconfig.get_path("include")) / "Python.h"
-    if not header.is_file():
-        return f"the headers of Python are not installed ({header})"
-    return ""
 
 
 _usable = instruction_sets()

@@ -64,11 +64,6 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
     return values.pin_memory().to(device, non_blocking=True)
 
 
-def send(values: Tensor, target: Tensor) -> None:
-    """Copy a tensor of the host into memory of a device without waiting."""
-    target.copy_(values if target.is_cpu else values.pin_memory(), non_blocking=True)
-
-
 def is_captured() -> bool:
     """Return whether a CUDA graph records what runs now."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

@@ -14,6 +14,7 @@ One that does not match its manifest is skipped. To find one needs no PyTorch.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -34,34 +35,23 @@ def folders(run: Path) -> list[Path]:
     return sorted((run / "checkpoints").glob("step-*"), reverse=True)
 
 
-def newest(run: Path) -> tuple[Path | None, list[str]]:
+def require(run: Path) -> tuple[Path, list[str]]:
     """Return the newest checkpoint of a run that matches its manifest, and the names of the damaged
     ones after it.
-    """
-    damaged: list[str] = []
-    for folder in folders(run):
-        try:
-            if json.loads((folder / _MANIFEST).read_bytes()) == _digests(folder):
-                return folder, damaged
-        except (OSError, ValueError):  # a manifest that is missing or cannot be parsed
-            pass
-        damaged.append(folder.name)
-    return None, damaged
-
-
-def require_checkpoint(run: Path) -> Path:
-    """Return the newest good checkpoint of a run.
 
     Raises:
         RecordError: it has none.
     """
-    checkpoint, damaged = newest(run)
-    if checkpoint is None:
-        reason = "it has no checkpoint"
-        if damaged:
-            reason = f"its checkpoints do not match their checksums ({', '.join(damaged)})"
-        raise RecordError(f"Cannot load {run}: {reason}.", "Restore them, or name another run.")
-    return checkpoint
+    damaged: list[str] = []
+    for folder in folders(run):
+        with contextlib.suppress(OSError, ValueError):  # a manifest that cannot be read
+            if json.loads((folder / _MANIFEST).read_bytes()) == _digests(folder):
+                return folder, damaged
+        damaged.append(folder.name)
+    reason = "it has no checkpoint"
+    if damaged:
+        reason = f"its checkpoints do not match their checksums ({', '.join(damaged)})"
+    raise RecordError(f"Cannot load {run}: {reason}.", "Restore them, or name another run.")
 
 
 def notes_of(folder: Path) -> Row:
@@ -71,26 +61,22 @@ def notes_of(folder: Path) -> Row:
 
 
 def _digests(folder: Path) -> dict[str, str]:
-    digests = {}
-    for file in sorted(folder.iterdir()):
-        if file.name != _MANIFEST:
-            digests[file.name] = digest(file)
-    return digests
+    return {file.name: digest(file) for file in folder.iterdir() if file.name != _MANIFEST}
 
 
-def states_of(model: Any, optimizer: Optimizer) -> dict[str, Any]:
+def _states_of(model: Any, optimizer: Optimizer) -> dict[str, Any]:
     """Return the state_dicts of a model and its optimizer, as DCP saves and loads them."""
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
     weights, states = get_state_dict(model, optimizer)
-    return {"model": weights, "optimizer": states}
+    return {"model_state_dict": weights, "optim_state_dict": states}
 
 
 def save(run: Path, model: Any, optimizer: Optimizer, notes: Row, keep: int = 2) -> None:
     """Write a checkpoint of the step in ``notes``, and keep the newest ``keep``. All ranks call it.
 
     Raises:
-        RecordError: it could not be written; on all ranks. Older checkpoints are intact.
+        RecordError: on all ranks; the disk is full, or cannot be written. Earlier ones are whole.
     """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_saver import save as save_states
@@ -112,9 +98,9 @@ def save(run: Path, model: Any, optimizer: Optimizer, notes: Row, keep: int = 2)
         for file in (*new.iterdir(), new):
             sync(file)
         # Later ones are damaged, and so is one of this step: the run went on from an earlier one.
-        for folder in folders(run):
-            if folder >= final:
-                shutil.rmtree(folder)
+        damaged = [folder for folder in folders(run) if folder >= final]
+        for folder in damaged:
+            shutil.rmtree(folder)
         new.rename(final)
         sync(place)
         for folder in folders(run)[keep:]:
@@ -122,7 +108,7 @@ def save(run: Path, model: Any, optimizer: Optimizer, notes: Row, keep: int = 2)
 
     try:
         ranks.of_first(clean)
-        save_states(states_of(model, optimizer), checkpoint_id=new, no_dist=ranks.size == 1)
+        save_states(_states_of(model, optimizer), checkpoint_id=new, no_dist=ranks.size == 1)
         ranks.of_first(publish)
     except (OSError, CheckpointException) as error:  # DCP gives the errors of all ranks
         failures = getattr(error, "failures", {0: (error, None)})
@@ -134,16 +120,7 @@ def load(folder: Path, model: Any, optimizer: Optimizer) -> Row:
     from torch.distributed.checkpoint.state_dict import set_state_dict
     from torch.distributed.checkpoint.state_dict_loader import load as load_states
 
-    state = states_of(model, optimizer)
-    try:
-        load_states(state, checkpoint_id=folder)
-    except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise RecordError(
-            f"Cannot load {folder}: {reason}.",
-            "Its model or recipe has changed: restore them as they were when the run began.",
-        ) from error
-    set_state_dict(
-        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-    )
+    states = _states_of(model, optimizer)
+    load_states(states, checkpoint_id=folder)
+    set_state_dict(model, optimizer, **states)
     return notes_of(folder)

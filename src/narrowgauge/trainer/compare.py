@@ -10,8 +10,7 @@ continues a stopped comparison. Recipes and seeds may be added.
 from __future__ import annotations
 
 import tempfile
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
@@ -21,10 +20,10 @@ from narrowgauge.measuring.comparison import Comparison, compare_runs
 from narrowgauge.measuring.labels import recipe_name, run_name
 from narrowgauge.report.page import learned
 from narrowgauge.report.publishing import publish, read_runs
-from narrowgauge.runs.finding import counted, duration, told
+from narrowgauge.runs.finding import counted
 from narrowgauge.runs.places import is_run, require_comparison, require_free
 from narrowgauge.runs.record import Run, read_run
-from narrowgauge.runs.writer import RunWriter, plain
+from narrowgauge.runs.writer import Record, plain
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.trainer.entry import enter
 from narrowgauge.trainer.settings import Settings
@@ -36,15 +35,14 @@ def planned(recipes: Sequence[Any], seeds: int | Sequence[int]) -> dict[str, tup
     Args:
         seeds: how many, counted from 0, or the seeds themselves.
     """
-    numbers = range(seeds) if isinstance(seeds, int) else seeds
     plan = {}
-    for seed in numbers:
+    for seed in range(seeds) if isinstance(seeds, int) else seeds:
         for recipe in recipes:
             plan[run_name(recipe_name(recipe), seed)] = (recipe, seed)
-    if not plan or len(plan) < len(numbers) * len(recipes):
+    if not plan:
         raise RecipeError(
-            f"Cannot compare {told(map(recipe_name, recipes)) or 'no recipe'} with seeds = {seeds}.",
-            "Name at least one of each, and none twice.",
+            f"Cannot compare {len(recipes)} recipes with seeds = {seeds}.",
+            "Name at least one of each.",
         )
     return plan
 
@@ -67,10 +65,9 @@ def compare(
     Args:
         train_function: called as ``train_function(recipe, seed, record)``. It trains once and
             returns the last validation loss, or a dict of summary metrics (``val_loss``,
-            ``bytes_per_param``, ``tokens_per_second``, ``step_memory_bytes``, ``edq``, ``noise``,
-            ``lost_fraction``), or nothing if a recorder evaluated. ``with record(model, optimizer)
-            as recorder:`` opens a :class:`narrowgauge.RunRecorder` of the run, which takes its
-            options too.
+            ``bytes_per_param``, ``tokens_per_second``, ``step_memory_bytes``, ``edq``), or nothing
+            if a recorder evaluated. ``with record(model, optimizer) as recorder:`` opens a
+            :class:`narrowgauge.RunRecorder` of the run, which takes its options too.
         recipes: the function's arguments: names of recipes or any other names.
         seeds: how many, from 0 on, or a sequence of seeds.
         out: a folder without these runs, for them, ``compare.json`` and ``report.html``; ``None``
@@ -78,7 +75,7 @@ def compare(
             report``.
 
     Returns:
-        The comparison: ``rows``, a ``verdict`` in sentences, ``differences`` from the ``baseline``.
+        The comparison: ``rows`` with their differences from the ``baseline``, and a ``verdict``.
     Raises:
         NarrowgaugeError: no recipe or seed, duplicates, or a function without a loss.
         RecordError: ``out`` holds one of the runs, or a file that would be overwritten.
@@ -94,26 +91,28 @@ def compare(
 
     plan = planned(recipes, seeds)
     ranks = all_ranks()
-
-    def require_new() -> None:
-        if out is not None:
-            require_package("plotly")  # for the page; not after hours of training
-            require_comparison(Path(out), plan)
-            for name in plan:
-                require_free(Path(out) / name)
-
-    ranks.of_first(require_new)
     with tempfile.TemporaryDirectory(prefix="narrowgauge-") as temporary:
+        folder = Path(out or temporary)
+        ranks.of_first(lambda: _require_new(folder, plan, out is not None))
         runs = []
         for name, (recipe, seed) in plan.items():
-            folder = Path(out or temporary) / name
             config = {"recipe": recipe_name(recipe), "seed": seed}
-            returned = train_function(recipe, seed, partial(RunRecorder, folder, settings=config))
-            runs.append(ranks.of_first(partial(_finished, folder, config, returned)))
+            record = partial(RunRecorder, folder / name, settings=config)
+            returned = train_function(recipe, seed, record)
+            runs.append(ranks.of_first(partial(_finished, folder / name, config, returned)))
     comparison = compare_runs(runs)
     if out is not None and ranks.is_first:
-        publish(comparison, runs, Path(out))
+        publish(comparison, runs, folder)
     return comparison
+
+
+def _require_new(folder: Path, plan: Iterable[str], has_page: bool) -> None:
+    """Refuse, before hours of training, what could not be written."""
+    if has_page:
+        require_package("plotly")
+    require_comparison(folder, plan)
+    for name in plan:
+        require_free(folder / name)
 
 
 def _finished(folder: Path, config: dict[str, Any], returned: Any) -> Run:
@@ -121,9 +120,9 @@ def _finished(folder: Path, config: dict[str, Any], returned: Any) -> Run:
     metrics = {"recipe": config["recipe"]}
     if is_run(folder):
         metrics |= read_run(folder).summary or {}
-        writer = RunWriter.open(folder)
+        writer = Record.open(folder)
     else:
-        writer = RunWriter.create(folder, {"config": config})
+        writer = Record.create(folder, {"config": config})
     if isinstance(returned, Mapping):
         metrics |= plain(returned)
     elif returned is not None:
@@ -162,11 +161,10 @@ def compare_recipes(
         The comparison and the path of the page.
     Raises:
         NarrowgaugeError: an invalid setting, or one that a run in the folder has otherwise.
-        KeyboardInterrupt: after Ctrl-C, with a line that says how to go on.
+        KeyboardInterrupt: after Ctrl-C, once the checkpoint is saved.
     """
     require_package("plotly")
-    model = Path(Settings.from_dict(settings).model).name
-    folder = Path(out or Path("comparisons") / model)
+    folder = Path(out or Path("comparisons") / Path(Settings.from_dict(settings).model).name)
     plan = planned(recipes, seeds)
     require_comparison(folder, plan)
     entries = []
@@ -176,21 +174,16 @@ def compare_recipes(
     # Imported late: PyTorch takes seconds to load, and a wrong setting is reported before.
     from narrowgauge.trainer import loop
 
-    print(f"{counted(len(entries), 'run')} in {folder}", file=stream, flush=True)
+    say = partial(print, file=stream, flush=True)
+    say(f"{counted(len(entries), 'run')} in {folder}. The same command goes on after a stop.")
     for number, entry in enumerate(entries, 1):
-        began = time.monotonic()
-        try:
-            loop.train(entry.settings.to_dict(), is_verbose=False)
-        except KeyboardInterrupt as interruption:
-            words = f"{number - 1} of {len(entries)} runs are done. The same command goes on."
-            raise type(interruption)(words) from None
-        took = "earlier" if entry.is_finished else duration(time.monotonic() - began)
-        loss = (read_run(entry.folder).summary or {})["val_loss"]
+        run = loop.train(vars(entry.settings), is_verbose=False)
+        loss = (read_run(run).summary or {})["val_loss"]
         name = f"{entry.settings.recipe}, seed {entry.settings.seed}"
-        line = f"{number}/{len(entries)}  {name}  validation loss {loss:.4f}  {took}"
-        print(line, file=stream, flush=True)
-    runs = read_runs([*(entry.folder for entry in entries), folder])
+        took = "  trained earlier" if entry.is_finished else ""
+        say(f"{number}/{len(entries)}  {name}  validation loss {loss:.4f}{took}")
+    runs = read_runs([*(entry.settings.folder for entry in entries), folder])
     comparison = compare_runs(runs)
     for words in learned(comparison, runs):
-        print(words, file=stream, flush=True)
+        say(words)
     return comparison, publish(comparison, runs, folder)

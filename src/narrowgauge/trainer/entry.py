@@ -7,8 +7,9 @@ Nothing here needs PyTorch, so what is wrong is refused at once.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.atomic_io import read_bytes
@@ -18,7 +19,8 @@ from narrowgauge.trainer.settings import FIXED, Settings
 from narrowgauge.trainer.tokens import open_tokens
 
 
-class Entry(NamedTuple):
+@dataclass(frozen=True)
+class Entry:
     """A run that may begin or go on: its checked settings, and its newest good checkpoint.
 
     ``step`` is the checkpoint's. ``events`` are pairs of a kind and a sentence: what differs from
@@ -31,12 +33,9 @@ class Entry(NamedTuple):
     events: tuple[tuple[str, str], ...] = ()
 
     @property
-    def folder(self) -> Path:
-        return self.settings.folder
-
-    @property
     def is_finished(self) -> bool:
-        return self.step >= self.settings.steps and (self.folder / "summary.json").is_file()
+        has_summary = (self.settings.folder / "summary.json").is_file()
+        return self.step >= self.settings.steps and has_summary
 
 
 def enter(named: Mapping[str, Any], num_ranks: int = 1) -> Entry:
@@ -50,8 +49,6 @@ def enter(named: Mapping[str, Any], num_ranks: int = 1) -> Entry:
     """
     settings = Settings.from_dict(named)
     folder = settings.folder
-    if settings.out is None:
-        return Entry(settings.checked(num_ranks))
     if not checkpoints.folders(folder):
         settings = settings.checked(num_ranks)
         begun = read_bytes(folder / "run.toml")
@@ -60,21 +57,26 @@ def enter(named: Mapping[str, Any], num_ranks: int = 1) -> Entry:
             return Entry(settings)
         words = "no checkpoint was saved yet, so the run begins again"
         return Entry(settings, events=(("note", words),))
-    checkpoint = checkpoints.require_checkpoint(folder)
+    checkpoint, damaged = checkpoints.require(folder)
     notes = checkpoints.notes_of(checkpoint)
-    before = notes["settings"]
-    settings = Settings.from_dict({**before, **named}, str(checkpoint)).checked(num_ranks)
-    changes = changed_settings(Settings.from_dict(before), settings)
+    table = {**notes["settings"], **named, "out": str(folder)}
+    settings = Settings.from_dict(table, str(checkpoint)).checked(num_ranks)
+    changes = changed_settings(Settings.from_dict(notes["settings"]), settings)
+    is_done = notes["step"] >= settings.steps
+    fixed = [words for name, words in changes.items() if is_done or name in FIXED]
+    if open_tokens(settings.data).fingerprint != notes["tokens"]:
+        fixed.append(f"the tokens in {settings.data} are not those that it started with")
+    if fixed:
+        raise RecordError(
+            f"Cannot go on with {folder} after step {notes['step']} because {fixed[0]}.",
+            "Leave the setting as it was, or start another run with another --out.",
+        )
     events = []
-    for damaged in checkpoints.folders(folder):
-        if damaged > checkpoint:
-            words = f"{damaged.name} does not match its checksums and was not loaded"
-            events.append(("damaged-checkpoint", words))
+    for name in damaged:
+        events.append(("damaged-checkpoint", f"{name} does not match its checksums"))
     for words in changes.values():
         events.append(("changed-settings", f"{words} at step {notes['step']}"))
-    entry = Entry(settings, checkpoint, notes["step"], tuple(events))
-    _require_same_run(entry, changes, notes["tokens"])
-    return entry
+    return Entry(settings, checkpoint, notes["step"], tuple(events))
 
 
 def changed_settings(before: Settings, settings: Settings) -> dict[str, str]:
@@ -85,28 +87,8 @@ def changed_settings(before: Settings, settings: Settings) -> dict[str, str]:
         {'lr': 'lr was 0.003 and is 0.007'}
     """
     changes = {}
-    for name, new in settings.to_dict().items():
+    for name, new in vars(settings).items():
         old = getattr(before, name)
         if name not in ("out", "data", "stop_after", "report_to") and new != old:
             changes[name] = f"{name} was {old} and is {new}"
     return changes
-
-
-def _require_same_run(entry: Entry, changes: Mapping[str, str], fingerprint: str) -> None:
-    """Refuse to go on with settings that decide a run's numbers from its start, or too early an end."""
-    settings = entry.settings
-    problem = ""
-    fixed = [changes[name] for name in FIXED if name in changes]
-    if fixed:
-        problem = f"its {fixed[0]}"
-    elif settings.steps < entry.step:
-        problem = f"it has done {entry.step} steps"
-    elif entry.is_finished and changes:
-        problem = f"it is finished, and {'; '.join(changes)} would change"
-    elif open_tokens(settings.data).fingerprint != fingerprint:
-        problem = f"the tokens in {settings.data} are not those that it started with"
-    if problem:
-        raise RecordError(
-            f"Cannot go on with {entry.folder} because {problem}.",
-            "Leave the setting as it was, or start another run with another --out.",
-        )

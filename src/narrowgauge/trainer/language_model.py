@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from narrowgauge.errors import DataError, NarrowgaugeError
+from narrowgauge.errors import DataError
 from narrowgauge.numerics.rounding import at_least_float32
 from narrowgauge.spec.models import MODELS, Model, weights_file
 from narrowgauge.trainer.settings import known_model
@@ -41,30 +41,35 @@ def build(model: str, *, vocab_size: int | None = None, seed: int) -> PreTrained
         RecipeError: no preset has that name.
         DataError: the folder's model or weights cannot be read or do not fit.
     """
-    from transformers import AutoConfig
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     name = known_model(model)
-    if name in MODELS:
-        return drawn(_preset_config(MODELS[name], vocab_size), seed)
-    folder = Path(name)
-    has_weights = weights_file(folder) is not None
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        if has_weights:
-            return _loaded(folder, config, vocab_size)
-        if vocab_size is not None:
-            config.get_text_config().vocab_size = vocab_size
-        return drawn(config, seed)
-    except NarrowgaugeError:
-        raise
-    except Exception as error:  # transformers, its packages and its many models raise any kind
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    file = None if name in MODELS else weights_file(Path(name))
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.default_generator.manual_seed(seed)
+        try:
+            built, missing = _built(name, vocab_size, file is not None)
+        except Exception as error:  # transformers, its packages and its many models raise any kind
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise DataError(
+                f"Cannot build a causal language model from {name}: {reason}",
+                "It needs a Hugging Face config.json, and either no weights or those that fit it.",
+            ) from error
+    rows = len(cast(Any, built).get_input_embeddings().weight)
+    problem = ""
+    if missing:
+        problem = f"lack {len(missing)} of the {type(built).__name__}, such as '{missing[0]}'"
+    elif vocab_size is not None and vocab_size > rows:
+        problem = f"have {rows:,} token embeddings; the text has {vocab_size:,} different tokens"
+    if problem:
         raise DataError(
-            f"Cannot build a causal language model from the folder {folder}: {reason}",
-            "It needs a Hugging Face config.json, and either no weights or those that fit it.",
-        ) from error
+            f"The weights in {name} {problem}.",
+            "Use the config.json and the tokenizer of these weights, or a folder with only "
+            "config.json to start from random weights.",
+        )
+    built.train()
+    return built
 
 
 def loss_sum(model: PreTrainedModel, tokens: Tensor) -> Tensor:
@@ -80,11 +85,38 @@ def loss_sum(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     return F.cross_entropy(values, tokens[:, 1:].reshape(-1), reduction="sum")
 
 
-def _preset_config(row: Model, vocab_size: int | None) -> PretrainedConfig:
+def _built(
+    name: str, vocab_size: int | None, has_weights: bool
+) -> tuple[PreTrainedModel, list[str]]:
+    """Return a model, and the names of the weights that its file lacks."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    options: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": False}
+    if name in MODELS:
+        config: Any = _preset_config(MODELS[name])
+    else:
+        config = AutoConfig.from_pretrained(name, local_files_only=True, trust_remote_code=False)
+    for field, value in vars(config).items():
+        if isinstance(value, float) and "drop" in field:
+            setattr(config, field, 0.0)
+    config.use_cache = False
+    if has_weights:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            name, config=config, local_files_only=True, weights_only=True, output_loading_info=True,
+            **options,
+        )  # fmt: skip
+        model, info = loaded
+        return model, sorted(info["missing_keys"])
+    if vocab_size is not None:
+        config.get_text_config().vocab_size = vocab_size
+    return AutoModelForCausalLM.from_config(config, **options), []
+
+
+def _preset_config(row: Model) -> PretrainedConfig:
     from transformers import GPT2Config, LlamaConfig
 
     options: dict[str, Any] = {
-        "vocab_size": vocab_size or row.vocab_size, "hidden_size": row.hidden_size,
+        "vocab_size": row.vocab_size, "hidden_size": row.hidden_size,
         "num_hidden_layers": row.num_layers, "num_attention_heads": row.num_heads,
         "max_position_embeddings": row.max_positions, "tie_word_embeddings": row.tie_embeddings,
         # The defaults of the classes belong to other tokenizers; export writes the correct ones.
@@ -99,48 +131,3 @@ def _preset_config(row: Model, vocab_size: int | None) -> PretrainedConfig:
         rope_parameters={"rope_type": "default", "rope_theta": row.rope_theta},
         **options,
     )
-
-
-def _without_dropout(config: Any) -> Any:
-    for name, value in vars(config).items():
-        if isinstance(value, float) and "drop" in name:
-            setattr(config, name, 0.0)
-    config.use_cache = False
-    return config
-
-
-def drawn(config: PretrainedConfig, seed: int) -> PreTrainedModel:
-    """Return a model with weights drawn from the seed."""
-    from transformers import AutoModelForCausalLM
-
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        torch.default_generator.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(
-            _without_dropout(config), dtype=torch.float32, trust_remote_code=False
-        )
-    return cast("PreTrainedModel", model.train())
-
-
-def _loaded(folder: Path, config: PretrainedConfig, vocab_size: int | None) -> PreTrainedModel:
-    from transformers import AutoModelForCausalLM
-
-    with torch.random.fork_rng(devices=[]):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, config=_without_dropout(config), dtype=torch.float32, local_files_only=True,
-            weights_only=True, trust_remote_code=False, output_loading_info=True,
-        )  # fmt: skip
-    model, info = loaded
-    missing = sorted(info["missing_keys"])
-    rows = len(model.get_input_embeddings().weight)
-    problem = ""
-    if missing:
-        problem = f"lack {len(missing)} of the {type(model).__name__}, such as '{missing[0]}'"
-    elif vocab_size is not None and vocab_size > rows:
-        problem = f"have {rows:,} token embeddings; the text has {vocab_size:,} different tokens"
-    if problem:
-        raise DataError(
-            f"The weights in {folder} {problem}.",
-            "Use the config.json and the tokenizer of these weights, or a folder with only "
-            "config.json to start from random weights.",
-        )
-    return cast("PreTrainedModel", model.train())

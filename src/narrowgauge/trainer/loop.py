@@ -11,7 +11,8 @@ import os
 import signal
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def train(named: Mapping[str, Any], *, is_verbose: bool = True) -> Path:
     ranks = all_ranks()
     entry = ranks.of_first(lambda: enter(named, ranks.size))
     if entry.is_finished:
-        return entry.folder
+        return entry.settings.folder
     settings = entry.settings
     is_order_invariant = parse(settings.recipe).reduction.order_invariant
     with threads_of(is_order_invariant), warnings.catch_warnings():
@@ -68,16 +69,14 @@ def train(named: Mapping[str, Any], *, is_verbose: bool = True) -> Path:
         run = session.build(settings, tokens)
         if entry.checkpoint is not None:
             load_into(run, entry.checkpoint)
-        progress = Progress(run.settings, is_verbose and ranks.is_first)
-        try:
-            with _recorder_of(run, entry, progress) as recorder:
-                progress.say(f"{Path(settings.model).name} · {settings.recipe} · {entry.folder}")
-                _run(run, recorder, progress)
-        finally:
-            progress.close()
-            if run.reduction is not None:
-                run.reduction.close()  # its hooks on parameters would keep the process group
-    return entry.folder
+        with closing(Progress(run.settings, is_verbose and ranks.is_first)) as progress:
+            try:
+                with _recorder_of(run, entry, progress) as recorder:
+                    _run(run, recorder, progress)
+            finally:
+                if run.reduction is not None:
+                    run.reduction.close()  # its hooks on parameters would keep the process group
+    return settings.folder
 
 
 def load_into(run: Session, checkpoint: Path) -> None:
@@ -96,15 +95,12 @@ def save(run: Session) -> None:
     """
     if run.here.size > 1:
         verify_replicas(kept_tensors(run.optimizer), run.step)
-    table = run.settings.to_dict()
-    for name in ("out", "stop_after"):
-        table.pop(name, None)
+    settings = run.settings
     notes = {
-        "step": run.step, "settings": table, "tokens": run.tokens.fingerprint,
-        "vocab_size": run.tokens.vocab_size, "scaler": run.scaler.state_dict(),
+        "step": run.step, "settings": vars(replace(settings, out="", stop_after=0)),
+        "tokens": run.tokens.fingerprint, "vocab_size": run.tokens.vocab_size, "scaler": run.scaler.state_dict(),
     }  # fmt: skip
-    keep = run.settings.keep_checkpoints
-    checkpoints.save(run.settings.folder, run.model, run.optimizer, notes, keep)
+    checkpoints.save(settings.folder, run.model, run.optimizer, notes, settings.keep_checkpoints)
 
 
 def _recorder_of(run: Session, entry: Entry, progress: Progress) -> RunRecorder:
@@ -115,10 +111,12 @@ def _recorder_of(run: Session, entry: Entry, progress: Progress) -> RunRecorder:
     settings = run.settings
     goes_on = run.here.of_first(lambda: _has_record(entry))
     recorder = RunRecorder(
-        entry.folder, run.model, run.optimizer, settings=settings.to_dict(),
+        settings.folder, run.model, run.optimizer, settings=vars(settings),
         gauges_every=settings.gauges_every, fingerprints_every=settings.fingerprints_every,
         on_row=progress.row, resume=goes_on, tables={"data": run.tokens.table(), "recorder": None},
     )  # fmt: skip
+    name = Path(settings.model).name
+    progress.say(f"{name} · {settings.recipe} · {settings.folder}")
     if goes_on:
         recorder.go_back(run.step, tokens=run.step * settings.tokens_per_step)
     for what, words in entry.events:
@@ -128,13 +126,14 @@ def _recorder_of(run: Session, entry: Entry, progress: Progress) -> RunRecorder:
 
 def _has_record(entry: Entry) -> bool:
     """Return whether a run has a record. Write ``run.toml`` again if it cannot be read."""
+    folder = entry.settings.folder
     try:
-        read_settings(entry.folder)
+        read_settings(folder)
     except RecordError:
         if entry.checkpoint is None:
             return False
-        table = {"schema_version": VERSION, "config": entry.settings.to_dict()}
-        write_whole(entry.folder / "run.toml", tomli_w.dumps(table).encode())
+        table = {"schema_version": VERSION, "config": vars(entry.settings)}
+        write_whole(folder / "run.toml", tomli_w.dumps(table).encode())
     return True
 
 
@@ -159,10 +158,8 @@ def _run(run: Session, recorder: RunRecorder, progress: Progress) -> None:
     if is_finished:
         return progress.say(f"Finished after {run.step} steps.")
     progress.say(f"Stopped after step {run.step}. The same command goes on.")
-    if number == signal.SIGTERM:
-        raise Terminated
     if number:
-        raise KeyboardInterrupt
+        raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
     return None
 
 
@@ -197,7 +194,7 @@ def load(folder: Path) -> Session:
     Raises:
         RecordError: it has no good checkpoint.
     """
-    checkpoint = checkpoints.require_checkpoint(folder)
+    checkpoint, _ = checkpoints.require(folder)
     notes = checkpoints.notes_of(checkpoint)
     none = np.zeros(0, np.uint16)
     settings = Settings.from_dict(notes["settings"], str(checkpoint))

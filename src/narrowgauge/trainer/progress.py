@@ -24,16 +24,12 @@ class Progress:
         self.is_verbose = is_verbose
         self._listen = listener(settings)
         self._every = max(1, min(100, settings.steps // 10))
-        self._alarms: dict[str, int] = {}
+        self._shown = ("", 0)
         self._bar: Any = None
         if is_verbose and sys.stdout.isatty():
             from rich import progress
 
-            columns = (
-                progress.TextColumn("{task.description}"), progress.BarColumn(),
-                progress.MofNCompleteColumn(), progress.TimeRemainingColumn(),
-            )  # fmt: skip
-            self._bar = progress.Progress(*columns)
+            self._bar = progress.Progress(*progress.Progress.get_default_columns())
             self._bar.start()
             self._task = self._bar.add_task("", total=settings.steps)
 
@@ -60,13 +56,13 @@ class Progress:
                 self.say(f"{place}  {words}")
 
     def _event(self, row: Row) -> None:
-        """Show an event that needs attention. Of the events of a kind and step show one tensor's."""
-        what = row["what"]
-        if what in _ROUTINE or (row.get("tensor") and self._alarms.get(what) == row["step"]):
-            return
-        self._alarms[what] = row["step"]
-        tensor = f"{row['tensor']}: " if row.get("tensor") else ""
-        self.say(f"{what.replace('-', ' ')}: {tensor}{row['text']}")
+        """Show an event that needs attention, of one tensor where many have it at a step."""
+        tensor = row.get("tensor", "")
+        this = (row["what"], row["step"])
+        if row["what"] not in _ROUTINE and not (tensor and this == self._shown):
+            prefix = f"{tensor}: " if tensor else ""
+            self.say(f"{row['what'].replace('-', ' ')}: {prefix}{row['text']}")
+        self._shown = this
 
     def close(self) -> None:
         if self._bar is not None:
@@ -96,6 +92,6 @@ def listener(settings: Settings) -> Callable[[str, Row], object]:
 
     name = settings.folder.name
     run = wandb.init(
-        project="narrowgauge", name=name, id=name, resume="allow", config=settings.to_dict()
+        project="narrowgauge", name=name, id=name, resume="allow", config=vars(settings)
     )
     return lambda kind, row: run.log(numbers_of(kind, row), step=row["step"])

@@ -7,9 +7,11 @@ m % ranks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +23,6 @@ from narrowgauge.assembly.preparation import compute_scope, matrices_decay, prep
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.sharding import fsdp_modules
 from narrowgauge.errors import RecipeError
-from narrowgauge.numerics.dtensor import gradient_of, is_sharded
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.spec.models import usual_rate
 from narrowgauge.spec.notation import parse
@@ -50,28 +51,22 @@ class Session:
         self.reduction = self.optimizer.reduction
         self.scaler = GradScaler(self.model.device.type, enabled=self.optimizer.scales_loss)
 
-    def rounds(self, count: int) -> list[int]:
+    def rounds(self, count: int) -> range:
         """Return the numbers of this rank's micro-batches, of ``count`` over all ranks.
 
         Every rank has as many, since all take part in every exchange. A number of ``count`` or more
-        stands for one that contributes nothing.
+        repeats an earlier one and contributes nothing.
         """
-        num_rounds = -(-count // self.here.size)
-        return [self.here.rank + k * self.here.size for k in range(num_rounds)]
+        size = self.here.size
+        return range(self.here.rank, -(-count // size) * size, size)
 
-    def batch(self) -> list[Tensor]:
-        """Return this rank's micro-batches of the next step: int64 ``[micro_batch_size,
-        sequence_length + 1]`` each.
-        """
+    def micro_batch(self, number: int) -> Tensor:
+        """Return a micro-batch of the next step: int64 ``[micro_batch_size, sequence_length + 1]``."""
         settings = self.settings
         size = settings.micro_batch_size
-        batch = []
-        for number in self.rounds(settings.gradient_accumulation_steps):
-            # A rank that has none left repeats one, which contributes nothing.
-            place = self.step * settings.batch_size + number * size % settings.batch_size
-            windows = self.tokens.batch(place, size, settings.sequence_length, settings.seed)
-            batch.append(torch.from_numpy(windows))
-        return batch
+        place = self.step * settings.batch_size + number * size % settings.batch_size
+        windows = self.tokens.batch(place, size, settings.sequence_length, settings.seed)
+        return torch.from_numpy(windows)
 
     def loss_sum(self, tokens: Tensor) -> Tensor:
         """Return the summed cross entropy of some sequences."""
@@ -79,22 +74,16 @@ class Session:
         with compute_scope(parse(self.settings.recipe), tokens.device):
             return language_model.loss_sum(self.model, tokens)
 
-    def sum_in_order(self, shares: Sequence[Tensor], count: int) -> float:
-        """Sum the shares of all ranks' rounds in the order of the micro-batches: the same bits for
-        any number of ranks.
-        """
-        by_rank = self.here.gather([float(share) for share in shares])
-        total = 0.0
-        for number in range(count):
-            total += by_rank[number % self.here.size][number // self.here.size]
-        return total
+    def sum_over_ranks(self, shares: Sequence[Tensor]) -> float:
+        """Return the exact sum of all ranks' shares: the same bits for any number of ranks."""
+        return math.fsum(chain.from_iterable(self.here.gather([float(share) for share in shares])))
 
 
 def build(settings: Settings, tokens: Tokens) -> Session:
     """Build a session at step 0, with the settings filled in for the model."""
     model = language_model.build(settings.model, vocab_size=tokens.vocab_size, seed=settings.seed)
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if positions is not None and settings.sequence_length > positions:
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", math.inf)
+    if settings.sequence_length > positions:
         raise RecipeError(
             f"Cannot train: {settings.model} has {positions} positions, and sequences have "
             f"{settings.sequence_length} tokens.",
@@ -109,9 +98,9 @@ def build(settings: Settings, tokens: Tokens) -> Session:
         model, settings.recipe, lr=settings.lr, betas=(0.9, 0.95), weight_decay=settings.weight_decay,
         optimizer=matrices_decay, max_grad_norm=settings.max_grad_norm or None, seed=settings.seed, mesh=mesh, average=False,
     )  # fmt: skip
-    if settings.gradient_accumulation_steps > size and optimizer.reduction is None:
+    if settings.gradient_accumulation_steps > 1 and mesh is None and optimizer.reduction is None:
         for parameter in model.parameters():
-            if parameter.dtype.itemsize == 2 and not is_sharded(parameter):
+            if parameter.dtype.itemsize == 2:
                 parameter.grad_dtype = torch.float32  # autograd sums in it
     return Session(settings, tokens, model, optimizer)
 
@@ -120,17 +109,16 @@ def train_step(session: Session) -> Row:
     """Take one optimizer step, and return the columns of its row that a recorder does not read."""
     settings = session.settings
     count = settings.gradient_accumulation_steps
-    optimizer = session.optimizer
-    for group in optimizer.param_groups:
+    for group in session.optimizer.param_groups:
         group["lr"] = settings.learning_rate(session.step + 1)
     shares = []
-    present = []
-    sums: dict[Tensor, Tensor] = {}
+    batch = []
     numbers = session.rounds(count)
-    for number, tokens in zip(numbers, session.batch(), strict=True):
+    for number in numbers:
         is_absent = number >= count
+        tokens = session.micro_batch(number)
         if not is_absent:
-            present.append(tokens)
+            batch.append(tokens)
         exchange: AbstractContextManager[Any] = nullcontext()
         if session.reduction is not None:
             exchange = session.reduction.micro_batch(number == numbers[-1], is_absent)
@@ -138,36 +126,16 @@ def train_step(session: Session) -> Row:
             with generators_put_back():
                 # A function of these three, so that a repeated step draws the same numbers.
                 torch.manual_seed(hash((settings.seed, session.step, number)))
-                total = session.loss_sum(tokens)
-            loss = total / settings.tokens_per_step
-            scaled = session.scaler.scale(loss)
-            if is_absent and session.reduction is None:
-                scaled = 0 * scaled
-            scaled.backward()
-        if session.reduction is None and session.here.size > 1:
-            add_shards(session.model, sums, number == numbers[-1])
+                loss = session.loss_sum(tokens) / settings.tokens_per_step
+            if is_absent:
+                loss = 0 * loss
+            session.scaler.scale(loss).backward()
         shares.append(loss.detach())
-    session.scaler.step(optimizer)
+    session.scaler.step(session.optimizer)
     session.scaler.update()
-    optimizer.zero_grad()
+    session.optimizer.zero_grad()
     session.step += 1
-    return {"loss": session.sum_in_order(shares, count), "batch": torch.cat(present)}
-
-
-def add_shards(model: nn.Module, sums: dict[Tensor, Tensor], is_last: bool) -> None:
-    """Add a micro-batch's gradients of 16 bits, which FSDP2 has summed over ranks, in float32.
-
-    After the last micro-batch, round their sums to ``p.grad``.
-    """
-    for parameter in model.parameters():
-        gradient = gradient_of(parameter)
-        if gradient is None or gradient.dtype.itemsize != 2:
-            continue
-        total = gradient.float()
-        if parameter in sums:
-            total += sums[parameter]
-        sums[parameter] = total
-        parameter.grad = total.to(parameter.dtype) if is_last else None
+    return {"loss": session.sum_over_ranks(shares), "batch": torch.cat(batch)}
 
 
 @torch.no_grad()
@@ -183,9 +151,10 @@ def evaluate(session: Session) -> float:
     session.model.eval()
     shares = []
     for number in session.rounds(len(batches)):
-        # Ranks without a batch left repeat one: all take part in gathering weights.
-        shares.append(session.loss_sum(batches[number % len(batches)]))
+        # All ranks take part in gathering weights.
+        share = session.loss_sum(batches[number % len(batches)])
+        shares.append(share * (number < len(batches)))
     session.model.train()
     for module in fsdp_modules(session.model):  # no backward pass frees the gathered parameters
         module.reshard()
-    return session.sum_in_order(shares, len(batches)) / (len(tokens) * settings.sequence_length)
+    return session.sum_over_ranks(shares) / (len(tokens) * settings.sequence_length)

@@ -18,7 +18,7 @@ from narrowgauge.errors import DataError, NarrowgaugeError, RankError, RecipeErr
 from narrowgauge.runs.finding import counted
 from narrowgauge.spec.models import MODELS, get_model, refuse_own_code
 from narrowgauge.spec.notation import parse
-from narrowgauge.spec.toml import read_file, refuse_unknown
+from narrowgauge.spec.toml import refuse_unknown
 from narrowgauge.spec.values import require_choice, require_number
 from narrowgauge.trainer.tokens import open_tokens
 
@@ -26,27 +26,18 @@ OF_A_RUN = ("recipe", "seed", "out", "stop_after")
 """Settings that the runs of a comparison do not share."""
 FIXED = ("model", "recipe", "batch_size", "sequence_length", "seed")
 """Settings that decide the numbers of a run from its first step on."""
-_KINDS: dict[str, type] = {"str": str, "int": int, "float": float}
 
 
-def setting(
-    default: Any, help: str, least: float = 0, below: float = 10**9, *, is_open: bool = False
-) -> Any:
-    """Return a field; a number lies in ``[least, below)``, or in ``(least, below)``."""
-    table = {"help": help, "bounds": (least, below), "is_open": is_open}
-    return dataclasses.field(default=default, metadata=table)
-
-
-def kind_of(field: dataclasses.Field[Any]) -> type:
-    """Return the type of a setting that is not None: ``str``, ``int`` or ``float``."""
-    return _KINDS[str(field.type).split(" ")[0]]
+def setting(default: Any, help: str, least: float = 0, below: float = 10**9) -> Any:
+    """Return a field; a number lies in ``[least, below)``."""
+    return dataclasses.field(default=default, metadata={"help": help, "bounds": (least, below)})
 
 
 @dataclass(frozen=True)
 class Settings:
     """The settings of a training run; ``narrowgauge train --help`` explains each.
 
-    ``Settings.from_dict(settings.to_dict()) == settings``, also through a TOML file.
+    ``Settings.from_dict(vars(settings)) == settings``, also through a TOML file.
 
     Example:
         >>> Settings(steps=400, lr=1e-3).learning_rate(400)
@@ -59,16 +50,16 @@ class Settings:
         "llama-1m", "A preset (narrowgauge show models), a Hugging Face folder, or ORG/NAME in the hub's cache; weights are "
         "used, if there are any.")
     recipe: str = setting("bfloat16/word", "A recipe (narrowgauge show recipes).")
-    out: str | None = setting(None, "Run folder: new, or with a run, which goes on.  [default: runs/MODEL-RECIPE]")
+    out: str = setting("", "Run folder: new, or with a run, which goes on.  [default: runs/MODEL-RECIPE]")
     steps: int = setting(400, "Optimizer steps.", 1)
     batch_size: int = setting(8, "Sequences per optimizer step.", 1)
     sequence_length: int = setting(256, "Tokens per sequence.", 1)
     gradient_accumulation_steps: int = setting(
         1, "Micro-batches per optimizer step, at least one for each rank; must divide the batch size.", 1)
-    lr: float | None = setting(
-        None, "Peak learning rate.  [default: by parameters: 0.003 below 4 million, 0.001 below 60, 0.0006 below 600, else "
-        "0.0003]", 0, math.inf, is_open=True)
-    warmup_steps: int | None = setting(None, "Warm-up steps of the learning rate.  [default: a tenth of the steps, at most 100]")
+    lr: float = setting(
+        0.0, "Peak learning rate.  [default: 0, which is by parameters: 0.003 below 4 million, 0.001 below 60, 0.0006 below "
+        "600, else 0.0003]", 0, math.inf)
+    warmup_steps: int = setting(-1, "Warm-up steps of the learning rate.  [default: a tenth of the steps, at most 100]", -1)
     weight_decay: float = setting(0.1, "Weight decay of matrices.")
     max_grad_norm: float = setting(1.0, "Maximum gradient norm for clipping; 0 disables it.")
     seed: int = setting(0, "Seed of the initial weights, the order of the data and stochastic rounding.", 0, 1 << 32)
@@ -79,7 +70,7 @@ class Settings:
     gauges_every: int = setting(20, "Steps between samples of the gauges; 0: none.")
     fingerprints_every: int = setting(
         0, "Steps between fingerprints of every tensor, by which narrowgauge diagnose compares two runs; 0: none.")
-    stop_after: int | None = setting(None, "Stop after this step with a checkpoint, as if interrupted.  [default: never]", 1)
+    stop_after: int = setting(0, "Stop after this step with a checkpoint, as if interrupted.  [default: never]")
     report_to: str = setting("none", "Also send the numbers to tensorboard or wandb.")
     # fmt: on
 
@@ -87,20 +78,18 @@ class Settings:
         object.__setattr__(self, "recipe", parse(self.recipe).name)  # an alias, or a Recipe
         for field in fields(self):
             value = getattr(self, field.name)
-            if value is None and field.default is None:
-                continue
-            if kind_of(field) is not str:
-                require_number(
-                    field.name, value, *field.metadata["bounds"], is_whole=kind_of(field) is int,
-                    is_open=field.metadata["is_open"],
-                )  # fmt: skip
-            elif not isinstance(value, str) or not value:
-                raise RecipeError(f"Cannot use {field.name} = {value!r}: it is empty, or no text.")
+            kind = type(field.default)
+            if kind is not str:
+                bounds = field.metadata["bounds"]
+                require_number(field.name, value, *bounds, is_whole=kind is int)
+            elif not isinstance(value, str):
+                raise RecipeError(f"Cannot use {field.name} = {value!r}: it must be text.")
         require_choice("report_to", self.report_to, ("none", "tensorboard", "wandb"))
 
     @property
     def folder(self) -> Path:
-        return Path(str(self.out))
+        default = f"runs/{Path(self.model).name}-{self.recipe.replace('/', '-')}"
+        return Path(self.out or default)
 
     @property
     def micro_batch_size(self) -> int:
@@ -112,8 +101,9 @@ class Settings:
 
     def learning_rate(self, step: int) -> float:
         """Return the rate of a step, from 1 on: a linear warm-up, then a cosine to a tenth."""
-        assert self.lr is not None
-        warmup = min(self.steps // 10, 100) if self.warmup_steps is None else self.warmup_steps
+        warmup = self.warmup_steps
+        if warmup < 0:
+            warmup = min(self.steps // 10, 100)
         if step <= warmup:
             return self.lr * step / warmup
         progress = min((step - warmup) / (self.steps - warmup), 1.0)
@@ -126,7 +116,6 @@ class Settings:
             NarrowgaugeError: an invalid value.
         """
         require_package("transformers")
-        model = known_model(self.model)
         parts = self.gradient_accumulation_steps
         if self.batch_size % parts or parts < num_ranks:
             raise RankError(
@@ -135,16 +124,10 @@ class Settings:
                 "Choose a --gradient-accumulation-steps that divides --batch-size and is at least "
                 "the number of ranks.",
             )
+        model = known_model(self.model)
         open_tokens(self.data).require(self.sequence_length)
-        out = self.out
-        if out is None:
-            out = f"runs/{Path(model).name}-{self.recipe.replace('/', '-')}"
         data = str(Path(self.data).resolve())
-        return replace(self, model=model, data=data, out=out)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the settings that are not None."""
-        return {name: value for name, value in vars(self).items() if value is not None}
+        return replace(self, model=model, data=data, out=str(self.folder))
 
     @classmethod
     def from_dict(cls, table: Mapping[str, Any], where: str = "the settings") -> Settings:
@@ -154,30 +137,18 @@ class Settings:
         return cls(**table)
 
 
-def read_settings(path: str | Path) -> dict[str, Any]:
-    """Return the settings that a UTF-8 TOML file names. Check each."""
-    table = read_file(path, "settings file", "Name a UTF-8 TOML file.")
-    Settings.from_dict(table, str(path))
-    return table
-
-
 def known_model(name: str) -> str:
-    """Return the full name of a preset, the path of a model folder, or its place in the hub's cache.
-
-    A folder may be given by its ``config.json``.
-    """
-    path = Path(name).expanduser()
-    if name.strip().lower() in MODELS or not (path.exists() or "/" in name):
+    """Return the full name of a preset, the path of a model folder, or its place in the hub's cache."""
+    folder = Path(name).expanduser()
+    if name in MODELS or not (folder.exists() or "/" in name):
         return get_model(name).name
-    if not path.exists() and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
+    if not folder.exists() and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
         from huggingface_hub import try_to_load_from_cache
 
-        path = Path(str(try_to_load_from_cache(name, "config.json")))
-    folder = path if path.is_dir() else path.parent
+        folder = Path(str(try_to_load_from_cache(name, "config.json"))).parent
     if not (folder / "config.json").is_file():
-        problem = "holds no config.json" if path.exists() else "does not exist"
         raise DataError(
-            f"the model folder {name} {problem}.",
+            f"Cannot find the model {name}: no config.json is in its folder.",
             "Name a Hugging Face model folder, a preset (narrowgauge show models), or a model of "
             f"the hub after hf download {name}.",
         )

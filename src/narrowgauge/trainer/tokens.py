@@ -11,7 +11,6 @@ changes. So no generator state is saved, and batch 7,000 needs none of those bef
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -21,8 +20,8 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from narrowgauge.errors import DataError, require_package
-from narrowgauge.runs.atomic_io import disk_errors
-from narrowgauge.runs.places import require_no_file
+from narrowgauge.runs.atomic_io import digest
+from narrowgauge.runs.places import new_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -31,9 +30,6 @@ SUFFIXES = (".jsonl", ".md", ".py", ".txt")
 END_OF_TEXT = "<|endoftext|>"
 _PIECE = 1 << 16
 """Characters that are encoded at once. A tokenizer may take quadratic time on a longer text."""
-_MOST = 10_000_000
-_SAMPLE = 1 << 20
-"""Number of tokens that a fingerprint covers, spread evenly."""
 _ADVICE = "Make them from text: narrowgauge tokenize TEXT OUT, then --data OUT."
 
 
@@ -47,18 +43,16 @@ def read_texts(source: Path) -> Iterator[str]:
     Raises:
         DataError: a source or file that cannot be read, or is not UTF-8 text.
     """
-    files = [source]
-    if source.is_dir():
-        files = [file for file in source.rglob("*") if file.suffix in SUFFIXES]
-    for file in sorted(files):
+    files = [file for file in source.rglob("*") if file.suffix in SUFFIXES]
+    for file in sorted(files) or [source]:
         try:
             text = file.read_text(encoding="utf-8-sig")
             if file.suffix != ".jsonl":
                 yield text
                 continue
             for line in text.splitlines():
-                yield json.loads(line)["text"].encode(errors="replace").decode()
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+                yield json.loads(line)["text"]
+        except (OSError, ValueError, LookupError, TypeError) as error:
             raise DataError(
                 f"Cannot read the text in {file}: {type(error).__name__}: {error}.",
                 'Give UTF-8 text, or .jsonl with one object per line, such as {"text": "…"}.',
@@ -77,7 +71,7 @@ def pieces(text: str) -> Iterator[str]:
 
 
 def load_tokenizer(path: Path | None) -> PreTrainedTokenizerFast:
-    """Read the tokenizer in a Hugging Face folder, or that of a ``tokenizer.json`` in one.
+    """Read the tokenizer in a Hugging Face folder.
 
     ``None`` makes a tokenizer of 257 tokens: the bytes and the end of text.
     """
@@ -92,16 +86,15 @@ def load_tokenizer(path: Path | None) -> PreTrainedTokenizerFast:
         of_bytes.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         of_bytes.decoder = decoders.ByteLevel()
         return PreTrainedTokenizerFast(tokenizer_object=of_bytes, eos_token=END_OF_TEXT)
-    folder = path if path.is_dir() else path.parent
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
         if tokenizer.eos_token is None:
             raise ValueError("it names no eos_token")
         tokenizer.backend_tokenizer.no_truncation()
     except Exception as error:  # transformers and tokenizers raise any kind
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise DataError(
-            f"Cannot read the tokenizer in {folder}: {reason}.",
+            f"Cannot read the tokenizer in {path}: {reason}.",
             "Name a folder with tokenizer.json, and with eos_token in its tokenizer_config.json.",
         ) from error
     return cast("PreTrainedTokenizerFast", tokenizer)
@@ -114,7 +107,6 @@ def write_tokens(texts: Iterable[str], tokenizer: PreTrainedTokenizerFast, out: 
 
     Cost: about 0.5 s per MB on two cores.
     """
-    require_no_file(out, ["tokens.npy", "tokenizer.json"], "write tokens in")
     coder = tokenizer.backend_tokenizer
     dtype = np.uint16 if len(tokenizer) <= 1 << 16 else np.uint32
     end = np.array([tokenizer.eos_token_id], dtype)
@@ -124,16 +116,11 @@ def write_tokens(texts: Iterable[str], tokenizer: PreTrainedTokenizerFast, out: 
         for encoding in coder.encode_batch_fast([*pieces(text)], add_special_tokens=False):
             parts.append(np.array(encoding.ids, dtype))
         parts.append(end)
-    coder.encode_special_tokens = False
     if not parts:
         raise DataError("Cannot write tokens because there is no text.", "Give .txt files.")
-    with disk_errors(out):
-        out.mkdir(parents=True, exist_ok=True)
-        tokenizer.save_pretrained(out)
-        # The tokens come last: without them a folder is no data.
-        temporary = out / "tokens.tmp.npy"
-        np.save(temporary, np.concatenate(parts))
-        temporary.replace(out / "tokens.npy")
+    with new_folder(out) as folder:
+        tokenizer.save_pretrained(folder)
+        np.save(folder / "tokens.npy", np.concatenate(parts))
     return out
 
 
@@ -155,7 +142,6 @@ class Tokens:
     train: np.ndarray
     held_out: np.ndarray
     vocab_size: int
-    folder: Path | None = None
     fingerprint: str = ""
 
     def require(self, sequence_length: int) -> None:
@@ -177,7 +163,7 @@ class Tokens:
         windows = []
         for place in range(first, first + num_sequences):
             windows.append(order_of_epoch(seed, place // count, count)[place % count])
-        return _windows(self.train, np.array(windows), sequence_length)
+        return _windows(self.train, windows, sequence_length)
 
     def validation(self, limit: int, sequence_length: int) -> np.ndarray:
         """Return at most ``limit`` validation sequences, spread evenly over the held-out tokens."""
@@ -188,42 +174,41 @@ class Tokens:
     def unigram_loss(self) -> float:
         """Return the loss in nats per token of guessing by the frequencies of training tokens.
 
-        A model must beat it. One is added to each count, of the first ten million tokens.
+        A model must beat it. One is added to each count.
         """
-        held_out = np.bincount(self.held_out[:_MOST], minlength=self.vocab_size)
-        counts = np.bincount(self.train[:_MOST], minlength=self.vocab_size) + 1.0
+        held_out = np.bincount(self.held_out, minlength=self.vocab_size)
+        counts = np.bincount(self.train, minlength=self.vocab_size) + 1.0
         return float(-(held_out * np.log(counts / counts.sum())).sum() / held_out.sum())
 
     def table(self) -> dict[str, Any]:
         """Return the table ``data`` of the record."""
         return {
-            "folder": str(self.folder), "fingerprint": self.fingerprint, "tokens": len(self.train),
+            "fingerprint": self.fingerprint, "tokens": len(self.train),
             "vocab_size": self.vocab_size, "unigram_loss": self.unigram_loss(),
         }  # fmt: skip
 
 
-def _windows(ids: np.ndarray, windows: np.ndarray, sequence_length: int) -> np.ndarray:
-    places = windows[:, None] * sequence_length + np.arange(sequence_length + 1)
+def _windows(ids: np.ndarray, windows: Any, sequence_length: int) -> np.ndarray:
+    starts = np.array(windows) * sequence_length
+    places = starts[:, None] + np.arange(sequence_length + 1)
     return ids[places].astype(np.int64)
 
 
 def open_tokens(folder: str | Path) -> Tokens:
-    """Open the tokens in a folder without reading them.
+    """Open the tokens in a folder.
 
     Raises:
         DataError: there are none, or the file is damaged.
     """
     folder = Path(folder).resolve()
+    file = folder / "tokens.npy"
     try:
-        ids = np.load(folder / "tokens.npy", mmap_mode="r")
-        if ids.ndim != 1 or ids.dtype.kind not in "ui" or not len(ids):
+        ids = np.load(file, mmap_mode="r")
+        vocab_size = int(ids.max()) + 1
+        if ids.ndim != 1 or ids.dtype.kind not in "ui":
             raise ValueError(f"it holds {ids.dtype} of shape {ids.shape}")
     except (OSError, ValueError, EOFError) as error:
         raise DataError(f"Cannot use the tokens in {folder}: {error}.", _ADVICE) from error
-    sample = np.ascontiguousarray(ids[:: max(1, len(ids) // _SAMPLE)])
-    fingerprint = hashlib.blake2b(f"{len(ids)} {ids.dtype}".encode(), digest_size=16)
-    fingerprint.update(sample.tobytes())
-    vocab_size = int(ids.max()) + 1
     if (folder / "tokenizer.json").is_file():
         require_package("tokenizers")
         from tokenizers import Tokenizer
@@ -231,4 +216,4 @@ def open_tokens(folder: str | Path) -> Tokens:
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         vocab_size = max(vocab_size, tokenizer.get_vocab_size())
     cut = len(ids) - len(ids) // 20
-    return Tokens(ids[:cut], ids[cut:], vocab_size, folder, fingerprint.hexdigest())
+    return Tokens(ids[:cut], ids[cut:], vocab_size, digest(file))

@@ -43,7 +43,6 @@ from narrowgauge.numerics.metrics import power_of_rms
 from narrowgauge.torch_support.extension import extended_class
 from narrowgauge.torch_support.torch_names import map_tensors
 
-aten = torch.ops.aten
 # The unit of an operand: its own scale, 1 (the real value), 1 with float16 widened to float32, or
 # this number.
 Unit = Tensor | str
@@ -91,12 +90,12 @@ class Scaled(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        name = str(func).removeprefix("aten.")
+        if name not in _RULES:
+            raise unknown(f"{name} of a scaled tensor")
         kwargs = kwargs or {}
-        rule = _RULES.get(func)
-        if rule is None:
-            raise unknown(f"{str(func).removesuffix('.default')} of a scaled tensor")
-        result = rule(func, *args, **kwargs)
-        if func in _VIEWS:
+        result = _RULES[name](func, *args, **kwargs)
+        if name in _VIEWS:
             return return_and_correct_aliasing(func, args, kwargs, result)
         return result
 
@@ -147,11 +146,8 @@ def _as_one(func: Any, x: Scaled, *args: Any, **kwargs: Any) -> Any:
     """Move, copy, cast or negate elements at the same scale."""
     moved = func(x.raw, *args, **kwargs)
     if isinstance(moved, Tensor):
-        return Scaled(moved, x.scale.to(moved.device))
-    parts = []
-    for part in moved:
-        parts.append(Scaled(part, x.scale))
-    return parts
+        return Scaled(moved, x.scale)
+    return [Scaled(part, x.scale) for part in moved]
 
 
 def _multiply(func: Any, a: Any, b: Any) -> Scaled:
@@ -160,9 +156,6 @@ def _multiply(func: Any, a: Any, b: Any) -> Scaled:
         a, b = b, a
     if isinstance(b, Scaled):
         return Scaled(a.raw * b.raw, a.scale * b.scale)
-    needs_grad = isinstance(b, Tensor) and b.requires_grad and torch.is_grad_enabled()
-    if needs_grad:  # its gradient would be a scaled tensor
-        raise unknown(f"{func} of a scaled tensor with a plain one that requires a gradient")
     return Scaled(a.raw * b, a.scale)
 
 
@@ -188,9 +181,8 @@ def _aligned(operands: Sequence[Any]) -> list[Any]:
     data = []
     for x in operands:
         if isinstance(x, Scaled):
-            data.append(x.raw * (x.scale / scale))
-        else:
-            data.append(x / scale)
+            x = x.raw * (x.scale / scale)
+        data.append(x)
     return [*data, scale]
 
 
@@ -202,34 +194,28 @@ def _sum(
     for dim in dims or range(x.ndim):
         count = count * x.shape[dim]
     size = root_below(count)
-    return Scaled(aten.sum.dim_IntList(x.raw, dims, keepdim, **kwargs) / size, x.scale * size)
+    return Scaled(
+        torch.ops.aten.sum.dim_IntList(x.raw, dims, keepdim, **kwargs) / size, x.scale * size
+    )
 
 
 # PyTorch must see views as aliases.
-_VIEW_NAMES = (
+_VIEWS = (
     "alias.default", "detach.default", "expand.default", "permute.default", "select.int", "slice.Tensor",
     "split.Tensor", "split_with_sizes.default", "squeeze.dim", "t.default", "transpose.int", "unsqueeze.default",
     "view.default",
 )  # fmt: skip
-_OPERATIONS: dict[Callable[..., Any], tuple[str, ...]] = {
-    _as_one: (
-        *_VIEW_NAMES, "_to_copy.default", "_unsafe_view.default", "clone.default", "neg.default",
-        "select_backward.default", "slice_backward.default",
-    ),
-    _multiply: ("mul.Tensor", "mul.Scalar"),
-    _add: ("add.Tensor", "sub.Tensor"),
-    _concatenate: ("cat.default",),
-    _sum: ("sum.dim_IntList", "sum.default"),
-}  # fmt: skip
-_RULES: dict[Any, Callable[..., Any]] = {}
-_VIEWS: set[Any] = set()
-for _rule, _names in _OPERATIONS.items():
-    for _name in _names:
-        _packet, _, _overload = _name.partition(".")
-        _operation = getattr(getattr(aten, _packet), _overload)
-        _RULES[_operation] = _rule
-        if _name in _VIEW_NAMES:
-            _VIEWS.add(_operation)
+_MOVES = (
+    "_to_copy.default", "_unsafe_view.default", "clone.default", "neg.default", "select_backward.default",
+    "slice_backward.default",
+)  # fmt: skip
+_RULES: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys((*_VIEWS, *_MOVES), _as_one),
+    **dict.fromkeys(("mul.Tensor", "mul.Scalar"), _multiply),
+    **dict.fromkeys(("add.Tensor", "sub.Tensor"), _add),
+    **dict.fromkeys(("sum.dim_IntList", "sum.default"), _sum),
+    "cat.default": _concatenate,
+}
 
 
 # ── strip and restore scales ──────────────────────────────────────────────────────────────────────
@@ -333,14 +319,10 @@ class _Ruled:
     """
 
     leaves_plain = False
-    # The dtype of the scaled tensors, if not the parameters' own. A rule casts its parameters
-    # itself. After a separate cast their gradients would leave scaled arithmetic in the smaller
-    # range of the two.
-    computes_in: torch.dtype | None = None
 
 
 class _Linear(_Ruled):
-    """A linear layer: PyTorch's, transformers' Conv1D, or one with a ``multiply`` of its own.
+    """A linear layer: PyTorch's, transformers' Conv1D, or one with a ``product`` of its own.
 
     The operands of its three matmuls are near one. The output sums over the inputs, ``grad_input``
     over the outputs. Their sizes are the roots of these numbers, rounded down. The weight's scale is
@@ -348,26 +330,22 @@ class _Linear(_Ruled):
     """
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        inputs, outputs = self.weight.shape
-        multiply: Any = _multiply_conv1d
-        if isinstance(self, nn.Linear):
-            inputs, outputs = self.in_features, self.out_features
-            multiply = getattr(self, "multiply", F.linear)
-        size = power_of_rms(self.weight)
+        weight = self.weight
+        if getattr(self, "is_transposed", not isinstance(self, nn.Linear)):
+            weight = weight.t()
+        outputs, inputs = weight.shape
+        size = power_of_rms(weight)
         scale = (x.scale if isinstance(x, Scaled) else _one(x)) * size
-        operands = [x, self.weight]
+        operands = [x, weight]
         if self.bias is not None:
             operands.append(self.bias)
         sizes = (root_below(outputs), None, None)[: len(operands)]
         token, *entered = enter((OWN, size, scale)[: len(operands)], sizes, *operands)
+        multiply: Any = getattr(self, "product", F.linear)
         y: Tensor = leave(multiply(*entered), token, scale, root_below(inputs))
         if self.leaves_plain:
             return value_of(y)
         return y
-
-
-def _multiply_conv1d(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return x @ weight + bias
 
 
 class _Embedding(_Ruled):
@@ -377,7 +355,7 @@ class _Embedding(_Ruled):
         size = power_of_rms(self.weight)
         token, table = enter((REAL,), (None,), self.weight)
         rows = F.embedding(tokens, table, self.padding_idx) / size
-        embedded: Tensor = leave(rows.to(self.computes_in or rows.dtype), token, size, 1.0)
+        embedded: Tensor = leave(rows, token, size, 1.0)
         return embedded
 
 
@@ -438,18 +416,17 @@ _ATTENTION = unwrap(F.scaled_dot_product_attention)  # attached gauges wrap it
 # ── models ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def scalify(model: nn.Module, dtype: torch.dtype | None = None) -> None:
+def scalify(model: nn.Module) -> None:
     """Make a model compute with scaled tensors from its inputs to its outputs.
 
     Logits and gradients have the plain model's values. Every operand of a linear layer's three
     matmuls has a root mean square of the order of one. Parameters, ``state_dict`` and gradients are
-    plain tensors under the same names. A linear layer with a method ``multiply(x, weight, bias)``,
+    plain tensors under the same names. A linear layer with a method ``product(x, weight, bias)``,
     such as a narrow layer, multiplies its plain data with it.
 
     Args:
         model: changed in place. Each module with parameters, and each activation, gets its own
             class. Swap narrow layers before. A second call changes nothing.
-        dtype: dtype of the scaled tensors, if not the parameters' own.
     Raises:
         RecipeError: a module's class has no rule; or, when the model runs, an operation has none.
     Example:
@@ -476,7 +453,6 @@ def scalify(model: nn.Module, dtype: torch.dtype | None = None) -> None:
     for module, rule in rules.items():
         kind: Any = type(module)
         module.__class__ = extended_class(rule, kind)
-        cast(Any, module).computes_in = dtype
     if isinstance(head, _Ruled):
         head.leaves_plain = True
     # The body of a Hugging Face model can also be called directly.
@@ -488,14 +464,14 @@ def scalify(model: nn.Module, dtype: torch.dtype | None = None) -> None:
 def _rule_for(module: nn.Module) -> type[_Ruled] | None:
     """Return the rule of a module's class; ``None`` if there is none.
 
-    A subclass may compute anything, unless its ``multiply`` shows that only its product differs.
+    A subclass may compute anything, unless its ``product`` shows that only this differs.
     """
-    kind = type(module)
-    if isinstance(module, nn.Linear) and hasattr(kind, "multiply"):
-        return _Linear
-    if kind.__name__.endswith("RMSNorm"):
-        return _Norm
-    return _RULE_OF.get(kind.__name__)
+    name = type(module).__name__
+    if isinstance(module, nn.Linear) and hasattr(module, "product"):
+        name = "Linear"
+    if name.endswith("RMSNorm"):
+        name = "LayerNorm"
+    return _RULE_OF.get(name)
 
 
 _RULE_OF: dict[str, type[_Ruled]] = {

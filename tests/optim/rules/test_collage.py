@@ -4,8 +4,6 @@ released code's faults.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -14,6 +12,7 @@ from narrowgauge.numerics.expansions import NearestEven
 from narrowgauge.numerics.rounding import bits_of
 from narrowgauge.optim.rules.collage import Parts, collage_adamw
 from oracles import collage as narrow
+from tensors import gaussian
 
 BFLOAT16 = NearestEven(16)
 
@@ -33,13 +32,6 @@ def scalars(
         "negative_decay": -lr * decay,
     }
     return {name: torch.tensor(value) for name, value in values.items()}
-
-
-def gradients(count: int, steps: int, scale: float = 1e-2, seed: int = 0) -> Iterator[Tensor]:
-    """A new Gaussian gradient each step, bfloat16 values in float32."""
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(steps):
-        yield BFLOAT16(torch.randn(count, generator=generator) * scale)
 
 
 def eager_step(words: dict[str, Tensor], g: Tensor, s: dict[str, float]) -> Tensor:
@@ -70,24 +62,18 @@ def eager_step(words: dict[str, Tensor], g: Tensor, s: dict[str, float]) -> Tens
 @pytest.mark.parametrize("plus", [False, True], ids=["light", "plus"])
 def test_published_step_is_eager_bfloat16_bit_for_bit(plus: bool, beta2: float) -> None:
     count = 2048
-    start = BFLOAT16(torch.randn(count, generator=torch.Generator().manual_seed(1)) * 0.02)
-    weight: Parts = (start, torch.zeros(count))
-    moments: list[Parts] = [(torch.zeros(count),), tuple(torch.zeros(2 if plus else 1, count))]
-    words = {}
-    for name in ("dw", "m", "v", *(["dv"] if plus else [])):
-        words[name] = torch.zeros(count, dtype=torch.bfloat16)
-    words["w"] = weight[0].bfloat16()
-    for t, g in enumerate(gradients(count, 20), 1):
+    zeros = torch.zeros(count)
+    weight: Parts = (BFLOAT16(gaussian(count, scale=0.02)), zeros)
+    moments: list[Parts] = [(zeros,), (zeros, zeros) if plus else (zeros,)]
+    names = ("w", "dw", "m", "v", "dv")[: 4 + plus]
+    words = dict.fromkeys(names, zeros.bfloat16()) | {"w": weight[0].bfloat16()}
+    for t in range(1, 21):
         s = scalars(beta2=beta2, t=t)
+        g = BFLOAT16(gaussian(count, seed=t, scale=1e-2))
         change, weight, *moments = collage_adamw(weight, g, *moments, s, BFLOAT16)
-        expected = eager_step(
-            words, g.bfloat16(), {name: value.item() for name, value in s.items()}
-        )
+        numbers = {name: value.item() for name, value in s.items()}
+        expected = eager_step(words, g.bfloat16(), numbers)
         assert torch.equal(bits_of(change), bits_of(expected.float())), t
-        computed = dict(
-            zip(("w", "dw", "m", "v", "dv"), (*weight, *moments[0], *moments[1]), strict=False)
-        )
-        assert computed.keys() == words.keys()
-        for name, value in computed.items():
+        for name, value in zip(names, (*weight, *moments[0], *moments[1]), strict=True):
             assert torch.equal(value, words[name].float()), (t, name)
     assert (weight[1] != 0).float().mean() > 0.9

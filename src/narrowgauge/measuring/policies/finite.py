@@ -1,90 +1,51 @@
-"""The operation that first made a value which is not finite."""
+"""The operations that first made infinity and NaN."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from narrowgauge.measuring.beside import (
-    ALLOCATES,
-    ByStorage,
-    Operation,
-    floats_in,
-    is_finite,
-    storage_key,
-)
+from narrowgauge.measuring.beside import ALLOCATES, Operation, floats_in, is_finite
 from narrowgauge.spec.formats import dtype_name
-from narrowgauge.torch_support.torch_names import plain_name
 
 
 class Finite:
-    """Follow values that are not finite to the operation that made them.
+    """Name the first operation that made infinity of finite numbers, and the first that made NaN.
 
-    A cause is whether the code asks for infinity, as in a mask; the operation's number; and words.
-    What is asked for is no cause until it reaches a gradient.
-
-    Args:
-        model: gives the names of the weights and buffers that hold such values.
+    Attributes:
+        made: words about each, in their order. What code asks for, as in a mask, is not made.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._names: dict[int, str] = {}
-        for name, x in (*model.named_parameters(), *model.named_buffers()):
-            self._names[storage_key(x)] = plain_name(name)
-        self._causes = ByStorage()
-        self._count = 0
-
-    def first(self, tensors: Iterable[Tensor]) -> str:
-        """Return the earliest cause that reached one of some tensors; empty if none is known."""
-        causes = filter(None, map(self._causes.get, tensors))
-        return str(min(causes, default=("", "", ""))[2])
+    def __init__(self) -> None:
+        self.made: dict[str, str] = {}
 
     def before(self, op: Operation) -> None:
         bad = [x for x in floats_in(op.read) if not is_finite(x)]
-        causes = filter(None, map(self._causes.get, bad))
-        op.notes[self] = bad, any(map(_has_nan, bad)), min(causes, default=None)
+        op.notes[self] = bool(bad), any(map(_has_nan, bad))
 
     def after(self, op: Operation) -> None:
-        self._count += 1
-        bad, had_nan, first = op.notes[self]
-        if op.name in ALLOCATES or op.is_view:
+        had_infinity, had_nan = op.notes[self]
+        numbers = [x for x in (*op.args, *op.kwargs.values()) if isinstance(x, float)]
+        if op.name in ALLOCATES or op.is_view or any(map(math.isinf, numbers)):
             return
         for x in floats_in(op.written or op.result):
-            if is_finite(x):
-                self._causes.drop(x)
-                continue
-            is_new = not bad or (_has_nan(x) and not had_nan)
-            cause = first
-            if is_new and (first is None or first[0]):
-                cause = self._made(op, x)
-            elif first is None:
-                name = self._names.get(storage_key(bad[0]), "a tensor that the step was given")
-                words = f"{name} is not finite before any operation; {op} reads it"
-                cause = (False, self._count, words)
-            self._causes.set(x, cause)
+            if _has_nan(x) and not had_nan:
+                self._note("NaN", op, x, _wide(x).isnan())
+            elif not had_infinity and not is_finite(x):
+                self._note("infinity", op, x, _wide(x).isinf())
 
-    def _made(self, op: Operation, x: Tensor) -> tuple[bool, int, str]:
-        is_nan = _has_nan(x)
-        number = int(_real(x).isinf().sum())
-        kind = "infinity"
-        if is_nan:
-            number = int(_real(x).isnan().sum())
-            kind = "NaN"
-        words = f"{op} made {kind} in {number} of {x.numel()} values ({dtype_name(x.dtype)})"
-        operands = [f"{dtype_name(y.dtype)} {list(y.shape)}" for y in floats_in(op.operands)[:3]]
-        if operands:
-            words += f" from {', '.join(operands)}"
-        numbers = (*op.args, *op.kwargs.values())
-        asks = any(isinstance(a, float) and math.isinf(a) for a in numbers)
-        return asks and not is_nan, self._count, words
+    def _note(self, kind: str, op: Operation, x: Tensor, are_bad: Tensor) -> None:
+        where = f"{int(are_bad.sum())} of {x.numel()} values ({dtype_name(x.dtype)})"
+        self.made.setdefault(kind, f"{op} made {kind} in {where}")
 
 
 def _has_nan(x: Tensor) -> bool:
-    return bool(_real(x).isnan().any())
+    return bool(_wide(x).isnan().any())
 
 
-def _real(x: Tensor) -> Tensor:
-    """Return real numbers that are as finite."""
-    return x.abs() if x.is_complex() else x.float()
+def _wide(x: Tensor) -> Tensor:
+    """Return values that can be asked whether they are finite."""
+    if x.is_complex():
+        return x
+    return x.float()

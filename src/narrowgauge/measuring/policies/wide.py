@@ -19,7 +19,6 @@ from narrowgauge.measuring.beside import (
     ALLOCATES,
     ByStorage,
     Operation,
-    Site,
     floats_in,
     is_float,
     storage_key,
@@ -32,7 +31,6 @@ WIDE = torch.float64
 _PRODUCTS = (
     "mm", "addmm", "bmm", "baddbmm", "convolution", "dot", "mv", "addmv", "_scaled_mm",
 )  # fmt: skip
-_CASTS = ("_to_copy", "copy_")
 _BY_INDEX = ("topk", "sort", "max", "min", "median", "kthvalue", "mode", "cummax", "cummin")
 _BY_VALUE = (
     "index", "index_put", "index_put_", "masked_select", "nonzero", "masked_scatter",
@@ -42,7 +40,6 @@ _BY_VALUE = (
 _TO_INTEGERS = ("round", "floor", "ceil", "trunc", "sign")
 _PACKED = ("mkldnn_rnn_layer", "_cudnn_rnn")
 """Kernels whose packed weights are no float64, and crash."""
-_EIGHT_BITS = {dtype for dtype in UNITS if dtype.itemsize == 1}
 _KINKS = ("relu", "relu_", "leaky_relu", "clamp_min", "hardtanh", "threshold_backward")
 _FEWEST = 64
 """Elements of a cast whose range is judged."""
@@ -59,8 +56,8 @@ class Wide:
 
     Attributes:
         rounds: names of the operations that round, by site.
-        casts: what a site's casts to a narrow format lose: largest shares of values that reach the end of
-            an 8-bit format and of values that became zero, and largest error in roundings.
+        casts: what a site's casts to a narrow format lose, at most: ``saturation`` is the share of
+            values that reach the end of an 8-bit format, ``cast-range`` the error in roundings.
         working: unit roundoff of the coarsest product in forward, or of a cast to 8 bits.
         cuts: operations that are not followed.
         draws: whether an operation drew random numbers.
@@ -70,19 +67,19 @@ class Wide:
 
     def __init__(
         self,
-        chosen: Collection[Site] = (),
+        chosen: Collection[str] = (),
         shifts: Iterable[tuple[Tensor, Tensor]] = (),
         *,
         is_smooth: bool = False,
     ) -> None:
         self.chosen = chosen
         self.is_smooth = is_smooth
-        self.rounds: dict[Site, set[str]] = {}
-        self.casts: dict[Site, tuple[float, ...]] = {}
+        self.rounds: dict[str, set[str]] = {}
+        self.casts: dict[str, dict[str, float]] = {}
         self.working = FINEST
-        self.cuts: list[str] = []
+        self.cuts: dict[str, None] = {}
         self.draws = self.flips = False
-        self.misread: dict[Site, str] = {}
+        self.misread: set[str] = set()
         self._shadows = ByStorage()
         """By memory: its format, and the flat shadow; ``None`` if it is not followed."""
         self._inputs = ByStorage()
@@ -96,7 +93,7 @@ class Wide:
         """Return the shadow of a tensor: a view of its shape, or its own values in float64."""
         if not isinstance(x, Tensor) or x.layout is not torch.strided:
             return x
-        dtype, flat = self._shadows.get(x) or (None, None)
+        dtype, flat = self._shadows.of(x) or (None, None)
         if flat is None or dtype is not x.dtype.to_real():
             return x.to(_widened(x.dtype))
         if x.is_complex():
@@ -111,56 +108,59 @@ class Wide:
     def _own(self, x: Tensor) -> None:
         """Give the memory of a tensor a shadow that can be written."""
         dtype = x.dtype.to_real()
-        if (self._shadows.get(x) or (None,))[0] is not dtype:
+        if (self._shadows.of(x) or (None,))[0] is not dtype:
             values = torch.empty(0, dtype=dtype, device=x.device).set_(x.untyped_storage())
-            self._shadows.set(x, (dtype, values.to(_widened(dtype), copy=True)))
+            self._shadows.put(x, (dtype, values.to(_widened(dtype), copy=True)))
 
     def keep(self, x: Tensor, value: Tensor) -> None:
         """Keep a value as the shadow of a tensor."""
-        self._shadows.drop(x)
+        self._shadows.pop(storage_key(x), None)
         self._own(x)
         self.of(x).copy_(value)
 
     def forget(self, x: Tensor) -> None:
         """Make a tensor its own shadow."""
-        self._shadows.drop(x)
+        self._shadows.pop(storage_key(x), None)
 
     def follows(self, x: Tensor) -> bool:
         """Return whether the shadow of a tensor is known."""
-        entry = self._shadows.get(x)
+        entry = self._shadows.of(x)
         return entry is None or entry[1] is not None
 
     def _lose(self, tensors: Iterable[Tensor]) -> None:
         for x in tensors:
-            self._shadows.set(x, (x.dtype.to_real(), None))
+            self._shadows.put(x, (x.dtype.to_real(), None))
 
     def _cut(self, name: str, targets: list[Tensor]) -> None:
-        if name not in self.cuts:
-            self.cuts.append(name)
+        self.cuts[name] = None
         self._lose(targets)
 
     # ── an operation ──────────────────────────────────────────────────────────────────────────────
 
     def before(self, op: Operation) -> None:
         """Take the shadows of the operands, before what is written in place is written."""
-        has_shadows = any(_has_shadow(x) or self._shadows.get(x) for x in op.operands)
+        has_shadows = any(_has_shadow(x) or self._shadows.of(x) for x in op.operands)
         if op.layer or op.name in ALLOCATES or not has_shadows or op.draws:
             return
         op.notes[self] = None
-        self._note_misread(op)
+        for x in op.read:
+            written = (self._shadows.of(x) or (x.dtype,))[0]
+            if (
+                written is not x.dtype
+                and x.itemsize == written.itemsize == 1
+                and UNITS.keys() >= {x.dtype, written}
+            ):
+                self.misread.add(op.site)
         if not all(map(self.follows, op.operands)):
             return
-        for x in op.written:
-            if _has_shadow(x):
-                self._own(x)
+        for x in filter(_has_shadow, op.written):
+            self._own(x)
         takes_values = op.name in _BY_VALUE
 
         def wide(x: Any) -> Any:
             if isinstance(x, torch.dtype):
                 return _widened(x)
-            if takes_values and not is_float(x):
-                return x
-            return self.of(x)
+            return x if takes_values and not is_float(x) else self.of(x)
 
         op.notes[self] = tree_map(wide, (op.args, op.kwargs))
 
@@ -174,9 +174,8 @@ class Wide:
             return
         results = tensors_in(op.result)
         targets = [x for x in op.written or results if _has_shadow(x)]
-        if op.notes[self] is None:
+        if op.notes[self] is None or not targets:
             self._lose(targets)
-        if not targets or op.notes[self] is None:
             return
         try:
             shadows = tensors_in(self._on_wide(op, *op.notes[self]))
@@ -188,7 +187,9 @@ class Wide:
         if not op.written:
             for x, value in zip(targets, filter(_has_shadow, shadows), strict=False):
                 self.keep(x, value)
-        self.flips |= any(self._is_flipped(op, x) for x in targets)
+        for x in targets:
+            if x.dtype is torch.bool or op.name in _KINKS:
+                self.flips |= bool(((x == 0) != (self.of(x) == 0)).any())
         self._note(op, [x for x in targets if x.dtype in UNITS])
 
     def _drawn(self, op: Operation) -> None:
@@ -219,10 +220,12 @@ class Wide:
         if name == "_scaled_mm":
             a, b, scale_a, scale_b, bias = [*args, None][:5]
             return torch.nn.functional.linear(a * scale_a, (b * scale_b).t(), bias)
-        if name == "multiply_plain":  # ours computes in float32
-            return torch.nn.functional.linear(args[0], args[1].t(), args[2])
         if name in _BY_INDEX and isinstance(op.result, (tuple, list)):
-            return _chosen(name, op.result[1], args, kwargs)
+            indices = op.result[1]
+            dim = op.arguments.get("dim", -1)
+            if indices.ndim == args[0].ndim:
+                return args[0].gather(dim, indices)
+            return args[0].gather(dim, indices.unsqueeze(dim)).squeeze(dim)
         result = op.func(*args, **kwargs)
         for work in tree_leaves(result):
             if op.is_collective and hasattr(work, "wait"):
@@ -237,84 +240,70 @@ class Wide:
             return
         first = narrow[0]
         self.rounds.setdefault(op.site, set()).add(op.name)
-        is_product = op.name in _PRODUCTS and not op.site.is_backward
+        is_product = op.name in _PRODUCTS and not op.is_backward
         if is_product or first.element_size() == 1:
             self.working = max(self.working, unit_of(first.dtype))
         if op.site in self.chosen:
             for x in narrow:
                 self.of(x).copy_(self.of(x).to(x.dtype))
-        if op.name in _CASTS and first.numel() >= _FEWEST:
+        if op.name in ("_to_copy", "copy_") and first.numel() >= _FEWEST:
+            known = self.casts.setdefault(op.site, {})
             losses = _losses(first, self.of(first), op.operands[-1].to(WIDE))
-            known = self.casts.get(op.site, losses)
-            self.casts[op.site] = tuple(map(max, known, losses))
-
-    def _is_flipped(self, op: Operation, x: Tensor) -> bool:
-        if x.dtype is torch.bool:
-            return bool((x != self.of(x)).any())
-        return op.name in _KINKS and bool(((x == 0) != (self.of(x) == 0)).any())
-
-    def _note_misread(self, op: Operation) -> None:
-        for x in op.read:
-            written = (self._shadows.get(x) or (x.dtype,))[0]
-            if {x.dtype, written} <= _EIGHT_BITS and written is not x.dtype:
-                self.misread[op.site] = f"bytes of {written} are read as {x.dtype}"
+            for what, loss in losses.items():
+                known[what] = max(loss, known.get(what, 0.0))
 
     # ── the products of our own layers ────────────────────────────────────────────────────────────
 
     def _follow_layer(self, op: Operation) -> None:
         """Multiply the shadows of a narrow layer's operands, as they are before the casts."""
-        unit = unit_of(op.operands[0].dtype)
+        units = [self.working, unit_of(op.operands[0].dtype)]
         for cast in op.layer.compute.casts.values():
             if cast is not None:
                 row = FORMATS[cast.format]
-                step = 0.5 / row.max if cast.format.startswith("int") else row.epsilon / 2
-                unit = max(unit, float(step))
-        self.working = max(self.working, unit)
+                unit = 0.5 / row.max if cast.format.startswith("int") else row.epsilon / 2
+                units.append(float(unit))
+        self.working = max(units)
         self.rounds.setdefault(op.site, set()).add(op.name)
         first, second, third = op.args[:3]
+        is_forward = isinstance(second, Tensor)  # x, weight, bias
         results = op.result
-        if isinstance(second, Tensor):  # x, weight, bias
+        if is_forward:
             results = results[:1]
-            x = self.of(first)
-            self._inputs.set(op.result[1], x.clone())
-        else:  # gradient, saved operand, weight
-            x = self._inputs.get(second.data)
+            self._inputs.put(op.result[1], self.of(first).clone())
         if not all(map(self.follows, op.operands)):
             self._lose(tensors_in(results))
             return
-        if isinstance(second, Tensor):
-            shadows = [torch.nn.functional.linear(x, self.of(second), self.of(third))]
-        else:
-            grad = self.of(first)
-            shadows = [grad @ self.of(third), grad.t() @ x, grad.sum(0)]
         if op.site in self.chosen:
-            narrowed = [self.of(x).to(x.dtype) if is_float(x) else x for x in op.args]
-            shadows = op.func(*narrowed)
+            shadows = op.func(*(self.of(x).to(x.dtype) if is_float(x) else x for x in op.args))
+        elif is_forward:
+            shadows = [torch.nn.functional.linear(*map(self.of, op.args[:3]))]
+        else:  # gradient, saved operand, weight
+            grad = self.of(first)
+            x = self._inputs.of(second.data)
+            shadows = [grad @ self.of(third), grad.t() @ x, grad.sum(0)]
         for x, value in zip(results, shadows, strict=False):
             if x is not None:
                 self.keep(x, value)
 
 
-def _losses(values: Tensor, exact: Tensor, source: Tensor) -> tuple[float, float, float]:
-    """Return what a cast loses: shares that reach the end or became zero, and its error.
+def _losses(values: Tensor, exact: Tensor, source: Tensor) -> dict[str, float]:
+    """Return what a cast loses.
 
     Args:
         exact: the shadow of the result.
         source: what was cast.
     """
     wide = values.to(WIDE)
-    at_end = error = 0.0
+    losses = {"saturation": 0.0, "cast-range": 0.0}
     if values.element_size() == 1:  # in 16 bits a mask ends there, and infinity is told
         # Values that a clamp has put there are at the end.
         reaching = exact.abs() >= torch.finfo(values.dtype).max * (1 - 2.0**-12)
-        at_end = float(reaching.double().mean())
-    zeros = float(((wide == 0) & (exact != 0)).double().mean())
+        losses["saturation"] = float(reaching.double().mean())
     if source.shape == values.shape:
         finite = wide.isfinite() & source.isfinite()  # a mask may overflow; infinity is told
-        length = float(source[finite].norm())
-        if length:
-            error = float((wide - source)[finite].norm()) / length / UNITS[values.dtype]
-    return at_end, zeros, error
+        error = float((wide - source)[finite].norm()) / UNITS[values.dtype]
+        losses["cast-range"] = error / (float(source[finite].norm()) or 1.0)
+    return losses
 
 
 def _has_shadow(x: Any) -> bool:
@@ -325,18 +314,6 @@ def _widened(dtype: torch.dtype) -> torch.dtype:
     if dtype.is_complex:
         return torch.complex128
     return WIDE if dtype.is_floating_point else dtype
-
-
-def _chosen(name: str, indices: Tensor, args: Any, kwargs: Any) -> Tensor:
-    """Return the shadow's values at the indices that the step chose."""
-    numbers = [a for a in args[1:] if isinstance(a, int) and not isinstance(a, bool)]
-    if name in ("topk", "kthvalue"):
-        numbers = numbers[1:]
-    (dim,) = numbers[:1] or [kwargs.get("dim", -1)]
-    x: Tensor = args[0]
-    if indices.ndim == x.ndim:
-        return x.gather(dim, indices)
-    return x.gather(dim, indices.unsqueeze(dim)).squeeze(dim)
 
 
 def _are_alike(op: Operation, results: list[Tensor], shadows: list[Tensor]) -> bool:

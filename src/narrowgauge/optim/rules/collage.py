@@ -15,14 +15,14 @@ Source: Yu et al. 2024, Collage, arXiv:2405.03637.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
 from narrowgauge.numerics.expansions import NearestEven, Pair, grow, mul, pair_of
 from narrowgauge.numerics.rounding import sqrt
 
-Parts = tuple[Tensor, ...]
+Parts = Sequence[Tensor]
 """One part, or a pair."""
 
 

@@ -1,6 +1,6 @@
 """Matrix rules: update rules that read the whole matrix, as pure functions of float32 tensors.
 
-Every rank gathers the matrix and computes the step (:mod:`narrowgauge.optim.matrix_step`). A
+Every rank gathers the matrix and computes the step (:mod:`narrowgauge.optim.step`). A
 parameter of three dims is a stack of matrices, such as a mixture's experts. Each is stepped as if
 it were a parameter of its own. A parameter of more dims, such as a convolution, is the matrix of
 its first dim against all others. A parameter of fewer than two is stepped by AdamW.
@@ -38,12 +38,11 @@ class MatrixState:
 
     Every rank has the whole of it. A stack has one per matrix.
 
-    It is stored in the storage's code for the moment ``role`` (``"exp_avg"`` or ``"exp_avg_sq"``),
-    or in float32 for ``None``.
+    It is stored in the storage's code for the moment ``role``: ``"exp_avg"`` or ``"exp_avg_sq"``.
     """
 
     shape: tuple[int, ...]
-    role: str | None = None
+    role: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +55,8 @@ class MatrixRule:
         direction: ``(gradient [rows, cols], states, options, step) -> (step to take, new states)``; steps
             count from 1. The gradient may be overwritten, states may not.
         scalars, prepare: as in :class:`~narrowgauge.optim.rules.elementwise.Rule`, of ``average`` and of the decay.
-        decay: as in :class:`~narrowgauge.optim.rules.elementwise.Rule`. With it, ``lr · weight_decay · weight`` is subtracted
-            from the step.
+        decay: as in :class:`~narrowgauge.optim.rules.elementwise.Rule`: ``lr · weight_decay · weight`` is subtracted from
+            the step.
         beside: states with the weight's shape, packed and sharded with the weight in its code for first moments.
         average: ``(gradient, states, scalars) -> (gradient for direction, new states)``: an elementwise part that comes
             before ``direction`` and updates the states beside the weight. Ranks run it on their shards.
@@ -66,9 +65,9 @@ class MatrixRule:
     name: str
     states: Callable[[tuple[int, int], Options], dict[str, MatrixState]] | None
     direction: Callable[[Tensor, States, Options, int], Result]
-    scalars: tuple[str, ...] = ()
-    prepare: Callable[[Options, int], tuple[float, ...]] = lambda options, step: ()
-    decay: str = ""
+    scalars: tuple[str, ...]
+    prepare: Callable[[Options, int], tuple[float, ...]]
+    decay: str = NEGATIVE_DECAY
     beside: tuple[str, ...] = ()
     average: Callable[[Tensor, States, Scalars], Result] | None = None
 
@@ -88,15 +87,6 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, ...]:
     if len(shape) == 3:
         return tuple(shape)
     return shape[0], math.prod(shape[1:])
-
-
-def shapes_of_states(
-    rule: AnyRule, shape: Sequence[int], options: Options
-) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a rule's states for a parameter of ``shape``, by name."""
-    beside = rule.beside if isinstance(rule, MatrixRule) else rule.states
-    extra_shapes = {name: state.shape for name, state in extras_of(rule, shape, options).items()}
-    return {**dict.fromkeys(beside, tuple(shape)), **extra_shapes}
 
 
 def extras_of(rule: AnyRule, shape: Sequence[int], options: Options) -> dict[str, MatrixState]:
@@ -234,20 +224,13 @@ def _decay_scalars(options: Options, step: int) -> tuple[float, ...]:
 
 
 # By functions with names, by which rules are pickled.
-_DECAY: dict[str, Any] = {
-    "scalars": (NEGATIVE_DECAY,),
-    "prepare": _decay_scalars,
-    "decay": NEGATIVE_DECAY,
-}
-_AVERAGE = (NEGATIVE_DECAY, "momentum", "one_minus_momentum", "nesterov")
 MUON = MatrixRule(
-    "muon",
-    None,
-    _muon,
-    _AVERAGE,
-    _muon_scalars,
-    NEGATIVE_DECAY,
-    ("momentum_buffer",),
-    _momentum,
+    name="muon",
+    states=None,
+    direction=_muon,
+    scalars=(NEGATIVE_DECAY, "momentum", "one_minus_momentum", "nesterov"),
+    prepare=_muon_scalars,
+    beside=("momentum_buffer",),
+    average=_momentum,
 )
-GALORE = MatrixRule("galore", _galore_states, _galore, **_DECAY)
+GALORE = MatrixRule("galore", _galore_states, _galore, (NEGATIVE_DECAY,), _decay_scalars)

@@ -1,0 +1,315 @@
+"""Every code of every storage, value by value and relative to its row; what a weight is cut into; a
+step of each storage; and the random bits that cut.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import expectations
+import narrowgauge as ng
+from narrowgauge.numerics.hashing import step_seed
+from narrowgauge.numerics.rounding import bits_of, float_of, quiet
+from narrowgauge.optim import codes, extras
+from narrowgauge.optim.planes import dropped_bits
+from narrowgauge.optim.rules.elementwise import ADAMW
+from narrowgauge.optim.walk import spans
+from narrowgauge.spec.storages import STATE_NAMES, STORAGES, Code, Storage
+from optim.scenarios import shifts as shifts_in_planes
+from oracles import codes as oracle
+from tables import exhaustive
+from tensors import gaussian, unsigned
+
+# The parts of an expansion are coded one by one: here each stands for itself.
+IN_TABLES = {
+    replace(code, parts=1, name=code.name.split(" ")[0])
+    for row in STORAGES.values()
+    for code in (row.weight, row.exp_avg, row.exp_avg_sq)
+}
+OTHERS = {Code("e2m1", 2, 1, lowest=0), Code("e8m4, unsigned", 8, 4, signed=False)}
+ALL = sorted(IN_TABLES | OTHERS, key=repr)
+SHORT = [c for c in ALL if c.bits <= 16]
+SCALED = [c for c in ALL if c.scaled]
+
+
+@lru_cache
+def values_of(code: Code) -> oracle.Floats:
+    """The finite magnitudes of a code."""
+    magnitudes = oracle.magnitudes(code.exponent_bits, code.mantissa_bits, code.lowest)
+    return np.array([float(m) for m in magnitudes])
+
+
+def as_int32(words: np.ndarray) -> Tensor:
+    return torch.from_numpy((words % 2**32).astype(np.uint32).view(np.int32))
+
+
+def garbage(shape: Sequence[int], bits: int, shift: int) -> oracle.Integers:
+    """Random words that are zero in ``bits`` from ``shift`` on."""
+    words = np.random.default_rng(shift).integers(0, 2**32, shape)
+    return words & ~((2**bits - 1) * 2**shift)
+
+
+@exhaustive("code", SHORT)
+def test_decode_reads_the_listed_values_whatever_else_the_word_holds(code: Code) -> None:
+    values = values_of(code)
+    steps = np.arange(len(values), dtype=np.int64)
+    if code.signed:
+        steps = np.concatenate([steps, steps + 2 ** (code.bits - 1)])
+        values = np.concatenate([values, -values])
+    for shift in {0, 8, 32 - code.bits}:
+        words = as_int32(steps * 2**shift | garbage(steps.shape, code.bits, shift))
+        result = codes.decode(code, words, shift).numpy()
+        assert np.array_equal(result.astype(np.float64), values)
+        assert np.array_equal(np.signbit(result), np.signbit(values))
+
+
+@exhaustive("code", SHORT)
+def test_encode_takes_the_nearest_listed_value_and_ties_to_even(code: Code) -> None:
+    """Larger values of a window become its largest."""
+    values = values_of(code)
+    middles = (values[1:] + values[:-1]) / 2
+    gaps = np.diff(values)
+    # 2^-7 of a step beside the tie: a subnormal of float32, which scaled values may be, still tells
+    # them apart.
+    x = np.concatenate([values, middles, middles - gaps / 128, middles + gaps / 128])
+    if code.is_window:
+        x = np.concatenate([x, [values[-1] * 1.5, 2.0**127, math.inf]])
+    x = x[x == x.astype(np.float32)]
+    assert len(x) > 3 * len(values) or code.exponent_bits == 8
+    steps = oracle.nearest_steps(values, x)
+    expected = np.maximum(steps, (x > 0).astype(np.int64)) if code.hold else steps
+    positive = torch.from_numpy(x.astype(np.float32))
+    assert np.array_equal(unsigned(codes.encode(code, positive, None, 0)), expected)
+    if code.signed:
+        negative = unsigned(codes.encode(code, -positive, None, 0))
+        assert np.array_equal(negative, steps + 2 ** (code.bits - 1))
+
+
+@exhaustive("code", ALL)
+def test_every_nan_is_cut_to_the_same_bits(code: Code) -> None:
+    """Of several payloads and both signs: of a window, which has none, to its largest value."""
+    payloads = np.array([0x7FC00000, 0x7F800001, 0x7FBFFFFF, 0x7FFF7FFF, 0x7FFFFFFF])
+    nans = float_of(as_int32(np.concatenate([payloads, payloads + 2**31])))
+    scales = [None, torch.tensor(2.0**-7), torch.tensor(2.0**126)] if code.is_window else [None]
+    for addend in (0, None, 2 ** dropped_bits(code) - 1):
+        for scale in scales:
+            words = codes.encode(code, nans, addend, 0, scale)
+            assert (words == words[0]).all()
+            value = codes.decode(code, words[:1], 0)
+            assert not value.signbit()
+            assert value == values_of(code)[-1] if code.is_window else value.isnan()
+
+
+@exhaustive("code", [c for c in ALL if c.is_window and c.rounding == "stochastic"])
+@exhaustive("where", [0.3, 1.0, 1.7e3])
+def test_the_mean_over_all_addends_is_the_value(code: Code, where: float) -> None:
+    """A count over every addend there is, not a sample; also among the subnormals."""
+    dropped = dropped_bits(code)
+    value = torch.tensor(where * 2.0**code.lowest).expand(1 << dropped)
+    every = torch.arange(1 << dropped, dtype=torch.int32)
+    mean = float(codes.decode(code, codes.encode(code, value, every, 0), 0).double().mean())
+    assert mean == pytest.approx(float(value[0]), rel=2.0**-20)
+
+
+@exhaustive("code", SCALED)
+@exhaustive("bound", [2.0**-149, 1e-40, 2.0**-100, 1e-3, 1.0, 1 + 2.0**-23, 448.0, 2.0**80, 1e38])
+def test_up_to_its_bound_nothing_of_a_row_saturates_and_what_is_held_stays(
+    code: Code, bound: float
+) -> None:
+    into, back = codes.multipliers(torch.tensor(bound))
+    mantissa, exponent = math.frexp(bound)
+    above = math.ldexp(1.0, exponent - (mantissa == 0.5))
+    window = above * (2 - 2.0**-code.mantissa_bits)
+    x = torch.tensor([bound, window * 1.5, window * 1e10, math.inf, math.nan])
+    tiny = torch.tensor([0.0, 2.0**-149, 2.0**-126, 1e-30, 1e-10])
+    for addend in (0, None, 2 ** dropped_bits(code) - 1):
+        if 2.0**-100 <= bound <= 2.0**80:
+            decoded = codes.decode(code, codes.encode(code, x, addend, 0, into), 0, back).tolist()
+            assert abs(decoded[0] - bound) <= bound * 2.0**-code.mantissa_bits
+            assert decoded[0] < window and decoded[1:] == [window] * 4
+        if code.hold and addend != 2 ** dropped_bits(code) - 1:
+            steps = codes.encode(code, tiny, addend, 0, into)
+            assert steps[0] == 0 and (steps[1:] > 0).all()
+
+
+# ── weights ───────────────────────────────────────────────────────────────────────────────────────
+
+WHOLE = [r for r in STORAGES.values() if r.visible != "float16" if r.master or r.weight.parts == 1]
+
+
+def patterns() -> Tensor:
+    """Every upper half of a float32, and values a prime stride apart."""
+    every = np.arange(0, 2**32, 16381, dtype=np.int64)
+    return quiet(float_of(as_int32(np.concatenate([every, np.arange(2**16) * 2**16]))))
+
+
+def through_words(storage: Storage, x: Tensor, addend: int | None) -> tuple[Tensor, Tensor]:
+    """Return the visible bits of weights, and the weights read among other bits of their words."""
+    nothing = torch.zeros_like(x, dtype=torch.int32)
+    fields = {}
+    for name, shift in shifts_in_planes(storage).items():
+        fields[name] = nothing, shift
+    lane = codes.Lane(nothing, nothing.float(), fields, {})
+    seen, written = codes.write_weight(storage, lane, x, addend)
+    for name, bits in written.items():
+        shift = fields[name][1]
+        if storage.tail_bits:
+            assert not (unsigned(bits) & garbage(bits.shape, storage.tail_bits, shift)).any()
+            bits = bits | as_int32(garbage(bits.shape, storage.tail_bits, shift))
+        fields[name] = bits, shift
+    return seen, codes.read_weight(storage, replace(lane, visible=seen))
+
+
+@exhaustive("storage", WHOLE)
+def test_a_weight_is_seen_as_the_nearest_and_kept_whole(storage: Storage) -> None:
+    x = patterns()
+    dropped = dropped_bits(storage.weight)
+    finite = ~x.isnan().numpy()
+    for addend in (None, 0, 2**dropped - 1):
+        seen, stored = through_words(storage, x, addend)
+        assert np.array_equal(x.isnan(), stored.isnan())
+        assert np.array_equal(x.isnan(), float_of(seen).isnan())
+        exact = unsigned(bits_of(x))[finite]
+        expected = oracle.cut(exact, dropped, addend) if dropped else exact
+        # Float64 holds these values too.
+        assert np.array_equal(unsigned(bits_of(stored.float()))[finite], expected)
+        visible = expected
+        if storage.visible == "bfloat16":
+            # A tie goes up where more is kept: a tail has no room for both ends of a cell.
+            visible = oracle.cut(expected, 16, 2**15 if storage.beside else None)
+        assert np.array_equal(unsigned(seen)[finite], visible)
+
+
+# ── a step ────────────────────────────────────────────────────────────────────────────────────────
+
+
+@exhaustive("storage", [row for row in STORAGES.values() if row.arithmetic != "expansion"])
+def test_a_step_is_the_papers_and_only_what_is_kept_is_cut(storage: Storage) -> None:
+    """The second step of a matrix, against NumPy's float32 or float64, operation by operation."""
+    dtype = getattr(torch, storage.visible)
+    p = nn.Parameter(gaussian(50, 60).to(dtype))
+    optimizer = ng.AdamW([p], lr=1e-3, storage=storage.name, compile=False, audit_every=0)
+    for step in range(2):
+        p.grad = gaussian(50, 60, seed=3 + step, scale=0.01).to(dtype)
+        if step == 1:
+            before = stored_values(optimizer, p)
+        optimizer.step()
+    weight, m, v = before
+    w = weight.dtype.type
+    gradient = p.grad.double().numpy().astype(weight.dtype)
+    scalars = ADAMW.prepare(optimizer.param_groups[0], 2)
+    share1, share2, size, correction, eps, decay = map(w, scalars)
+    m = m + (gradient - m) * share1
+    v = v + (gradient * gradient - v) * share2
+    change = m / (np.sqrt(v) * correction + eps) * size + decay * weight
+    expected = {"weight": weight + change, "exp_avg": m, "exp_avg_sq": v}
+    for (name, exact), stored in zip(expected.items(), stored_values(optimizer, p), strict=True):
+        code = storage.code(name)
+        if name == "weight" and code.parts > 1:  # Kahan's rule steps what is seen
+            continue
+        spacing = spacings(storage, optimizer, p, name, exact)
+        error = (stored.astype(np.float64) - exact) / spacing
+        assert not (stored.astype(np.float64) / spacing % 1).any(), name
+        if code.rounding == "nearest":
+            assert np.abs(error).max() <= 0.5, name
+        else:
+            assert np.abs(error).max() < 1.0, name
+            # As many go up as the remainders ask for: |z| < 5.
+            share = exact.astype(np.float64) / spacing % 1
+            assert abs(error.sum()) < 5 * np.sqrt((share * (1 - share)).sum()), name
+
+
+def stored_values(optimizer: ng.Optimizer, p: Tensor) -> list[np.ndarray]:
+    """The stored weight and moments, as a step reads them."""
+    state = optimizer.local_state(p)
+    assert state is not None
+    (span,) = spans(state)
+    lane = span.lane()
+    values = [codes.read(state.storage, lane).weight]
+    values += [codes.read_state(state.storage, lane, name) for name in STATE_NAMES]
+    return [value.clone().view(p.shape).numpy() for value in values]
+
+
+def spacings(
+    storage: Storage, optimizer: ng.Optimizer, p: Tensor, name: str, x: np.ndarray
+) -> oracle.Floats:
+    """How far apart the values of a code are around each x."""
+    code = storage.code(name)
+    lowest = np.full((len(x), 1), float(code.lowest))
+    if code.scaled:  # it ends at a power of two of its row
+        back = codes.multipliers(optimizer.state[p][f"{name}_bound"])[1]
+        lowest = lowest + np.log2(back.numpy())
+    elif name == "weight" and storage.visible == "float16":
+        lowest[:] = -14.0
+    binade = np.floor(np.log2(np.maximum(np.abs(x.astype(np.float64)), 1e-300)))
+    return np.asarray(2.0 ** (np.maximum(binade, lowest) - code.mantissa_bits))
+
+
+# ── random bits ───────────────────────────────────────────────────────────────────────────────────
+
+DEALT = {name: row.dealt for name, row in expectations.STORAGES.items() if row.dealt}
+
+
+def draws(name: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights, gradients and seeds, to be broadcast: 2^18 draws, no (key, seed) twice."""
+    weight = torch.zeros(1, 1)
+    gradient = torch.ones(1, 1)
+    count = 1 << 18
+    if name == "all weights 1, every gradient":
+        weight = weight + 1
+        gradient = float_of(torch.arange(128, dtype=torch.int32) << 16)[:, None]
+        count = 1 << 11
+    seeds = [step_seed(0, step) for step in range(count)]
+    return weight, gradient, torch.tensor(seeds, dtype=torch.int32)
+
+
+@exhaustive("row", ["word", "states8"])
+@exhaustive("name", ["zero weight", "all weights 1, every gradient"])
+def test_the_fields_random_bits_are_fair_and_independent(name: str, row: str) -> None:
+    """Every |z| < 5.5 over some 600 readings a regime: one false failure in 20,000 such tests."""
+    dealt = codes.addends(STORAGES[row], *draws(name))
+    fields = np.stack([torch.as_tensor(dealt[n]).numpy() for n in DEALT[row]]).astype(np.float64)
+    # Addends 0 … 2^d - 1 have the mean (2^d - 1)/2, which is no bias: remainders are whole numbers
+    # too.
+    scale = np.array([2.0**count for _, count in DEALT[row].values()])[:, None, None]
+    centred = (fields - (scale - 1) / 2) / scale
+    count = fields[0].size
+    assert count >= 1 << 17  # elements that differ in weight or gradient draw bits of their own
+    limit = 5.5
+    assert (np.abs(centred.mean((1, 2))) * np.sqrt(12 * count) < limit).all()
+    between = np.corrcoef(centred.reshape(3, -1))[np.triu_indices(3, 1)]
+    # Bits that two codes share are the lower one's least: 2^-10 of it.
+    assert (np.abs(between) * np.sqrt(count) < limit + 2.0**-9 * np.sqrt(count)).all()
+    # Consecutive steps of one element, every field against every field.
+    before = centred[:, :, :-1].reshape(3, -1)
+    after = centred[:, :, 1:].reshape(3, -1)
+    across = np.corrcoef(before, after)[:3, 3:]
+    assert (np.abs(across) * np.sqrt(before.shape[1]) < limit).all()
+
+
+def test_the_random_bits_of_a_separate_state_number_the_elements_of_each_matrix() -> None:
+    stack = torch.linspace(-1, 1, 3 * 5 * 7).view(3, 5, 7)
+    seed = torch.tensor(5, dtype=torch.int32)
+
+    def rounded(values: Tensor) -> Tensor:
+        memory = torch.zeros(values.shape, dtype=torch.int16)
+        codes_of = {"x": STORAGES["word"].exp_avg}
+        state: Any = SimpleNamespace(extras={"x": memory}, extra_codes=codes_of, extra_bounds={})
+        extras.store_extra(state, "x", values, seed)
+        return extras.extra_values(state, "x")
+
+    alone = [rounded(matrix) for matrix in stack]
+    assert torch.equal(rounded(stack), torch.stack(alone))
+    assert torch.equal(rounded(stack[0].flatten()).view(5, 7), alone[0])
+    assert torch.equal(rounded(stack) / 32, rounded(stack / 32))  # changes no random bit
+    assert len(rounded(torch.full((5, 7), 1 / 3)).unique()) == 2  # no element has another's bits
