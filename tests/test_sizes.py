@@ -11,11 +11,11 @@ from pathlib import Path
 SOURCE = Path(__file__).parents[1] / "src" / "narrowgauge"
 # The most that the source may hold of each. Lower a ceiling whenever a change allows it.
 CEILINGS = {
-    "functions above 400 nodes": 24,
-    "functions with more than 8 parameters": 9,
+    "functions above 400 nodes": 18,
+    "functions with more than 8 parameters": 6,
     "classes above 1,500 nodes": 5,
     "files above 3,500 nodes": 2,
-    "registries at module level": 5,
+    "registries at module level": 2,
 }
 EMPTY = re.compile(
     r"\{\}|\[\]|(dict|list|set)\(\)|[\w.]*\b(defaultdict|Counter|OrderedDict|Weak\w+)(\[.*\])?\(\w*\)"

@@ -174,6 +174,10 @@ def test_an_overflow_while_the_loss_scale_is_searched_for_is_no_failure() -> Non
     assert told(stepped(lambda s: overflow if s in (150, 300) else SCALED)) == []
     search = stepped(lambda s: {"loss_scale": 2.0 ** max(24 - s, 10), "skipped": s < 14})
     assert told(search) == []
+    micro_batches = stepped(lambda s: {"skipped": s % 4 != 0})
+    assert told(micro_batches) == []
+    readings = told(stepped(lambda s: {"skipped": s % 7 in (0, 2, 3, 4)}))
+    assert {reading.what for reading in readings} == {"skipped-steps"}
     bad_loss = {**overflow, "loss": math.nan}
     (reading,) = told(stepped(lambda s: bad_loss if s == 300 else SCALED))
     assert (reading.what, reading.step, reading.stage) == ("nonfinite", 300, "loss")

@@ -291,6 +291,22 @@ def test_steps_that_a_grad_scaler_skips_are_recorded(tmp_path: Path) -> None:
     assert any(row.get("stored") for row in run.steps) and ng.diagnose(run).ok
 
 
+def test_a_run_whose_steps_are_all_skipped_is_told() -> None:
+    def overflow(loop: Loop) -> None:
+        scaled(loop, 1024.0)
+        loop.model[4].weight.register_hook(lambda g: g * math.inf)  # type: ignore[union-attr]
+
+    errors = [r for r in Loop(overflow).run(40).readings if r.severity == "error"]
+    assert {(reading.what, reading.step) for reading in errors} == {("skipped-steps", 1)}
+
+
+def test_norms_are_zero_of_zeros_and_infinite_of_infinities_alone() -> None:
+    """Squares of the others leave float32's range."""
+    values = torch.tensor([1e-30, 1e30, 0.0, math.inf])
+    norms = numbers.norms_of([value.expand(4) for value in values])
+    assert norms.tolist() == pytest.approx([2e-30, 2e30, 0.0, math.inf])
+
+
 # ── errors of ours, and ranks ─────────────────────────────────────────────────────────────────────
 
 

@@ -80,9 +80,9 @@ class Gauges(Listener):
         self._row: Row = {}
         self._norms: dict[str, float] = {}
         self._undo = ExitStack()
-        self._layers: dict[str, Any] = {}
+        self.layers: dict[str, Any] = {}
         for name, layer in NarrowLayers(hub.model).layers.items():
-            self._layers[plain_name(name)] = layer
+            self.layers[plain_name(name)] = layer
         self._heads: dict[str, Heads] = {}
         for name, module in hub.model.named_modules():
             heads = heads_of(module)
@@ -103,7 +103,7 @@ class Gauges(Listener):
         self._row = {"step": step + 1}
         self.is_recording = (step + 1) % self.every == 0
         if self.is_recording:
-            for name, layer in self._layers.items():
+            for name, layer in self.layers.items():
                 self._hook(layer, partial(self._see_layer, name))
             for name, heads in self._heads.items():
                 self._hook(heads.query, partial(self._see_query, heads))
@@ -152,7 +152,7 @@ class Gauges(Listener):
     @torch.no_grad()
     def _record(self, kind: str, name: str, x: Tensor) -> None:
         """Record a tensor. A later call for the same one replaces the earlier value."""
-        cast = cast_of(kind, self._layers[name])
+        cast = cast_of(kind, self.layers[name])
         if self.is_recording and cast is not None and x.numel():
             self._row.setdefault("tensors", {})[f"{kind}:{name}"] = _losses(x.detach(), cast)
 

@@ -15,21 +15,32 @@ from narrowgauge.measuring.step import Law, Step, Tell
 
 
 def skipped(tell: Tell) -> Law:
-    """Read skipped steps, beyond those of a search for the loss scale."""
+    """Read skipped steps, beyond those of a search for the loss scale.
+
+    Rows that come evenly between steps are of micro-batches, where no loss scale is told.
+    """
     count = 0
     taken = 0
     leading = 0
     since = 0
+    last = 0
+    gaps: set[int] = set()
+    has_scale = False
     while True:
         step = yield
+        has_scale = has_scale or step.loss_scale is not None
         if step.skipped:
             count += 1
             leading += not taken
             since = since or step.step
         elif step.skipped is not None:
             taken += 1
+            if last:
+                gaps.add(step.step - last)
+            last = step.step
         bound = min(leading, 24) + KINDS["skipped-steps"].bound + 0.05 * (count + taken)
-        if count > bound:
+        is_even = taken in (1, 2) or (len(gaps) == 1 and gaps != {1})
+        if count > bound and (has_scale or not is_even):
             tell("skipped-steps", "", count, None, bound, step=since)
 
 

@@ -40,12 +40,19 @@ class Numbers:
 
 
 def norms_of(gradients: list[Tensor]) -> Tensor:
-    """Return norms, in float32 or wider: squares overflow in float16."""
-    wide = torch.float32
+    """Return norms. Squares leave the range of float32: a norm of zero is of zeros alone, and one that
+    is not finite of values that are not.
+    """
+    device = gradients[0].device
+    wide = torch.float64 if device.type == "cuda" else torch.float32
     for x in gradients:
         wide = torch.promote_types(wide, x.dtype)
-    norms = torch._foreach_norm(list(gradients), 2, wide)
-    return torch.stack([norm.to(gradients[0].device) for norm in norms])
+    norms = torch.stack([norm.to(device) for norm in torch._foreach_norm(gradients, 2, wide)])
+    if device.type == "cpu":  # float64 takes longer there, and looking at a norm takes nothing
+        norms = norms.double()
+        for place in ((norms == 0) | ~norms.isfinite()).nonzero().flatten().tolist():
+            norms[place] = torch.linalg.vector_norm(gradients[place], dtype=torch.float64)
+    return norms
 
 
 def shortened(x: float) -> float:

@@ -171,6 +171,12 @@ def _add_casts(wide: Wide, findings: Findings) -> None:
         sites = sorted(losses, key=losses.__getitem__, reverse=True)
         if sites:
             findings.add(what, sites, losses[sites[0]], expected)
+        for site in sites:
+            loss = wide.casts[site]
+            findings.lines.append(
+                f"  {site}: {loss['saturation']:.1%} of its values reach the format's end, "
+                f"{loss['zeros']:.1%} became 0"
+            )
     for site in wide.misread:
         findings.add("misread-bytes", site, 1)
 

@@ -229,8 +229,8 @@ class RunRecorder:
                 ranks' checksums reveals repeated batches.
             columns: further columns. ``lr``, ``grad_norm`` (before clipping) and ``seconds``
                 replace those read here, which are the rate of the optimizer's first group, our
-                optimizer's norm, if it clips, and the time since the last call. With ``loss_scale``
-                a step that a ``torch.amp.GradScaler`` left out counts as skipped.
+                optimizer's norm, if it clips, and the time since the last call. A row
+                without a step counts as skipped, but for those of micro-batches.
         Raises:
             RecordError: the run is resumed, and :meth:`go_back` was not called.
         """
@@ -272,6 +272,8 @@ class RunRecorder:
         if self.meter.share is None and not isinstance(self.optimizer, Optimizer):
             reason = f"{type(self.optimizer).__name__} is not repeated"
             unseen["stored share of the step"] = reason
+        if self._gauges is not None and not self._gauges.layers:
+            unseen["casts of layers"] = "no layer casts"
         for area, reason in unseen.items():
             self.event("unseen", reason, tensor=area)
         if self.folder is None and self._here.is_first:

@@ -294,7 +294,8 @@ def _losses(values: Tensor, exact: Tensor, source: Tensor) -> dict[str, float]:
         source: what was cast.
     """
     wide = values.to(WIDE)
-    losses = {"saturation": 0.0, "cast-range": 0.0}
+    zeros = ((wide == 0) & (exact != 0)).double().mean()
+    losses = {"saturation": 0.0, "cast-range": 0.0, "zeros": float(zeros)}
     if values.element_size() == 1:  # in 16 bits a mask ends there, and infinity is told
         # Values that a clamp has put there are at the end.
         reaching = exact.abs() >= torch.finfo(values.dtype).max * (1 - 2.0**-12)
