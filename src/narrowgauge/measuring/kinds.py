@@ -1,5 +1,5 @@
-"""Kinds of readings: what each number is, its bound, and the one sentence that is
-printed.
+"""Kinds of readings: what each number is, its bound, the bound's source, and the one sentence
+that is printed.
 
 ``data/kinds.toml`` has a row for each kind. ``narrowgauge show checks`` prints all rows.
 """
@@ -29,6 +29,7 @@ class Kind:
         value: meaning of the number.
         bound: of the value, or of its distance to the expected value.
         text: the sentence of the kind. Its holes are ``value``, ``expected`` and ``bound``.
+        source: source of the bound.
         severity: one of :data:`SEVERITIES`.
         over: ``"run"`` for a count over the run, of which the newest reading counts.
     """
@@ -39,6 +40,7 @@ class Kind:
     value: str
     bound: float
     text: str
+    source: str
     severity: str = "error"
     over: str = "step"
 
