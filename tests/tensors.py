@@ -11,6 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from narrowgauge.numerics.chunks import flat_chunks
+from narrowgauge.numerics.metrics import UPDATE_SUMS, change_terms
 from narrowgauge.runs.schema import METRICS, Row
 from narrowgauge.spec.storages import Code, width_of
 
@@ -146,3 +148,15 @@ def metric_of(row: Row, table: str, name: str, metric: str) -> float | None:
     values = row.get(table, {}).get(name)
     place = list(METRICS[table]).index(metric)
     return values[place] if values is not None and place < len(values) else None
+
+
+def update_sums(intended: Tensor, stored: Tensor, visible: Tensor) -> Tensor:
+    """Return the sums of one tensor's update without decay, float64 ``[10]``.
+
+    Products are exact in float64 and summed there, chunk by chunk. Counts are exact.
+    """
+    total = torch.zeros(len(UPDATE_SUMS), dtype=torch.float64, device=intended.device)
+    for parts in flat_chunks(intended, stored, visible):
+        total[:6] += torch.stack([term.sum() for term in change_terms(*parts)])
+    total[UPDATE_SUMS.index("elements")] = intended.numel()
+    return total

@@ -15,12 +15,11 @@ from narrowgauge.numerics.exact_sums import largest_magnitude
 from narrowgauge.numerics.metrics import (
     UPDATE_SUMS,
     update_metrics,
-    update_sums,
 )
 from narrowgauge.numerics.quantization import quantize
 from narrowgauge.spec.computes import COMPUTES
 from oracles.exact_sums import update_sums as oracle_sums
-from tensors import gaussian
+from tensors import gaussian, update_sums
 
 
 def lost_decay(sums: Tensor) -> Tensor:

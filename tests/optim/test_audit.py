@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import narrowgauge as ng
-from narrowgauge.numerics.metrics import UPDATE_SUMS, update_metrics, update_sums
+from narrowgauge.numerics.metrics import UPDATE_SUMS, update_metrics
 from narrowgauge.optim import GaLore, sample
 from narrowgauge.optim.audit import FEWEST, WINDOW, Auditor, read
 from narrowgauge.spec.significance import MIN_EDQ
@@ -20,7 +20,7 @@ from narrowgauge.spec.storages import STORAGES
 from narrowgauge.torch_support.torch_names import HostCopy
 from optim.pairs import parameters
 from optim.scenarios import REPRESENTATIVES, arrived
-from tensors import gaussian, take_steps
+from tensors import gaussian, take_steps, update_sums
 
 
 def steps(edqs: list[float], weight: float = 1.0) -> list[Tensor]:

@@ -195,7 +195,9 @@ def test_neighbours_in_one_memory_step() -> None:
 def test_muon_takes_vectors_at_a_rate_of_adamws() -> None:
     optimizer = ng.Muon([narrow(4, 6)], lr=0.02)
     optimizer.add_param_group({"params": [narrow(5)], "rule": "adamw", "lr": 3e-4})
-    ng.Muon([narrow(4, 6), narrow(5)], lr=3e-4, adjust_lr_fn="match_rms_adamw")
+    assert [group["lr"] for group in optimizer.param_groups] == [0.02, 3e-4]
+    alike = ng.Muon([narrow(4, 6), narrow(5)], lr=3e-4, adjust_lr_fn="match_rms_adamw")
+    assert len(alike.param_groups[0]["params"]) == 2
 
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "Muon"])

@@ -33,10 +33,6 @@ alone.
 """
 _MOST_NAMES = 4
 """Names of wide matrices that a line says."""
-COMPILE_OPTIONS = {"emulate_precision_casts": True}
-"""Options of ``torch.compile`` for eager's bits: otherwise fused operations do not round the values
-between them.
-"""
 
 
 class NarrowLayers:

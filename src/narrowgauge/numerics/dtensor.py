@@ -165,24 +165,6 @@ def add_up(value: Tensor, groups: Iterable[Any], how: str) -> Tensor:
     return value
 
 
-def largest_over_ranks(values: Sequence[Tensor], groups: Sequence[Sequence[Any]]) -> list[Tensor]:
-    """Return the elementwise maximum of 1-D int32 values over the ranks of their groups, in one
-    call for equal groups.
-    """
-    result = list(values)
-    places: dict[tuple[str, ...], list[int]] = {}
-    for place, members in enumerate(groups):
-        if members:
-            places.setdefault(_names(members), []).append(place)
-    for alike in places.values():
-        joined = add_up(torch.cat([values[place] for place in alike]), groups[alike[0]], "max")
-        for place in alike:
-            count = len(values[place])
-            result[place] = joined[:count]
-            joined = joined[count:]
-    return result
-
-
 def whole(tensor: Any) -> Tensor:
     """Return a tensor with the parts of all ranks. Return other tensors unchanged."""
     full: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor

@@ -22,7 +22,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from narrowgauge.numerics.chunks import flat_chunks
 from narrowgauge.numerics.quantization import padded, quantize, random_words, rotate, spread
 from narrowgauge.numerics.rounding import power_below
 from narrowgauge.spec.computes import Cast
@@ -55,18 +54,6 @@ def change_terms(intended: Tensor, stored: Tensor, visible: Tensor) -> list[Tens
         (moved & (e == 0)).double(),
         (moved & (v == 0)).double(),
     ]
-
-
-def update_sums(intended: Tensor, stored: Tensor, visible: Tensor) -> Tensor:
-    """Return the sums of one tensor's update without decay, float64 ``[10]``.
-
-    Products are exact in float64 and summed there, chunk by chunk. Counts are exact.
-    """
-    total = torch.zeros(len(UPDATE_SUMS), dtype=torch.float64, device=intended.device)
-    for parts in flat_chunks(intended, stored, visible):
-        total[:6] += torch.stack([term.sum() for term in change_terms(*parts)])
-    total[UPDATE_SUMS.index("elements")] = intended.numel()
-    return total
 
 
 def _ratio(part: Tensor, total: Tensor) -> Tensor:

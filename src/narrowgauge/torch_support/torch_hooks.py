@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
-
-after_every_step = cache(register_optimizer_step_post_hook)
-"""Have a function called after the steps of every optimizer; once, however often this is asked."""
 
 
 def members_of(*optimizers: torch.optim.Optimizer) -> list[Any]:
