@@ -170,7 +170,7 @@ class Passes:
         """
         changed: list[str] = []
         with ExitStack() as undo:
-            undo.enter_context(put_back(self.model, self.leaves.values(), self.optimizers))
+            undo.enter_context(put_back(self.model, self.leaves.values()))
             undo.enter_context(_scalers_put_back())
             undo.callback(_put_back_weights, self.leaves, _copies(self.leaves), changed)
             undo.enter_context(torch.compiler.set_stance("force_eager"))
