@@ -93,7 +93,9 @@ def _shares(tell: Tell, kind: str, note: str, names_of: Callable[[Step], list[st
 
 
 def clip_norm(tell: Tell) -> Law:
-    """Read gradients that reach the step with another norm than the limit of the clip allows."""
+    """Read gradients that reach the step with another norm than the limit of the clip allows: a larger
+    one, or one smaller by a power of 2, which was clipped before it was unscaled.
+    """
     slack = KINDS["clip-norm"].bound
     while True:
         step = yield
@@ -102,9 +104,8 @@ def clip_norm(tell: Tell) -> Law:
         if not limit or not norm or not math.isfinite(norm) or step.skipped:
             continue
         power = round(math.log2(limit / norm))
-        if power >= 3 and abs(norm * 2.0**power / limit - 1) < 1e-5:
-            tell("clipped-scaled", "", norm, limit, slack * limit)
-        elif norm > limit * (1 + slack):
+        is_scaled = power >= 3 and abs(norm * 2.0**power / limit - 1) < 1e-5
+        if is_scaled or norm > limit * (1 + slack):
             tell("clip-norm", "", norm, limit, slack * limit)
 
 

@@ -20,7 +20,7 @@ from narrowgauge.measuring.numbers import Numbers, norms_of, shortened
 from narrowgauge.measuring.rank_sums import RankSums
 from narrowgauge.measuring.reading import failure_of
 from narrowgauge.measuring.samples import Sample, in_turn, measured, samples_of, take
-from narrowgauge.measuring.set_up import SetUp
+from narrowgauge.measuring.set_up import COPIES, SetUp
 from narrowgauge.numerics.dtensor import gradient_of, is_sharded, local_of
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.schema import Row
@@ -84,6 +84,8 @@ class Meter(Listener):
         set_up = SetUp(self.hub.model, self.hub.optimizers)
         self.names = {p: name for name, p in set_up.parameters.items()}
         self.names |= {p.parameter: p.name for p in set_up.stepped}
+        if set_up.outside:
+            self.unseen["whether weights follow their masters"] = COPIES
 
     def go_on_after(self, step: int) -> None:
         """Take the step that comes for the first after a checkpoint was loaded."""
