@@ -30,8 +30,7 @@ LOCATES: dict[str, set[str]] = {
     "clip": {"clip-norm", "gradient", "zero-gradients"},
     "state": {"parameters-twice", "no-gradient", "weights-jump"},
     "weights": {"nonfinite", "stored-share", "lost-updates", "weights-jump"},
-    "resume": {"loss-scale-anew", "weights-jump"},
-    "evaluation": {"drift"},
+    "resume": {"not-restored", "weights-jump"},
 }  # fmt: skip
 """By stage of a fault, the kinds of readings that point at it."""
 

@@ -36,7 +36,7 @@ from narrowgauge.measuring.places import add_nonfinite, add_roundings
 from narrowgauge.measuring.policies.finite import Finite
 from narrowgauge.measuring.policies.wide import Wide
 from narrowgauge.measuring.reading import Readings, words_of
-from narrowgauge.measuring.set_up import COPIES, SetUp, set_up_of, set_up_readings, spread
+from narrowgauge.measuring.set_up import SetUp, set_up_of, set_up_readings, spread
 from narrowgauge.measuring.slope import compare_slope
 from narrowgauge.measuring.stored import stored_readings
 from narrowgauge.measuring.structure import compare_ranks, compare_structure, unlike
@@ -96,9 +96,7 @@ def check(
             "Pass both.",
         )
     set_up = set_up_of(model, optimizer)
-    findings = Findings(list(set_up_readings(set_up)))
-    if set_up.outside:
-        findings.unseen["whether weights follow their masters"] = COPIES
+    findings = Findings([*set_up_readings(set_up)], unseen=set_up.unseen)
     gradients: Gradients = {}
     looked_at = f"settings of {counted(len(set_up.trained), 'tensor')}"
     if loss is not None:

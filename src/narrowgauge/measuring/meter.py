@@ -19,16 +19,14 @@ from narrowgauge.measuring.hooks import Hub, Listener
 from narrowgauge.measuring.numbers import Numbers, norms_of, shortened
 from narrowgauge.measuring.rank_sums import RankSums
 from narrowgauge.measuring.reading import failure_of
-from narrowgauge.measuring.samples import Sample, in_turn, measured, samples_of, take
-from narrowgauge.measuring.set_up import COPIES, SetUp
+from narrowgauge.measuring.samples import Sample, measured, samples_of, take
+from narrowgauge.measuring.set_up import SetUp
 from narrowgauge.numerics.dtensor import gradient_of, is_sharded, local_of
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.schema import Row
 from narrowgauge.torch_support.torch_hooks import OwnHook, members_of
 from narrowgauge.torch_support.torch_names import plain_name
 
-_ULPS = 4
-"""Largest change of a frozen element that rounding explains."""
 _NOTHING: tuple[Any, ...] = (None, "", [], {})
 
 
@@ -84,13 +82,11 @@ class Meter(Listener):
         set_up = SetUp(self.hub.model, self.hub.optimizers)
         self.names = {p: name for name, p in set_up.parameters.items()}
         self.names |= {p.parameter: p.name for p in set_up.stepped}
-        if set_up.outside:
-            self.unseen["whether weights follow their masters"] = COPIES
+        self.unseen |= set_up.unseen
 
     def go_on_after(self, step: int) -> None:
         """Take the step that comes for the first after a checkpoint was loaded."""
         self.number = step
-        self._frozen: dict[Tensor, Tensor] = {}
         self._seen: Tensor | None = None  # the gradient of the probe in the last step
         self._begin()
 
@@ -182,8 +178,6 @@ class Meter(Listener):
         gradients = self._take_gradients(optimizer)
         self._take_outputs()
         self._samples[optimizer] = samples_of(optimizer, gradients, self.number)
-        if optimizer is self.hub.optimizers[0]:
-            self._take_frozen()
         if self._ranks is not None:
             self._ranks.add_gradients(gradients)
 
@@ -217,22 +211,6 @@ class Meter(Listener):
                 if not bool(local_of(p).isfinite().all()):
                     self._row["bad_weight"] = name
                     break
-
-    def _take_frozen(self) -> None:
-        """Look for frozen tensors that change by a few roundings."""
-        frozen = []
-        for p in self.names:
-            if not p.requires_grad and p.is_floating_point() and local_of(p).numel():
-                frozen.append(p)
-        for p in in_turn(frozen, self.number):
-            now = take(p)
-            before = self._frozen.get(p)
-            self._frozen[p] = now
-            if before is not None:
-                ulp = (before.abs() * torch.finfo(p.dtype).eps).clamp_min(1e-30)
-                ulps = (now - before).abs() / ulp
-                drifts = (ulps <= _ULPS).all() & (ulps > 0).any()
-                self._numbers.set("drift", [self.names[p]], drifts)
 
     # ── after a step ──────────────────────────────────────────────────────────────────────────────
 
@@ -314,7 +292,7 @@ class Meter(Listener):
             row["largest"] = sizes[row["largest_in"]]
         if "kept" in read:
             row["kept"] = bool(read["kept"][""])
-        for what in ("drift", "apart", "unsummed"):
+        for what in ("apart", "unsummed"):
             row[what] = _true(read.get(what, empty))
         return row
 

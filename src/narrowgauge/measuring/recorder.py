@@ -537,7 +537,7 @@ def watch(
 
     * the share of the update that the formats of the weights store, for optimizers whose step on a copy
       of some elements gives the same result;
-    * tensors that never moved, frozen tensors that change by a few roundings, a weight that jumps;
+    * a weight that jumps;
     * gradients that are zero, that were not cleared, or that are beyond the limit of the clip;
     * the first weight, output, gradient or loss that is not finite; skipped steps, and the loss scale;
     * on several ranks, gradients that were not summed, and weights that differ.

@@ -20,8 +20,6 @@ from narrowgauge.torch_support.machine import require_float64
 NARROW = (torch.bfloat16, torch.float16)
 TRAINED = (*NARROW, torch.float32, torch.float64)
 """Formats of weights that optimizers step."""
-COPIES = "the loop copies them after the step"
-"""Why the masters of a loop's own are not compared with the weights."""
 SAMPLE = 1 << 14
 """Elements of a tensor that stand for it."""
 
@@ -80,6 +78,13 @@ class SetUp:
         """Return the trained parameters that are none of the model's, by name."""
         inside = set(map(id, self.parameters.values()))
         return {p.name: p.parameter for p in self.trained if id(p.parameter) not in inside}
+
+    @property
+    def unseen(self) -> dict[str, str]:
+        """Return what no optimizer does, with the reason: copies of a loop's own masters."""
+        if self.outside.keys().isdisjoint(self.parameters):
+            return {}
+        return {"whether weights follow their masters": "the loop copies them after the step"}
 
 
 def name_of_master(master: Tensor, parameters: Mapping[str, Tensor]) -> str:

@@ -84,8 +84,8 @@ def predict(stepped: Stepped, gradient: Tensor | None = None) -> tuple[Row, str]
     is_rounded = p.dtype in NARROW and not (group.get("fused") or group.get("triton"))
     eps = group.get("eps")
     if is_rounded and isinstance(eps, float) and not keeps_step and library != "narrowgauge":
-        if eps and not torch.tensor(eps, dtype=p.dtype, device="cpu").item():
-            row["eps"] = 0.0
+        is_lost = eps and not torch.tensor(eps, dtype=p.dtype, device="cpu").item()
+        row["eps"] = 0.0 if is_lost else None
     if library not in LIBRARIES and not keeps_step:
         return row, _of_no_library(stepped)
     if p.dtype not in NARROW:
