@@ -113,7 +113,7 @@ def _recorder_of(run: Session, entry: Entry, progress: Progress) -> RunRecorder:
     recorder = RunRecorder(
         settings.folder, run.model, run.optimizer, settings=vars(settings),
         gauges_every=settings.gauges_every, fingerprints_every=settings.fingerprints_every,
-        on_row=progress.row, resume=goes_on, tables={"data": run.tokens.table(), "recorder": None},
+        on_row=progress.row, resume=goes_on, tables={"data": run.tokens.table()},
     )  # fmt: skip
     name = Path(settings.model).name
     progress.say(f"{name} · {settings.recipe} · {settings.folder}")
