@@ -96,7 +96,10 @@ def check(
             "Pass both.",
         )
     set_up = set_up_of(model, optimizer)
-    findings = Findings([*set_up_readings(set_up)], unseen=set_up.unseen)
+    findings = Findings([*set_up_readings(set_up)])
+    if not set_up.outside.keys().isdisjoint(set_up.parameters):
+        words = "the loop copies them after the step; ng.watch sees it"
+        findings.unseen["whether weights follow their masters"] = words
     gradients: Gradients = {}
     looked_at = f"settings of {counted(len(set_up.trained), 'tensor')}"
     if loss is not None:

@@ -79,13 +79,6 @@ class SetUp:
         inside = set(map(id, self.parameters.values()))
         return {p.name: p.parameter for p in self.trained if id(p.parameter) not in inside}
 
-    @property
-    def unseen(self) -> dict[str, str]:
-        """Return what no optimizer does, with the reason: copies of a loop's own masters."""
-        if self.outside.keys().isdisjoint(self.parameters):
-            return {}
-        return {"whether weights follow their masters": "the loop copies them after the step"}
-
 
 def name_of_master(master: Tensor, parameters: Mapping[str, Tensor]) -> str:
     """Return the name of the parameter whose values a wider tensor holds; empty if of none."""
