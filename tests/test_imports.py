@@ -146,6 +146,11 @@ def test_a_gradient_has_one_door() -> None:
     assert offenders == READ_GRADIENTS_IN_PLACE
 
 
+def test_nothing_acts_at_the_interpreter_s_exit() -> None:
+    """A process group ends in the context that made it."""
+    assert [module for module, names in imports().items() if "atexit" in names] == []
+
+
 def test_scripts_import_names_that_exist() -> None:
     """Names that benchmarks and examples import from the package are there, which no other test of
     a benchmark that needs a GPU, a model or hours would see.

@@ -147,7 +147,7 @@ def ddp() -> nn.Module:
 RANKS: dict[str, tuple[Any, bool, Any, Any, list[tuple[str, str]], str]] = {
     "summed by hand": (Model, True, loss, by_all_tokens(), [], ""),
     "tokens of this rank": (Model, True, loss, of_this_rank, [("gradient", "norm.weight and 5 others")], "count 0.594, 3.17"),
-    "partial sums": (Model, True, loss, by_all_tokens("norm"), [("ranks-unsummed", "norm.weight and 1 other")], ""),
+    "partial sums": (Model, True, loss, by_all_tokens("norm"), [("ranks-apart", "norm.weight and 1 other")], ""),
     "averaged sums": (Model, True, loss, by_all_tokens("none", 2), [("gradient", "embed.weight and 5 others")], "0.5 times"),
     "ddp": (ddp, False, loss, None, [], ""),
     "averaged twice": (ddp, False, loss, halved, [("gradient", "embed.weight and 5 others")], "0.5 times"),
@@ -155,7 +155,7 @@ RANKS: dict[str, tuple[Any, bool, Any, Any, list[tuple[str, str]], str]] = {
     "float16 sums": (in_float16, False, loss, None, [("rounding", "head.weight")], ""),
     "labels of all ranks": (ddp, True, counted_over_ranks, None, [], "the loss is 2 times a mean"),
     "labels counted inside": (ddp, True, counted_inside, None, [], "calls allreduce over ranks"),
-    "never reduced": (ddp, True, of_the_inner_module, None, [("ranks-unsummed", "embed.weight and 5 others")], ""),
+    "never reduced": (ddp, True, of_the_inner_module, None, [("ranks-apart", "embed.weight and 5 others")], ""),
     "not by the check": (Model, True, loss, None, [], "pass backward="),
     "fsdp2": (sharded, False, loss, None, [], "not followed through shards"),
 }  # fmt: skip

@@ -156,7 +156,7 @@ def _cast_whole(
     if outer is not None and unit is not None:
         outer = outer * unit
     if dtype == torch.int8:
-        codes = torch.where(codes == codes, codes, 0.0)  # processors convert NaN differently
+        codes = codes.nan_to_num(0.0)  # processors convert NaN differently
     codes = codes.to(dtype)
     if dtype in CODES and dim == 0:
         codes = codes.t().contiguous().t()  # as kernels read them; compiled, in the cast's loop

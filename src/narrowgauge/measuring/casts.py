@@ -53,7 +53,7 @@ class Gauges(Listener):
         hub: of the loop. The low-precision layers and experts of its model, and queries and keys of
             modules whose class name contains "Attention" are watched.
         optimizer: whose steps are counted.
-        every: number of steps between samples.
+        every: number of steps between samples; 0 for none.
         on_row: called with each row of ``gauges.jsonl``.
 
     Attributes:
@@ -94,18 +94,18 @@ class Gauges(Listener):
 
     def end(self) -> None:
         """Remove the gauges from the model."""
-        if self in self._hub.listeners:
-            self._hub.listeners.remove(self)
+        self.every = 0
         self._undo.close()
 
     def _hook(self, module: nn.Module, see: Callable[[Any, Any], None]) -> None:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             is_eager = not torch.compiler.is_compiling() and not is_transformed()
             is_trained = torch.is_grad_enabled() and module.training
-            if is_eager and is_trained and (self.step + 1) % self.every == 0:
+            if is_eager and is_trained and self._is_sampled(self.step + 1):
                 self._hub.guard(self, see, args, output)
 
-        self._undo.callback(module.register_forward_hook(OwnHook(hook)).remove)
+        if self.every:
+            self._undo.callback(module.register_forward_hook(OwnHook(hook)).remove)
 
     def _see_layer(self, name: str, args: Any, output: Any) -> None:
         if args:
@@ -135,8 +135,11 @@ class Gauges(Listener):
             self.step += 1
             row = {"step": self.step, **self._row}
             self._row = {}
-            if self.step % self.every == 0:
+            if self._is_sampled(self.step):
                 self._on_row(row)
+
+    def _is_sampled(self, step: int) -> bool:
+        return self.every > 0 and step % self.every == 0
 
 
 # ── the numbers ───────────────────────────────────────────────────────────────────────────────────

@@ -153,10 +153,10 @@ def readings_of(run: Run) -> list[Reading]:
     for step in steps_of(run):
         last = laws.read(step)
         for reading in last:
-            if KINDS[reading.what].over != "run":
+            if KINDS[reading.what].over == "step":
                 readings.setdefault((reading.what, ""), reading)
     for reading in last:
-        if KINDS[reading.what].over == "run":
+        if KINDS[reading.what].over != "step":
             readings[reading.what, ""] = reading
     for row in run.events:
         kind = KINDS.get(row["what"])

@@ -19,7 +19,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.distributed.sharding import fingerprints_whole_and_own
+from narrowgauge.distributed.sharding import fingerprints_whole
 from narrowgauge.measuring.hooks import Hub, Listener
 from narrowgauge.measuring.set_up import SetUp
 from narrowgauge.numerics.dtensor import gradient_of, is_sharded, whole
@@ -151,7 +151,7 @@ class Fingerprints(Listener):
 
     def _record(self, named: Mapping[str, Tensor]) -> None:
         """Record whole tensors, of which a rank may hold a part."""
-        for key, number in fingerprints_whole_and_own(named)[0].items():
+        for key, number in fingerprints_whole(named).items():
             self._entries[key] = [number, _sum_of_squares(named[key]), named[key].numel()]
 
 

@@ -31,7 +31,8 @@ class Kind:
         text: the sentence of the kind. Its holes are ``value``, ``expected`` and ``bound``.
         source: source of the bound.
         severity: one of :data:`SEVERITIES`.
-        over: ``"run"`` for a count over the run, of which the newest reading counts.
+        over: ``"run"`` for a count over the run, of which the newest reading counts; ``"share"`` for a
+            share of its steps, which is a note below 1 and of single tensors.
     """
 
     name: str

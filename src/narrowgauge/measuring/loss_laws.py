@@ -53,7 +53,7 @@ def loss_scale(tell: Tell) -> Law:
         if step.loss_scale:
             doublings = min(step.step - number, 60)
             if last * 2.0**doublings < step.loss_scale < math.inf:
-                tell("loss-scale-anew", "", step.loss_scale, last, last)
+                tell("not-restored", "loss scale", step.loss_scale, last, last)
             number = step.step
             last = step.loss_scale
 

@@ -68,8 +68,13 @@ class Reading:
 
     @property
     def severity(self) -> str:
-        """Return how serious it is, by its kind."""
-        return KINDS[self.what].severity if self.what in KINDS else "error"
+        """Return how serious it is, by its kind; a share of the steps is a note below 1."""
+        kind = KINDS.get(self.what)
+        if kind is None:
+            return "error"
+        if kind.over == "share" and (self.tensor or (self.value or 0.0) < 1):
+            return "note"
+        return kind.severity
 
     @property
     def excess(self) -> float:

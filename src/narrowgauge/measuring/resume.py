@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.distributed.ranks import all_ranks
-from narrowgauge.distributed.sharding import fingerprints_whole_and_own
+from narrowgauge.distributed.sharding import fingerprints_whole
 from narrowgauge.measuring.adapters import name_without_adapters
 from narrowgauge.measuring.reading import Readings, measured
 from narrowgauge.numerics.dtensor import whole
@@ -203,7 +203,7 @@ def snapshot(objects: Objects, unseen: dict[str, str]) -> States:
     for path, x in values.items():
         if isinstance(x, Tensor) and x.layout is torch.strided:
             tensors[path] = x
-    bits, _ = fingerprints_whole_and_own(tensors)
+    bits = fingerprints_whole(tensors)
     states = {}
     for path, value in values.items():
         if path in tensors:

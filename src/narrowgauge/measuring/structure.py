@@ -40,7 +40,7 @@ def compare_ranks(passes: Passes, first: Pass, findings: Findings) -> None:
         first.shadows.pop(name, None)
     is_wrapped = unwrapped_model(passes.model) is not passes.model
     if differing and (is_wrapped or passes.backward is not None):
-        findings.add("ranks-unsummed", differing, len(differing))
+        findings.add("ranks-apart", differing, len(differing))
     elif differing:
         findings.unseen["sums over ranks"] = "the loop makes them; pass backward="
 
