@@ -70,14 +70,14 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, str, str], str]] = {
     ),
     "fewer threads, which only round": (
         {"changed": {(2, "grad:layers.1"): ROUNDED}, "machine": {"num_threads": 1}}, (2, "gradient", "grad:layers.1"),
-        "by rounding at step 2, in grad:layers.1 (gradient), by 1e-06 of its norm.",
+        "by rounding at step 2, in grad:layers.1 (gradient), by 1e-06 times its norm.",
     ),
     "more than rounding behind rounding in one step": (
         {"changed": {(2, "grad:layers.1"): ROUNDED, (2, "grad:layers.0"): 1.01}}, (2, "gradient", "grad:layers.0"),
         "No recorded setting differs.",
     ),
     "no fingerprints": (
-        {"changed": {(3, "output:layers.1"): 1.5}, "prints": False}, (3, "loss", ""), "in loss (loss), by 0.2 of its loss.",
+        {"changed": {(3, "output:layers.1"): 1.5}, "prints": False}, (3, "loss", ""), "in loss (loss), by 0.2 times its loss.",
     ),
 }  # fmt: skip
 """By case: what differs, then the step, stage and tensor of the reading, and a sentence."""

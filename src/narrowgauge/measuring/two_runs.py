@@ -229,7 +229,7 @@ def _size(at: Reading) -> str:
     """Return the relative size of a difference, which the first digits of both may not show."""
     if not at.expected or not math.isfinite(at.excess):
         return ""
-    return f", by {abs((at.value or 0.0) / at.expected - 1):.2g} of its {at.what}"
+    return f", by {abs((at.value or 0.0) / at.expected - 1):.2g} times its {at.what}"
 
 
 def _ranks(here: list[Any], there: list[Any]) -> Iterator[str]:
