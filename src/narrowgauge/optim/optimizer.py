@@ -465,18 +465,25 @@ class Optimizer(torch.optim.Optimizer):
 
         Make missing ones, and collect the gradients, in the parameters' formats or float32.
         """
-        pairs: dict[Tensor, Tensor] = {}
+        members = []
+        missing = []
         for parameter in group["params"]:
             gradient = gradient_of(parameter)
-            if gradient is not None:
-                if gradient.dtype not in (parameter.dtype, torch.float32):
-                    gradient = gradient.float()
-                pairs[parameter] = gradient
-        self.make_missing(group, list(pairs))
-        gradients += pairs.values()
+            if gradient is None:
+                continue
+            if gradient.dtype not in (parameter.dtype, torch.float32):
+                gradient = gradient.float()
+            gradients.append(gradient)
+            entry = self.state.get(parameter, {})
+            if "step" not in entry:
+                missing.append(parameter)
+            members.append((parameter, gradient, entry))
+        self.make_missing(group, missing)
         states = []
-        for parameter, gradient in pairs.items():
-            state = self.kernels.local_part(group, parameter, self.state[parameter])
+        for parameter, gradient, entry in members:
+            if "step" not in entry:
+                entry = self.state[parameter]
+            state = self.kernels.local_part(group, parameter, entry)
             local = local_of(gradient)
             if local.layout is not torch.strided or local.shape != state.parameter.shape:
                 validation.refuse_gradient(parameter, gradient)

@@ -13,7 +13,7 @@ from narrowgauge.optim import validation
 from narrowgauge.optim.kernel import Kernel
 from narrowgauge.optim.rules.elementwise import ADAMW, PLAIN_SGD, SGD
 from narrowgauge.optim.rules.matrix import AnyRule, MatrixRule, extras_of
-from narrowgauge.optim.state import LocalState, State, new_state
+from narrowgauge.optim.state import Extras, LocalState, State, new_state
 from narrowgauge.optim.values import begin
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.storages import Storage, for_format, for_vectors
@@ -89,7 +89,9 @@ class Kernels:
     def local_part(self, group: Group, parameter: Tensor, state: dict[str, Any]) -> LocalState:
         """Return the local tensors of a state under a group's options. Refuse one that does not fit."""
         kernel = self.kernel_of(group, parameter)
-        extras = extras_of(kernel.rule, parameter.shape, group)
+        extras: Extras = {}
+        if kernel.is_matrix:
+            extras = extras_of(kernel.rule, parameter.shape, group)
         return LocalState(parameter, state, kernel, extras)
 
     def new_state(self, group: Group, parameter: Tensor) -> State:

@@ -56,10 +56,6 @@ class Spec(NamedTuple):
 def specs_of(parameter: Tensor, kernel: Kernel, extras: Extras) -> list[Spec]:
     """Return the local tensors of a parameter's state."""
     shape = local_of(parameter).shape
-    key = shape, parameter.shape
-    if key in kernel.specs and not extras:  # each step asks for each tensor
-        known: list[Spec] = kernel.specs[key]
-        return known
     specs = [Spec("planes", x.name, x.name, x.dtype, shape) for x in kernel.planes]
     for name in kernel.scaled:
         dims = row_dims(parameter.shape)
@@ -72,7 +68,6 @@ def specs_of(parameter: Tensor, kernel: Kernel, extras: Extras) -> list[Spec]:
         if code.scaled:
             rows = (*extra.shape[:-1], 1)
             specs.append(Spec("extra_bounds", name, f"{name}_bound", torch.float32, rows))
-    kernel.specs[key] = specs
     return specs
 
 
@@ -169,8 +164,8 @@ class LocalState:
         self.step = int(entry["step"])
         self.gradient: Any = None
         self.change: Any = None
-        strange = kernel.packed_names & entry.keys()
-        if strange:
+        if not kernel.packed_names.isdisjoint(entry):
+            strange = kernel.packed_names & entry.keys()
             raise RecipeError(
                 f"Cannot step with '{min(strange)}' in a state whose '{min(strange)}' is packed.",
                 "Remove it, and call optimizer.adopt(weights, states).",
@@ -182,12 +177,21 @@ class LocalState:
         self.bounds: dict[str, Tensor] = {}
         self.extras: dict[str, Tensor] = {}
         self.extra_bounds: dict[str, Tensor] = {}
-        self.extra_codes = {name: self.storage.code(x.role) for name, x in extras.items()}
+        self.extra_codes: dict[str, Code] = {}
+        key = self.parameter.shape, owner.shape
+        if extras:
+            self.extra_codes = {name: self.storage.code(x.role) for name, x in extras.items()}
+            specs = specs_of(owner, kernel, extras)
+        elif key in kernel.specs:  # each step asks for each tensor
+            specs = kernel.specs[key]
+        else:
+            specs = kernel.specs[key] = specs_of(owner, kernel, extras)
+        into = vars(self)
         device = self.parameter.device
-        for kind, field, name, dtype, shape in specs_of(owner, kernel, extras):
-            value: Any = entry.get(name)
-            local: Any = local_of(value)
-            if not isinstance(local, Tensor) or local.dtype is not dtype or local.shape != shape:
+        for kind, field, name, dtype, shape in specs:
+            value = entry.get(name)
+            local = local_of(value)
+            if value is None or local.dtype is not dtype or local.shape != shape:
                 check_tensor(name, local, dtype, shape, kernel)
             if local.device != device:  # the model has moved
                 entry[name] = value.to(device)
@@ -195,7 +199,7 @@ class LocalState:
             self.tensors[name] = local
             if kind == "bounds":
                 local = local.view(-1, 1)
-            getattr(self, kind)[field] = local
+            into[kind][field] = local
 
     def in_rows(self, values: Tensor) -> Tensor:
         """Return a tensor in the parameter's shape as rows and columns: its own memory if that is
