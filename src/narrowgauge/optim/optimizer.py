@@ -43,7 +43,6 @@ from narrowgauge.optim.table import Table
 from narrowgauge.optim.values import store_state, store_weight, stored
 from narrowgauge.spec.storages import Storage
 from narrowgauge.spec.values import require_number
-from narrowgauge.torch_support.machine import require_float64
 from narrowgauge.torch_support.torch_names import HostCopy, plain_name
 
 Params = nn.Module | Iterable[Any]
@@ -158,12 +157,10 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             RecipeError: the rule cannot obey an option, the storage is unknown, or no storage like
                 it holds a parameter's format.
-            ChipError: a parameter is on a device without float64.
         """
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            require_float64(group["params"])
             validation.check_options(group, self.rule)
             validation.check_vectors(group, self.rule)
             refuse_shared_memory(self._parameters())

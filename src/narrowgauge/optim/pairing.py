@@ -105,17 +105,13 @@ class Kernels:
     def check_values(
         self, group: Group, parameter: Tensor, weight: Tensor, states: Mapping[str, Any]
     ) -> None:
-        """Refuse states of unknown names, and values of another shape than the parameter and its
-        states here.
-        """
+        """Refuse states of unknown names, and values of another shape than the parameter."""
         rule = self.rule_in(group, parameter)
         names = ["weight", *dict(rule.stored_states)]
-        shapes: dict[str, Any] = dict.fromkeys(names, local_of(parameter).shape)
-        for name, extra in extras_of(rule, parameter.shape, group).items():
-            shapes[name] = extra.shape
         for name, value in {"weight": weight, **states}.items():
-            if name != "step" and (name not in shapes or local_of(value).shape != shapes[name]):
+            is_state = name in names and local_of(value).shape == local_of(parameter).shape
+            if name != "step" and not is_state:
                 raise RecipeError(
                     f"Cannot adopt a '{name}' of shape {tuple(value.shape)} for a parameter of shape "
-                    f"{tuple(parameter.shape)}: rule '{rule.name}' has {', '.join(shapes)}."
+                    f"{tuple(parameter.shape)}: rule '{rule.name}' has {', '.join(names)}."
                 )
