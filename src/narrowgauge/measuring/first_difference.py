@@ -24,10 +24,10 @@ from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import STEP, Row, number
 from narrowgauge.spec.formats import FORMATS
 
-COLUMNS = ("tokens", "batch_crc", "loss", "grad_norm", "lr", "loss_scale", "skipped", "val_loss")
+COLUMNS = ("tokens", "loss", "grad_norm", "lr", "loss_scale", "skipped", "val_loss")
 """Compared columns of a step and its evaluation. Times and bytes differ between any two runs."""
 STAGE_OF = {
-    "tokens": "data", "batch_crc": "data", "output": "forward", "loss": "loss", "grad": "gradient",
+    "tokens": "data", "output": "forward", "loss": "loss", "grad": "gradient",
     "grad_norm": "gradient", "lr": "optimizer step", "loss_scale": "optimizer step",
     "skipped": "optimizer step", "weight": "optimizer step", "exp_avg": "optimizer step",
     "exp_avg_sq": "optimizer step", "state": "optimizer step", "val_loss": "evaluation",
@@ -35,7 +35,7 @@ STAGE_OF = {
 }  # fmt: skip
 """The stage of each compared column and kind of tensor, in the order of a step."""
 _KINDS = list(STAGE_OF)
-EXACT = frozenset({"tokens", "batch_crc", "lr", "loss_scale", "skipped"})
+EXACT = frozenset({"tokens", "lr", "loss_scale", "skipped"})
 """Values that rounding cannot change."""
 ENVELOPE = 32.0
 """Multiples of a norm's expected rounding error: rounding errors are not independent."""

@@ -31,7 +31,7 @@ from narrowgauge.measuring.reading import Reading, measured
 from narrowgauge.measuring.resume import Certificate
 from narrowgauge.measuring.set_up import set_up_of
 from narrowgauge.measuring.step import Step
-from narrowgauge.measuring.step_row import batch_checksum, bytes_per_param, columns_of, summary_of
+from narrowgauge.measuring.step_row import bytes_per_param, columns_of, summary_of
 from narrowgauge.optim.audit import Alarm, audit
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.finding import counted
@@ -209,7 +209,6 @@ class RunRecorder:
         loss: float | Tensor | None = None,
         *,
         tokens: int | None = None,
-        batch: Tensor | None = None,
         **columns: Any,
     ) -> None:
         """Record an optimizer step. Call it after ``optimizer.step()`` and before the schedule's.
@@ -220,8 +219,6 @@ class RunRecorder:
             loss: of the step, in nats per token; ``None`` if it is unknown. Reading a tensor waits
                 for its device.
             tokens: trained on in this step; the row holds their sum so far.
-            batch: the step's tokens or inputs on this rank, copied to the host. The sum of the
-                ranks' checksums reveals repeated batches.
             columns: further columns. ``lr``, ``grad_norm`` (before clipping) and ``seconds``
                 replace those read here, which are the rate of the optimizer's first group, our
                 optimizer's norm, if it clips, and the time since the last call. A row
@@ -231,8 +228,6 @@ class RunRecorder:
         """
         if tokens is not None:
             columns["tokens"] = self._tokens + tokens
-        if batch is not None:
-            columns["batch_crc"] = batch_checksum(batch)
         self.meter.end_step(plain({"loss": loss, **columns}))
 
     def _write(self, row: Row) -> None:
