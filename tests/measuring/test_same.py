@@ -283,7 +283,7 @@ def test_ties_and_factors_and_one_sided_tensors_are_named() -> None:
     server = copy.deepcopy(tied)
     untied(server)
     told = ng.same(tied, server)
-    assert not len(told) and any("tied in the first alone: " in x for x in told.lines), told
+    assert not len(told) and any("tied on one side alone: " in x for x in told.lines), told
     weights = model_of().state_dict()
     weights["lm_head.weight"] = 3 * weights["lm_head.weight"]
     weights["lm_head.weight_scale"] = weights.pop("model.norm.weight")

@@ -77,8 +77,8 @@ class RunRecorder:
             wandb.log(numbers_of(kind, row), step=row["step"])``. For TensorBoard: ``lambda kind,
             row: [board.add_scalar(tag, x, row["step"]) for tag, x in numbers_of(kind,
             row).items()]``. Its exceptions end the loop.
-        resume: continue the run in the folder, if there is one; then call :meth:`go_back` before
-            the first step. The ``settings`` replace those in its ``run.toml``.
+        resume: continue the run in the folder, if there is one; call :meth:`go_back` before the
+            first step. The ``settings`` replace those in its ``run.toml``.
         tables: further tables of ``run.toml``, such as ``{"data": {"folder": "text"}}``.
 
     Attributes:
@@ -138,7 +138,7 @@ class RunRecorder:
         self._record: Record | None = None
         self._started = time.perf_counter()
         self._tokens = 0
-        self._must_go_back = False
+        self._must_go_back = resume
         self._is_open = True
         with ExitStack() as undo:
             optimizers = set_up_of(model, optimizer).optimizers
@@ -172,10 +172,7 @@ class RunRecorder:
             self._hear(self.optimizer)
         if earlier is None:
             self.event("start", str(content["config"]["model"]))
-        else:  # its steps may be lost, and other rows tell of them
-            rows = [*earlier.steps, *earlier.evals, *earlier.events]
-            self._must_go_back = any(row["step"] for row in rows)
-        if not self._must_go_back:
+        if not resume:
             self._begin_at(0)
 
     def _open(self, content: Row, settings: Row, resume: bool) -> Run | None:
@@ -311,8 +308,8 @@ class RunRecorder:
             tokens: trained on in these steps; ``None``: as the last row says.
             objects: the loaded ones, by the names that :meth:`saved` was given.
         """
-        goes_on = self._must_go_back or self.num_steps > 0 or step > 0
         run = self._here.of_first(lambda: self._rewound(step))
+        is_fresh = step == self.num_steps == 0 and len(run.events) == 1
         self.laws = Laws(ignored(run), steps_of(run), self._note)
         last = run.steps[-1] if run.steps else {}
         self._tokens = last.get("tokens", 0) if tokens is None else tokens
@@ -325,7 +322,7 @@ class RunRecorder:
                 self._compare_states(event["place"], objects)
                 break
         self._begin_at(step)
-        if goes_on:
+        if not is_fresh:
             self.event("resume", f"from step {step}")
 
     def _rewound(self, step: int) -> Run:

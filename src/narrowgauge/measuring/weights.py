@@ -143,55 +143,50 @@ def compare_weights(first: Weights, second: Weights) -> tuple[list[Row], list[Re
     """
     before = tensors_of(first)
     after = tensors_of(second)
-    rows = list[Row]()
-    names: dict[str, list[str]] = {
-        "tied in the first alone": [],
-        "tied in the second alone": [],
-        "only in the first": after.lacking(before),
-        "only in the second": before.lacking(after),
-        "only in other shapes": [],
-    }
-    lone = list(names.values())[2:]
-    if before.tied and after.tied:
-        names["tied in the first alone"] = sorted(before.ties() - after.ties())
-        names["tied in the second alone"] = sorted(after.ties() - before.ties())
+    rows: list[Row] = []
+    reshaped: list[str] = []
     for name in before.read:  # in an order that all ranks share
         if name in after.read:
-            row = _row(name, before, after)
-            rows += row
-            if not row:
-                names["only in other shapes"].append(name)
+            x = before.read[name]()
+            y = after.read[name]()
+            if x.shape == y.shape:
+                rows.append(_row(name, x, y, before, after))
+            else:
+                reshaped.append(name)
     rows.sort(key=lambda row: (not row["differ"], -row["change"], row["name"]))
-    lines = _lines(rows)
-    lines += [f"{words}: {told(tensors)}" for words, tensors in names.items() if tensors]
+    names = {
+        "only in the first": after.lacking(before),
+        "only in the second": before.lacking(after),
+        "only in other shapes": reshaped,
+    }
     readings = list(_readings(rows))
-    one_sided = list(chain.from_iterable(lone))
+    one_sided = list(chain.from_iterable(names.values()))
     if one_sided:
         readings.append(measured("one-sided-tensors", one_sided, len(one_sided), 0))
+    if before.tied and after.tied:
+        names["tied on one side alone"] = sorted(before.ties() ^ after.ties())
+    lines = _lines(rows)
+    lines += [f"{words}: {told(tensors)}" for words, tensors in names.items() if tensors]
     return rows, readings, lines
 
 
-def _row(name: str, before: Tensors, after: Tensors) -> list[Row]:
-    """Return the row of a tensor; nothing if its shapes differ."""
-    x = before.read[name]()
-    y = after.read[name]()
-    if x.shape != y.shape:
-        return []
+def _row(name: str, x: Tensor, y: Tensor, before: Tensors, after: Tensors) -> Row:
+    """Return the row of a tensor of both sides."""
     dtypes = x.dtype, y.dtype
     dtype = max(dtypes, key=unit_of)
     if name in before.buffers | after.buffers or not y.is_floating_point():
         dtype = torch.promote_types(*dtypes)
     row: Row = {
         "name": name, "dtype": " → ".join(dict.fromkeys(map(dtype_name, dtypes))), "values": y.numel(),
-        "is_one": y.ndim == 1 and bool((y == 1).all()), "adapter_times": None,
+        "is_one": y.ndim == 1 and bool((y == 1).all()), "adapter_times": 0.0,
         **_difference(x.to(dtype), y.to(dtype)),
     }  # fmt: skip
-    products = before.products | after.products
-    if name in products:
-        row["adapter_times"] = _difference(products[name], y.double() - x.double())["factor"]
+    product = after.products.get(name, before.products.get(name))
+    if product is not None:
+        row["adapter_times"] = _difference(product, y.double() - x.double())["factor"]
         if row["change"] <= unit_of(dtype):
             row["differ"] = 0  # the merge rounded once
-    return [row]
+    return row
 
 
 def _difference(x: Tensor, y: Tensor) -> Row:
@@ -217,8 +212,8 @@ def _difference(x: Tensor, y: Tensor) -> Row:
 
 
 def _readings(rows: list[Row]) -> Iterable[Reading]:
-    adapted = [row for row in rows if row["adapter_times"] is not None]
-    adapted.sort(key=lambda row: -abs(row["adapter_times"]))
+    adapted = sorted(rows, key=lambda row: -abs(row["adapter_times"]))
+    adapted = [row for row in adapted if row["adapter_times"]]
     if adapted and abs(adapted[0]["adapter_times"]) > KINDS["adapter-times"].bound:
         names = [row["name"].removesuffix(".weight") for row in adapted]
         yield measured("adapter-times", names, adapted[0]["adapter_times"], 0.0)
@@ -243,10 +238,7 @@ def _lines(rows: list[Row]) -> list[str]:
     if ones:
         lines.append(f"vectors that are exactly 1: {len(ones)}, {told(ones)}")
     if differing:
-        columns = number_columns(
-            values="values", differ="differ", change="change", factor="factor",
-            nonfinite="nonfinite",
-        )  # fmt: skip
-        columns = (*name_columns(weights="name"), *columns)
+        numbers = {name: name for name in ("values", "differ", "change", "factor", "nonfinite")}
+        columns = (*name_columns(weights="name"), *number_columns(**numbers))
         lines += Table(columns, differing[:MOST_ROWS]).plain().splitlines()
     return lines
