@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from narrowgauge.measuring.passes import Backward, Loss, divided_losses, micro_batches
 from narrowgauge.measuring.reading import Reading, Readings, measured
 from narrowgauge.spec.formats import dtype_name
-from narrowgauge.spec.tables import Table, number_columns, text_columns
+from narrowgauge.spec.tables import Table
 from narrowgauge.torch_support.put_back import put_back
 from narrowgauge.torch_support.torch_names import graph_nodes
 
@@ -28,13 +28,10 @@ _SHIFTS = (1, 0, -1, 2, 3)
 """Distances of a label from its row's token that are tried; the first of equals counts."""
 _MOST = 0.9
 """Share of the labels that settles a shift."""
-_COLUMNS = (
-    *text_columns(learns="learns"),
-    *number_columns(
-        rows="rows", learn="learned", weights_sum_to="weight_sum", padding_learns="padding_learned"
-    ),
-    *text_columns(softmax="function", format="dtype"),
-)
+_SHOWN = {
+    "learns": "learns", "rows": "rows", "learn": "learned", "weights sum to": "weight_sum", "padding learns": "padding_learned",
+    "softmax": "function", "format": "dtype",
+}  # fmt: skip
 
 
 class Lesson(Readings):
@@ -102,7 +99,7 @@ def teaches(
         words = "no gradient reached a cross_entropy or log_softmax of logits"
         return Lesson({}, [], [f"what the loss teaches is not read: {words}"])
     facts = _facts(softmaxes, _padding_of(model))
-    return Lesson(facts, _readings(facts), Table(_COLUMNS, [facts]).plain().splitlines())
+    return Lesson(facts, _readings(facts), Table([facts], _SHOWN).plain().splitlines())
 
 
 # ── the softmaxes of a step ───────────────────────────────────────────────────────────────────────

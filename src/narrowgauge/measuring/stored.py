@@ -23,7 +23,7 @@ from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.optim.rules.matrix import matrix_shape
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.significance import MIN_EDQ
-from narrowgauge.spec.tables import Row, Table, number_columns, text_columns
+from narrowgauge.spec.tables import Row, Table
 
 LIBRARIES = (
     "torch", "narrowgauge", "torchao", "bitsandbytes", "apex", "transformer_engine", "transformers", "optimi", "heavyball",
@@ -56,11 +56,10 @@ as the gradient (``None``).
 """
 NUMBER = 8
 """Rows of the printed table with the least shares; the others follow by count."""
-_COLUMNS = (
-    *text_columns(trains="trains", dtype="dtype"), *number_columns(lr="lr", decay="decay"),
-    *text_columns(optimizer="optimizer", storage="storage"),
-    *number_columns(stored_of_step="step", of_decay="of_decay", of_second_moment="second_moment"),
-)  # fmt: skip
+_SHOWN = {
+    "trains": "trains", "dtype": "dtype", "lr": "lr", "decay": "decay", "optimizer": "optimizer", "storage": "storage",
+    "stored of step": "step", "of decay": "of_decay", "of second moment": "second_moment",
+}  # fmt: skip
 
 
 class Prediction(NamedTuple):
@@ -243,9 +242,9 @@ def _table(groups: Mapping[tuple[Any, ...], list[str]]) -> list[str]:
     rows: list[Row] = []
     for values, names in groups.items():
         fields = (of_all(names), *values)
-        rows.append(dict(zip((str(column.key) for column in _COLUMNS), fields, strict=True)))
+        rows.append(dict(zip(_SHOWN.values(), fields, strict=True)))
     rows.sort(key=lambda row: (row["step"] is None, row["step"]))
-    lines = Table(_COLUMNS, rows[:NUMBER]).plain().splitlines()
+    lines = Table(rows[:NUMBER], _SHOWN).plain().splitlines()
     if len(rows) > NUMBER:
         lines.append(f"and {len(rows) - NUMBER} more groups of tensors")
     return lines
