@@ -13,7 +13,7 @@ from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.reduction import reduction_of
 from narrowgauge.numerics.dtensor import local_of
 from narrowgauge.numerics.hashing import fingerprint
-from narrowgauge.optim.audit import figures_of
+from narrowgauge.numerics.metrics import update_metrics
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import Row
@@ -37,9 +37,11 @@ def columns_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Row:
         value = getattr(optimizer, name)
         if value is not None:
             row[name] = float(value)
-    if optimizer.last_audit is not None:
-        row |= figures_of(optimizer.last_audit.to("cpu", torch.float64))
-        optimizer.last_audit = None
+    sums = optimizer.auditor.last
+    if sums is not None:
+        for name, metric in update_metrics(sums).items():
+            row[name] = None if metric.isnan() else float(metric)
+        optimizer.auditor.last = None
     return row
 
 
