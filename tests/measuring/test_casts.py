@@ -55,7 +55,7 @@ def prepared(recipe: str = "bfloat16/word", **options: Any) -> tuple[nn.Module, 
 
 def attached(model: nn.Module, optimizer: Any, every: int = 1) -> tuple[Gauges, list[Row]]:
     rows: list[Row] = []
-    return Gauges(Hub(model, [optimizer]), optimizer, every, rows.append), rows
+    return Gauges(Hub(model, [optimizer], nn.Identity()), optimizer, every, rows.append), rows
 
 
 def trained(model: nn.Module, optimizer: Any, steps: int = 1) -> None:

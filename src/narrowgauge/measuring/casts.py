@@ -56,7 +56,7 @@ class Gauges(Listener):
         hub: of the loop. The low-precision layers and experts of its model, and queries and keys of
             modules whose class name contains "Attention" are watched.
         optimizer: whose steps are counted.
-        every: number of steps between samples.
+        every: number of steps between samples; 0 for none.
         on_row: called with each row of ``gauges.jsonl``.
 
     Cost: a cast of ``SAMPLE`` values of each tensor on sampled steps, where the host waits for the
@@ -101,7 +101,7 @@ class Gauges(Listener):
         self._step = step
         self._undo.close()
         self._row = {"step": step + 1}
-        self.is_recording = (step + 1) % self.every == 0
+        self.is_recording = self.every > 0 and (step + 1) % self.every == 0
         if self.is_recording:
             for name, layer in self.layers.items():
                 self._hook(layer, partial(self._see_layer, name))
@@ -111,8 +111,7 @@ class Gauges(Listener):
 
     def end(self) -> None:
         """Remove the gauges from the model."""
-        if self in self._hub.listeners:
-            self._hub.listeners.remove(self)
+        self.every = 0
         self.is_recording = False
         self._undo.close()
 

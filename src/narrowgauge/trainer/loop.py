@@ -108,7 +108,7 @@ def _recorder_of(run: Session, entry: Entry, progress: Progress) -> RunRecorder:
     recorder = RunRecorder(
         settings.folder, run.model, run.optimizer, settings=vars(settings),
         gauges_every=settings.gauges_every, fingerprints_every=settings.fingerprints_every,
-        on_row=progress.row, resume=True, tables={"data": data, "recorder": None},
+        on_row=progress.row, resume=True, tables={"data": data},
     )  # fmt: skip
     recorder.go_back(run.step, tokens=run.step * settings.tokens_per_step)
     for what, words in entry.events:
