@@ -115,7 +115,7 @@ def _curves(comparison: Comparison, runs: Sequence[PageRun]) -> Iterator[str]:
     require_package("plotly")
     from plotly.io import to_html
 
-    config = {"displayModeBar": False, "responsive": True}
+    config = {"displayModeBar": False}
     parts = []
     for number, (title, caption, figure) in enumerate(curves_of(runs, comparison.baseline)):
         drawing = to_html(
