@@ -25,11 +25,11 @@ LOCATES: dict[str, set[str]] = {
     "loss": {"gradient", "rounding", "loss-rounding"},
     "gradient": {
         "slope", "gradient", "no-gradient", "nonfinite", "skipped-steps", "gradients-kept", "zero-gradients", "rounding",
-        "no-graph", "cast-range",
+        "cast-range",
     },
     "clip": {"clip-norm", "gradient", "zero-gradients"},
     "state": {"parameters-twice", "no-gradient", "weights-jump"},
-    "weights": {"nonfinite", "stored-share", "lost-updates", "truncated-setting", "weights-jump"},
+    "weights": {"nonfinite", "stored-share", "lost-updates", "weights-jump"},
     "resume": {"not-restored", "weights-jump"},
 }  # fmt: skip
 """By stage of a fault, the kinds of readings that point at it."""

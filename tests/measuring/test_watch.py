@@ -287,6 +287,67 @@ def test_norms_are_zero_of_zeros_and_infinite_of_infinities_alone() -> None:
     assert norms.tolist() == pytest.approx([2e-30, 2e30, 0.0, math.inf])
 
 
+# ── masters that the user holds ───────────────────────────────────────────────────────────────────
+
+
+def with_masters(lr: float, loop: Loop) -> None:
+    """Step masters in float32, which take the gradients of a narrow model."""
+
+    def moved(master: Any, p: Any) -> None:
+        master.grad = p.grad.float()
+        p.grad = None
+
+    masters = [nn.Parameter(p.detach().float()) for p in loop.model.parameters()]
+    for p, master in zip(loop.model.parameters(), masters, strict=True):
+        p.register_post_accumulate_grad_hook(partial(moved, master))
+    loop.optimizer = torch.optim.SGD(masters, lr=lr)
+
+
+@torch.no_grad()
+def copied(loop: Loop, at_random: bool = False) -> None:
+    masters = loop.optimizer.param_groups[0]["params"]
+    for p, master in zip(loop.model.parameters(), masters, strict=True):
+        low = torch.randint_like(master, 0, 1 << 16, dtype=torch.int32) * at_random
+        p.copy_(
+            ((master.view(torch.int32) + low) & -65536).view(torch.float32) if at_random else master
+        )
+
+
+def in_turn(loop: Loop) -> None:
+    """Train one half of the tensors in the first steps, and the other half later."""
+    copied(loop)
+    for number, p in enumerate(loop.model.parameters()):
+        p.requires_grad_((number % 2 == 0) == (loop.number > 8))
+
+
+def warmed_up_from_zero(loop: Loop) -> None:
+    copied(loop)
+    loop.optimizer.param_groups[0]["lr"] = 0.3 * max(0, loop.number - 8)
+
+
+MASTERS: dict[str, tuple[float, Callable[[Loop], object], bool]] = {
+    "never copied": (0.3, nothing, True),
+    "copied": (0.3, copied, False),
+    "slow": (1e-4, copied, False),
+    "warm-up": (0.0, warmed_up_from_zero, False),
+    "no rate": (0.0, nothing, False),
+    "in turn": (0.3, in_turn, False),
+    "rounded at random": (0.3, partial(copied, at_random=True), False),
+}
+"""The rate, what follows the step, and whether the weights stand still."""
+
+
+@pytest.mark.parametrize("name", MASTERS)
+def test_weights_to_which_masters_are_never_copied_are_told(name: str) -> None:
+    lr, after, stands_still = MASTERS[name]
+    loop = Loop(partial(with_masters, lr), after, dtype=B16).run(16)
+    told = [reading for reading in loop.readings if reading.severity != "note"]
+    assert [reading.what for reading in told[:1]] == ["lost-updates"] * stands_still
+    if stands_still:
+        assert (told[0].step, told[0].value) == (6, 0.0)
+        assert told[0].tensor == "1.down.weight and 5 others"
+
+
 # ── errors of ours, and ranks ─────────────────────────────────────────────────────────────────────
 
 

@@ -17,16 +17,14 @@ from torch import Tensor
 
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.measuring.beside import is_finite
+from narrowgauge.measuring.kinds import KINDS
 from narrowgauge.measuring.passes import Alone, Findings, Gradients, Pass, Passes, concatenated
 from narrowgauge.measuring.policies.wide import Wide
 from narrowgauge.measuring.reading import of_all
 from narrowgauge.numerics.hashing import fingerprint
 from narrowgauge.torch_support.torch_names import unwrapped_model
 
-SAME = 2.0**-20
-"""Shadows are float64. What a loop counts by itself in float32, such as a denominator, leaves 16 of
-its roundings.
-"""
+SAME = KINDS["gradient"].bound
 MOST_PARTS = 16
 """Micro-batches of all ranks whose weights are fitted."""
 
@@ -75,8 +73,9 @@ def compare_structure(
     terms = []
     if 1 < len(parts) <= MOST_PARTS and not plain.draws:
         terms = [passes.run(passes.plain(part), Wide(), Alone()) for part in parts]
+    draws = plain.draws or (step.draws and not passes.is_training)
     passes.is_training = True
-    if plain.draws:
+    if draws:
         words = "evaluation mode draws random numbers too"
         findings.unseen["the structure of the gradient"] = words
         return None
@@ -111,17 +110,20 @@ def _compare(
     for name in differing:
         columns = [term[name].flatten() for term in terms if name in term]
         words, value, expected = _answer(step[name].flatten(), exact[name].flatten(), columns)
+        answers.setdefault(words, (value, expected, []))[2].append(name)
+    for words, (value, expected, names) in answers.items():
         if words:
-            answers.setdefault(words, (value, expected, []))[2].append(name)
-    for words, (value, expected, members) in answers.items():
-        findings.lines.append(f"  {of_all(members)}: {words}")
-        is_scale = value >= 256 and math.log2(value) % 1 == 0
-        findings.add("own-scale" if is_scale else "gradient", members, value, expected)
+            findings.lines.append(f"  {of_all(names)}: {words}")
+        if expected and value >= 256 and math.log2(value) % 1 == 0:
+            reason = f"{value:g}: a loss scale? Unscale in backward=, as the step does"
+            findings.unseen["a factor of the gradient"] = reason
+        elif words:
+            findings.add("gradient", names, value, expected)
 
 
 def _answer(a: Tensor, b: Tensor, columns: Sequence[Tensor]) -> tuple[str, float, float]:
     """Return how a gradient is related to the right one, in words, its factor or its distance over the
-    length, and which is expected.
+    length, and which is expected. No words for a mean of losses of which the whole batch's is no sum.
 
     Args:
         columns: the plain gradients of each micro-batch, if there are several.
@@ -135,7 +137,7 @@ def _answer(a: Tensor, b: Tensor, columns: Sequence[Tensor]) -> tuple[str, float
         weights = _weights(terms, a)
         of_whole = _weights(terms, b)
         if not of_whole and float((terms.mean(1) - a).norm()) <= SAME * float(a.norm()):
-            return "", off, 0.0  # a mean of losses of which the whole batch's is no sum
+            return "", off, 0.0
         if weights and of_whole and min(map(abs, of_whole)) > 1e-6:
             times = [f"{x / y:.3g}" for x, y in zip(weights, of_whole, strict=True)]
             return f"micro-batches count {', '.join(times)} times", off, 0.0
@@ -153,13 +155,11 @@ def _weights(columns: Tensor, target: Tensor) -> list[float]:
 def _add_missing(
     leaves: Mapping[str, Any], step: Gradients, exact: Gradients, findings: Findings
 ) -> None:
-    """Tell gradients that the step lacks, and that the plain loss lacks too."""
-    live = {name for name, x in step.items() if x.any()}
-    lacking = [name for name, x in exact.items() if x.any() and name not in live]
-    gone = [name for name in leaves if name not in step and name not in exact]
-    if step and not lacking and not live:
-        findings.add("zero-gradients", "", 1)
-    if lacking:
-        findings.add("no-gradient", lacking[::-1], len(lacking))
-    if gone and len(gone) < len(leaves):
-        findings.add("no-graph", gone[::-1], len(gone))
+    """Tell tensors that get no gradient of the step, where the plain loss has one, or no graph."""
+    names = []
+    for name in reversed(leaves):
+        is_lost = name in exact and exact[name].any() and not (name in step and step[name].any())
+        if is_lost or (name not in step and name not in exact):
+            names.append(name)
+    if names and (step or exact):
+        findings.add("no-gradient", names, len(names))
