@@ -25,7 +25,7 @@ from narrowgauge.measuring.settings import recipe_of
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import SUMMARY, Row, number
 from narrowgauge.spec.significance import MIN_EDQ
-from narrowgauge.spec.tables import Column, Table, json_value
+from narrowgauge.spec.tables import Table, json_value
 
 NEGLIGIBLE = 1e-3
 """Fraction of the baseline's loss: a difference whose whole interval lies within does not matter."""
@@ -72,18 +72,20 @@ class Comparison:
 
     def table(self) -> Table:
         """Return the rows as the table of the terminal and the page."""
-        columns = [Column("recipe", "recipe", code=True)]
+        columns: dict[str, str | Callable[[Row], str]] = {"recipe": "recipe"}
         for name in _OVER_SEEDS:
-            columns.append(Column(SUMMARY[name].label, SUMMARY[name].cell, right=True))
-        columns += [
-            Column(f"minus {self.baseline}", shown_difference, right=True),
-            Column("seeds", "num_seeds", right=True), Column("verdict", "verdict"),
-        ]  # fmt: skip
-        shown = []
-        for entry in columns:  # a column in which no run has a value says nothing
-            if any(entry.cell(row) not in ("", "–") for row in self.rows):
-                shown.append(entry)
-        return Table(tuple(shown), list(self.rows))
+            columns[SUMMARY[name].label] = SUMMARY[name].cell
+        columns |= {
+            f"minus {self.baseline}": shown_difference,
+            "seeds": "num_seeds",
+            "verdict": "verdict",
+        }
+        rows = list(self.rows)
+        shown = {}
+        for title, cells in Table(rows, columns).columns().items():
+            if not {*cells} <= {"", "–"}:  # a column in which no run has a value says nothing
+                shown[title] = columns[title]
+        return Table(rows, shown)
 
     def json(self) -> bytes:
         """Return ``compare.json``: the rows, valid JSON for all values."""
