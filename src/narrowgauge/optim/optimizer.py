@@ -293,17 +293,12 @@ class Optimizer(torch.optim.Optimizer):
                 taken. A stochastic code rounds stochastically: to the nearest, many equal values
                 would have the same error.
         Raises:
-            RecipeError: a tensor is not a parameter of the optimizer, a state has no weight or an
-                unknown name, or a value has another shape.
+            KeyError: a tensor is not a parameter of the optimizer.
+            RecipeError: a state has no weight or an unknown name, or a value has another shape.
         """
         states = states or {}
-        unknown = {*values.keys() - set(self._parameters()), *states.keys() - values.keys()}
-        if unknown:
-            raise RecipeError(
-                f"Cannot adopt values of a tensor of shape {tuple(unknown.pop().shape)}: the "
-                "optimizer does not step it, or it has states and no weight.",
-                "Pass a weight for each parameter, by the parameters of this optimizer.",
-            )
+        if not states.keys() <= values.keys():
+            raise RecipeError("Cannot adopt states without the weights of their parameters.")
         for p, weight in values.items():
             self.kernels.check_values(self.group_of(p), p, weight, states.get(p, {}))
         for group in self.param_groups:
@@ -351,15 +346,14 @@ class Optimizer(torch.optim.Optimizer):
         Returns:
             A copy in the parameter's shape, a DTensor if the parameter is one. States of a matrix
             rule may have other shapes, and are whole on every rank. Before the first step the
-            weight is the parameter itself and states are zero.
+            weight is the parameter itself, and there are no states.
         Raises:
             KeyError: the parameter or the name is unknown.
         """
-        state = self.local_state(parameter)
-        if state is None:
-            group = self.group_of(parameter)
-            entry = self.kernels.new_state(group, parameter)
-            state = self.kernels.local_part(group, parameter, entry)
+        group = self.group_of(parameter)
+        if name == "weight" and not self.has_state(parameter):
+            return parameter.detach().float()
+        state = self.kernels.local_part(group, parameter, self.state.get(parameter, {}))
         if name not in ("weight", *state.names):
             raise KeyError(
                 f"rule '{state.kernel.rule.name}' has {('weight', *state.names)}, not '{name}'"
