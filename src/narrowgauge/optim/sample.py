@@ -17,6 +17,7 @@ from narrowgauge.numerics.metrics import change_terms
 from narrowgauge.optim import codes
 from narrowgauge.optim.codes import Lane
 from narrowgauge.optim.kernel import Inputs, Numbers, advance, finite_or_zero, named
+from narrowgauge.optim.planes import BLOCK
 from narrowgauge.optim.rules.elementwise import Rule
 from narrowgauge.optim.state import LocalState
 from narrowgauge.optim.walk import word_of
@@ -51,7 +52,7 @@ class Sample:
 
     Attributes:
         owners: the parameters.
-        places, rows: of each state's elements in memory.
+        places, blocks: of each state's elements in memory.
         moments: those of the rule that were never cut, flat. A matrix rule has none.
         lane: what was stored before an audited step, else ``None``.
         change: by the exact moments, or of a matrix rule.
@@ -62,10 +63,12 @@ class Sample:
         most = min(ELEMENTS, max(64, MOST_ELEMENTS // len(states)))
         turn = states[0].step // TURN
         self.places = [sample_of(state.parameter.numel(), most, turn) for state in states]
-        self.rows: list[Tensor] = []
+        self.blocks: list[Tensor] = []
         for state, x in zip(states, self.places, strict=True):
             places = torch.arange(x.start, x.stop, x.step, device=state.parameter.device)
-            self.rows.append(places // state.form[1])
+            columns = state.form[1]
+            blocks_of_row = -(-columns // BLOCK)
+            self.blocks.append(places // columns * blocks_of_row + places % columns // BLOCK)
         self.lane: Lane | None = None
         self.change: Any = None
         self.moments: list[Tensor] = []
@@ -92,7 +95,7 @@ class Sample:
         return torch.cat(parts)
 
     def _stored(self, states: States, gradient: Tensor) -> Lane:
-        """Return what is stored now, with the scales of its rows."""
+        """Return what is stored now, with the scales of its blocks."""
         kernel = states[0].kernel
         weight = self._read([state.parameter.detach() for state in states])
         weight = weight.to(getattr(torch, kernel.storage.visible))
@@ -103,12 +106,12 @@ class Sample:
         return codes.lane_of(kernel.storage, word_of(weight), gradient, words, scales)
 
     def _scales(self, states: States) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return the multipliers of each element's row."""
+        """Return the multipliers of each element's block."""
         scales = {}
         for name in states[0].kernel.scaled:
             parts = []
-            for state, rows in zip(states, self.rows, strict=True):
-                parts.append(state.bounds[name].view(-1).index_select(0, rows))
+            for state, blocks in zip(states, self.blocks, strict=True):
+                parts.append(state.bounds[name].view(-1).index_select(0, blocks))
             scales[name] = codes.multipliers(torch.cat(parts))
         return scales
 

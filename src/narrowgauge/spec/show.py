@@ -135,7 +135,7 @@ def page_recipe(name: str) -> tuple[Row, list[Table]]:
         "outside of matmuls": f"{compute.dtype}; norms, softmax and the loss in float32",
     }
     if storage.scaled:
-        facts["gradients"] = "any; in a row, down to 8e-06 of its largest"
+        facts["gradients"] = "any; in a block, down to 8e-06 of its largest"
     if not compute.is_wide:
         facts["linears left plain"] = "layers outside the blocks, routers and adapters"
     if compute.keep_last:
