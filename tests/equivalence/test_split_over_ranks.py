@@ -228,9 +228,9 @@ def on_a_rank(rank: int, folder: Path) -> dict[tuple[str, str], Any]:
     results["fsdp2", "overflow"] = after_an_overflow(meshes["fsdp2"])
     results["fsdp2", "seeds"] = other_seeds(rank, meshes["fsdp2"])
     for storage in ("compact", "float16/stochastic"):
-        results["columns", storage] = stored_by_columns(storage, 1000, meshes["fsdp2"])
-    with pytest.raises(ng.errors.RecipeError, match="shard of 251 columns"):
-        stored_by_columns("compact", 1004, meshes["fsdp2"])
+        results["columns", storage] = stored_by_columns(storage, 1022, meshes["fsdp2"])
+    with pytest.raises(ng.errors.RecipeError, match="shard of 250 columns"):
+        stored_by_columns("compact", 1000, meshes["fsdp2"])
     return results
 
 
@@ -258,8 +258,8 @@ def test_split_over_ranks(way: str, results: Results) -> None:
 
 @pytest.mark.parametrize("storage", ["compact", "float16/stochastic"])
 def test_columns_split_over_ranks_in_whole_blocks(storage: str, results: Results) -> None:
-    """Chunks of 256, 256, 256 and 232 columns."""
-    alone = stored_by_columns(storage, 1000)
+    """Of 256, 256, 256 and 254 columns."""
+    alone = stored_by_columns(storage, 1022)
     for result in results:
         assert all(map(torch.equal, result["columns", storage], alone))
 
