@@ -126,13 +126,14 @@ class Along:
         names = [*self.moved][::-1]
         while True:
             half = names[: (len(names) + 1) // 2]
-            slopes = [self.slope(half, seed, limit) for seed in (SEED, 2 * SEED)]
-            wrong = [slope for slope in slopes if slope.differs]
+            slope = self.slope(half, SEED, limit)
+            if not slope.differs:
+                slope = self.slope(half, 2 * SEED, limit)
+            if len(names) == 1 and slope.differs:
+                return names[0], slope
             if len(names) == 1:
-                if not wrong:
-                    raise ArithmeticError("no tensor alone has another one")
-                return names[0], wrong[0]
-            names = half if wrong else names[len(half) :]
+                raise ArithmeticError("no tensor alone has another one")
+            names = half if slope.differs else names[len(half) :]
 
 
 def compare_slope(passes: Passes, parts: list[Any], findings: Findings) -> None:
