@@ -16,7 +16,7 @@ from narrowgauge.measuring.passes import Gradients, Pass
 from narrowgauge.measuring.policies.finite import Finite
 from narrowgauge.measuring.policies.wide import Wide
 from narrowgauge.measuring.reading import Readings
-from narrowgauge.measuring.units import FINEST, format_of
+from narrowgauge.measuring.units import FINEST
 
 OF_FLOAT32 = 2.0**10
 """Bound in roundings of float32, where products are float32: half of its digits."""
@@ -66,11 +66,11 @@ def add_roundings(first: Pass, repeat: Repeat, number: int, result: Readings) ->
     lengths = {name: float(first.shadows[name].norm()) for name in errors}
     error = math.hypot(*errors.values())
     length = math.hypot(*lengths.values()) or 1.0
-    unit = wide.working * length
+    unit = wide.coarsest[0] * length
     worst = max(errors, key=errors.__getitem__)
     result.lines.append(
         f"gradients of {len(errors)} tensors: {error / length:.2g} of their length from float64's, "
-        f"{error / unit:.3g} roundings of {format_of(wide.working)}; most in {worst}"
+        f"{error / unit:.3g} roundings of {wide.coarsest[1]}; most in {worst}"
     )
 
     def alone(sites: Collection[str]) -> float:
@@ -79,15 +79,15 @@ def add_roundings(first: Pass, repeat: Repeat, number: int, result: Readings) ->
         return math.inf if math.isnan(reached) else reached
 
     bound = KINDS["rounding"].bound
-    if wide.working == FINEST:
+    if wide.coarsest[0] == FINEST:
         bound = OF_FLOAT32
     elif wide.flips:
         bound *= FLIPPED
     for site, share in _ranked(wide, error, unit, number, alone):
         names = ", ".join(sorted(wide.rounds[site]))
         result.lines.append(f"  {share:.2f} of it from {names} in {site}")
-        is_usual = wide.working == FINEST or wide.flips or site in wide.layers
-        if share >= THE_ONE and not is_usual:
+        is_usual = wide.flips or site in wide.layers
+        if share >= THE_ONE and not is_usual and bound < OF_FLOAT32:
             bound = OF_SUMS
     if error > bound * unit:
         result.add("rounding", worst, error / unit, 0.0, bound)
@@ -96,7 +96,7 @@ def add_roundings(first: Pass, repeat: Repeat, number: int, result: Readings) ->
         norm = float(first.gradients[name].double().norm())
         is_alone = size > MOST * norm > 0 and lengths[name] < (1 - MOST) * norm
         if is_alone and first.gradients[name].ndim > 1:
-            roundings = size / (wide.working * lengths[name] or 1.0)
+            roundings = size / (wide.coarsest[0] * lengths[name] or 1.0)
             result.add("rounding", name, roundings)
 
 
@@ -122,11 +122,10 @@ def _ranked(
         number: places, at most.
         alone: the error that some sites give.
     """
-    sites = list(wide.rounds)
-    if error <= (OF_FLOAT32 if wide.working == FINEST else RANKED) * unit:
-        is_sum = SUM in sites and error > OF_SUMS * unit
-        sites = [SUM] if is_sum else []
     rest = list(wide.rounds)
+    sites = list(rest)
+    if error <= (OF_FLOAT32 if wide.coarsest[0] == FINEST else RANKED) * unit:
+        sites = [site for site in rest if site == SUM and error > OF_SUMS * unit]
     left = error
     while sites and number and left > unit:
         size = left

@@ -66,42 +66,50 @@ def compare_structure(
         result.unseen["the structure of the gradient"] = "micro-batches have unlike shapes"
         return None
     step = first
+    draws = False
     if all_ranks().largest(int(first.draws)):
         passes.is_training = False
         step = passes.run(passes.step, Wide())
+        draws = step.draws
     plain = passes.run(passes.plain(batch), Wide(), Alone())
-    terms = []
-    if 1 < len(parts) <= MOST_PARTS and not plain.draws:
+    terms: list[Pass] = []
+    is_equal = max(_distances(step.shadows, plain.shadows).values(), default=0.0) <= SAME
+    if not is_equal and 1 < len(parts) <= MOST_PARTS:
         terms = [passes.run(passes.plain(part), Wide(), Alone()) for part in parts]
-    draws = plain.draws or (step.draws and not passes.is_training)
     passes.is_training = True
-    if draws:
+    if draws or plain.draws:
         words = "evaluation mode draws random numbers too"
         result.unseen["the structure of the gradient"] = words
         return None
     exact = plain.shadows
     size = all_ranks().size
-    mean = sum(term.value for term in terms) / (len(terms) or 1)
-    if size > 1 and abs(plain.value - size * mean) < 0.1 * abs(plain.value):
-        # A loss that counts the labels of all ranks; DistributedDataParallel divides by their number.
-        exact = {name: x / size for name, x in exact.items()}
-        result.lines.append(f"  the loss is {size} times a mean over the batches of all ranks")
+    if terms and size > 1:
+        mean = sum(term.value for term in terms) / len(terms)
+        if abs(plain.value - size * mean) < 0.1 * abs(plain.value):
+            # The loss counts the labels of all ranks, and DistributedDataParallel divides by their number.
+            exact = {name: x / size for name, x in exact.items()}
+            result.lines.append(f"  the loss is {size} times a mean over the batches of all ranks")
     _compare(step.shadows, exact, [term.shadows for term in terms], result)
     _add_missing(passes.leaves, step.gradients, exact, result)
     return plain
+
+
+def _distances(step: Gradients, exact: Gradients) -> dict[str, float]:
+    """Return how far gradients are from the plain loss's, over their length, the farthest first."""
+    distances: dict[str, float] = {}
+    for name, right in exact.items():
+        gradient = step.get(name)
+        if gradient is not None and right.any() and gradient.any() and is_finite(gradient):
+            distances[name] = float((gradient - right).norm() / right.norm())
+    return dict(sorted(distances.items(), key=lambda item: -item[1]))
 
 
 def _compare(
     step: Gradients, exact: Gradients, terms: Sequence[Gradients], result: Readings
 ) -> None:
     """Tell each answer: tensors that have one are one reading."""
-    distances: dict[str, float] = {}
-    for name, right in exact.items():
-        gradient = step.get(name)
-        if gradient is not None and right.any() and gradient.any() and is_finite(gradient):
-            distances[name] = float((gradient - right).norm() / right.norm())
-    differing = [name for name in distances if distances[name] > SAME]
-    differing.sort(key=distances.__getitem__, reverse=True)
+    distances = _distances(step, exact)
+    differing = [name for name, distance in distances.items() if distance > SAME]
     equal = len(distances) - len(differing)
     result.lines.append(
         f"  without roundings {equal} of {len(distances)} gradients equal the plain loss's"
@@ -111,13 +119,13 @@ def _compare(
         columns = [term[name].flatten() for term in terms if name in term]
         words, value, expected = _answer(step[name].flatten(), exact[name].flatten(), columns)
         answers.setdefault(words, (value, expected, []))[2].append(name)
+    answers.pop("", None)
     for words, (value, expected, names) in answers.items():
-        if words:
-            result.lines.append(f"  {of_all(names)}: {words}")
+        result.lines.append(f"  {of_all(names)}: {words}")
         if expected and value >= 256 and math.log2(value) % 1 == 0:
             reason = f"{value:g}: a loss scale? Unscale in backward=, as the step does"
             result.unseen["a factor of the gradient"] = reason
-        elif words:
+        else:
             result.add("gradient", names, value, expected)
 
 
