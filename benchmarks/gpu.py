@@ -95,7 +95,7 @@ def cast_error(cast: Cast, device: str) -> int:
             x = padded(draw(torch.bfloat16, (300, 520), edges=edges, seed=dim), cast, dim)
             words = random_words(*x.shape, torch.tensor(17)) if cast.rounding != "nearest" else ()
             there = [argument.to(device) for argument in (x, *words)]
-            for function in (codes, compiled(codes, "gpu")):
+            for function in (codes, compiled(codes)):
                 num_wrong += num_different(codes(x, *words), function(*there))
     return num_wrong
 

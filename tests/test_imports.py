@@ -24,7 +24,7 @@ LIGHT = {
     "torch_support.machine",
     *(f"measuring.{name}" for name in (
         "reading", "kinds", "step", "columns", "settings", "comparison", "intervals", "labels", "laws",
-        "update_laws", "gradient_laws", "loss_laws", "diagnose", "two_runs", "first_difference",
+        "update_laws", "gradient_laws", "loss_laws", "diagnose", "two_runs",
     )),
 }  # fmt: skip
 """Modules of a package above that need no PyTorch, so that any package may import them."""

@@ -18,7 +18,7 @@ from narrowgauge.measuring import recorder as recorder_module
 from narrowgauge.measuring.hooks import RunNotice
 from ranks import run_ranks
 
-LASTING = ("step", "loss", "lr", "grad_norm", "skipped", "tokens", "batch_crc", "arrived")
+LASTING = ("step", "loss", "lr", "grad_norm", "skipped", "tokens", "arrived")
 """Columns that a resume does not change."""
 
 
@@ -38,7 +38,7 @@ def train(
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        recorder.step(loss, tokens=4, batch=batch)
+        recorder.step(loss, tokens=4)
 
 
 def lasting(run: Any) -> list[list[Any]]:

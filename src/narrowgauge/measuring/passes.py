@@ -159,7 +159,7 @@ class Passes:
         shadows: Gradients = {}
         value = math.nan
         with ExitStack() as undo:
-            undo.enter_context(put_back(self.model, self.leaves.values(), self.optimizers))
+            undo.enter_context(put_back(self.model, self.leaves.values()))
             undo.enter_context(_weights_put_back(self.leaves, changed))
             undo.enter_context(_scalers_put_back())
             undo.enter_context(torch.compiler.set_stance("force_eager"))

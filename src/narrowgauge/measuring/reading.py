@@ -14,7 +14,7 @@ from typing import Any
 from narrowgauge.errors import RecipeError
 from narrowgauge.measuring.kinds import KINDS, SEVERITIES
 from narrowgauge.runs.finding import told
-from narrowgauge.spec.tables import Table, name_columns, number_columns, text_columns
+from narrowgauge.spec.tables import Table
 
 STAGES = (
     "start", "between steps", "data", "forward", "loss", "gradient", "clip", "optimizer step", "storage", "evaluation",
@@ -145,11 +145,7 @@ def failure_of(title: str, error: Exception) -> str:
 MAX_ROWS = 10
 MAX_SENTENCES = 8
 """Maximum number of printed rows, and of printed sentences. JSON has all."""
-_COLUMNS = (
-    *number_columns(step="step"), *text_columns(stage="stage"),
-    *name_columns(tensor="tensor", what="what"),
-    *number_columns(value="value", expected="expected", bound="bound"),
-)  # fmt: skip
+_SHOWN = ("step", "stage", "tensor", "what", "value", "expected", "bound")
 
 
 class Readings(Sequence[Reading]):
@@ -236,7 +232,7 @@ class Readings(Sequence[Reading]):
             if reading.text:
                 sentences.setdefault(reading.what, f"{reading.what}{note}: {reading.text}")
         if self.readings:
-            table = Table(_COLUMNS, list(map(asdict, self.readings[:MAX_ROWS])))
+            table = Table(list(self.readings[:MAX_ROWS]), dict(zip(_SHOWN, _SHOWN, strict=True)))
             lines += table.plain().splitlines()
         elif self.looked_at:
             lines.append(f"Nothing found: {self.looked_at}.")

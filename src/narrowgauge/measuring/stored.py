@@ -22,7 +22,7 @@ from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.optim.rules.matrix import matrix_shape
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.significance import MIN_EDQ
-from narrowgauge.spec.tables import Row, Table, number_columns, text_columns
+from narrowgauge.spec.tables import Row, Table
 
 LIBRARIES = (
     "torch", "narrowgauge", "torchao", "bitsandbytes", "apex", "transformer_engine", "transformers", "optimi", "heavyball",
@@ -54,11 +54,10 @@ SEED = 7_919_003
 SHARES = ("step", "of_decay", "second_moment", "eps")
 NUMBER = 8
 """Rows of the printed table with the least shares; the others follow by count."""
-_COLUMNS = (
-    *text_columns(trains="trains", dtype="dtype"), *number_columns(lr="lr", decay="decay"),
-    *text_columns(optimizer="optimizer", storage="storage"),
-    *number_columns(stored_of_step="step", of_decay="of_decay", of_second_moment="second_moment", of_eps="eps"),
-)  # fmt: skip
+_SHOWN = {
+    "trains": "trains", "dtype": "dtype", "lr": "lr", "decay": "decay", "optimizer": "optimizer", "storage": "storage",
+    "stored of step": "step", "of decay": "of_decay", "of second moment": "second_moment", "of eps": "eps",
+}  # fmt: skip
 
 
 def predict(stepped: Stepped, gradient: Tensor | None = None) -> tuple[Row, str]:
@@ -195,7 +194,7 @@ def add_stored(set_up: SetUp, gradients: Mapping[str, Tensor], result: Readings)
                 lost.setdefault(name, row[what])  # of the step, if that is lost
     rows = [{"trains": of_all(names), **row} for row, names in groups.values()]
     rows.sort(key=lambda row: (row["step"] is None, row["step"]))
-    table = Table(_COLUMNS, rows[:NUMBER]).plain().splitlines()
+    table = Table(rows[:NUMBER], _SHOWN).plain().splitlines()
     if len(rows) > NUMBER:
         table.append(f"and {len(rows) - NUMBER} more groups of tensors")
     result.lines = [*table, *result.lines]

@@ -12,7 +12,7 @@ norm's gradient, and the sum over ranks is the gradient. :func:`gradient_of` is 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -36,21 +36,13 @@ def local_of(tensor: Any) -> Tensor:
     """
     if not is_sharded(tensor):
         return tensor  # type: ignore[no-any-return]
-    placements = [_summed(placement) for placement in tensor.placements]
-    local: Tensor = _placed(tensor, tuple(placements)).to_local()
-    return local
-
-
-def _summed(placement: Any) -> Any:
-    """Return the placement of the sum of parts: on every rank.
-
-    Return other placements unchanged.
-    """
-    if not placement.is_partial():
-        return placement
     from torch.distributed.tensor import Replicate
 
-    return Replicate()
+    placements = []
+    for placement in tensor.placements:
+        placements.append(Replicate() if placement.is_partial() else placement)
+    local: Tensor = _placed(tensor, tuple(placements)).to_local()
+    return local
 
 
 def _placed(tensor: Any, placements: tuple[Any, ...]) -> Any:
@@ -94,15 +86,11 @@ def split_groups(tensor: Any, *, columns: int | None = None) -> list[Any]:
     ``columns`` dimensions.
     """
     groups = []
+    first = 0 if columns is None else tensor.ndim - columns
     for axis, placement in enumerate(tensor.placements if is_sharded(tensor) else ()):
-        if _splits(placement) and (columns is None or _splits_row(tensor, placement, columns)):
+        if _splits(placement) and placement.dim >= first:
             groups.append(tensor.device_mesh.get_group(axis))
     return groups
-
-
-def _splits_row(tensor: Any, placement: Any, row_dims: int) -> bool:
-    """Return whether a placement splits one of the last dimensions, which are a row."""
-    return _splits(placement) and bool(placement.dim >= tensor.ndim - row_dims)
 
 
 def placed_like(owner: Any, part: Tensor, *, row_dims: int = 0) -> Tensor:
@@ -143,12 +131,9 @@ def by_group(tensors: Iterable[Any]) -> list[tuple[list[Any], list[Any]]]:
     pairs: dict[tuple[str, ...], tuple[list[Any], list[Any]]] = {(): ([], [])}
     for tensor in tensors:
         groups = split_groups(tensor)
-        pairs.setdefault(_names(groups), (groups, []))[1].append(tensor)
+        names = tuple([group.group_name for group in groups])
+        pairs.setdefault(names, (groups, []))[1].append(tensor)
     return list(pairs.values())
-
-
-def _names(groups: Sequence[Any]) -> tuple[str, ...]:
-    return tuple([group.group_name for group in groups])
 
 
 def add_up(value: Tensor, groups: Iterable[Any], how: str) -> Tensor:
