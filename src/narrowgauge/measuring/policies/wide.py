@@ -285,7 +285,7 @@ class Wide:
         results = op.result
         if is_forward:
             results = results[:1]
-            self._inputs.put(op.result[1], self.of(first).clone())
+            self._inputs.put(op.result[1].data, self.of(first).clone())
         if not all(map(self.follows, op.operands)):
             self._lose(tensors_in(results))
             return
