@@ -6,13 +6,13 @@ from the baseline's run of the same seed, and one recipe as its losses.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from html import escape
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from narrowgauge.report.interval_figure import colour_of
+from narrowgauge.report.interval_figure import COLOURS
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import number
 
@@ -41,14 +41,6 @@ class Series(NamedTuple):
 Line = tuple[PageRun, Series]
 
 
-class Curve(NamedTuple):
-    """A figure: its title, what it shows, and Plotly's data and layout."""
-
-    title: str
-    caption: str
-    figure: dict[str, Any]
-
-
 _DIFFERENCE = (
     "Above zero a recipe is worse than the baseline. Each run is compared with the baseline's run of "
     "the same seed."
@@ -64,11 +56,15 @@ _FIGURES = (
 )  # fmt: skip
 
 
-def curves_of(runs: Sequence[PageRun], baseline: str | None) -> list[Curve]:
-    """Return the figures of runs. One that would hold no line of two points is left out."""
+def curves_of(
+    runs: Sequence[PageRun], baseline: str | None
+) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield the figures of runs: title, caption, and Plotly's data and layout.
+
+    One that would hold no line of two points is left out.
+    """
     baseline = baseline or runs[0].label
     is_compared = any(run.label != baseline for run in runs)
-    curves = []
     for title, table, name, caption in _FIGURES:
         lines = [(run, _column(run.run, table, name)) for run in runs]
         least = 0.0
@@ -79,8 +75,7 @@ def curves_of(runs: Sequence[PageRun], baseline: str | None) -> list[Curve]:
             least = SMALLEST
         figure = _figure(lines, least)
         if figure["data"]:
-            curves.append(Curve(title, caption, figure))
-    return curves
+            yield title, caption, figure
 
 
 def _column(run: Run, table: str, name: str) -> Series:
@@ -135,7 +130,7 @@ def _figure(lines: Sequence[Line], least: float) -> dict[str, Any]:
                 "name": name,
                 "legendgroup": name,
                 "showlegend": name not in shown,
-                "line": {"color": colour_of(run.recipe), "width": 1.6},
+                "line": {"color": COLOURS[run.recipe % len(COLOURS)], "width": 1.6},
                 "hovertemplate": f"step %{{x}}: %{{y:.5~g}}<extra>seed {run.seed}</extra>",
             }
         )
