@@ -60,11 +60,8 @@ class Reading:
         kind = KINDS.get(self.what)
         if kind is None:
             return ""
-        numbers = {}
-        for name in ("value", "expected", "bound"):
-            number = getattr(self, name)
-            numbers[name] = math.nan if number is None else number
-        return kind.text.format(**numbers)
+        fields = {name: math.nan if x is None else x for name, x in asdict(self).items()}
+        return kind.text.format(**fields)
 
     @property
     def severity(self) -> str:
